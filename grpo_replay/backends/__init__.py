@@ -1,0 +1,1 @@
+"""The only modules that import torch-heavy libraries: deepspeed, transformers, vllm."""

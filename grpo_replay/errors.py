@@ -1,0 +1,82 @@
+"""The exception tree. Every error a user can meet is one of these, and knows its exit code.
+
+    GrpoReplayError                1
+    ├── UsageError                 2   a wrong option or argument
+    │   └── RecipeError            2   a value or combination in the recipe
+    ├── DataError                  3   missing or bad data
+    │   ├── DatasetError           3   a prompt set or benchmark
+    │   ├── ModelError             3   a model folder, configuration or tokenizer
+    │   ├── SnapshotError          3   a buffer snapshot, rollout or draw file
+    │   ├── CheckpointError        3   a checkpoint that is missing, partial or damaged
+    │   ├── EvaluationFileError    3   an evaluation report
+    │   └── OutputDirectoryError   3   an output directory that is occupied or not writable
+    └── SafetyStop                 4   training stopped before it could do harm
+        ├── NonFiniteError         4   a loss or gradient that is not finite
+        ├── LogprobGapError        4   the sampler is not the policy
+        ├── SamplerError           4   a sampler failed and could not be recovered
+        └── LaunchError            4   ranks that cannot form one run
+
+A message names the place, the value found, what is allowed, and what to do.
+"""
+
+
+class GrpoReplayError(Exception):
+    """Anything this package reports to its user; `exit_code` is the process's exit status."""
+
+    exit_code = 1
+
+
+class UsageError(GrpoReplayError):
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    pass
+
+
+class DataError(GrpoReplayError):
+    exit_code = 3
+
+
+class DatasetError(DataError):
+    pass
+
+
+class ModelError(DataError):
+    pass
+
+
+class SnapshotError(DataError):
+    pass
+
+
+class CheckpointError(DataError):
+    pass
+
+
+class EvaluationFileError(DataError):
+    pass
+
+
+class OutputDirectoryError(DataError):
+    pass
+
+
+class SafetyStop(GrpoReplayError):
+    exit_code = 4
+
+
+class NonFiniteError(SafetyStop):
+    pass
+
+
+class LogprobGapError(SafetyStop):
+    pass
+
+
+class SamplerError(SafetyStop):
+    pass
+
+
+class LaunchError(SafetyStop):
+    pass

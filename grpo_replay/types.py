@@ -1,0 +1,160 @@
+"""The values that flow from stage to stage: frozen, numpy only, one name per quantity.
+
+Shape key (suffixes of names, and in comments):
+
+    P   tokens of one prompt                 T   tokens of one completion
+    G   completions of one group             N   rollouts in a batch or in the buffer
+    V   vocabulary                           R   rows of a micro-batch
+    L   padded row length of a micro-batch   C   completion tokens of a micro-batch, flattened
+
+Data order: Prompt -> GenerationRequest -> Completion -> Verdict -> Rollout -> RolloutOutcome.
+
+Example: one group of two completions, one right and one wrong, has rewards_G = [1, -1], mean 0,
+population standard deviation 1, advantages [1, -1] and `group_correct` 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class RequestKey(NamedTuple):
+    """Identifies one completion of a run: training step (1-based), prompt index within the step
+    (0-based, over all ranks) and completion index within the group (0-based)."""
+
+    step: int
+    prompt_index: int
+    completion_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem, rendered and tokenised."""
+
+    prompt_id: str
+    text: str
+    token_ids: np.ndarray  # int32 [P]
+    answer: str
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One completion to sample. `seed` is a function of run seed and key (see `seeding`)."""
+
+    key: RequestKey
+    prompt_token_ids: np.ndarray  # int32 [P]
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0  # 0 means greedy
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a sampler returns for one request.
+
+    `token_ids` includes the end-of-sequence token if one was sampled; `sampler_logprobs` are of
+    the distribution sampled from (temperature applied). `finish_reason` is "stop" (EOS) or
+    "length" (truncated). The policy versions are those of the first and last sampled token.
+    """
+
+    key: RequestKey
+    token_ids: np.ndarray  # int32 [T]
+    sampler_logprobs: np.ndarray  # float32 [T]
+    finish_reason: str
+    policy_version: int
+    policy_version_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A verifier's answer. `status` is "correct", "incorrect", "unparsable" (no answer found),
+    "timeout", "memory" or "crash"; the last three earn the incorrect reward and are counted.
+    For a `module:function` reward, status is "scored"."""
+
+    reward: float
+    status: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """One completion with everything frozen at its birth. The unit of replay.
+
+    `advantage` and `behavior_logprobs` are None for a rollout whose group was dropped
+    (`kept` False). Ages are in training steps: `step - birth_step`.
+    """
+
+    rollout_id: int
+    group_id: int
+    prompt_id: str
+    completion_index: int
+    birth_step: int
+    policy_version: int
+    policy_version_end: int
+    prompt_token_ids: np.ndarray  # int32 [P]
+    completion_token_ids: np.ndarray  # int32 [T]
+    completion_text: str
+    behavior_logprobs: np.ndarray | None  # float32 [T], of the policy at birth
+    sampler_logprobs: np.ndarray  # float32 [T]
+    reward: float
+    advantage: float | None
+    group_reward_mean: float
+    group_reward_std: float
+    group_correct: int
+    finish_reason: str
+    verdict: str
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """What one draw took from the buffer (or from the pool of fresh and stored rollouts).
+
+    `rollouts[i]` was drawn with first-draw probability `probabilities[i]` (float64 [N]) at age
+    `ages[i]` (int64 [N], training steps). With replacement, a rollout may appear twice.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    probabilities: np.ndarray
+    ages: np.ndarray
+    effective_sample_size: float  # 1 / Σ P², over everything that could have been drawn
+    entropy: float  # -Σ P ln P in nats, likewise
+
+    @classmethod
+    def empty(cls) -> "Draw":
+        return cls((), np.zeros(0), np.zeros(0, dtype=np.int64), 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ComposedBatch:
+    """What one training step trains on: rollouts, and which of them were drawn.
+
+    `replayed_N[i]` is True if `rollouts[i]` came from the buffer with age > 0 (for `buffer_only`:
+    from the buffer at any age); `draw` holds probabilities and ages of what was drawn.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    replayed_N: np.ndarray  # bool [N]
+    ages_N: np.ndarray  # int64 [N], training steps; 0 for fresh
+    draw: Draw
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOutcome:
+    """What one update saw of one rollout, over its T completion tokens, before the update's step.
+
+    Log-ratios are policy minus behaviour, unclamped, in nats. `approx_kl` is the mean of
+    `ratio - 1 - log_ratio` (k3). `clip_fraction` counts tokens whose gradient the clip removed.
+    """
+
+    tokens: int
+    clip_fraction: float
+    log_ratio_mean: float
+    log_ratio_var: float
+    approx_kl: float
+    ratio_mean: float
+    ratio_max: float
+    entropy: float
