@@ -1,0 +1,105 @@
+"""Control traffic between ranks over a CPU process group. Gradients are DeepSpeed's business.
+
+Payloads are bytes (JSON or Arrow IPC), never pickles. One process needs no process group.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+
+class Comm:
+    """The ranks of a run. `group` is a torch gloo process group, or None for one process.
+
+    Every method is collective: all ranks call it, in the same order. Rank 0 is the root.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [payload]
+        import torch
+        import torch.distributed as dist
+
+        size = torch.tensor([len(payload)], dtype=torch.int64)
+        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        dist.all_gather(sizes, size, group=self._group)
+        longest = max(int(s) for s in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        received = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(received, padded, group=self._group)
+        return [
+            tensor.numpy()[: int(s)].tobytes()
+            for tensor, s in zip(received, sizes, strict=True)
+        ]
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload, in rank order, on rank 0; None elsewhere."""
+        everything = self.all_gather(payload)
+        return everything if self.is_main else None
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload on every rank."""
+        if self.world_size == 1:
+            assert payload is not None
+            return payload
+        import torch
+        import torch.distributed as dist
+
+        size = torch.tensor([len(payload or b"")], dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._group)
+        buffer = torch.zeros(int(size), dtype=torch.uint8)
+        if self.is_main and payload:
+            buffer[:] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0, group=self._group)
+        return buffer.numpy().tobytes()
+
+    def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        """`payloads[rank]` of rank 0's list, on each rank."""
+        if self.world_size == 1:
+            assert payloads is not None
+            return payloads[0]
+        import torch
+        import torch.distributed as dist
+
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
+        if self.is_main:
+            assert payloads is not None
+            sizes[:] = torch.tensor([len(payload) for payload in payloads])
+        dist.broadcast(sizes, src=0, group=self._group)
+        longest = int(sizes.max())
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        pieces = None
+        if self.is_main:
+            assert payloads is not None
+            pieces = []
+            for payload in payloads:
+                piece = torch.zeros(longest, dtype=torch.uint8)
+                if payload:
+                    piece[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+                pieces.append(piece)
+        dist.scatter(mine, pieces, src=0, group=self._group)
+        return mine.numpy()[: int(sizes[self.rank])].tobytes()
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank."""
+        return [json.loads(payload) for payload in self.all_gather(json.dumps(value).encode())]
+
+    def broadcast_json(self, value: Any = None) -> Any:
+        """Rank 0's JSON value on every rank."""
+        return json.loads(self.broadcast(json.dumps(value).encode() if self.is_main else None))
+
+    def barrier(self) -> None:
+        """Returns when every rank has arrived."""
+        self.all_gather(b"")

@@ -1,0 +1,143 @@
+"""Arithmetic problems of the embedded laboratory: five tiny benchmarks, graded easy to hard.
+
+| benchmark    | problem   | what it takes                                             |
+|--------------|-----------|-----------------------------------------------------------|
+| `tiny_add`   | `47+38`   | a sum of two digits, and its carry                        |
+| `tiny_sub`   | `52-38`   | a difference of two digits, and its borrow                |
+| `tiny_mul`   | `47*6`    | two products from the table, a carry of up to 8           |
+| `tiny_order` | `27+4*6`  | the product first, then a sum with its carry              |
+| `tiny_pair`  | `7*8-3*9` | two products, then a difference with its borrow and sign  |
+
+Every benchmark has its own held-out problems, the same for every seed. No training problem is a
+held-out one, nor a held-out one with the operands of a sum or a product exchanged.
+Only numpy is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from zlib import crc32
+
+import numpy as np
+
+BENCHMARKS: tuple[str, ...] = ("tiny_add", "tiny_sub", "tiny_mul", "tiny_order", "tiny_pair")
+"""Names of the benchmarks, easy to hard."""
+
+HELD_OUT_PROBLEMS = 200
+"""Held-out problems of each benchmark."""
+
+TRAIN_PROBLEMS = 512
+"""Training problems of each benchmark."""
+
+HELD_OUT_SEED = 20260604
+"""Seed of the held-out problems, which no caller can change."""
+
+PROMPT_TEMPLATE = "{problem}="
+"""A prompt is this template filled with the text of the problem."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """One benchmark: how a problem is written, where its operands lie, what the answer is."""
+
+    text: str  # format string over the operands
+    low: tuple[int, ...]  # smallest operands, inclusive
+    high: tuple[int, ...]  # largest operands, inclusive
+    answer: Callable[..., int]
+    allowed: Callable[..., bool] = lambda *operands: True
+    key: Callable[..., object] = lambda *operands: operands  # equal for equivalent problems
+
+
+_FAMILIES: dict[str, _Family] = {
+    "tiny_add": _Family(
+        "{0}+{1}", (10, 10), (99, 99), lambda a, b: a + b, key=lambda a, b: frozenset((a, b))
+    ),
+    "tiny_sub": _Family("{0}-{1}", (10, 10), (99, 99), lambda a, b: a - b, lambda a, b: a > b),
+    "tiny_mul": _Family("{0}*{1}", (11, 2), (99, 9), lambda a, b: a * b),
+    "tiny_order": _Family(
+        "{0}+{1}*{2}",
+        (10, 2, 2),
+        (99, 9, 9),
+        lambda a, b, c: a + b * c,
+        key=lambda a, b, c: (a, frozenset((b, c))),
+    ),
+    "tiny_pair": _Family(
+        "{0}*{1}-{2}*{3}",
+        (2, 2, 2, 2),
+        (9, 9, 9, 9),
+        lambda a, b, c, d: a * b - c * d,
+        lambda a, b, c, d: a * b != c * d,
+        key=lambda a, b, c, d: (frozenset((a, b)), frozenset((c, d))),
+    ),
+}
+
+
+def train_problems(seed: int = 0) -> list[dict[str, str]]:
+    """`TRAIN_PROBLEMS` problems of every benchmark, shuffled together; the seed chooses them.
+
+    A row has `problem` ("47+38"), `answer` ("85"), `benchmark` ("tiny_add") and `problem_id`
+    ("tiny_add:47+38"), all strings. No row is a held-out problem of any benchmark.
+    """
+    rows: list[dict[str, str]] = []
+    for name in BENCHMARKS:
+        pool = operand_pool(name)
+        chosen = _generator(name, seed, "train").choice(len(pool), TRAIN_PROBLEMS, replace=False)
+        rows.extend(problem_row(name, pool[i]) for i in chosen)
+    order = _generator("all", seed, "order").permutation(len(rows))
+    return [rows[i] for i in order]
+
+
+def benchmark_problems(name: str) -> list[dict[str, str]]:
+    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, always the same, rows as above.
+
+    Raises ValueError for a name that is not in `BENCHMARKS`.
+    """
+    return [problem_row(name, operands) for operands in _held_out(name)]
+
+
+def problem_row(name: str, operands: tuple[int, ...]) -> dict[str, str]:
+    """The row of one problem, given its benchmark and its operands."""
+    family = _family(name)
+    problem = family.text.format(*operands)
+    return {
+        "problem": problem,
+        "answer": str(family.answer(*operands)),
+        "benchmark": name,
+        "problem_id": f"{name}:{problem}",
+    }
+
+
+@cache
+def operand_pool(name: str) -> tuple[tuple[int, ...], ...]:
+    """Operands of every problem of a benchmark that is neither held out nor a twin of one."""
+    family = _family(name)
+    taken = {family.key(*operands) for operands in _held_out(name)}
+    return tuple(o for o in _all_operands(name) if family.key(*o) not in taken)
+
+
+@cache
+def _held_out(name: str) -> tuple[tuple[int, ...], ...]:
+    every = _all_operands(name)
+    rng = _generator(name, HELD_OUT_SEED, "held out")
+    return tuple(every[i] for i in rng.choice(len(every), HELD_OUT_PROBLEMS, replace=False))
+
+
+@cache
+def _all_operands(name: str) -> tuple[tuple[int, ...], ...]:
+    family = _family(name)
+    ranges = [np.arange(lo, hi + 1) for lo, hi in zip(family.low, family.high, strict=True)]
+    grid = np.stack(np.meshgrid(*ranges, indexing="ij"), axis=-1).reshape(-1, len(ranges))
+    return tuple(o for o in map(tuple, grid.tolist()) if family.allowed(*o))
+
+
+def _family(name: str) -> _Family:
+    if name not in _FAMILIES:
+        raise ValueError(f"unknown tiny benchmark {name!r}; allowed: {', '.join(BENCHMARKS)}")
+    return _FAMILIES[name]
+
+
+def _generator(name: str, seed: int, purpose: str) -> np.random.Generator:
+    """A generator that depends on nothing but its three arguments."""
+    return np.random.default_rng([seed, crc32(f"{purpose}/{name}".encode())])

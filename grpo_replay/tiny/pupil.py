@@ -1,0 +1,112 @@
+"""The imperfect pupil whose worked answers the base model is taught to imitate.
+
+The pupil knows every rule but follows it only sometimes; otherwise it makes the mistake that
+people make. Each kind of mistake has its own probability, most of them above one half: the right
+answer is then among the samples of a model that imitates the pupil, yet often not its first choice.
+Besides, some entries of its multiplication table are misremembered, always the same ones.
+
+A worked answer is short: the units, then the tens, then the answer.
+
+    47+38=      15,8\\boxed{85}            right: 7+8 is 15, 4+3+1 is 8
+    47+38=      15,7\\boxed{75}            the carry was forgotten
+    52-38=      6,2\\boxed{26}             smaller from larger instead of a borrow
+    27+4*6=     31;6,18\\boxed{186}        left to right instead of the product first
+    3*9-7*8=    27-56;9,2\\boxed{29}       the sign was lost
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How often the pupil goes wrong where it can: probabilities of its mistakes."""
+
+    forgotten_carry: float = 0.60
+    smaller_from_larger: float = 0.60
+    left_to_right: float = 0.60
+    lost_sign: float = 0.65
+    misremembered_product: float = 0.65
+    misremembered_share: float = 0.40  # share of the table 2..9 x 2..9 that is misremembered
+    slip: float = 0.02  # a written number is off by one
+    table_seed: int = 7  # which products are misremembered, and as what
+
+
+class Pupil:
+    """Writes worked answers; every random choice comes from the generator it is given."""
+
+    def __init__(self, habits: Habits, rng: np.random.Generator) -> None:
+        self.habits = habits
+        self.rng = rng
+        self.misremembered = misremembered_products(habits)
+
+    def answer(self, benchmark: str, operands: tuple[int, ...]) -> str:
+        """The worked answer to a problem of this benchmark, ending in `\\boxed{...}`."""
+        method = getattr(self, "_" + benchmark.removeprefix("tiny_"))
+        return method(*operands)
+
+    def _add(self, a: int, b: int) -> str:
+        units = self._write(a % 10 + b % 10)
+        carry = 0 if self._does(self.habits.forgotten_carry) else units // 10
+        tens = self._write(a // 10 + b // 10 + carry)
+        return f"{units},{tens}\\boxed{{{10 * tens + units % 10}}}"
+
+    def _sub(self, a: int, b: int) -> str:
+        """a >= b >= 0."""
+        units, tens = a % 10 - b % 10, a // 10 - b // 10
+        if units < 0 and self._does(self.habits.smaller_from_larger):
+            units = -units
+        elif units < 0:
+            units, tens = units + 10, tens - 1
+        units, tens = min(self._write(units), 9), self._write(tens)
+        return f"{units},{tens}\\boxed{{{10 * tens + units}}}"
+
+    def _mul(self, a: int, b: int) -> str:
+        units = self._product(a % 10, b)
+        carry = 0 if self._does(self.habits.forgotten_carry) else units // 10
+        tens = self._write(self._product(a // 10, b) + carry)
+        return f"{units},{tens}\\boxed{{{10 * tens + units % 10}}}"
+
+    def _order(self, a: int, b: int, c: int) -> str:
+        if self._does(self.habits.left_to_right):
+            total = self._write(a + b)
+            return f"{total};{self._mul(total, c)}"
+        product = self._product(b, c)
+        return f"{product};{self._add(a, product)}"
+
+    def _pair(self, a: int, b: int, c: int, d: int) -> str:
+        left, right = self._product(a, b), self._product(c, d)
+        work = f"{left}-{right};{self._sub(max(left, right), min(left, right))}"
+        if left < right and not self._does(self.habits.lost_sign):
+            work = work.replace("\\boxed{", "\\boxed{-")
+        return work
+
+    def _product(self, a: int, b: int) -> int:
+        wrong = self.misremembered.get(frozenset((a, b)))
+        if wrong is not None and self._does(self.habits.misremembered_product):
+            return wrong
+        return self._write(a * b)
+
+    def _write(self, number: int) -> int:
+        """The number, or, after a slip, one beside it (never a negative one)."""
+        if self._does(self.habits.slip):
+            return abs(number + (1 if self._does(0.5) else -1))
+        return number
+
+    def _does(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+
+def misremembered_products(habits: Habits) -> dict[frozenset[int], int]:
+    """Factors -> wrong product, for the entries that the pupil misremembers (a neighbour's)."""
+    rng = np.random.default_rng(habits.table_seed)
+    entries = [(a, b) for a in range(2, 10) for b in range(a, 10)]
+    chosen = rng.choice(len(entries), round(habits.misremembered_share * len(entries)), False)
+    table = {}
+    for a, b in (entries[i] for i in sorted(chosen)):
+        step = 1 if rng.random() < 0.5 else -1
+        table[frozenset((a, b))] = a * (b + step)
+    return table

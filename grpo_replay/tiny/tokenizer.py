@@ -1,0 +1,29 @@
+r"""The tokenizer of the embedded laboratory: one token per character, and one for `\boxed{`."""
+
+from __future__ import annotations
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+BOX = "\\boxed{"
+VOCABULARY: tuple[str, ...] = (PAD, EOS, UNKNOWN, BOX, "}", *"0123456789", *"+-*=,;() ")
+"""Token of every id. Whatever is not in it becomes `<unk>`."""
+
+
+def build_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer that adds no token of its own and decodes exactly what it encoded."""
+    ids = {token: i for i, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    every_piece = Regex(r"\\boxed\{|[\s\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(every_piece, behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        model_max_length=model_max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
