@@ -27,9 +27,6 @@ from grpo_replay.tiny.problems import BENCHMARKS, PROMPT_TEMPLATE, operand_pool,
 from grpo_replay.tiny.pupil import Habits, Pupil
 from grpo_replay.tiny.tokenizer import EOS, PAD, VOCABULARY, build_tokenizer
 
-BASE_DIR = Path(__file__).parent / "base"
-"""The shipped base model."""
-
 
 @dataclass(frozen=True)
 class Architecture:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from grpo_replay.tiny import BASE_DIR
 from grpo_replay.tiny.make_base import (
-    BASE_DIR,
     Lessons,
     WarmUp,
     build_tokenizer,
