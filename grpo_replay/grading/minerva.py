@@ -1,0 +1,101 @@
+"""The `minerva` verifier: last box near the end, normalised, compared as a string.
+
+The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1): LaTeX clean-up, unit words
+removed, fraction and root shorthand expanded, commas between digits stripped. It works on text, so
+`1/2` and `\\frac{1}{2}` differ; that is what paper A trains on.
+"""
+
+import re
+
+TAIL_CHARACTERS = 500
+"""Only a box that lies wholly within the last so many characters counts."""
+
+_REWRITES = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+
+_UNIT_WORDS = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units"),
+    *("\\ldots", "sue", "points", "feet", "minutes", "digits", "cents", "degrees", "cm", "gm"),
+    *("pounds", "meters", "meals", "edges", "students", "childrentickets", "multiples"),
+)
+
+_LATEX_NOISE = (
+    "\\text{s}",
+    "\\text{.}",
+    "\\text{\ns}",
+    "\\text{}^2",
+    "\\text{}^3",
+    "\\text{\n}",
+    "\\text{}",
+    "\\mathrm{th}",
+    "^\\circ",
+    "^{\\circ}",
+    "\\;",
+    ",\\!",
+    "{,}",
+    '"',
+    "\\dots",
+)
+
+_PATTERNS = (
+    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # what stands in $…$ is the answer
+    (re.compile(r"\\text\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
+    (re.compile(r"\\boxed\{(.*)\}"), r"\1"),
+    (re.compile(r"frac([^{])(.)"), r"frac{\1}{\2}"),  # \frac12 -> \frac{1}{2}
+    (re.compile(r"sqrt([^{])"), r"sqrt{\1}"),  # \sqrt3 -> \sqrt{3}
+)
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last `\\boxed{…}` of `text`, braces balanced.
+
+    None if there is no box or if the last one is never closed.
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth = 1
+    for position in range(begin, len(text)):
+        character = text[position]
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return text[begin:position]
+    return None
+
+
+def normalise(answer: str) -> str:
+    """`answer` in the form that is compared: what follows the last `=`, cleaned up."""
+    answer = answer.split("=")[-1]
+    for before, after in _REWRITES:
+        answer = answer.replace(before, after)
+    for noise in (*_UNIT_WORDS, *_LATEX_NOISE):
+        answer = answer.replace(noise, "")
+    for pattern, replacement in _PATTERNS:
+        answer = pattern.sub(replacement, answer)
+    answer = answer.replace("$", "")
+    without_commas = answer.replace(",", "")
+    return (without_commas if without_commas.isdigit() else answer).strip()
+
+
+def grade(completion: str, answer: str) -> str:
+    """ "correct", "incorrect", or "unparsable" when the tail of `completion` holds no box."""
+    boxed = last_box(completion[-TAIL_CHARACTERS:])
+    if boxed is None:
+        return "unparsable"
+    return "correct" if normalise(boxed) == normalise(answer) else "incorrect"
