@@ -1,0 +1,249 @@
+"""The `hf` sampler: batched decoding with transformers, no further install.
+
+How it departs from `model.generate`: every prompt is read once for its whole group; a finished
+row leaves the batch and the cache; every row has a seed of its own, so that its tokens do not
+depend on the batch; the log-prob of every sampled token is returned.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from grpo_replay.backends.decoding import DecodingBatch
+from grpo_replay.backends.models import (
+    DTYPES,
+    eos_token_ids,
+    load_policy,
+    load_tokenizer,
+    resolve_model_path,
+)
+from grpo_replay.errors import ModelError, RecipeError, SamplerError
+from grpo_replay.recipe import ModelSection, Recipe
+from grpo_replay.sampler import NamedTensors
+from grpo_replay.types import Completion, GenerationRequest
+
+
+class HfSampler:
+    """Implements `sampler.Sampler` on one device, with its own copy of the weights."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        max_batch_rollouts: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _refuse_partial_attention(model)
+        model.set_attn_implementation("sdpa")
+        self._model: PreTrainedModel | None = model.to(device).eval().requires_grad_(False)
+        self._eos_ids = tuple(eos_ids)
+        self._pad_id = pad_id
+        self._max_batch_rollouts = max_batch_rollouts
+        self._device = torch.device(device)
+        self._incomplete_version: int | None = None
+        self.policy_version = 0
+
+    @classmethod
+    def open(cls, recipe: Recipe, model_path: str) -> "HfSampler":
+        """A sampler with the weights in `model_path` (or the recipe's random initialisation, if
+        that is its path) on the device of `engine.device`. Raises ModelError."""
+        section = _section_at(recipe.model, model_path)
+        tokenizer = load_tokenizer(section)
+        model = load_policy(section, recipe.run.seed)
+        wanted = recipe.engine.device
+        on_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+        return cls(
+            model,
+            eos_token_ids(section, tokenizer),
+            tokenizer.pad_token_id,
+            recipe.sampling.max_batch_rollouts,
+            torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu",
+        )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        dtype: str = "float32",
+        max_batch_rollouts: int = 1024,
+    ) -> "HfSampler":
+        """A sampler with a copy of `model`, whose parameters must be whole (not ZeRO-3 shards),
+        on its device."""
+        own = copy.deepcopy(model).to(DTYPES[dtype])
+        return cls(own, eos_ids, pad_id, max_batch_rollouts, model.device)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
+        """Completions as they finish, in any order, exactly one for each request.
+
+        Deterministic in each request alone: its seed fixes the random number of every position.
+        Raises RecipeError for a request longer than the model's positions, SamplerError for an
+        impossible one, after `close`, or if a weight update was left incomplete.
+        """
+        model = self._ready_model()
+        for request in requests:
+            self._check_request(model, request)
+        ordered = sorted(
+            requests,
+            key=lambda r: (-len(r.prompt_token_ids), _prompt_bytes(r)),
+        )
+        return self._run(model, ordered)
+
+    def _run(
+        self, model: PreTrainedModel, ordered: Sequence[GenerationRequest]
+    ) -> Iterator[Completion]:
+        for start in range(0, len(ordered), self._max_batch_rollouts):
+            chosen = ordered[start : start + self._max_batch_rollouts]
+            first_version = self.policy_version
+            batch = DecodingBatch(model, chosen, self._eos_ids, self._pad_id)
+            while batch.alive:
+                for row, tokens_T, logprobs_T, reason in batch.advance():
+                    if not np.isfinite(logprobs_T).all():
+                        raise SamplerError(
+                            f"request {tuple(chosen[row].key)}: a log-prob of policy version "
+                            f"{self.policy_version} is not finite; the weights hold NaN or "
+                            "infinity: look at grad_norm and loss of the last steps"
+                        )
+                    yield Completion(
+                        key=chosen[row].key,
+                        token_ids=tokens_T,
+                        sampler_logprobs=logprobs_T,
+                        finish_reason=reason,
+                        policy_version=first_version,
+                        policy_version_end=self.policy_version,
+                    )
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace all weights by full tensors. Tied tensors may come under one or every name.
+
+        Raises SamplerError, after exhausting `named_tensors`, naming every tensor that is
+        unknown, missing, given twice, misshapen, or unlike its tied twin; the sampler then
+        refuses to generate until a complete update. Likewise if `version` does not increase.
+        """
+        model = self._open_model()
+        if version <= self.policy_version:
+            raise SamplerError(
+                f"weights of version {version} offered to a sampler at version "
+                f"{self.policy_version}: versions must increase"
+            )
+        self._incomplete_version = version
+        targets = dict(model.named_parameters(remove_duplicate=False))
+        targets.update(_persistent_buffers(model))
+        problems = _copy_all(targets, named_tensors)
+        if problems:
+            raise SamplerError(
+                f"weights of version {version} do not fit the sampler's model: "
+                + "; ".join(problems)
+            )
+        self._incomplete_version = None
+        self.policy_version = version
+
+    def sleep(self) -> None:
+        """Move the weights to host memory if they are on a GPU."""
+        model = self._open_model()
+        if self._device.type == "cuda":
+            model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free the weights. May be called twice."""
+        self._model = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _open_model(self) -> PreTrainedModel:
+        if self._model is None:
+            raise SamplerError("the sampler is closed; open another one")
+        return self._model
+
+    def _ready_model(self) -> PreTrainedModel:
+        model = self._open_model()
+        if self._incomplete_version is not None:
+            raise SamplerError(
+                f"the update to weights of version {self._incomplete_version} was left "
+                "incomplete; load a complete set before generating"
+            )
+        return model.to(self._device)
+
+    def _check_request(self, model: PreTrainedModel, request: GenerationRequest) -> None:
+        prompt, key = request.prompt_token_ids, tuple(request.key)
+        if len(prompt) == 0 or request.max_tokens < 1:
+            raise SamplerError(
+                f"request {key}: {len(prompt)} prompt tokens and max_tokens "
+                f"{request.max_tokens}; both must be at least 1"
+            )
+        vocabulary = model.config.vocab_size
+        if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
+            raise SamplerError(
+                f"request {key}: prompt token ids {int(prompt.min())}..{int(prompt.max())} lie "
+                f"outside the model's vocabulary of {vocabulary}: the tokenizer is another model's"
+            )
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and len(prompt) + request.max_tokens > positions:
+            raise RecipeError(
+                f"request {key}: {len(prompt)} prompt tokens and max_tokens {request.max_tokens} "
+                f"exceed the model's {positions} positions; lower "
+                "sampling.max_completion_length or prompts.max_prompt_length"
+            )
+
+
+def _copy_all(targets: dict[str, torch.Tensor], named_tensors: NamedTensors) -> list[str]:
+    """What was wrong; every tensor that fits is copied into its target."""
+    problems: list[str] = []
+    seen: set[str] = set()
+    filled: dict[int, str] = {}  # address of the target -> name that filled it
+    for name, tensor in named_tensors:
+        target = targets.get(name)
+        if target is None:
+            problems.append(f"unknown tensor {name}")
+        elif name in seen:
+            problems.append(f"{name} came twice")
+        elif tensor.shape != target.shape:
+            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(target.shape)}")
+        elif (twin := filled.get(target.data_ptr())) is not None:
+            if not torch.equal(target, tensor.to(target)):
+                problems.append(f"{name} differs from {twin}, with which it is tied")
+        else:
+            target.copy_(tensor)
+            filled[target.data_ptr()] = name
+        seen.add(name)
+    missing = [n for n, t in targets.items() if t.data_ptr() not in filled and n not in seen]
+    return problems + [f"missing tensor {name}" for name in missing]
+
+
+def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    names = set(model.state_dict())
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
+
+
+def _section_at(model: ModelSection, model_path: str) -> ModelSection:
+    """The section with its weights at `model_path`; unchanged if that is its own path."""
+    if model_path in (model.path, resolve_model_path(model.path)):
+        return model
+    return model.model_copy(
+        update={
+            "path": model_path,
+            "revision": None,
+            "random_init": False,
+            "config_overrides": {},
+        }
+    )
+
+
+def _refuse_partial_attention(model: PreTrainedModel) -> None:
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ModelError(
+            f"{model.config.model_type} has layers of type {', '.join(sorted(kinds))}; the hf "
+            "sampler decodes full attention only: use sampling.backend vllm"
+        )
+
+
+def _prompt_bytes(request: GenerationRequest) -> bytes:
+    return np.ascontiguousarray(request.prompt_token_ids, dtype=np.int32).tobytes()

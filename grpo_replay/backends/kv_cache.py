@@ -1,0 +1,68 @@
+"""The decoder's key-value cache: one buffer per layer from which finished rows drop out.
+
+transformers' dynamic cache copies everything for every token and keeps finished rows.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+GROWTH_TOKENS = 256
+"""Least room that is added at once; a cache grows by half of its length if that is more."""
+
+
+class RowLayer(DynamicLayer):
+    """Keys and values [R, heads, length, head_dim] of one layer, in buffers with room to grow."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
+        super().__init__()
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+        self.rows, _, self.length, _ = keys.shape
+        self._capacity = capacity
+        self._key_buffer = self._enlarged(keys)
+        self._value_buffer = self._enlarged(values)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        start, self.length = self.length, self.length + key_states.shape[-2]
+        if self.length > self._capacity:
+            self._capacity = self.length + max(GROWTH_TOKENS, self.length // 2)
+            self._key_buffer = self._enlarged(self._key_buffer[: self.rows, :, :start])
+            self._value_buffer = self._enlarged(self._value_buffer[: self.rows, :, :start])
+        keys = self._key_buffer[: self.rows, :, : self.length]
+        values = self._value_buffer[: self.rows, :, : self.length]
+        keys[:, :, start:] = key_states
+        values[:, :, start:] = value_states
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def move_rows(self, targets: torch.Tensor, sources: torch.Tensor, rows: int) -> None:
+        """Copy row `sources[i]` over row `targets[i]`, then keep the first `rows`."""
+        for buffer in (self._key_buffer, self._value_buffer):
+            buffer[targets, :, : self.length] = buffer[sources, :, : self.length]
+        self.rows = rows
+
+    def _enlarged(self, states: torch.Tensor) -> torch.Tensor:
+        rows, heads, length, head_dim = states.shape
+        buffer = states.new_empty((rows, heads, self._capacity, head_dim))
+        buffer[:, :, :length] = states
+        return buffer
+
+
+def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, room: int) -> Cache:
+    """A cache whose row i continues prompt `prompt_of_row_R[i]`, counted over all `prefills`
+    (equally long, left padded), with room for `room` further tokens before it must grow."""
+    layers = []
+    for index in range(len(prefills[0].layers)):
+        states = [prefill.layers[index] for prefill in prefills]
+        keys = torch.cat([state.keys for state in states])[prompt_of_row_R]
+        values = torch.cat([state.values for state in states])[prompt_of_row_R]
+        layers.append(RowLayer(keys, values, keys.shape[-2] + room))
+        for state in states:  # frees the prompt's states layer by layer
+            state.reset()
+    return Cache(layers=layers)

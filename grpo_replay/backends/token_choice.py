@@ -1,0 +1,120 @@
+"""Choosing tokens from logits: one uniform number per token, by inversion of the distribution.
+
+A row's tokens depend on its own logits and its own seed alone, so they do not change with the
+rows it is batched with (as far as the model's arithmetic allows).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from grpo_replay.types import GenerationRequest
+
+CHUNK_LOGITS = 1 << 24
+"""Logits handled at once; bounds the float64 cumulative sums to 128 MiB."""
+
+
+class UniformRows:
+    """Row i's number at position t is the t-th double of `Generator(Philox(key=seeds[i]))`."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._generators = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds]
+
+    def next_block(self, rows: np.ndarray, count: int) -> np.ndarray:
+        """The next `count` numbers of each of `rows`, float64 [len(rows), count] in [0, 1)."""
+        block = np.empty((len(rows), count))
+        for target, row in zip(block, rows.tolist(), strict=True):
+            self._generators[row].random(out=target)
+        return block
+
+
+@dataclass
+class SamplingLaw:
+    """Temperature (0: greedy) and nucleus mass of each row, float32 [R, 1]."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    any_greedy: bool
+    any_nucleus: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[GenerationRequest], device: torch.device) -> "SamplingLaw":
+        temperature = torch.tensor([[r.temperature] for r in requests], dtype=torch.float32)
+        top_p = torch.tensor([[r.top_p] for r in requests], dtype=torch.float32)
+        return cls(
+            temperature.to(device),
+            top_p.to(device),
+            bool((temperature == 0).any()),
+            bool((top_p < 1).any()),
+        )
+
+    def rows(self, start: int, stop: int) -> "SamplingLaw":
+        return SamplingLaw(
+            self.temperature[start:stop],
+            self.top_p[start:stop],
+            self.any_greedy,
+            self.any_nucleus,
+        )
+
+
+def choose_tokens(
+    logits_RV: torch.Tensor, uniforms_R: torch.Tensor, law: SamplingLaw
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (int64 [R]) and their log-probs (float32 [R]) under the distribution sampled
+    from: softmax(logits / temperature) cut to the nucleus and renormalised.
+
+    A greedy row takes the largest logit; its log-prob is that at temperature 1, uncut.
+    """
+    rows, vocabulary = logits_RV.shape
+    step = max(1, CHUNK_LOGITS // vocabulary)
+    if rows <= step:
+        return _choose(logits_RV, uniforms_R, law)
+    parts = [
+        _choose(logits_RV[i : i + step], uniforms_R[i : i + step], law.rows(i, i + step))
+        for i in range(0, rows, step)
+    ]
+    tokens, logprobs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _choose(
+    logits_RV: torch.Tensor, uniforms_R: torch.Tensor, law: SamplingLaw
+) -> tuple[torch.Tensor, torch.Tensor]:
+    temperature = law.temperature
+    if law.any_greedy:
+        greedy = temperature == 0
+        temperature = torch.where(greedy, 1.0, temperature)
+    logp_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
+    if law.any_nucleus:
+        top_p = torch.where(greedy, 1.0, law.top_p) if law.any_greedy else law.top_p
+        logp_RV = _nucleus(logp_RV, top_p)
+    tokens_R1 = _invert(logp_RV.exp(), uniforms_R)
+    if law.any_greedy:
+        tokens_R1 = torch.where(greedy, logp_RV.argmax(-1, keepdim=True), tokens_R1)
+    return tokens_R1.squeeze(1), logp_RV.gather(1, tokens_R1).squeeze(1)
+
+
+def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds the uniform number, int64 [R, 1]."""
+    cumulative_RV = probabilities_RV.cumsum(-1, dtype=torch.float64)
+    total_R1 = cumulative_RV[:, -1:]
+    # Rounding must not reach the total: behind it lie only tokens of probability zero.
+    below_total = torch.nextafter(total_R1, torch.zeros_like(total_R1))
+    target_R1 = torch.minimum(uniforms_R.unsqueeze(1) * total_R1, below_total)
+    tokens_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True)
+    return tokens_R1.clamp_(max=probabilities_RV.shape[1] - 1)
+
+
+def _nucleus(logp_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
+    """Log-probs renormalised over the fewest likeliest tokens whose mass reaches `top_p`; a row
+    with `top_p` 1 stays as it is, bit for bit (Holtzman et al. 2020)."""
+    sorted_RV, order_RV = logp_RV.sort(dim=-1, descending=True, stable=True)
+    mass_RV = sorted_RV.exp()
+    mass_before_RV = mass_RV.cumsum(-1, dtype=torch.float64) - mass_RV
+    outside_RV = torch.zeros_like(logp_RV, dtype=torch.bool)
+    outside_RV.scatter_(1, order_RV, mass_before_RV >= top_p_R1)
+    outside_RV &= top_p_R1 < 1
+    cut_RV = torch.log_softmax(logp_RV.masked_fill(outside_RV, -torch.inf), dim=-1)
+    return torch.where(top_p_R1 < 1, cut_RV, logp_RV)
