@@ -1,0 +1,100 @@
+"""What can be drawn, and the draw: one law for single rollouts and for whole queries."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_replay.buffer.priorities import (
+    draw_law,
+    draw_with_replacement,
+    draw_without_replacement,
+)
+from grpo_replay.recipe import ReplaySection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """Everything that could be drawn: priorities p (float64 [N], before the exponent) and group
+    ids (int64 [N]); the rollouts of one group are adjacent."""
+
+    priority_N: np.ndarray
+    group_id_N: np.ndarray
+
+    def __add__(self, other: "Candidates") -> "Candidates":
+        return Candidates(
+            np.concatenate([self.priority_N, other.priority_N]),
+            np.concatenate([self.group_id_N, other.group_id_N]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picks:
+    """Indices into the candidates in the order drawn, each with its first-draw probability (of
+    its query, at query unit), and the breadth of the law over all candidates."""
+
+    indices: np.ndarray  # int64
+    probabilities: np.ndarray  # float64
+    effective_sample_size: float
+    entropy: float
+
+
+def pick(
+    candidates: Candidates, count: int, settings: ReplaySection, rng: np.random.Generator
+) -> Picks:
+    """`count` units drawn from the candidates: rollouts, or queries with all their rollouts.
+
+    If there are fewer units than asked, there are only so many picks, with replacement too.
+    A query's priority is the mean of its members'.
+    """
+    if settings.unit == "rollout":
+        return _pick_units(candidates.priority_N, count, settings, rng)
+    starts_Q, sizes_Q = query_spans(candidates.group_id_N)
+    if starts_Q.size == 0:
+        return _pick_units(candidates.priority_N, 0, settings, rng)
+    priority_Q = np.add.reduceat(candidates.priority_N, starts_Q) / sizes_Q
+    queries = _pick_units(priority_Q, count, settings, rng)
+    sizes = sizes_Q[queries.indices]
+    return Picks(
+        indices=_members(starts_Q[queries.indices], sizes),
+        probabilities=np.repeat(queries.probabilities, sizes),
+        effective_sample_size=queries.effective_sample_size,
+        entropy=queries.entropy,
+    )
+
+
+def query_spans(group_id_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First index and size of each run of equal group ids, int64 [Q] each."""
+    if group_id_N.size == 0:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    starts = np.concatenate([[0], np.flatnonzero(group_id_N[1:] != group_id_N[:-1]) + 1])
+    return starts, np.diff(starts, append=group_id_N.size)
+
+
+def check_groups_adjacent(group_id_N: np.ndarray) -> None:
+    """Raises ValueError if the rollouts of a group are not next to each other."""
+    starts, _ = query_spans(group_id_N)
+    ids, runs = np.unique(group_id_N[starts], return_counts=True)
+    if (runs > 1).any():
+        raise ValueError(
+            f"the rollouts of group {ids[runs > 1][0]} are not adjacent: order them by group"
+        )
+
+
+def _pick_units(
+    priority_U: np.ndarray, count: int, settings: ReplaySection, rng: np.random.Generator
+) -> Picks:
+    law = draw_law(priority_U, settings.priority_exponent)
+    draw = draw_with_replacement if settings.with_replacement else draw_without_replacement
+    indices = draw(law, min(count, priority_U.size), rng)
+    return Picks(
+        indices=indices,
+        probabilities=law.weight_N[indices] / law.total if indices.size else np.zeros(0),
+        effective_sample_size=law.effective_sample_size,
+        entropy=law.entropy,
+    )
+
+
+def _members(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """start, start + 1, … for each run, concatenated."""
+    within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.repeat(starts, sizes) + within

@@ -1,0 +1,114 @@
+"""Priorities, and the law of a draw (paper A, section 4): `P(i) = p_i^α / Σ_j p_j^α`.
+
+Everything is float64 and computed from logarithms, so that no exponent overflows.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_replay.errors import RecipeError
+
+
+def rollout_priorities(
+    kind: str, advantage_N: np.ndarray, group_std_N: np.ndarray, epsilon: float
+) -> np.ndarray:
+    """p_i before the exponent, float64 [N]: `|A_i| + ε`, `σ_g + ε`, or 1.
+
+    `kind` is `replay.priority`: abs_advantage, group_std or uniform.
+    """
+    if kind == "abs_advantage":
+        return np.abs(np.asarray(advantage_N, dtype=np.float64)) + epsilon
+    if kind == "group_std":
+        return np.asarray(group_std_N, dtype=np.float64) + epsilon
+    if kind == "uniform":
+        return np.ones(len(advantage_N), dtype=np.float64)
+    raise ValueError(f"priority {kind!r}: expected abs_advantage, group_std or uniform")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawLaw:
+    """The first-draw law over N candidates.
+
+    `log_weight_N` is `α (ln p_i - max_j ln p_j)`, so its largest value is 0 and a candidate that
+    can never be drawn has -inf; `weight_N` is its exponential and `total` the weights' sum.
+    """
+
+    log_weight_N: np.ndarray
+    weight_N: np.ndarray
+    total: float
+
+    @property
+    def probability_N(self) -> np.ndarray:
+        """P(i), float64 [N]. Weights more than e^-745 below the largest give 0."""
+        return self.weight_N / self.total
+
+    @property
+    def effective_sample_size(self) -> float:
+        """`1 / Σ P²`: N if uniform, 1 if one candidate has all the mass, 0 if there is none."""
+        return self.total**2 / float(self.weight_N @ self.weight_N) if self.total else 0.0
+
+    @property
+    def entropy(self) -> float:
+        """`-Σ P ln P` in nats: ln N if uniform; 0 if there is no candidate."""
+        if not self.total:
+            return 0.0
+        finite = np.where(self.weight_N > 0, self.log_weight_N, 0.0)
+        return math.log(self.total) - float(self.weight_N @ finite) / self.total
+
+
+def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
+    """The law `P ∝ p^α`. With α = 0 it is exactly uniform, zero priorities included; with α > 0 a
+    priority of 0 is never drawn.
+
+    Raises RecipeError if α > 0 and every priority is 0, which needs `replay.priority_epsilon: 0`.
+    """
+    priority_N = np.asarray(priority_N, dtype=np.float64)
+    if priority_N.size and not (np.isfinite(priority_N).all() and priority_N.min() >= 0):
+        bad = int(np.flatnonzero(~(np.isfinite(priority_N) & (priority_N >= 0)))[0])
+        raise ValueError(f"priority {bad} is {priority_N[bad]}: expected a finite number ≥ 0")
+    if exponent == 0 or priority_N.size == 0:
+        return DrawLaw(np.zeros_like(priority_N), np.ones_like(priority_N), float(priority_N.size))
+    with np.errstate(divide="ignore"):
+        log_priority_N = np.log(priority_N)
+    largest = log_priority_N.max()
+    if largest == -np.inf:
+        raise RecipeError(
+            f"replay.priority_epsilon 0: all {priority_N.size} priorities are 0, so no draw has a "
+            "probability; set replay.priority_epsilon to 1e-6"
+        )
+    log_weight_N = exponent * (log_priority_N - largest)
+    weight_N = np.exp(log_weight_N)
+    return DrawLaw(log_weight_N, weight_N, float(weight_N.sum()))
+
+
+def draw_without_replacement(law: DrawLaw, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Indices int64 [≤ count], distinct, in the order drawn; fewer if fewer can be drawn.
+
+    The law is that of successive draws, each from what is left, renormalised: that of
+    `Generator.choice(replace=False, p=P)`. Exponential clocks with rates w_i ring in exactly this
+    order (the minimum of clocks is i with probability w_i / Σ w, and clocks have no memory), so
+    one pass of `ln E_i - ln w_i` and a partial sort do it.
+    """
+    possible = law.log_weight_N > -np.inf
+    count = min(count, int(np.count_nonzero(possible)))
+    if count <= 0:
+        return np.zeros(0, dtype=np.int64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ring_N = np.log(rng.standard_exponential(law.log_weight_N.size)) - law.log_weight_N
+    ring_N[~possible] = np.inf
+    first = np.argpartition(ring_N, count - 1)[:count]
+    return first[np.argsort(ring_N[first], kind="stable")].astype(np.int64, copy=False)
+
+
+def draw_with_replacement(law: DrawLaw, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Indices int64 [count] of independent draws; none if there is no candidate."""
+    if count <= 0 or law.total == 0:
+        return np.zeros(0, dtype=np.int64)
+    cumulative_N = np.cumsum(law.weight_N)
+    targets = rng.random(count) * cumulative_N[-1]
+    indices = np.searchsorted(cumulative_N, targets, side="right")
+    # Rounding can put a target on the very end of the range.
+    last = int(np.flatnonzero(law.weight_N)[-1])
+    return np.minimum(indices, last).astype(np.int64, copy=False)
