@@ -343,6 +343,16 @@ class EvalSection(Section):
     """Evaluate greedily as well (one completion per problem), reported beside the headline."""
     data_folder: str | None = None
     """Local folder with one `<benchmark>.jsonl` or `.parquet` each, read instead of the hub."""
+    problem_field: str = "problem"
+    """Column with the problem, in benchmarks given as a path (`my.jsonl`, `my.parquet`)."""
+    answer_field: str = "answer"
+    """Column with the reference answer, likewise."""
+    id_field: str | None = None
+    """Column with a unique id, likewise; the row number if null."""
+    max_problems: Positive | None = None
+    """Use only the first so many problems of each benchmark, for a quick look."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Of the first wave of eight samples; the second has the next, and so on."""
     reward: Literal["math_verify", "minerva"] = "math_verify"
     """Verifier."""
     bootstrap_samples: Positive = 2000
