@@ -58,6 +58,13 @@ def write_snapshot(path: Path, buffer: ReplayBuffer, step: int) -> None:
     write_parquet(path, "buffer", SCHEMA_VERSION, SNAPSHOT_SCHEMA, _tables(state), metadata)
 
 
+def read_snapshot_facts(path: Path) -> dict[str, Any]:
+    """A snapshot's metadata, without its rollouts: `step`, `group_size`, `settings` (the replay
+    section) and the counters of `get_state`. Raises SnapshotError."""
+    with open_parquet(path, "buffer", SCHEMA_VERSION, SNAPSHOT_SCHEMA) as file:
+        return _read_facts(path, file.schema_arrow.metadata)
+
+
 def read_snapshot(path: Path) -> Snapshot:
     """The snapshot in a file. Raises SnapshotError if it is missing, damaged or foreign."""
     with open_parquet(path, "buffer", SCHEMA_VERSION, SNAPSHOT_SCHEMA) as file:
