@@ -57,6 +57,20 @@ def resolve_model_path(path: str) -> str:
     return str(folder)
 
 
+def section_at(model: ModelSection, model_path: str) -> ModelSection:
+    """The section with its weights at `model_path`; unchanged if that is its own path."""
+    if model_path in (model.path, resolve_model_path(model.path)):
+        return model
+    return model.model_copy(
+        update={
+            "path": model_path,
+            "revision": None,
+            "random_init": False,
+            "config_overrides": {},
+        }
+    )
+
+
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, or the model's own. Its pad token is its own, or EOS.
 
