@@ -1,0 +1,124 @@
+"""Generations on disk, so that an interrupted or extended evaluation does not sample again.
+
+Every rank appends shards of its own to one folder. A row is found by the digest of all that
+determines it besides the model: prompt tokens, seed, temperature, top-p and token limit; the folder
+belongs to one model on one backend.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grpo_replay.types import GenerationRequest
+
+FLUSH_ROWS = 512
+FLUSH_SECONDS = 20.0
+
+GENERATION_SCHEMA = pa.schema(
+    [
+        ("request", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+    ],
+    metadata={"grpo_replay_generations": "1"},
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """A completion as it is remembered."""
+
+    token_ids: np.ndarray  # int32 [T]
+    finish_reason: str
+
+
+def request_digest(request: GenerationRequest) -> str:
+    """The digest of what determines a completion, besides the model."""
+    law = [request.seed, request.temperature, request.top_p, request.max_tokens]
+    digest = hashlib.blake2b(json.dumps(law).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(request.prompt_token_ids, dtype="<i4").tobytes())
+    return digest.hexdigest()
+
+
+def model_folder(parent: Path, model_sha256: str, backend: str) -> Path:
+    """The folder of one model's generations under `parent`."""
+    return parent / f"{model_sha256[:16]}-{backend}"
+
+
+def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generation]:
+    """The remembered completions among `wanted`. A shard that cannot be read, because the machine
+    went down while it was written, is named in the log and its completions are sampled again."""
+    wanted = set(wanted)
+    found: dict[str, Generation] = {}
+    for shard in sorted(folder.glob("*.parquet")):
+        try:
+            table = pq.read_table(shard)
+        except (OSError, pa.ArrowException) as error:
+            logger.warning("%s: unreadable generations, sampled again: %s", shard, error)
+            continue
+        if not table.schema.equals(GENERATION_SCHEMA):
+            logger.warning("%s: not generations of this version, left alone", shard)
+            continue
+        for row in table.to_pylist():
+            if row["request"] in wanted:
+                tokens = np.array(row["token_ids"], dtype=np.int32)
+                found[row["request"]] = Generation(tokens, row["finish_reason"])
+    return found
+
+
+class GenerationWriter:
+    """Appends completions to `folder` in shards; each shard appears whole or not at all.
+
+    `name` keeps ranks apart. Use as a context manager; what is left is written on the way out,
+    also after an error.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._rows: list[dict[str, object]] = []
+        self._last_flush = time.monotonic()
+
+    def add(self, request: str, generation: Generation) -> None:
+        self._rows.append(
+            {
+                "request": request,
+                "token_ids": generation.token_ids,
+                "finish_reason": generation.finish_reason,
+            }
+        )
+        if len(self._rows) >= FLUSH_ROWS or time.monotonic() - self._last_flush > FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added since the last shard."""
+        self._last_flush = time.monotonic()
+        if not self._rows:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{self._name}-{self._next_number():06d}.parquet"
+        temporary = path.with_suffix(".tmp")
+        table = pa.Table.from_pylist(self._rows, schema=GENERATION_SCHEMA)
+        pq.write_table(table, temporary, compression="zstd")
+        temporary.replace(path)
+        self._rows.clear()
+
+    def _next_number(self) -> int:
+        taken = [int(shard.stem[-6:]) for shard in self._folder.glob(f"{self._name}-*.parquet")]
+        return max(taken, default=-1) + 1
+
+    def __enter__(self) -> "GenerationWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.flush()

@@ -1,0 +1,69 @@
+"""The per-sample rows of an evaluation: one table from generation to report to comparison."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from grpo_replay.errors import EvaluationFileError
+
+SCHEMA_VERSION = "1"
+
+SAMPLE_SCHEMA = pa.schema(
+    [
+        ("benchmark", pa.string()),
+        ("problem_index", pa.int32()),  # 0-based, in the order of the benchmark
+        ("problem_id", pa.string()),
+        ("greedy", pa.bool_()),
+        ("sample", pa.int32()),  # 0-based; waves of eight share a base seed
+        ("seed", pa.int64()),
+        ("answer", pa.string()),
+        ("completion_text", pa.string()),
+        ("tokens", pa.int32()),  # of the completion, end of sequence included
+        ("finish_reason", pa.string()),
+        ("verdict", pa.string()),
+        ("correct", pa.bool_()),
+    ],
+    metadata={"grpo_replay_evaluation_samples": SCHEMA_VERSION},
+)
+
+_KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "ascending")]
+
+
+def to_bytes(table: pa.Table) -> bytes:
+    """The table as an Arrow stream, for the way between ranks."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def merge(payloads: Sequence[bytes], benchmarks: Sequence[str]) -> pa.Table:
+    """The rows of all ranks: by benchmark in the given order, then sampled before greedy, problem
+    and sample. However the work was spread, the table is the same."""
+    table = pa.concat_tables(pa.ipc.open_stream(payload).read_all() for payload in payloads)
+    parts = [table.filter(pc.field("benchmark") == name).sort_by(_KEY) for name in benchmarks]
+    return pa.concat_tables(parts).combine_chunks()
+
+
+def write_samples(path: Path, table: pa.Table) -> None:
+    """Write the rows atomically, zstd."""
+    temporary = path.with_name(path.name + ".tmp")
+    pq.write_table(table, temporary, compression="zstd")
+    temporary.replace(path)
+
+
+def read_samples(path: Path) -> pa.Table:
+    """The rows of a per-sample file. Raises EvaluationFileError if it is not one."""
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise EvaluationFileError(f"{path}: not a readable per-sample file: {error}") from error
+    if not table.schema.equals(SAMPLE_SCHEMA):
+        raise EvaluationFileError(
+            f"{path}: its columns are {', '.join(table.column_names)}; per-sample files of this "
+            f"version have {', '.join(SAMPLE_SCHEMA.names)}: evaluate again"
+        )
+    return table
