@@ -14,6 +14,9 @@ from grpo_replay.types import GenerationRequest
 PREFILL_TOKENS = 16_384
 """Prompt tokens, padding included, of one prefill forward."""
 
+INITIAL_ROOM = 512
+"""Completion tokens that the cache has room for before it must grow."""
+
 UNIFORM_BLOCK = 64
 """Random numbers drawn ahead for every row."""
 
@@ -79,7 +82,7 @@ class DecodingBatch:
             caches.append(cache)
             logits.append(output.logits[:, -1])
         rows = torch.from_numpy(prompt_of_row).to(device)
-        self._cache = expanded_cache(caches, rows, min(self._longest, 512))
+        self._cache = expanded_cache(caches, rows, min(self._longest, INITIAL_ROOM))
         self._logits = torch.cat(logits)[rows]
         self._positions = torch.from_numpy(lengths).to(device)[rows]
         self._bias = None if real.all() else self._padding_bias(mask[rows])

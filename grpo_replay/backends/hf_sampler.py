@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from grpo_replay.backends.decode_attention import NAME as DECODE_ATTENTION
 from grpo_replay.backends.decoding import DecodingBatch
 from grpo_replay.backends.models import (
     DTYPES,
@@ -38,7 +39,7 @@ class HfSampler:
         device: torch.device | str = "cpu",
     ) -> None:
         _refuse_partial_attention(model)
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(DECODE_ATTENTION)
         self._model: PreTrainedModel | None = model.to(device).eval().requires_grad_(False)
         self._eos_ids = tuple(eos_ids)
         self._pad_id = pad_id

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -189,7 +190,7 @@ def _load(
             local_files_only=local,
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if local:
             raise ModelError(
                 f"{place}: {what} in {source} cannot be loaded: {_first_line(error)}"
