@@ -10,6 +10,7 @@ is depends on its problem, its sample number and the model alone, and so does th
 """
 
 import platform
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -48,6 +49,9 @@ from grpo_replay.seeding import completion_seed
 from grpo_replay.types import GenerationRequest, RequestKey, Verdict
 
 VERSIONED_PACKAGES = ("torch", "transformers", "math-verify", "latex2sympy2_extended", "sympy")
+
+PROGRESS_SECONDS = 0.2
+"""Shortest time between two progress reports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,7 @@ class _Work:
         self._on_progress = on_progress
         self._texts: dict[int, str] = {}
         self._generations: dict[int, Generation] = {}
+        self._last_told = 0.0
 
     def take(self, index: int, generation: Generation) -> None:
         """Have the completion of `plan.samples[index]` graded."""
@@ -249,8 +254,12 @@ class _Work:
         }
 
     def _tell(self) -> None:
-        if self._on_progress is not None:
-            self._on_progress(Progress(len(self._texts), self.total, self._scorer.statuses()))
+        if self._on_progress is None:
+            return
+        done, now = len(self._texts), time.monotonic()
+        if done == self.total or now - self._last_told > PROGRESS_SECONDS:
+            self._last_told = now
+            self._on_progress(Progress(done, self.total, self._scorer.statuses()))
 
 
 def _recall(work: _Work, comm: Comm, folder: Path | None) -> list[int]:

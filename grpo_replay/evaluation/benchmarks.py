@@ -1,13 +1,13 @@
 """The benchmarks by name, and how their problems are read. None but the tiny ones is shipped."""
 
 import difflib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.prompt_sources import MappingRows, ProblemRows, read_hub_rows, read_local_rows
+from grpo_replay.prompts import answer_text
 from grpo_replay.recipe import EvalSection
 from grpo_replay.tiny.problems import BENCHMARKS as TINY_BENCHMARKS
 from grpo_replay.tiny.problems import benchmark_problems
@@ -84,20 +84,19 @@ def find_benchmarks(settings: EvalSection) -> tuple[Benchmark, ...]:
 def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem, ...]:
     """The problems of a benchmark, in the order of its source.
 
-    Raises DatasetError if it cannot be read, a field is missing, an answer is neither text nor a
-    whole number, or an id occurs twice.
+    Raises DatasetError if it cannot be read, is empty, a field is missing, an answer is neither
+    text nor a whole number, or an id occurs twice.
     """
-    place, rows = _read(benchmark, settings)
-    if settings.max_problems is not None:
-        rows = rows[: settings.max_problems]
-    if not rows:
-        raise DatasetError(f"{place}: benchmark {benchmark.name!r} has no problems")
-    problems = tuple(
-        _problem(benchmark, row, f"{place}:{number}", str(number - 1))
-        for number, row in enumerate(rows, start=1)
-    )
-    _check_ids(problems, place)
-    return problems
+    rows = _open(benchmark, settings)
+    if len(rows) == 0:
+        raise DatasetError(f"benchmark {benchmark.name!r}: {benchmark.source} has no problems")
+    texts = _column(rows, benchmark.problem_field)
+    answers = _column(rows, benchmark.answer_field)
+    ids = [str(index) for index in range(len(rows))]
+    if benchmark.id_field is not None:
+        ids = _column(rows, benchmark.id_field)
+    _check_unique(rows, ids)
+    return tuple(map(Problem, ids, texts, answers))
 
 
 def _named(word: str, settings: EvalSection) -> Sequence[Benchmark]:
@@ -117,16 +116,22 @@ def _named(word: str, settings: EvalSection) -> Sequence[Benchmark]:
     )
 
 
-def _read(benchmark: Benchmark, settings: EvalSection) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Where the rows come from, for messages, and the rows."""
+def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
+    limit = settings.max_problems
     if benchmark.source == "builtin":
-        return benchmark.name, benchmark_problems(benchmark.name)
+        return MappingRows(benchmark_problems(benchmark.name)[:limit], benchmark.name)
     if benchmark.source.endswith(FILE_SUFFIXES):
-        return benchmark.source, read_rows(Path(benchmark.source))
+        return read_local_rows(benchmark.source, limit)
     if settings.data_folder is not None:
-        path = _local_file(benchmark, Path(settings.data_folder))
-        return str(path), read_rows(path)
-    return f"{benchmark.source} ({benchmark.split})", _from_hub(benchmark)
+        return read_local_rows(str(_local_file(benchmark, Path(settings.data_folder))), limit)
+    try:
+        return read_hub_rows(benchmark.source, None, benchmark.split, None, limit)
+    except DatasetError as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise DatasetError(
+            f"benchmark {benchmark.name!r} cannot be read from the hub: {reason}. "
+            + _what_to_download(benchmark)
+        ) from error
 
 
 def _local_file(benchmark: Benchmark, folder: Path) -> Path:
@@ -140,78 +145,34 @@ def _local_file(benchmark: Benchmark, folder: Path) -> Path:
     )
 
 
-def _from_hub(benchmark: Benchmark) -> Sequence[Mapping[str, Any]]:
-    import datasets
-
-    try:
-        return list(datasets.load_dataset(benchmark.source, split=benchmark.split))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DatasetError(
-            f"benchmark {benchmark.name!r} cannot be read from the hub: {reason}. "
-            + _what_to_download(benchmark)
-        ) from error
-
-
 def _what_to_download(benchmark: Benchmark) -> str:
     fields = [benchmark.id_field, benchmark.problem_field, benchmark.answer_field]
     return (
         f"Download dataset {benchmark.source} where there is access (hf download --repo-type "
-        f"dataset {benchmark.source}), put the rows of its split {benchmark.split!r} into "
-        f"{benchmark.name}.jsonl or {benchmark.name}.parquet with the fields "
-        f"{', '.join(field for field in fields if field)}, and name the folder as "
-        "eval.data_folder (--data-folder)"
+        f"dataset {benchmark.source} --local-dir DIR), put the rows of its split "
+        f"{benchmark.split!r} into {benchmark.name}.jsonl or {benchmark.name}.parquet with the "
+        f"fields {', '.join(field for field in fields if field)}, and name the folder of that "
+        "file as eval.data_folder (--data-folder)"
     )
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL or Parquet file. Raises DatasetError naming file and line."""
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            try:
-                return pq.read_table(path).to_pylist()
-            except pa.ArrowException as error:
-                raise DatasetError(f"{path}: not a readable Parquet file: {error}") from error
-        with path.open(encoding="utf-8") as lines:
-            return list(_json_rows(lines, path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path}: cannot be read: {error}") from error
-
-
-def _json_rows(lines: Iterable[str], path: Path) -> Iterable[dict[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+def _column(rows: ProblemRows, field: str) -> list[str]:
+    texts: list[str] = []
+    for index, value in enumerate(rows.column(field)):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DatasetError(f"{path}:{number}: not valid JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise DatasetError(f"{path}:{number}: expected an object, found {line.strip()[:60]}")
-        yield row
+            # AIME answers and the ids of MathArena are integers in the dataset.
+            texts.append(answer_text(value))
+        except ValueError as error:
+            raise DatasetError(f"{rows.place(index)}: field {field!r} {error}") from None
+    return texts
 
 
-def _problem(benchmark: Benchmark, row: Mapping[str, Any], place: str, number: str) -> Problem:
-    for field in (benchmark.problem_field, benchmark.answer_field, benchmark.id_field):
-        if field is not None and row.get(field) is None:
-            raise DatasetError(f"{place}: no field {field!r}; the row has {', '.join(row)}")
-    answer = row[benchmark.answer_field]
-    # AIME answers are integers in the dataset: verifiers compare text.
-    if isinstance(answer, bool) or not isinstance(answer, str | int):
-        raise DatasetError(
-            f"{place}: field {benchmark.answer_field!r} is {answer!r}; an answer is text or a "
-            "whole number"
-        )
-    problem_id = number if benchmark.id_field is None else str(row[benchmark.id_field])
-    return Problem(problem_id, str(row[benchmark.problem_field]), str(answer))
-
-
-def _check_ids(problems: Sequence[Problem], place: str) -> None:
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.problem_id in seen:
-            raise DatasetError(f"{place}: two problems have the id {problem.problem_id!r}")
-        seen.add(problem.problem_id)
+def _check_unique(rows: ProblemRows, ids: Sequence[str]) -> None:
+    first_with: dict[str, int] = {}
+    for index, each in enumerate(ids):
+        first = first_with.setdefault(each, index)
+        if first != index:
+            raise DatasetError(
+                f"{rows.place(index)}: id {each!r} was already given at {rows.place(first)}; ids "
+                "must be unique within a benchmark"
+            )
