@@ -19,10 +19,10 @@ from grpo_replay.backends.models import (
     eos_token_ids,
     load_policy,
     load_tokenizer,
-    resolve_model_path,
+    section_at,
 )
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
-from grpo_replay.recipe import ModelSection, Recipe
+from grpo_replay.recipe import Recipe
 from grpo_replay.sampler import NamedTensors
 from grpo_replay.types import Completion, GenerationRequest
 
@@ -52,7 +52,7 @@ class HfSampler:
     def open(cls, recipe: Recipe, model_path: str) -> "HfSampler":
         """A sampler with the weights in `model_path` (or the recipe's random initialisation, if
         that is its path) on the device of `engine.device`. Raises ModelError."""
-        section = _section_at(recipe.model, model_path)
+        section = section_at(recipe.model, model_path)
         tokenizer = load_tokenizer(section)
         model = load_policy(section, recipe.run.seed)
         wanted = recipe.engine.device
@@ -221,20 +221,6 @@ def _copy_all(targets: dict[str, torch.Tensor], named_tensors: NamedTensors) -> 
 def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     names = set(model.state_dict())
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
-
-
-def _section_at(model: ModelSection, model_path: str) -> ModelSection:
-    """The section with its weights at `model_path`; unchanged if that is its own path."""
-    if model_path in (model.path, resolve_model_path(model.path)):
-        return model
-    return model.model_copy(
-        update={
-            "path": model_path,
-            "revision": None,
-            "random_init": False,
-            "config_overrides": {},
-        }
-    )
 
 
 def _refuse_partial_attention(model: PreTrainedModel) -> None:
