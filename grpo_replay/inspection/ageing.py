@@ -1,0 +1,71 @@
+"""What came of rollouts by the age at which they were trained on."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_replay.inspection.columns import iter_columns
+from grpo_replay.inspection.source import Source
+
+OUTCOME_COLUMNS = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
+
+
+@dataclass(frozen=True, slots=True)
+class AgeOutcome:
+    """Token-weighted outcome of every rollout trained on at one age (training steps)."""
+
+    uses: int
+    tokens: int
+    clip_fraction: float  # share of tokens whose gradient the clip removed
+    log_ratio_mean: float  # nats, policy minus behaviour
+    log_ratio_square: float  # nats², mean square of the log-ratio
+    approx_kl: float  # nats per token (k3)
+
+    @property
+    def ratio(self) -> float:
+        """Geometric mean of the per-token importance ratio."""
+        return float(np.exp(self.log_ratio_mean))
+
+
+def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
+    """Outcomes by age in training steps; age 0 are the fresh rollouts of rollouts/ together with
+    draws of age 0. Empty if the run logged nothing; ages that trained no token are left out."""
+    sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(6))
+    drawn_at_birth: dict[int, np.ndarray] = {}
+    for step, path in source.draw_files:
+        for batch in iter_columns(path, "draws", ("rollout_id", "age_steps", *OUTCOME_COLUMNS)):
+            ids, ages = (column.to_numpy() for column in batch.columns[:2])
+            drawn_at_birth[step] = np.append(drawn_at_birth.get(step, []), ids[ages == 0])
+            _add(sums, ages, [_floats(column) for column in batch.columns[2:]])
+    for step, path in source.rollout_files:
+        for batch in iter_columns(path, "rollouts", ("rollout_id", *OUTCOME_COLUMNS)):
+            tokens, *others = (_floats(column) for column in batch.columns[1:])
+            # The pool's and FIFO's own draws of a step's rollouts are in draws/ already.
+            tokens[np.isin(batch.column(0).to_numpy(), drawn_at_birth.get(step, []))] = np.nan
+            _add(sums, np.zeros(batch.num_rows, dtype=np.int64), [tokens, *others])
+    return {age: _outcome(total) for age, total in sorted(sums.items()) if total[1] > 0}
+
+
+def _floats(column) -> np.ndarray:
+    """float64, NaN for null."""
+    return np.array(column.cast("float64").to_numpy(zero_copy_only=False))
+
+
+def _add(sums: dict[int, np.ndarray], ages: np.ndarray, columns: list[np.ndarray]) -> None:
+    tokens, clip, mean, var, kl = columns
+    # A dropped group has no outcome (null), and an empty completion no tokens to average over.
+    valid = np.isfinite(tokens) & (tokens > 0) & np.isfinite(mean)
+    square = var + mean**2
+    parts = np.stack(
+        [np.ones_like(tokens), *(tokens * each for each in (1.0, clip, mean, square, kl))], axis=1
+    )
+    for age in np.unique(ages[valid]).tolist():
+        sums[age] += parts[valid & (ages == age)].sum(axis=0)
+
+
+def _outcome(total: np.ndarray) -> AgeOutcome:
+    uses, tokens, clip, mean, square, kl = total.tolist()
+    return AgeOutcome(
+        int(uses), int(tokens), clip / tokens, mean / tokens, square / tokens, kl / tokens
+    )

@@ -1,0 +1,101 @@
+"""The buffer as it was after any step, rebuilt from the rollout log by the buffer's own code."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_replay.buffer import ReplayBuffer
+from grpo_replay.compose import insert_after_update, insert_before_draw
+from grpo_replay.errors import SnapshotError
+from grpo_replay.inspection.rollout_columns import (
+    NEVER,
+    DrawColumns,
+    RolloutColumns,
+    read_draws,
+    read_log,
+)
+from grpo_replay.inspection.source import Source
+from grpo_replay.recipe import ReplaySection
+from grpo_replay.types import ComposedBatch, Draw, Rollout
+
+_NO_IDS = np.zeros(0, dtype=np.int32)
+_NO_LOGPROBS = np.zeros(0, dtype=np.float32)
+_NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
+
+
+def bare_rollouts(columns: RolloutColumns) -> list[Rollout]:
+    """Rollouts without tokens: all that storing, eviction and the draw look at."""
+    return [
+        Rollout(
+            rollout_id=int(columns.rollout_id[i]),
+            group_id=int(columns.group_id[i]),
+            prompt_id=columns.prompt_ids[columns.prompt[i]],
+            completion_index=0,
+            birth_step=int(columns.birth_step[i]),
+            policy_version=0,
+            policy_version_end=0,
+            prompt_token_ids=_NO_IDS,
+            completion_token_ids=_NO_IDS,
+            completion_text="",
+            behavior_logprobs=_NO_LOGPROBS,
+            sampler_logprobs=_NO_LOGPROBS,
+            reward=float(columns.reward[i]),
+            advantage=float(columns.advantage[i]),
+            group_reward_mean=0.0,
+            group_reward_std=float(columns.group_std[i]),
+            group_correct=0,
+            finish_reason="length" if columns.truncated[i] else "stop",
+            verdict="",
+            kept=True,
+        )
+        for i in range(len(columns))
+    ]
+
+
+def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> RolloutColumns:
+    """What the buffer holds after `source.step`: its rollouts, oldest first, with priorities and
+    uses. Raises SnapshotError if the run logged no rollouts."""
+    if not source.rollout_files:
+        raise SnapshotError(
+            f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
+            "buffer from (tracking.log_rollouts was off); choose a step with a checkpoint"
+        )
+    files = [file for file in source.rollout_files if file[0] >= _first_step(source, settings)]
+    log = read_log(files)
+    log = log.take(log.kept)
+    buffer = ReplayBuffer(settings, group_size)
+    for step, _ in files:
+        fresh = bare_rollouts(log.take(log.birth_step == step))
+        buffer.evict(step)
+        insert_before_draw(buffer, fresh, step)
+        insert_after_update(buffer, fresh, step, _NOTHING_DRAWN)
+    return _with_uses(buffer, log, read_draws(source.draw_files))
+
+
+def _first_step(source: Source, settings: ReplaySection) -> int:
+    """The first step that can matter: without the positive bias, nothing outlives its age."""
+    if settings.max_age_steps is None:
+        return 0
+    return (source.step or 0) - settings.max_age_steps
+
+
+def _with_uses(buffer: ReplayBuffer, log: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
+    ids = np.array(buffer.column("rollout_id"))
+    stored = log.take(find_rows(log.rollout_id, ids))
+    stored.priority[:] = buffer.column("priority")
+    rows = find_rows(ids, draws.rollout_id)
+    hit = rows >= 0
+    np.add.at(stored.times_used, rows[hit], 1)
+    np.maximum.at(stored.last_used_step, rows[hit], draws.step[hit])
+    return stored
+
+
+def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Row of each wanted id in `ids_N` (distinct, any order), -1 where it is not there."""
+    wanted = np.asarray(wanted_M, dtype=np.int64)
+    if len(ids_N) == 0:
+        return np.full(wanted.shape, NEVER, dtype=np.int64)
+    order = np.argsort(ids_N, kind="stable")
+    places = np.minimum(np.searchsorted(ids_N, wanted, sorter=order), len(ids_N) - 1)
+    rows = order[places]
+    return np.where(ids_N[rows] == wanted, rows, -1)

@@ -1,0 +1,191 @@
+"""The scalar columns of many rollouts as numpy arrays: what every summary is computed from.
+
+Only these columns are read, a batch of rows at a time, so a million stored rollouts cost their
+scalars (about 100 bytes each) and one batch of token ids, never all tokens at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grpo_replay.inspection.columns import iter_columns, list_lengths
+
+SCALARS = (
+    "rollout_id",
+    "group_id",
+    "prompt_id",
+    "birth_step",
+    "reward",
+    "advantage",
+    "group_reward_std",
+    "finish_reason",
+    "completion_token_ids",
+)
+NEVER = -1
+"""`last_used_step` of a rollout that was never drawn."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutColumns:
+    """Aligned arrays [N], in file order. `prompt_N` indexes `prompt_ids`."""
+
+    rollout_id: np.ndarray  # int64
+    group_id: np.ndarray  # int64
+    birth_step: np.ndarray  # int64
+    reward: np.ndarray  # float64
+    advantage: np.ndarray  # float64, NaN if the group was dropped
+    group_std: np.ndarray  # float64
+    tokens: np.ndarray  # int32, of the completion
+    truncated: np.ndarray  # bool
+    kept: np.ndarray  # bool
+    prompt: np.ndarray  # int32
+    priority: np.ndarray  # float64, NaN outside a buffer
+    times_used: np.ndarray  # int32, draws
+    last_used_step: np.ndarray  # int64, NEVER if it was not drawn
+    prompt_ids: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.rollout_id)
+
+    def take(self, rows: np.ndarray) -> "RolloutColumns":
+        """The rows of a mask or an index array."""
+        arrays = {
+            field.name: getattr(self, field.name)[rows]
+            for field in fields(self)
+            if field.name != "prompt_ids"
+        }
+        return replace(self, **arrays)
+
+
+class _Collector:
+    """Gathers batches into RolloutColumns; prompt ids become codes in order of appearance."""
+
+    def __init__(self) -> None:
+        self._parts: list[dict[str, np.ndarray]] = [
+            {name: np.zeros(0, dtype) for name, dtype in _DTYPES.items()}
+        ]
+        self._codes: dict[str, int] = {}
+
+    def add(self, part: dict[str, np.ndarray], prompt_ids: pa.Array) -> None:
+        part["prompt"] = self._encode(prompt_ids)
+        self._parts.append(part)
+
+    def _encode(self, prompt_ids: pa.Array) -> np.ndarray:
+        encoded = prompt_ids.dictionary_encode()
+        codes = [
+            self._codes.setdefault(text, len(self._codes))
+            for text in encoded.dictionary.to_pylist()
+        ]
+        return np.array(codes, dtype=np.int32)[encoded.indices.to_numpy(zero_copy_only=False)]
+
+    def columns(self) -> RolloutColumns:
+        arrays = {name: np.concatenate([part[name] for part in self._parts]) for name in _DTYPES}
+        return RolloutColumns(prompt_ids=tuple(self._codes), **arrays)
+
+
+_DTYPES = {
+    "rollout_id": np.int64,
+    "group_id": np.int64,
+    "birth_step": np.int64,
+    "reward": np.float64,
+    "advantage": np.float64,
+    "group_std": np.float64,
+    "tokens": np.int32,
+    "truncated": np.bool_,
+    "kept": np.bool_,
+    "prompt": np.int32,
+    "priority": np.float64,
+    "times_used": np.int32,
+    "last_used_step": np.int64,
+}
+
+
+def _scalars(batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+    def array(name: str, dtype: type) -> np.ndarray:
+        return np.asarray(batch.column(name).to_numpy(zero_copy_only=False)).astype(dtype)
+
+    count = batch.num_rows
+    return {
+        "rollout_id": array("rollout_id", np.int64),
+        "group_id": array("group_id", np.int64),
+        "birth_step": array("birth_step", np.int64),
+        "reward": array("reward", np.float64),
+        "advantage": array("advantage", np.float64),
+        "group_std": array("group_reward_std", np.float64),
+        "tokens": list_lengths(batch.column("completion_token_ids")).to_numpy(zero_copy_only=False),
+        "truncated": pc.equal(batch.column("finish_reason"), "length").to_numpy(
+            zero_copy_only=False
+        ),
+        "kept": array("kept", np.bool_),
+        "priority": np.full(count, np.nan),
+        "times_used": np.zeros(count, dtype=np.int32),
+        "last_used_step": np.full(count, NEVER, dtype=np.int64),
+    }
+
+
+def no_rollouts() -> RolloutColumns:
+    """The columns of nothing."""
+    return _Collector().columns()
+
+
+def read_stored(path: Path) -> RolloutColumns:
+    """The rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
+    names = (*SCALARS, "kept", "priority", "times_used", "last_used_step")
+    collector = _Collector()
+    for batch in iter_columns(path, "buffer", names):
+        part = _scalars(batch)
+        part["priority"] = batch.column("priority").to_numpy(zero_copy_only=False)
+        part["times_used"] = batch.column("times_used").to_numpy(zero_copy_only=False)
+        used = pc.fill_null(batch.column("last_used_step"), NEVER)
+        part["last_used_step"] = used.to_numpy(zero_copy_only=False)
+        collector.add(part, batch.column("prompt_id"))
+    return collector.columns()
+
+
+def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
+    """Every rollout of the rollout log, dropped ones included. Raises SnapshotError."""
+    collector = _Collector()
+    for batch in _log_batches(files):
+        collector.add(_scalars(batch), batch.column("prompt_id"))
+    return collector.columns()
+
+
+def _log_batches(files: Sequence[tuple[int, Path]]) -> Iterator[pa.RecordBatch]:
+    for _, path in files:
+        yield from iter_columns(path, "rollouts", (*SCALARS, "kept"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawColumns:
+    """Every draw of a run, aligned arrays [M] in the order drawn."""
+
+    step: np.ndarray  # int64
+    rollout_id: np.ndarray  # int64
+    age: np.ndarray  # int64, training steps
+    probability: np.ndarray  # float64
+    tokens: np.ndarray  # int64, trained on; 0 for an empty completion
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
+    """Every draw of the draw log. Raises SnapshotError."""
+    names = ("step", "rollout_id", "age_steps", "probability", "tokens")
+    parts: list[list[np.ndarray]] = [[np.zeros(0)] for _ in names]
+    for _, path in files:
+        for batch in iter_columns(path, "draws", names):
+            for part, column in zip(parts, batch.columns, strict=True):
+                part.append(pc.fill_null(column, 0).to_numpy(zero_copy_only=False))
+    step, rollout_id, age, probability, tokens = (np.concatenate(part) for part in parts)
+    return DrawColumns(
+        step.astype(np.int64),
+        rollout_id.astype(np.int64),
+        age.astype(np.int64),
+        probability,
+        tokens.astype(np.int64),
+    )

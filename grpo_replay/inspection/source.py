@@ -1,0 +1,220 @@
+"""What PATH is (a run, a checkpoint or a snapshot), and which of its files belong to a step."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_replay.errors import RecipeError, SnapshotError
+from grpo_replay.recipe import Recipe, read_recipe_layer, resolve_recipe
+
+_STEP_FOLDER = re.compile(r"step_(\d+)")
+_STEP_FILE = re.compile(r"step_(\d+)\.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The files behind an inspection, as of training step `step`.
+
+    `snapshot` is the buffer written at exactly that step, None if it has to be rebuilt from the
+    rollout log. A snapshot on its own has neither run directory nor recipe.
+    """
+
+    path: Path
+    kind: Literal["run", "checkpoint", "snapshot"]
+    step: int | None  # None for a snapshot whose step its file has to tell
+    snapshot: Path | None
+    run_dir: Path | None
+    recipe: Recipe | None
+    metrics: tuple[Mapping[str, Any], ...]
+    rollout_files: tuple[tuple[int, Path], ...]  # (step, file), steps ascending and ≤ step
+    draw_files: tuple[tuple[int, Path], ...]
+
+
+def open_source(path: str | Path, step: int | None = None) -> Source:
+    """The source behind PATH, as of `step` (the last one if None).
+
+    Raises SnapshotError if PATH is none of the three, or has no such step.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if _is_checkpoint(path):
+            return _open_checkpoint(path, step)
+        if _is_run(path):
+            return _open_run(path, step)
+        raise SnapshotError(
+            f"{path}: neither a run directory (metrics.jsonl, rollouts/, checkpoints/) nor a "
+            f"checkpoint (state.json, buffer.parquet); it holds {_listing(path)}"
+        )
+    if path.is_file():
+        return _open_snapshot(path, step)
+    raise SnapshotError(
+        f"{path}: no such file or directory. Give a run directory, a checkpoint, or a snapshot "
+        "(buffer.parquet)"
+    )
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.iterdir())
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("metrics.jsonl", "rollouts", "checkpoints"))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("manifest.json", "state.json")) or (
+        (folder / "buffer.parquet").exists() and not _is_run(folder)
+    )
+
+
+def _open_run(run_dir: Path, step: int | None) -> Source:
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    rollout_files = step_files(run_dir / "rollouts")
+    # A step that is being written has its rollouts on disk before its line of metrics.
+    known = [int(line["step"]) for line in metrics] or [at for at, _ in rollout_files]
+    snapshots = checkpoint_snapshots(run_dir)
+    if not known:
+        known = sorted(snapshots)
+    if not known:
+        raise SnapshotError(f"{run_dir}: the run has no finished step yet: nothing to inspect")
+    at = known[-1] if step is None else step
+    if at not in known:
+        raise SnapshotError(f"{run_dir}: no step {at}; the run has steps {known[0]} to {known[-1]}")
+    return _source(run_dir, "run", at, snapshots.get(at), run_dir)
+
+
+def _open_checkpoint(folder: Path, step: int | None) -> Source:
+    folder = folder.resolve()
+    if not (folder / "manifest.json").exists() and (folder / "state.json").exists():
+        raise SnapshotError(
+            f"{folder}: the checkpoint has no manifest.json: it was never completed. Use the one "
+            "before it"
+        )
+    at = _checkpoint_step(folder)
+    if step is not None and at is not None and step != at:
+        raise SnapshotError(
+            f"{folder}: this is the checkpoint of step {at}, not of step {step}; give the run's "
+            "directory to look at other steps"
+        )
+    snapshot = folder / "buffer.parquet"
+    return _source(
+        folder, "checkpoint", at, snapshot if snapshot.exists() else None, _run_of(folder)
+    )
+
+
+def _open_snapshot(path: Path, step: int | None) -> Source:
+    folder = path.resolve().parent
+    at = _checkpoint_step(folder)
+    if step is not None and at != step:
+        raise SnapshotError(
+            f"{path}: --step {step} needs a run directory; a snapshot is one moment"
+            + (f" (step {at})" if at is not None else "")
+        )
+    return _source(path, "snapshot", at, path, _run_of(folder))
+
+
+def _checkpoint_step(folder: Path) -> int | None:
+    state = folder / "state.json"
+    if state.exists():
+        try:
+            return int(json.loads(state.read_text(encoding="utf-8"))["step"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise SnapshotError(f"{state}: cannot be read as a checkpoint's state") from error
+    match = _STEP_FOLDER.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint folder lies in, None if it was moved elsewhere."""
+    if checkpoint.parent.name != "checkpoints":
+        return None
+    run_dir = checkpoint.parent.parent
+    return run_dir if (run_dir / "recipe.yaml").exists() else None
+
+
+def _source(
+    path: Path,
+    kind: Literal["run", "checkpoint", "snapshot"],
+    step: int | None,
+    snapshot: Path | None,
+    run_dir: Path | None,
+) -> Source:
+    def until(files: tuple[tuple[int, Path], ...]) -> tuple[tuple[int, Path], ...]:
+        return tuple((at, file) for at, file in files if step is None or at <= step)
+
+    if run_dir is None:
+        return Source(path, kind, step, snapshot, None, None, (), (), ())
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    return Source(
+        path=path,
+        kind=kind,
+        step=step,
+        snapshot=snapshot,
+        run_dir=run_dir,
+        recipe=read_run_recipe(run_dir),
+        metrics=tuple(line for line in metrics if step is None or line["step"] <= step),
+        rollout_files=until(step_files(run_dir / "rollouts")),
+        draw_files=until(step_files(run_dir / "draws")),
+    )
+
+
+def step_files(folder: Path) -> tuple[tuple[int, Path], ...]:
+    """(step, file) of every `step_*.parquet` in a folder, ascending; () if there is no folder."""
+    if not folder.is_dir():
+        return ()
+    matches = ((_STEP_FILE.fullmatch(file.name), file) for file in folder.iterdir())
+    return tuple(sorted((int(match.group(1)), file) for match, file in matches if match))
+
+
+def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
+    """buffer.parquet of every complete checkpoint, by step."""
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        return {}
+    found = {}
+    for entry in folder.iterdir():
+        match = _STEP_FOLDER.fullmatch(entry.name)
+        snapshot = entry / "buffer.parquet"
+        if match and snapshot.exists() and (entry / "manifest.json").exists():
+            found[int(match.group(1))] = snapshot
+    return found
+
+
+def read_run_recipe(run_dir: Path) -> Recipe | None:
+    """The resolved recipe of a run, None if it has none. Raises SnapshotError if it is invalid."""
+    path = run_dir / "recipe.yaml"
+    if not path.exists():
+        return None
+    try:
+        return resolve_recipe([read_recipe_layer(path)], source=str(path))
+    except RecipeError as error:
+        raise SnapshotError(f"the run's recipe cannot be read: {error}") from error
+
+
+def read_metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """The lines of metrics.jsonl, in file order; () if there is none.
+
+    A last line without its newline is still being written and is left out. Raises SnapshotError
+    naming file and line for anything else that is no JSON object with a step.
+    """
+    if not path.exists():
+        return ()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = text.split("\n")
+    lines.pop()
+    return tuple(_metrics_line(path, number, line) for number, line in enumerate(lines, 1))
+
+
+def _metrics_line(path: Path, number: int, line: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(line)
+        int(value["step"])
+        return value
+    except (ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(
+            f"{path}:{number}: not a line of metrics (a JSON object with a step): {line[:80]!r}"
+        ) from error

@@ -1,0 +1,266 @@
+"""From a source to an `Inspection`: every number of the screen, computed here."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.buffer.drawing import query_spans
+from grpo_replay.buffer.priorities import draw_law
+from grpo_replay.buffer.snapshot import read_snapshot_facts
+from grpo_replay.compose import replays
+from grpo_replay.errors import SnapshotError
+from grpo_replay.inspection.ageing import outcomes_by_age
+from grpo_replay.inspection.rebuild import find_rows, rebuild_stored
+from grpo_replay.inspection.rollout_columns import (
+    DrawColumns,
+    RolloutColumns,
+    no_rollouts,
+    read_draws,
+    read_log,
+    read_stored,
+)
+from grpo_replay.inspection.source import Source
+from grpo_replay.inspection.summary import (
+    Bin,
+    CountRow,
+    DrawLaw,
+    Inspection,
+    LastUse,
+    Occupancy,
+    Population,
+    Quantiles,
+    StalenessRow,
+)
+from grpo_replay.inspection.warn import find_warnings
+from grpo_replay.recipe import ReplaySection
+
+TRENDS = (
+    "reward",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "entropy",
+    "fresh/clip_fraction",
+    "replay/clip_fraction",
+    "replay/approx_kl",
+    "replay/age_mean",
+    "replay/ess",
+    "replay/ratio",
+    "replay/positive_fraction",
+    "buffer/rollouts",
+    "buffer/times_used_mean",
+)
+_BINS = 12
+
+
+def summarise(source: Source) -> Inspection:
+    """The inspection of a source. Raises SnapshotError for a file that cannot be read."""
+    settings, group_size, facts = _settings(source)
+    stored, rebuilt = _stored(source, settings, group_size)
+    step = source.step if source.step is not None else facts["step"]
+    log = read_log(source.rollout_files)
+    draws = read_draws(source.draw_files)
+    replayed = _of_draws(log, stored, draws)
+    inspection = Inspection(
+        path=str(source.path),
+        kind=source.kind,
+        step=step,
+        recipe_name=source.recipe.name if source.recipe else None,
+        settings=settings.model_dump(mode="json"),
+        replays=replays(settings),
+        rebuilt=rebuilt,
+        occupancy=_occupancy(stored, log, settings, step, facts),
+        staleness=staleness_rows(step - stored.birth_step, draws.age),
+        abs_advantage=magnitude_bins(np.abs(stored.advantage), np.abs(replayed.advantage)),
+        priority=_quantiles(stored.priority),
+        times_used=_counts(stored.times_used),
+        last_use=last_use(draws, settings) if len(draws) else None,
+        draw_law=next_draw_law(stored, settings),
+        populations=_populations(log, stored, replayed),
+        by_age=outcomes_by_age(source),
+        trends=_trends(source.metrics),
+        replayed_rollouts=len(draws),
+        trained_tokens_per_generated=_tokens_ratio(source.metrics),
+        warnings=(),
+    )
+    return replace(inspection, warnings=tuple(find_warnings(inspection)))
+
+
+def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
+    """The replay section, G and the snapshot's facts; those of the snapshot win."""
+    facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
+    if facts:
+        return ReplaySection.model_validate(facts["settings"]), facts["group_size"], facts
+    if source.recipe is None:
+        raise SnapshotError(
+            f"{source.path}: neither a snapshot (buffer.parquet) nor a recipe.yaml to say what "
+            "the buffer was: nothing to inspect"
+        )
+    return source.recipe.replay, source.recipe.sampling.group_size, facts
+
+
+def _stored(
+    source: Source, settings: ReplaySection, group_size: int
+) -> tuple[RolloutColumns, bool]:
+    if source.snapshot is not None:
+        return read_stored(source.snapshot), False
+    if not replays(settings):
+        return no_rollouts(), False
+    return rebuild_stored(source, settings, group_size), True
+
+
+def _of_draws(log: RolloutColumns, stored: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
+    """The drawn rollouts, one row per use; without a rollout log, those that are still stored."""
+    known = log if len(log) else stored
+    rows = find_rows(known.rollout_id, draws.rollout_id)
+    return known.take(rows[rows >= 0])
+
+
+def _occupancy(
+    stored: RolloutColumns,
+    log: RolloutColumns,
+    settings: ReplaySection,
+    step: int,
+    facts: Mapping[str, Any],
+) -> Occupancy:
+    survivors = None
+    if len(log):
+        window = settings.max_age_steps or step
+        births = log.birth_step[log.kept & (log.birth_step > step - window)]
+        survivors = len(births) / min(window, step)
+    expected = None
+    if survivors is not None and replays(settings):
+        steps = step if settings.max_age_steps is None else min(settings.max_age_steps, step)
+        expected = min(float(settings.capacity_rollouts), steps * survivors)
+    return Occupancy(
+        stored_rollouts=len(stored),
+        capacity_rollouts=settings.capacity_rollouts if settings.enabled else None,
+        stored_groups=len(np.unique(stored.group_id)),
+        stored_tokens=int(stored.tokens.sum()),
+        survivors_per_step=survivors,
+        expected_rollouts=expected,
+        evicted_by_age=facts.get("evicted_by_age"),
+        evicted_by_capacity=facts.get("evicted_by_capacity"),
+    )
+
+
+def staleness_rows(stored_ages: np.ndarray, replayed_ages: np.ndarray) -> tuple[StalenessRow, ...]:
+    """One row per age from 0 to the oldest; () if there is nothing."""
+    if stored_ages.size + replayed_ages.size == 0:
+        return ()
+    rows = 1 + max(int(ages.max()) for ages in (stored_ages, replayed_ages) if ages.size)
+    stored = np.bincount(stored_ages, minlength=rows)
+    replayed = np.bincount(replayed_ages, minlength=rows)
+    return tuple(StalenessRow(age, int(stored[age]), int(replayed[age])) for age in range(rows))
+
+
+def magnitude_bins(stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
+    """Twelve equal bins from 0 to the largest value; () if there is nothing."""
+    stored, replayed = stored[np.isfinite(stored)], replayed[np.isfinite(replayed)]
+    if stored.size + replayed.size == 0:
+        return ()
+    high = max(float(values.max()) for values in (stored, replayed) if values.size) or 1.0
+    edges = np.linspace(0.0, high, _BINS + 1)
+    counts = [np.histogram(values, edges)[0] for values in (stored, replayed)]
+    return tuple(
+        Bin(float(low), float(up), int(a), int(b))
+        for low, up, a, b in zip(edges[:-1], edges[1:], *counts, strict=True)
+    )
+
+
+def _quantiles(values: np.ndarray) -> Quantiles | None:
+    if values.size == 0:
+        return None
+    points = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
+    return Quantiles(*points, mean=float(values.mean()))
+
+
+def _counts(values: np.ndarray) -> tuple[CountRow, ...]:
+    unique, counts = np.unique(values, return_counts=True)
+    return tuple(CountRow(int(value), int(n)) for value, n in zip(unique, counts, strict=True))
+
+
+def last_use(draws: DrawColumns, settings: ReplaySection) -> LastUse:
+    """Steps since last use over all draws (paper B).
+
+    Where fresh rollouts are trained on as such (fresh-anchored, and warm-up), a first draw is
+    counted from the birth; elsewhere it is new.
+    """
+    order = np.lexsort((draws.step, draws.rollout_id))
+    ids, steps, ages = draws.rollout_id[order], draws.step[order], draws.age[order]
+    first = np.append(True, ids[1:] != ids[:-1])
+    gaps = np.append(0, np.diff(steps))
+    births = steps - ages
+    trained_at_birth = births <= settings.warmup_steps
+    if settings.composition == "fresh_anchored":
+        trained_at_birth = np.ones_like(first)
+    gaps = np.where(first, ages, gaps)
+    new = first & ~trained_at_birth
+    return LastUse(int(new.sum()), _counts(gaps[~new]))
+
+
+def next_draw_law(stored: RolloutColumns, settings: ReplaySection) -> DrawLaw:
+    """The law of the next draw, if it were made from what is stored now."""
+    priority_U = stored.priority
+    if settings.unit == "query" and len(stored):
+        starts, sizes = query_spans(stored.group_id)
+        priority_U = np.add.reduceat(priority_U, starts) / sizes
+    law = draw_law(priority_U, settings.priority_exponent)
+    return DrawLaw(
+        unit=settings.unit,
+        units=len(priority_U),
+        effective_sample_size=law.effective_sample_size,
+        entropy_nats=law.entropy,
+        largest_probability=float(law.probability_N.max()) if len(priority_U) else 0.0,
+    )
+
+
+def _populations(
+    log: RolloutColumns, stored: RolloutColumns, replayed: RolloutColumns
+) -> tuple[Population, ...]:
+    groups = {
+        "generated": log,
+        "kept": log.take(log.kept),
+        "stored": stored,
+        "replayed": replayed,
+    }
+    return tuple(population(name, rows) for name, rows in groups.items() if len(rows))
+
+
+def population(name: str, rows: RolloutColumns) -> Population:
+    """Statistics of at least one rollout."""
+    uses = np.bincount(rows.prompt)
+    largest = int(uses.argmax())
+    signal = bool(rows.kept.all())
+    median, p95 = np.quantile(rows.tokens, [0.5, 0.95]).tolist()
+    return Population(
+        name=name,
+        rollouts=len(rows),
+        prompts=int((uses > 0).sum()),
+        largest_prompt=rows.prompt_ids[largest],
+        largest_prompt_share=float(uses[largest] / len(rows)),
+        correct_share=float((rows.advantage > 0).mean()) if signal else None,
+        abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
+        tokens_mean=float(rows.tokens.mean()),
+        tokens_median=median,
+        tokens_p95=p95,
+        truncated_share=float(rows.truncated.mean()),
+    )
+
+
+def _trends(metrics: tuple[Mapping[str, Any], ...]) -> dict[str, tuple[tuple[int, float], ...]]:
+    series = {
+        name: tuple(
+            (int(line["step"]), float(line[name])) for line in metrics if line.get(name) is not None
+        )
+        for name in TRENDS
+    }
+    return {name: points for name, points in series.items() if points}
+
+
+def _tokens_ratio(metrics: tuple[Mapping[str, Any], ...]) -> float | None:
+    """Tokens trained on per token generated, over the run; None if the ledger is not there."""
+    trained = sum(line.get("cost/trained_tokens") or 0 for line in metrics)
+    generated = sum(line.get("cost/generated_tokens") or 0 for line in metrics)
+    return trained / generated if generated else None

@@ -1,0 +1,122 @@
+"""What inspect-buffer reports: frozen values, computed in `summarise`, shown elsewhere.
+
+Ages are in training steps; "replayed" counts rows of the draw log up to the inspected step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_replay.inspection.ageing import AgeOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How full the buffer is, and how full it should be."""
+
+    stored_rollouts: int
+    capacity_rollouts: int | None  # None: a run without replay settings
+    stored_groups: int
+    stored_tokens: int  # completion tokens
+    survivors_per_step: float | None  # B', mean over the last τ_max steps; None without a run
+    expected_rollouts: float | None  # at rest: min(capacity, τ_max·B'); None if unknown
+    evicted_by_age: int | None
+    evicted_by_capacity: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessRow:
+    age_steps: int
+    stored: int
+    replayed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Counts of values in [low, high) (the last bin of a histogram includes its end)."""
+
+    low: float
+    high: float
+    stored: int
+    replayed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CountRow:
+    """`rollouts` that have `value` (a number of uses, or a gap in steps)."""
+
+    value: int
+    rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class LastUse:
+    """Steps between a use and the use before it (paper B): 0 if drawn twice in one batch; `new`
+    counts first uses. Training on a rollout at its birth is a use."""
+
+    new: int
+    gaps: tuple[CountRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    minimum: float
+    quarter: float
+    median: float
+    three_quarters: float
+    maximum: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class DrawLaw:
+    """The law of a draw from what is stored now: `units` are rollouts, or queries."""
+
+    unit: str
+    units: int
+    effective_sample_size: float  # 1/ΣP²
+    entropy_nats: float  # -ΣP ln P
+    largest_probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Population:
+    """One set of rollouts: generated, kept, stored, or replayed (counted once per use)."""
+
+    name: str
+    rollouts: int
+    prompts: int
+    largest_prompt: str
+    largest_prompt_share: float
+    correct_share: float | None  # advantage > 0; None where groups were dropped
+    abs_advantage_mean: float | None
+    tokens_mean: float
+    tokens_median: float
+    tokens_p95: float
+    truncated_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Everything one screen shows."""
+
+    path: str
+    kind: str
+    step: int
+    recipe_name: str | None
+    settings: Mapping[str, Any]  # the replay section
+    replays: bool
+    rebuilt: bool  # the stored part comes from the rollout log, not from a snapshot
+    occupancy: Occupancy
+    staleness: tuple[StalenessRow, ...]
+    abs_advantage: tuple[Bin, ...]
+    priority: Quantiles | None
+    times_used: tuple[CountRow, ...]
+    last_use: LastUse | None
+    draw_law: DrawLaw
+    populations: tuple[Population, ...]
+    by_age: Mapping[int, AgeOutcome]
+    trends: Mapping[str, tuple[tuple[int, float], ...]]  # metric -> (step, value)
+    replayed_rollouts: int
+    trained_tokens_per_generated: float | None
+    warnings: tuple[str, ...]
