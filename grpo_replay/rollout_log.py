@@ -166,13 +166,19 @@ def _to_array(field: pa.Field, values: list[Any]) -> pa.Array:
     if pa.types.is_list(field.type):
         return _to_lists(field.type, values)
     if field.type == pa.float32():
-        for value in values:
-            if value is not None and not np.float32(value) == value:
-                raise ValueError(
-                    f"{field.name} {value!r} is not exact in float32, in which it is stored: "
-                    "round it when the rollout is made"
-                )
+        _check_exact(field.name, values)
     return pa.array(values, field.type)
+
+
+def _check_exact(name: str, values: list[float | None]) -> None:
+    defined = np.array([value for value in values if value is not None], dtype=np.float64)
+    with np.errstate(over="ignore"):
+        exact = defined.astype(np.float32).astype(np.float64) == defined
+    if not exact.all():
+        raise ValueError(
+            f"{name} {defined[~exact][0]!r} is not exact in float32, in which it is stored: "
+            "round it when the rollout is made"
+        )
 
 
 def _to_lists(kind: pa.ListType, arrays: list[np.ndarray | None]) -> pa.Array:
