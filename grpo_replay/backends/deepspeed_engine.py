@@ -2,6 +2,9 @@
 
 import datetime
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from grpo_replay import __version__
 from grpo_replay.backends.policy_module import PolicyModule
+from grpo_replay.backends.rendezvous import form_process_group, join_run
 from grpo_replay.batch import MicroBatch, TrainRow, plan_microbatches, scatter_microbatches
 from grpo_replay.distributed import Comm
 from grpo_replay.engine import UpdateResult
 from grpo_replay.errors import CheckpointError, NonFiniteError
 from grpo_replay.loss import ROW_STATISTICS, kl_to_reference, row_statistics, token_loss
+from grpo_replay.ranks import rank_environment
 from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe
 from grpo_replay.types import RolloutOutcome
 
@@ -30,31 +36,41 @@ def choose_device(settings: EngineSection, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if wanted == "cuda" else torch.device("cpu")
 
 
-def initialize_processes(settings: EngineSection) -> tuple[Comm, torch.device]:
-    """Join the process group that the environment describes, and choose this rank's device.
+def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
+    """Join the run that the environment describes, and choose this rank's device.
 
-    A process that no launcher started becomes a group of one.
+    A process that no launcher started becomes a group of one. Raises LaunchError, on one rank, if
+    ranks are missing, cannot reach each other, or were given different recipes.
     """
-    import deepspeed
-
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        os.environ.setdefault(name, default)
-    world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    device = choose_device(settings, local_rank)
+    settings, environment = recipe.engine, rank_environment()
+    os.environ.update(environment.variables())  # DeepSpeed reads them even for one process
+    device = choose_device(settings, environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    threads = settings.threads_per_process or max(1, (os.cpu_count() or 1) // local_ranks)
-    torch.set_num_threads(threads)
-    timeout = datetime.timedelta(seconds=settings.timeout_seconds)
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+
+    ranks_here = environment.local_world_size
+    torch.set_num_threads(settings.threads_per_process or max(1, _cores() // ranks_here))
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if not torch.distributed.is_initialized():
-        deepspeed.init_distributed(
-            dist_backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout, verbose=False
-        )
-    group = torch.distributed.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
-    return Comm(int(os.environ["RANK"]), world_size, group), device
+        facts = {"recipe": recipe.model_dump(mode="json"), "grpo-replay": __version__}
+        store = join_run(environment, facts, None, settings.timeout_seconds)
+        form_process_group(environment, store, backend, settings.timeout_seconds)
+    # DeepSpeed would compile a shared-memory operator for CPU ranks, which needs a C++ compiler
+    # and a minute; gloo does without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    group = None
+    if environment.world_size > 1:
+        timeout = datetime.timedelta(seconds=settings.timeout_seconds)
+        group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    return Comm(environment.rank, environment.world_size, group), device
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
@@ -93,8 +109,15 @@ class DeepSpeedEngine:
     """The policy under DeepSpeed. See `engine.Engine` for the contract."""
 
     def __init__(
-        self, recipe: Recipe, model: nn.Module, tokenizer: Any, comm: Comm, device: torch.device
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        tokenizer: Any,
+        comm: Comm,
+        device: torch.device,
+        load_universal: bool = False,
     ) -> None:
+        """Wrap `model`. With `load_universal`, the engine loads a converted checkpoint only."""
         import deepspeed
 
         self._recipe = recipe
@@ -113,7 +136,7 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
-            config=deepspeed_config(recipe),
+            config=deepspeed_config(recipe) | {"checkpoint": {"load_universal": load_universal}},
         )
         self._gather_needs_forward = recipe.engine.zero_stage == 3
 
@@ -298,8 +321,36 @@ class DeepSpeedEngine:
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
 
+    def load_converted(self, folder: Path, scratch: Path) -> None:
+        """Restore what `save` wrote on another number of ranks, through DeepSpeed's universal
+        checkpoint, which is made in `scratch` and removed. Raises CheckpointError."""
+        if self._comm.is_main:
+            _convert_to_universal(folder / ENGINE_TAG, scratch / ENGINE_TAG)
+        self._comm.barrier()
+        self.load(scratch)
+        self._comm.barrier()
+        if self._comm.is_main:
+            shutil.rmtree(scratch)
+
     def close(self) -> None:
         self._engine.destroy()
+
+
+def _convert_to_universal(source: Path, target: Path) -> None:
+    """DeepSpeed's own conversion, in a process of its own: it reads all shards and is chatty."""
+    shutil.rmtree(target.parent, ignore_errors=True)
+    command = [
+        sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal",
+        "--input_folder", str(source), "--output_folder", str(target),
+        "--num_extract_workers", "1", "--num_merge_workers", "1",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CheckpointError(
+            f"{source}: DeepSpeed could not convert this engine state for another number of "
+            f"ranks: {done.stderr.strip().splitlines()[-1:]}; resume on as many ranks, and at "
+            "the ZeRO stage, that wrote it"
+        )
 
 
 def _tied_names(model: nn.Module) -> set[str]:

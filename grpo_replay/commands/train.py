@@ -1,0 +1,79 @@
+"""`grpo-replay train`: launch the ranks if needed, run, and show what came of it."""
+
+import datetime
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_replay.errors import UsageError
+from grpo_replay.ranks import prepare_rank, rank_environment
+from grpo_replay.recipe import Recipe, load_recipe
+
+INTERRUPTED = 130
+
+
+def run(
+    recipe_name: str,
+    overrides: Sequence[str] = (),
+    output_dir: str | None = None,
+    resume: bool = False,
+    num_processes: int | None = None,
+    hostfile: str | None = None,
+    dry_run: bool = False,
+    as_json: bool = False,
+    gpu_memory_gib: float | None = None,
+) -> int:
+    """The exit code of the training command."""
+    if num_processes is not None:
+        overrides = [*overrides, f"engine.num_processes={num_processes}"]
+    recipe = load_recipe(recipe_name, overrides)
+    if dry_run:
+        from grpo_replay.commands.dry_run import run as report
+
+        report(recipe, as_json=as_json, gpu_memory_gib=gpu_memory_gib)
+        return 0
+    if as_json:
+        raise UsageError("--json goes with --dry-run; a run's numbers are in its metrics.jsonl")
+    if resume and output_dir is None:
+        raise UsageError("--resume needs --output-dir, the directory of the run to continue")
+    environment = rank_environment()
+    run_dir = Path(output_dir) if output_dir else _default_directory(recipe)
+    if not environment.is_launched and (recipe.engine.num_processes > 1 or hostfile):
+        from grpo_replay.launch import launch_ranks
+
+        return launch_ranks(
+            _arguments_of_ranks(run_dir, output_dir),
+            None if hostfile and num_processes is None else recipe.engine.num_processes,
+            Path(hostfile) if hostfile else None,
+            recipe.engine.threads_per_process,
+        )
+    prepare_rank(environment)
+    return _train(recipe, run_dir, resume, environment.rank == 0)
+
+
+def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
+    from grpo_replay.display import open_display
+    from grpo_replay.quiet import quiet_libraries
+
+    with open_display(is_main) as display:
+        display.on_status("loading torch, transformers and DeepSpeed")
+        with quiet_libraries():
+            from grpo_replay.run import run_training
+
+            result = run_training(recipe, run_dir, resume, display)
+    if is_main:
+        display.conclude(result)
+    logging.shutdown()
+    return INTERRUPTED if result.interrupted else 0
+
+
+def _default_directory(recipe: Recipe) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{recipe.name}-{stamp}"
+
+
+def _arguments_of_ranks(run_dir: Path, output_dir: str | None) -> list[str]:
+    """Our own command line; the ranks must agree on a directory named after the time."""
+    arguments = sys.argv[1:]
+    return arguments if output_dir else [*arguments, "--output-dir", str(run_dir)]

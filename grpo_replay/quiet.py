@@ -1,0 +1,34 @@
+"""Keeping the chatter of the libraries out of the terminal: it goes to the run's log."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_CHATTY = ("DeepSpeed", "deepspeed", "torch", "transformers", "datasets", "vllm", "filelock")
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """While this lasts, warnings and log records of the libraries go to the log file alone."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
+    logging.captureWarnings(True)
+    root = logging.getLogger()
+    if not root.handlers:
+        root.addHandler(logging.NullHandler())
+    _send_to_root()
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
+    logging.captureWarnings(False)
+
+
+def _send_to_root() -> None:
+    for name in list(logging.root.manager.loggerDict):
+        if name.split(".")[0] in _CHATTY:
+            library = logging.getLogger(name)
+            library.handlers.clear()
+            library.propagate = True

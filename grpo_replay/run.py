@@ -1,0 +1,357 @@
+"""A whole run: parts opened, resumed if asked, stepped, evaluated, checkpointed, summed up."""
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from grpo_replay.backends.deepspeed_engine import DeepSpeedEngine, initialize_processes
+from grpo_replay.backends.models import load_policy, load_tokenizer, resolve_model_path
+from grpo_replay.buffer import ReplayBuffer
+from grpo_replay.buffer.snapshot import restore_snapshot, write_snapshot
+from grpo_replay.checkpoint import (
+    RunState,
+    begin_checkpoint,
+    complete_checkpoint,
+    find_checkpoint,
+    point_latest,
+    read_state,
+)
+from grpo_replay.distributed import Comm
+from grpo_replay.errors import CheckpointError
+from grpo_replay.evaluate import EvaluationPlan, evaluate, plan_evaluation
+from grpo_replay.evaluation.report import EvaluationReport, read_report
+from grpo_replay.model_card import model_card
+from grpo_replay.prompts import load_prompts
+from grpo_replay.rank_failures import run_collectively
+from grpo_replay.recipe import Recipe
+from grpo_replay.rewards import RewardScorer
+from grpo_replay.run_directory import (
+    RunDirectory,
+    environment_facts,
+    write_json_atomically,
+    write_text_atomically,
+)
+from grpo_replay.sampler import open_sampler
+from grpo_replay.tracking import Tracker, open_trackers
+from grpo_replay.trainer import Parts, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Who watches a run; called on rank 0 only."""
+
+    def on_start(self, recipe: Recipe, run_dir: Path, state: RunState, notices: list[str]) -> None:
+        """Everything is loaded; `notices` are sentences the user should read."""
+        ...
+
+    def on_evaluation(self, step: int, report: EvaluationReport) -> None: ...
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_status(self, text: str) -> None:
+        """Something that takes a while begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended. `summary` is what summary.json holds; None if it was interrupted."""
+
+    run_dir: Path
+    step: int
+    interrupted: bool
+    summary: dict[str, Any] | None
+
+
+class Interruption:
+    """Remembers SIGINT and SIGTERM until the step is over; a second SIGINT does not wait."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def run_training(recipe: Recipe, run_path: Path, resume: bool, observer: Observer) -> RunResult:
+    """Train as the recipe says, in `run_path`. Called on every rank."""
+    comm, device = initialize_processes(recipe)
+    run_dir = RunDirectory(run_path)
+    with ExitStack() as stack:
+        session = Session(recipe, comm, device, run_dir, observer, stack)
+        session.open(resume)
+        interruption = Interruption()
+        with interruption.caught():
+            return session.run(interruption)
+
+
+class Session:
+    """One attempt at a run: the parts, the trackers, and what happens between steps."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        comm: Comm,
+        device: Any,
+        run_dir: RunDirectory,
+        observer: Observer,
+        stack: ExitStack,
+    ) -> None:
+        self.recipe, self.comm, self.device = recipe, comm, device
+        self.run_dir, self.observer, self.stack = run_dir, observer, stack
+        self.trackers: list[Tracker] = []
+        self.evaluation: EvaluationPlan | None = None
+        self.trainer: Trainer
+
+    def open(self, resume: bool) -> None:
+        """Prepare the directory, load everything, and restore the last checkpoint if resuming."""
+        recipe, comm = self.recipe, self.comm
+        checkpoint, notices = run_collectively(comm, lambda: self._prepare_directory(resume))
+        comm.barrier()
+        state = read_state(checkpoint) if checkpoint else RunState()
+        tokenizer = load_tokenizer(recipe.model)
+        scorer = self.stack.enter_context(RewardScorer.open(recipe.reward))
+        prompts = run_collectively(
+            comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+        )
+        if prompts.skipped_too_long:
+            notices.append(
+                f"{prompts.skipped_too_long} prompts are longer than prompts.max_prompt_length "
+                f"{recipe.prompts.max_prompt_length} and were left out; {len(prompts)} remain"
+            )
+        if recipe.eval.benchmarks:
+            self.evaluation = run_collectively(
+                comm,
+                lambda: plan_evaluation(
+                    tokenizer,
+                    recipe.prompts,
+                    recipe.eval,
+                    recipe.sampling.max_completion_length,
+                    recipe.sampling.backend,
+                ),
+            )
+        engine = self._open_engine(checkpoint, state, tokenizer)
+        sampler = open_sampler(recipe, self._model_path(engine), comm)
+        self.stack.callback(sampler.close)
+        buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
+        if checkpoint:
+            sampler.load_weights(
+                engine.named_full_tensors(recipe.sampling.sync_bucket_mib * 2**20),
+                state.policy_version,
+            )
+            if comm.is_main:
+                notices.extend(self._restore_buffer(checkpoint, buffer))
+        state.world_size, state.zero_stage = comm.world_size, recipe.engine.zero_stage
+        parts = Parts(
+            recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir
+        )
+        self.trainer = Trainer(parts, state)
+        if comm.is_main:
+            self.trackers = open_trackers(recipe, self.run_dir.path, state.step + 1)
+            for tracker in self.trackers:
+                self.stack.callback(tracker.close)
+            self.observer.on_start(recipe, self.run_dir.path, state, notices)
+
+    def _prepare_directory(self, resume: bool) -> tuple[Path | None, list[str]]:
+        """The checkpoint to resume from, and notices. Only rank 0 touches the directory."""
+        run_dir = self.run_dir
+        if not resume:
+            if self.comm.is_main:
+                run_dir.create(self.recipe)
+                self._open_log()
+            return None, []
+        if not run_dir.exists:
+            raise CheckpointError(
+                f"--resume: {run_dir.path} holds no run (no recipe.yaml): check --output-dir, or "
+                "leave --resume out to start one there"
+            )
+        checkpoint = find_checkpoint(run_dir.checkpoints)
+        if not self.comm.is_main:
+            return checkpoint, []
+        step = read_state(checkpoint).step if checkpoint else 0
+        changes = run_dir.reopen(self.recipe, step)
+        if checkpoint:
+            point_latest(run_dir.checkpoints, checkpoint.name)
+        self._open_log()
+        notices = [f"recipe changed since the run began: {change}" for change in changes]
+        if checkpoint is None:
+            notices.append("the run had no checkpoint yet: it starts again from its first step")
+        return checkpoint, notices
+
+    def _open_log(self) -> None:
+        attempt = self.run_dir.next_attempt()
+        self.run_dir.open_log(attempt)
+        self.run_dir.write_environment(attempt, environment_facts(self.comm.world_size))
+
+    def _open_engine(
+        self, checkpoint: Path | None, state: RunState, tokenizer: Any
+    ) -> DeepSpeedEngine:
+        recipe = self.recipe
+        model = load_policy(recipe.model, recipe.run.seed)
+        same_shape = (state.world_size, state.zero_stage) == (
+            self.comm.world_size,
+            recipe.engine.zero_stage,
+        )
+        convert = checkpoint is not None and not same_shape
+        engine = DeepSpeedEngine(
+            recipe, model, tokenizer, self.comm, self.device, load_universal=convert
+        )
+        self.stack.callback(engine.close)
+        if checkpoint is not None and convert:
+            self.observer.on_status(
+                f"converting the engine state of {state.world_size} ranks at ZeRO "
+                f"{state.zero_stage} for {self.comm.world_size} at ZeRO {recipe.engine.zero_stage}"
+            )
+            engine.load_converted(checkpoint / "engine", self.run_dir.path / ".universal")
+        elif checkpoint is not None:
+            engine.load(checkpoint / "engine")
+        return engine
+
+    def _model_path(self, engine: DeepSpeedEngine) -> str:
+        """What the sampler opens: the recipe's model, or for a random initialisation the folder
+        to which it was written."""
+        if not self.recipe.model.random_init:
+            return resolve_model_path(self.recipe.model.path)
+        if self.recipe.sampling.backend == "hf":
+            return self.recipe.model.path
+        folder = self.run_dir.path / "initial_model"
+        engine.save_model(folder)
+        return str(folder)
+
+    def _restore_buffer(self, checkpoint: Path, buffer: ReplayBuffer) -> list[str]:
+        if not self.recipe.checkpoint.restore_buffer:
+            return ["checkpoint.restore_buffer is false: the replay buffer starts empty"]
+        restore_snapshot(checkpoint / "buffer.parquet", buffer)
+        return []
+
+    def run(self, interruption: Interruption) -> RunResult:
+        """Step until the recipe's last step, or until a signal asks to stop."""
+        state, recipe = self.trainer.state, self.recipe
+        started, seconds_before = time.perf_counter(), state.wall_seconds
+        if state.step == 0 and recipe.eval.at_start:
+            self._evaluate(0)
+        while state.step < recipe.run.steps:
+            metrics = self.trainer.train_step()
+            step, last = state.step, state.step == recipe.run.steps
+            stop = self.comm.broadcast_json(interruption.requested)
+            report = self._evaluate(step) if self._evaluation_is_due(step, last) else None
+            state.wall_seconds = seconds_before + time.perf_counter() - started
+            if self.comm.is_main:
+                self._record(metrics, report)
+            if last or stop or step % recipe.checkpoint.every_steps == 0:
+                self._checkpoint()
+            if stop and not last:
+                return RunResult(self.run_dir.path, step, True, None)
+        return RunResult(self.run_dir.path, state.step, False, self._sum_up())
+
+    def _evaluation_is_due(self, step: int, last: bool) -> bool:
+        every = self.recipe.eval.every_steps
+        return (last and self.recipe.eval.at_end) or (every is not None and step % every == 0)
+
+    def _evaluate(self, step: int) -> EvaluationReport | None:
+        """Evaluate the current policy into eval/, unless this run did already; on rank 0."""
+        if self.evaluation is None:
+            return None
+        path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
+        if self.comm.broadcast_json(path.exists()):
+            return read_report(path) if self.comm.is_main else None
+        if self.comm.is_main:
+            self.observer.on_status(f"evaluating step {step}")
+        parts = self.trainer.parts
+        grades_alike = self.recipe.reward.function == self.recipe.eval.reward
+        report = evaluate(
+            parts.sampler,
+            parts.tokenizer,
+            self.evaluation,
+            self.comm,
+            parts.scorer if grades_alike else None,
+            model={"run": self.run_dir.path.name, "step": step},
+        )
+        parts.sampler.sleep()
+        if not self.comm.is_main:
+            return None
+        report.write(path)
+        self.observer.on_evaluation(step, report)
+        return report
+
+    def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:
+        if report is not None:
+            metrics |= {f"eval/{name}": value for name, value in report.accuracies().items()}
+        self.run_dir.append_metrics(metrics)
+        for tracker in self.trackers:
+            tracker.log(metrics["step"], metrics)
+        self.observer.on_step(metrics)
+
+    def _checkpoint(self) -> None:
+        state, comm = self.trainer.state, self.comm
+        parts = self.trainer.parts
+        checkpoints = self.run_dir.checkpoints
+        temporary = checkpoints / f".tmp-step_{state.step:06d}"
+        if comm.is_main:
+            self.run_dir.flush_metrics()
+            begin_checkpoint(checkpoints, state.step)
+        comm.barrier()
+        parts.engine.save(temporary / "engine")
+        parts.engine.save_model(temporary / "model")
+        comm.barrier()
+        if comm.is_main:
+            write_text_atomically(
+                temporary / "model" / "README.md", model_card(self.recipe, state, self._reports())
+            )
+            write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
+            complete_checkpoint(temporary, state, self.recipe.checkpoint.keep)
+        comm.barrier()
+
+    def _reports(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
+        """The evaluations of the base model and of the current step, where there are any."""
+        folder = self.run_dir.path / "eval"
+        paths = [folder / f"step_{step:06d}.json" for step in (0, self.trainer.state.step)]
+        first, last = (read_report(path) if path.exists() else None for path in paths)
+        return first, last
+
+    def _sum_up(self) -> dict[str, Any] | None:
+        if not self.comm.is_main:
+            return None
+        state = self.trainer.state
+        base, final = self._reports()
+        summary = {
+            "recipe": self.recipe.name,
+            "preset": self.recipe.replay.preset,
+            "steps": state.step,
+            "wall_seconds": state.wall_seconds,
+            "base": _of(base, EvaluationReport.accuracies),
+            "final": _of(final, EvaluationReport.accuracies),
+            "base_stderr": _of(base, EvaluationReport.standard_errors),
+            "final_stderr": _of(final, EvaluationReport.standard_errors),
+            "base_greedy": _of(base, EvaluationReport.greedy_accuracies),
+            "final_greedy": _of(final, EvaluationReport.greedy_accuracies),
+            "generated_tokens": state.generated_tokens,
+            "trained_tokens": state.trained_tokens,
+            "replayed_rollouts": state.replayed_rollouts,
+            "checkpoint": f"checkpoints/step_{state.step:06d}",
+        }
+        write_json_atomically(self.run_dir.summary_path, summary)
+        return summary
+
+
+def _of(report: EvaluationReport | None, read: Callable[[EvaluationReport], Any]) -> Any:
+    return None if report is None else read(report)
