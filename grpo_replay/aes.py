@@ -1,0 +1,141 @@
+"""AES, the accuracy-efficiency score of a model against a reference (paper A, section 5).
+
+    AES = ΔL + β·ΔAcc     ΔL = (L_ref - L) / L_ref     ΔAcc = (Acc - Acc_ref) / Acc_ref
+
+L is the mean response length in tokens; β is `gain` (3) if ΔAcc ≥ 0, else `loss` (5). Other works
+use other constants, so they are always shown. One call has one reference.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_replay.errors import EvaluationFileError, UsageError
+from grpo_replay.evaluation.comparison import refuse_incomparable, resampled_means
+from grpo_replay.evaluation.report import EvaluationReport, Interval
+from grpo_replay.evaluation.statistics import interval
+
+GAIN, LOSS = 3.0, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A model as AES sees it: mean accuracy in any unit that all share, mean tokens."""
+
+    name: str
+    accuracy: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class AesScore:
+    """ΔL, ΔAcc and AES of a candidate; intervals are 95 % bootstrap intervals over problems, None
+    without per-sample data or where a resampled reference has accuracy 0."""
+
+    name: str
+    accuracy: float
+    tokens: float
+    delta_length: float
+    delta_accuracy: float
+    aes: float
+    delta_length_interval: Interval | None = None
+    delta_accuracy_interval: Interval | None = None
+    aes_interval: Interval | None = None
+
+
+def accuracy_efficiency_score(
+    accuracy: float,
+    tokens: float,
+    reference_accuracy: float,
+    reference_tokens: float,
+    gain: float = GAIN,
+    loss: float = LOSS,
+) -> tuple[float, float, float]:
+    """(ΔL, ΔAcc, AES). Raises ZeroDivisionError for a reference of accuracy or length 0.
+
+    Example: paper A's 4B base (17.36 %, 2452 tokens) against its GRPO run (26.71 %, 7576 tokens)
+    has ΔL = (2452 - 7576)/2452 = -2.090, ΔAcc = 0.539 and AES = -2.090 + 3·0.539 = -0.474.
+    """
+    delta_length = (reference_tokens - tokens) / reference_tokens
+    delta_accuracy = (accuracy - reference_accuracy) / reference_accuracy
+    weight = gain if delta_accuracy >= 0 else loss
+    return delta_length, delta_accuracy, delta_length + weight * delta_accuracy
+
+
+def score_points(
+    reference: Point, candidates: Sequence[Point], gain: float = GAIN, loss: float = LOSS
+) -> list[AesScore]:
+    """AES of plain numbers. Raises UsageError for a value that cannot be, or a zero reference."""
+    for point in (reference, *candidates):
+        _check_point(point)
+    for name, value in (("accuracy", reference.accuracy), ("tokens", reference.tokens)):
+        if value == 0:
+            raise UsageError(
+                f"the reference {reference.name!r} has {name} 0, and AES divides by it: choose a "
+                "reference that solves something"
+            )
+    return [_score(reference, candidate, gain, loss) for candidate in candidates]
+
+
+def score_reports(
+    reference: tuple[str, EvaluationReport],
+    candidates: Sequence[tuple[str, EvaluationReport]],
+    gain: float = GAIN,
+    loss: float = LOSS,
+) -> list[AesScore]:
+    """AES of (name, report) pairs, with intervals where both have per-sample rows.
+
+    Raises EvaluationFileError if they are not evaluations of the same benchmarks under the same
+    settings, or if the reference's accuracy is 0.
+    """
+    name, report = reference
+    if report.sampled.mean.avg_at_k == 0:
+        raise EvaluationFileError(
+            f"the reference {name} has accuracy 0, and AES divides by it: choose a reference that "
+            "solves something"
+        )
+    for candidate_name, candidate in candidates:
+        refuse_incomparable(name, report, candidate_name, candidate)
+    return [_score_report(reference, candidate, gain, loss) for candidate in candidates]
+
+
+def point_of(name: str, report: EvaluationReport) -> Point:
+    """Accuracy in percent and tokens: unweighted means over the report's benchmarks."""
+    return Point(name, 100 * report.sampled.mean.avg_at_k, report.sampled.mean.mean_tokens)
+
+
+def _check_point(point: Point) -> None:
+    for name, value in (("accuracy", point.accuracy), ("tokens", point.tokens)):
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{point.name!r} has {name} {value}: expected a number of at least 0")
+
+
+def _score(reference: Point, candidate: Point, gain: float, loss: float) -> AesScore:
+    scores = accuracy_efficiency_score(
+        candidate.accuracy, candidate.tokens, reference.accuracy, reference.tokens, gain, loss
+    )
+    return AesScore(candidate.name, candidate.accuracy, candidate.tokens, *scores)
+
+
+def _score_report(
+    reference: tuple[str, EvaluationReport],
+    candidate: tuple[str, EvaluationReport],
+    gain: float,
+    loss: float,
+) -> AesScore:
+    plain = _score(point_of(*reference), point_of(*candidate), gain, loss)
+    if reference[1].samples is None or candidate[1].samples is None:
+        return plain
+    means = resampled_means(reference[1], candidate[1])
+    if not means.accuracy_a_B.all():
+        return plain
+    length_B = (means.tokens_a_B - means.tokens_b_B) / means.tokens_a_B
+    accuracy_B = (means.accuracy_b_B - means.accuracy_a_B) / means.accuracy_a_B
+    aes_B = length_B + np.where(accuracy_B >= 0, gain, loss) * accuracy_B
+    return AesScore(
+        *(plain.name, plain.accuracy, plain.tokens),
+        *(plain.delta_length, plain.delta_accuracy, plain.aes),
+        *(interval(length_B), interval(accuracy_B), interval(aes_B)),
+    )

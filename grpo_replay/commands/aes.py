@@ -1,0 +1,118 @@
+"""`grpo-replay aes`: accuracy and length in one number, against one reference."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_replay.aes import GAIN, LOSS, AesScore, Point, point_of, score_points, score_reports
+from grpo_replay.errors import UsageError
+from grpo_replay.evaluation.report import Interval, read_report
+
+
+def run(
+    reference: str,
+    files: Sequence[str] = (),
+    candidates: Sequence[str] = (),
+    gain: float = GAIN,
+    loss: float = LOSS,
+    as_json: bool = False,
+) -> None:
+    """Print AES of evaluation `files`, or of `candidates` NAME=ACC,TOKENS, against `reference`,
+    an evaluation file or ACC,TOKENS. Raises UsageError if numbers and files are mixed."""
+    for name, value in (("--gain", gain), ("--loss", loss)):
+        if not value >= 0:
+            raise UsageError(f"{name} {value}: expected a number of at least 0")
+    if files and candidates:
+        raise UsageError(
+            "aes takes evaluation files or --candidate numbers, not both: their accuracies may be "
+            "in different units"
+        )
+    if not files and not candidates:
+        raise UsageError(
+            "aes needs something to score: evaluation files, or --candidate NAME=ACC,TOKENS"
+        )
+    if files:
+        point, scores = _from_files(reference, files, gain, loss)
+    else:
+        point = Point("reference", *_numbers(reference, "--reference"))
+        scores = score_points(point, [_candidate(word) for word in candidates], gain, loss)
+    if as_json:
+        print(json.dumps(document(point, scores, gain, loss), indent=2, allow_nan=False))
+    else:
+        print_scores(point, scores, gain, loss, Console(highlight=False))
+
+
+def document(
+    reference: Point, scores: Sequence[AesScore], gain: float, loss: float
+) -> dict[str, Any]:
+    """The JSON document of `aes --json`."""
+    return {
+        "reference": asdict(reference),
+        "constants": {"gain": gain, "loss": loss},
+        "candidates": [asdict(score) for score in scores],
+    }
+
+
+def print_scores(
+    reference: Point, scores: Sequence[AesScore], gain: float, loss: float, console: Console
+) -> None:
+    """The scores as a table, constants shown."""
+    table = Table(title=f"AES against {reference.name}", title_justify="left")
+    table.add_column("model")
+    for column in ("accuracy", "tokens", "ΔL", "ΔAcc", "AES", "95 %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_row(reference.name, f"{reference.accuracy:g}", f"{reference.tokens:,.0f}", *"––––")
+    for score in scores:
+        table.add_row(
+            score.name,
+            f"{score.accuracy:.4g}",
+            f"{score.tokens:,.0f}",
+            f"{score.delta_length:+.3f}",
+            f"{score.delta_accuracy:+.3f}",
+            f"{score.aes:+.3f}",
+            _interval(score.aes_interval),
+        )
+    console.print(table)
+    console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
+
+
+def _from_files(
+    reference: str, files: Sequence[str], gain: float, loss: float
+) -> tuple[Point, list[AesScore]]:
+    if not Path(reference).exists() and "," in reference:
+        raise UsageError(
+            f"--reference {reference} is numbers, but candidates are files: give the reference's "
+            "evaluation file, or all as numbers (--candidate NAME=ACC,TOKENS)"
+        )
+    report = read_report(Path(reference))
+    candidates = [(file, read_report(Path(file))) for file in files]
+    scores = score_reports((reference, report), candidates, gain, loss)
+    return point_of(reference, report), scores
+
+
+def _candidate(word: str) -> Point:
+    name, separator, numbers = word.partition("=")
+    if not separator or not name:
+        raise UsageError(f"--candidate {word!r}: expected NAME=ACC,TOKENS, such as ours=31.06,6800")
+    return Point(name, *_numbers(numbers, f"--candidate {name}"))
+
+
+def _numbers(text: str, place: str) -> tuple[float, float]:
+    parts = text.split(",")
+    try:
+        accuracy, tokens = map(float, parts)
+    except ValueError as error:
+        also = "" if place != "--reference" else " (with candidate files: an evaluation file)"
+        raise UsageError(
+            f"{place} {text!r}: expected ACC,TOKENS, such as 26.71,7576{also}"
+        ) from error
+    return accuracy, tokens
+
+
+def _interval(bounds: Interval | None) -> str:
+    return "–" if bounds is None else f"[{bounds[0]:+.3f}, {bounds[1]:+.3f}]"

@@ -1,0 +1,46 @@
+"""How far an evaluation is: a bar on a terminal, plain lines elsewhere; always on stderr."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from grpo_replay.evaluate import Progress
+
+PLAIN_LINES = 10
+
+
+@contextmanager
+def open_progress() -> Iterator[Callable[[Progress], None]]:
+    """What to call with every `Progress`."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield _PlainLines(console)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(
+        TextColumn("evaluating"), *columns, TextColumn("{task.description}"), console=console
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda progress: bar.update(
+            task, total=progress.total, completed=progress.done, description=_accuracy(progress)
+        )
+
+
+class _PlainLines:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lines = 0
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.done * PLAIN_LINES < (self._lines + 1) * progress.total:
+            return
+        self._lines = progress.done * PLAIN_LINES // progress.total
+        self._console.print(f"evaluated {progress.done}/{progress.total} {_accuracy(progress)}")
+
+
+def _accuracy(progress: Progress) -> str:
+    accuracy = progress.accuracy
+    return "" if accuracy is None else f"accuracy so far {100 * accuracy:.1f} %"

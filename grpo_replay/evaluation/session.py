@@ -1,0 +1,73 @@
+"""One evaluation from the command line: ranks, tokenizer, plan, sampler, report."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from grpo_replay.backends.models import load_tokenizer, resolve_model_path
+from grpo_replay.distributed import Comm
+from grpo_replay.evaluate import Progress, evaluate, plan_evaluation
+from grpo_replay.evaluation.cache import model_folder
+from grpo_replay.evaluation.model_source import ModelSource, model_sha256
+from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.rank_failures import run_collectively
+from grpo_replay.recipe import Recipe
+from grpo_replay.rewards import RewardScorer
+from grpo_replay.sampler import open_sampler
+
+
+def evaluate_model(
+    recipe: Recipe,
+    source: ModelSource,
+    generations: Path,
+    world_size: int,
+    on_progress: Callable[[Progress], None] | None,
+    stack: ExitStack,
+) -> EvaluationReport:
+    """The report of `source` under `recipe.eval`, on every rank. Sampler and verifiers are closed
+    with `stack`. Raises what its parts raise, on all ranks together."""
+    comm = _open_comm(recipe, world_size)
+    settings = recipe.reward.model_copy(update={"function": recipe.eval.reward})
+    scorer = stack.enter_context(RewardScorer.open(settings))
+    tokenizer = load_tokenizer(recipe.model)
+    plan = run_collectively(
+        comm,
+        lambda: plan_evaluation(
+            tokenizer,
+            recipe.prompts,
+            recipe.eval,
+            recipe.sampling.max_completion_length,
+            recipe.sampling.backend,
+        ),
+    )
+    path = resolve_model_path(source.path)
+    sampler = open_sampler(recipe, path, comm)
+    stack.callback(sampler.close)
+    sha256 = run_collectively(comm, lambda: model_sha256(path, source.checked))
+    model = {
+        "name": source.name,
+        "path": source.path,
+        "step": source.step,
+        "sha256": sha256,
+        "recipe": recipe.name,
+        "dtype": recipe.model.dtype,
+    }
+    return evaluate(
+        sampler,
+        tokenizer,
+        plan,
+        comm,
+        scorer,
+        model=model,
+        generations_folder=model_folder(generations, sha256, recipe.sampling.backend),
+        on_progress=on_progress if comm.is_main else None,
+    )
+
+
+def _open_comm(recipe: Recipe, world_size: int) -> Comm:
+    if world_size == 1:
+        return Comm()
+    from grpo_replay.backends.deepspeed_engine import initialize_processes
+
+    comm, _ = initialize_processes(recipe)
+    return comm
