@@ -66,6 +66,9 @@ class DecodingBatch:
         padded, real = _left_padded(prompts, width, pad_id)
         ids, mask = torch.from_numpy(padded).to(device), torch.from_numpy(real).to(device)
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)
+        # An index copies the last hidden states. A slice would leave them strided, for which
+        # bfloat16 matrix products on the CPU are a hundred times slower (torch 2.13).
+        last = torch.tensor([width - 1], device=device)
         caches, logits = [], []
         step = max(1, PREFILL_TOKENS // width)
         for start in range(0, len(prompts), step):
@@ -77,7 +80,7 @@ class DecodingBatch:
                 position_ids=positions[part],
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=1,
+                logits_to_keep=last,
             )
             caches.append(cache)
             logits.append(output.logits[:, -1])

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from grpo_replay.types import GenerationRequest
 
 CHUNK_LOGITS = 1 << 24
-"""Logits handled at once; bounds the float64 cumulative sums to 128 MiB."""
+"""Logits handled at once; bounds each float32 copy of them to 64 MiB."""
+
+BLOCK_TOKENS = 128
+"""Neighbouring tokens whose probabilities are summed as one; divides Qwen's vocabulary."""
 
 
 class UniformRows:
@@ -97,14 +101,34 @@ def _choose(
 
 
 def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative probability exceeds the uniform number, int64 [R, 1]."""
-    cumulative_RV = probabilities_RV.cumsum(-1, dtype=torch.float64)
-    total_R1 = cumulative_RV[:, -1:]
+    """The first token whose cumulative probability exceeds the uniform number, int64 [R, 1].
+
+    Cumulative sums are float64: in float32, rounding over a large vocabulary shifts the law. They
+    run over blocks, then inside one block per row, not over the whole vocabulary.
+    """
+    rows, vocabulary = probabilities_RV.shape
+    if vocabulary <= BLOCK_TOKENS:
+        cumulative_RV = probabilities_RV.cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative_RV, uniforms_R.unsqueeze(1) * cumulative_RV[:, -1:])
+    padding = -vocabulary % BLOCK_TOKENS
+    padded = pad(probabilities_RV, (0, padding)) if padding else probabilities_RV
+    blocks_RBK = padded.view(rows, -1, BLOCK_TOKENS)
+    ends_RB = blocks_RBK.sum(-1).double().cumsum(-1)
+    target_R1 = uniforms_R.unsqueeze(1) * ends_RB[:, -1:]
+    block_R1 = _first_above(ends_RB, target_R1)
+    before_R1 = pad(ends_RB, (1, 0)).gather(1, block_R1)
+    chosen_R1K = block_R1.unsqueeze(2).expand(rows, 1, BLOCK_TOKENS)
+    inside_RK = blocks_RBK.gather(1, chosen_R1K).squeeze(1).cumsum(-1, dtype=torch.float64)
+    return block_R1 * BLOCK_TOKENS + _first_above(inside_RK, target_R1 - before_R1)
+
+
+def _first_above(cumulative: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:
+    """The first index of each row whose cumulative sum exceeds the target, int64 [R, 1]."""
+    total_R1 = cumulative[:, -1:]
     # Rounding must not reach the total: behind it lie only tokens of probability zero.
     below_total = torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    target_R1 = torch.minimum(uniforms_R.unsqueeze(1) * total_R1, below_total)
-    tokens_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True)
-    return tokens_R1.clamp_(max=probabilities_RV.shape[1] - 1)
+    index_R1 = torch.searchsorted(cumulative, torch.minimum(target_R1, below_total), right=True)
+    return index_R1.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _nucleus(logp_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
