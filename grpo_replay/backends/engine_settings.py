@@ -1,0 +1,87 @@
+"""vLLM's settings for a recipe: one table, for engines in this process and for launched servers."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from grpo_replay.backends.models import load_config, load_policy, resolve_model_path
+from grpo_replay.errors import RecipeError
+from grpo_replay.recipe import ModelSection, Recipe
+
+CPU_VARIABLES = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    # Bound threads would hold the trainer's, which runs in the same process, to the same cores.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+"""What vLLM needs to know on a machine without a GPU; what the user has set stays."""
+
+
+def set_environment(environment: MutableMapping[str, str], on_gpu: bool) -> None:
+    """Say what vLLM reads from the environment, except what is said already."""
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not on_gpu:
+        for name, value in CPU_VARIABLES.items():
+            environment.setdefault(name, value)
+
+
+def longest_sequence(recipe: Recipe, section: ModelSection) -> int:
+    """Tokens of prompt plus completion that an engine makes room for: `max_model_len`, or the
+    longest that the recipe asks for, at most the model's positions.
+
+    Raises RecipeError if `max_model_len` exceeds the model's positions.
+    """
+    positions = getattr(load_config(section), "max_position_embeddings", None)
+    wanted = recipe.sampling.vllm.max_model_len
+    if wanted is None:
+        completion = max(
+            recipe.sampling.max_completion_length, recipe.eval.max_completion_length or 0
+        )
+        derived = recipe.prompts.max_prompt_length + completion
+        return min(derived, positions or derived)
+    if positions is not None and wanted > positions:
+        raise RecipeError(
+            f"sampling.vllm.max_model_len {wanted} exceeds the {positions} positions of "
+            f"{section.path}: lower it, or leave it null to derive it"
+        )
+    return wanted
+
+
+def engine_arguments(
+    recipe: Recipe, section: ModelSection, folder: str, on_gpu: bool
+) -> dict[str, Any]:
+    """Keywords of vLLM's EngineArgs; for a server, the command line options of the same names.
+
+    No tokenizer is loaded: token ids go in and come out, and stop tokens travel with requests; the
+    model's generation_config.json decides nothing (vLLM would add its stop tokens).
+    """
+    vllm = recipe.sampling.vllm
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "revision": section.revision,
+        "trust_remote_code": section.trust_remote_code,
+        "dtype": section.dtype if vllm.dtype == "auto" else vllm.dtype,
+        "max_model_len": longest_sequence(recipe, section),
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": vllm.enable_prefix_caching,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "tensor_parallel_size": vllm.tensor_parallel_size,
+        # Compiling a model for a CPU takes longer than a small run; on GPUs graphs pay.
+        "enforce_eager": vllm.enforce_eager or not on_gpu,
+    }
+    if on_gpu:
+        arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+    return arguments
+
+
+@contextlib.contextmanager
+def folder_with_weights(section: ModelSection, seed: int) -> Iterator[str]:
+    """The folder or hub id to load from. Randomly initialised weights exist in no file, so they
+    are written to a temporary folder, which is gone afterwards."""
+    if not section.random_init:
+        yield resolve_model_path(section.path)
+        return
+    with tempfile.TemporaryDirectory(prefix="grpo-replay-init-") as folder:
+        load_policy(section, seed).save_pretrained(folder)
+        yield folder
