@@ -50,7 +50,7 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")],
     overrides: Overrides = None,
     output_dir: Annotated[
-        str | None, typer.Option(help="Directory of the run [default: runs/RECIPE-TIMESTAMP].")
+        str | None, typer.Option(help="Directory of the run; runs/RECIPE-TIMESTAMP if not given.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --output-dir.")
@@ -86,9 +86,121 @@ def train(
     raise typer.Exit(code)
 
 
-@app.callback()
-def _top() -> None:
-    pass
+@app.command("eval")
+def evaluate(
+    ckpt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|HF_ID", help="Checkpoint, run directory, model folder or hub id."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe to evaluate under; the run's own if not given.")
+    ] = None,
+    benchmarks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--benchmark",
+            metavar="NAME",
+            help="math500, aime25, aime26, hmmt_feb25, hmmt_feb26; the groups paper and tiny; or "
+            "a JSONL or Parquet file. May be repeated.",
+        ),
+    ] = None,
+    k: Annotated[int | None, typer.Option("--k", min=1, help="Completions per problem.")] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Report; evaluations/NAME.json if not given.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="hf|vllm|vllm_server", help="Sampler.")
+    ] = None,
+    data_folder: Annotated[
+        str | None, typer.Option(help="Folder of benchmark files, read instead of the hub.")
+    ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Evaluate greedily as well.")] = False,
+    num_processes: Annotated[int | None, typer.Option(min=1, help="Ranks on this node.")] = None,
+    overrides: Overrides = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="A.json B.json", help="Paired test of two reports, instead."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a checkpoint on benchmarks, or compare two evaluations."""
+    from grpo_replay.commands import eval as command
+    from grpo_replay.errors import UsageError
+
+    if compare is not None:
+        command.run_comparison(*compare, as_json=as_json)
+        return
+    if ckpt is None:
+        raise UsageError("eval needs --ckpt DIR|HF_ID, or --compare A.json B.json")
+    options = command.EvalOptions(
+        ckpt=ckpt,
+        recipe=recipe,
+        benchmarks=tuple(benchmarks or ()),
+        k=k,
+        output=output,
+        backend=backend,
+        data_folder=data_folder,
+        greedy=greedy or None,
+        num_processes=num_processes,
+        overrides=tuple(overrides or ()),
+        as_json=as_json,
+    )
+    raise typer.Exit(command.run(options))
+
+
+@app.command()
+def aes(
+    files: Annotated[
+        list[str] | None, typer.Argument(metavar="[CANDIDATE.json]...", help="Evaluations.")
+    ] = None,
+    reference: Annotated[
+        str, typer.Option(metavar="EVAL.json|ACC,TOKENS", help="What to compare with.")
+    ] = ...,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option("--candidate", metavar="NAME=ACC,TOKENS", help="Numbers instead of files."),
+    ] = None,
+    gain: Annotated[float, typer.Option(help="Weight of an accuracy gain.")] = 3.0,
+    loss: Annotated[float, typer.Option(help="Weight of an accuracy loss.")] = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Accuracy-efficiency score of candidates against one reference."""
+    from grpo_replay.commands.aes import run
+
+    run(reference, files or (), candidates or (), gain=gain, loss=loss, as_json=as_json)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe to plan for.")] = None,
+    from_run: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Estimate from a finished run.")
+    ] = None,
+    mu: Annotated[
+        float | None, typer.Option(help="Cost of generating one rollout / of training on it.")
+    ] = None,
+    rho: Annotated[float | None, typer.Option(help="Sample coupling, 0 to 1.")] = None,
+    growth: Annotated[
+        float | None, typer.Option(help="a of the staleness law σ = (age/τ)^a.")
+    ] = None,
+    survival: Annotated[
+        float | None, typer.Option(help="Share of rollouts that survive the zero-variance filter.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write J over (x, y) as PNG or SVG.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Choose buffer size and replay ratio by paper B's theory."""
+    from grpo_replay.commands.plan import run
+
+    run(
+        recipe, from_run, tuple(overrides or ()), mu=mu, rho=rho, growth=growth,
+        survival=survival, plot=plot, as_json=as_json,
+    )  # fmt: skip
 
 
 def main() -> None:
