@@ -20,7 +20,7 @@ from grpo_replay.types import ComposedBatch, Draw, Rollout
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
-_NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
+NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
 
 
 def bare_rollouts(columns: RolloutColumns) -> list[Rollout]:
@@ -60,7 +60,8 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
             "buffer from (tracking.log_rollouts was off); choose a step with a checkpoint"
         )
-    files = [file for file in source.rollout_files if file[0] >= _first_step(source, settings)]
+    start = first_step_needed(source.step or 0, settings)
+    files = [file for file in source.rollout_files if file[0] >= start]
     log = read_log(files)
     log = log.take(log.kept)
     buffer = ReplayBuffer(settings, group_size)
@@ -68,15 +69,13 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
         fresh = bare_rollouts(log.take(log.birth_step == step))
         buffer.evict(step)
         insert_before_draw(buffer, fresh, step)
-        insert_after_update(buffer, fresh, step, _NOTHING_DRAWN)
+        insert_after_update(buffer, fresh, step, NOTHING_DRAWN)
     return _with_uses(buffer, log, read_draws(source.draw_files))
 
 
-def _first_step(source: Source, settings: ReplaySection) -> int:
-    """The first step that can matter: without the positive bias, nothing outlives its age."""
-    if settings.max_age_steps is None:
-        return 0
-    return (source.step or 0) - settings.max_age_steps
+def first_step_needed(step: int, settings: ReplaySection) -> int:
+    """The first step whose rollouts can still matter at `step`: nothing outlives its age."""
+    return 0 if settings.max_age_steps is None else step - settings.max_age_steps
 
 
 def _with_uses(buffer: ReplayBuffer, log: RolloutColumns, draws: DrawColumns) -> RolloutColumns:

@@ -1,6 +1,6 @@
 """From a source to an `Inspection`: every number of the screen, computed here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,12 +46,14 @@ TRENDS = (
     "replay/approx_kl",
     "replay/age_mean",
     "replay/ess",
+    "replay/draw_entropy",
     "replay/ratio",
     "replay/positive_fraction",
     "buffer/rollouts",
     "buffer/times_used_mean",
 )
 _BINS = 12
+_DISTINCT = 16
 
 
 def summarise(source: Source) -> Inspection:
@@ -84,7 +86,20 @@ def summarise(source: Source) -> Inspection:
         trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
     )
-    return replace(inspection, warnings=tuple(find_warnings(inspection)))
+    doubts = list(_doubts(source, inspection))
+    return replace(inspection, warnings=(*doubts, *find_warnings(inspection)))
+
+
+def _doubts(source: Source, seen: Inspection) -> Iterator[str]:
+    """Where the rebuilt buffer cannot be what the run had."""
+    logged = source.metrics[-1].get("buffer/rollouts") if source.metrics else None
+    stored = seen.occupancy.stored_rollouts
+    if seen.rebuilt and logged is not None and logged != stored:
+        yield (
+            f"The buffer rebuilt for step {seen.step} holds {stored:,} rollouts, the run logged "
+            f"{logged:,}: it was resumed with an empty buffer or other settings. Inspect a "
+            "checkpoint instead."
+        )
 
 
 def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
@@ -156,13 +171,21 @@ def staleness_rows(stored_ages: np.ndarray, replayed_ages: np.ndarray) -> tuple[
 
 
 def magnitude_bins(stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
-    """Twelve equal bins from 0 to the largest value; () if there is nothing."""
+    """One bin per value if there are at most 16 different ones (|A| of groups of G takes few),
+    else twelve equal bins from 0 to the largest; () if there is nothing."""
     stored, replayed = stored[np.isfinite(stored)], replayed[np.isfinite(replayed)]
     if stored.size + replayed.size == 0:
         return ()
-    high = max(float(values.max()) for values in (stored, replayed) if values.size) or 1.0
-    edges = np.linspace(0.0, high, _BINS + 1)
-    counts = [np.histogram(values, edges)[0] for values in (stored, replayed)]
+    values = np.unique(np.concatenate([stored, replayed]).round(4))
+    if values.size <= _DISTINCT:
+        counts = [(group.round(4)[:, None] == values).sum(axis=0) for group in (stored, replayed)]
+        return tuple(
+            Bin(float(value), float(value), int(a), int(b))
+            for value, a, b in zip(values, *counts, strict=True)
+        )
+    edges = np.linspace(0.0, float(values[-1]), _BINS + 1)
+    edges[-1] = max(float(group.max()) for group in (stored, replayed) if group.size)
+    counts = [np.histogram(group, edges)[0] for group in (stored, replayed)]
     return tuple(
         Bin(float(low), float(up), int(a), int(b))
         for low, up, a, b in zip(edges[:-1], edges[1:], *counts, strict=True)

@@ -33,7 +33,8 @@ class StalenessRow:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Counts of values in [low, high) (the last bin of a histogram includes its end)."""
+    """Counts of values in [low, high) (the last bin of a histogram includes its end), or of the
+    value `low` if low equals high."""
 
     low: float
     high: float

@@ -1,0 +1,156 @@
+"""`grpo-replay inspect-buffer`: see what a replay buffer holds and what it did."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.inspection import views
+from grpo_replay.inspection.export import export_rows
+from grpo_replay.inspection.life import read_life
+from grpo_replay.inspection.rows import RowSource, iter_rows, open_rows
+from grpo_replay.inspection.source import Source, open_source
+from grpo_replay.inspection.style import check_plot_path
+from grpo_replay.inspection.summarise import summarise
+from grpo_replay.inspection.what_if import what_if
+from grpo_replay.inspection.where import Filter, parse_where
+
+
+def run(
+    path: str,
+    step: int | None = None,
+    as_json: bool = False,
+    plot: str | None = None,
+    show: int | None = None,
+    where: str | None = None,
+    export: str | None = None,
+    verify: bool = False,
+    changes: Sequence[str] = (),
+) -> int:
+    """Print what was asked for; returns the exit status (3 if a verification failed).
+
+    Raises UsageError for options that do not go together, SnapshotError for bad files.
+    """
+    _check_options(show, where, export, verify, changes, plot)
+    source = open_source(path, step)
+    console = Console(highlight=False)
+    if verify:
+        return _verify(source, console, as_json)
+    if changes:
+        _what_if(source, changes, console, as_json)
+    elif show is not None:
+        _show(source, show, console, as_json)
+    elif where is not None or export is not None:
+        _rows(source, where, export, console, as_json)
+    else:
+        _screen(source, plot, console, as_json)
+    return 0
+
+
+def _check_options(show, where, export, verify, changes, plot) -> None:
+    asked = {
+        "--show": show is not None,
+        "--where or --export": where is not None or export is not None,
+        "--verify": verify,
+        "--what-if": bool(changes),
+        "--plot": plot is not None,
+    }
+    used = [name for name, given in asked.items() if given]
+    if len(used) > 1:
+        raise UsageError(f"{' and '.join(used)} answer different questions: use one at a time")
+    if plot is not None:
+        check_plot_path(Path(plot), (".png", ".svg", ".html"))
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(views.json_values(document), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -> None:
+    seen = summarise(source)
+    if plot is not None:
+        _plot(seen, Path(plot))
+    if as_json:
+        _print_json(views.inspection_document(seen))
+    elif plot is None:
+        from grpo_replay.inspection.panels import print_inspection
+
+        print_inspection(seen, console)
+
+
+def _plot(seen, path: Path) -> None:
+    if path.suffix.lower() == ".html":
+        from grpo_replay.inspection.page import write_page
+
+        write_page(seen, path)
+    else:
+        from grpo_replay.inspection.figures import plot_inspection
+
+        plot_inspection(seen, path)
+    Console(stderr=True, highlight=False).print(f"wrote {path}")
+
+
+def _what_if(source: Source, changes: Sequence[str], console: Console, as_json: bool) -> None:
+    result = what_if(source, changes)
+    if as_json:
+        _print_json(asdict(result))
+    else:
+        views.print_what_if(result, console)
+
+
+def _show(source: Source, rollout_id: int, console: Console, as_json: bool) -> None:
+    life = read_life(source, rollout_id)
+    if as_json:
+        _print_json(asdict(life))
+    else:
+        views.print_life(life, console)
+
+
+def _rows(
+    source: Source, where: str | None, export: str | None, console: Console, as_json: bool
+) -> None:
+    rows = open_rows(source)
+    chosen = None if where is None else parse_where(where, rows.schema)
+    if export is not None:
+        count = export_rows(rows, chosen, Path(export), where or "")
+        if as_json:
+            _print_json({"exported": count, "file": export})
+        else:
+            console.print(f"wrote {count:,} rollouts to {export}")
+        return
+    listed, total = _matches(rows, chosen)
+    if as_json:
+        _print_json({"matches": total, "rollouts": listed})
+    else:
+        views.print_list(listed, total, console)
+
+
+def _matches(rows: RowSource, chosen: Filter | None) -> tuple[list[dict[str, Any]], int]:
+    """The first matching rows, and the number of all."""
+    columns = [name for name in views.LISTED if name in rows.schema.names]
+    listed: list[dict[str, Any]] = []
+    total = 0
+    for table in iter_rows(rows, columns, chosen):
+        if len(listed) < views.LIST_ROWS:
+            listed.extend(table.slice(0, views.LIST_ROWS - len(listed)).to_pylist())
+        total += table.num_rows
+    return listed, total
+
+
+def _verify(source: Source, console: Console, as_json: bool) -> int:
+    from grpo_replay.verify import verify_run
+
+    if source.run_dir is None:
+        raise SnapshotError(
+            f"{source.path}: --verify recomputes a run from its rollout log: give a run directory"
+        )
+    report = verify_run(source.run_dir)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        views.print_verification(report, console)
+    return 0 if report.passed else SnapshotError.exit_code

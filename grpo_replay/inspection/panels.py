@@ -1,0 +1,349 @@
+"""The screen of inspect-buffer: panels that a person reads in ten seconds."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from grpo_replay.inspection.bars import bar, sparkline
+from grpo_replay.inspection.summary import Bin, CountRow, Inspection
+
+PANEL_WIDTH = 57
+_ROWS = 10  # of a histogram, before neighbours are merged
+STORED, REPLAYED = "blue", "dark_orange"
+
+
+def print_inspection(seen: Inspection, console: Console) -> None:
+    console.print(_heading(seen))
+    console.print(_verdict(seen))
+    panels = [panel for panel in _panels(seen) if panel is not None]
+    per_row = 2 if console.width >= 2 * PANEL_WIDTH + 1 else 1
+    for start in range(0, len(panels), per_row):
+        console.print(Columns(panels[start : start + per_row], padding=(0, 1)))
+    if seen.trends:
+        width = per_row * PANEL_WIDTH + per_row - 1
+        console.print(_panel("over training", trends_table(seen, width - 52), width))
+
+
+def _heading(seen: Inspection) -> Text:
+    name = f" · {seen.recipe_name}" if seen.recipe_name else ""
+    text = Text(f"{seen.path}{name} · step {seen.step}", style="bold")
+    text.append(f"\n{describe_settings(seen)}", style="dim not bold")
+    if seen.rebuilt:
+        text.append(
+            "\nno checkpoint of this step: its buffer is rebuilt from the rollout log",
+            style="dim not bold",
+        )
+    return text
+
+
+def describe_settings(seen: Inspection) -> str:
+    """The replay section in one line."""
+    settings = seen.settings
+    if not seen.replays:
+        return f"preset {settings['preset']}: this recipe never replays"
+    age = settings["max_age_steps"]
+    priority = settings["priority"].replace("abs_advantage", "|advantage|")
+    law = priority if priority == "uniform" else f"{priority}^{settings['priority_exponent']:g}"
+    return (
+        f"preset {settings['preset']}: {settings['unit']}s, {law}, {settings['composition']} · "
+        f"ratio {settings['ratio']:g} · max age {'none' if age is None else age} · warm-up "
+        f"{settings['warmup_steps']} · capacity {settings['capacity_rollouts']:,}"
+    )
+
+
+def _verdict(seen: Inspection) -> Text:
+    if not seen.warnings:
+        return Text("✓ nothing looks unhealthy", style="green")
+    text = Text()
+    for i, warning in enumerate(seen.warnings):
+        text.append("\n" if i else "")
+        text.append(f"! {warning}", style="yellow")
+    return text
+
+
+def _panel(title: str, body: RenderableType, width: int = PANEL_WIDTH) -> Panel:
+    return Panel(
+        body, title=title, title_align="left", width=width, box=box.ROUNDED, border_style="dim"
+    )
+
+
+def _panels(seen: Inspection) -> Iterable[Panel | None]:
+    yield _occupancy(seen)
+    yield _staleness(seen)
+    yield _populations(seen)
+    yield _magnitude(seen)
+    yield _reuse(seen)
+    yield _by_age(seen)
+
+
+def _occupancy(seen: Inspection) -> Panel | None:
+    occupancy = seen.occupancy
+    if not seen.replays:
+        return None
+    lines: list[RenderableType] = []
+    stored, capacity = occupancy.stored_rollouts, occupancy.capacity_rollouts
+    fifo = seen.settings["max_age_steps"] is None
+    if capacity:
+        lines.append(_level(stored, capacity, f"of capacity {capacity:,}"))
+    if occupancy.expected_rollouts and not fifo:
+        rule = f"of τ_max·B' ≈ {occupancy.expected_rollouts:,.0f}"
+        lines.append(_level(stored, occupancy.expected_rollouts, rule))
+    facts = f"{occupancy.stored_groups:,} groups · {occupancy.stored_tokens:,} completion tokens"
+    if occupancy.survivors_per_step is not None:
+        facts += f"\nB' ≈ {occupancy.survivors_per_step:.1f} survivors a step"
+    if occupancy.evicted_by_age is not None:
+        facts += (
+            f"\nevicted so far: {occupancy.evicted_by_age:,} by age, "
+            f"{occupancy.evicted_by_capacity:,} by capacity"
+        )
+    lines.append(Text(facts, style="dim"))
+    lines.append(_law_text(seen))
+    return _panel(f"occupancy: {stored:,} rollouts stored", Group(*lines))
+
+
+def _level(value: float, limit: float, label: str) -> Text:
+    text = Text(bar(value, limit, 20).ljust(20, "░"), style=STORED)
+    text.append(f" {value / limit:6.1%} {label}", style="default")
+    return text
+
+
+def _law_text(seen: Inspection) -> Text:
+    law = seen.draw_law
+    if law.units == 0:
+        return Text("nothing to draw from", style="dim")
+    return Text(
+        f"next draw: ESS {law.effective_sample_size:,.1f} of {law.units:,} {_plural(law.unit)} "
+        f"({law.effective_sample_size / law.units:.0%})\n"
+        f"  entropy {law.entropy_nats:.2f} nats of {math.log(law.units):.2f} · "
+        f"largest P {law.largest_probability:.2%}"
+    )
+
+
+def _plural(unit: str) -> str:
+    return "queries" if unit == "query" else f"{unit}s"
+
+
+def _populations(seen: Inspection) -> Panel | None:
+    if not seen.populations:
+        return None
+    table = _table()
+    table.add_column("")
+    for rows in seen.populations:
+        table.add_column(rows.name, justify="right", style=_colour(rows.name))
+    lines = (
+        ("rollouts", lambda p: f"{p.rollouts:,}"),
+        ("prompts", lambda p: f"{p.prompts:,}"),
+        ("top prompt's share", lambda p: f"{p.largest_prompt_share:.1%}"),
+        ("correct (A > 0)", lambda p: _share(p.correct_share)),
+        ("mean |advantage|", lambda p: _maybe(p.abs_advantage_mean, ".2f")),
+        ("tokens, mean", lambda p: f"{p.tokens_mean:,.0f}"),
+        ("  median", lambda p: f"{p.tokens_median:,.0f}"),
+        ("  95th percentile", lambda p: f"{p.tokens_p95:,.0f}"),
+        ("truncated", lambda p: f"{p.truncated_share:.1%}"),
+    )
+    for label, cell in lines:
+        table.add_row(label, *(cell(rows) for rows in seen.populations))
+    return _panel("who is in there", table)
+
+
+def _colour(name: str) -> str:
+    return {"stored": STORED, "replayed": REPLAYED}.get(name, "")
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _maybe(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+
+
+def _paired_bars(
+    heading: str, rows: Sequence[tuple[str, int, int]], names: tuple[str, str]
+) -> Table:
+    """Two histograms side by side, each scaled to its own largest count."""
+    table = _table()
+    table.add_column(heading, justify="right", style="dim")
+    width = 11
+    for name, colour in zip(names, (STORED, REPLAYED), strict=True):
+        table.add_column(name, justify="right", style=colour)
+        table.add_column("", style=colour, width=width)
+    largest = [max((row[i] for row in rows), default=0) for i in (1, 2)]
+    for label, first, second in rows:
+        table.add_row(
+            label,
+            f"{first:,}",
+            bar(first, largest[0], width),
+            f"{second:,}",
+            bar(second, largest[1], width),
+        )
+    return table
+
+
+def _staleness(seen: Inspection) -> Panel | None:
+    if not seen.staleness:
+        return None
+    rows = merge_rows([(r.age_steps, r.stored, r.replayed) for r in seen.staleness], _ROWS)
+    replayed = sum(row.replayed for row in seen.staleness)
+    stored = sum(row.stored for row in seen.staleness)
+    means = []
+    if stored:
+        mean = sum(r.age_steps * r.stored for r in seen.staleness) / stored
+        means.append(f"{mean:.1f} stored")
+    if replayed:
+        mean = sum(r.age_steps * r.replayed for r in seen.staleness) / replayed
+        means.append(f"{mean:.1f} at use")
+    title = "staleness, steps" + (f": mean {', '.join(means)}" if means else "")
+    return _panel(title, _paired_bars("age", rows, ("stored", "replayed")))
+
+
+def merge_rows(rows: Sequence[tuple[int, int, int]], most: int) -> list[tuple[str, int, int]]:
+    """(label, first, second) with neighbouring values merged into at most `most` equal spans."""
+    if not rows:
+        return []
+    low, high = rows[0][0], rows[-1][0]
+    span = math.ceil((high - low + 1) / most)
+    merged = []
+    for start in range(low, high + 1, span):
+        inside = [row for row in rows if start <= row[0] < start + span]
+        end = min(start + span - 1, high)
+        label = f"{start}" if end == start else f"{start}–{end}"
+        merged.append((label, sum(r[1] for r in inside), sum(r[2] for r in inside)))
+    return merged
+
+
+def _magnitude(seen: Inspection) -> Panel | None:
+    if not seen.abs_advantage:
+        return None
+    rows = [(bin_label(b), b.stored, b.replayed) for b in seen.abs_advantage]
+    body: RenderableType = _paired_bars("|A|", rows, ("stored", "replayed"))
+    if seen.priority is not None:
+        p = seen.priority
+        line = (
+            f"priority p: median {p.median:.3g}, quartiles {p.quarter:.3g}–{p.three_quarters:.3g},"
+            f" largest {p.maximum:.3g}"
+        )
+        body = Group(body, Text(line, style="dim"))
+    return _panel("|advantage|", body)
+
+
+def bin_label(span: Bin) -> str:
+    return f"{span.low:.2f}" if span.low == span.high else f"{span.low:.2f}–{span.high:.2f}"
+
+
+def _reuse(seen: Inspection) -> Panel | None:
+    if not seen.times_used and seen.last_use is None:
+        return None
+    left = _count_table("times drawn", _cap_counts(seen.times_used, 6), STORED)
+    if seen.last_use is None:
+        return _panel("reuse of what is stored", left)
+    gaps = _cap_counts(seen.last_use.gaps, 6)
+    if seen.last_use.new:
+        gaps.append(("new", seen.last_use.new))
+    right = _count_table("since last use", gaps, REPLAYED)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(left, right)
+    return _panel("reuse: of what is stored, and at every use", grid)
+
+
+def _cap_counts(rows: Sequence[CountRow], most: int) -> list[tuple[str, int]]:
+    """(label, count) with everything from the last shown value on in one row."""
+    shown = [(str(row.value), row.rollouts) for row in rows[: most - 1]]
+    rest = rows[most - 1 :]
+    if len(rest) == 1:
+        shown.append((str(rest[0].value), rest[0].rollouts))
+    elif rest:
+        shown.append((f"{rest[0].value}+", sum(row.rollouts for row in rest)))
+    return shown
+
+
+def _count_table(heading: str, rows: Sequence[tuple[str, int]], colour: str) -> Table:
+    table = _table()
+    table.add_column(heading, justify="right", style="dim")
+    table.add_column("", justify="right", style=colour)
+    table.add_column("", style=colour, width=5)
+    largest = max((count for _, count in rows), default=0)
+    for label, count in rows:
+        table.add_row(label, f"{count:,}", bar(count, largest, 5))
+    return table
+
+
+def _by_age(seen: Inspection) -> Panel | None:
+    if not seen.by_age:
+        return None
+    table = _table()
+    for name in ("age", "uses", "clipped", "", "ratio", "KL, nats"):
+        table.add_column(
+            name, justify="left" if not name else "right", width=11 if not name else None
+        )
+    ages = thin_ages(sorted(seen.by_age), _ROWS)
+    largest = max(seen.by_age[age].clip_fraction for age in ages)
+    for age in ages:
+        row = seen.by_age[age]
+        table.add_row(
+            "fresh" if age == 0 else str(age),
+            f"{row.uses:,}",
+            f"{row.clip_fraction:.2%}",
+            Text(bar(row.clip_fraction, largest, 11), style=REPLAYED if age else "green"),
+            f"{row.ratio:.4f}",
+            f"{row.approx_kl:.4f}",
+        )
+    return _panel("clip fraction, ratio and KL by age at use", table)
+
+
+def thin_ages(ages: Sequence[int], most: int) -> list[int]:
+    """At most `most` ages, the first and the last among them, evenly spread."""
+    if len(ages) <= most:
+        return list(ages)
+    return sorted({ages[round(i * (len(ages) - 1) / (most - 1))] for i in range(most)})
+
+
+TREND_LABELS = {
+    "reward": "reward, mean",
+    "frac_reward_zero_std": "groups without signal",
+    "completions/mean_length": "completion tokens, mean",
+    "entropy": "policy entropy, nats",
+    "fresh/clip_fraction": "clip fraction, fresh",
+    "replay/clip_fraction": "clip fraction, replayed",
+    "replay/approx_kl": "KL of replayed, nats",
+    "replay/age_mean": "age at use, steps",
+    "replay/ess": "effective sample size",
+    "replay/draw_entropy": "entropy of the draw, nats",
+    "replay/ratio": "replayed per fresh",
+    "replay/positive_fraction": "correct among replayed",
+    "buffer/rollouts": "rollouts stored",
+    "buffer/times_used_mean": "draws per stored",
+}
+
+
+def trends_table(seen: Inspection, width: int) -> Table:
+    """One line per metric: first and last value (means of an eighth of the run), and its course."""
+    table = _table()
+    for name, justify in (("", "left"), ("first", "right"), ("", "left"), ("last", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)
+    for metric, points in seen.trends.items():
+        values = [value for _, value in points]
+        part = max(1, len(values) // 8)
+        table.add_row(
+            TREND_LABELS[metric],
+            _short(sum(values[:part]) / part),
+            Text(sparkline(values, max(12, width)), style="cyan"),
+            _short(sum(values[-part:]) / part),
+        )
+    return table
+
+
+def _short(value: float) -> str:
+    if value == 0:
+        return "0"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

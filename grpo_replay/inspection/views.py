@@ -1,0 +1,209 @@
+"""What inspect-buffer prints besides its screen: comparison, list, one life, verification; JSON."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_replay.inspection.life import Life
+from grpo_replay.inspection.summary import Inspection
+from grpo_replay.inspection.what_if import DrawStatistics, WhatIf
+
+LISTED = (
+    "rollout_id",
+    "prompt_id",
+    "birth_step",
+    "age_steps",
+    "reward",
+    "advantage",
+    "completion_tokens",
+    "verdict",
+    "times_used",
+    "stored",
+)
+LIST_ROWS = 20
+
+_STATISTICS: tuple[tuple[str, str, str], ...] = (
+    ("replayed_rollouts", "rollouts replayed", ",.0f"),
+    ("replayed_per_fresh", "replayed per survivor", ".3f"),
+    ("age_mean", "age at use, mean steps", ".2f"),
+    ("age_p95", "age at use, 95th percentile", ".1f"),
+    ("abs_advantage_mean", "|A| of what is replayed, mean", ".3f"),
+    ("abs_advantage_share", "share of |A| mass that is replayed", ".1%"),
+    ("correct_share", "correct among replayed", ".1%"),
+    ("uses_mean", "draws per survivor", ".3f"),
+    ("never_drawn_share", "survivors never drawn", ".1%"),
+    ("prompts_replayed", "prompts replayed", ",.0f"),
+    ("ess_mean", "effective sample size", ",.1f"),
+    ("entropy_mean", "entropy of the draw, nats", ".2f"),
+    ("stored_mean", "rollouts stored, mean", ",.1f"),
+    ("trained_tokens_per_generated", "tokens trained per generated", ".3f"),
+)
+
+
+def inspection_document(seen: Inspection) -> dict[str, Any]:
+    """The inspection as JSON values; the three names that tools rely on come first."""
+    document = json_values(dataclasses.asdict(seen))
+    first = {
+        "step": seen.step,
+        "stored_rollouts": seen.occupancy.stored_rollouts,
+        "capacity_rollouts": seen.settings["capacity_rollouts"],
+    }
+    document["by_age"] = [{"age_steps": int(age), **row} for age, row in document["by_age"].items()]
+    document["trends"] = {
+        name: [{"step": step, "value": value} for step, value in points]
+        for name, points in document["trends"].items()
+    }
+    return {**first, **document}
+
+
+def json_values(value: Any) -> Any:
+    """The value with tuples as lists and anything that is not finite as null."""
+    if isinstance(value, Mapping):
+        return {key: json_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def print_what_if(result: WhatIf, console: Console) -> None:
+    changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
+    table = Table(box=box.SIMPLE_HEAD, title=f"What if: {changes or 'nothing changed'}")
+    table.title_justify, table.title_style = "left", "bold"
+    table.add_column("")
+    table.add_column("as logged", justify="right")
+    table.add_column("same settings, simulated", justify="right")
+    table.add_column("changed, simulated", justify="right", style="green")
+    for name, label, form in _STATISTICS:
+        table.add_row(
+            label,
+            _cell(result.logged, None, name, form),
+            _cell(result.same, result.same_error, name, form),
+            _cell(result.changed, result.changed_error, name, form),
+        )
+    console.print(table)
+    console.print("[dim]± is the standard deviation over five replays of the log[/dim]")
+    console.print(f"[yellow]What this cannot know.[/yellow] {result.cannot_know}")
+
+
+def _cell(values: DrawStatistics, errors: DrawStatistics | None, name: str, form: str) -> str:
+    value = getattr(values, name)
+    if value is None:
+        return "–"
+    error = getattr(errors, name) if errors is not None else None
+    # A law without freedom differs between replays by rounding alone.
+    if error is None or error <= 1e-9 * abs(value):
+        return format(value, form)
+    return f"{value:{form}} ± {error:{form}}"
+
+
+def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) -> None:
+    """The first rows that passed a filter, and how many there are."""
+    if rows:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in rows[0]:
+            table.add_column(name, justify="left" if name in ("prompt_id", "verdict") else "right")
+        for row in rows:
+            table.add_row(*(_short(value) for value in row.values()))
+        console.print(table)
+    shown = f", the first {len(rows)} shown" if total > len(rows) else ""
+    console.print(f"{total:,} rollouts match{shown}")
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return escape(str(value) if len(str(value)) <= 32 else f"{str(value)[:31]}…")
+
+
+def print_life(life: Life, console: Console) -> None:
+    rollout = life.rollout
+    console.print(
+        f"[bold]rollout {rollout['rollout_id']}[/bold] · {escape(rollout['prompt_id'])} · "
+        f"born at step {rollout['birth_step']} under policy version {rollout['policy_version']}"
+    )
+    advantage = rollout["advantage"]
+    console.print(
+        f"{rollout['verdict']} · reward {rollout['reward']:g} · advantage "
+        + ("none (group dropped)" if advantage is None else f"{advantage:+.3f}")
+        + f" · {len(rollout['completion_token_ids']):,} tokens, ended by {rollout['finish_reason']}"
+    )
+    console.print("\n[bold]prompt[/bold]")
+    if life.prompt_text is None:
+        console.print(f"[dim]token ids (no tokenizer at hand)[/dim] {rollout['prompt_token_ids']}")
+    else:
+        console.print(escape(life.prompt_text))
+    console.print("\n[bold]completion[/bold]")
+    text = rollout.get("completion_text")
+    console.print(escape(text) if text is not None else "[dim]not stored in a snapshot[/dim]")
+    console.print(_group_table(life))
+    console.print(_life_table(life))
+    console.print(f"→ {life.fate}")
+
+
+def _group_table(life: Life) -> Table:
+    rollout = life.rollout
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
+    table.title = (
+        f"group {rollout['group_id']}: {rollout['group_correct']} of {len(life.group)} correct, "
+        f"reward mean {rollout['group_reward_mean']:.3g}, std {rollout['group_reward_std']:.3g}"
+    )
+    for name in ("rollout_id", "reward", "advantage", "verdict"):
+        table.add_column(name, justify="left" if name == "verdict" else "right")
+    for member in life.group:
+        here = member["rollout_id"] == rollout["rollout_id"]
+        table.add_row(
+            *(_short(member[name]) for name in ("rollout_id", "reward", "advantage", "verdict")),
+            style="bold" if here else "dim",
+        )
+    return table
+
+
+def _life_table(life: Life) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
+    table.title = f"life: drawn {len(life.uses)} times"
+    for name in ("step", "age", "P of the draw", "clipped", "log-ratio", "KL, nats"):
+        table.add_column(name, justify="right")
+    if life.fresh_outcome is not None:
+        birth = str(life.rollout["birth_step"])
+        table.add_row(birth, "fresh", "–", *_outcome_cells(life.fresh_outcome))
+    for use in life.uses:
+        table.add_row(
+            str(use.step),
+            str(use.age_steps),
+            f"{use.probability:.2%}",
+            *_outcome_cells(use.outcome),
+        )
+    return table
+
+
+def _outcome_cells(outcome: Mapping[str, Any]) -> tuple[str, str, str]:
+    clip, mean, kl = (outcome[n] for n in ("clip_fraction", "log_ratio_mean", "approx_kl"))
+    if mean is None:
+        return "–", "–", "–"
+    return f"{clip:.1%}", f"{mean:+.4f}", f"{kl:.5f}"
+
+
+def print_verification(report: Any, console: Console) -> None:
+    """One line per check of a `VerifyReport`."""
+    table = Table(box=None, pad_edge=False)
+    for name, justify in (("", "left"), ("check", "left"), ("compared", "right"), ("", "left")):
+        table.add_column(name, justify=justify)
+    for check in report.checks:
+        mark = "[green]✓[/green]" if check.passed else "[red]✗[/red]"
+        table.add_row(mark, check.name, f"{check.checked:,}", escape(check.detail))
+    console.print(table)
+    failed = sum(not check.passed for check in report.checks)
+    if failed:
+        console.print(f"[red]{failed} of {len(report.checks)} checks failed[/red]")
+    else:
+        console.print(f"[green]{report.steps} steps are the algorithm of the recipe[/green]")

@@ -1,0 +1,237 @@
+"""The run's rollout log through another buffer: what would have been stored, drawn, trained on.
+
+The buffer and the composer are the trainer's own, with another replay section. What this cannot
+know: another draw would have trained another policy, which would have generated other rollouts,
+with other rewards. Everything here holds generation fixed.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.buffer import ReplayBuffer
+from grpo_replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.inspection.rebuild import bare_rollouts, find_rows
+from grpo_replay.inspection.rollout_columns import RolloutColumns, read_draws, read_log
+from grpo_replay.inspection.source import Source
+from grpo_replay.recipe import Recipe, parse_overrides, resolve_recipe
+
+REPEATS = 5
+"""Times the log is replayed with other random draws, to show the sampling error."""
+
+CANNOT_KNOW = (
+    "Generation is held fixed: the log's rollouts, rewards and advantages are used as they are. "
+    "A run with these settings would have trained another policy on these draws and sampled other "
+    "rollouts from it, so this says what the buffer would have done, not what the model would "
+    "have learnt; clip fractions, KL and accuracy need a real run."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawStatistics:
+    """What was trained on, over a whole run. None where nothing was replayed."""
+
+    replayed_rollouts: float
+    replayed_per_fresh: float | None
+    age_mean: float | None  # training steps at use
+    age_p95: float | None
+    abs_advantage_mean: float | None  # of what was replayed
+    abs_advantage_share: float | None  # Σ|A| replayed / Σ|A| trained on
+    correct_share: float | None  # advantage > 0, of what was replayed
+    uses_mean: float | None  # draws per survivor, over the run
+    never_drawn_share: float | None  # survivors that were never drawn
+    prompts_replayed: float  # distinct
+    ess_mean: float | None  # 1/ΣP² of the draw, in rollouts or queries
+    entropy_mean: float | None  # nats, of the draw
+    stored_mean: float | None  # rollouts at rest
+    trained_tokens_per_generated: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The run as logged, its own settings simulated, and the changed settings simulated.
+
+    Simulated statistics are means over `REPEATS` replays; `*_error` are their standard deviations
+    (0 where a law has no freedom)."""
+
+    changes: Mapping[str, Any]
+    logged: DrawStatistics
+    same: DrawStatistics
+    same_error: DrawStatistics
+    changed: DrawStatistics
+    changed_error: DrawStatistics
+    cannot_know: str = CANNOT_KNOW
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trained:
+    """Everything trained on in a run: rows into the log, aligned arrays."""
+
+    row: np.ndarray  # int64
+    age: np.ndarray  # int64
+    replayed: np.ndarray  # bool
+    ess: list[float]
+    entropies: list[float]
+    stored: list[int]
+
+
+def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
+    """The comparison for `key=value` changes to the replay section.
+
+    Raises UsageError for a key that is not a replay setting, RecipeError for a bad value, and
+    SnapshotError if the run has no recipe or logged no rollouts.
+    """
+    recipe = source.recipe
+    if recipe is None or not source.rollout_files:
+        raise SnapshotError(
+            f"{source.path}: --what-if replays a run's rollout log: give a run directory with "
+            "recipe.yaml and rollouts/ (tracking.log_rollouts: true)"
+        )
+    other = changed_recipe(recipe, changes)
+    log = read_log(source.rollout_files)
+    same = [simulate(log, recipe, seed + i) for i in range(REPEATS)]
+    changed = [simulate(log, other, seed + i) for i in range(REPEATS)]
+    before, after = recipe.replay.model_dump(mode="json"), other.replay.model_dump(mode="json")
+    return WhatIf(
+        changes={key: [before[key], after[key]] for key in after if after[key] != before[key]},
+        logged=statistics(log, _logged(source, log, recipe)),
+        same=_across(same, _mean),
+        same_error=_across(same, _deviation),
+        changed=_across(changed, _mean),
+        changed_error=_across(changed, _deviation),
+    )
+
+
+def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """The recipe with `key=value` changes in its replay section; `replay.key` is accepted too.
+
+    A preset brings its unit, priority and composition, as in a recipe.
+    """
+    words = []
+    for word in changes:
+        key = word.partition("=")[0].strip()
+        if "." in key and not key.startswith("replay."):
+            raise UsageError(
+                f"--what-if {word}: only replay settings can be replayed through the log, such as "
+                "max_age_steps=5; for anything else train again"
+            )
+        words.append(word if key.startswith("replay.") else f"replay.{word}")
+    base = recipe.model_dump(mode="json")
+    # The preset of the run must not override what the run itself overrode.
+    preset = base["replay"].pop("preset")
+    layers = [{"replay": {"preset": preset}}, base, parse_overrides(words)]
+    return resolve_recipe(layers, source="--what-if")
+
+
+def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
+    """Statistics of one pass of the log through the buffer and composer of `recipe`."""
+    rng = np.random.default_rng(seed)
+    settings, group_size = recipe.replay, recipe.sampling.group_size
+    buffer = ReplayBuffer(settings, group_size)
+    rollouts = bare_rollouts(log.take(log.kept))
+    kept_rows = np.flatnonzero(log.kept)
+    births = log.birth_step[kept_rows]
+    row_of = dict(zip(log.rollout_id[kept_rows].tolist(), kept_rows.tolist(), strict=True))
+    steps, generated = np.unique(log.birth_step, return_counts=True)
+    rows, ages, replayed = [], [], []
+    ess, entropies, stored = [], [], []
+    for step, count in zip(steps.tolist(), generated.tolist(), strict=True):
+        first, last = np.searchsorted(births, [step, step + 1])
+        fresh = rollouts[first:last]
+        buffer.evict(step)
+        insert_before_draw(buffer, fresh, step)
+        batch = compose_batch(buffer, fresh, step, count, rng)
+        insert_after_update(buffer, fresh, step, batch)
+        rows.extend(row_of[rollout.rollout_id] for rollout in batch.rollouts)
+        ages.append(batch.ages_N)
+        replayed.append(batch.replayed_N)
+        stored.append(len(buffer))
+        if len(batch.draw.rollouts):
+            ess.append(batch.draw.effective_sample_size)
+            entropies.append(batch.draw.entropy)
+    trained = _Trained(
+        row=np.array(rows, dtype=np.int64),
+        age=np.concatenate([np.zeros(0, np.int64), *ages]),
+        replayed=np.concatenate([np.zeros(0, bool), *replayed]),
+        ess=ess,
+        entropies=entropies,
+        stored=stored,
+    )
+    return statistics(log, trained)
+
+
+def _logged(source: Source, log: RolloutColumns, recipe: Recipe) -> _Trained:
+    """What the run itself trained on, from its draw log and its fresh survivors."""
+    draws = read_draws(source.draw_files)
+    drawn = find_rows(log.rollout_id, draws.rollout_id)
+    known = drawn >= 0
+    settings = recipe.replay
+    if settings.composition == "fresh_anchored" or not settings.enabled or not settings.ratio:
+        fresh = np.flatnonzero(log.kept)
+    else:
+        fresh = np.flatnonzero(log.kept & (log.birth_step <= settings.warmup_steps))
+    replayed = np.ones(int(known.sum()), dtype=bool)
+    if settings.composition == "pool":
+        replayed = draws.age[known] > 0
+    return _Trained(
+        row=np.append(drawn[known], fresh),
+        age=np.append(draws.age[known], np.zeros(len(fresh), dtype=np.int64)),
+        replayed=np.append(replayed, np.zeros(len(fresh), dtype=bool)),
+        ess=_series(source, "replay/ess"),
+        entropies=_series(source, "replay/draw_entropy"),
+        stored=_series(source, "buffer/rollouts"),
+    )
+
+
+def _series(source: Source, name: str) -> list[float]:
+    return [line[name] for line in source.metrics if line.get(name) is not None]
+
+
+def statistics(log: RolloutColumns, trained: _Trained) -> DrawStatistics:
+    """Draw statistics from what was trained on."""
+    replayed, ages = trained.row[trained.replayed], trained.age[trained.replayed]
+    fresh_count = int(log.kept.sum())
+    magnitude = np.abs(np.nan_to_num(log.advantage))
+    mass, replayed_mass = magnitude[trained.row].sum(), magnitude[replayed].sum()
+    uses = np.bincount(replayed, minlength=len(log))[log.kept]
+    some = len(replayed) > 0
+    generated_tokens = int(log.tokens.sum())
+    return DrawStatistics(
+        replayed_rollouts=float(len(replayed)),
+        replayed_per_fresh=len(replayed) / fresh_count if fresh_count else None,
+        age_mean=float(ages.mean()) if some else None,
+        age_p95=float(np.quantile(ages, 0.95)) if some else None,
+        abs_advantage_mean=float(magnitude[replayed].mean()) if some else None,
+        abs_advantage_share=float(replayed_mass / mass) if some and mass > 0 else None,
+        correct_share=float((log.advantage[replayed] > 0).mean()) if some else None,
+        uses_mean=float(uses.mean()) if fresh_count else None,
+        never_drawn_share=float((uses == 0).mean()) if fresh_count else None,
+        prompts_replayed=float(len(np.unique(log.prompt[replayed]))),
+        ess_mean=_mean(trained.ess),
+        entropy_mean=_mean(trained.entropies),
+        stored_mean=_mean(trained.stored),
+        trained_tokens_per_generated=(
+            float(log.tokens[trained.row].sum() / generated_tokens) if generated_tokens else None
+        ),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def _across(
+    runs: Sequence[DrawStatistics], combine: Callable[[Sequence[float]], float | None]
+) -> DrawStatistics:
+    values = {}
+    for field in fields(DrawStatistics):
+        known = [getattr(run, field.name) for run in runs]
+        values[field.name] = None if None in known else combine(known)
+    return DrawStatistics(**values)
