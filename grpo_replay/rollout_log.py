@@ -152,9 +152,12 @@ def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOut
     write_parquet(path, "draws", SCHEMA_VERSION, DRAW_SCHEMA, [whole])
 
 
-def read_rollout_table(path: Path) -> pa.Table:
-    """A rollouts/ file, in ROLLOUT_FILE_SCHEMA. Raises SnapshotError."""
-    return read_parquet(path, "rollouts", SCHEMA_VERSION, ROLLOUT_FILE_SCHEMA)
+def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """A rollouts/ file, in ROLLOUT_FILE_SCHEMA or only the columns named. Raises SnapshotError."""
+    schema = ROLLOUT_FILE_SCHEMA
+    if columns is not None:
+        schema = pa.schema([schema.field(name) for name in columns])
+    return read_parquet(path, "rollouts", SCHEMA_VERSION, schema)
 
 
 def read_draw_table(path: Path) -> pa.Table:

@@ -1,0 +1,184 @@
+"""Checks of draws/: what was drawn, out of what, how many, with which probability."""
+
+import numpy as np
+
+from grpo_replay.recipe import ReplaySection
+from grpo_replay.verification.draw_test import FALSE_ALARM, DrawTest
+from grpo_replay.verification.report import Check, Tally
+from grpo_replay.verification.run_files import Columns, RunFiles
+from grpo_replay.verification.store import queries
+
+_PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in another order differ by 1e-13
+
+
+class DrawChecks:
+    """The checks of a run's draws, fed step by step with what could have been drawn."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self.run = run
+        self.settings = run.recipe.replay
+        self.row_of = {int(i): row for row, i in enumerate(run.rollouts["rollout_id"])}
+        self.draw_test = DrawTest()
+        self.effective_sample_size: float | None = None  # of the step checked last
+        self.ages = Tally("ages", _age_statement(self.settings))
+        self.counts = Tally("draw counts", "round(r B') units, or all there are if fewer")
+        self.stored = Tally("stored when drawn", "each draw was in the buffer (or pool) then")
+        self.units = Tally("drawn units", "whole queries, none twice in a step without replacement")
+        self.probabilities = Tally("probabilities", "P = p^alpha / sum p^alpha recomputed")
+
+    def check(self, step: int, candidates: list[int], survivors: int) -> list[int]:
+        """Check the draw of one step from `candidates` (rows, oldest first); returns the drawn
+        rows that exist. `survivors` is B'."""
+        draws = self.draws(step)
+        units = self._units(candidates)
+        asked = self._asked(step, survivors)
+        rows = [self.row_of.get(int(i), -1) for i in draws["rollout_id"]]
+        known = self._check_known(step, draws, rows, set(candidates))
+        self._check_ages(step, draws, rows)
+        if not known:
+            return [row for row in rows if row >= 0]
+        drawn = self._split_into_units(step, rows, units)
+        expected = min(asked, len(units))
+        self.counts.expect(
+            len(drawn) == expected,
+            f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "
+            f"(asked {asked}, {len(units)} there)",
+        )
+        self._check_law(step, draws, units, drawn)
+        return rows
+
+    def draws(self, step: int) -> Columns:
+        """The columns of the step's draws/ file; no rows if there is none."""
+        return self.run.draws_of_step.get(step, _NO_DRAWS)
+
+    def results(self) -> list[Check]:
+        tallies = (self.stored, self.counts, self.units, self.ages, self.probabilities)
+        return [*(tally.result() for tally in tallies), self._law()]
+
+    def _asked(self, step: int, survivors: int) -> int:
+        """Units to draw, by the recipe."""
+        settings = self.settings
+        if not (settings.enabled and settings.ratio > 0) or step <= settings.warmup_steps:
+            return 0
+        rollouts = {
+            "fresh_anchored": settings.ratio * survivors,
+            "pool": (1 + settings.ratio) * survivors,
+            "buffer_only": settings.ratio * self.run.recipe.rollouts_per_step,
+        }[settings.composition]
+        per_unit = self.run.recipe.sampling.group_size if settings.unit == "query" else 1
+        return round(rollouts / per_unit)
+
+    def _units(self, candidates: list[int]) -> list[list[int]]:
+        if self.settings.unit == "query":
+            return queries(candidates, self.run.rollouts)
+        return [[row] for row in candidates]
+
+    def _check_known(self, step: int, draws: Columns, rows: list[int], there: set[int]) -> bool:
+        known = True
+        for rollout_id, row in zip(draws["rollout_id"], rows, strict=True):
+            known &= self.stored.expect(
+                row in there, f"step {step}: rollout {rollout_id} was drawn but not stored then"
+            )
+        return known
+
+    def _check_ages(self, step: int, draws: Columns, rows: list[int]) -> None:
+        youngest = _youngest(self.settings)
+        limit = self.settings.max_age_steps
+        for i, row in enumerate(rows):
+            rollout_id, age = draws["rollout_id"][i], int(draws["age_steps"][i])
+            here = f"step {step}, rollout {rollout_id}"
+            self.ages.expect(
+                draws["step"][i] == step, f"{here}: its row says step {draws['step'][i]}"
+            )
+            if row >= 0:
+                birth = int(self.run.rollouts["birth_step"][row])
+                self.ages.expect(
+                    age == step - birth,
+                    f"{here}: age_steps {age}, born at step {birth}: {step - birth}",
+                )
+            self.ages.expect(
+                age >= youngest and (limit is None or age <= limit),
+                f"{here}: age {age} is outside {youngest} to {limit}",
+            )
+
+    def _split_into_units(self, step: int, rows: list[int], units: list[list[int]]) -> list[int]:
+        """Indices of the drawn units, in order."""
+        unit_of = {row: index for index, unit in enumerate(units) for row in unit}
+        drawn, position = [], 0
+        while position < len(rows):
+            unit = units[unit_of[rows[position]]]
+            together = rows[position : position + len(unit)] == unit
+            self.units.expect(
+                together,
+                f"step {step}: rollout {self.run.rollouts['rollout_id'][rows[position]]} was "
+                f"drawn without the other rollouts of its query, {len(unit)} in all",
+            )
+            drawn.append(unit_of[rows[position]])
+            position += len(unit) if together else 1
+        if not self.settings.with_replacement:
+            self.units.expect(len(set(drawn)) == len(drawn), f"step {step}: a unit was drawn twice")
+        return drawn
+
+    def _check_law(
+        self, step: int, draws: Columns, units: list[list[int]], drawn: list[int]
+    ) -> None:
+        self.effective_sample_size = None
+        if not drawn:
+            return
+        weight_U = self._weights(units)
+        probability_U = weight_U / weight_U.sum()
+        self.effective_sample_size = float(1 / (probability_U**2).sum())
+        index_of = {row: index for index, unit in enumerate(units) for row in unit}
+        for rollout_id, found in zip(draws["rollout_id"], draws["probability"], strict=True):
+            expected = probability_U[index_of[self.row_of[int(rollout_id)]]]
+            self.probabilities.expect(
+                abs(found - expected) <= _PROBABILITY_TOLERANCE * expected,
+                f"step {step}, rollout {rollout_id}: probability {found!r}, recomputed "
+                f"{float(expected)!r}",
+            )
+        self.draw_test.add(weight_U, np.array(drawn), self.settings.with_replacement)
+
+    def _weights(self, units: list[list[int]]) -> np.ndarray:
+        """p^α of each unit, p being the mean over its rollouts, scaled to a largest of 1."""
+        columns, settings = self.run.rollouts, self.settings
+        if settings.priority == "abs_advantage":
+            p_N = np.abs(columns["advantage"].astype(np.float64)) + settings.priority_epsilon
+        elif settings.priority == "group_std":
+            p_N = columns["group_reward_std"].astype(np.float64) + settings.priority_epsilon
+        else:
+            p_N = np.ones(len(columns["advantage"]))
+        if settings.unit == "query":
+            p_U = np.array([p_N[unit].mean() for unit in units])
+        else:
+            p_U = p_N[[unit[0] for unit in units]]
+        return (p_U / p_U.max()) ** settings.priority_exponent
+
+    def _law(self) -> Check:
+        tally = Tally("draw law", "")
+        parts = []
+        for order, (count, p_value) in self.draw_test.p_values().items():
+            words = f"Kolmogorov-Smirnov by {order}: p = {p_value:.3g} over {count} draws"
+            parts.append(words)
+            tally.expect(p_value >= FALSE_ALARM / len(DrawTest.ORDERS), words)
+            tally.checked = count
+        tally.statement = f"{'; '.join(parts)} (a right run fails once in {1 / FALSE_ALARM:.0e})"
+        return tally.result()
+
+
+def _age_statement(settings: ReplaySection) -> str:
+    youngest = _youngest(settings)
+    limit = settings.max_age_steps
+    return f"step - birth_step, from {youngest} to {'any' if limit is None else limit}"
+
+
+def _youngest(settings: ReplaySection) -> int:
+    return 1 if settings.composition == "fresh_anchored" else 0
+
+
+_NO_DRAWS: Columns = {
+    "step": np.zeros(0, dtype=np.int64),
+    "rollout_id": np.zeros(0, dtype=np.int64),
+    "age_steps": np.zeros(0, dtype=np.int64),
+    "probability": np.zeros(0),
+    "tokens": np.zeros(0, dtype=np.int64),
+}

@@ -1,0 +1,92 @@
+"""Are the draws those of the stated law? A test on the draws alone.
+
+Order the candidates of a step in any way that does not depend on the draw. If draw j came from
+weights w over what was left, then `u_j = (W_j + v w_j) / Σ w` is uniform on (0, 1) and independent
+of the draws before it, where W_j is the weight left below the drawn one, w_j its own, and v an
+independent uniform number (Rosenblatt's transform, randomised for a discrete law; without
+replacement, what was drawn before is taken out). All u of a run together are held against the
+uniform law by Kolmogorov and Smirnov.
+"""
+
+import math
+
+import numpy as np
+
+FALSE_ALARM = 1e-6
+"""Chance that a run which followed its law fails, over both orders together."""
+
+_SEED = 20260604
+_BLOCK = 512  # draws compared with all earlier ones at once: bounds memory
+
+
+class DrawTest:
+    """Collects a run's draws under two orders of the candidates: by priority, which sees a wrong
+    exponent or priority, and by age, which sees a preference for old or new."""
+
+    ORDERS = ("priority", "age")
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(_SEED)
+        self._uniforms: dict[str, list[np.ndarray]] = {order: [] for order in self.ORDERS}
+
+    def add(self, weight_U: np.ndarray, drawn: np.ndarray, with_replacement: bool) -> None:
+        """One step: weights of all units, oldest first, and the drawn ones in order."""
+        orders = {
+            "priority": np.argsort(weight_U, kind="stable"),
+            "age": np.arange(len(weight_U)),
+        }
+        for name, order in orders.items():
+            rank = np.empty(len(order), dtype=np.int64)
+            rank[order] = np.arange(len(order))
+            v = self._rng.random(len(drawn))
+            self._uniforms[name].append(
+                rosenblatt(weight_U[order], rank[drawn], v, with_replacement)
+            )
+
+    def p_values(self) -> dict[str, tuple[int, float]]:
+        """Number of draws and Kolmogorov-Smirnov p-value by order."""
+        pooled = {
+            order: np.concatenate([np.zeros(0), *self._uniforms[order]]) for order in self.ORDERS
+        }
+        return {order: (u.size, uniform_p_value(u)) for order, u in pooled.items()}
+
+
+def rosenblatt(
+    weight_U: np.ndarray, ranks_K: np.ndarray, v_K: np.ndarray, with_replacement: bool
+) -> np.ndarray:
+    """u_j in [0, 1] of K draws, by their ranks in the order of `weight_U`. K² operations."""
+    own_K = weight_U[ranks_K]
+    below_K = (np.cumsum(weight_U) - weight_U)[ranks_K]
+    left_K = np.full(len(ranks_K), weight_U.sum())
+    if not with_replacement:
+        below_K = below_K - _taken_below(ranks_K, own_K)
+        left_K = left_K - np.concatenate([[0.0], np.cumsum(own_K)[:-1]])
+    # Rounding can leave the last of many draws with slightly less than its own weight.
+    left_K = np.maximum(left_K, np.maximum(below_K, 0.0) + own_K)
+    return np.clip((below_K + v_K * own_K) / left_K, 0.0, 1.0)
+
+
+def _taken_below(ranks_K: np.ndarray, own_K: np.ndarray) -> np.ndarray:
+    """Per draw, the weight of earlier draws that ranked below it."""
+    taken = np.zeros(len(ranks_K))
+    for start in range(0, len(ranks_K), _BLOCK):
+        rows = np.arange(start, min(start + _BLOCK, len(ranks_K)))
+        earlier = np.arange(rows[-1] + 1)
+        lower = ranks_K[earlier][None, :] < ranks_K[rows][:, None]
+        taken[rows] = (lower & (earlier[None, :] < rows[:, None])) @ own_K[earlier]
+    return taken
+
+
+def uniform_p_value(u_N: np.ndarray) -> float:
+    """Kolmogorov-Smirnov p-value of u against the uniform law on (0, 1), with Stephens' correction
+    for finite N; 1 if N is 0."""
+    if u_N.size == 0:
+        return 1.0
+    ordered, n = np.sort(u_N), u_N.size
+    above = (np.arange(1, n + 1) / n - ordered).max()
+    below = (ordered - np.arange(n) / n).max()
+    distance = max(above, below) * (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n))
+    if distance < 0.2:
+        return 1.0
+    terms = [(-1) ** (k - 1) * math.exp(-2 * (k * distance) ** 2) for k in range(1, 101)]
+    return min(1.0, max(0.0, 2 * math.fsum(terms)))

@@ -1,0 +1,163 @@
+"""What a run left behind, as arrays: rollouts/, draws/, metrics.jsonl, recipe.yaml, checkpoints."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grpo_replay.errors import SnapshotError
+from grpo_replay.parquet_file import read_parquet
+from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.rollout_log import read_draw_table, read_rollout_table, step_path
+
+_COLUMNS = (
+    *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "reward"),
+    *("advantage", "group_reward_mean", "group_reward_std", "group_correct", "kept"),
+    *("completion_token_ids", "behavior_logprobs", "sampler_logprobs", "tokens"),
+)
+_LISTS = ("completion_token_ids", "behavior_logprobs", "sampler_logprobs")
+_SNAPSHOT_COLUMNS = pa.schema(
+    [
+        ("rollout_id", pa.int64()),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+        ("priority", pa.float64()),
+        ("times_used", pa.int32()),
+        ("last_used_step", pa.int64()),
+    ]
+)
+_SNAPSHOT_VERSION = 1
+_STEP_FILE = re.compile(r"step_(\d+)")
+
+Columns = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunFiles:
+    """One run. `rollouts` are columns over all steps, in file order; of a list column, its length
+    (-1 if null). `rows_of_step[t]` is the slice of step t. Null numbers are NaN (or -1)."""
+
+    folder: Path
+    recipe: Recipe
+    metrics: tuple[Mapping[str, Any], ...]
+    rollouts: Columns
+    rows_of_step: Mapping[int, slice]
+    draws_of_step: Mapping[int, Columns]
+
+    @property
+    def steps(self) -> list[int]:
+        return [int(line["step"]) for line in self.metrics]
+
+    def behavior_logprobs_of_step(self, step: int) -> dict[int, bytes]:
+        """The bits of the behaviour log-probs at birth, by rollout id."""
+        columns = ["rollout_id", "behavior_logprobs"]
+        return _logprob_bits(read_rollout_table(step_path(self.folder / "rollouts", step), columns))
+
+    def snapshots(self) -> dict[int, Path]:
+        """The buffer.parquet of each checkpoint, by step."""
+        paths = sorted(self.folder.glob("checkpoints/step_*/buffer.parquet"))
+        return {_step_of(path.parent): path for path in paths}
+
+
+def read_run(folder: Path) -> RunFiles:
+    """The files of a run. Raises SnapshotError if they are missing or damaged.
+
+    Files of steps that metrics.jsonl does not list (a run that was interrupted) are left out.
+    """
+    recipe_path, metrics_path = folder / "recipe.yaml", folder / "metrics.jsonl"
+    for path in (recipe_path, metrics_path, folder / "rollouts"):
+        if not path.exists():
+            raise SnapshotError(
+                f"{path}: missing; verification needs a run directory with recipe.yaml, "
+                "metrics.jsonl and rollouts/ (tracking.log_rollouts true)"
+            )
+    recipe = load_recipe(str(recipe_path))
+    metrics = _read_metrics(metrics_path)
+    steps = sorted({int(line["step"]) for line in metrics})
+    rollouts, rows_of_step = _read_rollouts(folder / "rollouts", steps)
+    draws = {
+        step: _read_draws(step_path(folder / "draws", step))
+        for step in steps
+        if step_path(folder / "draws", step).exists()
+    }
+    return RunFiles(folder, recipe, metrics, rollouts, rows_of_step, draws)
+
+
+def read_snapshot_columns(path: Path) -> tuple[Columns, dict[int, bytes]]:
+    """Ids, priorities and uses of a snapshot (-1: never used), and its behaviour log-probs."""
+    table = read_parquet(path, "buffer", _SNAPSHOT_VERSION, _SNAPSHOT_COLUMNS)
+    columns = {
+        "rollout_id": table["rollout_id"].to_numpy(),
+        "priority": table["priority"].to_numpy(),
+        "times_used": table["times_used"].to_numpy(),
+        "last_used_step": pc.fill_null(table["last_used_step"], -1).to_numpy(),
+    }
+    return columns, _logprob_bits(table)
+
+
+def _read_metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            line = json.loads(text)
+            int(line["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise SnapshotError(
+                f"{path}:{number}: not a JSON object with a step ({error}); resume the run, which "
+                "rewrites what is unfinished, or restore the file"
+            ) from error
+        lines.append(line)
+    return tuple(lines)
+
+
+def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, slice]]:
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "advantage_is_null")}
+    rows_of_step, total = {}, 0
+    for step in steps:
+        path = step_path(folder, step)
+        if not path.exists():
+            continue
+        table = read_rollout_table(path, _COLUMNS)
+        for name in _COLUMNS:
+            parts[name].append(_to_numpy(table[name], name))
+        parts["advantage_is_null"].append(table["advantage"].is_null().to_numpy())
+        rows_of_step[step] = slice(total, total + table.num_rows)
+        total += table.num_rows
+    if not rows_of_step:
+        raise SnapshotError(f"{folder}: no rollouts of any step in metrics.jsonl")
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}, rows_of_step
+
+
+def _to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray:
+    if name in _LISTS:
+        return pc.fill_null(pc.list_value_length(column), -1).to_numpy()
+    if name == "tokens":
+        return pc.fill_null(column, -1).to_numpy()
+    return column.to_numpy()
+
+
+def _read_draws(path: Path) -> Columns:
+    table = read_draw_table(path)
+    columns = {
+        name: table[name].to_numpy() for name in ("step", "rollout_id", "age_steps", "probability")
+    }
+    return {**columns, "tokens": pc.fill_null(table["tokens"], -1).to_numpy()}
+
+
+def _logprob_bits(table: pa.Table) -> dict[int, bytes]:
+    rows = zip(table["rollout_id"].to_pylist(), table["behavior_logprobs"], strict=True)
+    return {
+        rollout_id: scalar.values.to_numpy().tobytes()
+        for rollout_id, scalar in rows
+        if scalar.is_valid
+    }
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP_FILE.fullmatch(path.name)
+    return int(match.group(1)) if match else -1

@@ -1,0 +1,46 @@
+"""Checks of checkpoints: the buffer that was saved is the one that the logs imply."""
+
+from pathlib import Path
+
+import numpy as np
+
+from grpo_replay.verification.report import Tally
+from grpo_replay.verification.run_files import Columns, RunFiles, read_snapshot_columns
+from grpo_replay.verification.store import Store
+
+
+def check_snapshot(run: RunFiles, store: Store, step: int, path: Path, tally: Tally) -> None:
+    """Content in order, uses, and behaviour log-probs unchanged since birth, to the bit."""
+    columns, bits = read_snapshot_columns(path)
+    expected_ids = run.rollouts["rollout_id"][store.rows].tolist()
+    if not tally.expect(
+        columns["rollout_id"].tolist() == expected_ids,
+        f"checkpoint {step}: holds {len(columns['rollout_id'])} rollouts, expected "
+        f"{len(expected_ids)}, or in another order",
+    ):
+        return
+    _check_uses(columns, store, step, tally)
+    births = run.rollouts["birth_step"][store.rows]
+    for birth in np.unique(births).tolist():
+        born = run.behavior_logprobs_of_step(birth)
+        for rollout_id in set(born) & set(bits):
+            tally.expect(
+                born[rollout_id] == bits[rollout_id],
+                f"checkpoint {step}, rollout {rollout_id}: behaviour log-probs are not those at "
+                "birth",
+            )
+
+
+def _check_uses(columns: Columns, store: Store, step: int, tally: Tally) -> None:
+    expected = {
+        "times_used": store.uses[store.rows],
+        "last_used_step": store.last_use[store.rows],
+    }
+    for name, values in expected.items():
+        tally.expect_all(
+            columns[name] == values,
+            lambda i, name=name, values=values: (
+                f"checkpoint {step}, rollout {columns['rollout_id'][i]}: {name} "
+                f"{columns[name][i]}, recomputed {values[i]}"
+            ),
+        )
