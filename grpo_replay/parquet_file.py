@@ -38,7 +38,6 @@ def write_parquet(
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    _flush_folder(path.parent)
 
 
 @contextmanager
@@ -102,11 +101,3 @@ def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
