@@ -1,0 +1,130 @@
+"""Write docs/recipe.md and docs/cli.md from the schema and the command line.
+
+    python docs/make_reference.py
+
+A test fails when the files are not what this writes.
+"""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from typer.models import ArgumentInfo
+
+from grpo_replay.cli import app
+from grpo_replay.recipe import REPLAY_PRESETS, Recipe, Section
+
+DOCS = Path(__file__).resolve().parent
+
+
+def recipe_reference() -> str:
+    """Markdown: every key with default, allowed values and meaning."""
+    lines = [
+        "# Recipe reference",
+        "",
+        "Generated from `grpo_replay/recipe.py` by `docs/make_reference.py`.",
+        "",
+        "A recipe is a YAML file; `--set section.key=value` overrides any key. Precedence:",
+        "defaults < file < `--set`. Unknown keys are refused. A run keeps the resolved one.",
+        "",
+        "A replay preset decides these keys; it overrides what earlier layers said about them, and",
+        "the same or a later layer may override it again:",
+        "",
+        "| preset | decides |",
+        "|---|---|",
+    ]
+    for name, values in REPLAY_PRESETS.items():
+        decided = ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in values.items())
+        lines.append(f"| `{name}` | {decided} |")
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            lines += ["", *_section(name, field.annotation)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: str, section: type[Section]) -> list[str]:
+    properties = section.model_json_schema()["properties"]
+    lines = [f"## {path}", "", "| key | default | allowed | meaning |", "|---|---|---|---|"]
+    nested = []
+    for key, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            nested += ["", *_section(f"{path}.{key}", field.annotation)]
+            continue
+        default = json.dumps(field.get_default(call_default_factory=True), ensure_ascii=False)
+        meaning = " ".join((field.description or "").split())
+        allowed = _allowed(properties[key])
+        lines.append(f"| `{key}` | {_cell(f'`{default}`')} | {_cell(allowed)} | {_cell(meaning)} |")
+    return lines + nested
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """What a JSON schema allows, in words."""
+    if "anyOf" in schema:
+        return " or ".join(_allowed(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema.get("type") == "array":
+        return f"list of {_allowed(schema.get('items', {}))}"
+    names = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false",
+             "null": "null", "object": "mapping"}  # fmt: skip
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]:g}" for key, sign in signs.items() if key in schema]
+    return " ".join([names.get(schema.get("type", ""), "any"), ", ".join(bounds)]).strip()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def cli_reference() -> str:
+    """Markdown: every command with its arguments and options, and the exit codes."""
+    lines = [
+        "# Command line",
+        "",
+        "Generated from `grpo_replay/cli.py` by `docs/make_reference.py`.",
+        "",
+        "Results go to stdout, progress and notices to stderr; `--json` prints one JSON document.",
+        "",
+        "| exit code | meaning |",
+        "|---|---|",
+        "| 0 | done |",
+        "| 1 | unexpected: a bug; the traceback is in the run's log |",
+        "| 2 | usage, or a value or combination in the recipe |",
+        "| 3 | missing or bad data, snapshot or checkpoint, an occupied output directory |",
+        "| 4 | stopped for safety: non-finite loss, log-prob gap, a lost sampler or rank |",
+        "| 130 | interrupted, after a checkpoint |",
+    ]
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__
+        meaning = " ".join((command.callback.__doc__ or "").split())
+        lines += ["", f"## grpo-replay {name}", "", meaning, "", "| | |", "|---|---|"]
+        hints = get_type_hints(command.callback, include_extras=True)
+        for parameter in inspect.signature(command.callback).parameters.values():
+            kind, info = get_args(hints[parameter.name])
+            lines.append(f"| {_cell(_usage(parameter, kind, info))} | {_cell(info.help or '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _usage(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
+    """How an argument or option is written, and its default if it has a telling one."""
+    if isinstance(info, ArgumentInfo):
+        return f"`{info.metavar or parameter.name.upper()}`"
+    # Inside Annotated, Typer keeps the first declared name in `default`.
+    declared = info.default if isinstance(info.default, str) else None
+    word = declared or "--" + parameter.name.replace("_", "-")
+    types = [each.__name__ for each in (kind, *get_args(kind)) if each in (int, float, str)]
+    value = "" if kind is bool else f" {info.metavar or types[0].upper()}"
+    telling = parameter.default not in (None, False, ..., parameter.empty)
+    return f"`{word}{value}`" + (f" (default {parameter.default})" if telling else "")
+
+
+def main() -> None:
+    (DOCS / "recipe.md").write_text(recipe_reference(), encoding="utf-8")
+    (DOCS / "cli.md").write_text(cli_reference(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The recipe: layers, presets, and what is refused."""
+
+import pytest
+import yaml
+
+from grpo_replay.errors import RecipeError
+from grpo_replay.recipe import (
+    REPLAY_PRESETS,
+    load_recipe,
+    parse_overrides,
+    recipe_to_yaml,
+    resolve_recipe,
+    shipped_recipes_folder,
+)
+
+SHIPPED = sorted(path.stem for path in shipped_recipes_folder().glob("*.yaml"))
+
+
+def test_later_layers_win():
+    recipe = resolve_recipe([{"run": {"steps": 50, "seed": 1}}, {"run": {"steps": 70}}])
+    assert (recipe.run.steps, recipe.run.seed) == (70, 1)
+
+
+def test_a_preset_overrides_what_earlier_layers_said():
+    recipe = resolve_recipe(
+        [{"replay": {"unit": "rollout", "ratio": 0.25}}, {"replay": {"preset": "uniform"}}]
+    )
+    assert (recipe.replay.unit, recipe.replay.composition) == ("query", "pool")
+    assert recipe.replay.ratio == 0.25  # a number is not the preset's business
+
+
+def test_the_same_layer_may_override_its_preset():
+    recipe = resolve_recipe([{"replay": {"preset": "uniform", "composition": "fresh_anchored"}}])
+    assert (recipe.replay.unit, recipe.replay.composition) == ("query", "fresh_anchored")
+
+
+def test_the_default_recipe_replays():
+    recipe = resolve_recipe([{}])
+    assert recipe.replays
+    assert recipe.replay.preset == "ours"
+    assert recipe.replay.warmup_steps < recipe.run.steps
+
+
+@pytest.mark.parametrize("preset", REPLAY_PRESETS)
+def test_a_resolved_recipe_read_again_is_the_same(preset):
+    recipe = resolve_recipe([{"replay": {"preset": preset, "ratio": 0.25}}])
+    assert resolve_recipe([yaml.safe_load(recipe_to_yaml(recipe))]) == recipe
+
+
+def test_every_shipped_recipe_loads_and_names_itself():
+    assert {"tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"} <= set(SHIPPED)
+    for name in SHIPPED:
+        assert load_recipe(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("0.5", 0.5),
+        ("3", 3),
+        ("null", None),
+        ("true", True),
+        ("ours", "ours"),
+        ("[a, b]", ["a", "b"]),
+        ("'x y'", "x y"),
+    ],
+)
+def test_override_values_are_yaml_with_exponents(text, value):
+    assert parse_overrides([f"a.b={text}"]) == {"a": {"b": value}}
+
+
+REFUSED = {
+    "unknown key": (["replay.rato=1"], "replay.rato.*did you mean 'ratio'"),
+    "unknown section": (["repla.ratio=1"], "unknown key 'repla'.*did you mean 'replay'"),
+    "no equals sign": (["replay.ratio"], "expected key=value"),
+    "a section set to a value": (["replay=3"], "replay is a section"),
+    "below the range": (["replay.ratio=-1"], "replay.ratio: .*greater than or equal to 0.*-1"),
+    "above the range": (["checkpoint.keep=1"], "checkpoint.keep: .*greater than or equal to 2"),
+    "wrong type": (["run.steps=many"], "run.steps: .*integer.*'many'"),
+    "not one of the words": (["replay.unit=row"], "replay.unit: .*'rollout' or 'query'.*'row'"),
+    "capacity below one step": (["replay.capacity_rollouts=100"], "capacity_rollouts 100.*256"),
+    "warm-up as long as the run": (["run.steps=20"], "warmup_steps 20.*run.steps 20"),
+    "|A| of a query": (["replay.unit=query"], "abs_advantage.*query"),
+    "grpo that replays": (
+        ["replay.preset=grpo", "replay.enabled=true"],
+        "replay.enabled.*never replays",
+    ),
+    "fifo that trains on nothing": (["replay.preset=fifo", "replay.ratio=0"], "train on nothing"),
+    "fifo with a warm-up": (
+        ["replay.preset=fifo", "replay.warmup_steps=5"],
+        "draws from the first step",
+    ),
+    "positive bias of queries": (
+        ["replay.preset=uniform", "replay.positive_fraction=0.2"],
+        "positive_fraction.*query",
+    ),
+    "rewards upside down": (["reward.correct=-2"], "reward.correct -2.*greater"),
+    "a budget below one rollout": (
+        ["batch.max_tokens_per_microbatch=10"],
+        "max_tokens_per_microbatch 10.*36",
+    ),
+    "no problem in the template": (["prompts.user_template=x"], "must contain {problem}"),
+    "offload without its stage": (
+        ["engine.offload_parameters=true", "engine.zero_stage=2"],
+        "zero_stage 3, not 2",
+    ),
+    "no server": (["sampling.backend=vllm_server"], "servers.urls or"),
+    "asynchronous mode": (["run.mode=async"], "not available yet"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_values_are_refused_with_place_value_and_remedy(case):
+    overrides, message = REFUSED[case]
+    with pytest.raises(RecipeError, match=f"(?s){message}"):
+        load_recipe("tiny", overrides)
+
+
+def test_a_disabled_buffer_does_not_mind_its_numbers():
+    recipe = load_recipe("tiny", ["replay.preset=grpo", "run.steps=5", "replay.warmup_steps=20"])
+    assert not recipe.replays
+
+
+def test_an_unknown_recipe_lists_the_shipped_ones():
+    with pytest.raises(RecipeError, match="did you mean 'tiny'.*shipped: .*qwen3-4b"):
+        load_recipe("tinny")
+
+
+def test_broken_yaml_names_file_and_line(tmp_path):
+    path = tmp_path / "broken.yaml"
+    path.write_text("run:\n  steps: 5\n bad: [\n")
+    with pytest.raises(RecipeError, match=r"broken.yaml:\d+: not valid YAML"):
+        load_recipe(str(path))
+
+
+def test_a_recipe_that_is_a_list_is_refused(tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n")
+    with pytest.raises(RecipeError, match="mapping of sections, found a list"):
+        load_recipe(str(path))
