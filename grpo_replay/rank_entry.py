@@ -1,0 +1,31 @@
+"""`python -m grpo_replay.rank_entry PAYLOAD`: what our launcher starts as a rank.
+
+The payload carries the command line as base64, because remote shells would expand it.
+"""
+
+import importlib
+import os
+import sys
+
+from grpo_replay.launch import decode_payload
+from grpo_replay.rank_failures import exit_rank
+from grpo_replay.ranks import stop_with_parent
+
+
+def main() -> None:
+    payload = decode_payload(sys.argv[1])
+    # Of a process that DeepSpeed's launcher starts on another machine we do not know the parent.
+    stop_with_parent(payload.parent_pid or os.getppid())
+    os.environ.update(payload.environment)
+    sys.argv = ["grpo-replay", *payload.arguments]
+    module, _, function = payload.entry.partition(":")
+    code: object = 0
+    try:
+        getattr(importlib.import_module(module), function)()
+    except SystemExit as stop:
+        code = stop.code
+    exit_rank(code if isinstance(code, int) else int(code is not None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What a rank knows of its launch: its place among the ranks, and who started it.
+
+Our launcher, torchrun, DeepSpeed's launcher and Slurm all say so in the environment.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from grpo_replay.errors import LaunchError
+
+DEFAULT_MASTER_PORT = 29500
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnvironment:
+    """This process's place among the ranks. `launcher` is "torchrun", "deepspeed", "slurm",
+    "environment" (variables set by hand) or "none" (a process of its own: rank 0 of 1)."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = DEFAULT_MASTER_PORT
+    launcher: str = "none"
+
+    @property
+    def is_launched(self) -> bool:
+        return self.launcher != "none"
+
+    def variables(self) -> dict[str, str]:
+        """The variables that torch.distributed and DeepSpeed read."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
+    """This process's place, from WORLD_SIZE and its companions, else from a Slurm job step.
+
+    Rank 0 of 1 if neither is there; a Slurm batch script outside `srun` is no rank. Raises
+    LaunchError for variables that are missing or contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    if "WORLD_SIZE" in environ:
+        found = _from_variables(environ)
+    elif "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
+        found = _from_slurm(environ)
+    else:
+        return RankEnvironment()
+    if not (0 <= found.rank < found.world_size and 0 <= found.local_rank < found.local_world_size):
+        raise LaunchError(
+            f"rank {found.rank} of {found.world_size}, local rank {found.local_rank} of "
+            f"{found.local_world_size} ({found.launcher}): the launcher's variables contradict "
+            "each other; unset WORLD_SIZE, RANK and LOCAL_RANK to start without a launcher"
+        )
+    return found
+
+
+def _from_variables(environ: Mapping[str, str]) -> RankEnvironment:
+    world_size = _integer(environ, "WORLD_SIZE")
+    if world_size > 1:
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in environ:
+                raise LaunchError(
+                    f"WORLD_SIZE is {world_size} but {name} is not set: a launcher sets both; "
+                    "unset WORLD_SIZE to let grpo-replay start the ranks itself"
+                )
+    launcher = "environment"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        launcher = "torchrun"
+    elif "CROSS_RANK" in environ:
+        launcher = "deepspeed"
+    local_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
+    return RankEnvironment(
+        rank=_integer(environ, "RANK", 0),
+        local_rank=_integer(environ, "LOCAL_RANK", 0),
+        world_size=world_size,
+        local_world_size=_integer(environ, local_name, world_size),
+        master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_integer(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
+        launcher=launcher,
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
+    # The step's own count: SLURM_NTASKS may still be the job's.
+    count = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    world_size = _integer(environ, count)
+    if world_size == 1:
+        return RankEnvironment()
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    node = _integer(environ, "SLURM_NODEID", 0)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    # Derived from the job, so that every task computes the same free-looking port.
+    port = 20_000 + _integer(environ, "SLURM_JOB_ID", 0) % 20_000
+    return RankEnvironment(
+        rank=_integer(environ, "SLURM_PROCID"),
+        local_rank=_integer(environ, "SLURM_LOCALID"),
+        world_size=world_size,
+        local_world_size=_tasks_on_node(tasks, node) or world_size,
+        master_addr=environ.get("MASTER_ADDR") or first_slurm_host(nodes),
+        master_port=_integer(environ, "MASTER_PORT", port),
+        launcher="slurm",
+    )
+
+
+def first_slurm_host(nodes: str) -> str:
+    """The first name of a Slurm node list: `gpu[003-008,12],x1` gives `gpu003`."""
+    first = re.split(r",(?![^\[]*\])", nodes)[0]
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first)
+
+
+def _tasks_on_node(tasks: str, node: int) -> int | None:
+    """Tasks of one node from Slurm's run-length form: `8(x2),4` is 8, 8, 4."""
+    counts: list[int] = []
+    for part in filter(None, tasks.split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[node] if node < len(counts) else None
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise LaunchError(f"{name} is not set, though other variables of its launcher are")
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise LaunchError(f"{name} is {text!r}: expected a whole number") from error
+
+
+def prepare_rank(environment: RankEnvironment) -> None:
+    """Make this process that rank: set torch's variables, and keep stdout to rank 0."""
+    if not environment.is_launched:
+        return
+    os.environ.update(environment.variables())
+    if environment.rank > 0:
+        sys.stdout.flush()
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.close(silence)
+
+
+def stop_with_parent(parent_pid: int) -> None:
+    """Get SIGTERM when the launcher dies, however it dies, so that no rank is left behind."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if parent_pid != os.getppid():  # it died before we asked
+        raise SystemExit(1)
