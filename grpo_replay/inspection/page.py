@@ -36,6 +36,9 @@ thead th { color: #595959; font-weight: 600; }
 footer { margin-top: 2rem; color: #6f6f6f; font-size: .85rem; }
 """
 
+# Whatever a run's texts contain, the browser loads and runs nothing.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
 _CAPTIONS = {
     "Staleness": "Age of what is stored now, and age at which rollouts were replayed over the run.",
     "|Advantage|": "What a prioritised draw prefers: orange above blue on the right.",
@@ -65,7 +68,7 @@ def render_page(seen: Inspection) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <link rel="icon" href="data:,">
 <title>{escape(title)} · replay buffer</title>
 <style>{_CSS}</style>

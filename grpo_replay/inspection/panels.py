@@ -14,7 +14,7 @@ from grpo_replay.inspection.bars import bar, sparkline
 from grpo_replay.inspection.summary import Bin, CountRow, Inspection
 
 PANEL_WIDTH = 57
-_ROWS = 10  # of a histogram, before neighbours are merged
+_ROWS = 12  # of a histogram, before neighbours are merged
 STORED, REPLAYED = "blue", "dark_orange"
 
 
@@ -230,8 +230,8 @@ def _magnitude(seen: Inspection) -> Panel | None:
     if seen.priority is not None:
         p = seen.priority
         line = (
-            f"priority p: median {p.median:.3g}, quartiles {p.quarter:.3g}–{p.three_quarters:.3g},"
-            f" largest {p.maximum:.3g}"
+            f"p: median {p.median:.3g} · quartiles {p.quarter:.3g}–{p.three_quarters:.3g} · "
+            f"largest {p.maximum:.3g}"
         )
         body = Group(body, Text(line, style="dim"))
     return _panel("|advantage|", body)

@@ -107,7 +107,7 @@ def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
         optimum=best,
         recommended=design_at(inputs, x, y, scale),
         current=current,
-        no_replay=design_at(inputs, 1.0, 1.0, scale),
+        no_replay=_design(inputs, 1.0, 1.0, scale, None, 0.0, 0, stored=0.0),
         flat_x=flat_range_x(x, mu, rho, growth),
         flat_y=flat_range_y(x, y, mu, rho, growth),
         sensitivity=sensitivity(x, y, mu, rho, growth),

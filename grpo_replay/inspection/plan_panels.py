@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +23,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     best = plan.recommended
     console.print(
         f"[bold]Keep rollouts for x = {best.x:.3g} steps and train on each y = {best.y:.3g} times"
-        f"[/bold]  (J is {plan.no_replay.objective - 1:+.0%} without replay)"
+        f"[/bold]  (without replay, J is {plan.no_replay.objective:.2f} times as high)"
     )
     if plan.optimum.kind == "interior":
         console.print(f"  optimum of J: x* = {plan.optimum.x:.4g}, y* = {plan.optimum.y:.4g}")
@@ -36,10 +37,11 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"  {name:5}{words}", soft_wrap=True)
     for note in plan.notes:
         console.print(f"  [yellow]![/yellow] {note}")
-    console.print()
+    console.print("\n[bold]Designs[/bold]")
     console.print(_design_table(plan))
+    console.print("[bold]If an assumption is wrong[/bold]")
     console.print(_sensitivity_table(plan))
-    console.print("\n[bold]Compute J to reach a given accuracy, relative to the best[/bold]")
+    console.print("[bold]Compute J to reach a given accuracy, relative to the best[/bold]")
     console.print(terminal_map(plan), no_wrap=True, crop=False)
     console.print("\n[bold]Assumptions[/bold]")
     for name, value in _assumed(plan).items():
@@ -100,7 +102,7 @@ def _design_table(plan: Plan) -> Table:
     columns = [("no replay", plan.no_replay), ("recommended", plan.recommended)]
     if plan.current:
         columns.insert(1, ("this recipe", plan.current))
-    table = Table(title="Designs", title_justify="left", title_style="bold", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name, _ in columns:
         table.add_column(name, justify="right", style="green" if name == "recommended" else "")
@@ -114,9 +116,7 @@ def _design_table(plan: Plan) -> Table:
 
 
 def _sensitivity_table(plan: Plan) -> Table:
-    table = Table(
-        title="If an assumption is wrong", title_justify="left", title_style="bold", pad_edge=False
-    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("in truth")
     for name in ("best x", "best y", "cost of keeping the recommendation"):
         table.add_column(name, justify="right")

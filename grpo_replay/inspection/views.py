@@ -75,8 +75,8 @@ def json_values(value: Any) -> Any:
 
 def print_what_if(result: WhatIf, console: Console) -> None:
     changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
-    table = Table(box=box.SIMPLE_HEAD, title=f"What if: {changes or 'nothing changed'}")
-    table.title_justify, table.title_style = "left", "bold"
+    console.print(f"[bold]What if: {changes or 'nothing changed'}[/bold]")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("as logged", justify="right")
     table.add_column("same settings, simulated", justify="right")
@@ -145,18 +145,20 @@ def print_life(life: Life, console: Console) -> None:
     console.print("\n[bold]completion[/bold]")
     text = rollout.get("completion_text")
     console.print(escape(text) if text is not None else "[dim]not stored in a snapshot[/dim]")
+    console.print(
+        f"\n[bold]group {rollout['group_id']}[/bold]: {rollout['group_correct']} of "
+        f"{len(life.group)} correct, reward mean {rollout['group_reward_mean']:.3g}, "
+        f"std {rollout['group_reward_std']:.3g}"
+    )
     console.print(_group_table(life))
+    console.print(f"[bold]life[/bold]: drawn {len(life.uses)} times")
     console.print(_life_table(life))
     console.print(f"→ {life.fate}")
 
 
 def _group_table(life: Life) -> Table:
     rollout = life.rollout
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
-    table.title = (
-        f"group {rollout['group_id']}: {rollout['group_correct']} of {len(life.group)} correct, "
-        f"reward mean {rollout['group_reward_mean']:.3g}, std {rollout['group_reward_std']:.3g}"
-    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("rollout_id", "reward", "advantage", "verdict"):
         table.add_column(name, justify="left" if name == "verdict" else "right")
     for member in life.group:
@@ -169,8 +171,7 @@ def _group_table(life: Life) -> Table:
 
 
 def _life_table(life: Life) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title_style="bold")
-    table.title = f"life: drawn {len(life.uses)} times"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("step", "age", "P of the draw", "clipped", "log-ratio", "KL, nats"):
         table.add_column(name, justify="right")
     if life.fresh_outcome is not None:
