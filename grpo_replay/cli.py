@@ -150,6 +150,45 @@ def evaluate(
     raise typer.Exit(command.run(options))
 
 
+@app.command("inspect-buffer")
+def inspect_buffer(
+    path: Annotated[str, typer.Argument(help="Run directory, checkpoint or buffer.parquet.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="The checkpoint of this step; the last if not given.")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a figure: .png, .svg or .html.")
+    ] = None,
+    show: Annotated[
+        int | None, typer.Option(metavar="ROLLOUT_ID", help="One rollout and its life.")
+    ] = None,
+    where: Annotated[
+        str | None,
+        typer.Option(metavar="EXPR", help="Rollouts that match, such as 'reward > 0 and age > 3'."),
+    ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write the rollouts: .parquet, .jsonl or a folder."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Recompute a run from its files alone.")
+    ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Replay the run's rollouts through other settings."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """See what a replay buffer holds, and what it did."""
+    from grpo_replay.commands.inspect_buffer import run
+
+    code = run(
+        path, step, as_json=as_json, plot=plot, show=show, where=where, export=export,
+        verify=verify, changes=what_if or (),
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
 @app.command()
 def aes(
     files: Annotated[

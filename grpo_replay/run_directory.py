@@ -7,10 +7,13 @@ removing what came after it; nothing that belongs to the checkpoint can be missi
 import json
 import logging
 import os
+import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +40,19 @@ class RunDirectory:
         """Whether a run was ever started here."""
         return self.recipe_path.exists() or self.metrics_path.exists()
 
-    def create(self, recipe: Recipe) -> None:
-        """Make the directory of a new run. Raises OutputDirectoryError if it is occupied."""
+    def refuse_occupied(self) -> None:
+        """Raises OutputDirectoryError if there is anything where a new run should go."""
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             found = "another run" if self.exists else "other files"
+            remedy = ", or continue that run with --resume" if self.exists else ""
             raise OutputDirectoryError(
                 f"output directory {self.path} already holds {found}: choose another "
-                "--output-dir, or continue that run with --resume"
+                f"--output-dir{remedy}"
             )
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the directory of a new run. Raises OutputDirectoryError if it is occupied."""
+        self.refuse_occupied()
         self._write_opening(recipe)
 
     def reopen(self, recipe: Recipe, step: int) -> list[str]:
@@ -137,10 +145,6 @@ class RunDirectory:
 
 def environment_facts(world_size: int) -> dict[str, Any]:
     """Versions, hardware, git commit and command of this attempt."""
-    import importlib.metadata as metadata
-    import platform
-    import subprocess
-
     import torch
 
     def version_of(package: str) -> str | None:

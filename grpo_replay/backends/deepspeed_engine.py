@@ -43,7 +43,8 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
     ranks are missing, cannot reach each other, or were given different recipes.
     """
     settings, environment = recipe.engine, rank_environment()
-    os.environ.update(environment.variables())  # DeepSpeed reads them even for one process
+    # DeepSpeed asks for it even in one process. WORLD_SIZE would say that a launcher started us.
+    os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
     device = choose_device(settings, environment.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -55,9 +56,7 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
     torch.set_num_threads(settings.threads_per_process or max(1, _cores() // ranks_here))
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not torch.distributed.is_initialized():
-        facts = {"recipe": recipe.model_dump(mode="json"), "grpo-replay": __version__}
-        store = join_run(environment, facts, None, settings.timeout_seconds)
-        form_process_group(environment, store, backend, settings.timeout_seconds)
+        form_process_group(environment, _join(recipe), backend, settings.timeout_seconds)
     # DeepSpeed would compile a shared-memory operator for CPU ranks, which needs a C++ compiler
     # and a minute; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -67,6 +66,14 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
         timeout = datetime.timedelta(seconds=settings.timeout_seconds)
         group = torch.distributed.new_group(backend="gloo", timeout=timeout)
     return Comm(environment.rank, environment.world_size, group), device
+
+
+def _join(recipe: Recipe) -> torch.distributed.Store:
+    environment = rank_environment()
+    if not environment.is_launched:
+        return torch.distributed.HashStore()  # no port: many runs may share a machine
+    facts = {"recipe": recipe.model_dump(mode="json"), "grpo-replay": __version__}
+    return join_run(environment, facts, None, recipe.engine.timeout_seconds)
 
 
 def _cores() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from grpo_replay.errors import UsageError
 from grpo_replay.ranks import prepare_rank, rank_environment
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.run_directory import RunDirectory
 
 INTERRUPTED = 130
 
@@ -39,6 +40,8 @@ def run(
         raise UsageError("--resume needs --output-dir, the directory of the run to continue")
     environment = rank_environment()
     run_dir = Path(output_dir) if output_dir else _default_directory(recipe)
+    if not resume and not environment.is_launched:
+        RunDirectory(run_dir).refuse_occupied()  # before anything slow
     if not environment.is_launched and (recipe.engine.num_processes > 1 or hostfile):
         from grpo_replay.launch import launch_ranks
 
