@@ -254,15 +254,15 @@ def _populations(
 def population(name: str, rows: RolloutColumns) -> Population:
     """Statistics of at least one rollout."""
     uses = np.bincount(rows.prompt)
-    largest = int(uses.argmax())
+    largest = min(rows.prompt_ids[code] for code in np.flatnonzero(uses == uses.max()))
     signal = bool(rows.kept.all())
     median, p95 = np.quantile(rows.tokens, [0.5, 0.95]).tolist()
     return Population(
         name=name,
         rollouts=len(rows),
         prompts=int((uses > 0).sum()),
-        largest_prompt=rows.prompt_ids[largest],
-        largest_prompt_share=float(uses[largest] / len(rows)),
+        largest_prompt=largest,
+        largest_prompt_share=float(uses.max() / len(rows)),
         correct_share=float((rows.advantage > 0).mean()) if signal else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
         tokens_mean=float(rows.tokens.mean()),

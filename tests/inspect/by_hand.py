@@ -1,0 +1,81 @@
+"""The numbers of an inspection, computed again with plain loops over the Parquet rows."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """All rows of all files of a folder, in step order."""
+    rows = []
+    for path in sorted(folder.glob("*.parquet")):
+        rows.extend(pq.read_table(path).to_pylist())
+    return rows
+
+
+def stored_rows(run: Path, step: int) -> list[dict]:
+    return pq.read_table(run / "checkpoints" / f"step_{step:06d}" / "buffer.parquet").to_pylist()
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Linear interpolation between order statistics."""
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def last_use_counts(
+    draws: list[dict], trained_at_birth: set[int], births: dict[int, int]
+) -> tuple[int, Counter]:
+    """First uses, and gaps between uses, walking through the draws in order."""
+    last: dict[int, int] = {rollout_id: births[rollout_id] for rollout_id in trained_at_birth}
+    new, gaps = 0, Counter()
+    for row in draws:
+        rollout_id = row["rollout_id"]
+        if rollout_id in last:
+            gaps[row["step"] - last[rollout_id]] += 1
+        else:
+            new += 1
+        last[rollout_id] = row["step"]
+    return new, gaps
+
+
+def law_of(priorities: list[float], exponent: float) -> tuple[float, float, float]:
+    """Effective sample size, entropy in nats, largest probability."""
+    weights = [priority**exponent for priority in priorities]
+    shares = [weight / sum(weights) for weight in weights]
+    return (
+        1 / sum(share**2 for share in shares),
+        -sum(share * math.log(share) for share in shares),
+        max(shares),
+    )
+
+
+def outcomes(rollouts: list[dict], draws: list[dict]) -> dict[int, dict[str, float]]:
+    """Token-weighted means by age: draws at their age, fresh rollouts at 0, none twice."""
+    at_birth = {(row["step"], row["rollout_id"]) for row in draws if row["age_steps"] == 0}
+    sums: dict[int, Counter] = {}
+    fresh = [
+        (0, row) for row in rollouts if (row["birth_step"], row["rollout_id"]) not in at_birth
+    ]
+    for age, row in [*fresh, *((row["age_steps"], row) for row in draws)]:
+        if row["tokens"]:
+            total = sums.setdefault(age, Counter())
+            total["uses"] += 1
+            total["tokens"] += row["tokens"]
+            for name in ("clip_fraction", "log_ratio_mean", "approx_kl"):
+                total[name] += row["tokens"] * row[name]
+            total["log_ratio_square"] += row["tokens"] * (
+                row["log_ratio_var"] + row["log_ratio_mean"] ** 2
+            )
+    return {
+        age: {
+            name: value if name in ("uses", "tokens") else value / total["tokens"]
+            for name, value in total.items()
+        }
+        for age, total in sums.items()
+    }
