@@ -47,7 +47,8 @@ class DrawLaw:
     @property
     def effective_sample_size(self) -> float:
         """`1 / Σ P²`: N if uniform, 1 if one candidate has all the mass, 0 if there is none."""
-        return self.total**2 / float(self.weight_N @ self.weight_N) if self.total else 0.0
+        # Not a BLAS product: its rounding depends on the number of threads.
+        return self.total**2 / float(np.square(self.weight_N).sum()) if self.total else 0.0
 
     @property
     def entropy(self) -> float:
@@ -55,7 +56,7 @@ class DrawLaw:
         if not self.total:
             return 0.0
         finite = np.where(self.weight_N > 0, self.log_weight_N, 0.0)
-        return math.log(self.total) - float(self.weight_N @ finite) / self.total
+        return math.log(self.total) - float((self.weight_N * finite).sum()) / self.total
 
 
 def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
@@ -89,15 +90,13 @@ def draw_without_replacement(law: DrawLaw, count: int, rng: np.random.Generator)
     The law is that of successive draws, each from what is left, renormalised: that of
     `Generator.choice(replace=False, p=P)`. Exponential clocks with rates w_i ring in exactly this
     order (the minimum of clocks is i with probability w_i / Σ w, and clocks have no memory), so
-    one pass of `ln E_i - ln w_i` and a partial sort do it.
+    one pass of `ln E_i - ln w_i` and a partial sort do it. What can never be drawn rings at infinity.
     """
-    possible = law.log_weight_N > -np.inf
-    count = min(count, int(np.count_nonzero(possible)))
+    count = min(count, int(np.count_nonzero(law.log_weight_N > -np.inf)))
     if count <= 0:
         return np.zeros(0, dtype=np.int64)
     with np.errstate(divide="ignore", invalid="ignore"):
         ring_N = np.log(rng.standard_exponential(law.log_weight_N.size)) - law.log_weight_N
-    ring_N[~possible] = np.inf
     first = np.argpartition(ring_N, count - 1)[:count]
     return first[np.argsort(ring_N[first], kind="stable")].astype(np.int64, copy=False)
 

@@ -263,12 +263,12 @@ class ReplayBuffer:
                     f"at step {step}"
                 )
         ids = np.array([rollout.rollout_id for rollout in rollouts])
-        if np.unique(ids).size < ids.size or np.isin(ids, self._columns["rollout_id"]).any():
+        if np.unique(ids).size < ids.size or _overlap(ids, self._columns["rollout_id"]):
             raise ValueError(f"step {step}: a rollout of {ids.min()}…{ids.max()} is stored twice")
         if self.settings.unit == "query":
             groups = np.array([rollout.group_id for rollout in rollouts])
             check_groups_adjacent(groups)
-            if np.isin(groups, self._columns["group_id"]).any():
+            if _overlap(groups, self._columns["group_id"]):
                 raise ValueError(f"step {step}: part of a group is already stored")
 
     def _check_saved_priorities(self, state: Mapping[str, Any]) -> None:
@@ -318,6 +318,11 @@ class ReplayBuffer:
     def _count_evicted(self, step: int, evicted: int) -> None:
         before = self._evicted_at[1] if self._evicted_at[0] == step else 0
         self._evicted_at = (step, before + evicted)
+
+
+def _overlap(new: np.ndarray, stored: np.ndarray) -> bool:
+    """Whether an id is in both; quick for ids that grow, as those of a run do."""
+    return bool(stored.size and new.min() <= stored.max() and np.isin(new, stored).any())
 
 
 def _frozen(rollout: Rollout) -> Rollout:
