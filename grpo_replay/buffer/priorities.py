@@ -90,7 +90,7 @@ def draw_without_replacement(law: DrawLaw, count: int, rng: np.random.Generator)
     The law is that of successive draws, each from what is left, renormalised: that of
     `Generator.choice(replace=False, p=P)`. Exponential clocks with rates w_i ring in exactly this
     order (the minimum of clocks is i with probability w_i / Σ w, and clocks have no memory), so
-    one pass of `ln E_i - ln w_i` and a partial sort do it. What can never be drawn rings at infinity.
+    one pass of `ln E_i - ln w_i` and a partial sort do it. What has no weight rings at infinity.
     """
     count = min(count, int(np.count_nonzero(law.log_weight_N > -np.inf)))
     if count <= 0:
