@@ -206,10 +206,10 @@ class _Parser:
         while self._accept(","):
             values.append(self._literal(column))
         self._expect(")")
-        try:
-            return pa.array(values, self._type(column))
-        except pa.ArrowInvalid:
-            self._fail(start, f"{column!r} is {self._type(column)}, which cannot be one of these")
+        kind = self._type(column)
+        if pa.types.is_integer(kind) and any(value != int(value) for value in values):
+            self._fail(start, f"{column!r} is {kind}, which cannot be one of these")
+        return pa.array(values, kind)
 
     def _literal(self, column: str) -> Any:
         token = self._next()

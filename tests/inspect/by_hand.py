@@ -59,9 +59,7 @@ def outcomes(rollouts: list[dict], draws: list[dict]) -> dict[int, dict[str, flo
     """Token-weighted means by age: draws at their age, fresh rollouts at 0, none twice."""
     at_birth = {(row["step"], row["rollout_id"]) for row in draws if row["age_steps"] == 0}
     sums: dict[int, Counter] = {}
-    fresh = [
-        (0, row) for row in rollouts if (row["birth_step"], row["rollout_id"]) not in at_birth
-    ]
+    fresh = [(0, row) for row in rollouts if (row["birth_step"], row["rollout_id"]) not in at_birth]
     for age, row in [*fresh, *((row["age_steps"], row) for row in draws)]:
         if row["tokens"]:
             total = sums.setdefault(age, Counter())

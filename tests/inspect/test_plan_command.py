@@ -179,7 +179,7 @@ def test_the_figure_is_written(tmp_path, ending, capsys):
 def test_contradicting_and_missing_options_are_refused(tmp_path, runs):
     with pytest.raises(UsageError, match="not both"):
         run(recipe="tiny", from_run=str(runs["ours"]))
-    with pytest.raises(UsageError, match="--mu 5.28"):
+    with pytest.raises(UsageError, match=r"--mu 5\.28"):
         run()
     with pytest.raises(UsageError, match="must end in"):
         run(mu=5.0, plot="plan.pdf")

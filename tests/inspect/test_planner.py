@@ -150,9 +150,7 @@ def test_relative_compute_is_the_same_in_both_of_the_papers_forms():
     workers_per_trainer = mu / y
     assert relative_compute(y, mu) == pytest.approx((1 + workers_per_trainer) / (1 + mu))
     batch, generated = 3.0, 1.0
-    assert relative_compute(y, mu) == pytest.approx(
-        (batch + mu * generated) / (batch + mu * batch)
-    )
+    assert relative_compute(y, mu) == pytest.approx((batch + mu * generated) / (batch + mu * batch))
     assert relative_compute(1.0, mu) == 1.0
 
 

@@ -39,9 +39,7 @@ def same_but_for_place(first: Inspection, second: Inspection) -> bool:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_staleness_counts_the_rows(runs, preset):
     seen = inspect(runs[preset])
-    stored = Counter(
-        LAST - row["birth_step"] for row in by_hand.stored_rows(runs[preset], LAST)
-    )
+    stored = Counter(LAST - row["birth_step"] for row in by_hand.stored_rows(runs[preset], LAST))
     replayed = Counter(row["age_steps"] for row in by_hand.rows_of(runs[preset] / "draws"))
     assert {row.age_steps: row.stored for row in seen.staleness if row.stored} == stored
     assert {row.age_steps: row.replayed for row in seen.staleness if row.replayed} == replayed
@@ -257,7 +255,9 @@ def test_a_rebuilt_buffer_that_is_not_the_runs_is_admitted(tmp_path):
     last = json.loads(lines[-2])
     last["buffer/rollouts"] -= 1
     path.write_text("\n".join([*lines[:-2], json.dumps(last)]) + "\n")
-    assert any("resumed with an empty buffer" in warning for warning in inspect(run.folder).warnings)
+    assert any(
+        "resumed with an empty buffer" in warning for warning in inspect(run.folder).warnings
+    )
 
 
 def test_groups_are_whole_in_the_synthetic_run(runs):
