@@ -12,6 +12,7 @@ and says so in its status. Equal (completion, answer) pairs are graded once.
 import hashlib
 import logging
 import threading
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class RewardScorer:
                 if digest:
                     self._remember(digest, graded)
                 self._under_way += 1
-                self._pool.put((graded, body))
+                self._pool.put((graded, body), zlib.crc32(answer.encode("utf-8", "surrogatepass")))
             else:
                 self._cache.move_to_end(digest)
             self._submitted.append((key, graded))

@@ -1,9 +1,10 @@
 """A pool of verifier processes, each driven by a thread of its own.
 
-Tasks go to whichever worker is free, several at a time; every answer is awaited for at most the
-time limit. A worker that is late or gone is replaced, and only the task it was at is blamed. What
-fails by memory or crash in a worker that had answered before is tried once more in a fresh one, so
-that a verdict never depends on what the worker did earlier.
+Tasks with the same reference answer wait for the same worker, which has parsed it, unless another
+is idle; they go out several at a time. Every answer is awaited for at most the time limit. A worker
+that is late or gone is replaced, and only the task it was at is blamed. What fails by memory or
+crash in a worker that had answered before is tried once more in a fresh one, so that a verdict
+never depends on what the worker did earlier.
 """
 
 import threading
@@ -39,7 +40,7 @@ class VerifierPool:
         self._memory_limit_mib = memory_limit_mib
         self._on_answer = on_answer
         self._on_failure = on_failure
-        self._tasks: deque[Task] = deque()
+        self._queues: list[deque[Task]] = [deque() for _ in range(workers)]
         self._wake = threading.Condition()
         self._closing = False
         self._processes: dict[int, VerifierProcess] = {}
@@ -52,16 +53,18 @@ class VerifierPool:
         for thread in self._threads:
             thread.start()
 
-    def put(self, task: Task) -> None:
+    def put(self, task: Task, affinity: int) -> None:
+        """Have a task graded; tasks of equal `affinity` prefer the same worker."""
         with self._wake:
-            self._tasks.append(task)
-            self._wake.notify()
+            self._queues[affinity % len(self._queues)].append(task)
+            self._wake.notify_all()
 
     def close(self) -> None:
         """Kill the workers and wait for their threads. May be called twice."""
         with self._wake:
             self._closing = True
-            self._tasks.clear()
+            for queue in self._queues:
+                queue.clear()
             self._wake.notify_all()
             for process in self._processes.values():
                 process.kill()
@@ -72,7 +75,7 @@ class VerifierPool:
         try:
             while (process := self._start(index)) is not None:
                 try:
-                    self._serve(process)
+                    self._serve(process, index)
                 finally:
                     process.reap()
         except Exception as error:
@@ -104,42 +107,43 @@ class VerifierPool:
             "see stderr for its message; too little memory is the usual cause"
         )
 
-    def _serve(self, process: VerifierProcess) -> None:
+    def _serve(self, process: VerifierProcess, index: int) -> None:
         """Grade until the pool closes, or until the worker must be replaced."""
-        while chunk := self._take():
+        while chunk := self._take(index):
             remaining = deque(chunk)
             try:
                 process.send([body for _, body in chunk])
                 while remaining:
                     answer = process.receive(self._time_limit)
                     if answer["status"] == "memory" and self._deserves_retry(process):
-                        return self._put_back(remaining)
+                        return self._put_back(remaining, index)
                     process.answered += 1
                     self._on_answer(remaining.popleft()[0], answer)
                     if answer["status"] == "memory":
-                        return self._put_back(remaining)
+                        return self._put_back(remaining, index)
             except WorkerLate:
                 self._on_answer(remaining.popleft()[0], {"status": "timeout"})
-                return self._put_back(remaining)
+                return self._put_back(remaining, index)
             except WorkerGone:
                 if not self._closing and not self._deserves_retry(process):
                     self._on_answer(remaining.popleft()[0], {"status": "crash"})
-                return self._put_back(remaining)
+                return self._put_back(remaining, index)
 
     def _deserves_retry(self, process: VerifierProcess) -> bool:
         return process.answered > 0
 
-    def _take(self) -> list[Task]:
+    def _take(self, index: int) -> list[Task]:
         with self._wake:
-            while not self._tasks and not self._closing:
+            while not self._closing and not any(self._queues):
                 self._wake.wait()
             if self._closing:
                 return []
-            share = -(-len(self._tasks) // (2 * len(self._threads)))
-            return [self._tasks.popleft() for _ in range(min(share, LARGEST_CHUNK))]
+            queue = self._queues[index] or max(self._queues, key=len)
+            share = -(-len(queue) // 4)  # small enough that workers finish at about the same time
+            return [queue.popleft() for _ in range(min(share, LARGEST_CHUNK))]
 
-    def _put_back(self, tasks: deque[Task]) -> None:
+    def _put_back(self, tasks: deque[Task], index: int) -> None:
         with self._wake:
             if not self._closing:
-                self._tasks.extendleft(reversed(tasks))
+                self._queues[index].extendleft(reversed(tasks))
                 self._wake.notify_all()

@@ -2,16 +2,24 @@
 
 Gold answer and prediction are each wrapped in a math environment if they are not in one, parsed,
 and compared with `verify(gold, prediction)`, in that order; the raw strings are compared if either
-fails to parse. Nothing here changes a verdict of math-verify: it is only asked less often. Runs in
-the main thread of a worker, where math-verify's own five-second alarms work.
+fails to parse. Nothing here decides a verdict that math-verify would decide otherwise: it is asked
+less often, because equal LaTeX is parsed once and equal pairs are compared once. Runs in the main
+thread of a worker, where math-verify's own five-second alarms work.
 """
 
 import logging
 import re
+from collections import OrderedDict
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import math_verify
+import math_verify.parser
+from sympy import Rational
+
+REMEMBERED = 20_000
+"""Parsed LaTeX strings, and compared pairs, that a worker remembers."""
 
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed\{")
 """What opens a math environment for math-verify: $, \\(, \\[ and \\boxed{."""
@@ -27,6 +35,9 @@ class _Troubles(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
+        self.clear()
+
+    def clear(self) -> None:
         self.timed_out = False
         self.out_of_memory = False
 
@@ -36,9 +47,13 @@ class _Troubles(logging.Handler):
         if record.exc_info and isinstance(record.exc_info[1], MemoryError):
             self.out_of_memory = True
 
+    def __bool__(self) -> bool:
+        return self.timed_out or self.out_of_memory
+
 
 class SymbolicGrader:
-    """math-verify with parsed gold answers remembered."""
+    """math-verify that remembers what it parsed and compared. One per process: it enlarges the
+    cache of parsed LaTeX that math-verify keeps in its module."""
 
     def __init__(self) -> None:
         self._troubles = _Troubles()
@@ -46,17 +61,38 @@ class SymbolicGrader:
         logger.addHandler(self._troubles)
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
+        _enlarge_latex_cache()
+        self._parse_gold = lru_cache(maxsize=REMEMBERED)(_parse)
+        self._compared: OrderedDict[tuple[Any, ...], tuple[list[Any], bool]] = OrderedDict()
 
     def grade(self, completion: str, answer: str) -> tuple[str, bool]:
         """The status of a verdict, and whether the gold answer could be parsed."""
-        self._troubles.timed_out = self._troubles.out_of_memory = False
-        gold = _parse_gold(answer)
-        prediction = math_verify.parse(in_environment(completion))
+        self._troubles.clear()
+        gold = self._parse_gold(answer)
+        if self._troubles:  # an answer that could not be parsed in time may be the next time
+            self._parse_gold.cache_clear()
+        prediction = _parse(completion)
         if gold and prediction:
-            correct = math_verify.verify(list(gold), prediction)
+            correct = self._verify(answer, gold, prediction)
         else:
             correct = completion == answer
         return self._status(correct, bool(prediction)), bool(gold)
+
+    def _verify(self, answer: str, gold: list[Any], prediction: list[Any]) -> bool:
+        # Parsed LaTeX is remembered, so equal LaTeX is the same object; an object is its own key,
+        # and the entry keeps it alive. What is merely equal is compared again.
+        key = (answer, *(part if isinstance(part, str) else id(part) for part in prediction))
+        known = self._compared.get(key)
+        if known is not None:
+            return known[1]
+        correct = _obvious(gold, prediction)
+        if correct is None:
+            correct = math_verify.verify(gold, prediction)
+        if not self._troubles:
+            self._compared[key] = (prediction, correct)
+            if len(self._compared) > REMEMBERED:
+                self._compared.popitem(last=False)
+        return correct
 
     def _status(self, correct: bool, parsed: bool) -> str:
         if correct:
@@ -68,6 +104,31 @@ class SymbolicGrader:
         return "incorrect" if parsed else "unparsable"
 
 
-@lru_cache(maxsize=4096)
-def _parse_gold(answer: str) -> tuple[Any, ...]:
-    return tuple(math_verify.parse(in_environment(answer)))
+def _obvious(gold: list[Any], prediction: list[Any]) -> bool | None:
+    """What `verify(gold, prediction)` returns, where its own rules leave no doubt; else None.
+
+    It is true if any pair is equal, whatever becomes of the others. Two texts are equal if they
+    are the same but for surrounding space, and not empty; a text never equals an expression; two
+    rational numbers are equal if they are the same number: math-verify compares them exactly, then
+    asks sympy to simplify their difference, which takes milliseconds and says the same.
+    """
+    texts = {part.strip() for part in gold if isinstance(part, str)} - {""}
+    if any(isinstance(part, str) and part.strip() in texts for part in prediction):
+        return True
+    numbers = [part for part in gold if not isinstance(part, str)]
+    predicted = [part for part in prediction if not isinstance(part, str)]
+    if all(isinstance(part, Rational) for part in (*numbers, *predicted)):
+        return any(a == b for a in numbers for b in predicted)
+    return None
+
+
+def _parse(text: str) -> list[Any]:
+    return math_verify.parse(in_environment(text))
+
+
+def _enlarge_latex_cache() -> None:
+    """Let math-verify remember `REMEMBERED` parsed LaTeX strings instead of 20."""
+    cached = math_verify.parser.parse_latex_cached
+    uncached: Callable[[str], Any] = cached.__wrapped__
+    if cached.cache_parameters()["maxsize"] != REMEMBERED:
+        math_verify.parser.parse_latex_cached = lru_cache(maxsize=REMEMBERED)(uncached)
