@@ -263,6 +263,8 @@ def nodes_command(
     command += ["--no_ssh_check", "--no_local_rank", "--quiet"]
     if len(hosts) == 1:
         command.append("--force_multi")
+    # DeepSpeed's default port is everybody's default port.
+    command += ["--master_port", str(20_000 + os.getpid() % 20_000)]
     if num_processes is not None:
         command += ["--num_gpus", str(num_processes)]
     return [*command, "--module", RANK_MODULE, encode_payload(payload)]

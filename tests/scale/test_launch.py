@@ -122,6 +122,25 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     wait_until(lambda: not any(alive(pid) for pid in pids), 20)
 
 
+def test_single_processes_share_a_machine_without_fighting_for_a_port():
+    code = (
+        "from grpo_replay.ranks import rank_environment; "
+        "from grpo_replay.backends.rendezvous import form_process_group, join_run; "
+        "e = rank_environment(); form_process_group(e, join_run(e, {}, None, 5), 'gloo', 5); "
+        "print('in', flush=True); input()"
+    )
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=toy_environment(),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert [each.stdout.readline() for each in both] == ["in\n", "in\n"]
+    for each in both:
+        each.communicate("\n", timeout=30)
+
+
 def by_hand(mode: str, port: int, local_ranks=(0, 1), **extra: str):
     ranks = [
         start_toy(
