@@ -129,6 +129,8 @@ def verify_checkpoint(checkpoint: Path) -> None:
     manifest = read_json(checkpoint / MANIFEST, "it was cut short or is no checkpoint")
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"{checkpoint / MANIFEST}: expected an object with 'files'")
+    if STATE not in manifest["files"]:
+        raise CheckpointError(f"{checkpoint / MANIFEST} does not list {STATE}: it was changed")
     facts = _file_facts(checkpoint)
     for name, expected in manifest["files"].items():
         found = facts.pop(name, None)

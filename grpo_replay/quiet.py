@@ -19,14 +19,16 @@ def quiet_libraries() -> Iterator[None]:
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.NullHandler())
-    _send_to_root()
+    send_to_log()
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         yield
     logging.captureWarnings(False)
 
 
-def _send_to_root() -> None:
+def send_to_log() -> None:
+    """Take the libraries' own handlers away, so that the run's log gets what they say. To be
+    called again after importing them, when their loggers exist."""
     for name in list(logging.root.manager.loggerDict):
         if name.split(".")[0] in _CHATTY:
             library = logging.getLogger(name)

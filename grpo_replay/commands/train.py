@@ -57,13 +57,14 @@ def run(
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
     from grpo_replay.display import open_display
-    from grpo_replay.quiet import quiet_libraries
+    from grpo_replay.quiet import quiet_libraries, send_to_log
 
     with open_display(is_main) as display:
         display.on_status("loading torch, transformers and DeepSpeed")
         with quiet_libraries():
             from grpo_replay.run import run_training
 
+            send_to_log()
             result = run_training(recipe, run_dir, resume, display)
     if is_main:
         display.conclude(result)
