@@ -89,12 +89,17 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if engine.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    bf16 = recipe.model.dtype == "bfloat16"
+    # Many micro-batches summed in bf16 would stop adding up. DeepSpeed offers no fp32 sum at
+    # stage 0, and at stage 1 only with another optimizer wrapper.
+    accumulation = "fp32" if bf16 and engine.zero_stage >= 2 else None
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.max_grad_norm,
         "optimizer": {"type": "AdamW", "params": _adamw_parameters(optimizer)},
-        "bf16": {"enabled": recipe.model.dtype == "bfloat16"},
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": accumulation},
         "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
