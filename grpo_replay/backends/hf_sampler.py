@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from grpo_replay.backends.decode_attention import NAME as DECODE_ATTENTION
-from grpo_replay.backends.decoding import DecodingBatch
+from grpo_replay.backends.decoding import DecodingBatch, FinishedRow
 from grpo_replay.backends.models import (
     DTYPES,
     eos_token_ids,
@@ -101,23 +101,40 @@ class HfSampler:
         for start in range(0, len(ordered), self._max_batch_rollouts):
             chosen = ordered[start : start + self._max_batch_rollouts]
             first_version = self.policy_version
+            for finished in self._decode(model, chosen):
+                yield self._completion(chosen[finished.row], finished, first_version)
+
+    def _decode(
+        self, model: PreTrainedModel, chosen: Sequence[GenerationRequest]
+    ) -> Iterator[FinishedRow]:
+        try:
             batch = DecodingBatch(model, chosen, self._eos_ids, self._pad_id)
             while batch.alive:
-                for row, tokens_T, logprobs_T, reason in batch.advance():
-                    if not np.isfinite(logprobs_T).all():
-                        raise SamplerError(
-                            f"request {tuple(chosen[row].key)}: a log-prob of policy version "
-                            f"{self.policy_version} is not finite; the weights hold NaN or "
-                            "infinity: look at grad_norm and loss of the last steps"
-                        )
-                    yield Completion(
-                        key=chosen[row].key,
-                        token_ids=tokens_T,
-                        sampler_logprobs=logprobs_T,
-                        finish_reason=reason,
-                        policy_version=first_version,
-                        policy_version_end=self.policy_version,
-                    )
+                yield from batch.advance()
+        except torch.OutOfMemoryError as error:
+            raise SamplerError(
+                f"out of GPU memory while decoding {len(chosen)} rows at once: lower "
+                f"sampling.max_batch_rollouts (now {self._max_batch_rollouts}) or "
+                "sampling.max_completion_length, or use sampling.backend vllm"
+            ) from error
+
+    def _completion(
+        self, request: GenerationRequest, finished: FinishedRow, first_version: int
+    ) -> Completion:
+        if not np.isfinite(finished.logprobs).all():
+            raise SamplerError(
+                f"request {tuple(request.key)}: a log-prob of policy version "
+                f"{self.policy_version} is not finite; the weights hold NaN or infinity: look at "
+                "grad_norm and loss of the last steps"
+            )
+        return Completion(
+            key=request.key,
+            token_ids=finished.token_ids,
+            sampler_logprobs=finished.logprobs,
+            finish_reason=finished.finish_reason,
+            policy_version=first_version,
+            policy_version_end=self.policy_version,
+        )
 
     @torch.no_grad()
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:

@@ -18,7 +18,7 @@ from naive_sampler import (
 )
 from scipy.stats import chisquare
 
-from grpo_replay.backends import decoding
+from grpo_replay.backends import decoding, kv_cache
 from grpo_replay.backends.hf_sampler import HfSampler
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import resolve_recipe
@@ -102,14 +102,18 @@ def test_a_request_is_answered_alike_in_any_batch(model):
         assert_same(whole, other, atol=1e-5)
 
 
-def test_decoding_beyond_one_block_of_random_numbers_and_beyond_the_first_cache(monkeypatch):
+def test_rows_leave_between_blocks_of_random_numbers_and_growths_of_the_cache(monkeypatch):
     model = qwen3(max_position_embeddings=512)
-    requests = make_requests(prompts=2, group=2, max_tokens=150)
+    lengths = [20, 75, 40, 60]
+    requests = [
+        dataclasses.replace(request, max_tokens=length)
+        for request, length in zip(make_requests(prompts=2, group=2), lengths, strict=True)
+    ]
     monkeypatch.setattr(decoding, "UNIFORM_BLOCK", 16)
     monkeypatch.setattr(decoding, "INITIAL_ROOM", 10)
-    never = (VOCABULARY + 5,)
-    completions = assert_like_naive(model, requests, never)
-    assert all(len(c.token_ids) == 150 for c in completions.values())
+    monkeypatch.setattr(kv_cache, "GROWTH_TOKENS", 5)
+    completions = assert_like_naive(model, requests, eos_ids=(VOCABULARY + 5,))
+    assert sorted(len(c.token_ids) for c in completions.values()) == sorted(lengths)
 
 
 def test_a_prefill_in_several_parts_changes_nothing(model, monkeypatch):
@@ -226,6 +230,15 @@ def test_weights_that_are_not_finite_are_reported_not_sampled(model):
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
     with pytest.raises(SamplerError, match="policy version 0 is not finite"):
+        list(sampler_of(model).generate(make_requests()))
+
+
+def test_running_out_of_memory_says_what_to_lower(model, monkeypatch):
+    def too_large(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoding, "expanded_cache", too_large)
+    with pytest.raises(SamplerError, match=r"20 rows at once: lower sampling.max_batch_rollouts"):
         list(sampler_of(model).generate(make_requests()))
 
 
