@@ -67,9 +67,6 @@ def _outcome(failure: GrpoReplayError | None) -> list[Any] | None:
 
 def _open_store(environment: RankEnvironment, timeout_seconds: float) -> dist.Store:
     if environment.world_size == 1:
-        # A run of one rank needs no port: a second run on this machine must not collide with it.
-        return dist.HashStore()
-    if environment.world_size == 1:
         return dist.HashStore()  # no port: several single runs may share a machine
     # Under torchrun the agent of the first node hosts the store; else rank 0 does.
     hosts = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
