@@ -1,12 +1,10 @@
 """vLLM's settings for a recipe: one table, for engines in this process and for launched servers."""
 
-import contextlib
-import tempfile
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
-from grpo_replay.backends.models import load_config, load_policy, resolve_model_path
-from grpo_replay.errors import RecipeError
+from grpo_replay.backends.models import load_config, resolve_model_path
+from grpo_replay.errors import ModelError, RecipeError
 from grpo_replay.recipe import ModelSection, Recipe
 
 CPU_VARIABLES = {
@@ -47,17 +45,21 @@ def longest_sequence(recipe: Recipe, section: ModelSection) -> int:
     return wanted
 
 
-def engine_arguments(
-    recipe: Recipe, section: ModelSection, folder: str, on_gpu: bool
-) -> dict[str, Any]:
+def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dict[str, Any]:
     """Keywords of vLLM's EngineArgs; for a server, the command line options of the same names.
 
     No tokenizer is loaded: token ids go in and come out, and stop tokens travel with requests; the
     model's generation_config.json decides nothing (vLLM would add its stop tokens).
+    Raises ModelError for a random initialisation, which no file holds.
     """
+    if section.random_init:
+        raise ModelError(
+            f"model.path {section.path!r} with model.random_init: vLLM reads weights from files; "
+            "write the initial model to a folder and sample from that"
+        )
     vllm = recipe.sampling.vllm
     arguments: dict[str, Any] = {
-        "model": folder,
+        "model": resolve_model_path(section.path),
         "revision": section.revision,
         "trust_remote_code": section.trust_remote_code,
         "dtype": section.dtype if vllm.dtype == "auto" else vllm.dtype,
@@ -73,15 +75,3 @@ def engine_arguments(
     if on_gpu:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
     return arguments
-
-
-@contextlib.contextmanager
-def folder_with_weights(section: ModelSection, seed: int) -> Iterator[str]:
-    """The folder or hub id to load from. Randomly initialised weights exist in no file, so they
-    are written to a temporary folder, which is gone afterwards."""
-    if not section.random_init:
-        yield resolve_model_path(section.path)
-        return
-    with tempfile.TemporaryDirectory(prefix="grpo-replay-init-") as folder:
-        load_policy(section, seed).save_pretrained(folder)
-        yield folder

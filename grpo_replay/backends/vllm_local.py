@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from grpo_replay.backends.engine_settings import (
-    engine_arguments,
-    folder_with_weights,
-    set_environment,
-)
+from grpo_replay.backends.engine_settings import engine_arguments, set_environment
 from grpo_replay.backends.models import eos_token_ids, load_tokenizer, section_at
 from grpo_replay.backends.process_state import (
     preserved_process_state,
@@ -34,11 +30,12 @@ from grpo_replay.backends.vllm_requests import (
 from grpo_replay.backends.weight_names import (
     CheckedWeights,
     ExpectedWeights,
-    describe_problems,
     expected_weights,
+    refuse_problems,
 )
 from grpo_replay.distributed import Comm
 from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.rank_failures import run_collectively
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampler import NamedTensors
 from grpo_replay.types import Completion, GenerationRequest, RequestKey
@@ -56,14 +53,12 @@ class VllmLocalSampler:
         stop_token_ids: Sequence[int],
         expected: ExpectedWeights,
         comm: Comm,
-        owns_process_group: bool = False,
     ) -> None:
         config = engine.vllm_config
         self._engine: LLMEngine | None = engine
         self._stop_token_ids = tuple(stop_token_ids)
         self._expected = expected
         self._comm = comm
-        self._owns_process_group = owns_process_group
         self._tensor_parallel_size = config.parallel_config.tensor_parallel_size
         self._max_model_len = config.model_config.max_model_len
         self._vocabulary = config.model_config.get_vocab_size()
@@ -83,12 +78,10 @@ class VllmLocalSampler:
         section = section_at(recipe.model, model_path)
         on_gpu = recipe.engine.device != "cpu" and torch.cuda.is_available()
         stop_token_ids = eos_token_ids(section, load_tokenizer(section))
-        owns_process_group = not torch.distributed.is_initialized()
-        with folder_with_weights(section, recipe.run.seed) as folder:
-            arguments = engine_arguments(recipe, section, folder, on_gpu)
-            arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
-            engine = _start_engine(arguments, on_gpu)
-        return cls(engine, stop_token_ids, expected_weights(section), comm, owns_process_group)
+        arguments = engine_arguments(recipe, section, on_gpu)
+        arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
+        engine = _start_engine(arguments, on_gpu)
+        return cls(engine, stop_token_ids, expected_weights(section), comm)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request.
@@ -167,9 +160,9 @@ class VllmLocalSampler:
         return [request for each in lists for request in each], offset
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights, on every rank or on none: if the tensors do not fit the model on
-        one rank, all raise SamplerError naming them, and refuse to generate until a complete
-        update. Likewise if `version` does not increase. Collective."""
+        """Replace all weights. If the tensors do not fit the model on one rank, it raises
+        SamplerError naming them and the others PeerFailure, and all refuse to generate until a
+        complete update. SamplerError if `version` does not increase. Collective."""
         engine = self._open_engine()
         if version <= self.policy_version:
             raise SamplerError(
@@ -189,18 +182,10 @@ class VllmLocalSampler:
         problems = [*checked.problems, *refusals]
         if not engine.reset_prefix_cache():
             problems.append("the prefix cache could not be reset: requests are still running")
-        self._agree(problems, version)
+        run_collectively(self._comm, lambda: refuse_problems(problems, version))
         engine.set_weight_version(str(version))
         self._incomplete_version = None
         self.policy_version = version
-
-    def _agree(self, problems: list[str], version: int) -> None:
-        for rank, found in enumerate(self._comm.all_gather_json(problems)):
-            if found:
-                raise SamplerError(
-                    f"weights of version {version} do not fit the sampler's model on rank {rank}: "
-                    f"{describe_problems(found)}"
-                )
 
     def sleep(self) -> None:
         """Free the weights' and the cache's GPU memory until the next `load_weights` or `generate`;
@@ -217,15 +202,11 @@ class VllmLocalSampler:
                 self._sleeping.remove(tag)
 
     def close(self) -> None:
-        """Free the engine. The process group stays if it was there before. May be called twice."""
+        """Free the engine. The process group stays, whoever made it. May be called twice."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        if self._owns_process_group:
-            engine.engine_core.shutdown()
-        else:
-            # The engine core's own shutdown would destroy the trainer's process group as well.
-            engine.model_executor.shutdown()
+        engine.model_executor.shutdown()
         del engine
         gc.unfreeze()
         gc.collect()
@@ -280,7 +261,7 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
                 "pip install 'grpo-replay[vllm]', or use sampling.backend hf"
             ) from error
         try:
-            return LLMEngine.from_engine_args(
+            engine = LLMEngine.from_engine_args(
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
         except (ValueError, RuntimeError) as error:
@@ -288,6 +269,10 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
                 f"sampling.backend vllm: the engine did not start: {error}; "
                 "see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first)"
             ) from error
+    # When it is collected, the engine core would destroy every process group of this process, the
+    # trainer's included; `close` shuts the executor down instead.
+    engine.engine_core._finalizer.detach()
+    return engine
 
 
 def _encode(requests: Sequence[GenerationRequest]) -> bytes:

@@ -112,18 +112,20 @@ def build_completion(
     )
 
 
-def read_spans(labels: Sequence[str], place: str) -> Spans:
-    """First and last policy version of the weight labels of one completion, in token order.
+def read_spans(labels: Sequence[str], place: str, prefix: str = "") -> Spans:
+    """First and last policy version of the weight labels of one completion, in token order. A
+    label is `prefix` and the version.
 
-    Raises SamplerError for a label that this run did not give: the weights are not ours.
+    Raises SamplerError for any other label: the weights are not this run's.
     """
-    try:
-        versions = [int(label) for label in labels]
-    except ValueError:
-        versions = []
-    if not versions:
+    versions = [
+        int(version)
+        for label in labels
+        if label.startswith(prefix) and (version := label.removeprefix(prefix)).isdecimal()
+    ]
+    if not versions or len(versions) < len(labels):
         raise SamplerError(
             f"{place}: sampled by weights labelled {list(labels)}, not by a policy version of "
-            "this run: the server was restarted or another run updates it"
+            "this run: the server was restarted, or something else updates it"
         )
     return Spans(versions[0], versions[-1])

@@ -5,15 +5,16 @@ output head, the mean gap was 0.2 nats. So names, shapes and precision of what a
 with the model's configuration before a new policy version is published.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import prod
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from grpo_replay.backends.models import DTYPES, load_config
+from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import ModelSection
 from grpo_replay.sampler import NamedTensors
 
@@ -46,16 +47,22 @@ def expected_weights(model: ModelSection) -> ExpectedWeights:
     shapes: dict[str, tuple[int, ...]] = {}
     tied: dict[str, str] = {}
     first_names: dict[int, str] = {}
-    for name, parameter in empty.named_parameters(remove_duplicate=False):
-        shapes[name] = tuple(parameter.shape)
-        first = first_names.setdefault(id(parameter), name)
+    for name, tensor in named_weights(empty):
+        shapes[name] = tuple(tensor.shape)
+        first = first_names.setdefault(id(tensor), name)
         if first != name:
             tied[name] = first
-    persistent = set(empty.state_dict())
-    for name, buffer in empty.named_buffers():
-        if name in persistent:
-            shapes[name] = tuple(buffer.shape)
     return ExpectedWeights(shapes, tied, DTYPES[model.dtype])
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A complete set of weights of a whole model: its parameters under every name they have, and
+    its persistent buffers. `named_parameters()` alone yields a tied tensor once."""
+    yield from model.named_parameters(remove_duplicate=False)
+    persistent = set(model.state_dict())
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer
 
 
 class CheckedWeights:
@@ -113,11 +120,16 @@ class CheckedWeights:
         return None
 
 
-def describe_problems(problems: list[str]) -> str:
-    """One line that names the first problems and counts the rest."""
-    named = "; ".join(islice(problems, MOST_PROBLEMS))
+def refuse_problems(problems: Sequence[str], version: int) -> None:
+    """Raises SamplerError that names the first problems and counts the rest, if there are any."""
+    if not problems:
+        return
+    named = "; ".join(problems[:MOST_PROBLEMS])
     rest = len(problems) - MOST_PROBLEMS
-    return f"{named}; and {rest} more" if rest > 0 else named
+    more = f"; and {rest} more" if rest > 0 else ""
+    raise SamplerError(
+        f"weights of version {version} do not fit the sampler's model: {named}{more}"
+    )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 Usage: rank_program.py FOLDER OUTPUT TENSOR_PARALLEL_SIZE, under torchrun's variables.
 """
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -43,6 +44,8 @@ def main(folder: Path, output: Path, tensor_parallel_size: int) -> None:
     next(iterator)
     iterator.close()
     sampler.close()
+    del iterator, sampler
+    gc.collect()
     comm.barrier()  # the trainer's process group outlives the sampler
     seen = {"rows": rows, "refusal": refusal}
     (output / f"rank{comm.rank}.json").write_text(json.dumps(seen))
