@@ -51,7 +51,8 @@ def describe_settings(seen: Inspection) -> str:
     priority = settings["priority"].replace("abs_advantage", "|advantage|")
     law = priority if priority == "uniform" else f"{priority}^{settings['priority_exponent']:g}"
     return (
-        f"preset {settings['preset']}: {settings['unit']}s, {law}, {settings['composition']} · "
+        f"preset {settings['preset']}: {_plural(settings['unit'])}, {law}, "
+        f"{settings['composition']} · "
         f"ratio {settings['ratio']:g} · max age {'none' if age is None else age} · warm-up "
         f"{settings['warmup_steps']} · capacity {settings['capacity_rollouts']:,}"
     )

@@ -172,6 +172,13 @@ class DrawColumns:
     def __len__(self) -> int:
         return len(self.step)
 
+    def replayed(self, composition: str) -> "DrawColumns":
+        """The draws of stored rollouts: all, except fresh ones (age 0) out of the pool."""
+        if composition != "pool":
+            return self
+        old = self.age > 0
+        return DrawColumns(*(getattr(self, field.name)[old] for field in fields(self)))
+
 
 def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
     """Every draw of the draw log. Raises SnapshotError."""

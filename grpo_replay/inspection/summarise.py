@@ -63,7 +63,8 @@ def summarise(source: Source) -> Inspection:
     step = source.step if source.step is not None else facts["step"]
     log = read_log(source.rollout_files)
     draws = read_draws(source.draw_files)
-    replayed = _of_draws(log, stored, draws)
+    replays_of_old = draws.replayed(settings.composition)
+    replayed = _of_draws(log, stored, replays_of_old)
     inspection = Inspection(
         path=str(source.path),
         kind=source.kind,
@@ -73,7 +74,7 @@ def summarise(source: Source) -> Inspection:
         replays=replays(settings),
         rebuilt=rebuilt,
         occupancy=_occupancy(stored, log, settings, step, facts),
-        staleness=staleness_rows(step - stored.birth_step, draws.age),
+        staleness=staleness_rows(step - stored.birth_step, replays_of_old.age),
         abs_advantage=magnitude_bins(np.abs(stored.advantage), np.abs(replayed.advantage)),
         priority=_quantiles(stored.priority),
         times_used=_counts(stored.times_used),
@@ -82,7 +83,7 @@ def summarise(source: Source) -> Inspection:
         populations=_populations(log, stored, replayed),
         by_age=outcomes_by_age(source),
         trends=_trends(source.metrics),
-        replayed_rollouts=len(draws),
+        replayed_rollouts=len(replays_of_old),
         trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
     )

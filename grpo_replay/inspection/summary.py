@@ -1,6 +1,7 @@
 """What inspect-buffer reports: frozen values, computed in `summarise`, shown elsewhere.
 
-Ages are in training steps; "replayed" counts rows of the draw log up to the inspected step.
+Ages are in training steps; "replayed" counts rows of the draw log up to the inspected step. With
+the pool composition, a fresh rollout that was drawn (age 0) is trained on as fresh, not replayed.
 """
 
 from collections.abc import Mapping

@@ -15,6 +15,13 @@ def rows_of(folder: Path) -> list[dict]:
     return rows
 
 
+def replayed_rows(run: Path, preset: str) -> list[dict]:
+    """Draws of stored rollouts; the naive baselines' pool holds fresh ones too, at age 0."""
+    draws = rows_of(run / "draws")
+    pool = preset in ("uniform", "group_std")
+    return [row for row in draws if row["age_steps"] > 0 or not pool]
+
+
 def stored_rows(run: Path, step: int) -> list[dict]:
     return pq.read_table(run / "checkpoints" / f"step_{step:06d}" / "buffer.parquet").to_pylist()
 

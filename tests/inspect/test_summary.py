@@ -40,7 +40,7 @@ def same_but_for_place(first: Inspection, second: Inspection) -> bool:
 def test_staleness_counts_the_rows(runs, preset):
     seen = inspect(runs[preset])
     stored = Counter(LAST - row["birth_step"] for row in by_hand.stored_rows(runs[preset], LAST))
-    replayed = Counter(row["age_steps"] for row in by_hand.rows_of(runs[preset] / "draws"))
+    replayed = Counter(row["age_steps"] for row in by_hand.replayed_rows(runs[preset], preset))
     assert {row.age_steps: row.stored for row in seen.staleness if row.stored} == stored
     assert {row.age_steps: row.replayed for row in seen.staleness if row.replayed} == replayed
     assert [row.age_steps for row in seen.staleness] == list(range(len(seen.staleness)))
@@ -77,7 +77,7 @@ def test_magnitudes_have_one_bin_per_value_of_a_small_group(runs, preset):
         row["rollout_id"]: row["advantage"] for row in by_hand.rows_of(runs[preset] / "rollouts")
     }
     replayed = [
-        abs(advantage_of[row["rollout_id"]]) for row in by_hand.rows_of(runs[preset] / "draws")
+        abs(advantage_of[row["rollout_id"]]) for row in by_hand.replayed_rows(runs[preset], preset)
     ]
     bins = inspect(runs[preset]).abs_advantage
     # k of 4 correct: √(1/3), 1, √3.
@@ -144,7 +144,9 @@ def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
         "generated": generated,
         "kept": [row for row in generated if row["kept"]],
         "stored": [row_of[r["rollout_id"]] for r in by_hand.stored_rows(runs[preset], LAST)],
-        "replayed": [row_of[r["rollout_id"]] for r in by_hand.rows_of(runs[preset] / "draws")],
+        "replayed": [
+            row_of[row["rollout_id"]] for row in by_hand.replayed_rows(runs[preset], preset)
+        ],
     }
     seen = {population.name: population for population in inspect(runs[preset]).populations}
     assert list(seen) == [name for name, rows in expected.items() if rows]
