@@ -150,7 +150,7 @@ class Session:
                 ),
             )
         engine = self._open_engine(checkpoint, state, tokenizer)
-        sampler = open_sampler(recipe, self._model_path(engine), comm)
+        sampler = open_sampler(recipe, self._model_path(engine), comm, self.run_dir.path / "log")
         self.stack.callback(sampler.close)
         buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
         if checkpoint:

@@ -1,6 +1,7 @@
 """The sampler protocol, and how one is opened from a recipe."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from grpo_replay.types import Completion, GenerationRequest
@@ -40,9 +41,12 @@ class Sampler(Protocol):
         ...
 
 
-def open_sampler(recipe: "Recipe", model_path: str, comm: "Comm") -> Sampler:
+def open_sampler(
+    recipe: "Recipe", model_path: str, comm: "Comm", log_folder: Path | None = None
+) -> Sampler:
     """The sampler that `recipe.sampling.backend` names, holding the weights in `model_path`
-    (a local folder or hub id) as policy version 0."""
+    (a local folder or hub id) as policy version 0. Servers that it launches log to `log_folder`
+    (a temporary folder if None). Collective."""
     backend = recipe.sampling.backend
     if backend == "hf":
         from grpo_replay.backends.hf_sampler import HfSampler
@@ -54,4 +58,4 @@ def open_sampler(recipe: "Recipe", model_path: str, comm: "Comm") -> Sampler:
         return VllmLocalSampler.open(recipe, model_path, comm)
     from grpo_replay.backends.vllm_server import VllmServerSampler
 
-    return VllmServerSampler.open(recipe, model_path, comm)
+    return VllmServerSampler.open(recipe, model_path, comm, log_folder)
