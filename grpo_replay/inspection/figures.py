@@ -85,7 +85,7 @@ def draw_staleness(axes: Any, seen: Inspection) -> None:
     ages = np.array([row.age_steps for row in seen.staleness])
     stored = np.array([row.stored for row in seen.staleness], dtype=float)
     replayed = np.array([row.replayed for row in seen.staleness], dtype=float)
-    _paired(axes, ages, stored, replayed)
+    _paired(axes, ages, ("stored", stored), replayed)
     limit = seen.settings["max_age_steps"]
     if limit is not None:
         axes.axvline(limit + 0.5, color=GREY, linestyle=":", linewidth=0.9)
@@ -103,10 +103,12 @@ def draw_staleness(axes: Any, seen: Inspection) -> None:
     _whole_numbers(axes.xaxis)
 
 
-def _paired(axes: Any, places: np.ndarray, stored: np.ndarray, replayed: np.ndarray) -> None:
-    """Shares of stored and of replayed rollouts, side by side."""
+def _paired(
+    axes: Any, places: np.ndarray, left: tuple[str, np.ndarray], replayed: np.ndarray
+) -> None:
+    """Shares of a population and of replayed rollouts, side by side."""
     width = 0.42
-    sides = (("stored", stored, STORED, -1), ("at use", replayed, REPLAYED, 1))
+    sides = ((*left, STORED, -1), ("replayed", replayed, REPLAYED, 1))
     for name, counts, colour, side in sides:
         if counts.sum():
             label = f"{name} ({int(counts.sum()):,})"
@@ -131,10 +133,11 @@ def _legend_above(axes: Any) -> None:
 
 def draw_magnitude(axes: Any, seen: Inspection) -> None:
     bins = seen.abs_advantage
+    kept = np.array([b.kept for b in bins], dtype=float)
     stored = np.array([b.stored for b in bins], dtype=float)
     replayed = np.array([b.replayed for b in bins], dtype=float)
     places = np.arange(len(bins))
-    _paired(axes, places, stored, replayed)
+    _paired(axes, places, ("survivors", kept) if kept.any() else ("stored", stored), replayed)
     single = all(b.low == b.high for b in bins)
     labels = [f"{b.low:.2f}" if single else f"{(b.low + b.high) / 2:.2f}" for b in bins]
     every = max(1, round(len(bins) / 8))
@@ -207,7 +210,9 @@ def draw_occupancy(axes: Any, seen: Inspection) -> None:
     if capacity is not None and capacity <= 2 * max(stored):
         axes.axhline(capacity, color=GREY, linestyle=":", linewidth=0.9, label="capacity")
     if expected is not None and seen.settings["max_age_steps"] is not None:
-        axes.axhline(expected, color=REPLAYED, linestyle="--", linewidth=0.9, label="$τ_{max}·B'$")
+        axes.axhline(
+            expected, color=REPLAYED, linestyle="--", linewidth=0.9, label="$τ_{max}·B'$ now"
+        )
     axes.set_ylim(bottom=0)
     axes.set_xlabel("training step")
     axes.set_ylabel("rollouts")

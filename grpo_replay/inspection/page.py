@@ -41,7 +41,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 _CAPTIONS = {
     "Staleness": "Age of what is stored now, and age at which rollouts were replayed over the run.",
-    "|Advantage|": "What a prioritised draw prefers: orange above blue on the right.",
+    "|Advantage|": "All survivors of the run, and what was drawn of them.",
     "Reuse": "How often each stored rollout was drawn, and how long ago the use before was.",
     "Clip fraction by age": "Tokens whose gradient the clip removed: replay that teaches nothing.",
     "Policy shift by age": "How far the policy has moved from the one that sampled the rollout.",

@@ -226,8 +226,10 @@ def merge_rows(rows: Sequence[tuple[int, int, int]], most: int) -> list[tuple[st
 def _magnitude(seen: Inspection) -> Panel | None:
     if not seen.abs_advantage:
         return None
-    rows = [(bin_label(b), b.stored, b.replayed) for b in seen.abs_advantage]
-    body: RenderableType = _paired_bars("|A|", rows, ("stored", "replayed"))
+    logged = any(b.kept for b in seen.abs_advantage)
+    rows = [(bin_label(b), b.kept if logged else b.stored, b.replayed) for b in seen.abs_advantage]
+    names = ("survivors" if logged else "stored", "replayed")
+    body: RenderableType = _paired_bars("|A|", rows, names)
     if seen.priority is not None:
         p = seen.priority
         line = (

@@ -97,7 +97,7 @@ def plot_plan(plan: Plan, path: Path) -> None:
         levels = [1.0, *BANDS, max(4.01, float(values[np.isfinite(values)].max()))]
         shades = axes.contourf(xs, ys, values, levels=levels, cmap="Blues_r", norm=_log_norm())
         lines = axes.contour(xs, ys, values, levels=BANDS, colors="white", linewidths=0.5)
-        axes.clabel(lines, fmt=lambda level: f"{level:.2f}", fontsize=5.5)
+        labels = axes.clabel(lines, fmt=lambda level: f"{level:.2f}", fontsize=5.5)
         shades.set_rasterized(True)
         curve = [best_replay_ratio(x, plan.inputs.effective_mu, plan.inputs.rho) for x in xs]
         axes.plot(xs, curve, color="black", linewidth=0.7, linestyle="--", label="best y for x")
@@ -105,10 +105,21 @@ def plot_plan(plan: Plan, path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlim=(x_low, x_high), ylim=(y_low, y_high))
         axes.set_xlabel("staleness horizon x = N/R (training steps)")
         axes.set_ylabel("replay ratio y = B/R (uses)")
+        axes.set_title("compute J relative to the best design")
         axes.grid(False)
         _plain_log_ticks(axes)
+        _hide_at_the_edge(axes, labels)
         figure.legend(loc="outside upper center", ncols=2, columnspacing=1.0)
         save_figure(figure, path)
+
+
+def _hide_at_the_edge(axes, labels) -> None:
+    """Labels that the frame would cut."""
+    for label in labels:
+        across, up = axes.transAxes.inverted().transform(
+            axes.transData.transform(label.get_position())
+        )
+        label.set_visible(0.06 < across < 0.94 and 0.06 < up < 0.94)
 
 
 def _log_norm():

@@ -75,7 +75,9 @@ def summarise(source: Source) -> Inspection:
         rebuilt=rebuilt,
         occupancy=_occupancy(stored, log, settings, step, facts),
         staleness=staleness_rows(step - stored.birth_step, replays_of_old.age),
-        abs_advantage=magnitude_bins(np.abs(stored.advantage), np.abs(replayed.advantage)),
+        abs_advantage=magnitude_bins(
+            *(np.abs(rows.advantage) for rows in (log.take(log.kept), stored, replayed))
+        ),
         priority=_quantiles(stored.priority),
         times_used=_counts(stored.times_used),
         last_use=last_use(draws, settings) if len(draws) else None,
@@ -171,25 +173,25 @@ def staleness_rows(stored_ages: np.ndarray, replayed_ages: np.ndarray) -> tuple[
     return tuple(StalenessRow(age, int(stored[age]), int(replayed[age])) for age in range(rows))
 
 
-def magnitude_bins(stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
+def magnitude_bins(kept: np.ndarray, stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
     """One bin per value if there are at most 16 different ones (|A| of groups of G takes few),
-    else twelve equal bins from 0 to the largest; () if there is nothing."""
-    stored, replayed = stored[np.isfinite(stored)], replayed[np.isfinite(replayed)]
+    else twelve equal bins from 0 to the largest; () if nothing is stored or replayed."""
     if stored.size + replayed.size == 0:
         return ()
-    values = np.unique(np.concatenate([stored, replayed]).round(4))
+    groups = (kept, stored, replayed)
+    values = np.unique(np.concatenate(groups).round(4))
     if values.size <= _DISTINCT:
-        counts = [(group.round(4)[:, None] == values).sum(axis=0) for group in (stored, replayed)]
-        return tuple(
-            Bin(float(value), float(value), int(a), int(b))
-            for value, a, b in zip(values, *counts, strict=True)
+        counts = [(group.round(4)[:, None] == values).sum(axis=0) for group in groups]
+        lows = highs = values
+    else:
+        edges = np.linspace(
+            0.0, max(float(group.max()) for group in groups if group.size), _BINS + 1
         )
-    edges = np.linspace(0.0, float(values[-1]), _BINS + 1)
-    edges[-1] = max(float(group.max()) for group in (stored, replayed) if group.size)
-    counts = [np.histogram(group, edges)[0] for group in (stored, replayed)]
+        counts = [np.histogram(group, edges)[0] for group in groups]
+        lows, highs = edges[:-1], edges[1:]
     return tuple(
-        Bin(float(low), float(up), int(a), int(b))
-        for low, up, a, b in zip(edges[:-1], edges[1:], *counts, strict=True)
+        Bin(float(low), float(high), *(int(n) for n in numbers))
+        for low, high, *numbers in zip(lows, highs, *counts, strict=True)
     )
 
 

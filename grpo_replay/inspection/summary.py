@@ -35,10 +35,12 @@ class StalenessRow:
 @dataclass(frozen=True, slots=True)
 class Bin:
     """Counts of values in [low, high) (the last bin of a histogram includes its end), or of the
-    value `low` if low equals high."""
+    value `low` if low equals high. `kept` counts the survivors of the whole run: what the draw
+    could choose from, over time."""
 
     low: float
     high: float
+    kept: int
     stored: int
     replayed: int
 

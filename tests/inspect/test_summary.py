@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import by_hand
+import numpy as np
 import pytest
 from synthetic_run import GROUP_SIZE, PRESETS, write_synthetic_run
 
 from grpo_replay.inspection.source import open_source
-from grpo_replay.inspection.summarise import summarise
+from grpo_replay.inspection.summarise import magnitude_bins, summarise
 from grpo_replay.inspection.summary import Inspection
 
 LAST = 24
@@ -79,14 +80,32 @@ def test_magnitudes_have_one_bin_per_value_of_a_small_group(runs, preset):
     replayed = [
         abs(advantage_of[row["rollout_id"]]) for row in by_hand.replayed_rows(runs[preset], preset)
     ]
+    kept = [
+        abs(row["advantage"])
+        for row in by_hand.rows_of(runs[preset] / "rollouts")
+        if row["kept"] and stored
+    ]
     bins = inspect(runs[preset]).abs_advantage
     # k of 4 correct: √(1/3), 1, √3.
     assert [round(b.low, 3) for b in bins] == ([0.577, 1.0, 1.732] if stored else [])
     for b in bins:
         assert b.low == b.high
+        assert b.kept == sum(abs(value - b.low) < 1e-3 for value in kept)
         assert b.stored == sum(abs(value - b.low) < 1e-3 for value in stored)
         assert b.replayed == sum(abs(value - b.low) < 1e-3 for value in replayed)
     assert sum(b.stored for b in bins) == len(stored)
+
+
+def test_magnitudes_that_take_many_values_are_binned():
+    rng = np.random.default_rng(0)
+    kept, stored, replayed = (rng.uniform(0, top, 500) for top in (2.0, 2.4, 1.0))
+    bins = magnitude_bins(kept, stored, replayed)
+    assert len(bins) == 12
+    assert bins[0].low == 0.0 and bins[-1].high == stored.max()
+    assert [sum(getattr(b, name) for b in bins) for name in ("kept", "stored", "replayed")] == [
+        500
+    ] * 3
+    assert bins[3].stored == sum(bins[3].low <= value < bins[3].high for value in stored)
 
 
 @pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo"])
