@@ -98,7 +98,7 @@ def draw_staleness(axes: Any, seen: Inspection) -> None:
             color=GREY,
             fontsize=6.5,
         )
-        axes.set_xlim(-0.6, max(limit, ages.max()) + 1.2)
+        axes.set_xlim(-0.6, 1.08 * max(limit, ages.max()) + 0.8)
     axes.set_xlabel("age (training steps)")
     _whole_numbers(axes.xaxis)
 
@@ -111,11 +111,19 @@ def _paired(
     sides = ((*left, STORED, -1), ("replayed", replayed, REPLAYED, 1))
     for name, counts, colour, side in sides:
         if counts.sum():
-            label = f"{name} ({int(counts.sum()):,})"
+            label = f"{name} ({_short_count(int(counts.sum()))})"
             share = 100 * counts / counts.sum()
             axes.bar(places + side * width / 2, share, width, color=colour, label=label)
     axes.set_ylabel("rollouts (%)")
     _legend_above(axes)
+
+
+def _short_count(count: int) -> str:
+    """At most five characters, so that the legend stays clear of the title."""
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.3g}{unit}"
+    return str(count)
 
 
 def _legend_above(axes: Any) -> None:
@@ -154,7 +162,7 @@ def draw_reuse(axes: Any, seen: Inspection) -> None:
     labels = list(dict.fromkeys([*left, *right]))
     labels.sort(key=lambda label: int(label.rstrip("+")))
     places = np.arange(len(labels))
-    sides = (("times drawn, of stored", left, 0, STORED, -1),) + (
+    sides = (("draws of stored", left, 0, STORED, -1),) + (
         (("steps since last use", right, new, REPLAYED, 1),) if seen.last_use else ()
     )
     for name, counts, extra, colour, side in sides:
