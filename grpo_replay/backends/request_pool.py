@@ -106,11 +106,13 @@ class _Work:
         self._cancelled = False
         self._results: queue.SimpleQueue[Completion | GrpoReplayError] = queue.SimpleQueue()
         self._probing = {server.url: threading.Lock() for server in pool.servers}
-        count = min(pool.settings.in_flight_per_server, len(requests))
+        live = pool.live()
+        # A fair share at first: the threads of one server would take everything at once.
+        share = -(-len(requests) // len(live))
         self._threads = [
             threading.Thread(target=self._serve, args=(server,), daemon=True)
-            for server in pool.live()
-            for _ in range(count)
+            for server in live
+            for _ in range(min(share, pool.settings.in_flight_per_server))
         ]
         for thread in self._threads:
             thread.start()

@@ -56,7 +56,7 @@ class VllmLocalSampler:
     ) -> None:
         config = engine.vllm_config
         self._engine: LLMEngine | None = engine
-        self._stop_token_ids = tuple(stop_token_ids)
+        self.stop_token_ids = tuple(stop_token_ids)
         self._expected = expected
         self._comm = comm
         self._tensor_parallel_size = config.parallel_config.tensor_parallel_size
@@ -107,7 +107,7 @@ class VllmLocalSampler:
         try:
             for index, request in enumerate(requests):
                 prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
-                parameters = sampling_parameters(request, self._stop_token_ids)
+                parameters = sampling_parameters(request, self.stop_token_ids)
                 engine.add_request(str(index), prompt, SamplingParams(**parameters))
                 running.add(str(index))
             while running:
@@ -132,7 +132,7 @@ class VllmLocalSampler:
             [entry[token].logprob for token, entry in zip(tokens, entries, strict=False)],
             sampled.finish_reason,
             read_spans([span.version for span in sampled.weight_versions or ()], place),
-            self._stop_token_ids,
+            self.stop_token_ids,
         )
 
     def _abandon(self, engine: "LLMEngine", running: set[str]) -> None:

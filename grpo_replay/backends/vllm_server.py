@@ -57,7 +57,7 @@ class VllmServerSampler:
         comm: Comm,
     ) -> None:
         self._wanted = wanted
-        self._stop_token_ids = tuple(stop_token_ids)
+        self.stop_token_ids = tuple(stop_token_ids)
         self._expected = expected
         self._comm = comm
         self._launched: Sequence[LaunchedServer] = ()
@@ -162,7 +162,7 @@ class VllmServerSampler:
             )
         for request in requests:
             check_request(request, self._wanted.max_model_len, self._wanted.vocabulary)
-        return self._pool.run(requests, self._stop_token_ids, self.policy_version)
+        return self._pool.run(requests, self.stop_token_ids, self.policy_version)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace all weights on all servers. Collective.
