@@ -1,0 +1,196 @@
+"""What our samplers cost over bare vLLM: tokens per second on the same requests.
+
+    python benchmarks/vllm_sampling.py [--requests 256] [--tokens 50] [--rounds 5] [--json FILE]
+
+In process: `VllmLocalSampler.generate` against `LLM.generate` of an engine with the same settings.
+Over HTTP: `VllmServerSampler.generate` against aiohttp (the client of vLLM's own benchmarks)
+posting the same bodies to the same server and reading JSON. Both pairs alternate, and the median
+round counts, so that a busy machine slows both. Needs vLLM (the CPU build will do).
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from grpo_replay.backends.engine_settings import engine_arguments
+from grpo_replay.backends.vllm_local import VllmLocalSampler
+from grpo_replay.backends.vllm_requests import sampling_parameters
+from grpo_replay.backends.vllm_server import VllmServerSampler
+from grpo_replay.distributed import Comm
+from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.seeding import completion_seed
+from grpo_replay.types import GenerationRequest, RequestKey
+
+VOCABULARY = 512
+PORT = 8720
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    requests = make_requests(options.requests, options.tokens)
+    with TemporaryDirectory() as folder:
+        save_model(folder)
+        figures = {
+            "requests": options.requests,
+            "tokens_per_request": options.tokens,
+            "in_process": compare_in_process(folder, requests, options.rounds),
+            "http": compare_http(folder, requests, options.rounds),
+        }
+    for path in ("in_process", "http"):
+        pair = figures[path]
+        print(
+            f"{path}: ours {pair['ours']:,.0f} tokens/s, bare {pair['bare']:,.0f} tokens/s, "
+            f"ratio {pair['ratio']:.3f}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2))
+
+
+def save_model(folder: str) -> None:
+    """A random Qwen3 of 0.8M parameters, nearly uniform: few completions end early."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def make_recipe(folder: str, tokens: int, **sampling: Any) -> Recipe:
+    layer = {
+        "model": {"path": folder, "tokenizer": "builtin:bytes"},
+        "prompts": {"max_prompt_length": 64},
+        "sampling": {"max_completion_length": tokens, **sampling},
+    }
+    return resolve_recipe([layer])
+
+
+def make_requests(count: int, tokens: int) -> list[GenerationRequest]:
+    """Groups of eight completions of prompts of 16 tokens."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(300, VOCABULARY, (count // 8 + 1, 16)).astype(np.int32)
+    keys = [RequestKey(1, index // 8, index % 8) for index in range(count)]
+    return [
+        GenerationRequest(key, prompts[key.prompt_index], completion_seed(42, key), tokens)
+        for key in keys
+    ]
+
+
+def compare(
+    ours: Callable[[], int], bare: Callable[[], int], rounds: int
+) -> dict[str, float | list[float]]:
+    """Median tokens per second of each, alternating, after one round of each that does not count.
+    The ratio is the median of the rounds' ratios."""
+    ours()
+    bare()
+    rates: dict[str, list[float]] = {"ours": [], "bare": []}
+    for index in range(rounds):
+        pair = [("ours", ours), ("bare", bare)]
+        for name, sample in pair if index % 2 else pair[::-1]:
+            started = time.perf_counter()
+            tokens = sample()
+            rates[name].append(tokens / (time.perf_counter() - started))
+    ratios = [one / other for one, other in zip(rates["ours"], rates["bare"], strict=True)]
+    return {
+        "ours": statistics.median(rates["ours"]),
+        "bare": statistics.median(rates["bare"]),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def compare_in_process(
+    folder: str, requests: Sequence[GenerationRequest], rounds: int
+) -> dict[str, Any]:
+    recipe = make_recipe(folder, requests[0].max_tokens, backend="vllm")
+    sampler = VllmLocalSampler.open(recipe, folder, Comm())
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        **engine_arguments(recipe, recipe.model, on_gpu=False),
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    prompts = [{"prompt_token_ids": r.prompt_token_ids.tolist()} for r in requests]
+    parameters = [
+        SamplingParams(**sampling_parameters(r, sampler.stop_token_ids)) for r in requests
+    ]
+
+    def ours() -> int:
+        return sum(len(c.token_ids) for c in sampler.generate(requests))
+
+    def bare() -> int:
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    figures = compare(ours, bare, rounds)
+    sampler.close()
+    return figures
+
+
+def compare_http(folder: str, requests: Sequence[GenerationRequest], rounds: int) -> dict[str, Any]:
+    servers = {"launch": 1, "base_port": PORT}
+    tokens = requests[0].max_tokens
+    recipe = make_recipe(folder, tokens, backend="vllm_server", servers=servers)
+    sampler = VllmServerSampler.open(recipe, folder, Comm())
+    bodies = [
+        {
+            "token_ids": r.prompt_token_ids.tolist(),
+            "sampling_params": sampling_parameters(r, sampler.stop_token_ids),
+        }
+        for r in requests
+    ]
+    url = f"http://127.0.0.1:{PORT}/inference/v1/generate"
+
+    def ours() -> int:
+        return sum(len(c.token_ids) for c in sampler.generate(requests))
+
+    try:
+        return compare(ours, lambda: asyncio.run(post_all(url, bodies)), rounds)
+    finally:
+        sampler.close()
+
+
+async def post_all(url: str, bodies: Sequence[dict[str, Any]]) -> int:
+    """Tokens in the answers to all bodies, posted at once over at most 256 connections."""
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=256)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def post(body: dict[str, Any]) -> int:
+            async with session.post(url, json=body) as response:
+                answer = await response.json()
+                return len(answer["choices"][0]["token_ids"])
+
+        return sum(await asyncio.gather(*(post(body) for body in bodies)))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
