@@ -106,13 +106,14 @@ def measure(path: Path) -> dict[str, float]:
     from grpo_replay.inspection.summarise import summarise
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     seen = summarise(open_source(path))
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - busy
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {
         "rollouts": seen.occupancy.stored_rollouts,
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "before_mib": before,
         "peak_mib": peak,
     }
@@ -128,8 +129,8 @@ def main() -> None:
     if options.measure is not None:
         print(json.dumps(measure(options.measure)))
         return
-    print("| rollouts | tokens each | file, MiB | summary, s | memory before, MiB | peak, MiB |")
-    print("|---|---|---|---|---|---|")
+    print("| rollouts | tokens each | file, MiB | summary, s | CPU, s | before, MiB | peak, MiB |")
+    print("|---|---|---|---|---|---|---|")
     for rollouts in options.rollouts:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             path = Path(folder) / "buffer.parquet"
@@ -137,9 +138,10 @@ def main() -> None:
             command = [sys.executable, __file__, "--measure", str(path)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             seen = json.loads(done.stdout)
+            mib = path.stat().st_size / 2**20
             print(
-                f"| {rollouts:,} | {options.tokens} | {path.stat().st_size / 2**20:,.0f} | "
-                f"{seen['seconds']:.2f} | {seen['before_mib']:.0f} | {seen['peak_mib']:.0f} |",
+                f"| {rollouts:,} | {options.tokens} | {mib:,.0f} | {seen['seconds']:.2f} | "
+                f"{seen['cpu_seconds']:.2f} | {seen['before_mib']:.0f} | {seen['peak_mib']:.0f} |",
                 flush=True,
             )
 
