@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_replay.errors import SnapshotError
+from grpo_replay.errors import OutputDirectoryError, SnapshotError
 
 _KIND_KEY = b"grpo_replay.kind"
 _VERSION_KEY = b"grpo_replay.schema_version"
@@ -23,21 +23,28 @@ def write_parquet(
     metadata: dict[bytes, bytes] | None = None,
 ) -> None:
     """Write tables of one schema, zstd-compressed with page checksums; kind and schema version go
-    into the metadata. The file appears under its name only when it is complete and flushed."""
+    into the metadata. The file appears under its name only when it is complete and flushed. Raises
+    OutputDirectoryError if the disk is full or the folder is not writable."""
     marks = {_KIND_KEY: kind.encode(), _VERSION_KEY: str(version).encode(), **(metadata or {})}
     temporary = path.with_name(path.name + ".tmp")
-    with (
-        open(temporary, "wb") as file,
-        pq.ParquetWriter(
-            file, schema.with_metadata(marks), compression="zstd", write_page_checksum=True
-        ) as writer,
-    ):
-        for table in tables:
-            writer.write_table(table.replace_schema_metadata(marks))
-        writer.close()
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with (
+            open(temporary, "wb") as file,
+            pq.ParquetWriter(
+                file, schema.with_metadata(marks), compression="zstd", write_page_checksum=True
+            ) as writer,
+        ):
+            for table in tables:
+                writer.write_table(table.replace_schema_metadata(marks))
+            writer.close()
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OutputDirectoryError(
+            f"{path}: cannot be written ({error}); free space or make the folder writable, then "
+            "resume the run"
+        ) from error
 
 
 @contextmanager

@@ -1,19 +1,21 @@
 """The replay buffer: rollouts in insertion order, bounded by age and by capacity (paper A,
 section 4; positive-bias variant: paper B).
 
-Stored with every rollout: everything frozen at its birth, its priority, and how often and when it
-was last drawn. The completion's text is not stored (rollouts/ has it). Ages are in training steps.
-The generator is passed to `draw` and belongs to the caller.
+Stored with every rollout: everything frozen at its birth, its priority, and its uses. A use is a
+draw: `times_used` is the number of the rollout's rows in draws/, and does not count the birth step
+in which all fresh survivors train. The completion's text is not stored (rollouts/ has it). Ages are
+in training steps. The generator is passed to `draw` and belongs to the caller.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from grpo_replay.buffer.columns import ColumnQueue
 from grpo_replay.buffer.drawing import Candidates, check_groups_adjacent, pick, query_spans
+from grpo_replay.buffer.insertion import check_insertable, frozen
 from grpo_replay.buffer.priorities import rollout_priorities
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.types import Draw, Rollout
@@ -89,7 +91,7 @@ class ReplayBuffer:
         """
         if not rollouts:
             return 0
-        self._check_insertable(rollouts, step)
+        check_insertable(rollouts, step, self._columns, self.settings.unit)
         self._columns.append(self._new_columns(rollouts, step, times_used_N))
         evicted = self._enforce_capacity()
         self._evicted_by_capacity += evicted
@@ -177,7 +179,7 @@ class ReplayBuffer:
         rollouts = state["rollouts"]
         if rollouts:
             newest = max(rollout.birth_step for rollout in rollouts)
-            restored._check_insertable(rollouts, newest)
+            check_insertable(rollouts, newest, restored._columns, self.settings.unit)
             columns = restored._new_columns(rollouts, newest, state["times_used"])
             columns["last_used_step"] = np.asarray(state["last_used_step"], dtype=np.int64)
             restored._columns.append(columns)
@@ -218,7 +220,7 @@ class ReplayBuffer:
         if times_used_N is not None:
             times_used[:] = times_used_N
         payload = np.empty(count, dtype=np.object_)
-        payload[:] = [_frozen(rollout) for rollout in rollouts]
+        payload[:] = [frozen(rollout) for rollout in rollouts]
         return {
             "rollout_id": np.array([rollout.rollout_id for rollout in rollouts]),
             "group_id": np.array([rollout.group_id for rollout in rollouts]),
@@ -244,32 +246,6 @@ class ReplayBuffer:
             np.array([rollout.group_reward_std for rollout in rollouts], dtype=np.float64),
             self.settings.priority_epsilon,
         )
-
-    def _check_insertable(self, rollouts: Sequence[Rollout], step: int) -> None:
-        for rollout in rollouts:
-            if not rollout.kept or rollout.advantage is None or rollout.behavior_logprobs is None:
-                raise ValueError(
-                    f"rollout {rollout.rollout_id}: only survivors with advantage and behaviour "
-                    "log-probs are stored"
-                )
-            if rollout.behavior_logprobs.shape != rollout.completion_token_ids.shape:
-                raise ValueError(
-                    f"rollout {rollout.rollout_id}: {rollout.behavior_logprobs.shape} behaviour "
-                    f"log-probs for {rollout.completion_token_ids.shape} completion tokens"
-                )
-            if rollout.birth_step > step:
-                raise ValueError(
-                    f"rollout {rollout.rollout_id}: born at step {rollout.birth_step}, inserted "
-                    f"at step {step}"
-                )
-        ids = np.array([rollout.rollout_id for rollout in rollouts])
-        if np.unique(ids).size < ids.size or _overlap(ids, self._columns["rollout_id"]):
-            raise ValueError(f"step {step}: a rollout of {ids.min()}…{ids.max()} is stored twice")
-        if self.settings.unit == "query":
-            groups = np.array([rollout.group_id for rollout in rollouts])
-            check_groups_adjacent(groups)
-            if _overlap(groups, self._columns["group_id"]):
-                raise ValueError(f"step {step}: part of a group is already stored")
 
     def _check_saved_priorities(self, state: Mapping[str, Any]) -> None:
         same_law = (
@@ -318,20 +294,3 @@ class ReplayBuffer:
     def _count_evicted(self, step: int, evicted: int) -> None:
         before = self._evicted_at[1] if self._evicted_at[0] == step else 0
         self._evicted_at = (step, before + evicted)
-
-
-def _overlap(new: np.ndarray, stored: np.ndarray) -> bool:
-    """Whether an id is in both; quick for ids that grow, as those of a run do."""
-    return bool(stored.size and new.min() <= stored.max() and np.isin(new, stored).any())
-
-
-def _frozen(rollout: Rollout) -> Rollout:
-    """The rollout without its text, its arrays read-only."""
-    for array in (
-        rollout.prompt_token_ids,
-        rollout.completion_token_ids,
-        rollout.behavior_logprobs,
-        rollout.sampler_logprobs,
-    ):
-        array.flags.writeable = False
-    return replace(rollout, completion_text="") if rollout.completion_text else rollout

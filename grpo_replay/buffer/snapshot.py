@@ -72,6 +72,7 @@ def read_snapshot(path: Path) -> Snapshot:
         columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
         rollouts = []
         for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=SNAPSHOT_SCHEMA.names):
+            _check_complete(path, batch)
             rollouts.extend(table_to_rollouts(pa.Table.from_batches([batch])))
             columns["priority"].append(batch.column("priority").to_numpy())
             columns["times_used"].append(batch.column("times_used").to_numpy())
@@ -119,11 +120,21 @@ def _tables(state: Mapping[str, Any]) -> Iterator[pa.Table]:
         yield pa.table([*frozen.columns, *uses], schema=SNAPSHOT_SCHEMA)
 
 
+def _check_complete(path: Path, batch: pa.RecordBatch) -> None:
+    for name in SNAPSHOT_SCHEMA.names:
+        if name != "last_used_step" and batch.column(name).null_count:
+            raise SnapshotError(
+                f"{path}: column {name} has a null, which no stored rollout has; restore the file "
+                "from a copy"
+            )
+
+
 def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     try:
         facts = json.loads(metadata[_FACTS_KEY])
         missing = {"step", "group_size", "settings", *_COUNTERS} - set(facts)
-    except (KeyError, ValueError, TypeError) as error:
+        missing |= {"priority", "priority_epsilon"} - set(facts.get("settings", ()))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise SnapshotError(
             f"{path}: its metadata have no readable {_FACTS_KEY.decode()} ({error}); restore the "
             "file from a copy"

@@ -17,7 +17,7 @@ from grpo_replay.buffer.snapshot import (
     restore_snapshot,
     write_snapshot,
 )
-from grpo_replay.errors import SnapshotError
+from grpo_replay.errors import OutputDirectoryError, SnapshotError
 from grpo_replay.rollout_log import (
     DRAW_SCHEMA,
     ROLLOUT_FILE_SCHEMA,
@@ -234,6 +234,53 @@ def test_a_snapshot_that_was_edited_is_refused(tmp_path):
         restore_snapshot(path, ReplayBuffer(drawn_buffer().settings, 4))
 
 
+def rewritten(path, change_table=None, facts=None):
+    """The snapshot with another table, or other facts in its metadata."""
+    table = pq.read_table(path)
+    table = change_table(table) if change_table else table
+    marks = dict(table.schema.metadata)
+    if facts is not None:
+        marks[b"grpo_replay.buffer"] = facts
+    pq.write_table(table.replace_schema_metadata(marks), path)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"step": 1, "group_size": 4, "settings": {}, "evicted_by_age": 0, '
+        b'"evicted_by_capacity": 0, "evicted_at": [0, 0]}',
+        b'{"step": 1, "group_size": 4, "settings": 7, "evicted_by_age": 0, '
+        b'"evicted_by_capacity": 0, "evicted_at": [0, 0]}',
+    ],
+)
+def test_a_snapshot_without_its_facts_is_refused(tmp_path, facts):
+    path = tmp_path / "buffer.parquet"
+    write_snapshot(path, drawn_buffer(), 10)
+    rewritten(path, facts=facts)
+    with pytest.raises(SnapshotError, match=r"buffer\.parquet: its metadata"):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize("column", [*SNAPSHOT_SCHEMA.names[:-1]])
+def test_a_null_where_there_must_be_a_value_is_refused(tmp_path, column):
+    path = tmp_path / "buffer.parquet"
+    buffer = drawn_buffer()
+    write_snapshot(path, buffer, 10)
+
+    def nulls(table):
+        index = table.column_names.index(column)
+        empty = pa.nulls(table.num_rows, table.schema.field(index).type)
+        return table.set_column(index, table.schema.field(index), empty)
+
+    rewritten(path, nulls)
+    with pytest.raises(SnapshotError, match=rf"buffer\.parquet: column {column} has a null"):
+        restore_snapshot(path, ReplayBuffer(buffer.settings, 4))
+
+
 READERS = {
     "rollouts": (read_rollout_table, lambda path: write_rollouts(path, some_rollouts(), {})),
     "draws": (
@@ -349,3 +396,21 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     with pytest.raises((pa.ArrowInvalid, OverflowError)):
         write_rollouts(path, some_rollouts(), {0: wrong})
     assert path.read_bytes() == before
+
+
+def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "f.parquet"
+    write_rollouts(path, some_rollouts(), {})
+    before = path.read_bytes()
+
+    def no_space(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(
+        OutputDirectoryError, match=r"f\.parquet: cannot be written.*No space.*free"
+    ):
+        write_rollouts(path, some_rollouts()[:4], {})
+    assert path.read_bytes() == before
+    with pytest.raises(OutputDirectoryError, match="cannot be written"):
+        write_rollouts(tmp_path / "missing" / "f.parquet", some_rollouts(), {})
