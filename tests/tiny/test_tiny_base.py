@@ -111,7 +111,10 @@ def test_learning_rate_rises_then_falls_to_zero():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_script_rebuilds_the_shipped_model(tmp_path, model):
-    """Two minutes. Rounding differs between processors, so behaviour is compared, not bits."""
+    """Two minutes. Rounding differs between processors, so the losses are compared, not bits.
+
+    A coarse check: it finds a broken warm-up, not slightly other habits (the constants' test does).
+    """
     torch.set_num_threads(1)
     rebuilt = make_base(WarmUp())
     save_base(rebuilt, WarmUp(), tmp_path)
