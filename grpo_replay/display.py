@@ -70,7 +70,7 @@ class RunDisplay(Display):
 
     def on_status(self, text: str) -> None:
         if self._live is None:
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, soft_wrap=True)
         else:
             self._progress.update(self._task, line=text)
 
@@ -78,9 +78,11 @@ class RunDisplay(Display):
         self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
     ) -> None:
         self._steps = recipe.run.steps
-        self._console.print(describe_run(recipe, run_dir, state.step), highlight=False)
+        self._console.print(
+            describe_run(recipe, run_dir, state.step), highlight=False, soft_wrap=True
+        )
         for notice in notices:
-            self._console.print(f"note: {notice}", highlight=False)
+            self._console.print(f"note: {notice}", highlight=False, soft_wrap=True)
         self._progress.update(
             self._task, description="step", total=self._steps, completed=state.step, line=""
         )
@@ -95,6 +97,7 @@ class RunDisplay(Display):
         self._console.print(
             f"step {step}: held-out accuracy {100 * accuracies['mean']:.1f}{spread} %{beside}",
             highlight=False,
+            soft_wrap=True,
         )
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
@@ -104,7 +107,9 @@ class RunDisplay(Display):
         line = self._line(metrics)
         self._progress.update(self._task, completed=metrics["step"], line=line)
         if self._live is None and self._is_due(metrics["step"]):
-            self._console.print(f"step {metrics['step']}/{self._steps}  {line}", highlight=False)
+            self._console.print(
+                f"step {metrics['step']}/{self._steps}  {line}", highlight=False, soft_wrap=True
+            )
 
     def _is_due(self, step: int) -> bool:
         return step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
@@ -126,12 +131,25 @@ class RunDisplay(Display):
                 f"interrupted after step {result.step}, with a checkpoint. Continue with the same "
                 f"command and --resume --output-dir {result.run_dir}",
                 highlight=False,
+                soft_wrap=True,
             )
             return
         assert result.summary is not None
         if result.summary["base"] or result.summary["final"]:
             out.print(result_table(result.summary))
+        _print_staleness(result.run_dir, out)
         out.print(describe_end(result.run_dir, result.summary))
+
+
+def _print_staleness(run_dir: Path, out: Console) -> None:
+    """How old what the run stored and replayed was, if it kept the logs that say so."""
+    from grpo_replay.inspection.panels import staleness_panel
+    from grpo_replay.inspection.source import open_source
+    from grpo_replay.inspection.summarise import summarise
+
+    panel = staleness_panel(summarise(open_source(str(run_dir), None)))
+    if panel is not None:
+        out.print(panel)
 
 
 def describe_run(recipe: "Recipe", run_dir: Path, step: int) -> str:

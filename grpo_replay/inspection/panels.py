@@ -76,7 +76,7 @@ def _panel(title: str, body: RenderableType, width: int = PANEL_WIDTH) -> Panel:
 
 def _panels(seen: Inspection) -> Iterable[Panel | None]:
     yield _occupancy(seen)
-    yield _staleness(seen)
+    yield staleness_panel(seen)
     yield _populations(seen)
     yield _magnitude(seen)
     yield _reuse(seen)
@@ -191,7 +191,8 @@ def _paired_bars(
     return table
 
 
-def _staleness(seen: Inspection) -> Panel | None:
+def staleness_panel(seen: Inspection) -> Panel | None:
+    """Ages of what is stored beside ages at use; None if nothing is or was."""
     if not seen.staleness:
         return None
     rows = merge_rows([(r.age_steps, r.stored, r.replayed) for r in seen.staleness], _ROWS)
