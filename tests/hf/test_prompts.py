@@ -133,11 +133,11 @@ def test_long_prompts_are_left_out_and_counted(jsonl, tokenizer):
 
 
 def test_no_prompt_left_says_limit_and_shortest(jsonl, tokenizer):
-    rows = [{"problem": "x" * length, "answer": "1"} for length in (9, 7)]
+    rows = [{"problem": "x" * length, "answer": "1"} for length in (9, 7, 8)]
     refused(
         jsonl(*rows),
         tokenizer,
-        r"none of 2 prompts has at most prompts.max_prompt_length 6 tokens; the shortest has 7",
+        r"none of 3 prompts has at most prompts.max_prompt_length 6 tokens; the shortest has 7",
         user_template="{problem}",
         max_prompt_length=6,
     )
