@@ -3,10 +3,10 @@
     python benchmarks/grading_speed.py PROBLEMS.jsonl        # fields: solution, answer
 
 Builds 2,000 completions as a model under training writes them: 8 samples for each of 250 problems;
-reasoning of 0 to 3 solution texts, then a final answer: half of them right, a third wrong (the
-samples of a problem share a few wrong answers), the rest cut off before an answer. The first batch
-meets a parser that has seen no LaTeX yet, in the loop and in the workers alike; the others show the
-steady state of a run. Both sides keep what they remember from batch to batch.
+reasoning of 0 to 3 solution texts, then a final answer: 50 % of them right, 40 % wrong (the samples
+of a problem share a few wrong answers), 10 % cut off before an answer. The problems of
+all batches are the same, the reasoning and the wrong answers are not; both sides keep what they
+remember from batch to batch, as they do over an evaluation.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def completions(rows: list[dict[str, str]], seed: int = 0) -> list[tuple[str, st
             luck = rng.random()
             if luck < 0.5:
                 text = f"{reasoning}\n\nSo the answer is $\\boxed{{{row['answer']}}}$."
-            elif luck < 0.83:
+            elif luck < 0.9:
                 text = f"{reasoning}\n\nTherefore \\boxed{{{rng.choice(wrong)}}}"
             else:
                 text = reasoning[: rng.randrange(len(reasoning) + 1)]

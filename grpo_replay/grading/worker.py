@@ -5,6 +5,7 @@ process that started it is gone. What a reward function prints goes to stderr.
 """
 
 import ctypes
+import gc
 import importlib
 import math
 import os
@@ -28,6 +29,9 @@ def main() -> None:
     except Exception as error:
         _write(replies, {"failed": f"{type(error).__name__}: {error}"})
         return
+    # What is imported stays: the collector need not walk through sympy again and again.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
     _limit_memory_growth(memory_limit_mib)
     _write(replies, {"ready": True})
     while (tasks := wire.read(requests)) is not None:
