@@ -43,6 +43,7 @@ class HttpClient:
         self._mine = threading.local()
         self._lock = threading.Lock()
         self._open: set[http.client.HTTPConnection] = set()
+        self._cuts = 0
 
     def get(self, path: str, timeout_seconds: float) -> Any:
         """The JSON answer, or None if the body is empty. Raises Unreachable or Refused."""
@@ -55,6 +56,7 @@ class HttpClient:
     def cut(self) -> None:
         """Break every connection, so that threads that wait for an answer stop waiting."""
         with self._lock:
+            self._cuts += 1
             connections = list(self._open)
         for connection in connections:
             sock = connection.sock
@@ -68,12 +70,13 @@ class HttpClient:
         deadline = time.monotonic() + timeout_seconds
         payload = None if body is None else json.dumps(body).encode()
         reused = getattr(self._mine, "connection", None) is not None
+        cuts = self._cuts
         try:
             try:
                 status, answer = self._send(method, path, payload, deadline)
             except (http.client.RemoteDisconnected, ConnectionError):
                 # A kept connection may have been closed by the server in the meantime.
-                if not reused:
+                if not reused or self._cuts != cuts:
                     raise
                 status, answer = self._send(method, path, payload, deadline)
         except TimeoutError as error:

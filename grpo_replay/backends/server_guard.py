@@ -15,7 +15,7 @@ import time
 from types import FrameType
 
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 5.0
 
 
 def main(parent: int, command: list[str]) -> int:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_replay.backends.vllm_local import VllmLocalSampler
 from grpo_replay.distributed import Comm
-from grpo_replay.errors import SamplerError
+from grpo_replay.errors import GrpoReplayError
 
 
 def main(folder: Path, output: Path, tensor_parallel_size: int) -> None:
@@ -31,7 +31,7 @@ def main(folder: Path, output: Path, tensor_parallel_size: int) -> None:
     try:
         sampler.load_weights(pairs[1:] if comm.rank == 1 else pairs, 1)
         refusal = ""
-    except SamplerError as error:
+    except GrpoReplayError as error:
         refusal = str(error)
     sampler.load_weights(pairs, 2)
 

@@ -89,7 +89,11 @@ def group_members(group: int) -> list[int]:
 def kill_server(server: LaunchedServer) -> None:
     """SIGKILL to the server's main process, the guard's child: what an operator or the kernel's
     memory killer does."""
-    children = Path(f"/proc/{server.guard.pid}/task/{server.guard.pid}/children").read_text()
+    kill_child_of(server.guard.pid)
+
+
+def kill_child_of(guard: int) -> None:
+    children = Path(f"/proc/{guard}/task/{guard}/children").read_text()
     os.kill(int(children.split()[0]), signal.SIGKILL)
 
 

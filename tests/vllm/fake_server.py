@@ -1,0 +1,71 @@
+"""An HTTP server that speaks the few routes of vLLM that the request pool uses, and misbehaves on
+request. The real thing is in test_vllm_servers; this one fails exactly when told."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class FakeServer:
+    """Answers `tokens` with log-prob -0.5 each, from weights labelled `label`."""
+
+    def __init__(self, label: str = "run/0") -> None:
+        self.label = label
+        self.tokens = [7, 1]
+        self.logprob = -0.5
+        self.statuses: list[int] = []  # of the next completions; then 200
+        self.seconds = 0.0
+        self.served = 0
+        self.in_flight = self.most_in_flight = 0
+        self._lock = threading.Lock()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                answers = {"/health": None, "/weight_info": {"weight_version": server.label}}
+                self._answer(200, answers[self.path])
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._answer(*server._complete(body))
+
+            def _answer(self, status: int, value: Any) -> None:
+                payload = b"" if value is None else json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self._lock:
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            status = self.statuses.pop(0) if self.statuses else 200
+        time.sleep(self.seconds)
+        with self._lock:
+            self.in_flight -= 1
+            self.served += status == 200
+        if status != 200:
+            return status, {"error": {"message": "as told", "code": status}}
+        choice = {
+            "token_ids": self.tokens,
+            "logprobs": {"content": [{"logprob": self.logprob} for _ in self.tokens]},
+            "finish_reason": "stop",
+            "weight_versions": [{"version": self.label, "start": 0, "end": len(self.tokens)}],
+        }
+        return 200, {"choices": [choice], "seed": body["sampling_params"]["seed"]}
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
