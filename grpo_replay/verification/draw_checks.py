@@ -161,7 +161,7 @@ class DrawChecks:
             parts.append(words)
             tally.expect(p_value >= FALSE_ALARM / len(DrawTest.ORDERS), words)
             tally.checked = count
-        tally.statement = f"{'; '.join(parts)} (a right run fails once in {1 / FALSE_ALARM:.0e})"
+        tally.statement = f"{'; '.join(parts)} (a right run fails once in {1 / FALSE_ALARM:,.0f})"
         return tally.result()
 
 
