@@ -250,6 +250,7 @@ def test_a_hub_dataset_is_read_through_datasets(tokenizer, tmp_path, monkeypatch
     monkeypatch.setattr(datasets, "load_dataset", from_folder)
     hub = section("owner/name", config_name="main", revision="abc", shuffle=False, limit=8)
     prompts = load_prompts(hub, tokenizer, 0)
+    assert len(prompts) == 8
     assert [p.answer for p in prompts.take(0, 8)] == [str(i + 1) for i in range(8)]
     assert prompts.take(3, 1)[0].row == {"problem": "3+1", "answer": "4"}
     refused("owner/name", tokenizer, r"owner/name\[train\]: no column 'x'", answer_field="x",
