@@ -33,6 +33,8 @@ class Display:
 
     def on_step(self, metrics: Mapping[str, Any]) -> None: ...
 
+    def on_notice(self, text: str) -> None: ...
+
     def on_status(self, text: str) -> None: ...
 
     def conclude(self, result: "RunResult") -> None: ...
@@ -82,10 +84,13 @@ class RunDisplay(Display):
             describe_run(recipe, run_dir, state.step), highlight=False, soft_wrap=True
         )
         for notice in notices:
-            self._console.print(f"note: {notice}", highlight=False, soft_wrap=True)
+            self.on_notice(notice)
         self._progress.update(
             self._task, description="step", total=self._steps, completed=state.step, line=""
         )
+
+    def on_notice(self, text: str) -> None:
+        self._console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
         accuracies, errors = report.accuracies(), report.standard_errors()

@@ -55,6 +55,10 @@ class Observer(Protocol):
 
     def on_step(self, metrics: Mapping[str, Any]) -> None: ...
 
+    def on_notice(self, text: str) -> None:
+        """A sentence the user should read."""
+        ...
+
     def on_status(self, text: str) -> None:
         """Something that takes a while begins."""
         ...
@@ -125,6 +129,7 @@ class Session:
     def open(self, resume: bool) -> None:
         """Prepare the directory, load everything, and restore the last checkpoint if resuming."""
         recipe, comm = self.recipe, self.comm
+        self.stack.callback(self.run_dir.unlock)
         checkpoint, notices = run_collectively(comm, lambda: self._prepare_directory(resume))
         comm.barrier()
         state = read_state(checkpoint) if checkpoint else RunState()
@@ -184,6 +189,8 @@ class Session:
                 f"--resume: {run_dir.path} holds no run (no recipe.yaml): check --output-dir, or "
                 "leave --resume out to start one there"
             )
+        if self.comm.is_main:
+            run_dir.lock()
         checkpoint = find_checkpoint(run_dir.checkpoints)
         if not self.comm.is_main:
             return checkpoint, []
@@ -300,6 +307,10 @@ class Session:
         for tracker in self.trackers:
             tracker.log(metrics["step"], metrics)
         self.observer.on_step(metrics)
+        for notice in self.trainer.notices:
+            logger.warning(notice)
+            self.observer.on_notice(notice)
+        self.trainer.notices.clear()
 
     def _checkpoint(self) -> None:
         state, comm = self.trainer.state, self.comm

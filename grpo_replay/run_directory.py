@@ -4,6 +4,7 @@ Every file of a step is written before the step's checkpoint. So going back to a
 removing what came after it; nothing that belongs to the checkpoint can be missing.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from grpo_replay import __version__
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
@@ -34,11 +35,37 @@ class RunDirectory:
         self.recipe_path = path / "recipe.yaml"
         self.checkpoints = path / "checkpoints"
         self.summary_path = path / "summary.json"
+        self._lock: IO[str] | None = None
 
     @property
     def exists(self) -> bool:
         """Whether a run was ever started here."""
         return self.recipe_path.exists() or self.metrics_path.exists()
+
+    def lock(self) -> None:
+        """Keep other processes out until this one ends, however it ends.
+
+        Raises OutputDirectoryError if another process is at work here.
+        """
+        path = self.path / ".lock"
+        self._lock = path.open("a+")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.seek(0)
+            raise OutputDirectoryError(
+                f"output directory {self.path} is in use by process {self._lock.read().strip()}: "
+                "wait for it or stop it, or choose another --output-dir"
+            ) from error
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
+
+    def unlock(self) -> None:
+        """Let others in. May be called without a lock."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def refuse_occupied(self) -> None:
         """Raises OutputDirectoryError if there is anything where a new run should go."""
@@ -54,6 +81,7 @@ class RunDirectory:
         """Make the directory of a new run. Raises OutputDirectoryError if it is occupied."""
         self.refuse_occupied()
         self._write_opening(recipe)
+        self.lock()
 
     def reopen(self, recipe: Recipe, step: int) -> list[str]:
         """Go back to the end of `step` (0: the start); returns what changed in the recipe."""

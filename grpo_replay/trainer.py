@@ -8,7 +8,6 @@ Rank 0 owns the buffer, the draw and the files. The other ranks sample, score an
 share: on them, lists that rank 0 owns are empty.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,8 +53,6 @@ from grpo_replay.weight_sync import (
     sync_weights,
 )
 
-logger = logging.getLogger(__name__)
-
 DRAW_STREAM, SPLIT_STREAM = 1, 2  # purposes of the per-step random streams
 
 
@@ -83,6 +80,7 @@ class Trainer:
         self.comm = parts.comm
         self.buffer = parts.buffer
         self.state = state
+        self.notices: list[str] = []  # sentences for the user, to be taken by whoever drives
         self._clock = Stopwatch()
 
     def train_step(self) -> dict[str, Any]:
@@ -184,13 +182,18 @@ class Trainer:
     def insert(self, fresh: Sequence[Rollout], batch: ComposedBatch, step: int) -> None:
         """Store the fresh survivors, evict what would be too old at the next step (step 5)."""
         insert_after_update(self.buffer, fresh, step, batch)
-        if self.buffer.stats(step).evicted_by_capacity and not self.state.capacity_warned:
+        settings = self.recipe.replay
+        # Without an age limit the capacity is meant to bind.
+        unexpected = (
+            settings.max_age_steps is not None and self.buffer.stats(step).evicted_by_capacity
+        )
+        if unexpected and not self.state.capacity_warned:
             self.state.capacity_warned = True
-            logger.warning(
-                "step %d: replay.capacity_rollouts %d binds: rollouts leave before they are %s "
-                "steps old. Raise it, or lower replay.max_age_steps.",
-                step, self.recipe.replay.capacity_rollouts, self.recipe.replay.max_age_steps,
-            )  # fmt: skip
+            self.notices.append(
+                f"step {step}: replay.capacity_rollouts {settings.capacity_rollouts} binds: "
+                f"rollouts leave before they are {settings.max_age_steps} steps old; raise it, or "
+                "lower replay.max_age_steps"
+            )
 
     def sync_weights(self) -> None:
         """Push the new policy to the sampler, as the next version."""

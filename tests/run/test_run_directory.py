@@ -161,3 +161,32 @@ def test_an_interrupted_run_checkpoints_and_can_be_resumed(tmp_path):
     assert "--resume" in errors
     state = json.loads((tmp_path / "run/checkpoints/latest/state.json").read_text())
     assert state["step"] == len(metrics.read_text().splitlines())
+
+
+def test_a_run_directory_belongs_to_one_process(tmp_path):
+    from grpo_replay.errors import OutputDirectoryError
+    from grpo_replay.run_directory import RunDirectory
+
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    first.lock()
+    with pytest.raises(OutputDirectoryError, match=f"in use by process {os.getpid()}"):
+        second.lock()
+    first.unlock()
+    second.lock()
+    second.unlock()
+
+
+def test_a_capacity_that_binds_is_said_once(tmp_path):
+    from grpo_replay.display import Display
+    from grpo_replay.run import run_training
+
+    class Listener(Display):
+        heard: list[str] = []  # noqa: RUF012
+
+        def on_notice(self, text):
+            self.heard.append(text)
+
+    settings = [*SETTINGS, "replay.capacity_rollouts=32", "eval.benchmarks=[]"]
+    run_training(load_recipe("tiny", settings), tmp_path / "run", False, Listener())
+    (notice,) = Listener.heard
+    assert "replay.capacity_rollouts 32 binds" in notice
