@@ -1,0 +1,56 @@
+"""Grading of real problems: reference solutions, and answers shifted by one problem.
+
+    python benchmarks/grading_check.py PROBLEMS.jsonl        # fields: solution, answer
+
+Every solution should be correct against its own answer and wrong against the next problem's; each
+exception is printed. Every verdict is held against math-verify called directly.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import math_verify
+
+from grpo_replay.grading.symbolic import in_environment
+from grpo_replay.recipe import RewardSection
+from grpo_replay.rewards import RewardScorer
+
+
+def direct(text: str, answer: str) -> bool:
+    gold = math_verify.parse(in_environment(answer))
+    prediction = math_verify.parse(in_environment(text))
+    return math_verify.verify(gold, prediction) if gold and prediction else text == answer
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("problems", type=Path)
+    rows = [json.loads(x) for x in parser.parse_args().problems.read_text("utf-8").splitlines()]
+    own = [(row["solution"], row["answer"]) for row in rows]
+    shifted = [
+        (row["solution"], other["answer"])
+        for row, other in zip(rows, rows[1:] + rows[:1], strict=True)
+    ]
+    different = 0
+    for name in ("math_verify", "minerva"):
+        with RewardScorer.open(RewardSection(function=name)) as scorer:
+            verdicts = scorer.score([(text, answer, None) for text, answer in own + shifted])
+        correct = [verdict.status == "correct" for verdict in verdicts]
+        ours, others = correct[: len(rows)], correct[len(rows) :]
+        print(f"{name}: own answers {sum(ours)}/{len(rows)}, shifted {sum(others)}/{len(rows)}")
+        for index, row in enumerate(rows):
+            if not ours[index]:
+                print(f"  not accepted: {row['solution'][-80:]!r} for {row['answer']!r}")
+            if others[index]:
+                print(f"  accepted: answer {row['answer']!r} for {shifted[index][1]!r}")
+        if name == "math_verify":
+            expected = [direct(text, answer) for text, answer in own + shifted]
+            different = sum(a != b for a, b in zip(correct, expected, strict=True))
+            print(f"  {different} of {len(expected)} verdicts differ from the direct call")
+    return int(different > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
