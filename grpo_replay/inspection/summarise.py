@@ -84,7 +84,7 @@ def summarise(source: Source) -> Inspection:
         draw_law=next_draw_law(stored, settings),
         populations=_populations(log, stored, replayed),
         by_age=outcomes_by_age(source),
-        trends=_trends(source.metrics),
+        trends=_trends(source.metrics, replays(settings)),
         replayed_rollouts=len(replays_of_old),
         trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
@@ -275,12 +275,16 @@ def population(name: str, rows: RolloutColumns) -> Population:
     )
 
 
-def _trends(metrics: tuple[Mapping[str, Any], ...]) -> dict[str, tuple[tuple[int, float], ...]]:
+def _trends(
+    metrics: tuple[Mapping[str, Any], ...], replaying: bool
+) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Metrics over training; without replay, those of the buffer are left out."""
+    names = [name for name in TRENDS if replaying or not name.startswith(("replay/", "buffer/"))]
     series = {
         name: tuple(
             (int(line["step"]), float(line[name])) for line in metrics if line.get(name) is not None
         )
-        for name in TRENDS
+        for name in names
     }
     return {name: points for name, points in series.items() if points}
 

@@ -2,15 +2,28 @@
 
 import json
 import math
+import tracemalloc
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from synthetic_run import VARIANCE_AT_AGE_ONE, VARIANCE_EXPONENT, synthetic_recipe
+from synthetic_run import (
+    VARIANCE_AT_AGE_ONE,
+    VARIANCE_EXPONENT,
+    SyntheticRun,
+    synthetic_recipe,
+)
 
+from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.commands.plan import run
 from grpo_replay.errors import SnapshotError, UsageError
-from grpo_replay.inspection.plan_design import PlanInputs, make_plan, replay_settings
+from grpo_replay.inspection.plan_design import (
+    PlanInputs,
+    design_at,
+    make_plan,
+    replay_settings,
+)
 from grpo_replay.inspection.plan_estimate import fit_growth
 from grpo_replay.planner import PowerGrowth
 from grpo_replay.recipe import load_recipe, recipe_to_yaml
@@ -134,12 +147,14 @@ def test_recommended_settings_give_back_x_and_y():
 
 
 def test_costs_of_a_design_follow_by_hand():
-    design = make_plan(inputs(), None).no_replay
-    assert design.gamma == 1.0
+    plan = make_plan(inputs(), None)
+    design = design_at(plan.inputs, 1.0, 1.0, scale=1.0)
+    assert plan.no_replay.memory_bytes == plan.no_replay.stored_rollouts == 0
+    assert design.gamma == plan.no_replay.gamma == 1.0
     assert design.inference_per_trainer == pytest.approx(5.28)
     assert design.generated_tokens_per_step == design.trained_tokens_per_step == 256_000
-    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,200 bytes around them.
-    assert design.memory_bytes == 256 * (12_000 + 400 + 1_200)
+    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 2,000 bytes around them.
+    assert design.memory_bytes == 256 * (12_000 + 400 + 2_000)
 
 
 def test_shipped_recipes_have_a_plan(capsys):
@@ -187,3 +202,20 @@ def test_contradicting_and_missing_options_are_refused(tmp_path, runs):
         run(mu=5.0, survival=0.0)
     with pytest.raises(SnapshotError):
         run(from_run=str(tmp_path))
+
+
+def test_the_memory_that_is_said_is_the_memory_that_is_taken():
+    made = SyntheticRun.__new__(SyntheticRun)
+    made.recipe = synthetic_recipe("fifo", capacity_rollouts=4000)
+    made.rng, made.next_id, made.skill = np.random.default_rng(0), 0, np.zeros(30)
+    tracemalloc.start()
+    buffer = ReplayBuffer(made.recipe.replay, 4)
+    for step in range(1, 80):
+        buffer.insert([rollout for rollout in made.generate(step) if rollout.kept], step)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    stored = buffer.rollouts()
+    tokens = sum(len(rollout.completion_token_ids) for rollout in stored)
+    said = 12 * tokens + 4 * 5 * len(stored) + 2000 * len(stored)
+    assert len(stored) > 1000
+    assert taken == pytest.approx(said, rel=0.25)
