@@ -29,7 +29,7 @@ from grpo_replay.recipe import ReplaySection
 
 BYTES_PER_COMPLETION_TOKEN = 12  # token id int32, behaviour and sampler log-prob float32
 BYTES_PER_PROMPT_TOKEN = 4
-BYTES_PER_ROLLOUT = 2000  # Python objects, array headers, scalars and ids
+BYTES_PER_ROLLOUT = 1200  # Python objects, array headers, scalars and ids
 
 
 @dataclass(frozen=True, slots=True)
