@@ -1,0 +1,32 @@
+"""Reward functions of a user, good and bad, for `module:function` tests."""
+
+import os
+import time
+
+
+def half_for_hint(completion: str, answer: str, row: dict) -> float:
+    print("what a reward prints must not reach the trainer")
+    return 0.5 if row["hint"] in completion else -0.25
+
+
+def misbehave(completion: str, answer: str, row: dict) -> float:
+    if completion == "raise":
+        raise ValueError("no such answer")
+    if completion == "nan":
+        return float("nan")
+    if completion == "die":
+        os._exit(3)
+    if completion == "hang":
+        time.sleep(3600)
+    if completion == "grow":
+        bytearray(4 << 30)
+    return float(len(completion))
+
+
+class Count:
+    seen = 0
+
+    @classmethod
+    def calls(cls, completion: str, answer: str, row: dict) -> float:
+        cls.seen += 1
+        return float(cls.seen)

@@ -1,0 +1,202 @@
+"""avg@k, pass@j, intervals and the paired test: by hand, by enumeration, and against scipy."""
+
+from itertools import combinations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy import stats
+
+from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation.comparison import compare
+from grpo_replay.evaluation.report import EvaluationReport, summarise
+from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
+from grpo_replay.evaluation.statistics import (
+    bootstrap_weights,
+    interval,
+    pass_at,
+    pass_at_each,
+    standard_error,
+    two_sided_p_value,
+)
+
+SETTINGS = {"temperature": 1.0, "bootstrap_samples": 20_000}
+
+
+def samples(benchmarks: dict[str, list[list[int]]], tokens=lambda correct: 10, ids=str) -> pa.Table:
+    """Rows of benchmarks given as lists of problems given as lists of 0 (wrong) and 1."""
+    rows = [
+        {
+            **{"benchmark": name, "problem_index": index, "problem_id": ids(index)},
+            **{"greedy": False, "sample": sample, "seed": 0, "answer": "", "completion_text": ""},
+            **{"tokens": tokens(correct), "finish_reason": "stop" if correct else "length"},
+            **{"verdict": "correct" if correct else "unparsable", "correct": bool(correct)},
+        }
+        for name, problems in benchmarks.items()
+        for index, problem in enumerate(problems)
+        for sample, correct in enumerate(problem)
+    ]
+    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def report(
+    benchmarks: dict[str, list[list[int]]], settings=SETTINGS, **options
+) -> EvaluationReport:
+    rows = samples(benchmarks, **options)
+    results = summarise(rows, settings["bootstrap_samples"], {})
+    return EvaluationReport({}, settings, {}, results, samples=rows)
+
+
+def test_pass_at_j_is_the_share_of_draws_that_hold_a_correct_one():
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for j in range(1, n + 1):
+                draws = list(combinations([1] * c + [0] * (n - c), j))
+                assert pass_at(c, n, j) == pytest.approx(np.mean([any(d) for d in draws]))
+
+
+def test_pass_at_j_by_hand():
+    # 2 of 4 correct: a pair misses both in 1 of 6 ways; three cannot miss both.
+    assert [pass_at(2, 4, j) for j in (1, 2, 3, 4)] == pytest.approx([1 / 2, 5 / 6, 1, 1])
+    assert pass_at_each(np.array([2, 0]), 4).tolist() == [
+        pytest.approx([1 / 2, 5 / 6, 1, 1]),
+        [0, 0, 0, 0],
+    ]
+    for bad in ((3, 2, 1), (1, 2, 3), (1, 2, 0), (-1, 2, 1)):
+        with pytest.raises(ValueError, match="pass@"):
+            pass_at(*bad)
+
+
+def test_a_small_report_by_hand():
+    """Two problems of four samples, 2 and 1 correct; correct answers have 10 tokens, wrong 40."""
+    found = report(
+        {"a": [[1, 1, 0, 0], [0, 1, 0, 0]]}, tokens=lambda correct: 10 if correct else 40
+    ).sampled.benchmarks["a"]
+    assert (found.n, found.k) == (2, 4)
+    assert found.avg_at_k == pytest.approx(3 / 8)
+    assert found.avg_at_k_stderr == pytest.approx(1 / 8)  # values 1/2 and 1/4
+    assert found.pass_at_j == pytest.approx({"1": 3 / 8, "2": 2 / 3, "3": 7 / 8, "4": 1})
+    assert found.pass_at_k == 1
+    assert found.mean_tokens == pytest.approx((3 * 10 + 5 * 40) / 8)
+    assert (found.mean_tokens_correct, found.mean_tokens_incorrect) == (10, 40)
+    assert found.truncation_rate == found.unparsed_rate == 5 / 8
+    assert found.verdicts == {"correct": 3, "unparsable": 5}
+    assert found.avg_at_k_interval == (0.25, 0.5)  # a resample is one problem twice, or both
+    assert found.pass_at_k_interval == (1, 1)
+
+
+def test_undefined_is_none():
+    found = report({"a": [[1, 1]]}).sampled
+    assert found.benchmarks["a"].avg_at_k_stderr is None
+    assert found.benchmarks["a"].mean_tokens_incorrect is None
+    assert found.mean.avg_at_k_stderr is None
+    assert standard_error(np.array([0.5])) is None
+
+
+def test_the_mean_weighs_benchmarks_not_problems():
+    """0.5 on four problems and 1.0 on one: the mean is 0.75; its error is that of the first / 2."""
+    found = report({"a": [[1], [1], [0], [0]], "b": [[1], [1]]}).sampled
+    assert found.mean.avg_at_k == 0.75
+    error = np.sqrt(np.var([1, 1, 0, 0], ddof=1) / 4)
+    assert found.mean.avg_at_k_stderr == pytest.approx(error / 2)
+    assert found.mean.mean_tokens_incorrect == 10
+    assert found.accuracies() == {"a": 0.5, "b": 1.0, "mean": 0.75}
+
+
+def test_unequal_numbers_of_samples_are_refused():
+    with pytest.raises(ValueError, match="same number of samples"):
+        summarise(samples({"a": [[1, 0], [1]]}), 10, {})
+
+
+def test_bootstrap_intervals_agree_with_scipy():
+    rng = np.random.default_rng(5)
+    values = rng.binomial(8, rng.beta(0.5, 0.8, size=60)) / 8
+    ours = interval(bootstrap_weights(60, 40_000, np.random.default_rng(1)) @ values)
+    theirs = stats.bootstrap(
+        (values,), np.mean, n_resamples=40_000, method="percentile", rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert ours == pytest.approx(tuple(theirs), abs=0.004)
+
+
+def test_intervals_cover_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(300):
+        values = rng.binomial(4, 0.3, size=80) / 4
+        low, high = interval(bootstrap_weights(80, 500, rng) @ values)
+        hits += low <= 0.3 <= high
+    assert 0.90 < hits / 300 < 0.985
+
+
+def test_the_paired_test_by_hand():
+    """Two problems, B one sample in four better on both: every resample has difference 1/4, and
+    the two-sided p-value is 1 over resamples + 1, as small as it gets."""
+    a = report({"x": [[1, 0, 0, 0], [1, 1, 0, 0]]})
+    b = report({"x": [[1, 1, 0, 0], [1, 0, 1, 1]]})
+    found = compare("a", a, "b", b)["x"]
+    assert (found.accuracy_a, found.accuracy_b) == (3 / 8, 5 / 8)
+    assert found.difference == 1 / 4
+    assert found.difference_interval == (1 / 4, 1 / 4)
+    assert found.p_value == pytest.approx(1 / 20_001)
+    assert (found.problems_better, found.problems_worse) == (2, 0)
+    assert (found.correct_to_wrong, found.wrong_to_correct) == (1, 3)
+
+
+def test_the_paired_p_value_agrees_with_the_t_test_where_that_is_valid():
+    rng = np.random.default_rng(3)
+    shared = rng.beta(2, 2, size=200)
+    a = rng.binomial(8, shared)
+    b = rng.binomial(8, np.clip(shared + 0.02, 0, 1))
+    as_samples = lambda counts: [[1] * c + [0] * (8 - c) for c in counts]  # noqa: E731
+    found = compare("a", report({"x": as_samples(a)}), "b", report({"x": as_samples(b)}))["mean"]
+    expected = stats.ttest_rel(b / 8, a / 8)
+    assert found.difference == pytest.approx(np.mean(b - a) / 8)
+    assert found.p_value == pytest.approx(expected.pvalue, abs=0.02)
+    low, high = expected.confidence_interval(0.95)
+    assert found.difference_interval == pytest.approx((low, high), abs=0.003)
+
+
+def test_pairing_uses_the_same_resamples_for_both():
+    """A shift by a constant has no spread, however different the problems are."""
+    a = report({"x": [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]})
+    b = report({"x": [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]})
+    low, high = compare("a", a, "b", b)["x"].difference_interval
+    assert (low, high) == pytest.approx((0.25, 0.25))
+
+
+def test_no_difference_has_p_value_one():
+    same = report({"x": [[1, 0], [0, 0]]})
+    found = compare("a", same, "b", same)["mean"]
+    assert (found.difference, found.p_value) == (0, 1)
+    assert two_sided_p_value(0.0, np.zeros(9)) == 1
+
+
+def test_p_values_under_the_null_are_uniform_enough():
+    rng = np.random.default_rng(7)
+    p = []
+    for _ in range(300):
+        values = rng.normal(size=40)
+        p.append(two_sided_p_value(values.mean(), bootstrap_weights(40, 400, rng) @ values))
+    assert 0.02 < np.mean(np.array(p) < 0.05) < 0.10
+    assert 0.40 < np.mean(np.array(p) < 0.5) < 0.60
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (report({"y": [[1], [0]]}), "means over different benchmarks"),
+        (report({"x": [[1], [0], [1]]}), "2 problems in a, but 3 in b"),
+        (report({"x": [[1], [0]]}, ids=lambda i: f"p{i}"), "problem 1 is '0' in a, but 'p0'"),
+        (report({"x": [[1], [0]]}, {**SETTINGS, "temperature": 0.6}), "temperature 1.0, but b 0.6"),
+    ],
+)
+def test_what_is_not_comparable_is_refused(other, message):
+    with pytest.raises(EvaluationFileError, match=message):
+        compare("a", report({"x": [[1], [0]]}), "b", other)
+
+
+def test_a_paired_test_needs_the_samples():
+    whole = report({"x": [[1], [0]]})
+    bare = EvaluationReport({}, SETTINGS, {}, whole.sampled)
+    with pytest.raises(EvaluationFileError, match="per-sample file"):
+        compare("a.json", whole, "b.json", bare)
