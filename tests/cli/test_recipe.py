@@ -123,7 +123,7 @@ def test_a_disabled_buffer_does_not_mind_its_numbers():
 
 
 def test_an_unknown_recipe_lists_the_shipped_ones():
-    with pytest.raises(RecipeError, match="did you mean 'tiny'.*shipped: .*qwen3-4b"):
+    with pytest.raises(RecipeError, match=r"did you mean 'tiny'.*shipped: .*qwen3-4b"):
         load_recipe("tinny")
 
 
