@@ -1,7 +1,7 @@
 """The screen of inspect-buffer: panels that a person reads in ten seconds."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from rich import box
 from rich.columns import Columns
@@ -11,11 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_replay.inspection.bars import bar, sparkline
-from grpo_replay.inspection.summary import Bin, CountRow, Inspection
+from grpo_replay.inspection.histograms import (
+    REPLAYED,
+    STORED,
+    cap_counts,
+    count_table,
+    merge_rows,
+    paired_bars,
+    plain_table,
+    thin_ages,
+)
+from grpo_replay.inspection.summary import Bin, Inspection
 
 PANEL_WIDTH = 57
 _ROWS = 12  # of a histogram, before neighbours are merged
-STORED, REPLAYED = "blue", "dark_orange"
 
 
 def print_inspection(seen: Inspection, console: Console) -> None:
@@ -133,7 +142,7 @@ def _plural(unit: str) -> str:
 def _populations(seen: Inspection) -> Panel | None:
     if not seen.populations:
         return None
-    table = _table()
+    table = plain_table()
     table.add_column("")
     for rows in seen.populations:
         table.add_column(rows.name, justify="right", style=_colour(rows.name))
@@ -165,32 +174,6 @@ def _maybe(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-
-
-def _paired_bars(
-    heading: str, rows: Sequence[tuple[str, int, int]], names: tuple[str, str]
-) -> Table:
-    """Two histograms side by side, each scaled to its own largest count."""
-    table = _table()
-    table.add_column(heading, justify="right", style="dim")
-    width = 11
-    for name, colour in zip(names, (STORED, REPLAYED), strict=True):
-        table.add_column(name, justify="right", style=colour)
-        table.add_column("", style=colour, width=width)
-    largest = [max((row[i] for row in rows), default=0) for i in (1, 2)]
-    for label, first, second in rows:
-        table.add_row(
-            label,
-            f"{first:,}",
-            bar(first, largest[0], width),
-            f"{second:,}",
-            bar(second, largest[1], width),
-        )
-    return table
-
-
 def staleness_panel(seen: Inspection) -> Panel | None:
     """Ages of what is stored beside ages at use; None if nothing is or was."""
     if not seen.staleness:
@@ -206,22 +189,7 @@ def staleness_panel(seen: Inspection) -> Panel | None:
         mean = sum(r.age_steps * r.replayed for r in seen.staleness) / replayed
         means.append(f"{mean:.1f} at use")
     title = "staleness, steps" + (f": mean {', '.join(means)}" if means else "")
-    return _panel(title, _paired_bars("age", rows, ("stored", "replayed")))
-
-
-def merge_rows(rows: Sequence[tuple[int, int, int]], most: int) -> list[tuple[str, int, int]]:
-    """(label, first, second) with neighbouring values merged into at most `most` equal spans."""
-    if not rows:
-        return []
-    low, high = rows[0][0], rows[-1][0]
-    span = math.ceil((high - low + 1) / most)
-    merged = []
-    for start in range(low, high + 1, span):
-        inside = [row for row in rows if start <= row[0] < start + span]
-        end = min(start + span - 1, high)
-        label = f"{start}" if end == start else f"{start}–{end}"
-        merged.append((label, sum(r[1] for r in inside), sum(r[2] for r in inside)))
-    return merged
+    return _panel(title, paired_bars("age", rows, ("stored", "replayed")))
 
 
 def _magnitude(seen: Inspection) -> Panel | None:
@@ -230,7 +198,7 @@ def _magnitude(seen: Inspection) -> Panel | None:
     logged = any(b.kept for b in seen.abs_advantage)
     rows = [(bin_label(b), b.kept if logged else b.stored, b.replayed) for b in seen.abs_advantage]
     names = ("survivors" if logged else "stored", "replayed")
-    body: RenderableType = _paired_bars("|A|", rows, names)
+    body: RenderableType = paired_bars("|A|", rows, names)
     if seen.priority is not None:
         p = seen.priority
         line = (
@@ -248,44 +216,22 @@ def bin_label(span: Bin) -> str:
 def _reuse(seen: Inspection) -> Panel | None:
     if not seen.times_used and seen.last_use is None:
         return None
-    left = _count_table("times drawn", _cap_counts(seen.times_used, 6), STORED)
+    left = count_table("times drawn", cap_counts(seen.times_used, 6), STORED)
     if seen.last_use is None:
         return _panel("reuse of what is stored", left)
-    gaps = _cap_counts(seen.last_use.gaps, 6)
+    gaps = cap_counts(seen.last_use.gaps, 6)
     if seen.last_use.new:
         gaps.append(("new", seen.last_use.new))
-    right = _count_table("since last use", gaps, REPLAYED)
+    right = count_table("since last use", gaps, REPLAYED)
     grid = Table.grid(padding=(0, 2))
     grid.add_row(left, right)
     return _panel("reuse: of what is stored, and at every use", grid)
 
 
-def _cap_counts(rows: Sequence[CountRow], most: int) -> list[tuple[str, int]]:
-    """(label, count) with everything from the last shown value on in one row."""
-    shown = [(str(row.value), row.rollouts) for row in rows[: most - 1]]
-    rest = rows[most - 1 :]
-    if len(rest) == 1:
-        shown.append((str(rest[0].value), rest[0].rollouts))
-    elif rest:
-        shown.append((f"{rest[0].value}+", sum(row.rollouts for row in rest)))
-    return shown
-
-
-def _count_table(heading: str, rows: Sequence[tuple[str, int]], colour: str) -> Table:
-    table = _table()
-    table.add_column(heading, justify="right", style="dim")
-    table.add_column("", justify="right", style=colour)
-    table.add_column("", style=colour, width=5)
-    largest = max((count for _, count in rows), default=0)
-    for label, count in rows:
-        table.add_row(label, f"{count:,}", bar(count, largest, 5))
-    return table
-
-
 def _by_age(seen: Inspection) -> Panel | None:
     if not seen.by_age:
         return None
-    table = _table()
+    table = plain_table()
     for name in ("age", "uses", "clipped", "", "ratio", "KL, nats"):
         table.add_column(
             name, justify="left" if not name else "right", width=11 if not name else None
@@ -303,13 +249,6 @@ def _by_age(seen: Inspection) -> Panel | None:
             f"{row.approx_kl:.4f}",
         )
     return _panel("clip fraction, ratio and KL by age at use", table)
-
-
-def thin_ages(ages: Sequence[int], most: int) -> list[int]:
-    """At most `most` ages, the first and the last among them, evenly spread."""
-    if len(ages) <= most:
-        return list(ages)
-    return sorted({ages[round(i * (len(ages) - 1) / (most - 1))] for i in range(most)})
 
 
 TREND_LABELS = {
@@ -332,7 +271,7 @@ TREND_LABELS = {
 
 def trends_table(seen: Inspection, width: int) -> Table:
     """One line per metric: first and last value (means of an eighth of the run), and its course."""
-    table = _table()
+    table = plain_table()
     for name, justify in (("", "left"), ("first", "right"), ("", "left"), ("last", "right")):
         table.add_column(name, justify=justify, no_wrap=True)
     for metric, points in seen.trends.items():

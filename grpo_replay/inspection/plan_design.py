@@ -10,26 +10,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_replay.errors import UsageError
-from grpo_replay.planner import (
+from grpo_replay.inspection.plan_sensitivity import (
     FlatRange,
-    Growth,
-    Optimum,
     SensitivityRow,
-    best_objective,
-    check_inputs,
     flat_range_x,
     flat_range_y,
+    sensitivity,
+)
+from grpo_replay.planner import (
+    Growth,
+    Optimum,
+    best_objective,
+    check_inputs,
     objective,
     optimum,
     recommended_design,
     relative_compute,
-    sensitivity,
 )
 from grpo_replay.recipe import ReplaySection
 
 BYTES_PER_COMPLETION_TOKEN = 12  # token id int32, behaviour and sampler log-prob float32
 BYTES_PER_PROMPT_TOKEN = 4
-BYTES_PER_ROLLOUT = 1200  # Python objects, array headers, scalars and ids
+BYTES_PER_ROLLOUT = 1000  # Python objects, array headers, scalars and ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class SyntheticRun:
                     completion_token_ids=self.rng.integers(0, 30, tokens).astype(np.int32),
                     completion_text=f"The answer is \\boxed{{{prompt + (0 if correct else 1)}}}",
                     behavior_logprobs=logprobs if kept else None,
-                    sampler_logprobs=logprobs,
+                    sampler_logprobs=logprobs.copy(),
                     reward=float(rewards_G[i]),
                     advantage=float(group.advantages_G[i]) if kept else None,
                     group_reward_mean=group.mean,

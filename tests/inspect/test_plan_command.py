@@ -153,8 +153,8 @@ def test_costs_of_a_design_follow_by_hand():
     assert design.gamma == plan.no_replay.gamma == 1.0
     assert design.inference_per_trainer == pytest.approx(5.28)
     assert design.generated_tokens_per_step == design.trained_tokens_per_step == 256_000
-    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,200 bytes around them.
-    assert design.memory_bytes == 256 * (12_000 + 400 + 1_200)
+    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,000 bytes around them.
+    assert design.memory_bytes == 256 * (12_000 + 400 + 1_000)
 
 
 def test_shipped_recipes_have_a_plan(capsys):
@@ -206,17 +206,18 @@ def test_contradicting_and_missing_options_are_refused(tmp_path, runs):
 
 def test_the_memory_that_is_said_is_the_memory_that_is_taken():
     made = SyntheticRun.__new__(SyntheticRun)
-    made.recipe = synthetic_recipe("fifo", capacity_rollouts=4000)
+    made.recipe = synthetic_recipe("fifo", capacity_rollouts=9000)
     made.rng, made.next_id, made.skill = np.random.default_rng(0), 0, np.zeros(30)
-    ReplayBuffer(made.recipe.replay, 4).insert(made.generate(0)[:0], 0)  # imports, not traced
+    warm = [rollout for rollout in made.generate(1) if rollout.kept]
+    ReplayBuffer(made.recipe.replay, 4).insert(warm, 1)  # imports are not to be counted
     tracemalloc.start()
     buffer = ReplayBuffer(made.recipe.replay, 4)
-    for step in range(1, 80):
-        buffer.insert([rollout for rollout in made.generate(step) if rollout.kept], step)
+    for step in range(1, 300):
+        buffer.insert([rollout for rollout in made.generate(1) if rollout.kept], step)
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     stored = buffer.rollouts()
     tokens = sum(len(rollout.completion_token_ids) for rollout in stored)
-    said = 12 * tokens + 4 * 5 * len(stored) + 1200 * len(stored)
-    assert len(stored) > 1000
-    assert taken == pytest.approx(said, rel=0.25)
+    said = 12 * tokens + 4 * 5 * len(stored) + 1000 * len(stored)
+    assert len(stored) > 3500
+    assert taken == pytest.approx(said, rel=0.2)

@@ -6,20 +6,18 @@ import pytest
 from scipy import integrate, optimize
 
 from grpo_replay.errors import UsageError
+from grpo_replay.inspection.plan_sensitivity import flat_range_x, flat_range_y, sensitivity
 from grpo_replay.planner import (
     PowerGrowth,
     RatioGrowth,
     best_objective,
     best_replay_ratio,
-    flat_range_x,
-    flat_range_y,
     numeric_optimum,
     objective,
     optimum,
     power_law_optimum,
     recommended_design,
     relative_compute,
-    sensitivity,
 )
 
 MUS = (0.3, 1.0, 2.5, 5.28, 6.84, 20.0, 100.0)

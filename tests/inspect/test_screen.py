@@ -9,7 +9,8 @@ from synthetic_run import PRESETS, write_synthetic_run
 
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.inspection.bars import bar, sparkline
-from grpo_replay.inspection.panels import merge_rows, print_inspection, thin_ages
+from grpo_replay.inspection.histograms import merge_rows, thin_ages
+from grpo_replay.inspection.panels import print_inspection
 from grpo_replay.inspection.source import open_source
 from grpo_replay.inspection.summarise import summarise
 
