@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from grpo_replay.aes import GAIN, LOSS, AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.report import Interval, read_report
+from grpo_replay.evaluation.tables import plain_table, tokens
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
     if as_json:
         print(json.dumps(document(point, scores, gain, loss), indent=2, allow_nan=False))
     else:
-        print_scores(point, scores, gain, loss, Console(highlight=False))
+        print_scores(point, scores, gain, loss, Console(highlight=False, markup=False))
 
 
 def document(
@@ -62,22 +62,18 @@ def print_scores(
     reference: Point, scores: Sequence[AesScore], gain: float, loss: float, console: Console
 ) -> None:
     """The scores as a table, constants shown."""
-    table = Table(title=f"AES against {reference.name}", title_justify="left")
-    table.add_column("model")
-    for column in ("accuracy", "tokens", "ΔL", "ΔAcc", "AES", "95 %"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_row(reference.name, f"{reference.accuracy:g}", f"{reference.tokens:,.0f}", *"––––")
+    header = ("model", "accuracy", "tokens", "ΔL", "ΔAcc", "AES", "95 %")
+    rows = [(reference.name, f"{reference.accuracy:.4g}", tokens(reference.tokens), *"––––")]
     for score in scores:
-        table.add_row(
-            score.name,
-            f"{score.accuracy:.4g}",
-            f"{score.tokens:,.0f}",
-            f"{score.delta_length:+.3f}",
-            f"{score.delta_accuracy:+.3f}",
-            f"{score.aes:+.3f}",
-            _interval(score.aes_interval),
+        deltas = (score.delta_length, score.delta_accuracy, score.aes)
+        rows.append(
+            (
+                *(score.name, f"{score.accuracy:.4g}", tokens(score.tokens)),
+                *(f"{delta:+.3f}" for delta in deltas),
+                _interval(score.aes_interval),
+            )
         )
-    console.print(table)
+    console.print(plain_table(f"AES against {reference.name}", header, rows))
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
 
 
@@ -96,7 +92,7 @@ def _from_files(
 
 
 def _candidate(word: str) -> Point:
-    name, separator, numbers = word.partition("=")
+    name, separator, numbers = word.rpartition("=")
     if not separator or not name:
         raise UsageError(f"--candidate {word!r}: expected NAME=ACC,TOKENS, such as ours=31.06,6800")
     return Point(name, *_numbers(numbers, f"--candidate {name}"))
@@ -105,13 +101,13 @@ def _candidate(word: str) -> Point:
 def _numbers(text: str, place: str) -> tuple[float, float]:
     parts = text.split(",")
     try:
-        accuracy, tokens = map(float, parts)
+        accuracy, length = map(float, parts)
     except ValueError as error:
         also = "" if place != "--reference" else " (with candidate files: an evaluation file)"
         raise UsageError(
             f"{place} {text!r}: expected ACC,TOKENS, such as 26.71,7576{also}"
         ) from error
-    return accuracy, tokens
+    return accuracy, length
 
 
 def _interval(bounds: Interval | None) -> str:

@@ -15,7 +15,13 @@ from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageE
 from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.model_source import ModelSource, find_model
 from grpo_replay.evaluation.report import EvaluationReport, read_report, samples_path
-from grpo_replay.evaluation.tables import LEGEND, comparison_table, markdown, terminal_tables
+from grpo_replay.evaluation.tables import (
+    COMPARISON_LEGEND,
+    LEGEND,
+    comparison_table,
+    markdown,
+    terminal_tables,
+)
 from grpo_replay.ranks import prepare_rank, rank_environment
 from grpo_replay.recipe import (
     Recipe,
@@ -82,9 +88,10 @@ def run_comparison(path_a: str, path_b: str, as_json: bool = False) -> None:
         }
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
         return
-    console = Console(highlight=False)
-    console.print(f"A  {path_a}\nB  {path_b}")
+    console = Console(highlight=False, markup=False)
+    console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
     console.print(comparison_table(results))
+    console.print(COMPARISON_LEGEND)
 
 
 def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
@@ -183,7 +190,7 @@ def _print_report(report: EvaluationReport, output: Path, as_json: bool) -> None
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     for table in terminal_tables(report):
         console.print(table)
     console.print(LEGEND)
@@ -191,4 +198,6 @@ def _print_report(report: EvaluationReport, output: Path, as_json: bool) -> None
         if result.unparsable_answers:
             bad = ", ".join(result.unparsable_answers)
             console.print(f"{name}: the reference answers of {bad} cannot be parsed")
-    console.print(f"written: {output}, {samples_path(output).name}, {output.stem}.md")
+    console.print(
+        f"written: {output}, {samples_path(output).name}, {output.stem}.md", soft_wrap=True
+    )

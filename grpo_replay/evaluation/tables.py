@@ -1,8 +1,10 @@
 """Evaluation results as text: a terminal table and Markdown, with the same columns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.evaluation.comparison import PairedResult
@@ -16,8 +18,9 @@ from grpo_replay.evaluation.report import (
 
 Row = Sequence[str]
 LEGEND = (
-    "avg@k and pass@k in %, with the 95 % bootstrap interval over problems; mean completion "
-    "tokens overall, of correct and of wrong answers; cut: truncated, none: no answer found, in %."
+    "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems; tokens: mean completion "
+    "length, also of right and of wrong answers; cut: reached the length limit; none: no answer "
+    "found."
 )
 
 
@@ -34,17 +37,13 @@ def tokens(value: float | None) -> str:
 
 
 def terminal_tables(report: EvaluationReport) -> list[Table]:
-    """The table of results, and that of pass@j if there is more than one sample."""
-    tables = [_table("", _header(report), _rows(report))]
-    if any(result.k > 1 for result in report.sampled.benchmarks.values()):
-        header, rows = _pass_rows(report.sampled)
-        tables.append(_table("pass@j, %", header, rows))
-    return tables
+    """Accuracy, length, and pass@j if there is more than one sample; each within 80 columns."""
+    return [plain_table(title, *content) for title, content in _contents(report)]
 
 
 def comparison_table(results: Mapping[str, PairedResult]) -> Table:
     """B against A: differences in points with 95 % intervals, p-values, and what flipped."""
-    header = ("benchmark", "A", "B", "B - A", "95 %", "p", "tokens", "better", "worse")
+    header = ("benchmark", "A", "B", "B-A", "95 %", "p", "tokens", "better", "worse", "lost", "won")
     rows = [
         (
             name,
@@ -54,15 +53,21 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
             percent_interval(result.difference_interval),
             f"{result.p_value:.3f}",
             f"{result.tokens_difference:+,.1f}",
-            f"{result.problems_better}",
-            f"{result.problems_worse}",
-            f"{result.correct_to_wrong}",
-            f"{result.wrong_to_correct}",
+            str(result.problems_better),
+            str(result.problems_worse),
+            str(result.correct_to_wrong),
+            str(result.wrong_to_correct),
         )
         for name, result in results.items()
     ]
-    title = "paired over problems; accuracies and differences in %"
-    return _table(title, (*header, "right→wrong", "wrong→right"), rows)
+    return plain_table("B against A, paired over problems", header, rows)
+
+
+COMPARISON_LEGEND = (
+    "accuracies and differences in %, with 95 % paired bootstrap intervals and two-sided "
+    "p-values; tokens: B minus A; better, worse: problems; lost, won: samples that went from "
+    "correct to wrong and from wrong to correct."
+)
 
 
 def markdown(report: EvaluationReport) -> str:
@@ -71,13 +76,8 @@ def markdown(report: EvaluationReport) -> str:
     lines = [
         f"# Evaluation of {model.get('name', 'a model')}",
         "",
-        *_markdown_table(_header(report), _rows(report)),
-        "",
+        *_markdown_sections(report),
         LEGEND,
-        "",
-        "## pass@j, %",
-        "",
-        *_markdown_table(*_pass_rows(report.sampled)),
         "",
         "## Settings",
         "",
@@ -101,58 +101,93 @@ def _unparsable(results: Results) -> list[str]:
     ]
 
 
-def _header(report: EvaluationReport) -> Row:
-    header = ("benchmark", "n", "k", "avg@k", "95 %", "pass@k", "tokens", "correct", "wrong")
-    return (*header, "cut", "none", *(("greedy",) if report.greedy else ()))
+def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]]]:
+    contents = [("accuracy", _accuracy_rows(report)), ("length", _length_rows(report))]
+    if any(result.k > 1 for result in report.sampled.benchmarks.values()):
+        contents.append(("pass@j", _pass_rows(report)))
+    return contents
 
 
-def _rows(report: EvaluationReport) -> list[Row]:
-    rows = []
-    for name, result in report.sampled.benchmarks.items():
-        title = report.settings["benchmarks"].get(name, {}).get("title", name)
-        greedy = report.greedy.benchmarks[name] if report.greedy else None
-        rows.append((title, str(result.n), str(result.k), *_numbers(result), *_greedy(greedy)))
-    greedy_mean = report.greedy.mean if report.greedy else None
-    mean = ("mean", "", "", *_numbers(report.sampled.mean), *_greedy(greedy_mean))
-    return [*rows, mean]
+def _titled(report: EvaluationReport) -> list[tuple[str, str, BenchmarkResult | MeanResult]]:
+    """(name, title, result) of every benchmark and of the mean."""
+    described = report.settings["benchmarks"]
+    each = [
+        (name, described.get(name, {}).get("title", name), result)
+        for name, result in report.sampled.benchmarks.items()
+    ]
+    return [*each, ("mean", "mean", report.sampled.mean)]
 
 
-def _numbers(result: BenchmarkResult | MeanResult) -> Row:
-    return (
-        percent(result.avg_at_k),
-        percent_interval(result.avg_at_k_interval),
-        percent(result.pass_at_k),
-        tokens(result.mean_tokens),
-        tokens(result.mean_tokens_correct),
-        tokens(result.mean_tokens_incorrect),
-        percent(result.truncation_rate),
-        percent(result.unparsed_rate),
-    )
-
-
-def _greedy(result: BenchmarkResult | MeanResult | None) -> Row:
-    return () if result is None else (percent(result.avg_at_k),)
-
-
-def _pass_rows(results: Results) -> tuple[Row, list[Row]]:
-    largest = max(result.k for result in results.benchmarks.values())
-    shown = [j for j in range(1, largest + 1) if j & (j - 1) == 0 or j == largest]
-    value: Callable[[BenchmarkResult, int], str] = lambda result, j: percent(  # noqa: E731
-        result.pass_at_j.get(str(j))
-    )
+def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
+    header = ("benchmark", "n", "k", "avg@k", "95 %", "pass@k", "95 %")
+    greedy = report.greedy_accuracies()
     rows = [
-        (name, *(value(result, j) for j in shown)) for name, result in results.benchmarks.items()
+        (
+            title,
+            *((str(r.n), str(r.k)) if isinstance(r, BenchmarkResult) else ("", "")),
+            *(percent(r.avg_at_k), percent_interval(r.avg_at_k_interval)),
+            *(percent(r.pass_at_k), percent_interval(r.pass_at_k_interval)),
+            *((percent(greedy[name]),) if greedy else ()),
+        )
+        for name, title, r in _titled(report)
+    ]
+    return (*header, *(("greedy",) if greedy else ())), rows
+
+
+def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
+    header = ("benchmark", "tokens", "95 %", "right", "wrong", "cut", "none")
+    rows = [
+        (
+            title,
+            tokens(r.mean_tokens),
+            f"[{tokens(r.mean_tokens_interval[0])}, {tokens(r.mean_tokens_interval[1])}]",
+            *(tokens(r.mean_tokens_correct), tokens(r.mean_tokens_incorrect)),
+            *(percent(r.truncation_rate), percent(r.unparsed_rate)),
+        )
+        for _, title, r in _titled(report)
+    ]
+    return header, rows
+
+
+def _pass_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
+    largest = max(result.k for result in report.sampled.benchmarks.values())
+    shown = [j for j in range(1, largest + 1) if j & (j - 1) == 0 or j == largest]
+    rows = [
+        (title, *(percent(result.pass_at_j.get(str(j))) for j in shown))
+        for _, title, result in _titled(report)
+        if isinstance(result, BenchmarkResult)
     ]
     return ("benchmark", *(f"j={j}" for j in shown)), rows
 
 
-def _table(title: str, header: Row, rows: Sequence[Row]) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
+def plain_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
+    """A table of text; the first column is to the left, a row called `mean` is bold."""
+    table = Table(
+        title=escape(title),
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE,
+        padding=0,
+        pad_edge=False,
+    )
     for index, column in enumerate(header):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        table.add_column(
+            column,
+            justify="right" if index else "left",
+            no_wrap=index > 0,
+            overflow="fold",
+        )
     for row in rows:
-        table.add_row(*row, style="bold" if row[0] == "mean" else None)
+        table.add_row(*map(escape, row), style="bold" if row[0] == "mean" else None)
     return table
+
+
+def _markdown_sections(report: EvaluationReport) -> list[str]:
+    return [
+        line
+        for title, content in _contents(report)
+        for line in (f"## {title}", "", *_markdown_table(*content), "")
+    ]
 
 
 def _markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:

@@ -1,0 +1,132 @@
+"""Benchmarks: by name, by group, from a folder, from the user's file; and every bad input."""
+
+import json
+
+import pytest
+from stand_ins import SIZES, write_benchmarks
+
+from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.evaluation.benchmarks import BENCHMARKS, find_benchmarks, load_problems
+from grpo_replay.recipe import EvalSection
+
+
+def settings(*benchmarks: str, **others) -> EvalSection:
+    return EvalSection(benchmarks=list(benchmarks), **others)
+
+
+def names(*benchmarks: str) -> list[str]:
+    return [each.name for each in find_benchmarks(settings(*benchmarks))]
+
+
+def load(word: str, **others):
+    wanted = settings(word, **others)
+    (benchmark,) = find_benchmarks(wanted)
+    return load_problems(benchmark, wanted)
+
+
+def test_groups_expand_in_order_and_nothing_comes_twice():
+    assert names("paper") == ["math500", "aime25", "aime26", "hmmt_feb25", "hmmt_feb26"]
+    assert len(names("tiny")) == 5
+    assert names("aime25", "paper", "aime25")[0] == "aime25"
+    assert len(names("aime25", "paper", "aime25")) == 5
+    assert names() == []
+
+
+def test_the_paper_group_is_that_of_the_paper():
+    each = [(BENCHMARKS[n].source, BENCHMARKS[n].split, BENCHMARKS[n].samples) for n in SIZES]
+    assert each == [
+        ("HuggingFaceH4/MATH-500", "test", 8),
+        ("MathArena/aime_2025", "train", 16),
+        ("MathArena/aime_2026", "train", 16),
+        ("MathArena/hmmt_feb_2025", "train", 16),
+        ("MathArena/hmmt_feb_2026", "train", 16),
+    ]
+
+
+def test_a_folder_replaces_the_hub_and_whole_numbers_become_text(tmp_path):
+    write_benchmarks(tmp_path)
+    for name, size in SIZES.items():
+        problems = load(name, data_folder=str(tmp_path))
+        assert len(problems) == size
+        assert all(isinstance(problem.answer, str) for problem in problems)
+    (first, *_) = load("aime26", data_folder=str(tmp_path))
+    assert (first.problem_id, first.problem, first.answer) == ("1", "What is $1 + 1$?", "2")
+    (first, *_) = load("math500", data_folder=str(tmp_path))
+    assert first.problem_id == "test/algebra/1.json"
+    assert len(load("math500", data_folder=str(tmp_path), max_problems=7)) == 7
+
+
+def test_a_users_file_has_fields_of_its_own(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"q": "1+1", "a": 2, "k": "x"}\n\n{"q": "2+2", "a": "4", "k": "y"}\n')
+    fields = {"problem_field": "q", "answer_field": "a"}
+    problems = load(str(path), **fields)
+    assert [p.problem_id for p in problems] == ["0", "1"]
+    assert [p.answer for p in problems] == ["2", "4"]
+    assert [p.problem_id for p in load(str(path), **fields, id_field="k")] == ["x", "y"]
+    assert names(str(path)) == ["mine"]
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    with pytest.raises(RecipeError, match="both called 'mine'"):
+        names(str(tmp_path / "a" / "mine.jsonl"), str(tmp_path / "b" / "mine.jsonl"))
+
+
+def test_an_unknown_name_is_answered_with_a_close_one():
+    with pytest.raises(RecipeError, match="did you mean 'aime25'"):
+        names("aime2025")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "has no problems"),
+        ([{"problem": "p"}], r"mine\.jsonl:1: no field 'answer'"),
+        ([{"problem": "p", "answer": "1"}, {"answer": "1"}], r"mine\.jsonl:2: no field 'problem'"),
+        ([{"problem": "p", "answer": None}], r"mine\.jsonl:1: field 'answer' found None"),
+        ([{"problem": "p", "answer": 1.5}], "found 1.5"),
+        ([{"problem": "p", "answer": True}], "found True"),
+        ([{"problem": "p", "answer": " "}], "is empty"),
+    ],
+)
+def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, message):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DatasetError, match=message):
+        load(str(path))
+
+
+def test_ids_given_twice_are_refused(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    row = json.dumps({"problem": "p", "answer": "1", "id": "same"}) + "\n"
+    path.write_text(row + row)
+    with pytest.raises(DatasetError, match=r":2: id 'same' was already given at .*:1"):
+        load(str(path), id_field="id")
+
+
+def test_a_file_that_is_missing_says_what_to_download(tmp_path):
+    with pytest.raises(DatasetError) as caught:
+        load("hmmt_feb26", data_folder=str(tmp_path))
+    message = str(caught.value)
+    for part in (
+        *("no hmmt_feb26.jsonl or hmmt_feb26.parquet", "MathArena/hmmt_feb_2026"),
+        *("'train'", "problem_idx, problem, answer", "eval.data_folder", "hf download"),
+    ):
+        assert part in message
+
+
+def test_a_hub_out_of_reach_says_what_to_download(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(DatasetError) as caught:
+        load("aime25")
+    message = str(caught.value)
+    for part in (
+        *("'aime25' cannot be read from the hub", "hf download", "MathArena/aime_2025"),
+        *("aime25.jsonl or aime25.parquet", "--data-folder"),
+    ):
+        assert part in message

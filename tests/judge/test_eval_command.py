@@ -1,0 +1,200 @@
+"""`grpo-replay eval` from the checkpoint to the files, and what it says to bad input."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+from stand_ins import write_benchmarks, write_model
+
+from grpo_replay.commands.eval import EvalOptions, resolve_evaluation, run, run_comparison
+from grpo_replay.errors import (
+    CheckpointError,
+    DatasetError,
+    EvaluationFileError,
+    OutputDirectoryError,
+    RecipeError,
+    UsageError,
+)
+from grpo_replay.evaluation.model_source import find_model, model_sha256
+from grpo_replay.evaluation.report import read_report
+from grpo_replay.tiny import BASE_DIR
+
+FAST = ("eval.max_problems=4", "eval.samples=2")
+PAPER_RECIPE = """
+prompts: {max_prompt_length: 256}
+sampling: {max_completion_length: 6}
+eval: {benchmarks: [paper], samples: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run directory as training leaves it, with two checkpoints of the tiny base."""
+    run_dir = tmp_path / "run"
+    for step in (1, 2):
+        checkpoint = run_dir / "checkpoints" / f"step_{step:06d}"
+        shutil.copytree(BASE_DIR, checkpoint / "model")
+        (checkpoint / "state.json").write_text(json.dumps({"step": step}))
+        facts = {
+            f"model/{file.name}": {
+                "bytes": file.stat().st_size,
+                "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            }
+            for file in (checkpoint / "model").iterdir()
+        }
+        (checkpoint / "manifest.json").write_text(json.dumps({"files": facts}))
+    (run_dir / "checkpoints" / "latest").symlink_to("step_000002")
+    shutil.copy("recipes/tiny.yaml", run_dir / "recipe.yaml")
+    return run_dir
+
+
+def test_a_run_is_evaluated_at_its_latest_checkpoint_under_its_own_recipe(
+    run_folder, tmp_path, capsys
+):
+    output = tmp_path / "eval.json"
+    options = EvalOptions(str(run_folder), output=str(output), overrides=FAST)
+    assert run(options) == 0
+    captured = capsys.readouterr()
+    assert f"evaluating step_000002, the latest checkpoint of {run_folder}" in captured.err
+    assert "tiny_pair" in captured.out and "greedy" in captured.out
+    report = read_report(output)
+    assert report.model["step"] == 2
+    assert report.settings["temperature"] == 1.0
+    assert report.settings["user_template"] == "{problem}="
+    assert len(report.samples) == 5 * 4 * 3
+    assert "| tiny_add | 4 | 2 |" in output.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "",
+        "checkpoints",
+        "checkpoints/step_000002",
+        "checkpoints/latest",
+        "checkpoints/step_000002/model",
+    ],
+)
+def test_every_way_to_name_a_checkpoint_finds_the_same_model(run_folder, place):
+    source = find_model(str(run_folder / place))
+    assert source.path == str(run_folder / "checkpoints" / "step_000002" / "model")
+    assert (source.step, source.recipe) == (2, run_folder / "recipe.yaml")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path, run_folder):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for place, message in (
+        ("empty", "is no checkpoint"),
+        ("file", "is a file"),
+        ("missing/er/still", "no such folder"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            find_model(str(tmp_path / place))
+    (run_folder / "checkpoints" / "latest").unlink()
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        find_model(str(run_folder))
+    (run_folder / "checkpoints" / "step_000001" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="incomplete"):
+        find_model(str(run_folder / "checkpoints" / "step_000001"))
+
+
+def test_weights_that_are_not_those_of_the_manifest_are_refused(run_folder):
+    source = find_model(str(run_folder))
+    before = model_sha256(source.path, source.checked)
+    assert before == model_sha256(str(BASE_DIR), {})
+    weights = run_folder / "checkpoints" / "step_000002" / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*damaged"):
+        model_sha256(source.path, source.checked)
+    assert model_sha256(source.path, {}) != before
+
+
+def test_a_hub_id_is_told_from_a_missing_folder():
+    assert find_model("Qwen/Qwen3-0.6B-Base").path == "Qwen/Qwen3-0.6B-Base"
+
+
+def test_the_paper_group_runs_from_a_folder(model, tmp_path, capsys):
+    recipe = tmp_path / "paper.yaml"
+    recipe.write_text(PAPER_RECIPE)
+    data = write_benchmarks(tmp_path / "data", largest=3)
+    output = tmp_path / "out" / "eval.json"
+    options = {"recipe": str(recipe), "data_folder": str(data), "output": str(output)}
+    run(EvalOptions(str(model), **options, as_json=True))
+    document = json.loads(capsys.readouterr().out)
+    assert list(document["benchmarks"]) == [
+        *("math500", "aime25", "aime26", "hmmt_feb25", "hmmt_feb26")
+    ]
+    assert all(each["n"] == 3 and each["k"] == 2 for each in document["benchmarks"].values())
+    assert document["settings"]["temperature"] == 0.6 and document["settings"]["top_p"] == 0.8
+    assert document["mean"]["truncation_rate"] > 0.5  # a random model does not stop
+    assert len(document["model"]["sha256"]) == 64
+    first = output.read_bytes()
+    run(EvalOptions(str(model), **options))
+    assert output.read_bytes() == first
+
+
+def test_without_a_recipe_the_settings_are_the_papers():
+    source = find_model("Qwen/Qwen3-4B-Base")
+    recipe = resolve_evaluation(EvalOptions("Qwen/Qwen3-4B-Base"), source)
+    assert recipe.eval.benchmarks == ["paper"]
+    assert (recipe.eval.temperature, recipe.eval.top_p) == (0.6, 0.8)
+    assert recipe.sampling.max_completion_length == 8192
+    assert recipe.eval.reward == "math_verify"
+
+
+def test_options_beat_the_recipe():
+    source = find_model("builtin:tiny")
+    options = EvalOptions(
+        "builtin:tiny", benchmarks=["tiny_add"], k=3, backend="vllm", greedy=False,
+        overrides=["eval.max_completion_length=99", "eval.samples=7"],
+    )  # fmt: skip
+    recipe = resolve_evaluation(options, source)
+    assert (recipe.eval.benchmarks, recipe.eval.samples) == (["tiny_add"], 3)
+    assert recipe.sampling.backend == "vllm" and recipe.eval.greedy is False
+    assert recipe.sampling.max_completion_length == 99
+
+
+def test_bad_options_are_refused(tmp_path, model):
+    source = find_model("builtin:tiny")
+    with pytest.raises(RecipeError, match=r"eval\.nothing"):
+        resolve_evaluation(EvalOptions("builtin:tiny", overrides=["eval.nothing=1"]), source)
+    empty = tmp_path / "empty.yaml"
+    empty.write_text("{}")
+    with pytest.raises(UsageError, match="names no benchmarks"):
+        resolve_evaluation(EvalOptions("builtin:tiny", recipe=str(empty)), source)
+    with pytest.raises(UsageError, match=r"name a \.json file"):
+        run(EvalOptions("builtin:tiny", output=str(tmp_path / "x.txt")))
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    with pytest.raises(OutputDirectoryError, match="is no evaluation file"):
+        run(EvalOptions("builtin:tiny", output=str(other)))
+    options = EvalOptions(str(model), output=str(tmp_path / "y.json"), data_folder=str(tmp_path))
+    with pytest.raises(DatasetError, match=r"no math500\.jsonl"):
+        run(options)
+
+
+def test_two_evaluations_are_compared(tmp_path, capsys):
+    for seed in (1, 2):
+        overrides = (*FAST, f"eval.seed={seed}")
+        run(EvalOptions("builtin:tiny", output=str(tmp_path / f"{seed}.json"), overrides=overrides))
+    capsys.readouterr()
+    run_comparison(str(tmp_path / "1.json"), str(tmp_path / "2.json"), as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["benchmarks"]) == 5
+    mean = document["mean"]
+    assert mean["difference"] == pytest.approx(mean["accuracy_b"] - mean["accuracy_a"])
+    low, high = mean["difference_interval"]
+    assert low <= mean["difference"] <= high and 0 < mean["p_value"] <= 1
+    run_comparison(str(tmp_path / "1.json"), str(tmp_path / "1.json"))
+    assert "1.000" in capsys.readouterr().out
+    with pytest.raises(EvaluationFileError):
+        run_comparison(str(tmp_path / "1.json"), str(tmp_path / "3.json"))
