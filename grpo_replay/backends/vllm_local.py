@@ -101,14 +101,18 @@ class VllmLocalSampler:
     def _run(
         self, engine: "LLMEngine", requests: Sequence[GenerationRequest], wanted: range
     ) -> Iterator[Completion]:
-        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+        # By default the engine would make an output of every request at every step.
+        kind = RequestOutputKind.FINAL_ONLY
         running = set()
         try:
             for index, request in enumerate(requests):
                 prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
                 parameters = sampling_parameters(request, self.stop_token_ids)
-                engine.add_request(str(index), prompt, SamplingParams(**parameters))
+                engine.add_request(
+                    str(index), prompt, SamplingParams(**parameters, output_kind=kind)
+                )
                 running.add(str(index))
             while running:
                 with preserved_torch_randomness():

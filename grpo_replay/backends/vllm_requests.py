@@ -43,7 +43,9 @@ def sampling_parameters(
         "seed": request.seed,
         "logprobs": 0,
         "stop_token_ids": list(stop_token_ids),
-        "ignore_eos": False,
+        # Otherwise the stop tokens of the model's generation_config.json end completions as well,
+        # although the recipe may have named another tokenizer, in which they are ordinary tokens.
+        "ignore_eos": True,
         "detokenize": False,
     }
 

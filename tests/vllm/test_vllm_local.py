@@ -89,6 +89,16 @@ def test_stop_tokens_are_included_and_reasons_kept(opened):
         assert completion.sampler_logprobs.dtype == np.float32
 
 
+def test_only_the_stop_tokens_asked_for_end_a_completion(opened, monkeypatch):
+    """With another tokenizer, those of the model's generation config are ordinary tokens."""
+    policy, sampler = opened
+    push(sampler, policy.model)
+    monkeypatch.setattr(sampler, "stop_token_ids", STOP_TOKENS[1:])
+    completions = list(sampler.generate(make_requests(count=48)))
+    assert any(STOP_TOKENS[0] in c.token_ids[:-1] for c in completions)
+    assert {c.token_ids[-1] for c in completions if _stopped(c)} == {STOP_TOKENS[1]}
+
+
 def _stopped(completion) -> bool:
     return completion.finish_reason == "stop"
 
