@@ -18,9 +18,9 @@ from grpo_replay.evaluation.report import (
 
 Row = Sequence[str]
 LEGEND = (
-    "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems; tokens: mean completion "
-    "length, also of right and of wrong answers; cut: reached the length limit; none: no answer "
-    "found."
+    "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems; tokens: mean "
+    "completion length, also of right and of wrong answers; cut: reached the length limit; none: "
+    "no answer found."
 )
 
 
