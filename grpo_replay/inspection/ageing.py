@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_replay.inspection.columns import iter_columns
+from grpo_replay.inspection.progress import tracked
 from grpo_replay.inspection.source import Source
 
 OUTCOME_COLUMNS = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
@@ -33,12 +34,12 @@ def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
     draws of age 0. Empty if the run logged nothing; ages that trained no token are left out."""
     sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(6))
     drawn_at_birth: dict[int, np.ndarray] = {}
-    for step, path in source.draw_files:
+    for step, path in tracked(source.draw_files, "reading outcomes of draws"):
         for batch in iter_columns(path, "draws", ("rollout_id", "age_steps", *OUTCOME_COLUMNS)):
             ids, ages = (column.to_numpy() for column in batch.columns[:2])
             drawn_at_birth[step] = np.append(drawn_at_birth.get(step, []), ids[ages == 0])
             _add(sums, ages, [_floats(column) for column in batch.columns[2:]])
-    for step, path in source.rollout_files:
+    for step, path in tracked(source.rollout_files, "reading outcomes of fresh rollouts"):
         for batch in iter_columns(path, "rollouts", ("rollout_id", *OUTCOME_COLUMNS)):
             tokens, *others = (_floats(column) for column in batch.columns[1:])
             # The pool's and FIFO's own draws of a step's rollouts are in draws/ already.

@@ -15,6 +15,7 @@ from typing import Any
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import AgeOutcome, outcomes_by_age
 from grpo_replay.inspection.columns import iter_columns, list_lengths
+from grpo_replay.inspection.progress import tracked
 from grpo_replay.inspection.source import Source
 from grpo_replay.planner import RatioGrowth
 
@@ -40,7 +41,7 @@ def estimate_from_run(source: Source) -> RunEstimates:
             "this is a snapshot alone); give --mu, --rho and --growth instead"
         )
     generated = kept = completion_tokens = prompt_tokens = 0
-    for _, path in source.rollout_files:
+    for _, path in tracked(source.rollout_files, "reading rollouts"):
         names = ("kept", "completion_token_ids", "prompt_token_ids")
         for batch in iter_columns(path, "rollouts", names):
             generated += batch.num_rows

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.inspection.columns import iter_columns, list_lengths
+from grpo_replay.inspection.progress import tracked
 
 SCALARS = (
     "rollout_id",
@@ -155,7 +156,7 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
 
 
 def _log_batches(files: Sequence[tuple[int, Path]]) -> Iterator[pa.RecordBatch]:
-    for _, path in files:
+    for _, path in tracked(files, "reading rollouts"):
         yield from iter_columns(path, "rollouts", (*SCALARS, "kept"))
 
 
@@ -184,7 +185,7 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
     """Every draw of the draw log. Raises SnapshotError."""
     names = ("step", "rollout_id", "age_steps", "probability", "tokens")
     parts: list[list[np.ndarray]] = [[np.zeros(0)] for _ in names]
-    for _, path in files:
+    for _, path in tracked(files, "reading draws"):
         for batch in iter_columns(path, "draws", names):
             for part, column in zip(parts, batch.columns, strict=True):
                 part.append(pc.fill_null(column, 0).to_numpy(zero_copy_only=False))

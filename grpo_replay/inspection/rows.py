@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from grpo_replay.buffer.snapshot import read_snapshot_facts
 from grpo_replay.compose import replays
 from grpo_replay.inspection.columns import Kind, iter_columns, list_lengths, schema_of
+from grpo_replay.inspection.progress import tracked
 from grpo_replay.inspection.rebuild import find_rows, rebuild_stored
 from grpo_replay.inspection.rollout_columns import NEVER, DrawColumns, read_draws, read_stored
 from grpo_replay.inspection.source import Source
@@ -84,7 +85,7 @@ def iter_rows(
     wanted = [*columns, *(sorted(where.columns - set(columns)) if where else ())]
     present = set(schema_of(rows.kind).names)
     read = list(dict.fromkeys(n if n in present else _NEEDS[n] for n in wanted))
-    for path in rows.files:
+    for path in tracked(rows.files, "reading rollouts"):
         for batch in iter_columns(path, rows.kind, read):
             table = pa.table({name: _column(rows, batch, name, present) for name in wanted})
             if where is not None:

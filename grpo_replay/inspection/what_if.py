@@ -14,6 +14,7 @@ import numpy as np
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.inspection.progress import tracked
 from grpo_replay.inspection.rebuild import bare_rollouts, find_rows
 from grpo_replay.inspection.rollout_columns import RolloutColumns, read_draws, read_log
 from grpo_replay.inspection.source import Source
@@ -92,8 +93,9 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
         )
     other = changed_recipe(recipe, changes)
     log = read_log(source.rollout_files)
-    same = [simulate(log, recipe, seed + i) for i in range(REPEATS)]
-    changed = [simulate(log, other, seed + i) for i in range(REPEATS)]
+    plan = [(settings, seed + i) for settings in (recipe, other) for i in range(REPEATS)]
+    results = [simulate(log, *each) for each in tracked(plan, "replaying the log")]
+    same, changed = results[:REPEATS], results[REPEATS:]
     before, after = recipe.replay.model_dump(mode="json"), other.replay.model_dump(mode="json")
     return WhatIf(
         changes={key: [before[key], after[key]] for key in after if after[key] != before[key]},

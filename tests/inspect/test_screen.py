@@ -11,6 +11,7 @@ from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.inspection.bars import bar, sparkline
 from grpo_replay.inspection.histograms import merge_rows, thin_ages
 from grpo_replay.inspection.panels import print_inspection
+from grpo_replay.inspection.progress import tracked
 from grpo_replay.inspection.source import open_source
 from grpo_replay.inspection.summarise import summarise
 
@@ -79,6 +80,15 @@ def test_sparklines_rise_with_the_values():
     assert sparkline([5.0] * 4, 8) == "▄▄▄▄"
     assert sparkline([0, 0, 7, 7], 2) == "▁█"
     assert sparkline([], 8) == ""
+
+
+def test_progress_speaks_only_when_something_takes_long(monkeypatch, capsys):
+    assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("grpo_replay.inspection.progress.PATIENCE_SECONDS", -1.0)
+    assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
+    captured = capsys.readouterr()
+    assert captured.err == "reading: 3 in all\n" and captured.out == ""
 
 
 def test_merged_rows_lose_nothing():
