@@ -61,6 +61,9 @@ def test_reports_give_means_over_benchmarks_and_intervals():
     assert score.delta_accuracy == pytest.approx((1 - 0.75) / 0.75)
     assert score.aes == pytest.approx(0.2 + 3 * 0.25 / 0.75)
     assert score.aes_interval == pytest.approx((score.aes, score.aes))  # no problem differs
+    (back,) = score_reports(("c", better), [("r", reference)])
+    assert back.aes == pytest.approx(-0.25 - 5 * 0.25)
+    assert back.aes_interval == pytest.approx((back.aes, back.aes))
 
 
 def test_intervals_resample_problems_and_pair_them():
