@@ -7,8 +7,8 @@ def always_wrong(completion: str, answer: str, row: dict) -> float:
 
 def graded(completion: str, answer: str, row: dict) -> float:
     """More than two values: nearer answers earn more."""
-    digits = "".join(c for c in completion if c.isdigit() or c == "-")
+    boxed = completion.partition("boxed{")[2].partition("}")[0]
     try:
-        return -min(abs(int(digits) - int(answer)), 100) / 100
+        return -min(abs(int(boxed) - int(answer)), 100) / 100
     except ValueError:
         return -1.0
