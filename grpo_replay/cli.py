@@ -154,7 +154,7 @@ def evaluate(
 def inspect_buffer(
     path: Annotated[str, typer.Argument(help="Run directory, checkpoint or buffer.parquet.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="The checkpoint of this step; the last if not given.")
+        int | None, typer.Option(min=0, help="As of this training step; the last if not given.")
     ] = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a figure: .png, .svg or .html.")
@@ -164,7 +164,9 @@ def inspect_buffer(
     ] = None,
     where: Annotated[
         str | None,
-        typer.Option(metavar="EXPR", help="Rollouts that match, such as 'reward > 0 and age > 3'."),
+        typer.Option(
+            metavar="EXPR", help="List rollouts that match, such as 'reward > 0 and age_steps > 3'."
+        ),
     ] = None,
     export: Annotated[
         str | None,
