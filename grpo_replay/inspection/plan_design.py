@@ -143,7 +143,7 @@ def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, dict[st
 
     FIFO holds the step's own rollouts when it draws, so N = x·B' and B/R = y·s. The fresh-anchored
     buffer trains on fresh rollouts once (age 0) and stores them afterwards: ages 1 to x - 1, and
-    r = y - 1. A capacity is never less than the rollouts of one step, as the recipe demands.
+    r = y - 1. FIFO's capacity is never less than the rollouts of one step, as the recipe demands.
     """
     survivors = inputs.survivors_per_step
     max_age = max(1, round(x) - 1)
@@ -156,7 +156,8 @@ def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, dict[st
         },
         "ours": {
             "preset": "ours",
-            "capacity_rollouts": max(math.ceil(max_age * survivors), inputs.rollouts_per_step),
+            # The age limit decides: a capacity that even a step without dropped groups fits.
+            "capacity_rollouts": (max_age + 1) * inputs.rollouts_per_step,
             "ratio": max(0.0, y - 1),
             "max_age_steps": max_age,
         },
