@@ -152,8 +152,8 @@ def samples_path(report_path: Path) -> Path:
     return report_path.with_suffix(".parquet")
 
 
-def read_report(path: Path) -> EvaluationReport:
-    """The report at `path`, with its per-sample rows if they lie beside it.
+def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
+    """The report at `path`, with its per-sample rows if they are wanted and lie beside it.
 
     Raises EvaluationFileError if it is missing or something else.
     """
@@ -172,7 +172,9 @@ def read_report(path: Path) -> EvaluationReport:
     except (KeyError, TypeError, ValueError) as error:
         raise EvaluationFileError(f"{path}: damaged evaluation file: {error!r}") from error
     beside = samples_path(path)
-    return replace(report, samples=read_samples(beside)) if beside.is_file() else report
+    if not (with_samples and beside.is_file()):
+        return report
+    return replace(report, samples=read_samples(beside))
 
 
 def summarise(

@@ -30,3 +30,11 @@ class Count:
     def calls(cls, completion: str, answer: str, row: dict) -> float:
         cls.seen += 1
         return float(cls.seen)
+
+
+def die_unless_first(completion: str, answer: str, row: dict) -> float:
+    """Fails for what the worker did before, not for the completion."""
+    Count.seen += 1
+    if Count.seen > 1:
+        os._exit(3)
+    return 1.0

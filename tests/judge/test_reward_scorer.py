@@ -113,6 +113,12 @@ def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(c
     assert "no such answer" in caplog.text or "returned nan" in caplog.text
 
 
+def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
+    with scorer("judge_rewards:die_unless_first", workers=1) as opened:
+        verdicts = opened.score([(str(n), "", {}) for n in range(4)])
+    assert verdicts == [Verdict(1.0, "scored")] * 4
+
+
 @pytest.mark.parametrize("function", ["mathverify", "a:", ":f", "no-module:f", "a.b"])
 def test_a_name_that_cannot_be_a_function_is_refused_at_once(function):
     with pytest.raises(RecipeError, match="math_verify, minerva"):

@@ -1,0 +1,64 @@
+"""The curve of a run: held-out accuracy over training steps, from its evaluation files."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.evaluation.report import EvaluationReport, read_report
+from grpo_replay.inspection.style import COLUMN_INCHES, FRESH, GREY, STORED, figure_style
+
+_STEP_FILE = re.compile(r"step_(\d+)\.json")
+
+
+def read_curve(folder: Path) -> dict[int, EvaluationReport]:
+    """The evaluations in a run's `eval/` by training step, in order, without per-sample rows.
+
+    Raises EvaluationFileError for a file that is damaged.
+    """
+    found = {
+        int(match.group(1)): path
+        for path in folder.glob("step_*.json")
+        if (match := _STEP_FILE.fullmatch(path.name))
+    }
+    return {step: read_report(found[step], with_samples=False) for step in sorted(found)}
+
+
+def plot_curve(folder: Path) -> Path | None:
+    """Draws `curve.png` in a run's `eval/`; returns its path, or None with fewer than two
+    evaluations. The band is the 95 % bootstrap interval of the mean over problems."""
+    reports = read_curve(folder)
+    if len(reports) < 2:
+        return None
+    path = folder / "curve.png"
+    with figure_style() as figure_class:
+        figure = figure_class(figsize=(COLUMN_INCHES, 2.4), layout="constrained")
+        _draw(figure.add_subplot(), reports)
+        temporary = path.with_name(".tmp-curve.png")
+        figure.savefig(temporary, format="png")
+    temporary.replace(path)
+    return path
+
+
+def _draw(axes: Any, reports: dict[int, EvaluationReport]) -> None:
+    steps = list(reports)
+    means = [report.sampled.mean for report in reports.values()]
+    last = list(reports.values())[-1]
+    for name in last.sampled.benchmarks:
+        shared = [s for s in steps if name in reports[s].sampled.benchmarks]
+        values = [100 * reports[s].sampled.benchmarks[name].avg_at_k for s in shared]
+        axes.plot(shared, values, color=GREY, linewidth=0.6)
+        title = last.settings["benchmarks"].get(name, {}).get("title", name)
+        axes.annotate(f" {title}", (shared[-1], values[-1]), color=GREY, fontsize=5.5, va="center")
+    low, high = zip(*(mean.avg_at_k_interval for mean in means), strict=True)
+    axes.fill_between(
+        steps, [100 * v for v in low], [100 * v for v in high], color=STORED, alpha=0.2, linewidth=0
+    )
+    axes.plot(steps, [100 * mean.avg_at_k for mean in means], "o-", color=STORED, label="mean")
+    greedy = {s: r.greedy_accuracies() for s, r in reports.items() if r.greedy}
+    if greedy:
+        values = [100 * each["mean"] for each in greedy.values()]
+        axes.plot(list(greedy), values, "s--", color=FRESH, label="mean, greedy")
+    axes.set(xlabel="training step", ylabel="held-out accuracy, %", title="evaluation")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.16)
+    axes.legend(loc="upper left")
