@@ -93,6 +93,7 @@ class RunDisplay(Display):
         self._console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
+        self._progress.update(self._task, line="")
         accuracies, errors = report.accuracies(), report.standard_errors()
         self._held_out = accuracies["mean"]
         greedy = report.greedy_accuracies()
