@@ -128,8 +128,9 @@ class Trainer:
     ) -> tuple[list[Rollout], LogprobGap | None]:
         """Behaviour log-probs at birth, from the policy that sampled; and the proof that sampler
         and trainer are the same policy. Returns the survivors, and the gap, on rank 0."""
+        frozen_by_trainer = self.recipe.loss.behavior_logprobs == "trainer"
         with self._clock.stage("logprob"):
-            sample = gap_sample(generated)
+            sample = gap_sample(generated, every_survivor=frozen_by_trainer)
             rows = [logprob_row(r.prompt_token_ids, r.completion_token_ids) for r in sample]
             logprobs = self.parts.engine.logprobs(rows if self.comm.is_main else None)
         if not self.comm.is_main:
@@ -137,10 +138,10 @@ class Trainer:
         gap = measure_gap(sample, logprobs)
         limit = self.recipe.sampling.logprob_gap_limit
         refuse_gap(gap, limit, step, self.parts.sampler.policy_version)
-        if self.recipe.loss.behavior_logprobs == "sampler":
-            frozen = {r.rollout_id: r.sampler_logprobs for r in generated}
-        else:
+        if frozen_by_trainer:
             frozen = {r.rollout_id: lp for r, lp in zip(sample, logprobs, strict=True)}
+        else:
+            frozen = {r.rollout_id: r.sampler_logprobs for r in generated}
         return with_behavior_logprobs(generated, frozen), gap
 
     def compose(self, fresh: Sequence[Rollout], generated: int, step: int) -> ComposedBatch:

@@ -28,13 +28,16 @@ def sync_weights(engine: Engine, sampler: Sampler, version: int, bucket_mib: int
     sampler.load_weights(engine.named_full_tensors(bucket_mib * 2**20), version)
 
 
-def gap_sample(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The rollouts whose log-probs the trainer computes: every survivor, and dropped ones to make
-    up `GAP_SAMPLE_ROLLOUTS`, spread over the step."""
-    kept = [rollout for rollout in rollouts if rollout.kept]
-    dropped = [rollout for rollout in rollouts if not rollout.kept]
-    missing = min(max(GAP_SAMPLE_ROLLOUTS - len(kept), 0), len(dropped))
-    chosen = [dropped[i * len(dropped) // missing] for i in range(missing)]
+def gap_sample(rollouts: Sequence[Rollout], every_survivor: bool = True) -> list[Rollout]:
+    """The rollouts whose log-probs the trainer computes, by rollout id: every survivor, and
+    dropped ones to make up `GAP_SAMPLE_ROLLOUTS`, spread over the step.
+
+    Without `every_survivor` (behaviour log-probs are the sampler's) so many of all, spread alike.
+    """
+    kept = [rollout for rollout in rollouts if rollout.kept] if every_survivor else []
+    others = [rollout for rollout in rollouts if not (every_survivor and rollout.kept)]
+    missing = min(max(GAP_SAMPLE_ROLLOUTS - len(kept), 0), len(others))
+    chosen = [others[i * len(others) // missing] for i in range(missing)]
     return sorted([*kept, *chosen], key=lambda rollout: rollout.rollout_id)
 
 

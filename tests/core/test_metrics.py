@@ -172,6 +172,13 @@ def test_the_gap_is_measured_on_every_survivor_and_on_at_least_64_rollouts():
     assert gap_sample(many) == many[:90]
 
 
+def test_with_the_sampler_s_log_probs_frozen_64_rollouts_prove_the_sync():
+    rollouts = [make_rollout(i, 2, kept=i < 150) for i in range(256)]
+    sample = gap_sample(rollouts, every_survivor=False)
+    assert [r.rollout_id for r in sample] == list(range(0, 256, 4))
+    assert gap_sample(rollouts[:10], every_survivor=False) == rollouts[:10]
+
+
 def test_the_gap_by_hand():
     rollouts = [make_rollout(0, 2), make_rollout(1, 1)]  # sampler log-probs are -1
     trainer = [np.array([-1.5, -1.0], np.float32), np.array([-0.9], np.float32)]
