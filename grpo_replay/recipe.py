@@ -459,6 +459,11 @@ def _other_contradictions(recipe: Recipe) -> Iterable[str]:
         )
     if recipe.run.mode == "async":
         yield "run.mode 'async' is not available yet: use sync"
+    elif recipe.run.sync_every_steps != 1:
+        yield (
+            f"run.sync_every_steps {recipe.run.sync_every_steps} with run.mode 'sync', which "
+            "pushes the weights after every step: set it to 1"
+        )
     if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
         yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
     if recipe.model.config_overrides and not recipe.model.random_init:

@@ -149,6 +149,11 @@ SENSELESS = {
 }  # fmt: skip
 
 
+def test_a_sync_run_does_not_ignore_a_push_interval():
+    with pytest.raises(RecipeError, match=r"sync_every_steps 4 with run\.mode 'sync'"):
+        small_recipe(run={"sync_every_steps": 4})
+
+
 @pytest.mark.parametrize("name", SENSELESS)
 def test_senseless_points_are_refused_with_a_reason(name):
     replay, reason = SENSELESS[name]
@@ -162,5 +167,5 @@ def test_the_number_of_combinations_run_and_refused(request):
     assert (len(SENSIBLE), len(PRESETS), len(OPTIONS), len(SENSELESS)) == (15, 5, 26, 11)
     assert len(AXES) == len(SENSIBLE) + 3
     selected = [item.name for item in request.session.items if item.fspath == request.path]
-    if len(selected) == 15 + 5 + 26 + 11 + 1:  # unless a part of this file was asked for
+    if len(selected) == 15 + 5 + 26 + 11 + 2:  # unless a part of this file was asked for
         assert (len(trained), len(refused)) == (46, 11)
