@@ -6,11 +6,13 @@ Builds 2,000 completions as a model under training writes them: 8 samples for ea
 reasoning of 0 to 3 solution texts, then a final answer: 50 % of them right, 40 % wrong (the samples
 of a problem share a few wrong answers), 10 % cut off before an answer. The problems of
 all batches are the same, the reasoning and the wrong answers are not; both sides keep what they
-remember from batch to batch, as they do over an evaluation.
+remember from batch to batch, as they do over an evaluation. CPU seconds tell what wall seconds
+would be on cores that nothing else uses: the busiest worker is the last to finish.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import time
@@ -46,9 +48,8 @@ def completions(rows: list[dict[str, str]], seed: int = 0) -> list[tuple[str, st
     return items
 
 
-def in_a_loop(items: list[tuple[str, str]]) -> tuple[list[bool], float]:
-    """Verdicts of math-verify called for one completion after the other, and seconds."""
-    started = time.perf_counter()
+def in_a_loop(items: list[tuple[str, str]]) -> list[bool]:
+    """Verdicts of math-verify called for one completion after the other."""
     verdicts = []
     for text, answer in items:
         gold = math_verify.parse(in_environment(answer))
@@ -57,37 +58,51 @@ def in_a_loop(items: list[tuple[str, str]]) -> tuple[list[bool], float]:
             verdicts.append(math_verify.verify(gold, prediction))
         else:
             verdicts.append(text == answer)
-    return verdicts, time.perf_counter() - started
+    return verdicts
 
 
-def in_the_pool(scorer: RewardScorer, items: list[tuple[str, str]]) -> tuple[list[bool], float]:
-    """Verdicts of our pool, and seconds."""
-    started = time.perf_counter()
-    verdicts = scorer.score([(text, answer, None) for text, answer in items])
-    return [v.status == "correct" for v in verdicts], time.perf_counter() - started
+def workers_cpu_seconds() -> dict[str, float]:
+    """CPU seconds so far of each child process (Linux)."""
+    pids = [
+        pid
+        for file in Path("/proc/self/task").glob("*/children")
+        for pid in file.read_text().split()
+    ]
+    fields = {pid: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids}
+    ticks = os.sysconf("SC_CLK_TCK")
+    return {pid: (int(each[11]) + int(each[12])) / ticks for pid, each in fields.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("problems", type=Path)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=4)
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.problems.read_text("utf-8").splitlines()]
-    with RewardScorer.open(
-        RewardSection(function="math_verify", workers=options.workers)
-    ) as scorer:
+    section = RewardSection(function="math_verify", workers=options.workers)
+    with RewardScorer.open(section) as scorer:
         scorer.score([(f"\\boxed{{{i}}}", "1", None) for i in range(10 * options.workers)])
-        for seed in range(options.seeds):
-            items = completions(rows, seed)
-            expected, loop_seconds = in_a_loop(items)
-            verdicts, seconds = in_the_pool(scorer, items)
-            different = sum(a != b for a, b in zip(expected, verdicts, strict=True))
-            print(
-                f"batch {seed + 1}: {len(items)} completions, {sum(expected)} correct; loop "
-                f"{loop_seconds:.2f} s; pool of {options.workers} {seconds:.2f} s; "
-                f"{loop_seconds / seconds:.1f}x; {different} verdicts differ"
-            )
+        for batch in range(options.batches):
+            compare(scorer, completions(rows, batch), batch + 1)
+
+
+def compare(scorer: RewardScorer, items: list[tuple[str, str]], batch: int) -> None:
+    wall, cpu = time.perf_counter(), time.process_time()
+    expected = in_a_loop(items)
+    loop_wall, loop_cpu = time.perf_counter() - wall, time.process_time() - cpu
+    before, wall, cpu = workers_cpu_seconds(), time.perf_counter(), time.process_time()
+    verdicts = scorer.score([(text, answer, None) for text, answer in items])
+    pool_wall, own_cpu = time.perf_counter() - wall, time.process_time() - cpu
+    used = [seconds - before[pid] for pid, seconds in workers_cpu_seconds().items()]
+    different = sum((v.status == "correct") != e for v, e in zip(verdicts, expected, strict=True))
+    print(
+        f"batch {batch}: {len(items)} completions, {sum(expected)} correct, {different} verdicts "
+        f"differ; wall: loop {loop_wall:.2f} s, pool {pool_wall:.2f} s, "
+        f"{loop_wall / pool_wall:.1f}x; CPU: loop {loop_cpu:.2f} s, workers "
+        f"{' + '.join(f'{each:.2f}' for each in used)} s, caller {own_cpu:.2f} s, "
+        f"{loop_cpu / max(used):.1f}x the busiest worker"
+    )
 
 
 if __name__ == "__main__":

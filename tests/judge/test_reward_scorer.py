@@ -166,12 +166,11 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
         "print(*(p._process.pid for p in s._pool._processes.values()), flush=True)\n"
         "time.sleep(600)\n"
     )
-    here = os.path.dirname(__file__)
     parent = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": here},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     pids = [int(word) for word in parent.stdout.readline().split()]
     assert len(pids) == 2 and all(map(_alive, pids))
