@@ -7,6 +7,9 @@ from typing import Any
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.inspection.style import COLUMN_INCHES, FRESH, GREY, STORED, figure_style
 
+LABEL_DISTANCE = 4.5
+"""Percentage points between the names of benchmarks."""
+
 _STEP_FILE = re.compile(r"step_(\d+)\.json")
 
 
@@ -42,13 +45,7 @@ def plot_curve(folder: Path) -> Path | None:
 def _draw(axes: Any, reports: dict[int, EvaluationReport]) -> None:
     steps = list(reports)
     means = [report.sampled.mean for report in reports.values()]
-    last = list(reports.values())[-1]
-    for name in last.sampled.benchmarks:
-        shared = [s for s in steps if name in reports[s].sampled.benchmarks]
-        values = [100 * reports[s].sampled.benchmarks[name].avg_at_k for s in shared]
-        axes.plot(shared, values, color=GREY, linewidth=0.6)
-        title = last.settings["benchmarks"].get(name, {}).get("title", name)
-        axes.annotate(f" {title}", (shared[-1], values[-1]), color=GREY, fontsize=5.5, va="center")
+    _draw_benchmarks(axes, reports)
     low, high = zip(*(mean.avg_at_k_interval for mean in means), strict=True)
     axes.fill_between(
         steps, [100 * v for v in low], [100 * v for v in high], color=STORED, alpha=0.2, linewidth=0
@@ -60,5 +57,18 @@ def _draw(axes: Any, reports: dict[int, EvaluationReport]) -> None:
         axes.plot(list(greedy), values, "s--", color=FRESH, label="mean, greedy")
     axes.set(xlabel="training step", ylabel="held-out accuracy, %", title="evaluation")
     axes.set_ylim(bottom=0)
-    axes.margins(x=0.16)
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
+
+
+def _draw_benchmarks(axes: Any, reports: dict[int, EvaluationReport]) -> None:
+    """One thin line each, named at its end; names keep a distance."""
+    last_step, last = list(reports.items())[-1]
+    height = None
+    for name, result in sorted(last.sampled.benchmarks.items(), key=lambda item: item[1].avg_at_k):
+        shared = {s: r for s, r in reports.items() if name in r.sampled.benchmarks}
+        values = [100 * r.sampled.benchmarks[name].avg_at_k for r in shared.values()]
+        axes.plot(list(shared), values, color=GREY, linewidth=0.6)
+        end = 100 * result.avg_at_k
+        height = end if height is None else max(end, height + LABEL_DISTANCE)
+        title = last.settings["benchmarks"].get(name, {}).get("title", name)
+        axes.text(last_step, height, f"  {title}", color=GREY, fontsize=5.5, va="center")

@@ -9,6 +9,7 @@ thread of a worker, where math-verify's own five-second alarms work.
 
 import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
@@ -20,6 +21,9 @@ from sympy import Rational
 
 REMEMBERED = 20_000
 """Parsed LaTeX strings, and compared pairs, that a worker remembers."""
+
+STARVED_SECONDS = 2.5
+"""An alarm of five seconds that left a worker less processor time than this is tried again."""
 
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed\{")
 """What opens a math environment for math-verify: $, \\(, \\[ and \\boxed{."""
@@ -67,6 +71,15 @@ class SymbolicGrader:
 
     def grade(self, completion: str, answer: str) -> tuple[str, bool]:
         """The status of a verdict, and whether the gold answer could be parsed."""
+        started = time.process_time()
+        verdict = self._grade(completion, answer)
+        # math-verify's alarms go by the clock on the wall. One that rang while other programs had
+        # the processor says nothing about the answer.
+        if self._troubles.timed_out and time.process_time() - started < STARVED_SECONDS:
+            verdict = self._grade(completion, answer)
+        return verdict
+
+    def _grade(self, completion: str, answer: str) -> tuple[str, bool]:
         self._troubles.clear()
         gold = self._parse_gold(answer)
         if self._troubles:  # an answer that could not be parsed in time may be the next time

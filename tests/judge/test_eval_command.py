@@ -151,6 +151,17 @@ def test_without_a_recipe_the_settings_are_the_papers():
     assert recipe.eval.reward == "math_verify"
 
 
+def test_a_checkpoint_brings_its_weights_and_its_tokenizer(run_folder):
+    (run_folder / "recipe.yaml").write_text(
+        "model: {path: builtin:qwen3-0.6b, tokenizer: builtin:bytes, random_init: true,\n"
+        "        config_overrides: {num_hidden_layers: 1}}\neval: {benchmarks: [tiny]}\n"
+    )
+    source = find_model(str(run_folder))
+    model = resolve_evaluation(EvalOptions(str(run_folder)), source).model
+    assert (model.path, model.tokenizer) == (source.path, None)
+    assert (model.random_init, model.config_overrides) == (False, {})
+
+
 def test_options_beat_the_recipe():
     source = find_model("builtin:tiny")
     options = EvalOptions(
