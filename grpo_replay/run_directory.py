@@ -26,6 +26,10 @@ STEP_FOLDERS = ("rollouts", "draws", "eval")
 _STEP_NAME = re.compile(r"step_(\d+)")
 
 
+class _AttemptLog(logging.FileHandler):
+    """The log of one attempt at a run; a process has at most one."""
+
+
 class RunDirectory:
     """Paths and small files of one run. Only rank 0 writes."""
 
@@ -162,11 +166,19 @@ class RunDirectory:
         return 1 + len(list((self.path / "log").glob("attempt_*.log")))
 
     def open_log(self, attempt: int) -> Path:
-        """Send this process's logging to the attempt's file, and return its path."""
+        """Send this process's logging to the attempt's file, and return its path.
+
+        An earlier run's file in this process gets no more. The last one stays open, for what goes
+        wrong after the run.
+        """
         path = self.path / "log" / f"attempt_{attempt:03d}.log"
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _AttemptLog(path, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.getLogger().addHandler(handler)
+        root = logging.getLogger()
+        for earlier in [h for h in root.handlers if isinstance(h, _AttemptLog)]:
+            root.removeHandler(earlier)
+            earlier.close()
+        root.addHandler(handler)
         logging.getLogger("grpo_replay").setLevel(logging.INFO)
         return path
 

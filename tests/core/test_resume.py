@@ -1,6 +1,7 @@
 """A run that was killed and resumed is the run that was never killed, bit for bit."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from core_run import FinishedRun, run_small, same_files, same_weights
 
+from grpo_replay.run_directory import RunDirectory
 from grpo_replay.verify import verify_run
 
 PROGRAM = Path(__file__).with_name("killed_run.py")
@@ -101,3 +103,15 @@ def test_a_run_told_to_start_with_an_empty_buffer_says_so_and_does(tmp_path, pro
     assert resumed.metrics[2]["buffer/rollouts"] > 0
     assert resumed.metrics[3]["replay/rollouts"] == 0  # nothing was there to draw
     assert resumed.metrics[4]["replay/rollouts"] > 0
+
+
+def test_two_runs_of_one_process_do_not_write_into_each_other_s_log(tmp_path):
+    logger = logging.getLogger("grpo_replay.test")
+    first, second = RunDirectory(tmp_path / "first"), RunDirectory(tmp_path / "second")
+    for run_dir in (first, second):
+        (run_dir.path / "log").mkdir(parents=True)
+        run_dir.open_log(1)
+        logger.info("written while %s ran", run_dir.path.name)
+    texts = [(d.path / "log/attempt_001.log").read_text() for d in (first, second)]
+    assert "while first ran" in texts[0] and "while second ran" not in texts[0]
+    assert "while second ran" in texts[1]
