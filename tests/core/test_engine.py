@@ -212,6 +212,41 @@ def test_temperature_scales_the_gradient_too(processes):
     assert result.loss == pytest.approx(total.item(), rel=1e-5, abs=1e-6)
 
 
+def test_asymre_is_the_gradient_of_weighted_whole_rollout_log_probs(processes):
+    rows = weighted(make_rows(5), LossSection(kind="asymre"))
+    result, gradient, _ = one_update(processes, rows, loss={"kind": "asymre"})
+    model = tiny_model()
+    total = sum(-row.coefficient * plain_logprobs(model, row)[0].sum() / 5 for row in rows)
+    total.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert relative(gradient, expected) < 5e-6
+    assert result.loss == pytest.approx(total.item(), rel=1e-5)
+    assert all(outcome.clip_fraction == 0 for outcome in result.outcomes)
+
+
+def test_an_empty_completion_takes_part_without_tokens(processes):
+    rows = make_rows(3)
+    nothing = np.zeros(0, np.float32)
+    empty = replace(
+        rows[0],
+        completion_token_ids=np.zeros(0, np.int32),
+        behavior_logprobs=nothing,
+        reference_logprobs=nothing,
+    )
+    for budget in (ALL_AT_ONCE, ONE_BY_ONE):
+        batch = {"max_tokens_per_microbatch": budget}
+        with_it = one_update(processes, [*rows, empty], batch=batch)
+        without = one_update(processes, rows, batch=batch)
+        assert relative(with_it[1], without[1]) < 1e-6
+        assert asdict(with_it[0].outcomes[3]) == {
+            "tokens": 0, "clip_fraction": 0.0, "log_ratio_mean": 0.0, "log_ratio_var": 0.0,
+            "approx_kl": 0.0, "ratio_mean": 0.0, "ratio_max": 0.0, "entropy": 0.0,
+        }  # fmt: skip
+        with open_engine(processes, batch=batch) as engine:
+            found = engine.logprobs([empty, *rows])
+        assert [len(values) for values in found] == [0, *(len(r.behavior_logprobs) for r in rows)]
+
+
 def test_the_reference_stays_where_it_was_while_the_policy_moves(processes):
     rows = make_rows(6)
     with open_engine(processes, loss={"beta": 0.1}, engine={"zero_stage": 3}) as engine:
