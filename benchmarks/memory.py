@@ -1,0 +1,225 @@
+"""Does the dry run's memory model hold? Its prediction beside what a real engine takes on a CPU.
+
+    python benchmarks/memory.py               engine alone: ZeRO stages, dtypes, ranks
+    python benchmarks/memory.py --run         a whole `grpo-replay train`, vocabulary 151,936
+    python benchmarks/memory.py --json FILE   keep the numbers
+
+Each case runs in processes of its own and updates three times, with two micro-batches. Measured is
+the peak of the resident set over that of the first case, an engine around a negligible model;
+predicted is the engine's peak without its base. Allocations are returned to the system at once
+(glibc's thresholds), so that the resident set is what is alive. Needs Linux, about 4 GiB and some
+minutes.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.memory import PROCESS
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072",
+    "MALLOC_TRIM_THRESHOLD_": "131072", "DS_ACCELERATOR": "cpu",
+}  # fmt: skip
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "nothing": {"num_hidden_layers": 1, "vocab_size": 512, "hidden_size": 32,
+                "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1,
+                "head_dim": 32},
+    "wide": {"num_hidden_layers": 4, "vocab_size": 4096},
+    "long": {
+        "num_hidden_layers": 6, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    },
+    "vocabulary": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 768,
+                   "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+}  # fmt: skip
+"""Qwen3-0.6B with other sizes; `vocabulary` keeps the real 151,936 tokens."""
+
+BASE_CASE = ("nothing", 0, "float32", 1, False, 64, 2, 1024)
+CASES = [
+    # shape, ZeRO stage, dtype, ranks, gradient checkpointing, row length, rows, chunk
+    ("wide", 0, "float32", 1, False, 64, 8, 1024),
+    ("wide", 0, "bfloat16", 1, False, 64, 8, 1024),
+    ("wide", 2, "bfloat16", 1, False, 64, 8, 1024),
+    ("wide", 3, "float32", 1, False, 64, 8, 1024),
+    ("wide", 3, "bfloat16", 1, False, 64, 8, 1024),
+    ("wide", 1, "bfloat16", 2, False, 64, 16, 1024),
+    ("wide", 2, "float32", 2, False, 64, 16, 1024),
+    ("wide", 3, "bfloat16", 2, False, 64, 16, 1024),
+    ("long", 0, "float32", 1, False, 2048, 4, 256),
+    ("long", 0, "float32", 1, True, 2048, 8, 256),
+    ("long", 3, "bfloat16", 1, True, 2048, 8, 256),
+    ("vocabulary", 0, "float32", 1, False, 512, 4, 256),
+    ("vocabulary", 0, "float32", 1, False, 512, 4, 1024),
+    ("vocabulary", 3, "bfloat16", 1, True, 512, 4, 256),
+]
+
+
+def recipe_of(case: tuple[Any, ...]) -> dict[str, Any]:
+    shape, stage, dtype, ranks, checkpointing, length, rows, chunk = case
+    prompt = length // 8
+    return {
+        "name": "memory",
+        "model": {
+            "path": "builtin:qwen3-0.6b", "random_init": True, "tokenizer": "builtin:bytes",
+            "dtype": dtype, "gradient_checkpointing": checkpointing,
+            "config_overrides": SHAPES[shape],
+        },
+        "prompts": {"max_prompt_length": prompt},
+        "sampling": {"max_completion_length": length - prompt},
+        "replay": {"preset": "grpo"},
+        "batch": {"max_tokens_per_microbatch": rows // ranks // 2 * length, "updates_per_step": 1},
+        "engine": {
+            "device": "cpu", "zero_stage": stage, "num_processes": ranks,
+            "logprob_chunk_tokens": chunk,
+        },
+    }  # fmt: skip
+
+
+def status_mib(name: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) / 1024
+    raise KeyError(name)
+
+
+def worker(case: tuple[Any, ...]) -> None:
+    """One rank of one case; rank 0 prints {"peak_mib": …}."""
+    import logging
+
+    import numpy as np
+
+    logging.disable(logging.WARNING)
+    from grpo_replay.backends.deepspeed_engine import DeepSpeedEngine, initialize_processes
+    from grpo_replay.backends.models import load_policy, load_tokenizer
+    from grpo_replay.batch import TrainRow
+    from grpo_replay.rank_failures import exit_rank
+    from grpo_replay.recipe import resolve_recipe
+
+    recipe = resolve_recipe([recipe_of(case)])
+    comm, device = initialize_processes(recipe)
+    tokenizer = load_tokenizer(recipe.model)
+    model = load_policy(recipe.model, 0)
+    engine = DeepSpeedEngine(recipe, model, tokenizer, comm, device)
+    length, rows = case[5], case[6]
+    prompt = recipe.prompts.max_prompt_length
+    generator = np.random.default_rng(0)
+
+    def row() -> TrainRow:
+        prompt_P = generator.integers(0, 200, prompt).astype(np.int32)
+        completion_T = generator.integers(0, 200, length - prompt).astype(np.int32)
+        logprobs_T = np.full(length - prompt, -5.0, np.float32)
+        return TrainRow(prompt_P, completion_T, logprobs_T, logprobs_T, 1.0, 1e-4)
+
+    for _ in range(3):
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+        engine.update([row() for _ in range(rows)] if comm.is_main else None)
+    if comm.is_main:
+        print(json.dumps({"peak_mib": status_mib("VmHWM")}))
+    exit_rank(0)
+
+
+def predicted_mib(case: tuple[Any, ...]) -> float:
+    from grpo_replay.dry_run_plan import plan_engine
+    from grpo_replay.recipe import resolve_recipe
+
+    memory = plan_engine(resolve_recipe([recipe_of(case)]), on_cuda=False).engine
+    return (memory.peak - memory.base) / 2**20
+
+
+def peak_mib(case: tuple[Any, ...]) -> float:
+    launcher = [sys.executable]
+    if case[3] > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                     str(case[3])]  # fmt: skip
+    done = subprocess.run(
+        [*launcher, __file__, "--worker", json.dumps(case)],
+        capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+    for line in done.stdout.splitlines():
+        if line.startswith('{"peak_mib"'):
+            return json.loads(line)["peak_mib"]
+    raise RuntimeError(f"{case}: no result\n{done.stderr[-2000:]}")
+
+
+RUN_OVERRIDES = [
+    "model.path=builtin:qwen3-0.6b", "model.random_init=true", "model.tokenizer=builtin:bytes",
+    f"model.config_overrides={json.dumps(SHAPES['vocabulary'])}",
+    "engine.logprob_chunk_tokens=256", "sampling.prompts_per_step=4", "sampling.group_size=4",
+    "sampling.max_completion_length=64", "prompts.max_prompt_length=256", "run.steps=3",
+    "prompts.template=plain", "replay.warmup_steps=1", "eval.benchmarks=[]",
+    "batch.max_tokens_per_microbatch=1280", "checkpoint.every_steps=10", "engine.device=cpu",
+]  # fmt: skip
+
+
+def whole_run() -> dict[str, float]:
+    """A training run with the real vocabulary: the process's peak beside the dry run's."""
+    from grpo_replay.dry_run import dry_run
+    from grpo_replay.recipe import load_recipe
+
+    recipe = load_recipe("tiny", RUN_OVERRIDES)
+    report = dry_run(recipe).to_json()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [word for override in RUN_OVERRIDES for word in ("--set", override)]
+        script = (
+            "import sys, resource; from grpo_replay.cli import main; sys.argv = sys.argv[1:]\n"
+            "try:\n    main()\nfinally:\n    print('PEAK', resource.getrusage("
+            "resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, "grpo-replay", "train", "tiny", *words,
+             "--output-dir", f"{folder}/run"],
+            capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
+        )  # fmt: skip
+    peaks = [line for line in done.stderr.splitlines() if line.startswith("PEAK ")]
+    if done.returncode != 0 or not peaks:
+        raise RuntimeError(done.stderr[-3000:])
+    return {
+        "predicted_mib": report["memory"]["peak_gib"] * 1024,
+        "measured_mib": int(peaks[0].split()[1]) / 1024,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worker")
+    parser.add_argument("--run", action="store_true", help="only the whole training run")
+    parser.add_argument("--json")
+    parser.add_argument("--case", type=int, nargs="*", help="numbers of cases; all if not given")
+    options = parser.parse_args()
+    if options.worker:
+        worker(tuple(json.loads(options.worker)))
+        return
+    rows = []
+    if options.run:
+        result = whole_run()
+        rows.append({"case": "whole run, vocabulary 151,936", **result})
+    else:
+        base = peak_mib(BASE_CASE)
+        print(f"an engine around nothing: {base:.0f} MiB (the model's PROCESS: {PROCESS >> 20})")
+        for index, case in enumerate(CASES):
+            if options.case is None or index in options.case:
+                measured = peak_mib(case) - base
+                rows.append({"case": case, "measured_mib": measured,
+                             "predicted_mib": predicted_mib(case)})  # fmt: skip
+                show(rows[-1])
+    if options.run:
+        show(rows[0])
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1))
+
+
+def show(row: dict[str, Any]) -> None:
+    error = row["predicted_mib"] / row["measured_mib"] - 1
+    print(f"{row['case']!s:70} measured {row['measured_mib']:7.0f} MiB  predicted "
+          f"{row['predicted_mib']:7.0f}  {100 * error:+6.1f} %", flush=True)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`grpo-replay train --dry-run`: the report on the screen, or as one JSON document."""
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_replay.dry_run import dry_run
+from grpo_replay.recipe import Recipe
+
+_MEMORY_ROWS = (
+    ("base_gib", "process, CUDA context"),
+    ("parameters_gib", "parameters"),
+    ("gradients_gib", "gradients"),
+    ("optimizer_gib", "optimizer shard (master weights, moments)"),
+    ("reference_gib", "reference copy"),
+    ("gathered_gib", "gathered parameters (ZeRO-3)"),
+    ("bucket_gib", "gradient bucket"),
+    ("activations_gib", "activations kept for the backward pass"),
+    ("backward_work_gib", "logits chunk and backward work"),
+    ("flat_copy_gib", "flat gradients (ZeRO-0)"),
+    ("step_work_gib", "while the optimizer steps"),
+    ("sampler_awake_gib", "sampler, while generating"),
+    ("sampler_asleep_gib", "sampler, while training"),
+)
+
+
+def run(recipe: Recipe, as_json: bool = False, gpu_memory_gib: float | None = None) -> None:
+    """Print what the recipe would take."""
+    report = dry_run(recipe, gpu_memory_gib).to_json()
+    if as_json:
+        print(json.dumps(report, indent=1))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for line in _headline(report):
+        console.print(line)
+    if report["memory"] is not None:
+        console.print(_memory_table(report["memory"]))
+    console.print(_step_table(report))
+    for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
+        for sentence in report[title]:
+            console.print(f"[{style}]{title.rstrip('s')}[/]: {_escaped(sentence)}")
+    console.print(_verdict(report))
+
+
+def _headline(report: Mapping[str, Any]) -> Iterable[str]:
+    model, hardware = report["model"], report["hardware"]
+    if model is not None:
+        tied = "tied head" if model["tied_head"] else "untied head"
+        yield (
+            f"[bold]{report['recipe']}[/]: {_escaped(model['path'])}, "
+            f"{model['parameters']:,} parameters ({tied}), {model['dtype']}"
+        )
+    size = hardware["memory_gib_per_process"]
+    what = "GPUs" if hardware["device"] == "cuda" else "CPU processes"
+    supposed = " (assumed)" if hardware["assumed"] else ""
+    yield f"{hardware['processes']} {what} of {size:.1f} GiB each{supposed}"
+
+
+def _memory_table(memory: Mapping[str, Any]) -> Table:
+    table = Table(title="Memory per process, GiB", title_justify="left")
+    table.add_column("")
+    table.add_column("GiB", justify="right")
+    for key, label in _MEMORY_ROWS:
+        if memory[key] > 0:
+            table.add_row(label, f"{memory[key]:.2f}")
+    table.add_section()
+    for name, value in memory["phases_gib"].items():
+        mark = " ← peak" if name == memory["peak_phase"] else ""
+        table.add_row(f"{name.replace('_', ' ')}{mark}", f"{value:.2f}")
+    return table
+
+
+def _step_table(report: Mapping[str, Any]) -> Table:
+    step, replay, storage = report["step"], report["replay"], report["storage"]
+    table = Table(title="One step", title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    for label, value in (
+        ("rollouts generated", f"{step['generated_rollouts']:,}"),
+        ("tokens generated, expected / most", _pair(step, "generated_tokens")),
+        ("rollouts surviving / replayed / trained, expected",
+         f"{step['surviving_rollouts_expected']:,} / {step['replayed_rollouts_expected']:,} / "
+         f"{step['trained_rollouts_expected']:,}"),
+        ("tokens trained, expected", f"{step['trained_tokens_expected']:,}"),
+        ("replay begins in step", replay["first_replay_step"] or "never"),
+        ("rollouts stored, expected / most", _pair(replay, "stored_rollouts")),
+        ("buffer in host memory, GiB, expected / most", _pair(storage, "buffer_memory_gib")),
+        ("disk per step, MiB, expected / most", _pair(storage, "disk_per_step_mib")),
+        ("one checkpoint / all kept, GiB",
+         f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"),
+    ):  # fmt: skip
+        table.add_row(label, str(value))
+    for label, value in _sampler_rows(report):
+        table.add_row(label, value)
+    return table
+
+
+def _sampler_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    sampler, network = report["sampler"], report["network"]
+    if sampler is not None and sampler["kv_cache_tokens"] is not None:
+        yield "vLLM's KV cache, tokens per engine", f"{sampler['kv_cache_tokens']:,}"
+        yield "longest rollouts at once, per engine", f"{sampler['longest_rollouts_at_once']:,}"
+    if network is not None and report["hardware"]["processes"] > 1:
+        yield (
+            "each rank receives, GiB per micro-batch / per update",
+            f"{network['per_microbatch_gib']} / {network['per_update_gib']}",
+        )
+
+
+def _pair(section: Mapping[str, Any], name: str) -> str:
+    return f"{section[f'{name}_expected']:,} / {section[f'{name}_most']:,}"
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    memory, change = report["memory"], report["first_change"]
+    if report["fits"] is None or memory is None:
+        return "[bold yellow]cannot say whether it fits[/]: see what is unchecked"
+    size = f"{memory['peak_gib']:.1f} of {memory['capacity_gib']:.1f} GiB"
+    if report["fits"]:
+        return f"[bold green]fits[/]: {size} at the peak ({memory['peak_phase']})"
+    text = f"[bold red]does not fit[/]: {size} at the peak ({memory['peak_phase']})"
+    if report["sampler"]["longest_rollouts_at_once"] == 0:
+        text += "; vLLM's share has no room for one longest rollout"
+    if change is None:
+        return text
+    outcome = "then it fits" if change["fits"] else "not enough alone"
+    return f"{text}; first: --set {change['set']} ({change['peak_gib']:.1f} GiB, {outcome})"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,238 @@
+"""What a dry run looks at beside memory: tokenizer, weights, prompts, versions, GPUs.
+
+A finding is a problem (the run would stop there) or unchecked (it could not be seen from here).
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from grpo_replay.errors import GrpoReplayError
+from grpo_replay.recipe import Recipe
+
+_HUB_SECONDS = 3.0
+_PACKAGE = "grpo-replay"
+
+
+@dataclass(slots=True)
+class Findings:
+    """Sentences for the report."""
+
+    problems: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+
+
+def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
+    """Add what is wrong with the recipe's parts, and what cannot be seen from here."""
+    online = hub_is_reachable()
+    _check_versions(findings)
+    _check_devices(recipe, device, findings)
+    _check_settings(recipe, device, findings)
+    with _hub_offline(not online):
+        tokenizer = _check_tokenizer(recipe, findings)
+        _check_weights(recipe, findings)
+        _check_prompts(recipe, tokenizer, findings)
+
+
+def hub_is_reachable() -> bool:
+    """Whether the Hugging Face hub answers within three seconds (HF_ENDPOINT, HF_HUB_OFFLINE)."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return False
+    address = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _hub_offline(offline: bool) -> Iterator[None]:
+    """Read the local cache only, without the libraries' minutes of retries."""
+    if not offline:
+        yield
+        return
+    import datasets.config
+    import huggingface_hub.constants
+
+    switches = [(huggingface_hub.constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    before = [getattr(module, name) for module, name in switches]
+    for module, name in switches:
+        setattr(module, name, True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(switches, before, strict=True):
+            setattr(module, name, value)
+
+
+def is_on_hub(source: str) -> bool:
+    """Whether a model or data source names something on the hub rather than here."""
+    return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
+
+
+def _check_versions(findings: Findings) -> None:
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        findings.unchecked.append(f"versions: {_PACKAGE} is not installed as a package")
+        return
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            findings.problems.append(f"{requirement.name} is not installed: pip install '{text}'")
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            findings.problems.append(
+                f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
+            )
+
+
+def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
+    import torch
+
+    if device == "cuda":
+        found, wanted = torch.cuda.device_count(), recipe.engine.num_processes
+        if found < wanted:
+            findings.unchecked.append(
+                f"GPUs: this machine has {found}, the recipe uses {wanted} per node"
+            )
+    if recipe.sampling.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        findings.problems.append(
+            f"sampling.backend vllm: vLLM is not installed here: pip install '{_PACKAGE}[vllm]'"
+        )
+    if (
+        recipe.model.attn_implementation == "flash_attention_2"
+        and importlib.util.find_spec("flash_attn") is None
+    ):
+        findings.problems.append(
+            "model.attn_implementation flash_attention_2: flash-attn is not installed here; "
+            "use sdpa"
+        )
+
+
+def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
+    engine, tensor = recipe.engine, recipe.sampling.vllm.tensor_parallel_size
+    if recipe.sampling.backend == "vllm" and engine.num_processes % tensor:
+        findings.problems.append(
+            f"sampling.vllm.tensor_parallel_size {tensor} does not divide engine.num_processes "
+            f"{engine.num_processes}"
+        )
+    if device == "cpu" and (engine.offload_optimizer or engine.offload_parameters):
+        findings.problems.append("offloading needs a GPU; everything is in host memory already")
+    if engine.zero_stage == 3 and recipe.loss.beta > 0 and engine.offload_parameters:
+        findings.assumptions.append("the reference copy of loss.beta is not offloaded")
+
+
+def _check_tokenizer(recipe: Recipe, findings: Findings) -> Any:
+    """The tokenizer, or None."""
+    from grpo_replay.backends.models import load_tokenizer
+
+    name = recipe.model.tokenizer or recipe.model.path
+    return _attempt(lambda: load_tokenizer(recipe.model), name, "tokenizer", findings)
+
+
+def _check_weights(recipe: Recipe, findings: Findings) -> None:
+    from grpo_replay.backends.models import resolve_model_path
+
+    if recipe.model.random_init:
+        return
+    path = recipe.model.path
+    if is_on_hub(path):
+        if not _weights_cached(path, recipe.model.revision):
+            findings.unchecked.append(
+                f"weights of {path}: not in the local cache; they would be downloaded"
+            )
+        return
+    folder = _attempt(lambda: Path(resolve_model_path(path)), path, "weights", findings)
+    if folder is not None and not any(folder.glob("*.safetensors")) and not any(
+        folder.glob("pytorch_model*.bin")
+    ):  # fmt: skip
+        findings.problems.append(
+            f"model.path {path!r}: no weights in {folder}; set model.random_init: true to start "
+            "from random ones"
+        )
+
+
+def _weights_cached(path: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return any(isinstance(try_to_load_from_cache(path, n, revision=revision), str) for n in names)
+
+
+def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> None:
+    """Local prompts are read in full (as the run would); of a hub dataset only its columns."""
+    section = recipe.prompts
+    if is_on_hub(section.source):
+        _check_hub_columns(recipe, findings)
+        return
+    if tokenizer is None:
+        findings.unchecked.append(f"prompts of {section.source}: they need the tokenizer")
+        return
+    from grpo_replay.prompts import load_prompts
+
+    prompts = _attempt(
+        lambda: load_prompts(section, tokenizer, recipe.run.seed), section.source, "prompts",
+        findings,
+    )  # fmt: skip
+    if prompts is not None and prompts.skipped_too_long:
+        findings.assumptions.append(
+            f"{len(prompts)} prompts; {prompts.skipped_too_long} longer than "
+            "prompts.max_prompt_length are left out"
+        )
+
+
+def _check_hub_columns(recipe: Recipe, findings: Findings) -> None:
+    import datasets
+
+    section = recipe.prompts
+    try:
+        info = datasets.load_dataset_builder(
+            section.source, section.config_name, revision=section.revision
+        ).info
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = re.split(r"[\n(]", str(error))[0].strip()
+        findings.unchecked.append(f"prompts of {section.source}: {type(error).__name__}: {reason}")
+        return
+    if info.features is None:
+        findings.unchecked.append(f"columns of {section.source}: the dataset does not list them")
+        return
+    for name in ("problem_field", "answer_field", "id_field"):
+        key = getattr(section, name)
+        if key is not None and key not in info.features:
+            findings.problems.append(
+                f"prompts.{name} {key!r}: {section.source} has {', '.join(info.features)}"
+            )
+    if info.splits and section.split not in info.splits:
+        findings.problems.append(
+            f"prompts.split {section.split!r}: {section.source} has {', '.join(info.splits)}"
+        )
+
+
+def _attempt(action: Any, source: str, what: str, findings: Findings) -> Any:
+    """What `action` returns. A failure is unchecked for a hub source, a problem for a local one."""
+    try:
+        return action()
+    except GrpoReplayError as error:
+        if is_on_hub(source):
+            findings.unchecked.append(f"{what} of {source}: not in the local cache")
+        else:
+            findings.problems.append(str(error))
+        return None

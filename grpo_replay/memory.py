@@ -1,0 +1,239 @@
+"""What a run holds in memory, per rank, from sizes alone: pure arithmetic, in bytes.
+
+The engine's terms are those of DeepSpeed 0.19 as measured by benchmarks/memory.py. With P
+parameters, N ranks and b bytes of the model's dtype:
+
+    ZeRO                      0 fp32   0 bf16       1            2            3
+    parameters                P·4      P·2          P·b          P·b          P·b/N
+    gradients at the update   P·4      P·(2 + 4)    P·b          2·P·b/N      2·P·b/N
+    master weights            -        P·4          P·4/N        P·4/N        P·4/N
+    Adam's moments            P·8      P·8          P·8/N        P·8/N        P·8/N
+
+From ZeRO-2 on, a micro-batch's gradient shard exists beside the accumulated one (which ZeRO-3
+holds all the time, and in bf16 both until the step is over). A flat fp32 gradient (4 per element)
+and Adam's temporaries (8 in torch's loop on a CPU, 4 in its foreach form on CUDA) come on top
+while the optimizer steps over its shard.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+GIB = 2**30
+FP32 = 4
+MOMENTS = 8
+
+CUDA_CONTEXT = int(1.0 * GIB)
+"""CUDA context, cuBLAS workspace and NCCL's buffers of one process (assumed, not measured)."""
+PROCESS = int(0.42 * GIB)
+"""A CPU rank around a negligible model: Python, torch, transformers, DeepSpeed (measured: 0.41
+GiB)."""
+VLLM_OVERHEAD = int(1.5 * GIB)
+"""vLLM's CUDA graphs and profile run beside weights and cache (assumed, not measured)."""
+
+
+class ForwardMemory(NamedTuple):
+    """Bytes of activations of one micro-batch: saved for the backward pass by the backbone; the
+    peak before the backward pass; and the peak over both."""
+
+    saved: int
+    forward_peak: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a model, in elements. `parameters` counts tied weights once,
+    `parameters_in_files` under each of their names; `kv_elements_per_token` over all layers."""
+
+    parameters: int
+    parameters_in_files: int
+    largest_parameter: int
+    tied_head: bool
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_elements_per_token: int
+    attention_width: int
+    max_positions: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetting:
+    """How the engine holds a model. `bucket_elements` and `live_elements` are DeepSpeed's
+    reduce_bucket_size and stage3_max_live_parameters."""
+
+    zero_stage: int
+    ranks: int
+    dtype_bytes: int
+    on_cuda: bool
+    bucket_elements: int
+    live_elements: int
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    reference_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes of one rank's device. `gradients`, `bucket` and `gathered` exist in the backward pass,
+    `flat_copy` after it, `step_work` while the optimizer steps; `host` is what offloading moves to
+    host memory."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    bucket: int
+    flat_copy: int
+    gathered: int
+    activations: int
+    backward_work: int
+    step_work: int
+    base: int
+    host: int
+
+    @property
+    def at_rest(self) -> int:
+        """Between updates, and while the sampler generates."""
+        return self.base + self.parameters + self.optimizer + self.reference
+
+    @property
+    def backward_peak(self) -> int:
+        passing = self.bucket + self.gathered + self.activations + self.backward_work
+        return self.at_rest + self.gradients + max(passing, self.flat_copy)
+
+    @property
+    def step_peak(self) -> int:
+        return self.at_rest + self.step_work
+
+    @property
+    def peak(self) -> int:
+        return max(self.backward_peak, self.step_peak)
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def engine_memory(
+    shape: ModelShape, forward: ForwardMemory, setting: EngineSetting
+) -> EngineMemory:
+    """The engine's memory on one rank (DeepSpeed; the table at the top of this module)."""
+    count, size, stage = shape.parameters, setting.dtype_bytes, setting.zero_stage
+    shard = -(-count // setting.ranks)
+    sharded = stage >= 1
+    owned = shard if sharded else count
+    low_precision = size < FP32
+    parameters = size * (shard if stage == 3 else count)
+    master = FP32 * owned if sharded or low_precision else 0
+    optimizer = master + MOMENTS * owned
+    gradients = size * (count if stage <= 1 else 2 * shard)
+    if stage == 0 and low_precision:
+        gradients += FP32 * count
+    host = 0
+    step_work = _step_work(shape, setting, owned, gradients)
+    if setting.offload_optimizer:
+        host, optimizer, step_work = optimizer + step_work, 0, gradients
+    if setting.offload_parameters:
+        host, parameters = host + parameters, 0
+    held = 0
+    if stage == 3 and not setting.offload_optimizer:
+        held = size * shard
+    return EngineMemory(
+        parameters=parameters,
+        gradients=gradients - held,
+        optimizer=optimizer + held,
+        reference=size * count if setting.reference_copy else 0,
+        bucket=_bucket(count, setting),
+        flat_copy=_flat_copy(count, setting),
+        gathered=size * min(count, setting.live_elements) if stage == 3 else 0,
+        activations=forward.saved,
+        backward_work=forward.peak - forward.saved,
+        step_work=step_work,
+        base=CUDA_CONTEXT if setting.on_cuda else PROCESS,
+        host=host,
+    )
+
+
+def _bucket(count: int, setting: EngineSetting) -> int:
+    """Gradients on their way to their owners. A GPU allocates all of it; on a CPU only pages that
+    are written count."""
+    if setting.zero_stage == 0:
+        return 0
+    elements = setting.bucket_elements
+    return setting.dtype_bytes * (elements if setting.on_cuda else min(count, elements))
+
+
+def _flat_copy(count: int, setting: EngineSetting) -> int:
+    """Stage 0 reduces copies of the gradients, in the model's dtype, when they are whole; bf16
+    ones then become fp32, which `gradients` counts."""
+    if setting.zero_stage > 0 or setting.dtype_bytes < FP32:
+        return 0
+    return FP32 * min(count, setting.bucket_elements)
+
+
+def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients: int) -> int:
+    temporaries = FP32 if setting.on_cuda else 2 * FP32
+    if setting.zero_stage == 0:  # parameter by parameter, on the gradients themselves
+        return gradients + temporaries * shape.largest_parameter
+    kept = 0
+    if setting.zero_stage == 3:
+        kept = _bucket(shape.parameters, setting)
+        if setting.dtype_bytes < FP32:
+            kept += setting.dtype_bytes * owned
+    return kept + (FP32 + temporaries) * owned
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerMemory:
+    """Bytes that a sampler adds to one rank's device, awake and while training, and how many
+    tokens its cache holds (None: as many as are asked for; no limit but memory)."""
+
+    awake: int
+    asleep: int
+    cache_tokens: int | None
+
+
+def vllm_memory(
+    shape: ModelShape, dtype_bytes: int, capacity: int, share: float, tensor_parallel: int,
+    sleeps: bool,
+) -> SamplerMemory:  # fmt: skip
+    """vLLM takes `share` of the device; what weights and overhead leave is KV cache.
+
+    `cache_tokens` is 0 or less if the weights do not fit. Asleep it keeps its CUDA context only.
+    """
+    awake = int(share * capacity)
+    weights = dtype_bytes * shape.parameters // tensor_parallel
+    per_token = dtype_bytes * shape.kv_elements_per_token // tensor_parallel
+    tokens = (awake - weights - VLLM_OVERHEAD) // per_token
+    return SamplerMemory(awake, 0 if sleeps else awake, int(tokens))
+
+
+def hf_memory(
+    shape: ModelShape, dtype_bytes: int, rows: int, prompt_tokens: int, completion_tokens: int
+) -> SamplerMemory:
+    """A second copy of the weights and the cache of `rows` rows at their longest, with the step's
+    logits in fp32 (chosen in two passes: two copies)."""
+    weights = dtype_bytes * shape.parameters
+    longest = prompt_tokens + completion_tokens
+    cache = dtype_bytes * shape.kv_elements_per_token * rows * longest
+    logits = 2 * FP32 * rows * shape.vocabulary
+    return SamplerMemory(weights + cache + logits, weights, None)
+
+
+class RolloutBytes(NamedTuple):
+    """Host memory and disk of stored rollouts. Ids are int32, log-probs float32 (behaviour and
+    sampler), text about four bytes a token, and 2 KiB of Python objects."""
+
+    memory: int
+    disk: int
+
+
+def rollout_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> RolloutBytes:
+    """`disk` is before compression, which gains little on log-probs."""
+    arrays = 4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens
+    return RolloutBytes(int(rollouts * (arrays + 2048)), int(rollouts * (arrays + 256)))
+
+
+def to_gib(size: float) -> float:
+    """GiB to three places."""
+    return round(size / GIB, 3)
