@@ -5,8 +5,8 @@
     python benchmarks/memory.py --json FILE   keep the numbers
 
 Each case runs in processes of its own and updates three times, with two micro-batches. Measured is
-the peak of the resident set over that of the first case, an engine around a negligible model;
-predicted is the engine's peak without its base. Allocations are returned to the system at once
+the peak of the resident set over that of an engine around a negligible model; predicted is the
+engine's peak without its base. Allocations are returned to the system at once
 (glibc's thresholds), so that the resident set is what is alive. Needs Linux, about 4 GiB and some
 minutes.
 """
@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.memory import PROCESS
+from grpo_replay.memory import PROCESS, PROCESS_ZERO
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -41,7 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Qwen3-0.6B with other sizes; `vocabulary` keeps the real 151,936 tokens."""
 
-BASE_CASE = ("nothing", 0, "float32", 1, False, 64, 2, 1024)
+BASE_CASES = [("nothing", stage, "float32", 1, False, 64, 2, 1024) for stage in (0, 2)]
 CASES = [
     # shape, ZeRO stage, dtype, ranks, gradient checkpointing, row length, rows, chunk
     ("wide", 0, "float32", 1, False, 64, 8, 1024),
@@ -201,11 +201,12 @@ def main() -> None:
         result = whole_run()
         rows.append({"case": "whole run, vocabulary 151,936", **result})
     else:
-        base = peak_mib(BASE_CASE)
-        print(f"an engine around nothing: {base:.0f} MiB (the model's PROCESS: {PROCESS >> 20})")
+        bases = [peak_mib(case) for case in BASE_CASES]
+        print(f"engines around nothing: ZeRO-0 {bases[0]:.0f} MiB (assumed {PROCESS >> 20}), "
+              f"ZeRO-2 {bases[1]:.0f} (assumed {PROCESS_ZERO >> 20})", flush=True)  # fmt: skip
         for index, case in enumerate(CASES):
             if options.case is None or index in options.case:
-                measured = peak_mib(case) - base
+                measured = peak_mib(case) - bases[case[1] > 0]
                 rows.append({"case": case, "measured_mib": measured,
                              "predicted_mib": predicted_mib(case)})  # fmt: skip
                 show(rows[-1])

@@ -24,9 +24,10 @@ MOMENTS = 8
 
 CUDA_CONTEXT = int(1.0 * GIB)
 """CUDA context, cuBLAS workspace and NCCL's buffers of one process (assumed, not measured)."""
-PROCESS = int(0.42 * GIB)
-"""A CPU rank around a negligible model: Python, torch, transformers, DeepSpeed (measured: 0.41
-GiB)."""
+PROCESS = int(0.41 * GIB)
+"""A CPU rank around a negligible model: Python, torch, transformers, DeepSpeed (measured)."""
+PROCESS_ZERO = int(0.455 * GIB)
+"""The same with ZeRO 1 to 3, whose optimizers load more (measured)."""
 VLLM_OVERHEAD = int(1.5 * GIB)
 """vLLM's CUDA graphs and profile run beside weights and cache (assumed, not measured)."""
 
@@ -149,9 +150,15 @@ def engine_memory(
         activations=forward.saved,
         backward_work=forward.peak - forward.saved,
         step_work=step_work,
-        base=CUDA_CONTEXT if setting.on_cuda else PROCESS,
+        base=_base(setting),
         host=host,
     )
+
+
+def _base(setting: EngineSetting) -> int:
+    if setting.on_cuda:
+        return CUDA_CONTEXT
+    return PROCESS_ZERO if setting.zero_stage > 0 else PROCESS
 
 
 def _bucket(count: int, setting: EngineSetting) -> int:

@@ -18,6 +18,7 @@ from grpo_replay.backends.models import load_config
 from grpo_replay.memory import (
     GIB,
     PROCESS,
+    PROCESS_ZERO,
     VLLM_OVERHEAD,
     EngineSetting,
     ForwardMemory,
@@ -63,10 +64,10 @@ def test_a_thousand_parameters_on_four_ranks(stage, dtype_bytes, parameters, gra
 def test_the_phases_add_up_what_lives_at_the_same_time():
     memory = engine_memory(SHAPE, ForwardMemory(700, 800, 1000), setting(3, 2))
     # parameters 500, optimizer 3500; bucket 2·300, gathered 2·600, activations and work 1000
-    assert memory.at_rest == PROCESS + 4000
-    assert memory.backward_peak == PROCESS + 4000 + 500 + 600 + 1200 + 1000
+    assert memory.at_rest == PROCESS_ZERO + 4000
+    assert memory.backward_peak == PROCESS_ZERO + 4000 + 500 + 600 + 1200 + 1000
     # bucket and new shard stay; fp32 gradient 4, temporaries 8 for each of 250
-    assert memory.step_peak == PROCESS + 4000 + 600 + 500 + 12 * 250
+    assert memory.step_peak == PROCESS_ZERO + 4000 + 600 + 500 + 12 * 250
     assert memory.peak == memory.step_peak
     # stage 0 copies its gradients when the activations are gone: the larger of the two counts
     memory = engine_memory(SHAPE, ForwardMemory(700, 800, 1000), setting(0, 4))
@@ -214,7 +215,7 @@ def test_a_real_engine_takes_what_is_predicted_to_ten_percent():
     sys.modules[spec.name] = benchmark
     spec.loader.exec_module(benchmark)
     case = ("long", 0, "float32", 1, False, 512, 8, 256)
-    base = benchmark.peak_mib(benchmark.BASE_CASE)
+    base = benchmark.peak_mib(benchmark.BASE_CASES[0])
     measured = benchmark.peak_mib(case) - base
     assert measured == pytest.approx(benchmark.predicted_mib(case), rel=0.10)
     assert base == pytest.approx(PROCESS / 2**20, rel=0.15)

@@ -1,0 +1,155 @@
+"""`grpo-replay train` itself on two ranks and on two nodes, killed, resumed and interrupted."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHORT = [
+    "run.steps=5", "sampling.prompts_per_step=4", "replay.warmup_steps=2", "eval.benchmarks=[]",
+    "checkpoint.every_steps=2", "tracking.report_to=[]", "engine.threads_per_process=1",
+]  # fmt: skip
+WORDS = [word for override in SHORT for word in ("--set", override)]
+PORT = 20_000 + os.getpid() % 20_000
+VARYING = ("step_time", "cost/mu", "cost/gamma")
+
+
+def command(*words: object) -> list[str]:
+    entry = "from grpo_replay.cli import main; main()"
+    return [sys.executable, "-c", entry, "train", "tiny", *WORDS, *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def train(*words: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=280, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def metrics(run: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in row.items() if k not in VARYING and not k.endswith("_seconds")}
+        for row in rows
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two ranks, never interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    train("--num-processes", 2, "--output-dir", run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The same run, launcher and ranks killed at once after the checkpoint of step 2."""
+    run = tmp_path_factory.mktemp("killed") / "run"
+    process = subprocess.Popen(
+        command("--num-processes", 2, "--output-dir", run),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(),
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not (run / "checkpoints" / "step_000002" / "manifest.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in reversed(family):  # ranks first: a launcher's death would let them finish
+        member.kill()
+    process.wait()
+    return run
+
+
+def test_two_ranks_train_replay_and_agree_on_one_directory(whole):
+    rows = metrics(whole)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert sum(row["replay/rollouts"] for row in rows) > 0
+    facts = json.loads((whole / "summary.json").read_text())
+    assert facts["steps"] == 5
+
+
+def test_a_killed_run_resumed_on_two_ranks_is_the_run_that_was_never_killed(whole, killed):
+    run = killed.parent / "on-two"
+    shutil.copytree(killed, run, symlinks=True)
+    train("--num-processes", 2, "--output-dir", run, "--resume")
+    assert metrics(run) == metrics(whole)
+
+
+def test_a_killed_run_resumes_on_one_rank_to_rounding(whole, killed):
+    run = killed.parent / "on-one"
+    shutil.copytree(killed, run, symlinks=True)
+    train("--num-processes", 1, "--output-dir", run, "--resume")
+    ours, theirs = metrics(run), metrics(whole)
+    assert [row["step"] for row in ours] == [1, 2, 3, 4, 5]
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("loss", "grad_norm"):
+            if other[name] is None:
+                assert mine[name] is None
+            else:
+                assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+
+
+def test_an_interrupted_run_checkpoints_on_every_rank_and_exits_130(tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen(
+        command("--num-processes", 2, "--output-dir", run, "--set", "run.steps=5000"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    last = metrics(run)[-1]["step"]
+    assert (run / "checkpoints" / "latest").resolve().name == f"step_{last:06d}"
+    assert "Traceback" not in err
+
+
+def test_a_bad_dataset_field_ends_two_ranks_with_one_message(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"problem": "1+1", "solution": "2"}\n')
+    done = subprocess.run(
+        command("--num-processes", 2, "--output-dir", tmp_path / "run",
+                "--set", f"prompts.source={file}"),
+        capture_output=True, text=True, timeout=200, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("no field 'answer'") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_two_nodes_train_one_run_through_torchrun(whole, tmp_path):
+    run = tmp_path / "run"
+
+    def node(index: int) -> subprocess.Popen[str]:
+        words = [
+            "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+            "--node-rank", str(index), "--master-addr", "127.0.0.2", "--master-port", str(PORT),
+            "--local-addr", f"127.0.0.{2 + index}", "-m", "grpo_replay", "train", "tiny",
+            *WORDS, "--output-dir", str(run),
+        ]  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(),
+        )  # fmt: skip
+
+    nodes = [node(0), node(1)]
+    outputs = [each.communicate(timeout=280) for each in nodes]
+    assert [each.returncode for each in nodes] == [0, 0], outputs
+    assert metrics(run) == metrics(whole)
+    assert outputs[1][0] == ""
