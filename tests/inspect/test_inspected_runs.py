@@ -1,6 +1,6 @@
 """Inspection of runs that the trainer made: a tiny run of each preset, same checks as elsewhere.
 
-pytest -m slow tests/inspect/test_real_runs.py        about three minutes on two cores
+pytest -m slow tests/inspect/test_inspected_runs.py        about three minutes on two cores
 """
 
 import os
