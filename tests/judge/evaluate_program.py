@@ -54,6 +54,9 @@ def main() -> None:
     if comm.is_main:
         report.write(Path(output))
     assert (report.samples is not None) == comm.is_main
+    if ranks > 1:
+        comm.barrier()  # neither leaves while the other still talks
+        torch.distributed.destroy_process_group()
     print(f"sampled {sampler.count}")
 
 

@@ -31,7 +31,7 @@ def start(output: Path, rank: int = 0, ranks: int = 1, folder: object = "none"):
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), str(output), str(rank), str(ranks), str(folder)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -39,8 +39,8 @@ def start(output: Path, rank: int = 0, ranks: int = 1, folder: object = "none"):
 
 def finish(process) -> int:
     """The number of completions the process sampled."""
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err[-3000:]
     return int(out.split()[-1])
 
 
