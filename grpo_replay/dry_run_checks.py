@@ -107,6 +107,9 @@ def _check_versions(findings: Findings) -> None:
 def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
     import torch
 
+    # A recipe for GPUs that are not here will run on another machine, with packages of its own.
+    elsewhere = device == "cuda" and torch.cuda.device_count() == 0
+    missing = findings.unchecked if elsewhere else findings.problems
     if device == "cuda":
         found, wanted = torch.cuda.device_count(), recipe.engine.num_processes
         if found < wanted:
@@ -114,14 +117,14 @@ def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
                 f"GPUs: this machine has {found}, the recipe uses {wanted} per node"
             )
     if recipe.sampling.backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        findings.problems.append(
+        missing.append(
             f"sampling.backend vllm: vLLM is not installed here: pip install '{_PACKAGE}[vllm]'"
         )
     if (
         recipe.model.attn_implementation == "flash_attention_2"
         and importlib.util.find_spec("flash_attn") is None
     ):
-        findings.problems.append(
+        missing.append(
             "model.attn_implementation flash_attention_2: flash-attn is not installed here; "
             "use sdpa"
         )

@@ -1,8 +1,10 @@
 """The dry run: what it says of known recipes, of bad ones, and on both kinds of output."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -213,10 +215,10 @@ def test_the_hub_switch_is_respected():
     assert not hub_is_reachable()
 
 
-def run_cli(*words: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", "from grpo_replay.cli import main; main()", "train", *words],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=120, env={**os.environ, **variables},
     )  # fmt: skip
 
 
@@ -235,3 +237,28 @@ def test_the_screen_ends_with_the_verdict():
     assert done.stdout.splitlines()[-1].startswith("fits: ")
     assert "596,049,920 parameters (tied head)" in done.stdout
     assert "vLLM's KV cache" in done.stdout and "expected / most" in done.stdout
+
+
+def scaling_page() -> str:
+    return (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
+def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
+    done = run_cli("qwen3-4b", "--dry-run", "--gpu-memory-gib", "80", COLUMNS="100")
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("unchecked")]
+    assert len(printed) > 30
+    assert "\n".join(printed) in scaling_page()
+
+
+def test_the_network_table_in_the_documentation_is_the_dry_runs():
+    page = scaling_page()
+    for name in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"):
+        three = report_of(name, gpu=80)["network"]
+        assert f"{three['per_microbatch_gib']:.2f} GiB" in page
+        assert f"{three['weight_push_gather_gib']:.2f} GiB" in page
+        zero = report_of(name, "engine.zero_stage=0", gpu=80)["network"]
+        assert f"{zero['per_update_gib']:.2f} GiB" in page
+        pushed = report_of(
+            name, "sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1]", gpu=80
+        )["network"]["weight_push_to_servers_gib"]
+        assert f"{pushed:.2f} GiB" in page
