@@ -116,7 +116,7 @@ def _usage(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
     declared = info.default if isinstance(info.default, str) else None
     word = declared or "--" + parameter.name.replace("_", "-")
     types = [each.__name__ for each in (kind, *get_args(kind)) if each in (int, float, str)]
-    value = "" if kind is bool else f" {info.metavar or types[0].upper()}"
+    value = "" if bool in (kind, *get_args(kind)) else f" {info.metavar or types[0].upper()}"
     telling = parameter.default not in (None, False, ..., parameter.empty)
     return f"`{word}{value}`" + (f" (default {parameter.default})" if telling else "")
 

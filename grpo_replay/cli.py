@@ -116,7 +116,9 @@ def evaluate(
     data_folder: Annotated[
         str | None, typer.Option(help="Folder of benchmark files, read instead of the hub.")
     ] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Evaluate greedily as well.")] = False,
+    greedy: Annotated[
+        bool | None, typer.Option("--greedy/--no-greedy", help="Evaluate greedily as well, or not.")
+    ] = None,
     num_processes: Annotated[int | None, typer.Option(min=1, help="Ranks on this node.")] = None,
     overrides: Overrides = None,
     compare: Annotated[
@@ -142,7 +144,7 @@ def evaluate(
         output=output,
         backend=backend,
         data_folder=data_folder,
-        greedy=greedy or None,
+        greedy=greedy,
         num_processes=num_processes,
         overrides=tuple(overrides or ()),
         as_json=as_json,

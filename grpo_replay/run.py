@@ -25,6 +25,7 @@ from grpo_replay.checkpoint import (
 from grpo_replay.distributed import Comm
 from grpo_replay.errors import CheckpointError
 from grpo_replay.evaluate import EvaluationPlan, evaluate, plan_evaluation
+from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.model_card import model_card
 from grpo_replay.prompts import load_prompts
@@ -297,6 +298,7 @@ class Session:
         if not self.comm.is_main:
             return None
         report.write(path)
+        plot_curve(path.parent)
         self.observer.on_evaluation(step, report)
         return report
 
