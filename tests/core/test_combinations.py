@@ -28,7 +28,9 @@ OPTIONS = {
     "sampler log-probs": {"loss": {"behavior_logprobs": "sampler"}},
     "sample std": {"advantage": {"std": "sample"}},
     "mini_batch_rollouts": {"batch": {"mini_batch_rollouts": 5}},
-    "many updates": {"batch": {"updates_per_step": 64}},
+    "many updates": {
+        "batch": {"updates_per_step": 64}, "optimizer": {"learning_rate": 1e-4},
+    },
     "ratio 2": {"replay": {"ratio": 2.0}},
     "no age limit": {"replay": {"max_age_steps": None}},
     "age 1": {"replay": {"max_age_steps": 1}},
@@ -60,7 +62,7 @@ def train_ten_steps(path, name, **sections):
     assert [line["step"] for line in run.metrics] == list(range(1, 11))
     assert sum(line["updates"] > 0 for line in run.metrics) >= 5
     replayed = sum(line["replay/rollouts"] for line in run.metrics)
-    assert (replayed > 20) == run.recipe.replays, replayed
+    assert replayed > 5 if run.recipe.replays else replayed == 0
     assert all(line["loss"] is not None for line in run.metrics if line["updates"])
     report = verify_run(path)
     assert report.passed, [check for check in report.checks if not check.passed]
