@@ -7,17 +7,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
+from grpo_replay.backends.models import load_policy
+from grpo_replay.batch import TrainRow
 from grpo_replay.buffer.snapshot import Snapshot, read_snapshot
 from grpo_replay.display import Display
 from grpo_replay.metrics import depends_on_time
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.run import run_training
+from grpo_replay.tiny.problems import train_problems
 
 GROUP, PROMPTS = 4, 6
+MAX_AGE, WARMUP = 3, 2
 
 SMALL: dict[str, Any] = {
     "prompts": {
@@ -107,3 +112,38 @@ def same_files(one: Path, other: Path, folder: str) -> int:
         a, b = (pq.read_table(root / folder / name) for root in (one, other))
         assert a.equals(b), f"{folder}/{name}"
     return len(names)
+
+
+def steps_of(run: FinishedRun) -> range:
+    return range(1, len(run.metrics) + 1)
+
+
+def row_of(record: dict) -> TrainRow:
+    """A logged rollout as a row for `plain_logprobs`."""
+    zeros = np.zeros(len(record["completion_token_ids"]), np.float32)
+    return TrainRow(
+        np.array(record["prompt_token_ids"], np.int32),
+        np.array(record["completion_token_ids"], np.int32),
+        zeros,
+        zeros,
+    )
+
+
+def policy_at(run: FinishedRun, step: int) -> torch.nn.Module:
+    """The policy after `step`, from its checkpoint; the base model for 0."""
+    model = load_policy(run.recipe.model, 0)
+    if step > 0:
+        missing, unexpected = model.load_state_dict(run.weights(step), strict=False)
+        assert not unexpected and missing == ["lm_head.weight"]  # tied
+    return model
+
+
+def hopeless_after(tmp_path: Path, steps_of_hope: int) -> dict[str, Any]:
+    """Prompts in file order whose answers become impossible after so many steps."""
+    problems = train_problems()[::7][:100]
+    for i, problem in enumerate(problems):
+        if i >= steps_of_hope * PROMPTS:
+            problem["answer"] = "never"
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    return {"source": str(path), "shuffle": False}
