@@ -23,7 +23,12 @@ from pathlib import Path
 
 from grpo_replay import errors
 from grpo_replay.errors import GrpoReplayError, LaunchError, UsageError
-from grpo_replay.rank_failures import LAUNCH_FOLDER_VARIABLE, RankFailure, read_failures
+from grpo_replay.rank_failures import (
+    LAUNCH_FOLDER_VARIABLE,
+    PeerFailure,
+    RankFailure,
+    read_failures,
+)
 
 RANK_MODULE = "grpo_replay.rank_entry"
 COMMAND_LINE = "grpo_replay.cli:main"
@@ -114,6 +119,10 @@ def _conclude(
         raise _error_of(failures[0])
     if interrupted:
         return INTERRUPTED
+    told = [failure for failure in failures if failure.kind == PeerFailure.__name__]
+    if told and all(code in (-signal.SIGTERM, told[0].exit_code) for code in exit_codes.values()):
+        # The agent ended the rank that failed before it could say why; the others had been told.
+        raise _error_of(told[0])
     for rank, code in exit_codes.items():
         if code < 0:
             raise LaunchError(_describe_signal(rank, -code))
