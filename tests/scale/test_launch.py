@@ -405,7 +405,7 @@ def test_the_cause_is_reported_before_its_echoes():
 
 def test_a_rank_that_was_stopped_before_it_could_speak_is_spoken_for():
     told = failure(1, "PeerFailure", 4, echo=True)
-    with pytest.raises(LaunchError, match="^text$") as caught:
+    with pytest.raises(LaunchError, match=r"^text$") as caught:
         _conclude({0: -signal.SIGTERM, 1: 4}, [told], False)
     assert caught.value.exit_code == 4
     with pytest.raises(LaunchError, match="rank 0 was killed by SIGKILL"):
