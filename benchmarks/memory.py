@@ -149,13 +149,32 @@ def peak_mib(case: tuple[Any, ...]) -> float:
 
 
 RUN_OVERRIDES = [
-    "model.path=builtin:qwen3-0.6b", "model.random_init=true", "model.tokenizer=builtin:bytes",
+    "model.path=builtin:qwen3-0.6b", "model.random_init=true",
     f"model.config_overrides={json.dumps(SHAPES['vocabulary'])}",
-    "engine.logprob_chunk_tokens=256", "sampling.prompts_per_step=4", "sampling.group_size=4",
-    "sampling.max_completion_length=64", "prompts.max_prompt_length=256", "run.steps=3",
-    "prompts.template=plain", "replay.warmup_steps=1", "eval.benchmarks=[]",
-    "batch.max_tokens_per_microbatch=1280", "checkpoint.every_steps=10", "engine.device=cpu",
+    "reward.function=memory:parity_reward", "prompts.max_prompt_length=8",
+    "sampling.prompts_per_step=4", "sampling.group_size=4", "sampling.max_completion_length=120",
+    "batch.max_tokens_per_microbatch=1024", "engine.logprob_chunk_tokens=256", "engine.device=cpu",
+    "run.steps=3", "replay.warmup_steps=1", "checkpoint.every_steps=10", "eval.benchmarks=[]",
 ]  # fmt: skip
+"""A random model never ends a completion, so every row has its 120 tokens."""
+
+
+def parity_reward(completion: str, answer: str, row: dict[str, Any]) -> float:
+    """Mixed groups from a random model: by the parity of the text."""
+    return 1.0 if sum(completion.encode()) % 2 else -1.0
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of 151,936 words, so that a random model's text differs."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<end>": 0, "<unknown>": 1} | {f"w{i}": i for i in range(2, 151_936)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<end>", unk_token="<unknown>"
+    ).save_pretrained(folder)
 
 
 def whole_run() -> dict[str, float]:
@@ -163,20 +182,25 @@ def whole_run() -> dict[str, float]:
     from grpo_replay.dry_run import dry_run
     from grpo_replay.recipe import load_recipe
 
-    recipe = load_recipe("tiny", RUN_OVERRIDES)
-    report = dry_run(recipe).to_json()
     with tempfile.TemporaryDirectory() as folder:
-        words = [word for override in RUN_OVERRIDES for word in ("--set", override)]
+        write_tokenizer(Path(folder) / "tokenizer")
+        overrides = [*RUN_OVERRIDES, f"model.tokenizer={folder}/tokenizer"]
+        report = dry_run(load_recipe("tiny", overrides)).to_json()
+        words = [word for override in overrides for word in ("--set", override)]
         script = (
             "import sys, resource; from grpo_replay.cli import main; sys.argv = sys.argv[1:]\n"
             "try:\n    main()\nfinally:\n    print('PEAK', resource.getrusage("
             "resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
         )
+        here = str(Path(__file__).parent)
         done = subprocess.run(
             [sys.executable, "-c", script, "grpo-replay", "train", "tiny", *words,
              "--output-dir", f"{folder}/run"],
-            capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
+            capture_output=True, text=True, env={**os.environ, **ENVIRONMENT, "PYTHONPATH": here},
         )  # fmt: skip
+        steps = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        if not all(json.loads(step)["loss"] is not None for step in steps):
+            raise RuntimeError("a step trained on nothing")
     peaks = [line for line in done.stderr.splitlines() if line.startswith("PEAK ")]
     if done.returncode != 0 or not peaks:
         raise RuntimeError(done.stderr[-3000:])
