@@ -173,9 +173,10 @@ class SamplingSection(Section):
     """Longest completion in tokens (TRL: max_completion_length)."""
     max_batch_rollouts: Positive = 1024
     """Rows that the `hf` backend decodes at once."""
-    logprob_gap_limit: Annotated[float, Field(gt=0.0)] = 0.1
+    logprob_gap_limit: Annotated[float, Field(gt=0.0)] | None = None
     """Largest tolerated mean |sampler - trainer| log-prob of a sync in nats; above it the run
-    stops. fp32 shows 1e-6, bf16 1e-2; a stale output head 0.2."""
+    stops. If null, 0.01 where both sides compute in fp32 and 0.1 elsewhere. Seen: fp32 1e-6, bf16
+    1e-2, a stale output head 0.2."""
     sync_bucket_mib: Positive = 512
     """Weights gathered at once during a sync."""
     vllm: VllmSection = Field(default_factory=VllmSection)
@@ -401,6 +402,14 @@ class Recipe(Section):
     def replays(self) -> bool:
         """Whether this recipe ever draws from the buffer."""
         return self.replay.enabled and self.replay.ratio > 0
+
+    @property
+    def logprob_gap_limit(self) -> float:
+        """`sampling.logprob_gap_limit`, or its default for the precisions of this recipe, nats."""
+        if self.sampling.logprob_gap_limit is not None:
+            return self.sampling.logprob_gap_limit
+        exact = self.model.dtype == "float32" and self.sampling.vllm.dtype != "bfloat16"
+        return 0.01 if exact else 0.1
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> "Recipe":

@@ -136,7 +136,7 @@ class Trainer:
         if not self.comm.is_main:
             return [], None
         gap = measure_gap(sample, logprobs)
-        limit = self.recipe.sampling.logprob_gap_limit
+        limit = self.recipe.logprob_gap_limit
         refuse_gap(gap, limit, step, self.parts.sampler.policy_version)
         if frozen_by_trainer:
             frozen = {r.rollout_id: lp for r, lp in zip(sample, logprobs, strict=True)}

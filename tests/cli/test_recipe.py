@@ -139,3 +139,16 @@ def test_a_recipe_that_is_a_list_is_refused(tmp_path):
     path.write_text("- 1\n")
     with pytest.raises(RecipeError, match="mapping of sections, found a list"):
         load_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        ([], 0.01),
+        (["model.dtype=bfloat16"], 0.1),
+        (["sampling.vllm.dtype=bfloat16"], 0.1),
+        (["sampling.logprob_gap_limit=0.5"], 0.5),
+    ],
+)
+def test_the_gap_limit_follows_the_precision(overrides, limit):
+    assert load_recipe("tiny", overrides).logprob_gap_limit == limit
