@@ -223,7 +223,8 @@ def test_a_real_engine_takes_what_is_predicted_to_ten_percent():
     base = benchmark.peak_mib(benchmark.BASE_CASES[0])
     measured = benchmark.peak_mib(case) - base
     assert measured == pytest.approx(benchmark.predicted_mib(case), rel=0.10)
-    assert base == pytest.approx(PROCESS / 2**20, rel=0.15)
+    if importlib.util.find_spec("vllm") is None:  # its packages make every process larger
+        assert base == pytest.approx(PROCESS / 2**20, rel=0.15)
 
 
 @pytest.mark.slow
