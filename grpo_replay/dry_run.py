@@ -7,7 +7,7 @@ prompts, but no weights, and starts no ranks. What could not be looked at is in 
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_replay.dry_run_checks import Findings, check_parts
+from grpo_replay.dry_run_checks import Findings, cache_only_if_unreachable, check_parts
 from grpo_replay.dry_run_plan import (
     EnginePlan,
     Hardware,
@@ -64,6 +64,11 @@ def dry_run(recipe: Recipe, gpu_memory_gib: float | None = None) -> DryRunReport
 
     Raises RecipeError for settings that the model's configuration cannot take.
     """
+    with cache_only_if_unreachable():
+        return _report(recipe, gpu_memory_gib)
+
+
+def _report(recipe: Recipe, gpu_memory_gib: float | None) -> DryRunReport:
     findings = Findings()
     hardware = find_hardware(recipe, gpu_memory_gib)
     check_parts(recipe, hardware.device, findings)

@@ -33,14 +33,12 @@ class Findings:
 
 def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
     """Add what is wrong with the recipe's parts, and what cannot be seen from here."""
-    online = hub_is_reachable()
     _check_versions(findings)
     _check_devices(recipe, device, findings)
     _check_settings(recipe, device, findings)
-    with _hub_offline(not online):
-        tokenizer = _check_tokenizer(recipe, findings)
-        _check_weights(recipe, findings)
-        _check_prompts(recipe, tokenizer, findings)
+    tokenizer = _check_tokenizer(recipe, findings)
+    _check_weights(recipe, findings)
+    _check_prompts(recipe, tokenizer, findings)
 
 
 def hub_is_reachable() -> bool:
@@ -57,9 +55,9 @@ def hub_is_reachable() -> bool:
 
 
 @contextlib.contextmanager
-def _hub_offline(offline: bool) -> Iterator[None]:
-    """Read the local cache only, without the libraries' minutes of retries."""
-    if not offline:
+def cache_only_if_unreachable() -> Iterator[None]:
+    """While the hub does not answer, read the local cache without the libraries' retries."""
+    if hub_is_reachable():
         yield
         return
     import datasets.config
