@@ -19,6 +19,9 @@
 A message names the place, the value found, what is allowed, and what to do.
 """
 
+INTERRUPTED = 130
+"""The exit status of a command that SIGINT or SIGTERM stopped in good order."""
+
 
 class GrpoReplayError(Exception):
     """Anything this package reports to its user; `exit_code` is the process's exit status."""

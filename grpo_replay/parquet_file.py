@@ -1,6 +1,5 @@
 """Parquet files of our own: written whole or not at all, and refused if they are anything else."""
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_replay.disk import written_whole
 from grpo_replay.errors import OutputDirectoryError, SnapshotError
+from grpo_replay.messages import first_line
 
 _KIND_KEY = b"grpo_replay.kind"
 _VERSION_KEY = b"grpo_replay.schema_version"
@@ -26,20 +27,15 @@ def write_parquet(
     into the metadata. The file appears under its name only when it is complete and flushed. Raises
     OutputDirectoryError if the disk is full or the folder is not writable."""
     marks = {_KIND_KEY: kind.encode(), _VERSION_KEY: str(version).encode(), **(metadata or {})}
-    temporary = path.with_name(path.name + ".tmp")
     try:
         with (
-            open(temporary, "wb") as file,
+            written_whole(path) as temporary,
             pq.ParquetWriter(
-                file, schema.with_metadata(marks), compression="zstd", write_page_checksum=True
+                temporary, schema.with_metadata(marks), compression="zstd", write_page_checksum=True
             ) as writer,
         ):
             for table in tables:
                 writer.write_table(table.replace_schema_metadata(marks))
-            writer.close()
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
     except OSError as error:
         raise OutputDirectoryError(
             f"{path}: cannot be written ({error}); free space or make the folder writable, then "
@@ -65,7 +61,7 @@ def open_parquet(
             yield file
     except (pa.ArrowException, OSError) as error:
         raise SnapshotError(
-            f"{path}: not a readable Parquet file, truncated or damaged ({_first_line(error)}); "
+            f"{path}: not a readable Parquet file, truncated or damaged ({first_line(error)}); "
             "restore it from a copy, or use the one before it"
         ) from error
 
@@ -104,7 +100,3 @@ def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
                 f"{path}: column {field.name} is {kind}, expected {field.type}; the file was "
                 "changed by another program: restore it from a copy"
             )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -20,10 +20,26 @@ def quiet_libraries() -> Iterator[None]:
     if not root.handlers:
         root.addHandler(logging.NullHandler())
     send_to_log()
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            yield
+    finally:
+        logging.captureWarnings(False)
+
+
+@contextmanager
+def warnings_on_stderr() -> Iterator[None]:
+    """While this lasts, our own warnings are printed: for commands that keep no log."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    ours = logging.getLogger("grpo_replay")
+    ours.addHandler(handler)
+    try:
         yield
-    logging.captureWarnings(False)
+    finally:
+        ours.removeHandler(handler)
 
 
 def send_to_log() -> None:
