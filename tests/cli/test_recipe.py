@@ -101,6 +101,18 @@ REFUSED = {
         "max_tokens_per_microbatch 10.*36",
     ),
     "no problem in the template": (["prompts.user_template=x"], "must contain {problem}"),
+    "a problem in double braces": (
+        ["prompts.user_template=Solve {{problem}}"],
+        "user_template: .*must contain {problem}.*found 'Solve",
+    ),
+    "another placeholder": (["prompts.user_template={problem} {x}"], "only placeholder"),
+    "a placeholder without a name": (["prompts.user_template={problem} {}"], "only placeholder"),
+    "an attribute of the problem": (["prompts.user_template={problem.x}"], "only placeholder"),
+    "an open brace": (["prompts.user_template={problem} {"], "only placeholder"),
+    "LaTeX braces": (["prompts.user_template={problem} \\boxed{}"], "only placeholder"),
+    "an infinite ratio": (["replay.ratio=.inf"], "replay.ratio: .*finite"),
+    "an infinite learning rate": (["optimizer.learning_rate=1e999"], "learning_rate: .*finite"),
+    "a reward that is no number": (["reward.correct=.nan"], "reward.correct: .*finite"),
     "offload without its stage": (
         ["engine.offload_parameters=true", "engine.zero_stage=2"],
         "zero_stage 3, not 2",
@@ -115,6 +127,14 @@ def test_bad_values_are_refused_with_place_value_and_remedy(case):
     overrides, message = REFUSED[case]
     with pytest.raises(RecipeError, match=f"(?s){message}"):
         load_recipe("tiny", overrides)
+
+
+@pytest.mark.parametrize("word", ["12e4567", "1234567", "1e3", "0123", "on", "2026-11-20"])
+def test_text_settings_take_the_word_as_it_stands(word):
+    recipe = load_recipe("tiny", [f"model.revision={word}", f"tracking.run_name={word}"])
+    assert recipe.model.revision == recipe.tracking.run_name == word
+    assert load_recipe("tiny", ["model.revision=null"]).model.revision is None
+    assert load_recipe("tiny", ["prompts.answer_field='on'"]).prompts.answer_field == "on"
 
 
 def test_a_disabled_buffer_does_not_mind_its_numbers():

@@ -1,21 +1,11 @@
-"""The recipe: every setting of a run, validated, in data order.
+"""The sections of a recipe: keys, types, bounds, defaults, and what each means."""
 
-`load_recipe` returns a `Recipe` from a YAML file (or the name of a shipped one) and `--set`
-overrides. Precedence: defaults < file < `--set`. A replay preset decides unit, priority,
-composition and on/off; it overrides what earlier layers said about them, and the same or a later
-layer may override it again. Importing this module loads neither torch nor transformers.
-"""
-
-import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+import string
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from grpo_replay.errors import RecipeError
+from grpo_replay.recipe.contradictions import find_contradictions
 
 PAPER_SYSTEM_PROMPT = "You are a helpful assistant."
 PAPER_USER_TEMPLATE = (
@@ -23,44 +13,17 @@ PAPER_USER_TEMPLATE = (
     "Please reason step by step, and put your final answer within \\boxed{{}}."
 )
 
-REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"enabled": False},
-    "ours": {
-        "enabled": True,
-        "unit": "rollout",
-        "priority": "abs_advantage",
-        "composition": "fresh_anchored",
-    },
-    "uniform": {
-        "enabled": True,
-        "unit": "query",
-        "priority": "uniform",
-        "composition": "pool",
-    },
-    "group_std": {
-        "enabled": True,
-        "unit": "query",
-        "priority": "group_std",
-        "composition": "pool",
-    },
-    "fifo": {
-        "enabled": True,
-        "unit": "rollout",
-        "priority": "uniform",
-        "composition": "buffer_only",
-        "max_age_steps": None,
-        "warmup_steps": 0,
-    },
-}
-"""What each preset decides (paper A, section 5; `fifo`: paper B)."""
-
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
@@ -114,6 +77,19 @@ class PromptsSection(Section):
     """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
     limit: Positive | None = None
     """Use only the first so many rows."""
+
+    @field_validator("user_template")
+    @classmethod
+    def _has_one_placeholder(cls, template: str) -> str:
+        remedy = "the only placeholder is {problem}; other braces are written twice, {{ and }}"
+        try:
+            fields = {field for _, field, _, _ in string.Formatter().parse(template)} - {None}
+            template.format(problem="")
+        except (LookupError, ValueError, AttributeError) as error:
+            raise ValueError(f"{error!r}; {remedy}") from None
+        if fields != {"problem"}:
+            raise ValueError(f"it must contain {{problem}}; {remedy}")
+        return template
 
 
 class VllmSection(Section):
@@ -238,6 +214,11 @@ class ReplaySection(Section):
     positive_fraction: Fraction = 0.0
     """δ of the positive-bias buffer (paper B): keep the freshest (1-δ)·N plus the freshest δ·N
     correct ones outside them."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether anything is ever stored or drawn. `grpo` and `ratio: 0` are the same run."""
+        return self.enabled and self.ratio > 0
 
 
 class BatchSection(Section):
@@ -399,9 +380,16 @@ class Recipe(Section):
         return self.sampling.prompts_per_step * self.sampling.group_size
 
     @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest completion, of training or evaluation."""
+        evaluated = self.eval.max_completion_length or 0
+        completion = max(self.sampling.max_completion_length, evaluated)
+        return self.prompts.max_prompt_length + completion
+
+    @property
     def replays(self) -> bool:
         """Whether this recipe ever draws from the buffer."""
-        return self.replay.enabled and self.replay.ratio > 0
+        return self.replay.replays
 
     @property
     def logprob_gap_limit(self) -> float:
@@ -413,241 +401,6 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> "Recipe":
-        problems = [*_replay_contradictions(self), *_other_contradictions(self)]
-        if problems:
+        if problems := find_contradictions(self):
             raise ValueError("; ".join(problems))
         return self
-
-
-def _replay_contradictions(recipe: Recipe) -> Iterable[str]:
-    replay = recipe.replay
-    if replay.preset == "grpo" and replay.enabled:
-        yield (
-            "replay.enabled is true with replay.preset 'grpo', which never replays: "
-            "choose another preset (ours, uniform, group_std, fifo)"
-        )
-    if not replay.enabled:
-        return
-    if replay.priority == "abs_advantage" and replay.unit == "query":
-        yield (
-            "replay.priority 'abs_advantage' with replay.unit 'query': |advantage| belongs to a "
-            "rollout, and its mean over a group says the same as group_std; "
-            "use replay.priority group_std or uniform, or replay.unit rollout"
-        )
-    if replay.capacity_rollouts < recipe.rollouts_per_step:
-        yield (
-            f"replay.capacity_rollouts {replay.capacity_rollouts} is less than one step's "
-            f"rollouts, {recipe.rollouts_per_step} (sampling.prompts_per_step · group_size): "
-            "what was just generated would be evicted; raise it"
-        )
-    if replay.ratio > 0 and replay.warmup_steps >= recipe.run.steps:
-        yield (
-            f"replay.warmup_steps {replay.warmup_steps} is not less than run.steps "
-            f"{recipe.run.steps}: the run would never replay; lower the warm-up, or use "
-            "replay.preset grpo"
-        )
-    if replay.composition == "buffer_only" and replay.warmup_steps > 0:
-        yield (
-            f"replay.warmup_steps {replay.warmup_steps} with replay.composition 'buffer_only', "
-            "which draws from the first step on: set replay.warmup_steps 0"
-        )
-    if replay.composition == "buffer_only" and replay.ratio == 0:
-        yield "replay.ratio 0 with replay.composition 'buffer_only' would train on nothing"
-    if replay.positive_fraction > 0 and replay.unit == "query":
-        yield (
-            "replay.positive_fraction with replay.unit 'query': the positive-bias buffer keeps "
-            "single rollouts; use replay.unit rollout"
-        )
-
-
-def _other_contradictions(recipe: Recipe) -> Iterable[str]:
-    if recipe.reward.correct <= recipe.reward.incorrect:
-        yield (
-            f"reward.correct {recipe.reward.correct} must be greater than reward.incorrect "
-            f"{recipe.reward.incorrect}"
-        )
-    if recipe.run.mode == "async":
-        yield "run.mode 'async' is not available yet: use sync"
-    elif recipe.run.sync_every_steps != 1:
-        yield (
-            f"run.sync_every_steps {recipe.run.sync_every_steps} with run.mode 'sync', which "
-            "pushes the weights after every step: set it to 1"
-        )
-    if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
-        yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
-    if recipe.model.config_overrides and not recipe.model.random_init:
-        yield "model.config_overrides needs model.random_init: true (weights fix the shapes)"
-    if "{problem}" not in recipe.prompts.user_template:
-        yield "prompts.user_template must contain {problem}"
-    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
-    if recipe.batch.max_tokens_per_microbatch < longest:
-        yield (
-            f"batch.max_tokens_per_microbatch {recipe.batch.max_tokens_per_microbatch} is less "
-            f"than one longest rollout, {longest} tokens (prompts.max_prompt_length + "
-            "sampling.max_completion_length): raise it or lower those"
-        )
-    if recipe.engine.offload_parameters and recipe.engine.zero_stage != 3:
-        yield (
-            f"engine.offload_parameters needs engine.zero_stage 3, not {recipe.engine.zero_stage}"
-        )
-    if recipe.engine.offload_optimizer and recipe.engine.zero_stage == 0:
-        yield "engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0"
-    servers = recipe.sampling.servers
-    if recipe.sampling.backend == "vllm_server" and bool(servers.urls) == bool(servers.launch):
-        yield (
-            "sampling.backend 'vllm_server' needs either sampling.servers.urls or "
-            "sampling.servers.launch"
-        )
-
-
-def shipped_recipes_folder() -> Path:
-    """The folder of the recipes that ship with the package (wheel or checkout)."""
-    here = Path(__file__).resolve().parent
-    inside = here / "recipes"
-    return inside if inside.is_dir() else here.parent / "recipes"
-
-
-def find_recipe(name_or_path: str) -> Path:
-    """The recipe file for a path or the name of a shipped recipe.
-
-    Raises RecipeError, listing the shipped names, if there is none.
-    """
-    path = Path(name_or_path)
-    if path.is_file():
-        return path
-    shipped = {file.stem: file for file in sorted(shipped_recipes_folder().glob("*.yaml"))}
-    if name_or_path in shipped:
-        return shipped[name_or_path]
-    hint = _did_you_mean(name_or_path, shipped)
-    raise RecipeError(
-        f"no recipe {name_or_path!r}: neither a file nor a shipped recipe{hint}; "
-        f"shipped: {', '.join(shipped)}"
-    )
-
-
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The validated recipe from a file and `key=value` overrides. Raises RecipeError."""
-    path = find_recipe(name_or_path)
-    layer = read_recipe_layer(path)
-    layer.setdefault("name", path.stem)
-    return resolve_recipe([layer, parse_overrides(overrides)], source=str(path))
-
-
-def read_recipe_layer(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises RecipeError naming file and line."""
-    try:
-        layer = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise RecipeError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from error
-    if layer is None:
-        return {}
-    if not isinstance(layer, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {_kind(layer)}")
-    return layer
-
-
-def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested mapping of `--set section.key=value` words; values are YAML."""
-    layer: dict[str, Any] = {}
-    for word in overrides:
-        key, separator, text = word.partition("=")
-        if not separator or not key.strip():
-            raise RecipeError(f"--set {word!r}: expected key=value, such as replay.ratio=0.25")
-        try:
-            value = _yaml_value(text)
-        except yaml.YAMLError as error:
-            raise RecipeError(f"--set {word!r}: {text!r} is not valid YAML") from error
-        node = layer
-        *parents, leaf = key.strip().split(".")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise RecipeError(f"--set {word!r}: {parent} was already set to a value")
-        node[leaf] = value
-    return layer
-
-
-def _yaml_value(text: str) -> Any:
-    # YAML 1.1 reads 1e-4 as a string because it has no dot.
-    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text.strip()):
-        return float(text)
-    return yaml.safe_load(text)
-
-
-def resolve_recipe(layers: Sequence[Mapping[str, Any]], source: str = "recipe") -> Recipe:
-    """The recipe of layers from lowest to highest precedence. Raises RecipeError."""
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        _check_keys(layer, Recipe, (), source)
-        replay = layer.get("replay")
-        preset = replay.get("preset") if isinstance(replay, Mapping) else None
-        if isinstance(preset, str) and preset in REPLAY_PRESETS:
-            _deep_update(merged, {"replay": dict(REPLAY_PRESETS[preset])})
-        _deep_update(merged, layer)
-    try:
-        return Recipe.model_validate(merged)
-    except ValidationError as error:
-        raise RecipeError(_explain(error, source)) from error
-
-
-def recipe_to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; loading it gives the same recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
-    for key, value in source.items():
-        if isinstance(value, Mapping) and isinstance(target.get(key), dict):
-            _deep_update(target[key], value)
-        else:
-            target[key] = _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return list(value) if isinstance(value, list) else value
-
-
-def _check_keys(
-    layer: Mapping[str, Any], section: type[BaseModel], at: tuple[str, ...], source: str
-) -> None:
-    fields = section.model_fields
-    for key, value in layer.items():
-        place = ".".join((*at, str(key)))
-        if key not in fields:
-            hint = _did_you_mean(str(key), fields)
-            where = f"section {'.'.join(at)}" if at else "the recipe"
-            raise RecipeError(
-                f"{source}: unknown key {place!r}{hint}; {where} has: {', '.join(fields)}"
-            )
-        inner = fields[key].annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            if not isinstance(value, Mapping):
-                raise RecipeError(
-                    f"{source}: {place} is a section with keys of its own, found {value!r}"
-                )
-            _check_keys(value, inner, (*at, str(key)), source)
-
-
-def _explain(error: ValidationError, source: str) -> str:
-    lines = []
-    for item in error.errors():
-        place = ".".join(str(part) for part in item["loc"]) or "contradiction"
-        message = item["msg"].removeprefix("Value error, ")
-        found = f", found {item['input']!r}" if item["loc"] else ""
-        lines.append(f"{source}: {place}: {message}{found}")
-    return "\n".join(lines)
-
-
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _kind(value: Any) -> str:
-    return {list: "list", str: "text"}.get(type(value), type(value).__name__)

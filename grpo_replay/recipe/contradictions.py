@@ -1,0 +1,91 @@
+"""Settings that are valid alone and contradict each other."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_replay.recipe.sections import Recipe
+
+
+def find_contradictions(recipe: "Recipe") -> list[str]:
+    """One sentence for each, with what to set instead."""
+    return [*_replay_contradictions(recipe), *_other_contradictions(recipe)]
+
+
+def _replay_contradictions(recipe: "Recipe") -> Iterable[str]:
+    replay = recipe.replay
+    if replay.preset == "grpo" and replay.enabled:
+        yield (
+            "replay.enabled is true with replay.preset 'grpo', which never replays: "
+            "choose another preset (ours, uniform, group_std, fifo)"
+        )
+    if not replay.enabled:
+        return
+    if replay.priority == "abs_advantage" and replay.unit == "query":
+        yield (
+            "replay.priority 'abs_advantage' with replay.unit 'query': |advantage| belongs to a "
+            "rollout, and its mean over a group says the same as group_std; "
+            "use replay.priority group_std or uniform, or replay.unit rollout"
+        )
+    if replay.capacity_rollouts < recipe.rollouts_per_step:
+        yield (
+            f"replay.capacity_rollouts {replay.capacity_rollouts} is less than one step's "
+            f"rollouts, {recipe.rollouts_per_step} (sampling.prompts_per_step · group_size): "
+            "what was just generated would be evicted; raise it"
+        )
+    if replay.ratio > 0 and replay.warmup_steps >= recipe.run.steps:
+        yield (
+            f"replay.warmup_steps {replay.warmup_steps} is not less than run.steps "
+            f"{recipe.run.steps}: the run would never replay; lower the warm-up, or use "
+            "replay.preset grpo"
+        )
+    if replay.composition == "buffer_only" and replay.warmup_steps > 0:
+        yield (
+            f"replay.warmup_steps {replay.warmup_steps} with replay.composition 'buffer_only', "
+            "which draws from the first step on: set replay.warmup_steps 0"
+        )
+    if replay.composition == "buffer_only" and replay.ratio == 0:
+        yield "replay.ratio 0 with replay.composition 'buffer_only' would train on nothing"
+    if replay.positive_fraction > 0 and replay.unit == "query":
+        yield (
+            "replay.positive_fraction with replay.unit 'query': the positive-bias buffer keeps "
+            "single rollouts; use replay.unit rollout"
+        )
+
+
+def _other_contradictions(recipe: "Recipe") -> Iterable[str]:
+    if recipe.reward.correct <= recipe.reward.incorrect:
+        yield (
+            f"reward.correct {recipe.reward.correct} must be greater than reward.incorrect "
+            f"{recipe.reward.incorrect}"
+        )
+    if recipe.run.mode == "async":
+        yield "run.mode 'async' is not available yet: use sync"
+    elif recipe.run.sync_every_steps != 1:
+        yield (
+            f"run.sync_every_steps {recipe.run.sync_every_steps} with run.mode 'sync', which "
+            "pushes the weights after every step: set it to 1"
+        )
+    if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
+        yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
+    if recipe.model.config_overrides and not recipe.model.random_init:
+        yield "model.config_overrides needs model.random_init: true (weights fix the shapes)"
+    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+    if recipe.batch.max_tokens_per_microbatch < longest:
+        yield (
+            f"batch.max_tokens_per_microbatch {recipe.batch.max_tokens_per_microbatch} is less "
+            f"than one longest rollout, {longest} tokens (prompts.max_prompt_length + "
+            "sampling.max_completion_length): raise it or lower those"
+        )
+    if recipe.engine.offload_parameters and recipe.engine.zero_stage != 3:
+        yield (
+            f"engine.offload_parameters needs engine.zero_stage 3, not {recipe.engine.zero_stage}"
+        )
+    if recipe.engine.offload_optimizer and recipe.engine.zero_stage == 0:
+        yield "engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0"
+    servers = recipe.sampling.servers
+    if recipe.sampling.backend == "vllm_server" and bool(servers.urls) == bool(servers.launch):
+        yield (
+            "sampling.backend 'vllm_server' needs either sampling.servers.urls or "
+            "sampling.servers.launch"
+        )
