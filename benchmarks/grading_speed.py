@@ -4,7 +4,7 @@
 
 Builds 2,000 completions as a model under training writes them: 8 samples for each of 250 problems;
 reasoning of 0 to 3 solution texts, then a final answer: 50 % of them right, 40 % wrong (the samples
-of a problem share a few wrong answers), 10 % cut off before an answer. The problems of
+of a problem share a few wrong answers), 10 % (--cut-off) cut off before an answer. The problems of
 all batches are the same, the reasoning and the wrong answers are not; both sides keep what they
 remember from batch to batch, as they do over an evaluation. CPU seconds tell what wall seconds
 would be on cores that nothing else uses: the busiest worker is the last to finish.
@@ -27,7 +27,7 @@ from grpo_replay.rewards import RewardScorer
 SAMPLES = 8
 
 
-def completions(rows: list[dict[str, str]], seed: int = 0) -> list[tuple[str, str]]:
+def completions(rows: list[dict[str, str]], seed: int, cut_off: float) -> list[tuple[str, str]]:
     """(completion, reference answer) pairs."""
     rng = random.Random(seed)
     unboxed = [re.sub(r"\\boxed", "", row["solution"]) for row in rows]
@@ -39,7 +39,7 @@ def completions(rows: list[dict[str, str]], seed: int = 0) -> list[tuple[str, st
             luck = rng.random()
             if luck < 0.5:
                 text = f"{reasoning}\n\nSo the answer is $\\boxed{{{row['answer']}}}$."
-            elif luck < 0.9:
+            elif luck < 1 - cut_off:
                 text = f"{reasoning}\n\nTherefore \\boxed{{{rng.choice(wrong)}}}"
             else:
                 text = reasoning[: rng.randrange(len(reasoning) + 1)]
@@ -78,13 +78,14 @@ def main() -> None:
     parser.add_argument("problems", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--cut-off", type=float, default=0.1, help="share cut off, up to 0.5")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.problems.read_text("utf-8").splitlines()]
     section = RewardSection(function="math_verify", workers=options.workers)
     with RewardScorer.open(section) as scorer:
         scorer.score([(f"\\boxed{{{i}}}", "1", None) for i in range(10 * options.workers)])
         for batch in range(options.batches):
-            compare(scorer, completions(rows, batch), batch + 1)
+            compare(scorer, completions(rows, batch, options.cut_off), batch + 1)
 
 
 def compare(scorer: RewardScorer, items: list[tuple[str, str]], batch: int) -> None:

@@ -3,8 +3,10 @@
 Gold answer and prediction are each wrapped in a math environment if they are not in one, parsed,
 and compared with `verify(gold, prediction)`, in that order; the raw strings are compared if either
 fails to parse. Nothing here decides a verdict that math-verify would decide otherwise: it is asked
-less often, because equal LaTeX is parsed once and equal pairs are compared once. Runs in the main
-thread of a worker, where math-verify's own five-second alarms work.
+less often, because equal LaTeX is parsed once and equal pairs are compared once, and it takes less
+time (`two_stage`, `difference`). What differs is what math-verify gives up: a formula that exhausts
+its stack or its five seconds may be judged here. Runs in the main thread of a worker, where
+math-verify's own five-second alarms work.
 """
 
 import logging
@@ -16,8 +18,11 @@ from functools import lru_cache
 from typing import Any
 
 import math_verify
+import math_verify.grader
 import math_verify.parser
-from sympy import Rational
+
+from grpo_replay.grading import two_stage
+from grpo_replay.grading.difference import simplify_unless_not_zero
 
 REMEMBERED = 20_000
 """Parsed LaTeX strings, and compared pairs, that a worker remembers."""
@@ -56,8 +61,8 @@ class _Troubles(logging.Handler):
 
 
 class SymbolicGrader:
-    """math-verify that remembers what it parsed and compared. One per process: it enlarges the
-    cache of parsed LaTeX that math-verify keeps in its module."""
+    """math-verify that remembers what it parsed and compared, and that wastes less time. One per
+    process: what it changes in math-verify's modules holds for all of it."""
 
     def __init__(self) -> None:
         self._troubles = _Troubles()
@@ -66,6 +71,8 @@ class SymbolicGrader:
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
         _enlarge_latex_cache()
+        two_stage.install()
+        math_verify.grader.simplify = simplify_unless_not_zero
         self._parse_gold = lru_cache(maxsize=REMEMBERED)(_parse)
         self._compared: OrderedDict[tuple[Any, ...], tuple[list[Any], bool]] = OrderedDict()
 
@@ -98,9 +105,7 @@ class SymbolicGrader:
         known = self._compared.get(key)
         if known is not None:
             return known[1]
-        correct = _obvious(gold, prediction)
-        if correct is None:
-            correct = math_verify.verify(gold, prediction)
+        correct = math_verify.verify(gold, prediction)
         if not self._troubles:
             self._compared[key] = (prediction, correct)
             if len(self._compared) > REMEMBERED:
@@ -115,24 +120,6 @@ class SymbolicGrader:
         if self._troubles.timed_out:
             return "timeout"
         return "incorrect" if parsed else "unparsable"
-
-
-def _obvious(gold: list[Any], prediction: list[Any]) -> bool | None:
-    """What `verify(gold, prediction)` returns, where its own rules leave no doubt; else None.
-
-    It is true if any pair is equal, whatever becomes of the others. Two texts are equal if they
-    are the same but for surrounding space, and not empty; a text never equals an expression; two
-    rational numbers are equal if they are the same number: math-verify compares them exactly, then
-    asks sympy to simplify their difference, which takes milliseconds and says the same.
-    """
-    texts = {part.strip() for part in gold if isinstance(part, str)} - {""}
-    if any(isinstance(part, str) and part.strip() in texts for part in prediction):
-        return True
-    numbers = [part for part in gold if not isinstance(part, str)]
-    predicted = [part for part in prediction if not isinstance(part, str)]
-    if all(isinstance(part, Rational) for part in (*numbers, *predicted)):
-        return any(a == b for a in numbers for b in predicted)
-    return None
 
 
 def _parse(text: str) -> list[Any]:
