@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_replay.errors import EvaluationFileError, UsageError
+from grpo_replay.errors import EvaluationFileError, GrpoReplayError, UsageError
 from grpo_replay.evaluation.comparison import refuse_incomparable, resampled_means
-from grpo_replay.evaluation.report import EvaluationReport, Interval
+from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.results import Interval
 from grpo_replay.evaluation.statistics import interval
 
 GAIN, LOSS = 3.0, 5.0
@@ -70,12 +71,7 @@ def score_points(
     """AES of plain numbers. Raises UsageError for a value that cannot be, or a zero reference."""
     for point in (reference, *candidates):
         _check_point(point)
-    for name, value in (("accuracy", reference.accuracy), ("tokens", reference.tokens)):
-        if value == 0:
-            raise UsageError(
-                f"the reference {reference.name!r} has {name} 0, and AES divides by it: choose a "
-                "reference that solves something"
-            )
+    _refuse_zero(reference, UsageError)
     return [_score(reference, candidate, gain, loss) for candidate in candidates]
 
 
@@ -88,14 +84,10 @@ def score_reports(
     """AES of (name, report) pairs, with intervals where both have per-sample rows.
 
     Raises EvaluationFileError if they are not evaluations of the same benchmarks under the same
-    settings, or if the reference's accuracy is 0.
+    settings, or if the reference's accuracy or length is 0.
     """
     name, report = reference
-    if report.sampled.mean.avg_at_k == 0:
-        raise EvaluationFileError(
-            f"the reference {name} has accuracy 0, and AES divides by it: choose a reference that "
-            "solves something"
-        )
+    _refuse_zero(point_of(name, report), EvaluationFileError)
     for candidate_name, candidate in candidates:
         refuse_incomparable(name, report, candidate_name, candidate)
     return [_score_report(reference, candidate, gain, loss) for candidate in candidates]
@@ -104,6 +96,15 @@ def score_reports(
 def point_of(name: str, report: EvaluationReport) -> Point:
     """Accuracy in percent and tokens: unweighted means over the report's benchmarks."""
     return Point(name, 100 * report.sampled.mean.avg_at_k, report.sampled.mean.mean_tokens)
+
+
+def _refuse_zero(reference: Point, error: type[GrpoReplayError]) -> None:
+    for name, value in (("accuracy", reference.accuracy), ("tokens", reference.tokens)):
+        if value == 0:
+            raise error(
+                f"the reference {reference.name!r} has {name} 0, and AES divides by it: choose a "
+                "reference that solves something"
+            )
 
 
 def _check_point(point: Point) -> None:
@@ -116,6 +117,11 @@ def _score(reference: Point, candidate: Point, gain: float, loss: float) -> AesS
     scores = accuracy_efficiency_score(
         candidate.accuracy, candidate.tokens, reference.accuracy, reference.tokens, gain, loss
     )
+    if not all(map(math.isfinite, scores)):
+        raise UsageError(
+            f"{candidate.name!r} against {reference.name!r} has an AES beyond what a number holds: "
+            "check accuracies and tokens"
+        )
     return AesScore(candidate.name, candidate.accuracy, candidate.tokens, *scores)
 
 

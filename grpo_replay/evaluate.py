@@ -1,6 +1,6 @@
 """Evaluation: problems in, a report out; the same code while training and from the command line.
 
-    plan = plan_evaluation(tokenizer, recipe.prompts, recipe.eval, max_completion_length)
+    plan = plan_evaluation(tokenizer, recipe)
     report = evaluate(sampler, tokenizer, plan, comm, scorer)
     report.write(Path("eval.json"))                     # and eval.parquet, one row per sample
 
@@ -31,8 +31,10 @@ from grpo_replay.evaluation.cache import (
     request_digest,
 )
 from grpo_replay.evaluation.plan import EvaluationPlan, PlannedSample, plan_evaluation
-from grpo_replay.evaluation.report import EvaluationReport, Results, summarise
+from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.results import Results
 from grpo_replay.evaluation.samples import SAMPLE_SCHEMA, merge, to_bytes
+from grpo_replay.evaluation.summarise import summarise
 from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards import RewardScorer
 from grpo_replay.sampler import Sampler
@@ -50,15 +52,18 @@ PROGRESS_SECONDS = 0.2
 class Progress:
     """How far this rank's evaluation is; `statuses` counts the verdicts that have arrived."""
 
-    done: int
     total: int
     statuses: Counter[str]
 
     @property
+    def done(self) -> int:
+        """Completions that are sampled and graded."""
+        return self.statuses.total()
+
+    @property
     def accuracy(self) -> float | None:
-        """Of what has been graded so far; None if nothing has."""
-        graded = self.statuses.total()
-        return self.statuses["correct"] / graded if graded else None
+        """Of what is done; None if nothing is."""
+        return self.statuses["correct"] / self.done if self.done else None
 
 
 def evaluate(
@@ -128,6 +133,9 @@ class _Work:
 
     def finish(self) -> tuple[pa.Table, set[str]]:
         """The rows of what was taken, and the reference answers that could not be parsed."""
+        while not self._scorer.wait(PROGRESS_SECONDS):
+            self._tell()
+        self._tell(last=True)
         verdicts = self._scorer.results()
         rows = [self._row(index, verdict) for index, verdict in verdicts.items()]
         return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA), self._scorer.unparsable_answers
@@ -150,13 +158,13 @@ class _Work:
             "correct": verdict.status == "correct",
         }
 
-    def _tell(self) -> None:
+    def _tell(self, last: bool = False) -> None:
         if self._on_progress is None:
             return
-        done, now = len(self._texts), time.monotonic()
-        if done == self.total or now - self._last_told > PROGRESS_SECONDS:
+        now = time.monotonic()
+        if last or now - self._last_told > PROGRESS_SECONDS:
             self._last_told = now
-            self._on_progress(Progress(done, self.total, self._scorer.statuses()))
+            self._on_progress(Progress(self.total, self._scorer.statuses()))
 
 
 def _recall(work: _Work, comm: Comm, folder: Path | None) -> list[int]:

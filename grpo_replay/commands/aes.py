@@ -1,6 +1,8 @@
 """`grpo-replay aes`: accuracy and length in one number, against one reference."""
 
 import json
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,8 @@ from rich.console import Console
 
 from grpo_replay.aes import GAIN, LOSS, AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.errors import UsageError
-from grpo_replay.evaluation.report import Interval, read_report
+from grpo_replay.evaluation.report import read_report
+from grpo_replay.evaluation.results import Interval
 from grpo_replay.evaluation.tables import plain_table, tokens
 
 
@@ -25,8 +28,8 @@ def run(
     """Print AES of evaluation `files`, or of `candidates` NAME=ACC,TOKENS, against `reference`,
     an evaluation file or ACC,TOKENS. Raises UsageError if numbers and files are mixed."""
     for name, value in (("--gain", gain), ("--loss", loss)):
-        if not value >= 0:
-            raise UsageError(f"{name} {value}: expected a number of at least 0")
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{name} {value}: expected a finite number of at least 0")
     if files and candidates:
         raise UsageError(
             "aes takes evaluation files or --candidate numbers, not both: their accuracies may be "
@@ -63,18 +66,25 @@ def print_scores(
 ) -> None:
     """The scores as a table, constants shown."""
     header = ("model", "accuracy", "tokens", "ΔL", "ΔAcc", "AES", "95 %")
-    rows = [(reference.name, f"{reference.accuracy:.4g}", tokens(reference.tokens), *"––––")]
-    for score in scores:
+    names = _short_names([reference.name, *(score.name for score in scores)])
+    rows = [(names[0], f"{reference.accuracy:.4g}", tokens(reference.tokens), *"––––")]
+    for name, score in zip(names[1:], scores, strict=True):
         deltas = (score.delta_length, score.delta_accuracy, score.aes)
         rows.append(
             (
-                *(score.name, f"{score.accuracy:.4g}", tokens(score.tokens)),
+                *(name, f"{score.accuracy:.4g}", tokens(score.tokens)),
                 *(f"{delta:+.3f}" for delta in deltas),
                 _interval(score.aes_interval),
             )
         )
     console.print(plain_table(f"AES against {reference.name}", header, rows))
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
+
+
+def _short_names(names: Sequence[str]) -> list[str]:
+    """Files of one folder by their own names; what lies in several is named in full."""
+    one_folder = len({os.path.dirname(name) for name in names}) == 1
+    return [os.path.basename(name) if one_folder else name for name in names]
 
 
 def _from_files(

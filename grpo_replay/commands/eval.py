@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
-from grpo_replay.evaluation.comparison import compare
+from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.model_source import ModelSource, find_model
 from grpo_replay.evaluation.report import EvaluationReport, read_report, samples_path
 from grpo_replay.evaluation.tables import (
@@ -85,6 +85,7 @@ def run_comparison(path_a: str, path_b: str, as_json: bool = False) -> None:
             "b": {"file": path_b, "model": b.model},
             "benchmarks": {name: asdict(r) for name, r in results.items() if name != "mean"},
             "mean": asdict(results["mean"]),
+            "differences": differences(a, b),
         }
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
         return
@@ -92,6 +93,8 @@ def run_comparison(path_a: str, path_b: str, as_json: bool = False) -> None:
     console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
     console.print(comparison_table(results))
     console.print(COMPARISON_LEGEND)
+    for sentence in differences(a, b):
+        console.print(sentence)
 
 
 def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
@@ -101,18 +104,17 @@ def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
     Raises RecipeError, and UsageError if nothing names a benchmark.
     """
     place, layer = _recipe_layer(options, source)
-    recipe = resolve_recipe(
-        [layer, parse_overrides(options.overrides), _option_layer(options)], place
-    )
+    overrides = parse_overrides(options.overrides)
+    if "path" in overrides.get("model", {}):
+        raise UsageError("--set model.path: eval takes the model from --ckpt")
+    recipe = resolve_recipe([layer, overrides, _option_layer(options)], place)
     if not recipe.eval.benchmarks:
         raise UsageError(
             f"{place} names no benchmarks to evaluate: add --benchmark, such as --benchmark paper, "
             "--benchmark math500, or --benchmark my.jsonl"
         )
-    # A model of its own is never initialised at random, and brings its tokenizer.
+    # What was trained or downloaded is never initialised at random.
     own = {"path": source.path, "random_init": False, "config_overrides": {}}
-    if options.recipe is None:
-        own["tokenizer"] = None
     longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
     return recipe.model_copy(
         update={
@@ -134,6 +136,8 @@ def _recipe_layer(options: EvalOptions, source: ModelSource) -> tuple[str, dict[
         return "the default recipe", {"eval": {"benchmarks": ["paper"]}}
     layer = read_recipe_layer(path)
     layer.setdefault("name", path.stem)
+    if options.recipe is None and isinstance(layer.get("model"), dict):
+        layer["model"].pop("tokenizer", None)  # a checkpoint brings its own
     return str(path), layer
 
 
@@ -160,7 +164,7 @@ def _check_output(output: Path) -> None:
         raise OutputDirectoryError(f"--output {output} is a folder: name a .json file")
     if output.is_file():
         try:
-            read_report(output)
+            read_report(output, with_samples=False)
         except EvaluationFileError as error:
             raise OutputDirectoryError(
                 f"--output {output} exists and is no evaluation file: choose another name, or "
@@ -174,9 +178,10 @@ def _evaluate(
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
     from grpo_replay.evaluation.progress import open_progress
-    from grpo_replay.quiet import quiet_libraries
+    from grpo_replay.quiet import quiet_libraries, warnings_on_stderr
 
     with open_progress() as on_progress, quiet_libraries(), ExitStack() as stack:
+        stack.enter_context(warnings_on_stderr())
         from grpo_replay.evaluation.session import evaluate_model
 
         return evaluate_model(recipe, source, _generations(output), world_size, on_progress, stack)

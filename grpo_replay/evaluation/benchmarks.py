@@ -1,11 +1,11 @@
 """The benchmarks by name, and how their problems are read. None but the tiny ones is shipped."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.messages import did_you_mean
 from grpo_replay.prompt_sources import MappingRows, ProblemRows, read_hub_rows, read_local_rows
 from grpo_replay.prompts import answer_text
 from grpo_replay.recipe import EvalSection
@@ -105,14 +105,18 @@ def _named(word: str, settings: EvalSection) -> Sequence[Benchmark]:
     if word in BENCHMARKS:
         return [BENCHMARKS[word]]
     if word.endswith(FILE_SUFFIXES):
+        name = Path(word).stem
+        if name == "mean":
+            raise RecipeError(
+                f"eval.benchmarks: {word} would be called 'mean' in the report, as the mean over "
+                "all benchmarks is: rename the file"
+            )
         fields = (settings.problem_field, settings.answer_field, settings.id_field)
-        return [Benchmark(Path(word).stem, Path(word).stem, word, WAVE_SAMPLES, *fields)]
+        return [Benchmark(name, name, word, WAVE_SAMPLES, *fields)]
     known = [*GROUPS, *BENCHMARKS]
-    close = difflib.get_close_matches(word, known, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise RecipeError(
-        f"eval.benchmarks: no benchmark {word!r}{hint}; there are {', '.join(known)}, and your own "
-        "as a path that ends in .jsonl or .parquet"
+        f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; there are "
+        f"{', '.join(known)}, and your own as a path that ends in .jsonl or .parquet"
     )
 
 
@@ -120,10 +124,8 @@ def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
     limit = settings.max_problems
     if benchmark.source == "builtin":
         return MappingRows(benchmark_problems(benchmark.name)[:limit], benchmark.name)
-    if benchmark.source.endswith(FILE_SUFFIXES):
-        return read_local_rows(benchmark.source, limit)
-    if settings.data_folder is not None:
-        return read_local_rows(str(_local_file(benchmark, Path(settings.data_folder))), limit)
+    if (file := local_file(benchmark, settings)) is not None:
+        return read_local_rows(str(file), limit)
     try:
         return read_hub_rows(benchmark.source, None, benchmark.split, None, limit)
     except DatasetError as error:
@@ -134,7 +136,18 @@ def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
         ) from error
 
 
-def _local_file(benchmark: Benchmark, folder: Path) -> Path:
+def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
+    """The file that a benchmark is read from; None for the hub and for what is built in.
+
+    Raises DatasetError if the data folder does not hold it.
+    """
+    if benchmark.source == "builtin":
+        return None
+    if benchmark.source.endswith(FILE_SUFFIXES):
+        return Path(benchmark.source)
+    if settings.data_folder is None:
+        return None
+    folder = Path(settings.data_folder)
     candidates = [folder / f"{benchmark.name}{suffix}" for suffix in FILE_SUFFIXES]
     for path in candidates:
         if path.is_file():

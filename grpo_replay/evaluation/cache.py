@@ -2,12 +2,14 @@
 
 Every rank appends shards of its own to one folder. A row is found by the digest of all that
 determines it besides the model: prompt tokens, seed, temperature, top-p and token limit; the folder
-belongs to one model on one backend.
+belongs to one model on one backend in one precision, with one tokenizer, whose end-of-sequence
+token ends a completion.
 """
 
 import hashlib
 import json
 import logging
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_replay.disk import written_whole
+from grpo_replay.recipe import Recipe
 from grpo_replay.types import GenerationRequest
 
 FLUSH_ROWS = 512
@@ -50,9 +54,15 @@ def request_digest(request: GenerationRequest) -> str:
     return digest.hexdigest()
 
 
-def model_folder(parent: Path, model_sha256: str, backend: str) -> Path:
-    """The folder of one model's generations under `parent`."""
-    return parent / f"{model_sha256[:16]}-{backend}"
+def generations_folder(parent: Path, model_sha256: str, recipe: Recipe) -> Path:
+    """The folder under `parent` of what a model generates on a recipe's backend."""
+    backend, dtype = recipe.sampling.backend, recipe.model.dtype
+    if backend != "hf" and recipe.sampling.vllm.dtype != "auto":
+        dtype = recipe.sampling.vllm.dtype
+    words = [model_sha256[:16], backend, dtype]
+    if recipe.model.tokenizer is not None:  # not the model's own, which the SHA-256 covers
+        words.append(re.sub(r"\W+", "_", recipe.model.tokenizer))
+    return parent / "-".join(words)
 
 
 def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generation]:
@@ -107,10 +117,9 @@ class GenerationWriter:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._name}-{self._next_number():06d}.parquet"
-        temporary = path.with_suffix(".tmp")
         table = pa.Table.from_pylist(self._rows, schema=GENERATION_SCHEMA)
-        pq.write_table(table, temporary, compression="zstd")
-        temporary.replace(path)
+        with written_whole(path) as temporary:
+            pq.write_table(table, temporary, compression="zstd")
         self._rows.clear()
 
     def _next_number(self) -> int:

@@ -8,14 +8,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.report import EvaluationReport, Interval, ProblemTable, per_problem
+from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.results import Interval
 from grpo_replay.evaluation.statistics import bootstrap_weights, interval, two_sided_p_value
+from grpo_replay.evaluation.summarise import ProblemTable, per_problem
 
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),
     *("system_prompt", "user_template", "max_problems"),
 )
 """Settings that must agree, or a comparison would be of them and not of the models."""
+
+
+VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,34 @@ def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: Evalua
             )
         if a.samples is not None and b.samples is not None:
             _refuse_other_problems(benchmark, name_a, a.samples, name_b, b.samples)
+        if _problems_digest(a, benchmark) != _problems_digest(b, benchmark):
+            raise EvaluationFileError(
+                f"{benchmark} has other problems or answers in {name_a} than in {name_b}, under "
+                "the same ids: evaluate both on the same"
+            )
+
+
+def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
+    """What to know beside the numbers of a comparison: sentences, none if nothing differs."""
+    found = []
+    for name, result in a.sampled.benchmarks.items():
+        k_a, k_b = result.k, b.sampled.benchmarks[name].k
+        if k_a != k_b:
+            found.append(
+                f"{name}: {k_a} samples of each problem in A, {k_b} in B; lost and won count the "
+                f"first {min(k_a, k_b)}"
+            )
+    for package in VERIFIER_PACKAGES:
+        if a.versions.get(package) != b.versions.get(package):
+            found.append(
+                f"graded with {package} {a.versions.get(package)} in A, "
+                f"{b.versions.get(package)} in B"
+            )
+    return found
+
+
+def _problems_digest(report: EvaluationReport, benchmark: str) -> str | None:
+    return report.settings.get("benchmarks", {}).get(benchmark, {}).get("problems_sha256")
 
 
 def resampled_means(a: EvaluationReport, b: EvaluationReport) -> ResampledMeans:

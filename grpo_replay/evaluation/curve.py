@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from grpo_replay.disk import written_whole
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.inspection.style import COLUMN_INCHES, FRESH, GREY, STORED, figure_style
 
@@ -36,9 +37,8 @@ def plot_curve(folder: Path) -> Path | None:
     with figure_style() as figure_class:
         figure = figure_class(figsize=(COLUMN_INCHES, 2.4), layout="constrained")
         _draw(figure.add_subplot(), reports)
-        temporary = path.with_name(".tmp-curve.png")
-        figure.savefig(temporary, format="png")
-    temporary.replace(path)
+        with written_whole(path) as temporary:
+            figure.savefig(temporary, format="png")
     return path
 
 

@@ -1,6 +1,8 @@
 """The plan of an evaluation: every completion that is wanted, before any exists."""
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +13,11 @@ from grpo_replay.evaluation.benchmarks import (
     Problem,
     find_benchmarks,
     load_problems,
+    local_file,
 )
 from grpo_replay.evaluation.statistics import CONFIDENCE
 from grpo_replay.prompts import render_prompt
-from grpo_replay.recipe import EvalSection, PromptsSection
+from grpo_replay.recipe import EvalSection, PromptsSection, Recipe
 from grpo_replay.seeding import completion_seed
 from grpo_replay.types import GenerationRequest, RequestKey
 
@@ -41,28 +44,24 @@ class EvaluationPlan:
     document: dict[str, Any]  # the report's `settings`
 
 
-def plan_evaluation(
-    tokenizer: Any,
-    prompts: PromptsSection,
-    settings: EvalSection,
-    max_completion_length: int,
-    backend: str = "hf",
-) -> EvaluationPlan:
-    """The plan of `settings`; `max_completion_length` counts where the settings name none.
+def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
+    """The plan of `recipe.eval`; completions are as long as in training where it names no length.
 
     Raises RecipeError for unknown benchmarks, DatasetError for problems that cannot be read or
     whose prompt is too long.
     """
+    prompts, settings = recipe.prompts, recipe.eval
     if settings.greedy and settings.temperature == 0:
         raise RecipeError(
             "eval.greedy with eval.temperature 0 would evaluate greedily twice: set one of them"
         )
-    longest = settings.max_completion_length or max_completion_length
+    longest = settings.max_completion_length or recipe.sampling.max_completion_length
     samples: list[PlannedSample] = []
     benchmarks = find_benchmarks(settings)
+    problems_of = {each.name: load_problems(each, settings) for each in benchmarks}
     first_prompt = 0
     for benchmark in benchmarks:
-        problems = load_problems(benchmark, settings)
+        problems = problems_of[benchmark.name]
         tokens = [_prompt_tokens(prompts, tokenizer, benchmark, problem) for problem in problems]
         for index, (problem, prompt) in enumerate(zip(problems, tokens, strict=True)):
             for law in _laws(benchmark, settings):
@@ -74,7 +73,7 @@ def plan_evaluation(
                     PlannedSample(benchmark.name, index, problem, law.sample, law.greedy, request)
                 )
         first_prompt += len(problems)
-    document = _settings_document(prompts, settings, benchmarks, longest, backend)
+    document = _settings_document(recipe, benchmarks, problems_of, longest)
     return EvaluationPlan(benchmarks, tuple(samples), settings, document)
 
 
@@ -115,25 +114,29 @@ def _prompt_tokens(
 
 
 def _settings_document(
-    prompts: PromptsSection,
-    settings: EvalSection,
+    recipe: Recipe,
     benchmarks: Sequence[Benchmark],
+    problems_of: Mapping[str, Sequence[Problem]],
     longest: int,
-    backend: str,
 ) -> dict[str, Any]:
+    prompts, settings = recipe.prompts, recipe.eval
+
     def described(benchmark: Benchmark) -> dict[str, Any]:
         laws = [law for law in _laws(benchmark, settings) if not law.greedy]
+        file = local_file(benchmark, settings)
         return {
             "title": benchmark.title,
             "source": benchmark.source,
             "split": benchmark.split,
+            "file": None if file is None else str(file),
+            "problems_sha256": _digest(problems_of[benchmark.name]),
             "seeds": sorted({law.base_seed for law in laws}),
         }
 
     return {
         "benchmarks": {benchmark.name: described(benchmark) for benchmark in benchmarks},
         "max_problems": settings.max_problems,
-        "backend": backend,
+        "backend": recipe.sampling.backend,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "max_completion_length": longest,
@@ -145,3 +148,10 @@ def _settings_document(
         "bootstrap_samples": settings.bootstrap_samples,
         "confidence": CONFIDENCE,
     }
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    """The SHA-256 over ids, problems and answers: two evaluations are of the same problems, or not,
+    whatever their files are called."""
+    rows = [[each.problem_id, each.problem, each.answer] for each in problems]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from grpo_replay.disk import written_whole
 from grpo_replay.errors import EvaluationFileError
 
 SCHEMA_VERSION = "1"
@@ -50,9 +51,8 @@ def merge(payloads: Sequence[bytes], benchmarks: Sequence[str]) -> pa.Table:
 
 def write_samples(path: Path, table: pa.Table) -> None:
     """Write the rows atomically, zstd."""
-    temporary = path.with_name(path.name + ".tmp")
-    pq.write_table(table, temporary, compression="zstd")
-    temporary.replace(path)
+    with written_whole(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
 
 
 def read_samples(path: Path) -> pa.Table:

@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_replay.backends.models import load_tokenizer, resolve_model_path
 from grpo_replay.distributed import Comm
 from grpo_replay.evaluate import Progress, evaluate, plan_evaluation
-from grpo_replay.evaluation.cache import model_folder
+from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.model_source import ModelSource, model_sha256
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.rank_failures import run_collectively
@@ -30,16 +30,7 @@ def evaluate_model(
     settings = recipe.reward.model_copy(update={"function": recipe.eval.reward})
     scorer = stack.enter_context(RewardScorer.open(settings))
     tokenizer = load_tokenizer(recipe.model)
-    plan = run_collectively(
-        comm,
-        lambda: plan_evaluation(
-            tokenizer,
-            recipe.prompts,
-            recipe.eval,
-            recipe.sampling.max_completion_length,
-            recipe.sampling.backend,
-        ),
-    )
+    plan = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
     path = resolve_model_path(source.path)
     sampler = open_sampler(recipe, path, comm)
     stack.callback(sampler.close)
@@ -59,7 +50,7 @@ def evaluate_model(
         comm,
         scorer,
         model=model,
-        generations_folder=model_folder(generations, sha256, recipe.sampling.backend),
+        generations_folder=generations_folder(generations, sha256, recipe),
         on_progress=on_progress if comm.is_main else None,
     )
 
@@ -67,7 +58,7 @@ def evaluate_model(
 def _open_comm(recipe: Recipe, world_size: int) -> Comm:
     if world_size == 1:
         return Comm()
-    from grpo_replay.backends.deepspeed_engine import initialize_processes
+    from grpo_replay.backends.processes import initialize_processes
 
     comm, _ = initialize_processes(recipe)
     return comm

@@ -5,25 +5,22 @@
 A problem, not a sample, is the unit of resampling: the samples of one problem are not independent.
 """
 
-from math import comb
-
 import numpy as np
 
 CONFIDENCE = 0.95
 
 
-def pass_at(correct: int, samples: int, j: int) -> float:
-    """The probability that j of `samples` completions, drawn without replacement, hold a correct
-    one: 1 - C(n-c, j) / C(n, j), with n = samples and c = correct (Chen et al. 2021, eq. 1)."""
-    if not (0 <= correct <= samples and 1 <= j <= samples):
-        raise ValueError(f"pass@{j} of {correct} correct among {samples} samples")
-    return 1.0 - comb(samples - correct, j) / comb(samples, j)
-
-
 def pass_at_each(correct_N: np.ndarray, samples: int) -> np.ndarray:
-    """pass@j of every problem, [N, K]; column j-1 is pass@j."""
-    table = [[pass_at(c, samples, j) for j in range(1, samples + 1)] for c in range(samples + 1)]
-    return np.array(table)[correct_N]
+    """pass@j of every problem, [N, K]; column j-1 is pass@j.
+
+    The probability that j of K completions, drawn without replacement, hold a correct one:
+    1 - C(K-c, j) / C(K, j), c of them correct (Chen et al. 2021, eq. 1), as a product over draws.
+    """
+    if correct_N.min() < 0 or correct_N.max() > samples:
+        raise ValueError(f"pass@j of {correct_N.tolist()} correct among {samples} samples")
+    drawn_K = np.arange(samples)
+    wrong_left_NK = np.maximum(samples - correct_N[:, None] - drawn_K, 0)
+    return 1.0 - np.cumprod(wrong_left_NK / (samples - drawn_K), axis=1)
 
 
 def standard_error(values_N: np.ndarray) -> float | None:

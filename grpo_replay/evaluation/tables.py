@@ -8,13 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.evaluation.comparison import PairedResult
-from grpo_replay.evaluation.report import (
-    BenchmarkResult,
-    EvaluationReport,
-    Interval,
-    MeanResult,
-    Results,
-)
+from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.results import BenchmarkResult, Interval, MeanResult, Results
 
 Row = Sequence[str]
 LEGEND = (
@@ -83,7 +78,8 @@ def markdown(report: EvaluationReport) -> str:
         "",
         *(f"- {key}: `{value}`" for key, value in settings.items() if key != "benchmarks"),
         *(
-            f"- {name}: {each['source']}, split {each['split']}, seeds {each['seeds']}"
+            f"- {name}: {each['file'] or each['source']}, split {each['split']}, problems "
+            f"{each['problems_sha256'][:16]}…, seeds {each['seeds']}"
             for name, each in settings["benchmarks"].items()
         ),
         *(f"- model {key}: `{value}`" for key, value in model.items()),

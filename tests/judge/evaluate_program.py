@@ -45,7 +45,7 @@ def main() -> None:
     settings = recipe()
     tokenizer = load_tokenizer(settings.model)
     sampler = CountingSampler(HfSampler.open(settings, str(BASE_DIR)))
-    plan = plan_evaluation(tokenizer, settings.prompts, settings.eval, 20)
+    plan = plan_evaluation(tokenizer, settings)
     comm = Comm(rank, ranks, group)
     generations = None if folder == "none" else Path(folder)
     report = evaluate(

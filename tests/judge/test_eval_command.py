@@ -16,8 +16,10 @@ from grpo_replay.errors import (
     RecipeError,
     UsageError,
 )
+from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.model_source import find_model, model_sha256
 from grpo_replay.evaluation.report import read_report
+from grpo_replay.recipe import load_recipe
 from grpo_replay.tiny import BASE_DIR
 
 FAST = ("eval.max_problems=4", "eval.samples=2")
@@ -160,6 +162,29 @@ def test_a_checkpoint_brings_its_weights_and_its_tokenizer(run_folder):
     model = resolve_evaluation(EvalOptions(str(run_folder)), source).model
     assert (model.path, model.tokenizer) == (source.path, None)
     assert (model.random_init, model.config_overrides) == (False, {})
+
+
+def test_the_user_may_choose_another_tokenizer():
+    options = EvalOptions("builtin:tiny", overrides=["model.tokenizer=builtin:bytes"])
+    model = resolve_evaluation(options, find_model("builtin:tiny")).model
+    assert (model.path, model.tokenizer) == ("builtin:tiny", "builtin:bytes")
+
+
+def test_generations_in_another_precision_or_with_another_tokenizer_are_others(tmp_path):
+    """What ends a completion, and in what precision it is sampled, decides what it is."""
+    changes = [
+        [],
+        ["model.dtype=bfloat16"],
+        ["sampling.backend=vllm"],
+        ["sampling.backend=vllm", "sampling.vllm.dtype=bfloat16"],
+        ["model.tokenizer=builtin:bytes"],
+        ["model.tokenizer=a/b"],
+    ]
+    folders = [generations_folder(tmp_path, "0" * 64, load_recipe("tiny", c)) for c in changes]
+    assert len(set(folders)) == len(changes)
+    assert {folder.parent for folder in folders} == {tmp_path}
+    unused = load_recipe("tiny", ["sampling.vllm.dtype=bfloat16"])  # by the hf backend
+    assert generations_folder(tmp_path, "0" * 64, unused) == folders[0]
 
 
 def test_options_beat_the_recipe():

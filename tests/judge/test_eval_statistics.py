@@ -1,6 +1,7 @@
 """avg@k, pass@j, intervals and the paired test: by hand, by enumeration, and against scipy."""
 
 from itertools import combinations
+from math import comb
 
 import numpy as np
 import pyarrow as pa
@@ -9,18 +10,18 @@ from scipy import stats
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.comparison import compare
-from grpo_replay.evaluation.report import EvaluationReport, summarise
+from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
 from grpo_replay.evaluation.statistics import (
     bootstrap_weights,
     interval,
-    pass_at,
     pass_at_each,
     standard_error,
     two_sided_p_value,
 )
+from grpo_replay.evaluation.summarise import summarise
 
-SETTINGS = {"temperature": 1.0, "bootstrap_samples": 20_000}
+SETTINGS = {"benchmarks": {}, "temperature": 1.0, "bootstrap_samples": 20_000}
 
 
 def samples(benchmarks: dict[str, list[list[int]]], tokens=lambda correct: 10, ids=str) -> pa.Table:
@@ -52,19 +53,26 @@ def test_pass_at_j_is_the_share_of_draws_that_hold_a_correct_one():
         for c in range(n + 1):
             for j in range(1, n + 1):
                 draws = list(combinations([1] * c + [0] * (n - c), j))
-                assert pass_at(c, n, j) == pytest.approx(np.mean([any(d) for d in draws]))
+                found = pass_at_each(np.array([c]), n)[0, j - 1]
+                assert found == pytest.approx(np.mean([any(d) for d in draws]))
 
 
 def test_pass_at_j_by_hand():
     # 2 of 4 correct: a pair misses both in 1 of 6 ways; three cannot miss both.
-    assert [pass_at(2, 4, j) for j in (1, 2, 3, 4)] == pytest.approx([1 / 2, 5 / 6, 1, 1])
     assert pass_at_each(np.array([2, 0]), 4).tolist() == [
         pytest.approx([1 / 2, 5 / 6, 1, 1]),
         [0, 0, 0, 0],
     ]
-    for bad in ((3, 2, 1), (1, 2, 3), (1, 2, 0), (-1, 2, 1)):
-        with pytest.raises(ValueError, match="pass@"):
-            pass_at(*bad)
+    for bad in (3, -1):
+        with pytest.raises(ValueError, match="pass@j of"):
+            pass_at_each(np.array([bad]), 2)
+
+
+def test_pass_at_j_of_a_thousand_samples():
+    found = pass_at_each(np.array([1, 10, 500]), 1000)
+    for row, c in zip(found, (1, 10, 500), strict=True):
+        exact = [1 - comb(1000 - c, j) / comb(1000, j) for j in (1, 7, 500, 1000)]
+        assert row[[0, 6, 499, 999]] == pytest.approx(exact, abs=1e-12)
 
 
 def test_a_small_report_by_hand():

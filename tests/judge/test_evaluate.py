@@ -62,7 +62,7 @@ def tokenizer():
 
 def plan(tokenizer, **settings):
     own = recipe().eval.model_copy(update=settings)
-    return plan_evaluation(tokenizer, recipe().prompts, own, 20)
+    return plan_evaluation(tokenizer, recipe().model_copy(update={"eval": own}))
 
 
 def test_an_evaluation_killed_midway_and_resumed_gives_the_same_files(tmp_path, uninterrupted):
@@ -192,7 +192,7 @@ def test_what_cannot_be_planned_is_refused(tokenizer):
         plan(tokenizer, benchmarks=["tiny_ad"])
     prompts = recipe().prompts.model_copy(update={"max_prompt_length": 3})
     with pytest.raises(DatasetError, match="max_prompt_length 3"):
-        plan_evaluation(tokenizer, prompts, recipe().eval, 20)
+        plan_evaluation(tokenizer, recipe().model_copy(update={"prompts": prompts}))
 
 
 def test_a_report_reads_back_as_it_was_and_damage_is_named(tmp_path, uninterrupted):

@@ -1,0 +1,77 @@
+"""What an evaluation found: the numbers of a report. Bounds are checked where a file is read."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Length = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bound = Annotated[float, Field(allow_inf_nan=False)]
+Interval = tuple[Bound, Bound]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkResult:
+    """One benchmark of n problems with k samples each. Accuracies and rates are fractions.
+
+    Intervals are 95 % bootstrap intervals over problems; the standard error is that of the mean
+    over problems (None if n = 1). Lengths are completion tokens, by correctness pooled over
+    samples (None if there is none of the kind). `unparsable_answers` names the problems whose
+    reference answer math-verify could not parse.
+    """
+
+    n: Count
+    k: Count
+    avg_at_k: Fraction
+    avg_at_k_stderr: Length | None
+    avg_at_k_interval: Interval
+    pass_at_k: Fraction
+    pass_at_k_interval: Interval
+    pass_at_j: dict[str, Fraction]
+    mean_tokens: Length
+    mean_tokens_interval: Interval
+    mean_tokens_correct: Length | None
+    mean_tokens_incorrect: Length | None
+    truncation_rate: Fraction
+    unparsed_rate: Fraction
+    verdicts: dict[str, Whole]
+    unparsable_answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanResult:
+    """The unweighted mean over benchmarks; lengths by correctness are pooled over all samples."""
+
+    benchmarks: tuple[str, ...]
+    avg_at_k: Fraction
+    avg_at_k_stderr: Length | None
+    avg_at_k_interval: Interval
+    pass_at_k: Fraction
+    pass_at_k_interval: Interval
+    mean_tokens: Length
+    mean_tokens_interval: Interval
+    mean_tokens_correct: Length | None
+    mean_tokens_incorrect: Length | None
+    truncation_rate: Fraction
+    unparsed_rate: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All benchmarks under one sampling law, and their mean."""
+
+    benchmarks: dict[str, BenchmarkResult]
+    mean: MeanResult
+
+    def accuracies(self) -> dict[str, float]:
+        """avg@k of every benchmark, and `mean`."""
+        each = {name: result.avg_at_k for name, result in self.benchmarks.items()}
+        return {**each, "mean": self.mean.avg_at_k}
+
+    def standard_errors(self) -> dict[str, float | None]:
+        """Standard errors of `accuracies`."""
+        each = {name: result.avg_at_k_stderr for name, result in self.benchmarks.items()}
+        return {**each, "mean": self.mean.avg_at_k_stderr}

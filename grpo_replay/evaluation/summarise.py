@@ -1,0 +1,151 @@
+"""From per-sample rows to results: means, rates, bootstrap intervals over problems."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grpo_replay.evaluation.results import BenchmarkResult, MeanResult, Results
+from grpo_replay.evaluation.statistics import (
+    bootstrap_weights,
+    interval,
+    pass_at_each,
+    standard_error,
+)
+
+
+def summarise(
+    samples: pa.Table, resamples: int, unparsable: Mapping[str, Sequence[str]]
+) -> Results:
+    """Results of per-sample rows of one sampling law.
+
+    `unparsable` gives, per benchmark, the ids of problems whose answer could not be parsed.
+    """
+    names = list(dict.fromkeys(samples["benchmark"].to_pylist()))
+    parts = {name: samples.filter(pc.field("benchmark") == name) for name in names}
+    drawn = {name: _per_problem(parts[name]) for name in names}
+    boots = {name: _bootstrap(name, drawn[name], resamples) for name in names}
+    results = {
+        name: _benchmark_result(parts[name], drawn[name], boots[name], unparsable.get(name, ()))
+        for name in names
+    }
+    return Results(results, _mean_result(samples, results, boots))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProblemTable:
+    """Per-problem sums of one benchmark, problems in order."""
+
+    problem_ids: tuple[str, ...]
+    samples: int  # K
+    correct_N: np.ndarray  # int64, correct samples
+    tokens_N: np.ndarray  # float64, mean completion tokens
+
+    @property
+    def accuracy_N(self) -> np.ndarray:
+        return self.correct_N / self.samples
+
+
+def _per_problem(samples: pa.Table) -> ProblemTable:
+    index = samples["problem_index"].to_numpy()
+    problems = int(index.max()) + 1
+    per_problem = len(index) // problems
+    counts = np.bincount(index, minlength=problems)  # a negative index raises ValueError
+    if not np.array_equal(counts, np.full(problems, per_problem)):
+        raise ValueError("every problem must have the same number of samples")
+    ids = samples["problem_id"].to_pylist()[::per_problem]
+    correct = samples["correct"].to_numpy(zero_copy_only=False).reshape(problems, per_problem)
+    tokens = samples["tokens"].to_numpy().reshape(problems, per_problem)
+    return ProblemTable(tuple(ids), per_problem, correct.sum(axis=1), tokens.mean(axis=1))
+
+
+def per_problem(samples: pa.Table, benchmark: str, greedy: bool = False) -> ProblemTable:
+    """Per-problem sums of one benchmark. Raises ValueError unless all problems have as many
+    samples."""
+    chosen = pc.field("benchmark") == benchmark
+    rows = samples.filter(chosen)
+    return _per_problem(rows.filter(pc.equal(rows["greedy"], greedy)))
+
+
+def _bootstrap(name: str, problems: ProblemTable, resamples: int) -> dict[str, np.ndarray]:
+    """Bootstrap means [B] of accuracy, pass@k and tokens, from the same resampled problems."""
+    # The stream is the benchmark's own: an interval does not depend on what else was evaluated.
+    rng = np.random.default_rng([len(problems.correct_N), crc32(name.encode())])
+    weights_BN = bootstrap_weights(len(problems.correct_N), resamples, rng)
+    return {
+        "avg": weights_BN @ problems.accuracy_N,
+        "pass": weights_BN @ (problems.correct_N > 0),
+        "tokens": weights_BN @ problems.tokens_N,
+    }
+
+
+def _benchmark_result(
+    samples: pa.Table,
+    problems: ProblemTable,
+    boot: Mapping[str, np.ndarray],
+    unparsable: Sequence[str],
+) -> BenchmarkResult:
+    pass_J = pass_at_each(problems.correct_N, problems.samples).mean(axis=0)
+    return BenchmarkResult(
+        n=len(problems.problem_ids),
+        k=problems.samples,
+        avg_at_k=float(problems.accuracy_N.mean()),
+        avg_at_k_stderr=standard_error(problems.accuracy_N),
+        avg_at_k_interval=interval(boot["avg"]),
+        pass_at_k=float(pass_J[-1]),
+        pass_at_k_interval=interval(boot["pass"]),
+        pass_at_j={str(j): float(value) for j, value in enumerate(pass_J, start=1)},
+        mean_tokens=float(problems.tokens_N.mean()),
+        mean_tokens_interval=interval(boot["tokens"]),
+        **_pooled(samples),
+        verdicts=dict(sorted(Counter(samples["verdict"].to_pylist()).items())),
+        unparsable_answers=tuple(unparsable),
+    )
+
+
+def _mean_result(
+    samples: pa.Table,
+    results: Mapping[str, BenchmarkResult],
+    boots: Mapping[str, Mapping[str, np.ndarray]],
+) -> MeanResult:
+    each = list(results.values())
+    errors = [result.avg_at_k_stderr for result in each]
+    pooled = _pooled(samples)
+    return MeanResult(
+        benchmarks=tuple(results),
+        avg_at_k=_mean([result.avg_at_k for result in each]),
+        avg_at_k_stderr=None if None in errors else float(np.linalg.norm(errors) / len(errors)),
+        avg_at_k_interval=interval(np.mean([boot["avg"] for boot in boots.values()], axis=0)),
+        pass_at_k=_mean([result.pass_at_k for result in each]),
+        pass_at_k_interval=interval(np.mean([boot["pass"] for boot in boots.values()], axis=0)),
+        mean_tokens=_mean([result.mean_tokens for result in each]),
+        mean_tokens_interval=interval(np.mean([b["tokens"] for b in boots.values()], axis=0)),
+        mean_tokens_correct=pooled["mean_tokens_correct"],
+        mean_tokens_incorrect=pooled["mean_tokens_incorrect"],
+        truncation_rate=_mean([result.truncation_rate for result in each]),
+        unparsed_rate=_mean([result.unparsed_rate for result in each]),
+    )
+
+
+def _pooled(samples: pa.Table) -> dict[str, Any]:
+    correct = samples["correct"].to_numpy(zero_copy_only=False)
+    tokens = samples["tokens"].to_numpy()
+    return {
+        "mean_tokens_correct": float(tokens[correct].mean()) if correct.any() else None,
+        "mean_tokens_incorrect": float(tokens[~correct].mean()) if not correct.all() else None,
+        "truncation_rate": _share(samples["finish_reason"].to_pylist(), "length"),
+        "unparsed_rate": _share(samples["verdict"].to_pylist(), "unparsable"),
+    }
+
+
+def _share(values: Sequence[str], wanted: str) -> float:
+    return sum(value == wanted for value in values) / len(values)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
