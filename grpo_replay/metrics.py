@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_replay.buffer import BufferStats
 from grpo_replay.engine import UpdateResult
+from grpo_replay.planner import relative_compute
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 from grpo_replay.weight_sync import LogprobGap
 
@@ -154,16 +155,19 @@ def cost_metrics(
     seconds: dict[str, float], generated: Sequence[Rollout], trained: Sequence[Rollout]
 ) -> Metrics:
     """The ledger of the step. μ = seconds to generate one rollout / seconds to train on one;
-    γ = cost relative to training once on each generated rollout, (B/R + μ) / (1 + μ)
-    (paper B, deterministic form c = B + μR)."""
-    mu = None
+    γ = paper B's relative compute, (1 + μR/B) / (1 + μR/B'): the step per rollout trained on,
+    relative to training once on each survivor (None without survivors)."""
+    mu = gamma = None
+    survivors = sum(rollout.kept for rollout in generated)
     if trained and seconds["training"] > 0:
         per_generated = seconds["generation"] / len(generated)
         mu = per_generated / (seconds["training"] / len(trained))
-    gamma = (len(trained) / len(generated) + mu) / (1.0 + mu) if mu is not None else None
+    if mu is not None and survivors > 0:
+        gamma = relative_compute(len(trained) / survivors, mu * len(generated) / survivors)
     return {
         "cost/generated_tokens": sum(len(r.completion_token_ids) for r in generated),
         "cost/trained_tokens": sum(len(r.completion_token_ids) for r in trained),
+        "cost/trained_rollouts": len(trained),
         **{f"cost/{name}_seconds": seconds[name] for name in (*STAGES, "other")},
         "cost/mu": mu,
         "cost/gamma": gamma,
@@ -179,7 +183,7 @@ def depends_on_time(name: str) -> bool:
     return name in TIME_DEPENDENT or name.endswith("_seconds")
 
 
-def check_finite(metrics: dict[str, Any]) -> dict[str, Any]:
+def null_where_not_finite(metrics: dict[str, Any]) -> dict[str, Any]:
     """The metrics, with what is not finite made None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

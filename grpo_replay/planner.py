@@ -124,7 +124,7 @@ def best_replay_ratio(x: float, mu: float, rho: float) -> float:
 
 
 def best_objective(x: float, mu: float, rho: float, growth: Growth) -> float:
-    """J(x, y*(x)) = σ̄²(x) · (√(1/μ) + √(ρ + 1/x))² / 1."""
+    """J(x, y*(x)) = σ̄²(x) · (√(1/μ) + √(ρ + 1/x))²."""
     return growth.mean_variance(x) * (math.sqrt(1 / mu) + math.sqrt(rho + 1 / x)) ** 2
 
 
@@ -213,6 +213,7 @@ def relative_compute(y: float, mu: float) -> float:
     """γ = (1 + W/T)/(1 + μ): compute of one step relative to no buffer at equal batch size.
 
     With inference workers and trainers in balance, W/T = μ/y; the deterministic form's
-    (B + μR)/(B + μB) is the same number.
+    (B + μR)/(B + μB) is the same number. Where groups are dropped, y and μ are those of survivors
+    (B/B' and μR/B'), as everywhere in `inspection.plan_design`: without a buffer γ is then 1.
     """
     return (1 + mu / y) / (1 + mu)

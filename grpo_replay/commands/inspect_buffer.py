@@ -16,6 +16,7 @@ from grpo_replay.inspection.rows import RowSource, iter_rows, open_rows
 from grpo_replay.inspection.source import Source, open_source
 from grpo_replay.inspection.style import check_plot_path
 from grpo_replay.inspection.summarise import summarise
+from grpo_replay.inspection.summary import Inspection
 from grpo_replay.inspection.what_if import what_if
 from grpo_replay.inspection.where import Filter, parse_where
 
@@ -51,7 +52,14 @@ def run(
     return 0
 
 
-def _check_options(show, where, export, verify, changes, plot) -> None:
+def _check_options(
+    show: int | None,
+    where: str | None,
+    export: str | None,
+    verify: bool,
+    changes: Sequence[str],
+    plot: str | None,
+) -> None:
     asked = {
         "--show": show is not None,
         "--where or --export": where is not None or export is not None,
@@ -82,7 +90,7 @@ def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -
         print_inspection(seen, console)
 
 
-def _plot(seen, path: Path) -> None:
+def _plot(seen: Inspection, path: Path) -> None:
     if path.suffix.lower() == ".html":
         from grpo_replay.inspection.page import write_page
 

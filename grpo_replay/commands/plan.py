@@ -1,7 +1,9 @@
 """`grpo-replay plan`: how long to keep rollouts, and how often to train on them."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
@@ -18,6 +20,32 @@ from grpo_replay.recipe import Recipe, load_recipe
 DEFAULT_MU = 5.28
 DEFAULT_RHO = 0.1
 DEFAULT_GROWTH = 0.2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[T]):
+    """One assumption: what is given beats what was measured, which beats what is assumed."""
+
+    given: T | None
+    measured: T | None
+    assumed: T
+    why: str  # the assumed value
+    given_by: str = "given"
+
+    @property
+    def value(self) -> T:
+        if self.given is not None:
+            return self.given
+        return self.assumed if self.measured is None else self.measured
+
+    @property
+    def source(self) -> str:
+        """Where the value came from, in words."""
+        if self.given is not None:
+            return self.given_by
+        return f"assumed: {self.why}" if self.measured is None else "measured in the run"
 
 
 def run(
@@ -41,6 +69,9 @@ def run(
             "plan needs a RECIPE, --from-run DIR, or --mu (with --rho and --growth); for example "
             "grpo-replay plan --mu 5.28 --rho 0.1 --growth 0.2"
         )
+    if overrides and recipe is None:
+        why = "--from-run uses the run's own recipe" if from_run else "there is no RECIPE to change"
+        raise UsageError(f"plan --set {overrides[0]}: {why}; give the recipe, or leave --set out")
     if plot is not None:
         check_plot_path(Path(plot), (".png", ".svg"))
     resolved, estimates = _read(recipe, from_run, overrides)
@@ -71,57 +102,40 @@ def _inputs(
     growth: float | None,
     survival: float | None,
 ) -> PlanInputs:
-    """The assumptions: an option given beats the run's estimate, which beats an assumed value."""
-    sources: dict[str, str] = {}
+    """The assumptions, each with where it came from."""
+    seen = estimates or RunEstimates()
+    longest = recipe.sampling.max_completion_length if recipe else 2000
+    half = "half of the longest" if recipe else "half of 2,000"
+    generated = recipe.rollouts_per_step if recipe and not estimates else None
+    table: dict[str, Choice[Any]] = {
+        #                  given, measured, assumed and why
+        "mu": Choice(mu, seen.mu, DEFAULT_MU, "paper B's 7B model"),
+        "rho": Choice(rho, None, DEFAULT_RHO, "a run cannot tell"),
+        "growth": _growth(growth, estimates),
+        "survival": Choice(survival, seen.survival, 1.0, "no group is dropped"),
+        "rollouts_per_step": Choice(
+            generated, seen.rollouts_per_step, 256, "32 prompts of 8", given_by="from the recipe"
+        ),
+        "completion_tokens": Choice(None, seen.completion_tokens, longest / 2, half),
+        "prompt_tokens": Choice(None, seen.prompt_tokens, 128.0, "typical"),
+    }
+    return PlanInputs(
+        **{name: choice.value for name, choice in table.items()},
+        composition=recipe.replay.composition if recipe else "buffer_only",
+        sources={name: choice.source for name, choice in table.items()},
+    )
 
-    def choose(name: str, given, measured, assumed, why: str):
-        for value, source in ((given, "given"), (measured, "measured in the run")):
-            if value is not None:
-                sources[name] = source
-                return value
-        sources[name] = f"assumed: {why}"
-        return assumed
 
-    if growth is not None:
-        check_growth(growth)
-    given_growth: Growth | None = None if growth is None else PowerGrowth(growth)
-    measured_growth: Growth | None = None
+def _growth(given: float | None, estimates: RunEstimates | None) -> Choice[Growth]:
+    if given is not None:
+        check_growth(given)
+    measured: Growth | None = None
     if estimates is not None and estimates.growth_points:
         # A run that replayed and saw no growth measured that rollouts do not age.
-        measured_growth = estimates.growth or RatioGrowth(0.0, 1.0)
-    longest = recipe.sampling.max_completion_length if recipe else 2000
-    rollouts = recipe.rollouts_per_step if recipe else 256
-    from_estimates = (lambda name: getattr(estimates, name)) if estimates else lambda name: None
-    return PlanInputs(
-        mu=choose("mu", mu, from_estimates("mu"), DEFAULT_MU, "paper B's 7B model"),
-        rho=choose("rho", rho, None, DEFAULT_RHO, "a run cannot tell"),
-        growth=choose(
-            "growth",
-            given_growth,
-            measured_growth,
-            PowerGrowth(DEFAULT_GROWTH),
-            "no rollouts replayed to measure it on" if estimates else "measure it with --from-run",
-        ),
-        survival=choose(
-            "survival", survival, from_estimates("survival"), 1.0, "no group is dropped"
-        ),
-        rollouts_per_step=choose(
-            "rollouts_per_step",
-            rollouts if recipe else None,
-            from_estimates("rollouts_per_step"),
-            rollouts,
-            "32 prompts of 8",
-        ),
-        completion_tokens=choose(
-            "completion_tokens",
-            None,
-            from_estimates("completion_tokens"),
-            longest / 2,
-            "half of the longest" if recipe else "half of 2,000",
-        ),
-        prompt_tokens=choose(
-            "prompt_tokens", None, from_estimates("prompt_tokens"), 128, "typical"
-        ),
-        composition=recipe.replay.composition if recipe else "buffer_only",
-        sources=sources,
+        measured = estimates.growth or RatioGrowth(0.0, 1.0)
+    return Choice(
+        None if given is None else PowerGrowth(given),
+        measured,
+        PowerGrowth(DEFAULT_GROWTH),
+        "no rollouts replayed to measure it on" if estimates else "measure it with --from-run",
     )

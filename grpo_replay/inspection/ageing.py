@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from grpo_replay.inspection.columns import iter_columns
 from grpo_replay.inspection.progress import tracked
@@ -48,7 +49,7 @@ def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
     return {age: _outcome(total) for age, total in sorted(sums.items()) if total[1] > 0}
 
 
-def _floats(column) -> np.ndarray:
+def _floats(column: pa.Array) -> np.ndarray:
     """float64, NaN for null."""
     return np.array(column.cast("float64").to_numpy(zero_copy_only=False))
 

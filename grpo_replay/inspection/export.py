@@ -3,12 +3,13 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_replay.disk import written_whole
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.inspection.rows import RowSource, iter_rows
 from grpo_replay.inspection.where import Filter
@@ -62,15 +63,10 @@ def _check_target(target: Path) -> None:
         raise OutputDirectoryError(f"--export {target}: there is no folder {target.parent}")
 
 
-def _into_place(target: Path, write) -> int:
+def _into_place(target: Path, write: Callable[[Path], int]) -> int:
     """`write` to a name beside the target, then rename: a killed export leaves no half file."""
-    temporary = target.with_name(target.name + ".tmp")
-    try:
-        count = write(temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return count
+    with written_whole(target) as temporary:
+        return write(temporary)
 
 
 def _write_parquet(path: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> int:

@@ -49,7 +49,7 @@ def plot_inspection(seen: Inspection, path: Path) -> None:
         figure = figure_class(figsize=(COLUMN_INCHES, _PANEL_INCHES * rows), layout="constrained")
         axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
         if not drawings:
-            _say_nothing(axes[0], seen)
+            _say_nothing(axes[0])
         for axis, (title, draw) in zip(axes, drawings.items(), strict=False):
             draw(axis, seen)
             axis.set_title(title)
@@ -76,7 +76,7 @@ def _unique_ids(svg: str, prefix: str) -> str:
     return svg
 
 
-def _say_nothing(axes: Any, seen: Inspection) -> None:
+def _say_nothing(axes: Any) -> None:
     axes.text(0.5, 0.5, "nothing stored or replayed", ha="center", color=GREY)
     axes.set_axis_off()
 

@@ -9,14 +9,12 @@ import numpy as np
 import pyarrow.compute as pc
 
 from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.compose import insert_after_update, insert_before_draw, replays
 from grpo_replay.errors import SnapshotError
+from grpo_replay.inspection.ageing import OUTCOME_COLUMNS
 from grpo_replay.inspection.columns import iter_columns, schema_of
-from grpo_replay.inspection.rebuild import NOTHING_DRAWN, bare_rollouts, first_step_needed
-from grpo_replay.inspection.rollout_columns import read_log
+from grpo_replay.inspection.rebuild import replay_storage, survivors_for
 from grpo_replay.inspection.source import Source
 
-OUTCOME = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
 _MEMBER = ("rollout_id", "completion_index", "reward", "advantage", "verdict")
 
 
@@ -49,9 +47,9 @@ def read_life(source: Source, rollout_id: int) -> Life:
     """
     row, group = _find(source, rollout_id)
     logged = bool(source.rollout_files)
-    fresh = {name: row[name] for name in OUTCOME} if logged else None
+    fresh = {name: row[name] for name in OUTCOME_COLUMNS} if logged else None
     return Life(
-        rollout={name: value for name, value in row.items() if name not in OUTCOME},
+        rollout={name: value for name, value in row.items() if name not in OUTCOME_COLUMNS},
         prompt_text=_prompt_text(source, row["prompt_token_ids"]),
         group=tuple({name: member[name] for name in _MEMBER} for member in group),
         fresh_outcome=fresh if fresh and fresh["tokens"] is not None else None,
@@ -79,7 +77,7 @@ def _find(source: Source, rollout_id: int) -> tuple[dict, list[dict]]:
     raise SnapshotError(f"{source.path}: no rollout {rollout_id} up to step {source.step}{known}")
 
 
-def _rows(kind, path: Path, rollout_id: int, group_id: int) -> tuple[dict, list[dict]]:
+def _rows(kind: str, path: Path, rollout_id: int, group_id: int) -> tuple[dict, list[dict]]:
     names = schema_of(kind).names
     members: list[dict] = []
     for batch in iter_columns(path, kind, names):
@@ -88,13 +86,13 @@ def _rows(kind, path: Path, rollout_id: int, group_id: int) -> tuple[dict, list[
 
 
 def _uses(source: Source, rollout_id: int) -> tuple[Use, ...]:
-    names = ("rollout_id", "step", "age_steps", "probability", *OUTCOME)
+    names = ("rollout_id", "step", "age_steps", "probability", *OUTCOME_COLUMNS)
     uses: list[Use] = []
     for _, path in source.draw_files:
         for batch in iter_columns(path, "draws", names):
             mine = batch.filter(pc.equal(batch.column(0), rollout_id))
             for row in mine.to_pylist():
-                outcome = {name: row[name] for name in OUTCOME}
+                outcome = {name: row[name] for name in OUTCOME_COLUMNS}
                 uses.append(Use(row["step"], row["age_steps"], row["probability"], outcome))
     return tuple(uses)
 
@@ -105,7 +103,7 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
     recipe = source.recipe
     if recipe is None or not source.rollout_files:
         return "stored when the snapshot was written"
-    if not replays(recipe.replay):
+    if not recipe.replays:
         return "never stored: this run does not replay"
     left = _eviction_step(source, row["rollout_id"], row["birth_step"])
     if left is None:
@@ -119,16 +117,9 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
 def _eviction_step(source: Source, rollout_id: int, birth_step: int) -> int | None:
     """The step after which the rollout is no longer stored; None if it still is."""
     settings = source.recipe.replay
-    start = first_step_needed(birth_step, settings)
-    files = [file for file in source.rollout_files if file[0] >= start]
-    log = read_log(files)
-    log = log.take(log.kept)
+    steps, log = survivors_for(source, birth_step, settings)
     buffer = ReplayBuffer(settings, source.recipe.sampling.group_size)
-    for step, _ in files:
-        fresh = bare_rollouts(log.take(log.birth_step == step))
-        buffer.evict(step)
-        insert_before_draw(buffer, fresh, step)
-        insert_after_update(buffer, fresh, step, NOTHING_DRAWN)
+    for step in replay_storage(buffer, log, steps):
         if step >= birth_step and not (buffer.column("rollout_id") == rollout_id).any():
             return step
     return None

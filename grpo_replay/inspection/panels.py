@@ -21,7 +21,7 @@ from grpo_replay.inspection.histograms import (
     plain_table,
     thin_ages,
 )
-from grpo_replay.inspection.summary import Bin, Inspection
+from grpo_replay.inspection.summary import Bin, Inspection, plural
 
 PANEL_WIDTH = 57
 _ROWS = 12  # of a histogram, before neighbours are merged
@@ -60,7 +60,7 @@ def describe_settings(seen: Inspection) -> str:
     priority = settings["priority"].replace("abs_advantage", "|advantage|")
     law = priority if priority == "uniform" else f"{priority}^{settings['priority_exponent']:g}"
     return (
-        f"preset {settings['preset']}: {_plural(settings['unit'])}, {law}, "
+        f"preset {settings['preset']}: {plural(settings['unit'])}, {law}, "
         f"{settings['composition']} · "
         f"ratio {settings['ratio']:g} · max age {'none' if age is None else age} · warm-up "
         f"{settings['warmup_steps']} · capacity {settings['capacity_rollouts']:,}"
@@ -128,15 +128,11 @@ def _law_text(seen: Inspection) -> Text:
     if law.units == 0:
         return Text("nothing to draw from", style="dim")
     return Text(
-        f"next draw: ESS {law.effective_sample_size:,.1f} of {law.units:,} {_plural(law.unit)} "
+        f"next draw: ESS {law.effective_sample_size:,.1f} of {law.units:,} {plural(law.unit)} "
         f"({law.effective_sample_size / law.units:.0%})\n"
         f"  entropy {law.entropy_nats:.2f} nats of {math.log(law.units):.2f} · "
         f"largest P {law.largest_probability:.2%}"
     )
-
-
-def _plural(unit: str) -> str:
-    return "queries" if unit == "query" else f"{unit}s"
 
 
 def _populations(seen: Inspection) -> Panel | None:

@@ -17,6 +17,7 @@ from grpo_replay.inspection.plan_sensitivity import (
     flat_range_y,
     sensitivity,
 )
+from grpo_replay.memory import stored_bytes
 from grpo_replay.planner import (
     Growth,
     Optimum,
@@ -28,10 +29,6 @@ from grpo_replay.planner import (
     relative_compute,
 )
 from grpo_replay.recipe import ReplaySection
-
-BYTES_PER_COMPLETION_TOKEN = 12  # token id int32, behaviour and sampler log-prob float32
-BYTES_PER_PROMPT_TOKEN = 4
-BYTES_PER_ROLLOUT = 1000  # Python objects, array headers, scalars and ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +166,7 @@ def current_design(inputs: PlanInputs, replay: ReplaySection, scale: float) -> D
     survivors = inputs.survivors_per_step
     capacity_steps = replay.capacity_rollouts / survivors
     age_limit = math.inf if replay.max_age_steps is None else float(replay.max_age_steps)
-    if not replay.enabled or replay.ratio == 0:
+    if not replay.replays:
         x = y = 1.0
         stored = 0.0
     elif replay.composition == "buffer_only":
@@ -196,11 +193,6 @@ def _design(
 ) -> Design:
     mu = inputs.effective_mu
     trained = y * inputs.survivors_per_step
-    bytes_each = (
-        BYTES_PER_ROLLOUT
-        + BYTES_PER_COMPLETION_TOKEN * inputs.completion_tokens
-        + BYTES_PER_PROMPT_TOKEN * inputs.prompt_tokens
-    )
     return Design(
         x=x,
         y=y,
@@ -213,7 +205,7 @@ def _design(
         gamma=relative_compute(y, mu),
         inference_per_trainer=mu / y,
         objective=objective(x, y, mu, inputs.rho, inputs.growth) / scale,
-        memory_bytes=stored * bytes_each,
+        memory_bytes=stored_bytes(stored, inputs.prompt_tokens, inputs.completion_tokens),
         generated_tokens_per_step=inputs.rollouts_per_step * inputs.completion_tokens,
         trained_tokens_per_step=trained * inputs.completion_tokens,
     )

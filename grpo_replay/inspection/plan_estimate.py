@@ -24,13 +24,13 @@ from grpo_replay.planner import RatioGrowth
 class RunEstimates:
     """What a run says about the planner's assumptions; None where it cannot tell."""
 
-    mu: float | None
-    survival: float
-    rollouts_per_step: int
-    completion_tokens: float
-    prompt_tokens: float
-    growth: RatioGrowth | None
-    growth_points: tuple[tuple[int, float], ...]  # (age, excess log-ratio mean square in nats²)
+    mu: float | None = None
+    survival: float | None = None
+    rollouts_per_step: int | None = None
+    completion_tokens: float | None = None
+    prompt_tokens: float | None = None
+    growth: RatioGrowth | None = None
+    growth_points: tuple[tuple[int, float], ...] = ()  # (age, excess mean square, nats²)
 
 
 def estimate_from_run(source: Source) -> RunEstimates:
@@ -78,16 +78,30 @@ def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) 
     steps = 0
     for line in metrics:
         seconds = line.get("cost/generation_seconds"), line.get("cost/training_seconds")
-        counts = line.get("fresh/rollouts"), line.get("replay/rollouts")
-        if None in seconds or counts == (None, None):
+        if None in seconds:
+            continue
+        count = _trained_rollouts(line, rollouts_per_step)
+        if count is None:
             continue
         steps += 1
         generation += seconds[0]
         training += seconds[1]
-        trained += (counts[0] or 0) + (counts[1] or 0)
+        trained += count
     if not steps or training <= 0 or trained <= 0 or generation <= 0:
         return None
     return (generation / (steps * rollouts_per_step)) / (training / trained)
+
+
+def _trained_rollouts(line: Mapping[str, Any], rollouts_per_step: float) -> float | None:
+    """Rollouts trained on in a step. Runs from before `cost/trained_rollouts` have it in their
+    `cost/mu`, null if there were none; survivors and draws do not tell, as FIFO and the pool
+    leave survivors untrained. None if the line has neither."""
+    if "cost/trained_rollouts" in line:
+        return line["cost/trained_rollouts"]
+    if "cost/mu" not in line or not line["cost/generation_seconds"]:
+        return None
+    mu = line["cost/mu"] or 0.0
+    return mu * line["cost/training_seconds"] * rollouts_per_step / line["cost/generation_seconds"]
 
 
 def growth_points(outcomes: Mapping[int, AgeOutcome]) -> list[tuple[int, float, float]]:

@@ -1,7 +1,9 @@
 """J over (x, y): a small figure for papers, and a map in characters for the terminal."""
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.text import Text
 
@@ -113,7 +115,7 @@ def plot_plan(plan: Plan, path: Path) -> None:
         save_figure(figure, path)
 
 
-def _hide_at_the_edge(axes, labels) -> None:
+def _hide_at_the_edge(axes: Any, labels: Iterable[Any]) -> None:
     """Labels that the frame would cut."""
     for label in labels:
         across, up = axes.transAxes.inverted().transform(
@@ -122,7 +124,7 @@ def _hide_at_the_edge(axes, labels) -> None:
         label.set_visible(0.06 < across < 0.94 and 0.06 < up < 0.94)
 
 
-def _log_norm():
+def _log_norm() -> Any:
     from matplotlib.colors import LogNorm
 
     return LogNorm(vmin=1.0, vmax=6.0)
@@ -148,7 +150,7 @@ def _mark_designs(axes, plan: Plan) -> None:
     )
 
 
-def _plain_log_ticks(axes) -> None:
+def _plain_log_ticks(axes: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis in (axes.xaxis, axes.yaxis):

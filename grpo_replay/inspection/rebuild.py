@@ -1,6 +1,6 @@
 """The buffer as it was after any step, rebuilt from the rollout log by the buffer's own code."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -8,7 +8,6 @@ from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.compose import insert_after_update, insert_before_draw
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.rollout_columns import (
-    NEVER,
     DrawColumns,
     RolloutColumns,
     read_draws,
@@ -18,9 +17,12 @@ from grpo_replay.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.types import ComposedBatch, Draw, Rollout
 
+NO_ROW = -1
+"""What `find_rows` says of an id that is not there."""
+
 _NO_IDS = np.zeros(0, dtype=np.int32)
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
-NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
+_NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
 
 
 def bare_rollouts(columns: RolloutColumns) -> list[Rollout]:
@@ -60,22 +62,35 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
             "buffer from (tracking.log_rollouts was off); choose a step with a checkpoint"
         )
-    start = first_step_needed(source.step or 0, settings)
-    files = [file for file in source.rollout_files if file[0] >= start]
-    log = read_log(files)
-    log = log.take(log.kept)
+    steps, log = survivors_for(source, source.step or 0, settings)
     buffer = ReplayBuffer(settings, group_size)
-    for step, _ in files:
-        fresh = bare_rollouts(log.take(log.birth_step == step))
-        buffer.evict(step)
-        insert_before_draw(buffer, fresh, step)
-        insert_after_update(buffer, fresh, step, NOTHING_DRAWN)
+    for _ in replay_storage(buffer, log, steps):
+        pass
     return _with_uses(buffer, log, read_draws(source.draw_files))
 
 
-def first_step_needed(step: int, settings: ReplaySection) -> int:
-    """The first step whose rollouts can still matter at `step`: nothing outlives its age."""
-    return 0 if settings.max_age_steps is None else step - settings.max_age_steps
+def survivors_for(
+    source: Source, step: int, settings: ReplaySection
+) -> tuple[list[int], RolloutColumns]:
+    """The logged steps, in order, from the first whose rollouts can still matter at `step`
+    (nothing outlives its age), and their survivors."""
+    start = 0 if settings.max_age_steps is None else step - settings.max_age_steps
+    files = [file for file in source.rollout_files if file[0] >= start]
+    log = read_log(files)
+    return [logged for logged, _ in files], log.take(log.kept)
+
+
+def replay_storage(
+    buffer: ReplayBuffer, survivors: RolloutColumns, steps: Iterable[int]
+) -> Iterator[int]:
+    """Insert and evict what each step did; yields the step when `buffer` is as it was after it.
+    Nothing is drawn, so uses are not counted."""
+    for step in steps:
+        fresh = bare_rollouts(survivors.take(survivors.birth_step == step))
+        buffer.evict(step)
+        insert_before_draw(buffer, fresh, step)
+        insert_after_update(buffer, fresh, step, _NOTHING_DRAWN)
+        yield step
 
 
 def _with_uses(buffer: ReplayBuffer, log: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
@@ -90,11 +105,11 @@ def _with_uses(buffer: ReplayBuffer, log: RolloutColumns, draws: DrawColumns) ->
 
 
 def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Row of each wanted id in `ids_N` (distinct, any order), -1 where it is not there."""
+    """Row of each wanted id in `ids_N` (distinct, any order), NO_ROW where it is not there."""
     wanted = np.asarray(wanted_M, dtype=np.int64)
     if len(ids_N) == 0:
-        return np.full(wanted.shape, NEVER, dtype=np.int64)
+        return np.full(wanted.shape, NO_ROW, dtype=np.int64)
     order = np.argsort(ids_N, kind="stable")
     places = np.minimum(np.searchsorted(ids_N, wanted, sorter=order), len(ids_N) - 1)
     rows = order[places]
-    return np.where(ids_N[rows] == wanted, rows, -1)
+    return np.where(ids_N[rows] == wanted, rows, NO_ROW)

@@ -32,7 +32,7 @@ NEVER = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutColumns:
-    """Aligned arrays [N], in file order. `prompt_N` indexes `prompt_ids`."""
+    """Aligned arrays [N], in file order. `prompt` indexes `prompt_ids`."""
 
     rollout_id: np.ndarray  # int64
     group_id: np.ndarray  # int64

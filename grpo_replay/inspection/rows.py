@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.buffer.snapshot import read_snapshot_facts
-from grpo_replay.compose import replays
 from grpo_replay.inspection.columns import Kind, iter_columns, list_lengths, schema_of
 from grpo_replay.inspection.progress import tracked
 from grpo_replay.inspection.rebuild import find_rows, rebuild_stored
@@ -73,7 +72,7 @@ def _stored_ids(source: Source) -> np.ndarray:
     if source.snapshot is not None:
         return read_stored(source.snapshot).rollout_id
     recipe = source.recipe
-    if recipe is None or not replays(recipe.replay) or not source.rollout_files:
+    if recipe is None or not recipe.replays or not source.rollout_files:
         return np.zeros(0, dtype=np.int64)
     return rebuild_stored(source, recipe.replay, recipe.sampling.group_size).rollout_id
 

@@ -14,9 +14,7 @@ STORED = "#0072B2"
 REPLAYED = "#E69F00"
 FRESH = "#009E73"
 WARN = "#D55E00"
-SECOND = "#CC79A7"
 GREY = "#6F6F6F"
-LIGHT = "#D9D9D9"
 
 _SETTINGS = {
     "font.family": "DejaVu Sans",

@@ -9,7 +9,6 @@ import numpy as np
 from grpo_replay.buffer.drawing import query_spans
 from grpo_replay.buffer.priorities import draw_law
 from grpo_replay.buffer.snapshot import read_snapshot_facts
-from grpo_replay.compose import replays
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import outcomes_by_age
 from grpo_replay.inspection.rebuild import find_rows, rebuild_stored
@@ -71,7 +70,7 @@ def summarise(source: Source) -> Inspection:
         step=step,
         recipe_name=source.recipe.name if source.recipe else None,
         settings=settings.model_dump(mode="json"),
-        replays=replays(settings),
+        replays=settings.replays,
         rebuilt=rebuilt,
         occupancy=_occupancy(stored, log, settings, step, facts),
         staleness=staleness_rows(step - stored.birth_step, replays_of_old.age),
@@ -84,7 +83,7 @@ def summarise(source: Source) -> Inspection:
         draw_law=next_draw_law(stored, settings),
         populations=_populations(log, stored, replayed),
         by_age=outcomes_by_age(source),
-        trends=_trends(source.metrics, replays(settings)),
+        trends=_trends(source.metrics, settings.replays),
         replayed_rollouts=len(replays_of_old),
         trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
@@ -123,7 +122,7 @@ def _stored(
 ) -> tuple[RolloutColumns, bool]:
     if source.snapshot is not None:
         return read_stored(source.snapshot), False
-    if not replays(settings):
+    if not settings.replays:
         return no_rollouts(), False
     return rebuild_stored(source, settings, group_size), True
 
@@ -148,7 +147,7 @@ def _occupancy(
         births = log.birth_step[log.kept & (log.birth_step > step - window)]
         survivors = len(births) / min(window, step)
     expected = None
-    if survivors is not None and replays(settings):
+    if survivors is not None and settings.replays:
         steps = step if settings.max_age_steps is None else min(settings.max_age_steps, step)
         expected = min(float(settings.capacity_rollouts), steps * survivors)
     return Occupancy(

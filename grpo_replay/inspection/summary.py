@@ -124,3 +124,8 @@ class Inspection:
     replayed_rollouts: int
     trained_tokens_per_generated: float | None
     warnings: tuple[str, ...]
+
+
+def plural(unit: str) -> str:
+    """Units of replay in words: rollouts, queries."""
+    return "queries" if unit == "query" else f"{unit}s"

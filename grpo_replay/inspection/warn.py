@@ -5,7 +5,7 @@ The limits are rules of thumb (docs/buffer.md, "Healthy ranges"); each warning s
 
 from collections.abc import Iterator, Mapping
 
-from grpo_replay.inspection.summary import Inspection
+from grpo_replay.inspection.summary import Inspection, plural
 
 DOMINANT_PROMPT_SHARE = 0.10
 SMALL_ESS_SHARE = 0.10
@@ -79,7 +79,7 @@ def _draw_law(seen: Inspection) -> Iterator[str]:
     if law.units >= 20 and law.effective_sample_size < SMALL_ESS_SHARE * law.units:
         yield (
             f"The draw is narrow: its effective sample size is {law.effective_sample_size:.0f} of "
-            f"{law.units:,} {law.unit}s, so a few are replayed again and again. Lower "
+            f"{law.units:,} {plural(law.unit)}, so a few are replayed again and again. Lower "
             "replay.priority_exponent."
         )
     points = seen.trends.get("replay/ess", ())

@@ -171,7 +171,7 @@ def _logged(source: Source, log: RolloutColumns, recipe: Recipe) -> _Trained:
     drawn = find_rows(log.rollout_id, draws.rollout_id)
     known = drawn >= 0
     settings = recipe.replay
-    if settings.composition == "fresh_anchored" or not settings.enabled or not settings.ratio:
+    if settings.composition == "fresh_anchored" or not settings.replays:
         fresh = np.flatnonzero(log.kept)
     else:
         fresh = np.flatnonzero(log.kept & (log.birth_step <= settings.warmup_steps))

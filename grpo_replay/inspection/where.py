@@ -8,7 +8,6 @@ It is parsed here into an Arrow expression; nothing of it is ever evaluated as c
 columns; text is in single or double quotes; numbers may be negative or in scientific notation.
 """
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import UsageError
+from grpo_replay.messages import did_you_mean
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![A-Za-z_]))"
@@ -183,8 +183,7 @@ class _Parser:
         if token.kind != "word" or token.text.lower() in _KEYWORDS:
             self._fail(token, f"expected the name of a column, found {token.text!r}")
         if token.text not in self.schema.names:
-            close = difflib.get_close_matches(token.text, self.schema.names, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = did_you_mean(token.text, self.schema.names)
             names = [field.name for field in self.schema if not pa.types.is_list(field.type)]
             self._fail(token, f"no column {token.text!r}{hint}; there are {', '.join(names)}")
         if pa.types.is_list(self.schema.field(token.text).type):

@@ -8,15 +8,17 @@ import pytest
 from core_run import run_small
 
 from grpo_replay.engine import UpdateResult
+from grpo_replay.inspection.plan_design import PlanInputs, design_at
 from grpo_replay.metrics import (
     VERDICTS,
     age_bin,
-    check_finite,
     cost_metrics,
     depends_on_time,
     generation_metrics,
+    null_where_not_finite,
     update_metrics,
 )
+from grpo_replay.planner import PowerGrowth
 from grpo_replay.types import Rollout
 from grpo_replay.weight_sync import gap_sample, measure_gap
 
@@ -76,32 +78,57 @@ SECONDS = {
 
 
 def test_the_ledger_by_hand():
-    """μ: 4 generated in 12 s, 6 trained in 3 s -> 3 s / 0.5 s = 6; γ = (6/4 + 6) / 7."""
+    """μ: 4 generated in 12 s, 6 trained in 3 s -> 3 s / 0.5 s = 6; γ = (1 + 6·4/6) / (1 + 6)."""
     generated = [make_rollout(i, 10) for i in range(4)]
     trained = [make_rollout(i, 5) for i in range(6)]
     found = cost_metrics(SECONDS, generated, trained)
     assert found["cost/mu"] == pytest.approx(6.0)
-    assert found["cost/gamma"] == pytest.approx(7.5 / 7)
+    assert found["cost/gamma"] == pytest.approx(5 / 7)
     assert found["cost/generated_tokens"] == 40
     assert found["cost/trained_tokens"] == 30
+    assert found["cost/trained_rollouts"] == 6
     assert found["step_time"] == 19.0
     parts = [value for name, value in found.items() if name.endswith("_seconds")]
     assert sum(parts) == found["step_time"]
 
 
-def test_training_once_on_everything_generated_costs_one():
-    generated = [make_rollout(i, 10) for i in range(4)]
-    assert cost_metrics(SECONDS, generated, generated)["cost/gamma"] == pytest.approx(1.0)
+def ledger(generated: int, kept: int, trained: int) -> dict:
+    made = [make_rollout(i, 3, std=1.0 if i < kept else 0.0) for i in range(generated)]
+    return cost_metrics(SECONDS, made, [make_rollout(i, 3) for i in range(trained)])
+
+
+def test_plain_grpo_costs_one_however_many_groups_are_dropped():
+    for kept in (2, 6, 8):
+        assert ledger(generated=8, kept=kept, trained=kept)["cost/gamma"] == pytest.approx(1.0)
 
 
 def test_gamma_is_paper_b_s_cost_of_b_drawn_and_r_generated():
-    """c = B + μR in units of training on one rollout; without a buffer B = R."""
+    """c = B + μR in units of training on one rollout; without a buffer R = B."""
     for drawn in (2, 8, 40):
-        generated = [make_rollout(i, 3) for i in range(8)]
-        trained = [make_rollout(i, 3) for i in range(drawn)]
-        found = cost_metrics(SECONDS, generated, trained)
+        found = ledger(generated=8, kept=8, trained=drawn)
         mu = found["cost/mu"]
-        assert found["cost/gamma"] == pytest.approx((drawn + mu * 8) / (8 + mu * 8))
+        assert found["cost/gamma"] == pytest.approx((drawn + mu * 8) / (drawn + mu * drawn))
+
+
+def test_gamma_of_a_step_is_that_of_the_planner_s_design():
+    checked = 0
+    for kept, trained in ((8, 12), (4, 6), (2, 8)):
+        found = ledger(generated=8, kept=kept, trained=trained)
+        assumed = PlanInputs(
+            mu=found["cost/mu"], rho=0.1, growth=PowerGrowth(0.2), survival=kept / 8,
+            rollouts_per_step=8, completion_tokens=3.0, prompt_tokens=1.0,
+            composition="fresh_anchored", sources={},
+        )  # fmt: skip
+        planned = design_at(assumed, x=11.0, y=trained / kept, scale=1.0)
+        assert planned.trained_rollouts_per_step == trained
+        assert found["cost/gamma"] == pytest.approx(planned.gamma)
+        checked += 1
+    assert checked == 3
+
+
+def test_without_survivors_there_is_no_gamma():
+    found = ledger(generated=8, kept=0, trained=8)  # buffer_only still draws
+    assert found["cost/mu"] is not None and found["cost/gamma"] is None
 
 
 def test_without_training_there_is_no_mu():
@@ -120,7 +147,7 @@ def test_age_bins_double(age, name):
 
 def test_what_is_not_finite_becomes_null():
     metrics = {"a": float("nan"), "b": float("inf"), "c": 1.0, "d": None, "e": 3}
-    assert check_finite(metrics) == {"a": None, "b": None, "c": 1.0, "d": None, "e": 3}
+    assert null_where_not_finite(metrics) == {"a": None, "b": None, "c": 1.0, "d": None, "e": 3}
 
 
 def test_time_dependent_names_are_those_of_clocks(ours_run):
@@ -151,8 +178,14 @@ def test_gamma_of_a_run_follows_from_its_mu_and_its_counts(ours_run, fifo_run, p
                 trained += line["fresh/rollouts"]
             elif run is pool_run:
                 trained += len(fresh)
-            expected = (trained / 24 + line["cost/mu"]) / (1 + line["cost/mu"])
-            assert line["cost/gamma"] == pytest.approx(expected)
+            assert line["cost/trained_rollouts"] == trained
+            if line["fresh/rollouts"] == 0:
+                assert line["cost/gamma"] is None
+                continue
+            # Per rollout trained on, 24 generated; without replay, the survivors train once.
+            here = 1 + line["cost/mu"] * 24 / trained
+            plain = 1 + line["cost/mu"] * 24 / line["fresh/rollouts"]
+            assert line["cost/gamma"] == pytest.approx(here / plain)
             checked += 1
     assert checked > 25
 

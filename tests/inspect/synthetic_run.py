@@ -126,6 +126,7 @@ class SyntheticRun:
             "buffer/rollouts": len(self.buffer),
             "cost/generated_tokens": sum(len(r.completion_token_ids) for r in generated),
             "cost/trained_tokens": sum(len(r.completion_token_ids) for r in batch.rollouts),
+            "cost/trained_rollouts": len(batch.rollouts),
             # 6 seconds to generate 1 rollout against 1.5 to train on one: μ = 4.
             "cost/generation_seconds": 6.0 * len(generated),
             "cost/training_seconds": 1.5 * len(batch.rollouts),

@@ -4,11 +4,15 @@ import json
 from collections import Counter
 
 import by_hand
+import numpy as np
 import pytest
+from synthetic_run import PRESETS
 
+from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.life import read_life
+from grpo_replay.inspection.rebuild import NO_ROW, find_rows, replay_storage, survivors_for
 from grpo_replay.inspection.source import open_source
 
 
@@ -61,6 +65,32 @@ def test_fifo_evicts_when_the_snapshots_say_so(runs):
         fate = read_life(source, rollout_id).fate
         left = int(fate.split("step ")[1].split(",")[0]) if "evicted" in fate else 25
         assert left > 12
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_storage_stepped_through_the_log_is_that_of_the_run(runs, preset):
+    source = open_source(runs[preset])
+    settings = source.recipe.replay
+    steps, survivors = survivors_for(source, 1, settings)
+    buffer = ReplayBuffer(settings, source.recipe.sampling.group_size)
+    stored = [(step, len(buffer)) for step in replay_storage(buffer, survivors, steps)]
+    logged = [(line["step"], line["buffer/rollouts"]) for line in source.metrics]
+    assert stored == logged and len(stored) == 24
+
+
+def test_only_steps_that_can_still_matter_are_read(runs):
+    source = open_source(runs["ours"])  # rollouts leave after five steps
+    steps, survivors = survivors_for(source, 20, source.recipe.replay)
+    assert steps == [15, 16, 17, 18, 19, 20, 21, 22, 23, 24]
+    assert survivors.kept.all() and survivors.birth_step.min() == 15
+    fifo = open_source(runs["fifo"])
+    assert survivors_for(fifo, 20, fifo.recipe.replay)[0] == list(range(1, 25))
+
+
+def test_ids_that_are_not_there_have_no_row():
+    ids = np.array([7, 3, 9])
+    assert find_rows(ids, [9, 4, 7]).tolist() == [2, NO_ROW, 0]
+    assert find_rows(ids[:0], [9, 4]).tolist() == [NO_ROW, NO_ROW]
 
 
 def test_a_snapshot_knows_the_rollout_but_not_its_text(runs, tmp_path, capsys):

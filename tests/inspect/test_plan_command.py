@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import tracemalloc
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from synthetic_run import (
+    PRESETS,
     VARIANCE_AT_AGE_ONE,
     VARIANCE_EXPONENT,
     SyntheticRun,
@@ -24,9 +26,10 @@ from grpo_replay.inspection.plan_design import (
     make_plan,
     replay_settings,
 )
-from grpo_replay.inspection.plan_estimate import fit_growth
+from grpo_replay.inspection.plan_estimate import fit_growth, measured_mu
+from grpo_replay.memory import stored_bytes
 from grpo_replay.planner import PowerGrowth
-from grpo_replay.recipe import load_recipe, recipe_to_yaml
+from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
 
 
 def plan_json(capsys, **options) -> dict:
@@ -94,6 +97,38 @@ def test_a_run_gives_back_what_it_was_made_with(runs, capsys):
     assert growth["exponent"] == pytest.approx(VARIANCE_EXPONENT, rel=1e-6)
     assert assumptions["mu_per_survivor"] == pytest.approx(4.0 * generated / kept)
     assert assumptions["sources"]["rho"].startswith("assumed")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_mu_is_measured_whatever_the_composition_trains_on(runs, capsys, preset):
+    # FIFO trains on its draw alone, the pool on part of the survivors.
+    document = plan_json(capsys, from_run=str(runs[preset]))
+    assert document["assumptions"]["mu"] == pytest.approx(4.0)
+    assert document["assumptions"]["sources"]["mu"] == "measured in the run"
+
+
+@pytest.mark.parametrize("preset", ["fifo", "uniform"])
+def test_what_an_older_run_trained_on_follows_from_the_mu_it_logged(runs, preset):
+    lines = [json.loads(line) for line in (runs[preset] / "metrics.jsonl").open()]
+    older = [{k: v for k, v in line.items() if k != "cost/trained_rollouts"} for line in lines]
+    assert len(older[0]) == len(lines[0]) - 1
+    assert measured_mu(older, 32) == pytest.approx(4.0)
+    without = [{k: v for k, v in line.items() if k != "cost/mu"} for line in older]
+    assert measured_mu(without, 32) is None  # survivors and draws together are not what trained
+
+
+def test_mu_of_a_run_weighs_every_second_alike_steps_without_training_included():
+    """20 generated in 40 s, 10 trained in 5 s: 2 s / 0.5 s = 4."""
+    lines = [
+        {"cost/generation_seconds": 15.0, "cost/training_seconds": 5.0, "cost/mu": 3.0,
+         "cost/trained_rollouts": 10},
+        {"cost/generation_seconds": 25.0, "cost/training_seconds": 0.0, "cost/mu": None,
+         "cost/trained_rollouts": 0},
+    ]  # fmt: skip
+    assert measured_mu(lines, 10) == pytest.approx(4.0)
+    older = [{k: v for k, v in line.items() if k != "cost/trained_rollouts"} for line in lines]
+    assert measured_mu(older, 10) == pytest.approx(4.0)
+    assert measured_mu([], 10) is None
 
 
 def test_a_run_that_never_replayed_says_that_growth_is_assumed(runs, capsys):
@@ -204,6 +239,53 @@ def test_contradicting_and_missing_options_are_refused(tmp_path, runs):
         run(from_run=str(tmp_path))
 
 
+def test_overrides_without_a_recipe_to_override_are_refused(runs):
+    words = ("replay.ratio=1",)
+    with pytest.raises(UsageError, match=r"--set replay\.ratio=1: .*--from-run"):
+        run(from_run=str(runs["ours"]), overrides=words)
+    with pytest.raises(UsageError, match=r"--set replay\.ratio=1: .*no RECIPE"):
+        run(mu=5.28, overrides=words)
+
+
+def sources_of(capsys, **options) -> dict[str, str]:
+    return plan_json(capsys, **options)["assumptions"]["sources"]
+
+
+def test_every_assumption_says_where_it_came_from(runs, capsys):
+    names = ["mu", "rho", "growth", "survival", "rollouts_per_step", "completion_tokens",
+             "prompt_tokens"]  # fmt: skip
+    alone = sources_of(capsys, mu=5.28)
+    assert list(alone) == names
+    assert alone == {
+        "mu": "given",
+        "rho": "assumed: a run cannot tell",
+        "growth": "assumed: measure it with --from-run",
+        "survival": "assumed: no group is dropped",
+        "rollouts_per_step": "assumed: 32 prompts of 8",
+        "completion_tokens": "assumed: half of 2,000",
+        "prompt_tokens": "assumed: typical",
+    }
+    recipe = sources_of(capsys, recipe="tiny", survival=0.5)
+    assert list(recipe) == names
+    assert recipe["rollouts_per_step"] == "from the recipe"
+    assert recipe["completion_tokens"] == "assumed: half of the longest"
+    assert recipe["mu"].startswith("assumed") and recipe["survival"] == "given"
+    measured = sources_of(capsys, from_run=str(runs["ours"]), rho=0.2, growth=0.3)
+    assert [name for name in names if measured[name] == "measured in the run"] == [
+        "mu", "survival", "rollouts_per_step", "completion_tokens", "prompt_tokens",
+    ]  # fmt: skip
+    assert measured["rho"] == measured["growth"] == "given"
+
+
+def test_a_run_s_rollouts_per_step_are_counted_not_taken_from_its_recipe(runs, tmp_path, capsys):
+    # 8 prompts of 4 in the log; the recipe beside it was edited afterwards.
+    copy = shutil.copytree(runs["ours"], tmp_path / "run")
+    edited = synthetic_recipe("ours").model_dump(mode="json")
+    edited["sampling"]["prompts_per_step"] = 16
+    (copy / "recipe.yaml").write_text(recipe_to_yaml(resolve_recipe([edited])))
+    assert plan_json(capsys, from_run=str(copy))["assumptions"]["rollouts_per_step"] == 32
+
+
 def test_the_memory_that_is_said_is_the_memory_that_is_taken():
     made = SyntheticRun.__new__(SyntheticRun)
     made.recipe = synthetic_recipe("fifo", capacity_rollouts=9000)
@@ -217,7 +299,6 @@ def test_the_memory_that_is_said_is_the_memory_that_is_taken():
     taken = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     stored = buffer.rollouts()
-    tokens = sum(len(rollout.completion_token_ids) for rollout in stored)
-    said = 12 * tokens + 4 * 5 * len(stored) + 1000 * len(stored)
+    tokens = float(np.mean([len(rollout.completion_token_ids) for rollout in stored]))
     assert len(stored) > 3500
-    assert taken == pytest.approx(said, rel=0.2)
+    assert taken == pytest.approx(stored_bytes(len(stored), 5, tokens), rel=0.2)

@@ -62,6 +62,13 @@ def test_a_narrow_draw(healthy):
     )
 
 
+def test_a_narrow_draw_of_queries(healthy):
+    law = DrawLaw("query", 92, 4.0, 1.4, 0.3)
+    assert "effective sample size is 4 of 92 queries, so" in only_warning(
+        replace(healthy, draw_law=law)
+    )
+
+
 def test_a_collapsing_draw(healthy):
     points = tuple((step, 100.0 if step < 13 else 10.0) for step in range(1, 25))
     trends = {**healthy.trends, "replay/ess": points}
