@@ -23,7 +23,7 @@ def set_environment(environment: MutableMapping[str, str], on_gpu: bool) -> None
             environment.setdefault(name, value)
 
 
-def longest_sequence(recipe: Recipe, section: ModelSection) -> int:
+def model_length(recipe: Recipe, section: ModelSection) -> int:
     """Tokens of prompt plus completion that an engine makes room for: `max_model_len`, or the
     longest that the recipe asks for, at most the model's positions.
 
@@ -32,11 +32,7 @@ def longest_sequence(recipe: Recipe, section: ModelSection) -> int:
     positions = getattr(load_config(section), "max_position_embeddings", None)
     wanted = recipe.sampling.vllm.max_model_len
     if wanted is None:
-        completion = max(
-            recipe.sampling.max_completion_length, recipe.eval.max_completion_length or 0
-        )
-        derived = recipe.prompts.max_prompt_length + completion
-        return min(derived, positions or derived)
+        return min(recipe.longest_sequence, positions or recipe.longest_sequence)
     if positions is not None and wanted > positions:
         raise RecipeError(
             f"sampling.vllm.max_model_len {wanted} exceeds the {positions} positions of "
@@ -63,7 +59,7 @@ def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dic
         "revision": section.revision,
         "trust_remote_code": section.trust_remote_code,
         "dtype": section.dtype if vllm.dtype == "auto" else vllm.dtype,
-        "max_model_len": longest_sequence(recipe, section),
+        "max_model_len": model_length(recipe, section),
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": vllm.enable_prefix_caching,
         "skip_tokenizer_init": True,

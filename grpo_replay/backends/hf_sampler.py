@@ -21,7 +21,14 @@ from grpo_replay.backends.models import (
     load_tokenizer,
     section_at,
 )
-from grpo_replay.errors import ModelError, RecipeError, SamplerError
+from grpo_replay.backends.sampler_contract import WeightState, refuse_impossible
+from grpo_replay.backends.weight_names import (
+    CheckedWeights,
+    named_weights,
+    refuse_problems,
+    weights_of,
+)
+from grpo_replay.errors import ModelError, SamplerError
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampler import NamedTensors
 from grpo_replay.types import Completion, GenerationRequest
@@ -45,7 +52,7 @@ class HfSampler:
         self._pad_id = pad_id
         self._max_batch_rollouts = max_batch_rollouts
         self._device = torch.device(device)
-        self._incomplete_version: int | None = None
+        self._weights = WeightState()
         self.policy_version = 0
 
     @classmethod
@@ -86,9 +93,12 @@ class HfSampler:
         Raises RecipeError for a request longer than the model's positions, SamplerError for an
         impossible one, after `close`, or if a weight update was left incomplete.
         """
-        model = self._ready_model()
+        self._weights.refuse_incomplete()
+        model = self._open_model().to(self._device)
+        positions = getattr(model.config, "max_position_embeddings", None)
+        limit = f"the model's {positions} positions;"
         for request in requests:
-            self._check_request(model, request)
+            refuse_impossible(request, model.config.vocab_size, positions, limit)
         ordered = sorted(
             requests,
             key=lambda r: (-len(r.prompt_token_ids), _prompt_bytes(r)),
@@ -140,27 +150,19 @@ class HfSampler:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace all weights by full tensors. Tied tensors may come under one or every name.
 
-        Raises SamplerError, after exhausting `named_tensors`, naming every tensor that is
-        unknown, missing, given twice, misshapen, or unlike its tied twin; the sampler then
-        refuses to generate until a complete update. Likewise if `version` does not increase.
+        Raises SamplerError if `version` does not increase; and, after exhausting `named_tensors`,
+        for those that are unknown, missing, given twice, misshapen, of less precision, or unlike
+        their tied twin: the sampler then refuses to generate until a complete update.
         """
+        self._weights.begin(version, self.policy_version)
         model = self._open_model()
-        if version <= self.policy_version:
-            raise SamplerError(
-                f"weights of version {version} offered to a sampler at version "
-                f"{self.policy_version}: versions must increase"
-            )
-        self._incomplete_version = version
-        targets = dict(model.named_parameters(remove_duplicate=False))
-        targets.update(_persistent_buffers(model))
-        problems = _copy_all(targets, named_tensors)
-        if problems:
-            raise SamplerError(
-                f"weights of version {version} do not fit the sampler's model: "
-                + "; ".join(problems)
-            )
-        self._incomplete_version = None
-        self.policy_version = version
+        own = dict(named_weights(model))
+        checked = CheckedWeights(named_tensors, weights_of(model, model.dtype), any_name=True)
+        for name, tensor in checked:
+            own[name].copy_(tensor)
+        checked.drain()
+        refuse_problems(checked.problems, version)
+        self.policy_version = self._weights.complete()
 
     def sleep(self) -> None:
         """Move the weights to host memory if they are on a GPU."""
@@ -171,73 +173,15 @@ class HfSampler:
 
     def close(self) -> None:
         """Free the weights. May be called twice."""
+        self._weights.close()
         self._model = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _open_model(self) -> PreTrainedModel:
-        if self._model is None:
-            raise SamplerError("the sampler is closed; open another one")
+        self._weights.refuse_closed()
+        assert self._model is not None
         return self._model
-
-    def _ready_model(self) -> PreTrainedModel:
-        model = self._open_model()
-        if self._incomplete_version is not None:
-            raise SamplerError(
-                f"the update to weights of version {self._incomplete_version} was left "
-                "incomplete; load a complete set before generating"
-            )
-        return model.to(self._device)
-
-    def _check_request(self, model: PreTrainedModel, request: GenerationRequest) -> None:
-        prompt, key = request.prompt_token_ids, tuple(request.key)
-        if len(prompt) == 0 or request.max_tokens < 1:
-            raise SamplerError(
-                f"request {key}: {len(prompt)} prompt tokens and max_tokens "
-                f"{request.max_tokens}; both must be at least 1"
-            )
-        vocabulary = model.config.vocab_size
-        if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
-            raise SamplerError(
-                f"request {key}: prompt token ids {int(prompt.min())}..{int(prompt.max())} lie "
-                f"outside the model's vocabulary of {vocabulary}: the tokenizer is another model's"
-            )
-        positions = getattr(model.config, "max_position_embeddings", None)
-        if positions is not None and len(prompt) + request.max_tokens > positions:
-            raise RecipeError(
-                f"request {key}: {len(prompt)} prompt tokens and max_tokens {request.max_tokens} "
-                f"exceed the model's {positions} positions; lower "
-                "sampling.max_completion_length or prompts.max_prompt_length"
-            )
-
-
-def _copy_all(targets: dict[str, torch.Tensor], named_tensors: NamedTensors) -> list[str]:
-    """What was wrong; every tensor that fits is copied into its target."""
-    problems: list[str] = []
-    seen: set[str] = set()
-    filled: dict[int, str] = {}  # address of the target -> name that filled it
-    for name, tensor in named_tensors:
-        target = targets.get(name)
-        if target is None:
-            problems.append(f"unknown tensor {name}")
-        elif name in seen:
-            problems.append(f"{name} came twice")
-        elif tensor.shape != target.shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(target.shape)}")
-        elif (twin := filled.get(target.data_ptr())) is not None:
-            if not torch.equal(target, tensor.to(target)):
-                problems.append(f"{name} differs from {twin}, with which it is tied")
-        else:
-            target.copy_(tensor)
-            filled[target.data_ptr()] = name
-        seen.add(name)
-    missing = [n for n, t in targets.items() if t.data_ptr() not in filled and n not in seen]
-    return problems + [f"missing tensor {name}" for name in missing]
-
-
-def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    names = set(model.state_dict())
-    return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
 def _refuse_partial_attention(model: PreTrainedModel) -> None:

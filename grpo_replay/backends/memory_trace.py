@@ -121,7 +121,7 @@ def zero_buffers(recipe: Recipe) -> tuple[int, int]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no other
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    from grpo_replay.backends.deepspeed_engine import deepspeed_config
+    from grpo_replay.backends.deepspeed_config import deepspeed_config
 
     zero = DeepSpeedZeroConfig(**deepspeed_config(recipe)["zero_optimization"])
     return int(zero.reduce_bucket_size), int(zero.max_live_parameters)

@@ -3,7 +3,6 @@
 Nothing here touches the network for a local folder or a `builtin:` name.
 """
 
-import difflib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers.utils import cached_file
 
 from grpo_replay.backends.byte_tokenizer import byte_tokenizer
 from grpo_replay.errors import ModelError, RecipeError
+from grpo_replay.messages import did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
 
 BUILTIN_MODELS = ("tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
@@ -167,7 +167,7 @@ def _eos_of_file(model: ModelSection, name: str) -> Iterable[int]:
     except KeyError:
         return ()
     except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{source}: {name} cannot be read: {_first_line(error)}") from error
+        raise ModelError(f"{source}: {name} cannot be read: {first_line(error)}") from error
     if value is None:
         return ()
     return [int(each) for each in (value if isinstance(value, list) else [value])]
@@ -193,11 +193,11 @@ def _load(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         if local:
             raise ModelError(
-                f"{place}: {what} in {source} cannot be loaded: {_first_line(error)}"
+                f"{place}: {what} in {source} cannot be loaded: {first_line(error)}"
             ) from error
         raise ModelError(
             f"{place}: {what} is neither in the local cache nor could it be fetched from the "
-            f"hub: {_first_line(error)}. Where there is a network, run `hf download {source} "
+            f"hub: {first_line(error)}. Where there is a network, run `hf download {source} "
             f"--local-dir DIR` (config.json, generation_config.json, tokenizer files, "
             f"*.safetensors) and set model.path to DIR"
         ) from error
@@ -246,11 +246,9 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
     values = config.to_dict()
     for key, value in overrides.items():
         if key not in values:
-            close = difflib.get_close_matches(key, list(values), n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise RecipeError(
-                f"model.config_overrides.{key}: {config.model_type} has no such setting{hint}; "
-                f"found value {value!r}"
+                f"model.config_overrides.{key}: {config.model_type} has no such setting"
+                f"{did_you_mean(key, values)}; found value {value!r}"
             )
     # One entry per layer, so it follows from the number of layers unless it is given.
     values.pop("layer_types", None)
@@ -288,8 +286,3 @@ def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> No
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -104,22 +104,22 @@ class _Work:
         self._unfinished = len(requests)
         self._changed = threading.Condition()
         self._cancelled = False
-        self._results: queue.SimpleQueue[Completion | GrpoReplayError] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
         self._probing = {server.url: threading.Lock() for server in pool.servers}
         live = pool.live()
-        # A fair share at first: the threads of one server would take everything at once.
+        # A fair share at first, in turns: the threads of one server would take everything at once.
         share = -(-len(requests) // len(live))
         self._threads = [
             threading.Thread(target=self._serve, args=(server,), daemon=True)
-            for server in live
             for _ in range(min(share, pool.settings.in_flight_per_server))
+            for server in live
         ]
         for thread in self._threads:
             thread.start()
 
     def next_result(self) -> Completion:
         result = self._results.get()
-        if isinstance(result, GrpoReplayError):
+        if isinstance(result, Exception):
             raise result
         return result
 
@@ -139,6 +139,8 @@ class _Work:
         try:
             while (job := self._take(server)) is not None:
                 self._work_on(job, server)
+        except Exception as error:  # would end this thread alone, and leave the caller waiting
+            self._finish(error)
         finally:
             server.http.release()
 
@@ -179,7 +181,7 @@ class _Work:
                 "something else updates that server's weights"
             )
 
-    def _finish(self, result: Completion | GrpoReplayError) -> None:
+    def _finish(self, result: Completion | Exception) -> None:
         with self._changed:
             self._unfinished -= 1
             if self._unfinished == 0:
@@ -233,6 +235,8 @@ class _Work:
             label = server.weight_label(HEALTH_SECONDS)
         except (Refused, Unreachable) as still:
             return f"{error}; then {still}"
+        except (KeyError, TypeError) as other:
+            return f"{error}; then it answered, but not like vLLM 0.32: {other!r}"
         if label != server.label(self._policy_version):
             return f"{error}; then it was back with weights {label!r}: it was restarted"
         return None

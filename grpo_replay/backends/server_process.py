@@ -16,6 +16,7 @@ from typing import Any
 from grpo_replay.backends import server_guard
 from grpo_replay.backends.engine_settings import set_environment
 from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.ranks import RankEnvironment, rank_environment
 from grpo_replay.recipe import Recipe
 
 MODEL_NAME = "policy"
@@ -61,8 +62,10 @@ def launch_servers(
     recipe: Recipe, arguments: Mapping[str, Any], on_gpu: bool, log_folder: Path | None
 ) -> list[LaunchedServer]:
     """`sampling.servers.launch` servers on consecutive ports, starting up. Raises SamplerError if
-    a port is taken, RecipeError if there are not enough GPUs beside the trainer's."""
-    settings = recipe.sampling.servers
+    a port is taken, RecipeError if there are not enough GPUs beside those of this machine's ranks,
+    or if other machines have ranks too."""
+    settings, environment = recipe.sampling.servers, rank_environment()
+    _refuse_ranks_elsewhere(settings.launch, environment)
     ports = range(settings.base_port, settings.base_port + settings.launch)
     for port in ports:
         _refuse_taken_port(settings.host, port)
@@ -72,7 +75,7 @@ def launch_servers(
     if on_gpu:
         devices = server_devices(
             _visible_devices(),
-            recipe.engine.num_processes,
+            environment.local_world_size,
             settings.launch,
             recipe.sampling.vllm.tensor_parallel_size,
         )
@@ -111,20 +114,20 @@ def server_command(
 
 
 def server_devices(
-    visible: Sequence[str], trainer_ranks: int, servers: int, tensor_parallel_size: int
+    visible: Sequence[str], ranks_here: int, servers: int, tensor_parallel_size: int
 ) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each server: the GPUs after the trainer's, in order.
+    """CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the ranks here, in order.
 
-    With GPUs 0 to 3, two trainer ranks and two servers of one GPU: ["2", "3"].
+    With GPUs 0 to 3, two ranks and two servers of one GPU: ["2", "3"].
     """
     needed = servers * tensor_parallel_size
-    free = list(visible[trainer_ranks:])
+    free = list(visible[ranks_here:])
     if len(free) < needed:
         raise RecipeError(
             f"sampling.servers.launch {servers} with sampling.vllm.tensor_parallel_size "
-            f"{tensor_parallel_size} needs {needed} GPUs beside the {trainer_ranks} of "
-            f"engine.num_processes, but {len(free)} of {len(visible)} are left: lower one of "
-            "them, give sampling.servers.urls, or share GPUs with sampling.backend vllm"
+            f"{tensor_parallel_size} needs {needed} GPUs beside the {ranks_here} of the ranks "
+            f"on this machine, but {len(free)} of {len(visible)} are left: lower one of them, "
+            "start fewer ranks, set sampling.servers.urls, or share GPUs with sampling.backend vllm"
         )
     size = tensor_parallel_size
     return [",".join(free[i * size : (i + 1) * size]) for i in range(servers)]
@@ -186,6 +189,16 @@ def _visible_devices() -> list[str]:
     if named:
         return named.split(",")
     return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _refuse_ranks_elsewhere(launch: int, environment: RankEnvironment) -> None:
+    here, everywhere = environment.local_world_size, environment.world_size
+    if here < everywhere:
+        raise RecipeError(
+            f"sampling.servers.launch {launch}: {here} of the {everywhere} ranks are on this "
+            "machine, and the others could not reach servers launched here: start the servers "
+            "yourself and set sampling.servers.urls to addresses that all machines reach"
+        )
 
 
 def _refuse_taken_port(host: str, port: int) -> None:

@@ -21,6 +21,7 @@ from grpo_replay.backends.process_state import (
     preserved_torch_randomness,
     stdout_to_stderr,
 )
+from grpo_replay.backends.sampler_contract import WeightState
 from grpo_replay.backends.vllm_requests import (
     build_completion,
     check_request,
@@ -64,7 +65,7 @@ class VllmLocalSampler:
         self._vocabulary = config.model_config.get_vocab_size()
         self._can_sleep = bool(config.model_config.enable_sleep_mode)
         self._sleeping: set[str] = set()
-        self._incomplete_version: int | None = None
+        self._weights = WeightState()
         self.policy_version = 0
         engine.set_weight_version("0")
 
@@ -90,7 +91,8 @@ class VllmLocalSampler:
         than the engine has room for, SamplerError for an impossible one, for a log-prob that is
         not finite, after `close`, or if a weight update was left incomplete.
         """
-        engine = self._ready_engine()
+        self._weights.refuse_incomplete()
+        engine = self._open_engine()
         for request in requests:
             check_request(request, self._max_model_len, self._vocabulary)
         self._wake("weights", "kv_cache")
@@ -167,13 +169,8 @@ class VllmLocalSampler:
         """Replace all weights. If the tensors do not fit the model on one rank, it raises
         SamplerError naming them and the others PeerFailure, and all refuse to generate until a
         complete update. SamplerError if `version` does not increase. Collective."""
+        self._weights.begin(version, self.policy_version)
         engine = self._open_engine()
-        if version <= self.policy_version:
-            raise SamplerError(
-                f"weights of version {version} offered to a sampler at version "
-                f"{self.policy_version}: versions must increase"
-            )
-        self._incomplete_version = version
         self._wake("weights")
         checked = CheckedWeights(named_tensors, self._expected)
         refusals = []
@@ -188,8 +185,7 @@ class VllmLocalSampler:
             problems.append("the prefix cache could not be reset: requests are still running")
         run_collectively(self._comm, lambda: refuse_problems(problems, version))
         engine.set_weight_version(str(version))
-        self._incomplete_version = None
-        self.policy_version = version
+        self.policy_version = self._weights.complete()
 
     def sleep(self) -> None:
         """Free the weights' and the cache's GPU memory until the next `load_weights` or `generate`;
@@ -207,6 +203,7 @@ class VllmLocalSampler:
 
     def close(self) -> None:
         """Free the engine. The process group stays, whoever made it. May be called twice."""
+        self._weights.close()
         engine, self._engine = self._engine, None
         if engine is None:
             return
@@ -218,18 +215,9 @@ class VllmLocalSampler:
             torch.cuda.empty_cache()
 
     def _open_engine(self) -> "LLMEngine":
-        if self._engine is None:
-            raise SamplerError("the sampler is closed; open another one")
+        self._weights.refuse_closed()
+        assert self._engine is not None
         return self._engine
-
-    def _ready_engine(self) -> "LLMEngine":
-        engine = self._open_engine()
-        if self._incomplete_version is not None:
-            raise SamplerError(
-                f"the update to weights of version {self._incomplete_version} was left "
-                "incomplete; load a complete set before generating"
-            )
-        return engine
 
 
 def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_replay.backends.sampler_contract import refuse_impossible
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.types import Completion, GenerationRequest
 
@@ -52,27 +53,12 @@ def sampling_parameters(
 
 def check_request(request: GenerationRequest, max_model_len: int, vocabulary: int) -> None:
     """Raises RecipeError or SamplerError for a request that vLLM would refuse or change."""
-    key, prompt = tuple(request.key), request.prompt_token_ids
-    if len(prompt) == 0 or request.max_tokens < 1:
-        raise SamplerError(
-            f"request {key}: {len(prompt)} prompt tokens and max_tokens {request.max_tokens}; "
-            "both must be at least 1"
-        )
-    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
-        raise SamplerError(
-            f"request {key}: prompt token ids {int(prompt.min())}..{int(prompt.max())} lie "
-            f"outside the model's vocabulary of {vocabulary}: the tokenizer is another model's"
-        )
-    if len(prompt) + request.max_tokens > max_model_len:
-        raise RecipeError(
-            f"request {key}: {len(prompt)} prompt tokens and max_tokens {request.max_tokens} "
-            f"exceed the sampler's {max_model_len} tokens: raise sampling.vllm.max_model_len, or "
-            "lower sampling.max_completion_length or prompts.max_prompt_length"
-        )
+    limit = f"the sampler's {max_model_len} tokens: raise sampling.vllm.max_model_len, or"
+    refuse_impossible(request, vocabulary, max_model_len, limit)
     if 0 < request.temperature < LEAST_TEMPERATURE:
         raise RecipeError(
-            f"request {key}: temperature {request.temperature}: vLLM samples no colder than "
-            f"{LEAST_TEMPERATURE}; use that, or 0 for greedy"
+            f"request {tuple(request.key)}: temperature {request.temperature}: vLLM samples no "
+            f"colder than {LEAST_TEMPERATURE}; use that, or 0 for greedy"
         )
 
 
@@ -114,7 +100,7 @@ def build_completion(
     )
 
 
-def read_spans(labels: Sequence[str], place: str, prefix: str = "") -> Spans:
+def read_spans(labels: Sequence[Any], place: str, prefix: str = "") -> Spans:
     """First and last policy version of the weight labels of one completion, in token order. A
     label is `prefix` and the version.
 
@@ -123,7 +109,9 @@ def read_spans(labels: Sequence[str], place: str, prefix: str = "") -> Spans:
     versions = [
         int(version)
         for label in labels
-        if label.startswith(prefix) and (version := label.removeprefix(prefix)).isdecimal()
+        if isinstance(label, str)
+        and label.startswith(prefix)
+        and (version := label.removeprefix(prefix)).isdecimal()
     ]
     if not versions or len(versions) < len(labels):
         raise SamplerError(

@@ -22,6 +22,7 @@ from grpo_replay.backends.models import (
     section_at,
 )
 from grpo_replay.backends.request_pool import PoolSettings, ServerPool
+from grpo_replay.backends.sampler_contract import WeightState
 from grpo_replay.backends.server_checks import Wanted, check_server
 from grpo_replay.backends.server_process import LaunchedServer, launch_servers, wait_until_healthy
 from grpo_replay.backends.vllm_requests import check_request
@@ -37,7 +38,7 @@ from grpo_replay.backends.weight_names import (
 from grpo_replay.backends.weight_nccl import NcclTransfer
 from grpo_replay.backends.weight_transfer import FolderTransfer, Transfer, publish
 from grpo_replay.distributed import Comm
-from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.errors import RecipeError
 from grpo_replay.rank_failures import run_collectively
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.sampler import NamedTensors
@@ -63,8 +64,7 @@ class VllmServerSampler:
         self._launched: Sequence[LaunchedServer] = ()
         self._transfer: Transfer | None = None
         self._pool: ServerPool
-        self._incomplete_version: int | None = None
-        self._closed = False
+        self._weights = WeightState()
         self.policy_version = 0
 
     @classmethod
@@ -153,13 +153,7 @@ class VllmServerSampler:
         log-prob that is not finite, when tries or servers run out, when a server is lost and
         `on_failure` is stop, after `close`, or if a weight update was left incomplete.
         """
-        if self._closed:
-            raise SamplerError("the sampler is closed; open another one")
-        if self._incomplete_version is not None:
-            raise SamplerError(
-                f"the update to weights of version {self._incomplete_version} was left "
-                "incomplete; load a complete set before generating"
-            )
+        self._weights.refuse_incomplete()
         for request in requests:
             check_request(request, self._wanted.max_model_len, self._wanted.vocabulary)
         return self._pool.run(requests, self.stop_token_ids, self.policy_version)
@@ -172,19 +166,11 @@ class VllmServerSampler:
         on the others if the tensors do not fit the model; no server has them then. SamplerError if
         `version` does not increase.
         """
-        if self._closed:
-            raise SamplerError("the sampler is closed; open another one")
-        if version <= self.policy_version:
-            raise SamplerError(
-                f"weights of version {version} offered to a sampler at version "
-                f"{self.policy_version}: versions must increase"
-            )
-        self._incomplete_version = version
+        self._weights.begin(version, self.policy_version)
         for lost in self._comm.all_gather_json(self._pool.lost):
             self._lose_all(lost)
         self._update(named_tensors, version)
-        self._incomplete_version = None
-        self.policy_version = version
+        self.policy_version = self._weights.complete()
 
     def _update(self, named_tensors: NamedTensors | None, version: int) -> None:
         """Stage on rank 0, check on every rank that has tensors, then publish."""
@@ -225,7 +211,7 @@ class VllmServerSampler:
 
     def close(self) -> None:
         """Stop launched servers and remove weight files. May be called twice."""
-        self._closed = True
+        self._weights.close()
         if self._transfer is not None:
             self._transfer.close()
         for server in self._launched:

@@ -44,15 +44,20 @@ def expected_weights(model: ModelSection) -> ExpectedWeights:
         empty = AutoModelForCausalLM.from_config(
             load_config(model), trust_remote_code=model.trust_remote_code
         )
-    shapes: dict[str, tuple[int, ...]] = {}
-    tied: dict[str, str] = {}
-    first_names: dict[int, str] = {}
-    for name, tensor in named_weights(empty):
-        shapes[name] = tuple(tensor.shape)
-        first = first_names.setdefault(id(tensor), name)
-        if first != name:
-            tied[name] = first
-    return ExpectedWeights(shapes, tied, DTYPES[model.dtype])
+    return weights_of(empty, DTYPES[model.dtype])
+
+
+def weights_of(model: nn.Module, dtype: torch.dtype) -> ExpectedWeights:
+    """What a complete set of weights of a whole model consists of."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
+    return ExpectedWeights(shapes, tied_names(model), dtype)
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tensor that has several -> its first name."""
+    firsts: dict[int, str] = {}
+    names = {name: firsts.setdefault(id(each), name) for name, each in named_weights(model)}
+    return {name: first for name, first in names.items() if name != first}
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,15 +74,19 @@ class CheckedWeights:
     """Passes on the tensors that fit and notes in `problems` everything that does not.
 
     Iterating raises only what the source raises. `drain` exhausts the source, so that no rank
-    leaves a collective gather early; after it `problems` also names what never came.
+    leaves a collective gather early; after it `problems` also names what never came. With
+    `any_name`, for a receiver that stores tied tensors once, one of their names is enough.
     """
 
-    def __init__(self, named_tensors: NamedTensors, expected: ExpectedWeights) -> None:
+    def __init__(
+        self, named_tensors: NamedTensors, expected: ExpectedWeights, any_name: bool = False
+    ) -> None:
         self.problems: list[str] = []
         self._source = iter(named_tensors)
         self._expected = expected
         self._seen: set[str] = set()
-        self._tied_firsts: dict[str, torch.Tensor] = {}
+        self._any_name = any_name
+        self._came_first: dict[str, tuple[str, torch.Tensor]] = {}  # of the names of one tensor
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source:
@@ -92,8 +101,10 @@ class CheckedWeights:
         """Take what is left of the source; what did not come is then a problem."""
         for _ in self:
             pass
-        self._tied_firsts.clear()
         missing = [name for name in self._expected.shapes if name not in self._seen]
+        if self._any_name:
+            missing = [name for name in missing if self._first_name(name) not in self._came_first]
+        self._came_first.clear()
         self.problems.extend(f"missing tensor {name}" for name in missing)
         self._seen.update(missing)
 
@@ -111,13 +122,16 @@ class CheckedWeights:
         return self._tie_problem(name, tensor)
 
     def _tie_problem(self, name: str, tensor: torch.Tensor) -> str | None:
-        tied = self._expected.tied
-        if name in tied.values():
-            self._tied_firsts[name] = tensor
-        first = self._tied_firsts.get(tied.get(name, ""))
-        if first is not None and not _equal(first, tensor):
-            return f"{name} differs from {tied[name]}, with which it is tied"
+        first = self._first_name(name)
+        if first not in self._expected.tied.values():
+            return None
+        twin, other = self._came_first.setdefault(first, (name, tensor))
+        if twin != name and not _equal(other, tensor):
+            return f"{name} differs from {twin}, with which it is tied"
         return None
+
+    def _first_name(self, name: str) -> str:
+        return self._expected.tied.get(name, name)
 
 
 def refuse_problems(problems: Sequence[str], version: int) -> None:

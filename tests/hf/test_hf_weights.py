@@ -80,9 +80,21 @@ BROKEN = {
         lambda named: [*without(named, NORM), (NORM, torch.ones(0))],
         rf"{NORM} has shape \[0\], expected \[16\]",
     ),
+    "precision": (
+        lambda named: [(n, t.bfloat16()) for n, t in named],
+        "model.embed_tokens.weight is bfloat16, the policy is float32",
+    ),
     "untied": (
         lambda named: [(n, t + 1 if n == "lm_head.weight" else t) for n, t in named],
         "lm_head.weight differs from model.embed_tokens.weight",
+    ),
+    "untied, the head first": (
+        lambda named: [(n, t + 1 if n == "lm_head.weight" else t) for n, t in named][::-1],
+        "model.embed_tokens.weight differs from lm_head.weight",
+    ),
+    "neither of two tied": (
+        lambda named: without(without(named, "lm_head.weight"), "model.embed_tokens.weight"),
+        "missing tensor model.embed_tokens.weight; missing tensor lm_head.weight",
     ),
 }
 

@@ -268,12 +268,6 @@ def test_the_tiny_set_has_ids_of_its_own():
     assert len({p.prompt_id for p in prompts.take(0, 2560)}) == 2560
 
 
-@pytest.mark.parametrize("template", ["{problem} {x}", "{problem} {", "{problem} {}"])
-def test_a_template_that_cannot_be_filled_is_a_recipe_error(jsonl, tokenizer, template):
-    path = jsonl(*numbered(1))
-    refused(path, tokenizer, "user_template", RecipeError, user_template=template)
-
-
 def test_a_tokenizer_without_a_chat_template_is_a_recipe_error(jsonl):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from server_helpers import free_ports
 from tiny_policy import changed, named_tensors, tiny_recipe
 
-from grpo_replay.backends import server_guard
-from grpo_replay.backends.engine_settings import engine_arguments, longest_sequence, set_environment
+from grpo_replay.backends import server_guard, server_process
+from grpo_replay.backends.engine_settings import engine_arguments, model_length, set_environment
 from grpo_replay.backends.server_checks import read_outline
-from grpo_replay.backends.server_process import server_command, server_devices
+from grpo_replay.backends.server_process import launch_servers, server_command, server_devices
 from grpo_replay.backends.vllm_requests import read_spans
 from grpo_replay.backends.weight_files import SyncFolder
 from grpo_replay.backends.weight_names import CheckedWeights, expected_weights
@@ -61,6 +62,31 @@ def test_checked_weights_pass_on_what_fits_and_exhaust_the_source(tied):
     checked.drain()
     assert next(source, None) is None
     assert checked.problems == ["unknown tensor foreign"]
+
+
+def test_tied_tensors_are_compared_whichever_comes_first(tied):
+    expected = expected_weights(tiny_recipe(tied.folder).model)
+    pairs = [(n, t + 1 if n == "lm_head.weight" else t) for n, t in named_tensors(tied.model)]
+    for order, message in (
+        (pairs, "lm_head.weight differs from model.embed_tokens.weight, with which it is tied"),
+        (
+            pairs[::-1],
+            "model.embed_tokens.weight differs from lm_head.weight, with which it is tied",
+        ),
+    ):
+        checked = CheckedWeights(order, expected)
+        checked.drain()
+        assert checked.problems == [message]
+
+
+def test_one_name_of_a_tied_tensor_is_enough_only_for_who_stores_it_once(tied):
+    expected = expected_weights(tiny_recipe(tied.folder).model)
+    for missing in ("lm_head.weight", "model.embed_tokens.weight"):
+        pairs = [(n, t) for n, t in named_tensors(tied.model) if n != missing]
+        for any_name, problems in ((True, []), (False, [f"missing tensor {missing}"])):
+            checked = CheckedWeights(pairs, expected, any_name)
+            checked.drain()
+            assert checked.problems == problems
 
 
 def test_float32_tensors_are_good_enough_for_a_bfloat16_policy(tied):
@@ -140,14 +166,14 @@ def test_a_server_is_started_as_an_engine_would_be(tied):
 
 def test_room_is_derived_and_bounded_by_the_model(tied):
     recipe = tiny_recipe(tied.folder)
-    assert longest_sequence(recipe, recipe.model) == 200 + 24
+    assert model_length(recipe, recipe.model) == 200 + 24
     longer = recipe.eval.model_copy(update={"max_completion_length": 100})
-    assert longest_sequence(recipe.model_copy(update={"eval": longer}), recipe.model) == 300
+    assert model_length(recipe.model_copy(update={"eval": longer}), recipe.model) == 300
     endless = tiny_recipe(tied.folder, max_completion_length=4000)
-    assert longest_sequence(endless, endless.model) == 512
+    assert model_length(endless, endless.model) == 512
     with pytest.raises(RecipeError, match="max_model_len 513 exceeds the 512 positions"):
         wrong = tiny_recipe(tied.folder, vllm={"max_model_len": 513})
-        longest_sequence(wrong, wrong.model)
+        model_length(wrong, wrong.model)
 
 
 def test_what_the_user_set_in_the_environment_stays():
@@ -164,6 +190,38 @@ def test_servers_take_the_gpus_after_the_trainer_s():
         server_devices(["0", "1", "2", "3"], 1, 2, 2)
 
 
+def place_ranks(monkeypatch, world_size: int, ranks_here: int) -> None:
+    """As torchrun tells rank 0; engine.num_processes stays at 1."""
+    variables = {
+        "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": ranks_here, "RANK": 0, "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "x",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_launched_server_leaves_every_rank_its_gpu_whoever_started_the_ranks(
+    tied, monkeypatch, tmp_path
+):
+    place_ranks(monkeypatch, world_size=2, ranks_here=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    says_its_gpu = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+    monkeypatch.setattr(server_process, "server_command", lambda *_: says_its_gpu)
+    servers = {"launch": 2, "base_port": free_ports(2)[0]}
+    recipe = tiny_recipe(tied.folder, backend="vllm_server", servers=servers)
+    launched = launch_servers(recipe, {}, on_gpu=True, log_folder=tmp_path)
+    assert [server.guard.wait(60) for server in launched] == [0, 0]
+    assert [server.log_tail() for server in launched] == ["2", "3"]
+
+
+def test_servers_are_not_launched_for_ranks_on_other_machines(tied, monkeypatch, tmp_path):
+    place_ranks(monkeypatch, world_size=16, ranks_here=8)
+    monkeypatch.setattr(server_process, "_launch", lambda *_: pytest.fail("a server was launched"))
+    recipe = tiny_recipe(tied.folder, backend="vllm_server", servers={"launch": 2})
+    with pytest.raises(RecipeError, match=r"8 of the 16 ranks .* set sampling\.servers\.urls"):
+        launch_servers(recipe, {}, on_gpu=False, log_folder=tmp_path)
+
+
 def test_every_worker_of_every_server_has_a_rank_of_its_own():
     assert rank_offsets(1, [2, 1, 4]) == [1, 3, 4]
     assert local_address("http://127.0.0.1:8000") == "127.0.0.1"
@@ -171,7 +229,7 @@ def test_every_worker_of_every_server_has_a_rank_of_its_own():
 
 def test_labels_of_other_runs_are_not_read():
     assert read_spans(["a/3", "a/4"], "here", "a/").last == 4
-    for labels in (["default"], ["b/3"], ["3"], ["a/"], [], ["a/3", "default"]):
+    for labels in (["default"], ["b/3"], ["3"], ["a/"], [], ["a/3", "default"], [3], [None]):
         with pytest.raises(SamplerError, match="here: sampled by weights labelled"):
             read_spans(labels, "here", "a/")
 

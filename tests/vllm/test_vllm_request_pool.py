@@ -104,6 +104,38 @@ def test_nan_as_servers_send_it_stops_the_run(fakes):
         list(make_pool([server]).run(make_requests(count=1), STOP, 0))
 
 
+@pytest.mark.timeout(30)
+def test_an_error_that_nobody_foresaw_reaches_the_caller(fakes, monkeypatch):
+    """It must not end its thread alone: the caller would wait for that thread for ever."""
+    (server,) = fakes(1)
+    pool = make_pool([server])
+    monkeypatch.setattr(VllmServer, "complete", lambda *_: server.no_such_thing)
+    for count in (1, 8):
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            list(pool.run(make_requests(count=count), STOP, 0))
+    monkeypatch.undo()
+    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("label", [3, None, ["run/3"]])
+def test_a_weight_label_that_is_no_text_is_refused(fakes, label):
+    (server,) = fakes(1)
+    server.label = label
+    with pytest.raises(SamplerError, match=rf"{server.url}: sampled by weights labelled \["):
+        list(make_pool([server]).run(make_requests(count=1), STOP, 3))
+
+
+@pytest.mark.timeout(30)
+def test_a_server_whose_weights_cannot_be_asked_for_is_lost(fakes, monkeypatch):
+    """A proxy in its place may answer every question, but not as vLLM does."""
+    (server,) = fakes(1)
+    server.statuses = [500] * 100
+    monkeypatch.setattr(VllmServer, "weight_label", lambda *_: {}["weight_version"])
+    with pytest.raises(SamplerError, match=r"HTTP 500: as told; then .*KeyError"):
+        list(make_pool([server]).run(make_requests(count=1), STOP, 0))
+
+
 def test_a_server_that_is_gone_stops_or_is_dropped(fakes):
     servers = fakes(2)
     servers[0].stop()

@@ -253,7 +253,7 @@ def test_a_server_killed_in_mid_step_is_replaced_then_missed(tied, pair):
         assert list(sampler._pool.lost) == [pair[1].url]
     assert wait_for(lambda: not group_members(pair[1].guard.pid), seconds=30)
     with http_sampler(tied, pair[:1]) as sampler:
-        iterator = sampler.generate(requests)
+        iterator = sampler.generate(make_requests(count=400))  # not over before the kill
         next(iterator)
         kill_server(pair[0])
         started = time.monotonic()

@@ -1,0 +1,42 @@
+"""DeepSpeed's configuration of a recipe."""
+
+from typing import Any
+
+from grpo_replay.recipe import OptimizerSection, Recipe
+
+
+def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
+    """DeepSpeed's configuration. Accumulation is ours: micro-batches vary from update to update,
+    and the loss already has its global denominator."""
+    optimizer, engine = recipe.optimizer, recipe.engine
+    zero: dict[str, Any] = {"stage": engine.zero_stage}
+    if engine.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if engine.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    bf16 = recipe.model.dtype == "bfloat16"
+    # Many micro-batches summed in bf16 would stop adding up. DeepSpeed offers no fp32 sum at
+    # stage 0, and at stage 1 only with another optimizer wrapper.
+    accumulation = "fp32" if bf16 and engine.zero_stage >= 2 else None
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": optimizer.max_grad_norm,
+        "optimizer": {"type": "AdamW", "params": _adamw_parameters(optimizer)},
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": accumulation},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+
+
+def _adamw_parameters(optimizer: OptimizerSection) -> dict[str, Any]:
+    return {
+        "lr": optimizer.learning_rate,
+        "betas": [optimizer.beta1, optimizer.beta2],
+        "eps": optimizer.epsilon,
+        "weight_decay": optimizer.weight_decay,
+        "torch_adam": True,
+    }

@@ -1,0 +1,71 @@
+"""What every sampler refuses, in the same words: impossible requests, and to sample from weights
+that it does not wholly have."""
+
+from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.types import GenerationRequest
+
+
+def refuse_impossible(
+    request: GenerationRequest, vocabulary: int, longest: int | None, limit: str
+) -> None:
+    """Raises SamplerError for a request that no sampler could answer, RecipeError for one of more
+    than `longest` tokens (None: any number); `limit` says whose limit that is."""
+    key, prompt = tuple(request.key), request.prompt_token_ids
+    if len(prompt) == 0 or request.max_tokens < 1:
+        raise SamplerError(
+            f"request {key}: {len(prompt)} prompt tokens and max_tokens {request.max_tokens}; "
+            "both must be at least 1"
+        )
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
+        raise SamplerError(
+            f"request {key}: prompt token ids {int(prompt.min())}..{int(prompt.max())} lie "
+            f"outside the model's vocabulary of {vocabulary}: the tokenizer is another model's"
+        )
+    if longest is not None and len(prompt) + request.max_tokens > longest:
+        raise RecipeError(
+            f"request {key}: {len(prompt)} prompt tokens and max_tokens {request.max_tokens} "
+            f"exceed {limit} lower sampling.max_completion_length (eval.max_completion_length "
+            "where an evaluation asks), or prompts.max_prompt_length"
+        )
+
+
+class WeightState:
+    """Whether a sampler has weights to sample from: it is open, and the last update is whole."""
+
+    def __init__(self) -> None:
+        self._incomplete: int | None = None
+        self._closed = False
+
+    def begin(self, version: int, held: int) -> None:
+        """An update of a sampler that holds version `held` starts. Raises SamplerError if closed,
+        or if `version` does not increase."""
+        self.refuse_closed()
+        if version <= held:
+            raise SamplerError(
+                f"weights of version {version} offered to a sampler at version {held}: "
+                "versions must increase"
+            )
+        self._incomplete = version
+
+    def complete(self) -> int:
+        """The version of the update that began, which is whole now."""
+        version, self._incomplete = self._incomplete, None
+        assert version is not None, "no update began"
+        return version
+
+    def close(self) -> None:
+        self._closed = True
+
+    def refuse_closed(self) -> None:
+        if self._closed:
+            raise SamplerError("the sampler is closed; open another one")
+
+    def refuse_incomplete(self) -> None:
+        """Raises SamplerError if there is nothing to sample from: an update began and did not
+        complete, or the sampler is closed."""
+        self.refuse_closed()
+        if self._incomplete is not None:
+            raise SamplerError(
+                f"the update to weights of version {self._incomplete} was left incomplete; load a "
+                "complete set before generating"
+            )
