@@ -8,14 +8,13 @@ A checkpoint without a manifest that matches its files is not a checkpoint.
 
 import hashlib
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from grpo_replay.disk import flush_tree, point_link, rename_folder, write_json_whole
 from grpo_replay.errors import CheckpointError
-from grpo_replay.run_directory import write_json_atomically
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -65,27 +64,27 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def begin_checkpoint(checkpoints: Path, step: int) -> Path:
-    """An empty folder under a temporary name, to be filled and completed."""
-    temporary = checkpoints / f".tmp-{checkpoint_name(step)}"
+def temporary_folder(checkpoints: Path, step: int) -> Path:
+    """Where a checkpoint is filled before it is completed."""
+    return checkpoints / f".tmp-{checkpoint_name(step)}"
+
+
+def begin_checkpoint(temporary: Path) -> None:
+    """Make the temporary folder, empty."""
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
-    return temporary
 
 
 def complete_checkpoint(temporary: Path, state: RunState, keep: int) -> Path:
     """Write state and manifest, flush, rename, point `latest` there, then drop old ones."""
     checkpoints = temporary.parent
-    write_json_atomically(temporary / STATE, asdict(state))
-    _flush_tree(temporary)
-    write_json_atomically(temporary / MANIFEST, {"files": _file_facts(temporary)})
+    write_json_whole(temporary / STATE, asdict(state))
+    flush_tree(temporary)
+    write_json_whole(temporary / MANIFEST, {"files": _file_facts(temporary)})
     final = checkpoints / checkpoint_name(state.step)
-    if final.exists():  # made by an earlier attempt that was told to stop here
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    _flush_folder(checkpoints)
-    point_latest(checkpoints, final.name)
+    rename_folder(temporary, final)
+    point_latest(final)
     for old in list_checkpoints(checkpoints)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -172,25 +171,6 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def point_latest(checkpoints: Path, name: str) -> None:
-    """Make the symbolic link `latest` name a checkpoint, atomically."""
-    temporary = checkpoints / ".tmp-latest"
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(name)
-    os.replace(temporary, checkpoints / "latest")
-
-
-def _flush_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    _flush_folder(folder)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def point_latest(checkpoint: Path) -> None:
+    """Make the symbolic link `latest` beside a checkpoint name it."""
+    point_link(checkpoint.with_name("latest"), checkpoint.name)

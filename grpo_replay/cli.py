@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-INTERRUPTED = 130
+from grpo_replay.errors import INTERRUPTED
 
 
 class CommandGroup(TyperGroup):
@@ -249,17 +249,21 @@ def plan(
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 unexpected, 2 usage or recipe, 3 data, 4 stopped
     for safety, 130 interrupted."""
-    app()
+    from grpo_replay.rank_failures import exit_as_rank
+
+    exit_as_rank(app)
 
 
 def _report(error: Exception) -> int:
     """Print an error once over all ranks; returns the exit code."""
     from grpo_replay.errors import GrpoReplayError
-    from grpo_replay.rank_failures import report_failure
+    from grpo_replay.rank_failures import is_lost_peer, lost_contact, report_failure
 
+    _log(error)
+    if is_lost_peer(error):
+        error = lost_contact(error)
     known = isinstance(error, GrpoReplayError)
     code = error.exit_code if known else 1
-    _log(error)
     if not report_failure(error, code):
         return code
     if known:

@@ -32,14 +32,9 @@ from grpo_replay.recipe import ReplaySection
 from grpo_replay.types import ComposedBatch, Draw, Rollout
 
 
-def replays(settings: ReplaySection) -> bool:
-    """Whether anything is ever stored or drawn. `grpo` and `ratio: 0` are the same run."""
-    return settings.enabled and settings.ratio > 0
-
-
 def insert_before_draw(buffer: ReplayBuffer, fresh: Sequence[Rollout], step: int) -> None:
     """Store the fresh survivors before the draw, if the composition is buffer_only."""
-    if replays(buffer.settings) and buffer.settings.composition == "buffer_only":
+    if buffer.settings.replays and buffer.settings.composition == "buffer_only":
         buffer.insert(fresh, step)
 
 
@@ -55,7 +50,7 @@ def compose_batch(
     `generated` is R, dropped groups included. `rng` is used only by steps that draw.
     """
     settings = buffer.settings
-    if not replays(settings) or step <= settings.warmup_steps:
+    if not settings.replays or step <= settings.warmup_steps:
         return _fresh_and_drawn(fresh, Draw.empty())
     if settings.composition == "buffer_only":
         count = draw_count(settings, buffer.group_size, generated)
@@ -74,7 +69,7 @@ def insert_after_update(
 ) -> None:
     """Store the fresh survivors (unless they are in already), then evict what would be too old
     at the next step. Fresh rollouts that the pool's draw took enter with those uses."""
-    if not replays(buffer.settings):
+    if not buffer.settings.replays:
         return
     if buffer.settings.composition != "buffer_only":
         uses = Counter(rollout.rollout_id for rollout in batch.draw.rollouts)

@@ -191,7 +191,7 @@ def result_table(summary: Mapping[str, Any]) -> Table:
             _change(base.get(name), final.get(name)),
         ]
         if greedy:
-            before, after = summary["base_greedy"][name], summary["final_greedy"][name]
+            before, after = summary["base_greedy"].get(name), summary["final_greedy"].get(name)
             cells += [_with_error(before, None), _with_error(after, None), _change(before, after)]
         if name == "mean":
             table.add_section()

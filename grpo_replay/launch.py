@@ -21,18 +21,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import psutil
+
 from grpo_replay import errors
-from grpo_replay.errors import GrpoReplayError, LaunchError, UsageError
+from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError
 from grpo_replay.rank_failures import (
     LAUNCH_FOLDER_VARIABLE,
     PeerFailure,
     RankFailure,
     read_failures,
 )
+from grpo_replay.ranks import available_cores
 
 RANK_MODULE = "grpo_replay.rank_entry"
 COMMAND_LINE = "grpo_replay.cli:main"
-INTERRUPTED = 130
 _SSH_SECONDS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -81,12 +83,8 @@ def launch_ranks(
         return _launch_nodes(arguments, num_processes, hostfile, entry)
     if num_processes is None or num_processes < 1:
         raise UsageError(f"--num-processes {num_processes}: at least one rank is needed")
-    threads = threads_per_process or max(1, _cores() // num_processes)
+    threads = threads_per_process or max(1, available_cores() // num_processes)
     return _launch_node(arguments, num_processes, threads, entry)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _launch_node(arguments: Sequence[str], num_processes: int, threads: int, entry: str) -> int:
@@ -166,12 +164,11 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 def _own_ranks() -> list[int]:
     """Process ids of our children that lead a session of their own: the agent's ranks."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     leaders = []
-    for child in map(int, children):
+    for child in psutil.Process().children():
         with contextlib.suppress(ProcessLookupError):
-            if os.getsid(child) == child:
-                leaders.append(child)
+            if os.getsid(child.pid) == child.pid:
+                leaders.append(child.pid)
     return leaders
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 
 from grpo_replay.launch import decode_payload
-from grpo_replay.rank_failures import exit_rank
+from grpo_replay.rank_failures import exit_as_rank
 from grpo_replay.ranks import stop_with_parent
 
 
@@ -19,12 +19,7 @@ def main() -> None:
     os.environ.update(payload.environment)
     sys.argv = ["grpo-replay", *payload.arguments]
     module, _, function = payload.entry.partition(":")
-    code: object = 0
-    try:
-        getattr(importlib.import_module(module), function)()
-    except SystemExit as stop:
-        code = stop.code
-    exit_rank(code if isinstance(code, int) else int(code is not None))
+    exit_as_rank(getattr(importlib.import_module(module), function))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from grpo_replay.distributed import Comm
 from grpo_replay.errors import GrpoReplayError, LaunchError
+from grpo_replay.messages import first_line
 from grpo_replay.ranks import rank_environment
 
 LAUNCH_FOLDER_VARIABLE = "GRPO_REPLAY_LAUNCH_FOLDER"
@@ -45,6 +46,8 @@ def is_lost_peer(error: BaseException) -> bool:
     """Whether an error only says that another rank is gone (torch.distributed's wording)."""
     if isinstance(error, GrpoReplayError):
         return isinstance(error, PeerFailure | LostContact)
+    if rank_environment().world_size == 1:
+        return False  # some other connection
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -76,14 +79,26 @@ def report_failure(error: BaseException, exit_code: int) -> bool:
     return bool(rendezvous.claim_report(is_lost_peer(error)))
 
 
-def lost_contact(error: BaseException) -> LostContact:
+def lost_contact(error: BaseException) -> LaunchError:
     """What to tell the user instead of an error for which `is_lost_peer` holds."""
+    if isinstance(error, PeerFailure | LostContact):
+        return error
     return LostContact(
         f"rank {rank_environment().rank} lost contact with another rank "
-        f"({type(error).__name__}: {str(error).splitlines()[0][:200]}). Look for the first error "
+        f"({type(error).__name__}: {first_line(error)[:200]}). Look for the first error "
         "of another rank; one that the kernel killed, when memory ran out, leaves none. Resume "
         "from the last checkpoint with --resume"
     )
+
+
+def exit_as_rank(program: Callable[[], object]) -> NoReturn:
+    """Run a program that may raise SystemExit, and end this process with its exit code."""
+    code: object = 0
+    try:
+        program()
+    except SystemExit as stop:
+        code = stop.code
+    exit_rank(code if isinstance(code, int) else int(code is not None))
 
 
 def exit_rank(exit_code: int) -> NoReturn:

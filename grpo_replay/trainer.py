@@ -8,7 +8,6 @@ Rank 0 owns the buffer, the draw and the files. The other ranks sample, score an
 share: on them, lists that rank 0 owns are empty.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +17,16 @@ import numpy as np
 from grpo_replay.batch import logprob_row, mini_batch_indices, train_rows
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.checkpoint import RunState
-from grpo_replay.compose import compose_batch, insert_after_update, insert_before_draw, replays
+from grpo_replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.distributed import Comm
 from grpo_replay.engine import Engine, UpdateResult
 from grpo_replay.metrics import (
     Stopwatch,
     batch_metrics,
     buffer_metrics,
-    check_finite,
     cost_metrics,
     generation_metrics,
+    null_where_not_finite,
     sampler_metrics,
     update_metrics,
 )
@@ -85,7 +84,6 @@ class Trainer:
 
     def train_step(self) -> dict[str, Any]:
         """One step of Algorithm 1; returns its metrics on rank 0, nothing elsewhere."""
-        started = time.perf_counter()
         self._clock = Stopwatch()
         step = self.state.step + 1
         generated = self.sample_and_score(step)
@@ -94,7 +92,7 @@ class Trainer:
         results, outcomes = self.update(batch, step)
         self.insert(fresh, batch, step)
         self.sync_weights()
-        self._count(step, generated, batch, time.perf_counter() - started)
+        self._count(step, generated, batch)
         if not self.comm.is_main:
             return {}
         self._write_logs(step, generated, fresh, batch, outcomes)
@@ -207,9 +205,7 @@ class Trainer:
             )
         self.state.policy_version += 1
 
-    def _count(
-        self, step: int, generated: Sequence[Rollout], batch: ComposedBatch, seconds: float
-    ) -> None:
+    def _count(self, step: int, generated: Sequence[Rollout], batch: ComposedBatch) -> None:
         state, settings = self.state, self.recipe.sampling
         state.step = step
         state.prompt_cursor += settings.prompts_per_step
@@ -221,7 +217,6 @@ class Trainer:
             len(r.prompt_token_ids) + len(r.completion_token_ids) for r in generated
         )
         state.replayed_rollouts += int(batch.replayed_N.sum())
-        state.wall_seconds += seconds
 
     def _write_logs(
         self,
@@ -245,7 +240,7 @@ class Trainer:
             [survivors.get(rollout.rollout_id, rollout) for rollout in generated],
             at_birth,
         )
-        if replays(self.recipe.replay):
+        if self.recipe.replays:
             drawn = len(batch.draw.rollouts)
             outcomes_of_draw = outcomes[len(outcomes) - drawn :]
             write_draws(step_path(folder / "draws", step), step, batch.draw, outcomes_of_draw)
@@ -260,7 +255,7 @@ class Trainer:
         results: Sequence[UpdateResult],
         outcomes: Sequence[RolloutOutcome],
     ) -> dict[str, Any]:
-        return check_finite(
+        return null_where_not_finite(
             {
                 "step": step,
                 **generation_metrics(generated, self.recipe.sampling.group_size),

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_replay.errors import UsageError
+from grpo_replay.errors import INTERRUPTED, UsageError
 from grpo_replay.ranks import prepare_rank, rank_environment
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.run_directory import RunDirectory
-
-INTERRUPTED = 130
+from grpo_replay.tracking import missing_trackers
 
 
 def run(
@@ -34,14 +33,18 @@ def run(
 
         report(recipe, as_json=as_json, gpu_memory_gib=gpu_memory_gib)
         return 0
+    if gpu_memory_gib is not None:
+        raise UsageError("--gpu-memory-gib goes with --dry-run; a run takes the GPUs it finds")
     if as_json:
         raise UsageError("--json goes with --dry-run; a run's numbers are in its metrics.jsonl")
     if resume and output_dir is None:
         raise UsageError("--resume needs --output-dir, the directory of the run to continue")
+    if missing := missing_trackers(recipe):
+        raise UsageError("; ".join(missing))  # before anything slow
     environment = rank_environment()
     run_dir = Path(output_dir) if output_dir else _default_directory(recipe)
     if not resume and not environment.is_launched:
-        RunDirectory(run_dir).refuse_occupied()  # before anything slow
+        RunDirectory(run_dir).refuse_occupied()
     if not environment.is_launched and (recipe.engine.num_processes > 1 or hostfile):
         from grpo_replay.launch import launch_ranks
 

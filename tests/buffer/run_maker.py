@@ -10,7 +10,7 @@ from buffer_makers import make_group
 
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.buffer.snapshot import write_snapshot
-from grpo_replay.compose import compose_batch, insert_after_update, insert_before_draw, replays
+from grpo_replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.recipe import Recipe, recipe_to_yaml, resolve_recipe
 from grpo_replay.rollout_log import step_path, write_draws, write_rollouts
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
@@ -71,7 +71,7 @@ def _run_step(
         if age == 0
     }
     write_rollouts(step_path(folder / "rollouts", step), generated, at_birth)
-    if replays(recipe.replay):
+    if recipe.replays:
         drawn = len(batch.draw.rollouts)
         path = step_path(folder / "draws", step)
         write_draws(path, step, batch.draw, outcomes[len(outcomes) - drawn :])

@@ -13,7 +13,6 @@ from grpo_replay.compose import (
     draw_count,
     insert_after_update,
     insert_before_draw,
-    replays,
 )
 
 G = 4
@@ -189,7 +188,7 @@ def test_buffer_only_with_an_age_limit_still_uses_that_age():
 @pytest.mark.parametrize("composition", ["fresh_anchored", "pool"])
 def test_without_replay_nothing_is_stored_drawn_or_random(off, composition):
     settings = replay_settings(composition=composition, **off)
-    assert not replays(settings)
+    assert not settings.replays
     buffer, rng = ReplayBuffer(settings, G), np.random.default_rng(0)
     before = rng.bit_generator.state
     for step in (1, 2, 3):

@@ -134,7 +134,7 @@ def test_a_rollout_does_not_keep_its_table_alive():
 
 
 @pytest.mark.parametrize("field", ["reward", "advantage", "group_reward_mean", "group_reward_std"])
-@pytest.mark.parametrize("value", [0.1, float("nan"), 1e300])
+@pytest.mark.parametrize("value", [0.1, float("nan"), float("inf"), -float("inf"), 1e300])
 def test_a_number_that_a_file_would_change_is_refused(field, value):
     with pytest.raises(ValueError, match=field):
         rollouts_to_table([dataclasses.replace(make_rollout(0), **{field: value})])

@@ -1,6 +1,7 @@
 """Bad input at the command line: one clear message on stderr, the right exit code, no traceback."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -101,6 +102,38 @@ def test_resuming_where_there_is_no_run(tmp_path):
 
 def test_json_without_a_dry_run():
     refused(call("train", "tiny", "--json"), 2, "--dry-run")
+
+
+def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)  # as if it were not
+    words = ["--output-dir", tmp_path / "run", "--set", "tracking.report_to=[trackio]"]
+    refused(call("train", "tiny", *words), 2, "'trackio'", "pip install 'grpo-replay[trackio]'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_gpu_memory_without_a_dry_run():
+    refused(call("train", "tiny", "--gpu-memory-gib", "80"), 2, "--gpu-memory-gib", "--dry-run")
+
+
+def test_an_output_directory_below_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = call("train", "tiny", *TINY, "--output-dir", tmp_path / "file" / "run")
+    refused(result, 3, "cannot be written", "file/run")
+
+
+def test_a_connection_of_a_single_process_is_nobodys_lost_rank(monkeypatch):
+    def refuse(*_, **__):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr("grpo_replay.commands.plan.run", refuse)
+    result = call("plan")
+    assert result.exit_code == 1
+    assert "ConnectionRefusedError" in result.stderr and "lost contact" not in result.stderr
+
+
+def test_evaluating_another_model_than_the_checkpoint():
+    result = call("eval", "--ckpt", "builtin:tiny", "--set", "model.path=other")
+    refused(result, 2, "model.path", "--ckpt")
 
 
 def test_an_unknown_model(tmp_path):

@@ -3,7 +3,7 @@ import torch
 from core_engine import engine_recipe
 from core_run import FinishedRun, run_small
 
-from grpo_replay.backends.deepspeed_engine import initialize_processes
+from grpo_replay.backends.processes import initialize_processes
 
 
 @pytest.fixture(scope="session")

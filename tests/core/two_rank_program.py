@@ -13,7 +13,7 @@ import torch
 from core_engine import engine_recipe, make_rows, open_engine, parameters
 from core_run import run_small
 
-from grpo_replay.backends.deepspeed_engine import initialize_processes
+from grpo_replay.backends.processes import initialize_processes
 from grpo_replay.errors import NonFiniteError
 
 CASES = {

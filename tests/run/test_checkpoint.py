@@ -12,13 +12,15 @@ from grpo_replay.checkpoint import (
     find_checkpoint,
     list_checkpoints,
     read_state,
+    temporary_folder,
     verify_checkpoint,
 )
 from grpo_replay.errors import CheckpointError
 
 
 def make_checkpoint(checkpoints, step, keep=3):
-    temporary = begin_checkpoint(checkpoints, step)
+    temporary = temporary_folder(checkpoints, step)
+    begin_checkpoint(temporary)
     (temporary / "model").mkdir()
     (temporary / "model" / "weights").write_bytes(b"weights of step %d" % step)
     return complete_checkpoint(temporary, RunState(step=step, policy_version=step), keep)
@@ -46,7 +48,8 @@ def test_there_may_be_none(tmp_path):
 
 def test_an_unfinished_one_is_not_a_checkpoint(tmp_path):
     made = make_checkpoint(tmp_path, 5)
-    (begin_checkpoint(tmp_path, 10) / "half").write_text("half")
+    begin_checkpoint(temporary_folder(tmp_path, 10))
+    (temporary_folder(tmp_path, 10) / "half").write_text("half")
     assert find_checkpoint(tmp_path) == made
 
 

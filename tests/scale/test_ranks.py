@@ -176,7 +176,11 @@ def test_run_collectively_returns_each_ranks_result_or_fails_everywhere():
     assert [each.exit_code for each in seen] == [2, 2, 2]
 
 
-def test_lost_peers_are_told_from_real_errors():
+def test_lost_peers_are_told_from_real_errors(monkeypatch):
+    place = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
     gloo = RuntimeError("Read error [127.0.0.1]:9105: Connection reset by peer. This is typical")
     wrapped = ValueError("while gathering")
     wrapped.__cause__ = gloo
@@ -187,6 +191,11 @@ def test_lost_peers_are_told_from_real_errors():
     refused.__cause__ = ConnectionRefusedError("Connection refused")
     assert not is_lost_peer(refused)
     assert "Connection reset" in str(lost_contact(gloo)) and "--resume" in str(lost_contact(gloo))
+    silent = RuntimeError()
+    silent.__cause__ = ConnectionResetError("Connection reset by peer")
+    assert is_lost_peer(silent) and "RuntimeError" in str(lost_contact(silent))
+    monkeypatch.delenv("WORLD_SIZE")  # a process of its own has no peer to lose
+    assert not is_lost_peer(gloo)
 
 
 def test_a_process_of_its_own_reports_every_failure(monkeypatch):

@@ -1,5 +1,6 @@
 """`grpo-replay train` itself on two ranks and on two nodes, killed, resumed and interrupted."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -131,6 +132,54 @@ def test_a_bad_dataset_field_ends_two_ranks_with_one_message(tmp_path):
     assert done.returncode == 3, done.stderr
     assert done.stderr.count("no field 'answer'") == 1
     assert "Traceback" not in done.stderr
+
+
+@contextlib.contextmanager
+def ranks_started_by_hand(folder: Path, port: int):
+    """Two ranks as under srun: nobody but themselves to print. They run in `folder`, name no
+    output directory, and the second starts over a second later."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ranks = []
+    for rank in range(2):
+        own = {"MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(
+            subprocess.Popen(
+                command("--set", "run.steps=5000"), cwd=folder, env=environment() | place | own,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+        time.sleep(1.1)
+    deadline = time.monotonic() + 200
+    while not any(file.stat().st_size for file in folder.glob("runs/*/metrics.jsonl")):
+        assert all(rank.poll() is None for rank in ranks) and time.monotonic() < deadline
+        time.sleep(0.05)
+    yield ranks
+    for rank in ranks:
+        rank.kill()
+        rank.communicate()
+
+
+def test_a_rank_started_by_hand_says_that_it_lost_the_other(tmp_path):
+    with ranks_started_by_hand(tmp_path, PORT + 7) as ranks:
+        ranks[1].kill()
+        _, err = ranks[0].communicate(timeout=120)
+        assert ranks[0].returncode == 4, err
+        assert err.count("error: rank 0 lost contact with another rank") == 1
+        assert "--resume" in err and "Traceback" not in err
+
+
+def test_ranks_agree_on_a_directory_and_a_signal_to_any_one_stops_them_all(tmp_path):
+    """As when one node is about to be taken away."""
+    with ranks_started_by_hand(tmp_path, PORT + 8) as ranks:
+        ranks[1].send_signal(signal.SIGTERM)
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [130, 130], errors
+    (run,) = (tmp_path / "runs").iterdir()
+    last = metrics(run)[-1]["step"]
+    checkpoint = (run / "checkpoints" / "latest").resolve()
+    assert checkpoint.name == f"step_{last:06d}"
+    shards = list((checkpoint / "engine").rglob("*optim_states.pt"))
+    assert len(shards) == 2, shards
 
 
 def test_two_nodes_train_one_run_through_torchrun(whole, tmp_path):
