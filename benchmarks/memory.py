@@ -96,8 +96,9 @@ def worker(case: tuple[Any, ...]) -> None:
     import numpy as np
 
     logging.disable(logging.WARNING)
-    from grpo_replay.backends.deepspeed_engine import DeepSpeedEngine, initialize_processes
+    from grpo_replay.backends.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.backends.models import load_policy, load_tokenizer
+    from grpo_replay.backends.processes import initialize_processes
     from grpo_replay.batch import TrainRow
     from grpo_replay.rank_failures import exit_rank
     from grpo_replay.recipe import resolve_recipe
@@ -129,7 +130,7 @@ def predicted_mib(case: tuple[Any, ...]) -> float:
     from grpo_replay.dry_run_plan import plan_engine
     from grpo_replay.recipe import resolve_recipe
 
-    memory = plan_engine(resolve_recipe([recipe_of(case)]), on_cuda=False).engine
+    memory = plan_engine(resolve_recipe([recipe_of(case)]), on_cuda=False, capacity=0).engine
     return (memory.peak - memory.base) / 2**20
 
 

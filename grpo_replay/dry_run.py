@@ -14,7 +14,7 @@ from grpo_replay.dry_run_plan import (
     find_hardware,
     first_change,
     fits_in,
-    longest_sequence,
+    model_length,
     plan_engine,
     with_known_model,
 )
@@ -108,10 +108,9 @@ def _describe_hardware(hardware: Hardware) -> dict[str, Any]:
     return {
         "device": hardware.device,
         "processes": hardware.processes,
-        "memory_gib_per_process": None if hardware.capacity is None
-        else to_gib(hardware.capacity),
+        "memory_gib_per_process": to_gib(hardware.capacity),
         "assumed": hardware.assumed,
-    }  # fmt: skip
+    }
 
 
 def _describe_model(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
@@ -137,12 +136,12 @@ def _describe_memory(plan: EnginePlan, hardware: Hardware) -> dict[str, Any]:
         "phases_gib": {name: to_gib(value) for name, value in phases.items()},
         "peak_phase": peak,
         "peak_gib": to_gib(phases[peak]),
-        "capacity_gib": None if hardware.capacity is None else to_gib(hardware.capacity),
+        "capacity_gib": to_gib(hardware.capacity),
     }
 
 
 def _describe_sampler(recipe: Recipe, plan: EnginePlan) -> dict[str, Any]:
-    tokens, longest = plan.sampler.cache_tokens, longest_sequence(recipe)
+    tokens, longest = plan.sampler.cache_tokens, model_length(recipe)
     return {
         "backend": recipe.sampling.backend,
         "kv_cache_tokens": tokens,
@@ -158,7 +157,7 @@ def _note_assumptions(recipe: Recipe, hardware: Hardware, findings: Findings) ->
         f"{MEAN_COMPLETION_SHARE:.0%} of the longest on average",
         "memory is for a micro-batch full of the longest rollouts",
     ]
-    if hardware.assumed and hardware.capacity is not None:
+    if hardware.assumed:
         findings.assumptions.append(f"GPUs of {to_gib(hardware.capacity):g} GiB")
     if hardware.device == "cuda":
         findings.assumptions.append(

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 
 from grpo_replay.errors import GrpoReplayError
 from grpo_replay.recipe import Recipe
+from grpo_replay.tracking import missing_trackers
 
 _HUB_SECONDS = 3.0
 _PACKAGE = "grpo-replay"
@@ -36,6 +37,8 @@ def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
     _check_versions(findings)
     _check_devices(recipe, device, findings)
     _check_settings(recipe, device, findings)
+    _check_trackers(recipe, device, findings)
+    _check_reward(recipe, findings)
     tokenizer = _check_tokenizer(recipe, findings)
     _check_weights(recipe, findings)
     _check_prompts(recipe, tokenizer, findings)
@@ -105,9 +108,7 @@ def _check_versions(findings: Findings) -> None:
 def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
     import torch
 
-    # A recipe for GPUs that are not here will run on another machine, with packages of its own.
-    elsewhere = device == "cuda" and torch.cuda.device_count() == 0
-    missing = findings.unchecked if elsewhere else findings.problems
+    missing = _missing_packages(device, findings)
     if device == "cuda":
         found, wanted = torch.cuda.device_count(), recipe.engine.num_processes
         if found < wanted:
@@ -126,6 +127,44 @@ def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
             "model.attn_implementation flash_attention_2: flash-attn is not installed here; "
             "use sdpa"
         )
+
+
+def _missing_packages(device: str, findings: Findings) -> list[str]:
+    """Where to note a package that is not here. A recipe for GPUs that are not here will run on
+    another machine, with packages of its own."""
+    import torch
+
+    elsewhere = device == "cuda" and torch.cuda.device_count() == 0
+    return findings.unchecked if elsewhere else findings.problems
+
+
+def _check_trackers(recipe: Recipe, device: str, findings: Findings) -> None:
+    _missing_packages(device, findings).extend(missing_trackers(recipe))
+
+
+def _check_reward(recipe: Recipe, findings: Findings) -> None:
+    """A function of the user's own is loaded, where training would load it: in a worker."""
+    from grpo_replay.grading.process import VerifierProcess, WorkerGone, WorkerLate
+    from grpo_replay.rewards import BUILTIN_FUNCTIONS
+
+    function = recipe.reward.function
+    if function in BUILTIN_FUNCTIONS:
+        return
+    worker = VerifierProcess(function, recipe.reward.memory_limit_mib)
+    try:
+        worker.wait_ready()
+    except ImportError as error:
+        findings.problems.append(
+            f"reward.function {function!r} cannot be loaded: {error}; expected "
+            f"{', '.join(BUILTIN_FUNCTIONS)}, or module:function importable from the current "
+            "folder or the environment"
+        )
+    except (WorkerGone, WorkerLate):
+        findings.problems.append(
+            f"reward.function {function!r} cannot be loaded: its process ended, or took too long"
+        )
+    finally:
+        worker.reap()
 
 
 def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
@@ -233,7 +272,8 @@ def _attempt(action: Any, source: str, what: str, findings: Findings) -> Any:
         return action()
     except GrpoReplayError as error:
         if is_on_hub(source):
-            findings.unchecked.append(f"{what} of {source}: not in the local cache")
+            reason = str(error).partition("\n")[0]
+            findings.unchecked.append(f"{what} of {source}: {reason}")
         else:
             findings.problems.append(str(error))
         return None

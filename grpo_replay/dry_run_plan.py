@@ -32,12 +32,12 @@ PUBLISHED = {
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One rank's device. `capacity` in bytes, None if unknown; `assumed` if no such device is
-    here and a size was supposed."""
+    """One rank's device. `capacity` in bytes; `assumed` if no such device is here and a size was
+    supposed."""
 
     device: str
     processes: int
-    capacity: int | None
+    capacity: int
     assumed: bool
 
 
@@ -87,7 +87,7 @@ def with_known_model(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": ModelSection(**model)})
 
 
-def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int | None = None) -> EnginePlan:
+def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
     """The engine and sampler in memory, for the largest micro-batch that the budget allows.
 
     Raises ModelError if the configuration cannot be read, RecipeError if it does not take the
@@ -123,15 +123,13 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int | None = None) -> E
     return EnginePlan(shape, engine_memory(shape, forward, setting), sampler)
 
 
-def plan_sampler(
-    recipe: Recipe, shape: ModelShape, on_cuda: bool, capacity: int | None
-) -> SamplerMemory:
-    sampling, size = recipe.sampling, DTYPE_BYTES[recipe.model.dtype]
+def plan_sampler(recipe: Recipe, shape: ModelShape, on_cuda: bool, capacity: int) -> SamplerMemory:
+    sampling, vllm, size = recipe.sampling, recipe.sampling.vllm, DTYPE_BYTES[recipe.model.dtype]
     if sampling.backend == "vllm_server":
         return SamplerMemory(0, 0, None)  # on machines or GPUs of its own
-    if sampling.backend == "vllm" and on_cuda and capacity is not None:
-        vllm = sampling.vllm
-        size = size if vllm.dtype == "auto" else DTYPE_BYTES[vllm.dtype]
+    if sampling.backend == "vllm" and vllm.dtype != "auto":
+        size = DTYPE_BYTES[vllm.dtype]
+    if sampling.backend == "vllm" and on_cuda:
         return vllm_memory(
             shape, size, capacity, vllm.gpu_memory_utilization, vllm.tensor_parallel_size,
             vllm.sleep_mode,
@@ -147,20 +145,16 @@ def plan_sampler(
     )  # fmt: skip
 
 
-def fits_in(recipe: Recipe, plan: EnginePlan, capacity: int | None) -> bool | None:
-    if capacity is None:
-        return None
+def fits_in(recipe: Recipe, plan: EnginePlan, capacity: int) -> bool:
     tokens = plan.sampler.cache_tokens
-    if tokens is not None and tokens < longest_sequence(recipe):
+    if tokens is not None and tokens < model_length(recipe):
         return False  # vLLM refuses to start
     return max(plan.phases().values()) <= capacity
 
 
-def longest_sequence(recipe: Recipe) -> int:
-    """Tokens that vLLM must have room for: its model length, or prompt plus completion."""
-    completion = max(recipe.sampling.max_completion_length, recipe.eval.max_completion_length or 0)
-    derived = recipe.prompts.max_prompt_length + completion
-    return recipe.sampling.vllm.max_model_len or derived
+def model_length(recipe: Recipe) -> int:
+    """Tokens that vLLM must have room for."""
+    return recipe.sampling.vllm.max_model_len or recipe.longest_sequence
 
 
 def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
@@ -170,7 +164,7 @@ def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
         changed = resolve_recipe([recipe.model_dump(mode="json"), parse_overrides([override])])
         plan = plan_engine(changed, hardware.device == "cuda", hardware.capacity)
         peak = max(plan.phases().values())
-        fits = bool(fits_in(changed, plan, hardware.capacity))
+        fits = fits_in(changed, plan, hardware.capacity)
         answer = {"set": override, "peak_gib": to_gib(peak), "fits": fits}
         if fits:
             return answer

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_replay.dry_run_plan import DTYPE_BYTES, EnginePlan
-from grpo_replay.memory import ModelShape, rollout_bytes, to_gib
+from grpo_replay.memory import ModelShape, logged_bytes, stored_bytes, to_gib
 from grpo_replay.recipe import Recipe
 
 SURVIVING_SHARE = 0.44
@@ -73,14 +73,12 @@ def describe_storage(
         # model/ and engine/: the parameters twice, master weights and moments once
         state = 12 if size < 4 or recipe.engine.zero_stage > 0 else 8
         checkpoint = to_gib((2 * size + state) * count)
-    most = rollout_bytes(replay["stored_rollouts_most"], prompt, completion).memory
+    expected, most = replay["stored_rollouts_expected"], replay["stored_rollouts_most"]
     return {
-        "buffer_memory_gib_expected": to_gib(
-            rollout_bytes(replay["stored_rollouts_expected"], *mean).memory
-        ),
-        "buffer_memory_gib_most": to_gib(most),
-        "disk_per_step_mib_expected": _mib(rollout_bytes(generated, *mean).disk),
-        "disk_per_step_mib_most": _mib(rollout_bytes(generated, prompt, completion).disk),
+        "buffer_memory_gib_expected": to_gib(stored_bytes(expected, *mean)),
+        "buffer_memory_gib_most": to_gib(stored_bytes(most, prompt, completion)),
+        "disk_per_step_mib_expected": _mib(logged_bytes(generated, *mean)),
+        "disk_per_step_mib_most": _mib(logged_bytes(generated, prompt, completion)),
         "checkpoint_gib": checkpoint,
         "checkpoints_gib_most": None if checkpoint is None
         else round(checkpoint * (recipe.checkpoint.keep + 1), 3),

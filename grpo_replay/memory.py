@@ -227,18 +227,17 @@ def hf_memory(
     return SamplerMemory(weights + cache + logits, weights, None)
 
 
-class RolloutBytes(NamedTuple):
-    """Host memory and disk of stored rollouts. Ids are int32, log-probs float32 (behaviour and
-    sampler), text about four bytes a token, and 2 KiB of Python objects."""
+def stored_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
+    """Host memory of rollouts in the buffer, by their mean lengths: ids in int32, behaviour and
+    sampler log-probs in float32, and 1,000 bytes of Python objects each (measured). Their text is
+    not stored."""
+    return rollouts * (4 * prompt_tokens + (4 + 4 + 4) * completion_tokens + 1000)
 
-    memory: int
-    disk: int
 
-
-def rollout_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> RolloutBytes:
-    """`disk` is before compression, which gains little on log-probs."""
-    arrays = 4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens
-    return RolloutBytes(int(rollouts * (arrays + 2048)), int(rollouts * (arrays + 256)))
+def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
+    """Rollouts in a step's file, before compression, which gains little on log-probs: the same
+    arrays, text of about four bytes a token, and 256 bytes of scalars each."""
+    return rollouts * (4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens + 256)
 
 
 def to_gib(size: float) -> float:

@@ -3,7 +3,6 @@
 A source only reads; what a row must hold is decided by who asks for its columns.
 """
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_replay.errors import DatasetError
+from grpo_replay.messages import did_you_mean, first_line
 
 JSONL_SUFFIXES = (".jsonl", ".json")
 PARQUET_SUFFIXES = (".parquet",)
@@ -119,7 +119,7 @@ def read_hub_rows(
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise DatasetError(
             f"dataset {source!r} (config {config_name}, split {split!r}) is neither in the local "
-            f"cache nor could it be fetched from the hub: {_first_line(error)}. Where there is a "
+            f"cache nor could it be fetched from the hub: {first_line(error)}. Where there is a "
             f"network, run `hf download --repo-type dataset {source} --local-dir DIR` and set "
             "prompts.source to the .parquet or .jsonl file in DIR"
         ) from error
@@ -132,7 +132,7 @@ def _parquet_table(path: Path, limit: int | None) -> pa.Table:
     try:
         table = pq.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{path}: not a readable Parquet file: {_first_line(error)}") from error
+        raise DatasetError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
     return table if limit is None else table.slice(0, limit)
 
 
@@ -170,11 +170,4 @@ def _numbered_lines(path: Path, source: str) -> Iterator[tuple[int, str]]:
 
 
 def _among(field: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(field, list(known), n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"{hint}; there are: {', '.join(known)}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return f"{did_you_mean(field, known)}; there are: {', '.join(known)}"

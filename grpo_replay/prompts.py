@@ -149,9 +149,16 @@ def answer_text(value: Any) -> str:
 
 def _problem_text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"found {value!r} ({type(value).__name__}), expected text")
+        raise ValueError(
+            f"found {value!r} ({type(value).__name__}), expected text (or, as an answer or id, a "
+            "whole number): put it in quotes"
+        )
     if not value.strip():
         raise ValueError("is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"found {value!r}, expected valid Unicode: {error.reason}") from None
     return value
 
 
@@ -204,22 +211,13 @@ def _rendered(
 ) -> Iterator[tuple[str, np.ndarray]]:
     chat = section.template == "chat"
     for start in range(0, len(problems), BATCH_PROMPTS):
-        users = [_filled(section.user_template, p) for p in problems[start : start + BATCH_PROMPTS]]
+        batch = problems[start : start + BATCH_PROMPTS]
+        users = [section.user_template.format(problem=problem) for problem in batch]
         texts = _chat_texts(section, tokenizer, users) if chat else users
         # A chat template writes its own special tokens; plain text gets the tokenizer's.
         encoded = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
         for text, ids in zip(texts, encoded["input_ids"], strict=True):
             yield text, np.array(ids, dtype=np.int32)
-
-
-def _filled(template: str, problem: str) -> str:
-    try:
-        return template.format(problem=problem)
-    except (KeyError, IndexError, ValueError) as error:
-        raise RecipeError(
-            f"prompts.user_template {template!r}: {error!r}; the only placeholder is {{problem}}, "
-            "and other braces are written twice: {{ and }}"
-        ) from None
 
 
 def _chat_texts(

@@ -99,11 +99,19 @@ class RewardScorer:
             arrived = [graded.answer for _, graded in self._submitted if graded.answer]
         return Counter(answer["status"] for answer in arrived)
 
+    def wait(self, seconds: float) -> bool:
+        """Whether everything submitted is graded, or grading failed, within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(self._is_settled, timeout=seconds)
+
+    def _is_settled(self) -> bool:
+        return self._failure is not None or self._under_way == 0
+
     def results(self) -> dict[Hashable, Verdict]:
         """Verdicts of everything submitted since the last call, in submission order. Waits for
         the last one. Raises RecipeError if the function cannot be loaded."""
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or self._under_way == 0)
+            self._changed.wait_for(self._is_settled)
             if self._failure is not None:
                 raise self._failure
             submitted, self._submitted = self._submitted, []

@@ -74,8 +74,6 @@ at query unit)."""
 
 ROLLOUT_FILE_SCHEMA = pa.schema([*ROLLOUT_SCHEMA, *OUTCOME_SCHEMA])
 
-_FLOAT32_FIELDS = ("reward", "advantage", "group_reward_mean", "group_reward_std")
-
 
 def rollouts_to_table(rollouts: Sequence[Rollout]) -> pa.Table:
     """The rollouts in ROLLOUT_SCHEMA, in order. Nothing is lost: raises ValueError for a reward,
@@ -177,10 +175,11 @@ def _check_exact(name: str, values: list[float | None]) -> None:
     defined = np.array([value for value in values if value is not None], dtype=np.float64)
     with np.errstate(over="ignore"):
         exact = defined.astype(np.float32).astype(np.float64) == defined
-    if not exact.all():
+    storable = exact & np.isfinite(defined)
+    if not storable.all():
         raise ValueError(
-            f"{name} {defined[~exact][0]!r} is not exact in float32, in which it is stored: "
-            "round it when the rollout is made"
+            f"{name} {defined[~storable][0]!r} is not finite, or not exact in float32, in which it "
+            "is stored: round it when the rollout is made"
         )
 
 

@@ -1,10 +1,11 @@
 """Trackers: TensorBoard, Weights & Biases and trackio behind one interface."""
 
+import importlib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_replay.errors import UsageError
 from grpo_replay.recipe import Recipe
 
 
@@ -52,19 +53,22 @@ class HostedTracker:
         self._module.finish()
 
 
+def missing_trackers(recipe: Recipe) -> list[str]:
+    """One sentence for each tracker that the recipe names and that is not installed."""
+    return [
+        f"tracking.report_to names {name!r}, which is not installed: "
+        f"pip install 'grpo-replay[{name}]', or take it out"
+        for name in recipe.tracking.report_to
+        if name != "tensorboard" and importlib.util.find_spec(name) is None
+    ]
+
+
 def open_trackers(recipe: Recipe, run_dir: Path, first_step: int) -> list[Tracker]:
-    """The trackers that the recipe names. Raises UsageError if one is not installed."""
+    """The trackers that the recipe names, all of which must be installed."""
     trackers: list[Tracker] = []
     for name in recipe.tracking.report_to:
         if name == "tensorboard":
             trackers.append(TensorBoardTracker(run_dir / "tensorboard", first_step))
             continue
-        try:
-            module = __import__(name)
-        except ImportError as error:
-            raise UsageError(
-                f"tracking.report_to names {name!r}, which is not installed: "
-                f"pip install 'grpo-replay[{name}]', or take it out"
-            ) from error
-        trackers.append(HostedTracker(module, recipe, run_dir.name))
+        trackers.append(HostedTracker(importlib.import_module(name), recipe, run_dir.name))
     return trackers

@@ -10,8 +10,9 @@ import pytest
 
 from grpo_replay.dry_run import dry_run
 from grpo_replay.dry_run_checks import hub_is_reachable
-from grpo_replay.dry_run_plan import candidate_changes
+from grpo_replay.dry_run_plan import candidate_changes, plan_sampler
 from grpo_replay.errors import RecipeError
+from grpo_replay.memory import GIB, ModelShape, SamplerMemory, stored_bytes
 from grpo_replay.recipe import load_recipe
 
 
@@ -52,8 +53,24 @@ def test_what_a_step_of_paper_a_takes():
     assert replay["first_replay_step"] == 21 and replay["horizon_steps"] == 10
     assert replay["stored_rollouts_expected"] == 1126 and not replay["capacity_binds"]
     assert replay["stored_rollouts_most"] == 2560
-    # ids, two log-probs and text of 8,192 tokens, prompts of 1,024 ids, objects
-    most = 2560 * (16 * 8192 + 4 * 1024 + 2048) / 2**30
+    # ids and two log-probs of 8,192 tokens, prompts of 1,024 ids, objects; no text
+    most = 2560 * (12 * 8192 + 4 * 1024 + 1000) / 2**30
+    assert report["storage"]["buffer_memory_gib_most"] == pytest.approx(most, abs=1e-3)
+
+
+def test_the_buffer_takes_what_plan_says_it_takes(capsys):
+    from grpo_replay.commands.plan import run
+
+    # The same rollouts in both: all survive, none is shorter than the longest.
+    lengths = ("prompts.max_prompt_length=1024", "sampling.max_completion_length=8192")
+    report = report_of("qwen3-1.7b", *lengths, gpu=80)
+    run(recipe="qwen3-1.7b", overrides=lengths, mu=5.0, survival=1.0, as_json=True)
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["current"]["stored_rollouts"] == report["replay"]["stored_rollouts_most"]
+    assumed = plan["assumptions"]
+    said = stored_bytes(2560, assumed["prompt_tokens"], assumed["completion_tokens"])
+    assert plan["current"]["memory_bytes"] == pytest.approx(said, rel=1e-6)
+    most = stored_bytes(2560, 1024, 8192) / 2**30
     assert report["storage"]["buffer_memory_gib_most"] == pytest.approx(most, abs=1e-3)
 
 
@@ -209,6 +226,68 @@ def test_zero_3_options_and_batches_that_cannot_be_are_refused_by_the_recipe():
         load_recipe("qwen3-4b", ["engine.offload_parameters=true", "engine.zero_stage=2"])
     with pytest.raises(RecipeError, match="less than one longest rollout, 9216 tokens"):
         load_recipe("qwen3-4b", ["batch.max_tokens_per_microbatch=9000"])
+
+
+@pytest.mark.parametrize("function, reason", [
+    ("no_such_module_here:score", "No module named 'no_such_module_here'"),
+    ("my_rewards:no_such_score", "has no attribute 'no_such_score'"),
+    ("minervaa", "No module named 'minervaa'"),
+])  # fmt: skip
+def test_a_reward_function_that_cannot_be_found_is_a_problem(
+    tmp_path, monkeypatch, function, reason
+):
+    (tmp_path / "my_rewards.py").write_text("def score(completion, answer, row):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    (problem,) = report_of("tiny", f"reward.function={function}")["problems"]
+    assert f"reward.function '{function}' cannot be loaded" in problem and reason in problem
+    assert report_of("tiny", "reward.function=my_rewards:score")["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_a_problem(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    (problem,) = report_of("tiny", f"tracking.report_to=[tensorboard, {name}]")["problems"]
+    assert f"tracking.report_to names '{name}'" in problem and f"'grpo-replay[{name}]'" in problem
+    assert report_of("tiny", "tracking.report_to=[tensorboard]")["problems"] == []
+
+
+def test_the_dtype_of_the_sampler_decides_what_it_holds_on_a_cpu_too(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    shape = ModelShape(
+        parameters=2**30, parameters_in_files=2**30, largest_parameter=1, tied_head=True, layers=1,
+        hidden=8, vocabulary=50, kv_elements_per_token=64, attention_width=8, max_positions=128,
+    )  # fmt: skip
+
+    def sampler(dtype: str) -> SamplerMemory:
+        recipe = load_recipe("tiny", ["sampling.backend=vllm", f"sampling.vllm.dtype={dtype}"])
+        return plan_sampler(recipe, shape, on_cuda=False, capacity=GIB)
+
+    assert sampler("auto").awake == sampler("float32").awake == 4 * GIB + GIB  # 1 GiB of cache
+    assert sampler("bfloat16").awake == 2 * GIB + GIB
+    assert sampler("bfloat16").cache_tokens == 2 * sampler("auto").cache_tokens
+
+
+def test_a_hub_tokenizer_that_cannot_be_used_says_why(tmp_path):
+    """A tokenizer without EOS, cached as the hub's client does."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "hub/models--somebody--digits/snapshots" / commit
+    snapshot.mkdir(parents=True)
+    words = Tokenizer(models.WordLevel({"1": 0, "2": 1}, unk_token="1"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(snapshot)
+    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
+    refs = tmp_path / "hub/models--somebody--digits/refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    done = run_cli(
+        "tiny", "--dry-run", "--json", "--set", "model.tokenizer=somebody/digits",
+        HF_HOME=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)["unchecked"]
+    assert any("somebody/digits" in line and "no EOS token" in line for line in said)
 
 
 def test_the_hub_switch_is_respected():

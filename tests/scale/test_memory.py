@@ -25,7 +25,8 @@ from grpo_replay.memory import (
     ModelShape,
     engine_memory,
     hf_memory,
-    rollout_bytes,
+    logged_bytes,
+    stored_bytes,
     vllm_memory,
 )
 from grpo_replay.recipe import load_recipe
@@ -112,9 +113,12 @@ def test_the_hf_sampler_holds_a_second_copy_and_a_cache_of_all_rows():
     assert memory.awake == 4000 + 4 * 64 * 3 * 30 + 2 * 4 * 3 * 50
 
 
-def test_a_stored_rollout_costs_its_arrays_its_text_and_its_objects():
-    memory, disk = rollout_bytes(2, prompt_tokens=100, completion_tokens=1000)
-    assert memory == 2 * (400 + 16_000 + 2048) and disk == 2 * (400 + 16_000 + 256)
+def test_a_stored_rollout_costs_its_arrays_and_its_objects_but_no_text():
+    assert stored_bytes(2, prompt_tokens=100, completion_tokens=1000) == 2 * (400 + 12_000 + 1000)
+
+
+def test_a_logged_rollout_costs_its_arrays_its_text_and_its_scalars():
+    assert logged_bytes(2, prompt_tokens=100, completion_tokens=1000) == 2 * (400 + 16_000 + 256)
 
 
 QWEN = ["model.path=builtin:qwen3-0.6b", "model.random_init=true", "model.dtype=bfloat16"]
