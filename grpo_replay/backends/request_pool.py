@@ -1,7 +1,8 @@
 """Requests spread over several servers: bounded in flight, retried elsewhere, never lost silently.
 
-Every server has as many threads as it may have requests outstanding; they take requests from one
-queue, so a faster server serves more of them.
+Every server has as many threads as it may have requests outstanding. Each begins with a request of
+its own, dealt in turns, so that every server has its share however the threads are scheduled; then
+they take requests from one queue, so a faster server serves more of them.
 """
 
 import logging
@@ -106,13 +107,10 @@ class _Work:
         self._cancelled = False
         self._results: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
         self._probing = {server.url: threading.Lock() for server in pool.servers}
-        live = pool.live()
-        # A fair share at first, in turns: the threads of one server would take everything at once.
-        share = -(-len(requests) // len(live))
+        seats = pool.live() * pool.settings.in_flight_per_server
+        dealt = [(server, self._pending.popleft()) for server in seats[: len(requests)]]
         self._threads = [
-            threading.Thread(target=self._serve, args=(server,), daemon=True)
-            for _ in range(min(share, pool.settings.in_flight_per_server))
-            for server in live
+            threading.Thread(target=self._serve, args=each, daemon=True) for each in dealt
         ]
         for thread in self._threads:
             thread.start()
@@ -135,10 +133,12 @@ class _Work:
         for thread in self._threads:
             thread.join(HEALTH_SECONDS)
 
-    def _serve(self, server: VllmServer) -> None:
+    def _serve(self, server: VllmServer, first: _Job) -> None:
+        job: _Job | None = first
         try:
-            while (job := self._take(server)) is not None:
+            while job is not None:
                 self._work_on(job, server)
+                job = self._take(server)
         except Exception as error:  # would end this thread alone, and leave the caller waiting
             self._finish(error)
         finally:

@@ -51,6 +51,26 @@ def test_every_request_gets_its_completion_and_servers_share_them(fakes):
     assert all(2 <= server.most_in_flight <= 4 for server in servers)
 
 
+def test_every_server_begins_with_its_share_however_threads_are_scheduled(fakes, monkeypatch):
+    """A thread that is done at once must not take what was the other server's to begin with."""
+    servers = fakes(2)
+    pool = make_pool(servers)
+    asked = []
+    complete = VllmServer.complete
+
+    def instantly(server, *arguments):
+        asked.append(server.url)
+        return answers[server.url]
+
+    request = make_requests(count=1)[0]
+    answers = {server.url: complete(server, request, STOP, 5.0) for server in pool.servers}
+    monkeypatch.setattr(VllmServer, "complete", instantly)
+    for count, shares in ((8, (4, 4)), (7, (4, 3)), (1, (1, 0))):
+        asked.clear()
+        assert len(list(pool.run(make_requests(count=count), STOP, 0))) == count
+        assert tuple(asked.count(server.url) for server in servers) == shares
+
+
 def test_a_failed_request_is_tried_on_the_other_server(fakes):
     servers = fakes(2)
     servers[0].statuses = [500] * 100
