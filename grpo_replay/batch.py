@@ -20,7 +20,7 @@ class TrainRow:
 
     `coefficient` multiplies the rollout's surrogate (the frozen advantage, or AsymRE's
     `r - (V + δV)`); `token_weight` is the share of each of its tokens in the mini-batch's loss.
-    Both are 0 for a row that only needs log-probs.
+    Both are 0 for a row that only needs log-probs. `rollout_id` is for messages; -1 if unknown.
     """
 
     prompt_token_ids: np.ndarray  # int32 [P]
@@ -29,6 +29,7 @@ class TrainRow:
     reference_logprobs: np.ndarray  # float32 [T]
     coefficient: float = 0.0
     token_weight: float = 0.0
+    rollout_id: int = -1
 
     @property
     def length_tokens(self) -> int:
@@ -129,6 +130,7 @@ def train_rows(
                 reference_T,
                 loss_coefficient(rollout, settings),
                 float(weights_N[index]),
+                rollout.rollout_id,
             )
         )
     return rows

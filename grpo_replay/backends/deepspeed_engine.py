@@ -123,7 +123,7 @@ class DeepSpeedEngine:
             tables.append(self._backward(microbatch))
         gathered = self._comm.gather(pack_statistics(microbatches, tables))
         table = None if gathered is None else unpack_statistics(gathered, len(rows or ()))
-        self._refuse_non_finite(table)
+        self._refuse_non_finite(table, rows or ())
         unsharded_norm = self._unsharded_grad_norm()
         self._engine.step()
         self._gather_needs_forward = False
@@ -161,15 +161,15 @@ class DeepSpeedEngine:
             table = row_statistics(result, weighted_C, entropies_C, reference_kl_C, row_of_C, rows)
         return table.cpu().numpy()
 
-    def _refuse_non_finite(self, table: np.ndarray | None) -> None:
+    def _refuse_non_finite(self, table: np.ndarray | None, rows: Sequence[TrainRow]) -> None:
         bad = []
         if table is not None:
-            bad = [int(row) for row in np.flatnonzero(~np.isfinite(table[:, 0]))]
+            bad = [rows[row].rollout_id for row in np.flatnonzero(~np.isfinite(table[:, 0]))]
         bad = self._comm.broadcast_json(bad)
         if bad:
             raise NonFiniteError(
-                f"the loss of {len(bad)} rollouts is not finite (first: row {bad[0]} of the "
-                "mini-batch): training stopped before the update; resume from the last "
+                f"the loss of {len(bad)} of the mini-batch's rollouts is not finite (rollout_id "
+                f"{bad[0]} first): training stopped before the update; resume from the last "
                 "checkpoint with a smaller optimizer.learning_rate, or model.dtype float32"
             )
 

@@ -157,17 +157,21 @@ def test_micro_batches_survive_the_wire_bit_for_bit():
     assert _from_bytes(_to_bytes([])) == []
 
 
-def make_rollout(tokens: int, advantage: float | None, reward: float, mean: float) -> Rollout:
+def make_rollout(
+    tokens: int, advantage: float | None, reward: float, mean: float, rollout_id: int = 0
+) -> Rollout:
     logprobs = np.linspace(-1, -2, tokens).astype(np.float32)
     return Rollout(
-        0, 0, "p", 0, 1, 0, 0, np.array([1, 2], np.int32), np.arange(tokens, dtype=np.int32), "",
-        logprobs, logprobs, reward, advantage, mean, 1.0, 1, "stop", "correct", True,
+        rollout_id, 0, "p", 0, 1, 0, 0, np.array([1, 2], np.int32),
+        np.arange(tokens, dtype=np.int32), "", logprobs, logprobs, reward, advantage, mean,
+        1.0, 1, "stop", "correct", True,
     )  # fmt: skip
 
 
 def test_train_rows_carry_frozen_advantages_and_the_mini_batch_denominator():
-    rollouts = [make_rollout(3, 1.5, 1.0, 0.2), make_rollout(5, -0.5, -1.0, 0.2)]
+    rollouts = [make_rollout(3, 1.5, 1.0, 0.2, 7), make_rollout(5, -0.5, -1.0, 0.2, 3)]
     rows = train_rows(rollouts, None, LossSection(), 20)
+    assert [row.rollout_id for row in rows] == [7, 3]
     assert [row.coefficient for row in rows] == [1.5, -0.5]
     assert [row.token_weight for row in rows] == [1 / 8, 1 / 8]
     assert rows[0].behavior_logprobs is rollouts[0].behavior_logprobs

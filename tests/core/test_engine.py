@@ -282,11 +282,11 @@ def test_a_non_finite_loss_stops_before_the_step(processes, stage, dtype):
     rows = make_rows(5)
     poisoned = rows[3].behavior_logprobs.copy()
     poisoned[0] = np.nan
-    rows[3] = replace(rows[3], behavior_logprobs=poisoned)
+    rows[3] = replace(rows[3], behavior_logprobs=poisoned, rollout_id=72)
     sections = {"engine": {"zero_stage": stage}, "model": {"dtype": dtype}}
     with open_engine(processes, **sections) as engine:
         before = parameters(engine)
-        with pytest.raises(NonFiniteError, match="row 3 of the"):
+        with pytest.raises(NonFiniteError, match="rollout_id 72 first"):
             engine.update(rows)
         assert torch.equal(parameters(engine), before)
 

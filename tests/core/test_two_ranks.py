@@ -61,7 +61,8 @@ def test_two_ranks_update_as_one_rank_does(output, processes, name):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_non_finite_loss_stops_every_rank_before_the_step(output, stage, rank):
     seen = json.loads((output / f"rank{rank}.json").read_text())["non_finite"][stage]
-    assert "the loss of 1 rollouts is not finite (first: row 2" in seen["raised"]
+    expected = "the loss of 1 of the mini-batch's rollouts is not finite (rollout_id 71 first)"
+    assert expected in seen["raised"]
     assert seen["unchanged"]
 
 

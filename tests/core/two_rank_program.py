@@ -68,7 +68,7 @@ def non_finite(processes, stage: int) -> dict:
     rows = make_rows(5)
     poisoned = rows[2].behavior_logprobs.copy()
     poisoned[-1] = np.nan
-    rows[2] = replace(rows[2], behavior_logprobs=poisoned)
+    rows[2] = replace(rows[2], behavior_logprobs=poisoned, rollout_id=71)
     with open_engine(processes, engine={"zero_stage": stage}) as engine:
         before = parameters(engine)
         try:
