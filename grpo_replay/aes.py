@@ -8,7 +8,7 @@ use other constants, so they are always shown. One call has one reference.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,7 +33,8 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class AesScore:
     """ΔL, ΔAcc and AES of a candidate; intervals are 95 % bootstrap intervals over problems, None
-    without per-sample data or where a resampled reference has accuracy 0."""
+    without per-sample data, those of ΔAcc and AES also where a resampled reference has accuracy 0.
+    """
 
     name: str
     accuracy: float
@@ -135,13 +136,12 @@ def _score_report(
     if reference[1].samples is None or candidate[1].samples is None:
         return plain
     means = resampled_means(reference[1], candidate[1])
-    if not means.accuracy_a_B.all():
-        return plain
     length_B = (means.tokens_a_B - means.tokens_b_B) / means.tokens_a_B
+    of_length = replace(plain, delta_length_interval=interval(length_B))
+    if not means.accuracy_a_B.all():
+        return of_length
     accuracy_B = (means.accuracy_b_B - means.accuracy_a_B) / means.accuracy_a_B
     aes_B = length_B + np.where(accuracy_B >= 0, gain, loss) * accuracy_B
-    return AesScore(
-        *(plain.name, plain.accuracy, plain.tokens),
-        *(plain.delta_length, plain.delta_accuracy, plain.aes),
-        *(interval(length_B), interval(accuracy_B), interval(aes_B)),
+    return replace(
+        of_length, delta_accuracy_interval=interval(accuracy_B), aes_interval=interval(aes_B)
     )

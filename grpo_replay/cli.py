@@ -132,6 +132,15 @@ def evaluate(
     from grpo_replay.errors import UsageError
 
     if compare is not None:
+        others = {
+            "--ckpt": ckpt, "--recipe": recipe, "--benchmark": benchmarks, "--k": k,
+            "--output": output, "--backend": backend, "--data-folder": data_folder,
+            "--greedy": greedy, "--num-processes": num_processes, "--set": overrides,
+        }  # fmt: skip
+        if given := [name for name, value in others.items() if value not in (None, [])]:
+            raise UsageError(
+                f"--compare reads two reports as they are: {', '.join(given)} would change nothing"
+            )
         command.run_comparison(*compare, as_json=as_json)
         return
     if ckpt is None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from grpo_replay.errors import OutputDirectoryError
+
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
@@ -22,6 +24,18 @@ def written_whole(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise
     _flush(path.parent)
+
+
+@contextmanager
+def named_if_unwritable(path: Path) -> Iterator[None]:
+    """An OSError becomes an OutputDirectoryError that says what could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputDirectoryError(
+            f"{path} cannot be written ({error.strerror or error}): free space there, make its "
+            "folder writable, or name another place"
+        ) from error
 
 
 def write_text_whole(path: Path, text: str) -> None:

@@ -4,9 +4,10 @@
     report = evaluate(sampler, tokenizer, plan, comm, scorer)
     report.write(Path("eval.json"))                     # and eval.parquet, one row per sample
 
-All benchmarks, sampled and greedy, go to the sampler in one call; every rank samples and grades the
-problems whose number is its rank modulo the ranks; rank 0 gathers and summarises. What a completion
-is depends on its problem, its sample number and the model alone, and so does the report.
+All benchmarks, sampled and greedy, go to the sampler in one call; every rank samples (or recalls)
+and grades the problems whose number is its rank modulo the ranks; rank 0 gathers and summarises.
+What a completion is depends on its problem, its sample number and the model alone, and so does the
+report.
 """
 
 import platform
@@ -15,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,10 @@ from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.results import Results
 from grpo_replay.evaluation.samples import SAMPLE_SCHEMA, merge, to_bytes
 from grpo_replay.evaluation.summarise import summarise
-from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards import RewardScorer
 from grpo_replay.sampler import Sampler
 from grpo_replay.types import Verdict
+from grpo_replay.versions import VLLM_PACKAGES, installed_versions
 
 __all__ = ["EvaluationPlan", "Progress", "evaluate", "plan_evaluation"]
 
@@ -71,37 +71,39 @@ def evaluate(
     tokenizer: Any,
     plan: EvaluationPlan,
     comm: Comm,
-    scorer: RewardScorer | None = None,
+    scorer: RewardScorer,
     *,
     model: Mapping[str, Any] | None = None,
     generations_folder: Path | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-) -> EvaluationReport:
-    """The report of the sampler's model, on every rank; per-sample rows on rank 0 alone.
+) -> EvaluationReport | None:
+    """The report of the sampler's model on rank 0, None elsewhere.
 
-    `scorer` must grade with `plan.settings.reward` and have nothing under way; without one, one
-    is opened. `model` goes into the report. With `generations_folder`, which belongs to this
-    model, completions are kept there and found there. Collective: all ranks call it.
+    `scorer` must grade with `plan.settings.reward` and have nothing under way. `model` goes into
+    the report. With `generations_folder`, which belongs to this model, completions are kept there
+    and found there. Collective: all ranks call it.
     """
-    with ExitStack() as stack:
-        if scorer is None:
-            section = RewardSection(function=plan.settings.reward)
-            scorer = stack.enter_context(RewardScorer.open(section))
-        work = _Work(plan, tokenizer, scorer, on_progress)
-        missing = _recall(work, comm, generations_folder)
-        mine = [i for i in missing if _rank_of(plan.samples[i], comm) == comm.rank]
-        _generate(work, sampler, mine, generations_folder, f"rank{comm.rank:04d}")
-        table, unparsable = work.finish()
+    mine = [i for i, each in enumerate(plan.samples) if _rank_of(each, comm) == comm.rank]
+    work = _Work(plan, tokenizer, scorer, len(mine), on_progress)
+    missing = _recall(work, mine, generations_folder) if generations_folder else mine
+    _generate(work, sampler, missing, generations_folder)
+    table, unparsable = work.finish()
     payloads = comm.gather(to_bytes(table))
     unparsable_by_rank = comm.all_gather_json(sorted(unparsable))
-    report = None
-    if comm.is_main:
-        assert payloads is not None
-        samples = merge(payloads, [benchmark.name for benchmark in plan.benchmarks])
-        bad_answers = {answer for answers in unparsable_by_rank for answer in answers}
-        report = _report(plan, samples, bad_answers, dict(model or {}))
-    document = comm.broadcast_json(report.to_json() if report else None)
-    return report if report else EvaluationReport.from_json(document)
+    if payloads is None:
+        return None
+    samples = merge(payloads, [benchmark.name for benchmark in plan.benchmarks])
+    bad_answers = {answer for answers in unparsable_by_rank for answer in answers}
+    return _report(plan, samples, bad_answers, dict(model or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A completion that is being graded: what its row needs. Token ids would be most of memory."""
+
+    text: str
+    tokens: int
+    finish_reason: str
 
 
 class _Work:
@@ -112,22 +114,21 @@ class _Work:
         plan: EvaluationPlan,
         tokenizer: Any,
         scorer: RewardScorer,
+        total: int,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self.plan = plan
-        self.total = 0
+        self._total = total
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._on_progress = on_progress
-        self._texts: dict[int, str] = {}
-        self._generations: dict[int, Generation] = {}
+        self._taken: dict[int, _Taken] = {}
         self._last_told = 0.0
 
     def take(self, index: int, generation: Generation) -> None:
         """Have the completion of `plan.samples[index]` graded."""
         text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
-        self._texts[index] = text
-        self._generations[index] = generation
+        self._taken[index] = _Taken(text, len(generation.token_ids), generation.finish_reason)
         self._scorer.submit(index, text, self.plan.samples[index].problem.answer)
         self._tell()
 
@@ -141,7 +142,7 @@ class _Work:
         return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA), self._scorer.unparsable_answers
 
     def _row(self, index: int, verdict: Verdict) -> dict[str, Any]:
-        planned, generation = self.plan.samples[index], self._generations[index]
+        planned, taken = self.plan.samples[index], self._taken[index]
         return {
             "benchmark": planned.benchmark,
             "problem_index": planned.problem_index,
@@ -151,9 +152,9 @@ class _Work:
             "seed": planned.request.seed,
             "answer": planned.problem.answer,
             # Arrow strings are UTF-8: half a surrogate pair from a byte-level decoder is not.
-            "completion_text": self._texts[index].encode("utf-8", "replace").decode("utf-8"),
-            "tokens": len(generation.token_ids),
-            "finish_reason": generation.finish_reason,
+            "completion_text": taken.text.encode("utf-8", "replace").decode("utf-8"),
+            "tokens": taken.tokens,
+            "finish_reason": taken.finish_reason,
             "verdict": verdict.status,
             "correct": verdict.status == "correct",
         }
@@ -164,39 +165,25 @@ class _Work:
         now = time.monotonic()
         if last or now - self._last_told > PROGRESS_SECONDS:
             self._last_told = now
-            self._on_progress(Progress(self.total, self._scorer.statuses()))
+            self._on_progress(Progress(self._total, self._scorer.statuses()))
 
 
-def _recall(work: _Work, comm: Comm, folder: Path | None) -> list[int]:
-    """Numbers of the planned samples that no earlier evaluation left in `folder`, on every rank;
-    rank 0 takes the others."""
-    remembered: dict[str, Generation] = {}
-    digests: list[str] = []
-    if comm.is_main and folder is not None:
-        digests = [request_digest(planned.request) for planned in work.plan.samples]
-        remembered = read_generations(folder, digests)
-    missing = [
-        index
-        for index in range(len(work.plan.samples))
-        if not digests or digests[index] not in remembered
-    ]
-    missing = comm.broadcast_json(missing)
-    mine = sum(_rank_of(work.plan.samples[i], comm) == comm.rank for i in missing)
-    work.total = mine + (len(work.plan.samples) - len(missing) if comm.is_main else 0)
-    if remembered:
-        for index, digest in enumerate(digests):
-            if digest in remembered:
-                work.take(index, remembered[digest])
-    return missing
+def _recall(work: _Work, mine: Sequence[int], folder: Path) -> list[int]:
+    """Takes what an earlier evaluation left in `folder` of the planned samples `mine`; returns the
+    others."""
+    digests = {index: request_digest(work.plan.samples[index].request) for index in mine}
+    remembered = read_generations(folder, digests.values())
+    for index, digest in digests.items():
+        if digest in remembered:
+            work.take(index, remembered[digest])
+    return [index for index, digest in digests.items() if digest not in remembered]
 
 
-def _generate(
-    work: _Work, sampler: Sampler, mine: Sequence[int], folder: Path | None, name: str
-) -> None:
-    by_key = {work.plan.samples[index].request.key: index for index in mine}
-    requests = [work.plan.samples[index].request for index in mine]
+def _generate(work: _Work, sampler: Sampler, missing: Sequence[int], folder: Path | None) -> None:
+    by_key = {work.plan.samples[index].request.key: index for index in missing}
+    requests = [work.plan.samples[index].request for index in missing]
     with ExitStack() as stack:
-        writer = stack.enter_context(GenerationWriter(folder, name)) if folder else None
+        writer = stack.enter_context(GenerationWriter(folder)) if folder else None
         for completion in sampler.generate(requests):
             index = by_key[completion.key]
             generation = Generation(completion.token_ids, completion.finish_reason)
@@ -231,11 +218,6 @@ def _report(
 def _versions(plan: EvaluationPlan) -> dict[str, str]:
     packages = [*VERSIONED_PACKAGES]
     if plan.document["backend"] != "hf":
-        packages.append("vllm")
-    found = {"grpo-replay": __version__, "python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # such as vllm where only a remote server has it
-            continue
-    return found
+        packages += VLLM_PACKAGES  # neither, perhaps, where only a remote server has it
+    own = {"grpo-replay": __version__, "python": platform.python_version()}
+    return own | installed_versions(packages)

@@ -4,7 +4,7 @@ import logging
 import platform
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from grpo_replay.disk import write_json_whole, write_text_whole
 from grpo_replay.distributed import Comm
 from grpo_replay.errors import CheckpointError
 from grpo_replay.evaluate import EvaluationPlan, evaluate, plan_evaluation
+from grpo_replay.evaluation.comparison import are_comparable
 from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.interruption import Interruption
@@ -274,22 +275,29 @@ class Session:
         if self.comm.is_main:
             self.observer.on_status(f"evaluating step {step}")
         parts = self.trainer.parts
-        grades_alike = self.recipe.reward.function == self.recipe.eval.reward
-        report = evaluate(
-            parts.sampler,
-            parts.tokenizer,
-            self.evaluation,
-            self.comm,
-            parts.scorer if grades_alike else None,
-            model={"run": self.run_dir.path.name, "step": step},
-        )
+        with self._evaluation_scorer() as scorer:
+            report = evaluate(
+                parts.sampler,
+                parts.tokenizer,
+                self.evaluation,
+                self.comm,
+                scorer,
+                model={"run": self.run_dir.path.name, "step": step},
+            )
         parts.sampler.sleep()
-        if not self.comm.is_main:
+        if report is None:
             return None
         report.write(path)
         plot_curve(path.parent)
         self.observer.on_evaluation(step, report)
         return report
+
+    def _evaluation_scorer(self) -> AbstractContextManager[RewardScorer]:
+        """The run's own scorer if it grades as evaluations do, else one with its limits."""
+        reward, function = self.recipe.reward, self.recipe.eval.reward
+        if reward.function == function:
+            return nullcontext(self.trainer.parts.scorer)
+        return RewardScorer.open(reward.model_copy(update={"function": function}))
 
     def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:
         if report is not None:
@@ -324,10 +332,13 @@ class Session:
         comm.barrier()
 
     def _base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
-        """The evaluations of the base model and of the current step, where there are any."""
+        """The evaluations of the base model and of the current step, where there are any; not the
+        base's if the recipe was changed since, and the two are of other problems or settings."""
         folder = self.run_dir.path / "eval"
         paths = [folder / f"step_{step:06d}.json" for step in (0, self.trainer.state.step)]
         first, last = (
             read_report(path, with_samples=False) if path.exists() else None for path in paths
         )
+        if first and last and not are_comparable(first, last):
+            return None, last
         return first, last

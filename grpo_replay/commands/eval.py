@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,15 +12,24 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
+from grpo_replay.errors import OutputDirectoryError, UsageError
+from grpo_replay.evaluation.benchmarks import find_benchmarks
+from grpo_replay.evaluation.cache import sampled_dtype
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.model_source import ModelSource, find_model
+from grpo_replay.evaluation.output import (
+    check_output,
+    generations_parent,
+    page_path,
+    write_output,
+)
 from grpo_replay.evaluation.report import EvaluationReport, read_report, samples_path
 from grpo_replay.evaluation.tables import (
     COMPARISON_LEGEND,
     LEGEND,
     comparison_table,
-    markdown,
+    heading,
+    print_table,
     terminal_tables,
 )
 from grpo_replay.ranks import prepare_rank, rank_environment
@@ -56,7 +66,9 @@ def run(options: EvalOptions) -> int:
     source = find_model(options.ckpt)
     recipe = resolve_evaluation(options, source)
     output = Path(options.output) if options.output else DEFAULT_FOLDER / f"{source.name}.json"
-    _check_output(output)
+    earlier = check_output(output)
+    if earlier is not None and options.output is None:
+        _refuse_to_replace(output, earlier, source, recipe)
     environment = rank_environment()
     if not environment.is_launched and (options.num_processes or 1) > 1:
         from grpo_replay.launch import launch_ranks
@@ -65,12 +77,13 @@ def run(options: EvalOptions) -> int:
             sys.argv[1:], options.num_processes, None, recipe.engine.threads_per_process
         )
     prepare_rank(environment)
-    if source.notice and environment.rank == 0:
-        print(source.notice, file=sys.stderr)
-    report = _evaluate(recipe, source, output, environment.world_size)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if environment.rank == 0:
-        report.write(output)
-        output.with_suffix(".md").write_text(markdown(report), encoding="utf-8")
+        for notice in _notices(options, source, recipe):
+            print(notice, file=sys.stderr)
+    report = _evaluate(recipe, source, output, environment.world_size)
+    if report is not None:
+        write_output(report, output)
         _print_report(report, output, options.as_json)
     return 0
 
@@ -91,15 +104,16 @@ def run_comparison(path_a: str, path_b: str, as_json: bool = False) -> None:
         return
     console = Console(highlight=False, markup=False)
     console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
-    console.print(comparison_table(results))
+    print_table(console, comparison_table(results))
     console.print(COMPARISON_LEGEND)
     for sentence in differences(a, b):
         console.print(sentence)
 
 
 def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
-    """The recipe an evaluation runs under: --recipe, else the run's own, else the paper's settings
-    (for `builtin:tiny`, the tiny recipe); then --set; then the other options.
+    """The recipe an evaluation runs under: --recipe, else the run's own, else paper A's benchmarks
+    with its settings for 0.6B and 1.7B (for `builtin:tiny`, the tiny recipe); then --set; then the
+    other options.
 
     Raises RecipeError, and UsageError if nothing names a benchmark.
     """
@@ -125,13 +139,7 @@ def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
 
 
 def _recipe_layer(options: EvalOptions, source: ModelSource) -> tuple[str, dict[str, Any]]:
-    path = None
-    if options.recipe is not None:
-        path = find_recipe(options.recipe)
-    elif source.recipe is not None:
-        path = source.recipe
-    elif source.path == "builtin:tiny":
-        path = find_recipe("tiny")
+    path = _recipe_path(options, source)
     if path is None:
         return "the default recipe", {"eval": {"benchmarks": ["paper"]}}
     layer = read_recipe_layer(path)
@@ -139,6 +147,12 @@ def _recipe_layer(options: EvalOptions, source: ModelSource) -> tuple[str, dict[
     if options.recipe is None and isinstance(layer.get("model"), dict):
         layer["model"].pop("tokenizer", None)  # a checkpoint brings its own
     return str(path), layer
+
+
+def _recipe_path(options: EvalOptions, source: ModelSource) -> Path | None:
+    if options.recipe is not None:
+        return find_recipe(options.recipe)
+    return find_recipe("tiny") if source.path == "builtin:tiny" else source.recipe
 
 
 def _option_layer(options: EvalOptions) -> dict[str, Any]:
@@ -154,41 +168,46 @@ def _option_layer(options: EvalOptions) -> dict[str, Any]:
     return layer
 
 
-def _check_output(output: Path) -> None:
-    if output.suffix != ".json":
-        raise UsageError(
-            f"--output {output}: name a .json file; the per-sample rows (.parquet) and the page "
-            "(.md) go beside it"
+def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[str]:
+    """What was chosen for the user, in sentences."""
+    notices = [source.notice] if source.notice else []
+    if _recipe_path(options, source) is None:
+        settings, longest = recipe.eval, recipe.sampling.max_completion_length
+        notices.append(
+            f"no recipe: T {settings.temperature:g}, top-p {settings.top_p:g}, at most {longest:,} "
+            f"tokens, {sampled_dtype(recipe)} on {recipe.sampling.backend}; --recipe or --set "
+            "chooses others (paper A evaluates 4B with 16,384 tokens: --recipe qwen3-4b)"
         )
-    if output.is_dir():
-        raise OutputDirectoryError(f"--output {output} is a folder: name a .json file")
-    if output.is_file():
-        try:
-            read_report(output, with_samples=False)
-        except EvaluationFileError as error:
-            raise OutputDirectoryError(
-                f"--output {output} exists and is no evaluation file: choose another name, or "
-                f"remove it ({error})"
-            ) from error
+    return notices
+
+
+def _refuse_to_replace(
+    output: Path, earlier: EvaluationReport, source: ModelSource, recipe: Recipe
+) -> None:
+    """Nobody named the file, so it must not take the place of something else."""
+    names = [benchmark.name for benchmark in find_benchmarks(recipe.eval)]
+    before = (earlier.model.get("path"), list(earlier.sampled.benchmarks))
+    if before != (source.path, names):
+        raise OutputDirectoryError(
+            f"{output} is the evaluation of {before[0]} on {', '.join(before[1])}: name another "
+            "file with --output, or that one to replace it"
+        )
 
 
 def _evaluate(
     recipe: Recipe, source: ModelSource, output: Path, world_size: int
-) -> EvaluationReport:
+) -> EvaluationReport | None:
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
     from grpo_replay.evaluation.progress import open_progress
     from grpo_replay.quiet import quiet_libraries, warnings_on_stderr
 
-    with open_progress() as on_progress, quiet_libraries(), ExitStack() as stack:
+    with open_progress(world_size) as on_progress, quiet_libraries(), ExitStack() as stack:
         stack.enter_context(warnings_on_stderr())
         from grpo_replay.evaluation.session import evaluate_model
 
-        return evaluate_model(recipe, source, _generations(output), world_size, on_progress, stack)
-
-
-def _generations(output: Path) -> Path:
-    return output.with_suffix(".generations")
+        generations = generations_parent(output)
+        return evaluate_model(recipe, source, generations, world_size, on_progress, stack)
 
 
 def _print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
@@ -196,13 +215,14 @@ def _print_report(report: EvaluationReport, output: Path, as_json: bool) -> None
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         return
     console = Console(highlight=False, markup=False)
+    console.print(heading(report), soft_wrap=True)
     for table in terminal_tables(report):
-        console.print(table)
+        print_table(console, table)
     console.print(LEGEND)
     for name, result in report.sampled.benchmarks.items():
         if result.unparsable_answers:
             bad = ", ".join(result.unparsable_answers)
             console.print(f"{name}: the reference answers of {bad} cannot be parsed")
     console.print(
-        f"written: {output}, {samples_path(output).name}, {output.stem}.md", soft_wrap=True
+        f"written: {output}, {samples_path(output).name}, {page_path(output).name}", soft_wrap=True
     )

@@ -1,5 +1,6 @@
 """The benchmarks by name, and how their problems are read. None but the tiny ones is shipped."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,15 @@ WAVE_SAMPLES = 8
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """A set of problems with verifiable answers, and where it is read from.
 
-    `source` is a hub dataset, a file, or "builtin". `samples` is k, completions per problem.
+    `source` is a hub dataset, a file, or "builtin". `samples` is k, completions per problem;
+    `problems` how many the published set has.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Benchmark:
     answer_field: str = "answer"
     id_field: str | None = None
     split: str = "train"
+    problems: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +49,23 @@ class Problem:
     answer: str
 
 
+def _math_arena(name: str, title: str, dataset: str, problems: int) -> Benchmark:
+    return Benchmark(
+        name, title, f"MathArena/{dataset}", 16, id_field="problem_idx", problems=problems
+    )
+
+
 _PAPER = (
     Benchmark(
-        "math500", "MATH-500", "HuggingFaceH4/MATH-500", 8, id_field="unique_id", split="test"
+        *("math500", "MATH-500", "HuggingFaceH4/MATH-500", 8),
+        id_field="unique_id",
+        split="test",
+        problems=500,
     ),
-    Benchmark("aime25", "AIME25", "MathArena/aime_2025", 16, id_field="problem_idx"),
-    Benchmark("aime26", "AIME26", "MathArena/aime_2026", 16, id_field="problem_idx"),
-    Benchmark("hmmt_feb25", "HMMT-F25", "MathArena/hmmt_feb_2025", 16, id_field="problem_idx"),
-    Benchmark("hmmt_feb26", "HMMT-F26", "MathArena/hmmt_feb_2026", 16, id_field="problem_idx"),
+    _math_arena("aime25", "AIME25", "aime_2025", 30),
+    _math_arena("aime26", "AIME26", "aime_2026", 30),
+    _math_arena("hmmt_feb25", "HMMT-F25", "hmmt_feb_2025", 30),
+    _math_arena("hmmt_feb26", "HMMT-F26", "hmmt_feb_2026", 33),
 )
 _TINY = tuple(
     Benchmark(name, name, "builtin", 4, id_field="problem_id") for name in TINY_BENCHMARKS
@@ -96,6 +110,11 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
     if benchmark.id_field is not None:
         ids = _column(rows, benchmark.id_field)
     _check_unique(rows, ids)
+    if settings.max_problems is None and benchmark.problems not in (None, len(rows)):
+        logger.warning(
+            "benchmark %r has %d problems here, the published one %d: the numbers are of another "
+            "set", benchmark.name, len(rows), benchmark.problems,
+        )  # fmt: skip
     return tuple(map(Problem, ids, texts, answers))
 
 

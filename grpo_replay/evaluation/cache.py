@@ -1,9 +1,10 @@
 """Generations on disk, so that an interrupted or extended evaluation does not sample again.
 
-Every rank appends shards of its own to one folder. A row is found by the digest of all that
-determines it besides the model: prompt tokens, seed, temperature, top-p and token limit; the folder
-belongs to one model on one backend in one precision, with one tokenizer, whose end-of-sequence
-token ends a completion.
+Every rank appends shards of its own to one folder; evaluations that run at the same time may share
+it. A row is found by the digest of all that determines it besides the model: prompt tokens, seed,
+temperature, top-p and token limit; the folder belongs to one model on one version of one backend,
+on one kind of device in one precision, with one tokenizer, whose end-of-sequence token ends a
+completion.
 """
 
 import hashlib
@@ -14,14 +15,16 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_replay.disk import written_whole
+from grpo_replay.disk import named_if_unwritable, written_whole
 from grpo_replay.recipe import Recipe
 from grpo_replay.types import GenerationRequest
+from grpo_replay.versions import VLLM_PACKAGES, installed_versions
 
 FLUSH_ROWS = 512
 FLUSH_SECONDS = 20.0
@@ -56,13 +59,30 @@ def request_digest(request: GenerationRequest) -> str:
 
 def generations_folder(parent: Path, model_sha256: str, recipe: Recipe) -> Path:
     """The folder under `parent` of what a model generates on a recipe's backend."""
-    backend, dtype = recipe.sampling.backend, recipe.model.dtype
-    if backend != "hf" and recipe.sampling.vllm.dtype != "auto":
-        dtype = recipe.sampling.vllm.dtype
-    words = [model_sha256[:16], backend, dtype]
+    words = [model_sha256[:16], *_sampler_words(recipe), sampled_dtype(recipe)]
     if recipe.model.tokenizer is not None:  # not the model's own, which the SHA-256 covers
         words.append(re.sub(r"\W+", "_", recipe.model.tokenizer))
     return parent / "-".join(words)
+
+
+def sampled_dtype(recipe: Recipe) -> str:
+    """The precision that a recipe's backend samples in."""
+    if recipe.sampling.backend != "hf" and recipe.sampling.vllm.dtype != "auto":
+        return recipe.sampling.vllm.dtype
+    return recipe.model.dtype
+
+
+def _sampler_words(recipe: Recipe) -> list[str]:
+    """The backend with its version, and the device; of servers elsewhere neither is known."""
+    backend = recipe.sampling.backend
+    if backend == "vllm_server":
+        return [backend]
+    import torch
+
+    on_gpu = recipe.engine.device != "cpu" and torch.cuda.is_available()
+    packages = ("transformers",) if backend == "hf" else VLLM_PACKAGES
+    versions = "-".join(installed_versions(packages).values())
+    return [f"{backend}-{versions}", "cuda" if on_gpu else "cpu"]
 
 
 def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generation]:
@@ -89,13 +109,11 @@ def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generatio
 class GenerationWriter:
     """Appends completions to `folder` in shards; each shard appears whole or not at all.
 
-    `name` keeps ranks apart. Use as a context manager; what is left is written on the way out,
-    also after an error.
+    Use as a context manager; what is left is written on the way out, also after an error.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._name = name
         self._rows: list[dict[str, object]] = []
         self._last_flush = time.monotonic()
 
@@ -111,20 +129,17 @@ class GenerationWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added since the last shard."""
+        """Write what was added since the last shard. Raises OutputDirectoryError if that fails."""
         self._last_flush = time.monotonic()
         if not self._rows:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self._name}-{self._next_number():06d}.parquet"
         table = pa.Table.from_pylist(self._rows, schema=GENERATION_SCHEMA)
-        with written_whole(path) as temporary:
-            pq.write_table(table, temporary, compression="zstd")
+        path = self._folder / f"{uuid4().hex}.parquet"
+        with named_if_unwritable(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with written_whole(path) as temporary:
+                pq.write_table(table, temporary, compression="zstd")
         self._rows.clear()
-
-    def _next_number(self) -> int:
-        taken = [int(shard.stem[-6:]) for shard in self._folder.glob(f"{self._name}-*.parquet")]
-        return max(taken, default=-1) + 1
 
     def __enter__(self) -> "GenerationWriter":
         return self

@@ -1,6 +1,7 @@
-"""Two evaluations of the same problems: paired bootstrap instead of two bare numbers."""
+"""Two evaluations of the same problems: a paired test instead of two bare numbers."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from zlib import crc32
 
 import numpy as np
@@ -10,15 +11,19 @@ import pyarrow.compute as pc
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.results import Interval
-from grpo_replay.evaluation.statistics import bootstrap_weights, interval, two_sided_p_value
-from grpo_replay.evaluation.summarise import ProblemTable, per_problem
+from grpo_replay.evaluation.statistics import (
+    bootstrap_draws,
+    interval,
+    resampled_mean,
+    sign_flip_p_value,
+)
+from grpo_replay.evaluation.summarise import ProblemTable, bootstrap_generator, per_problem
 
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),
     *("system_prompt", "user_template", "max_problems"),
 )
 """Settings that must agree, or a comparison would be of them and not of the models."""
-
 
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
@@ -27,18 +32,19 @@ VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 class PairedResult:
     """B against A on one benchmark, or on the mean over benchmarks. Accuracies are fractions.
 
-    `p_value` is two-sided, from the paired bootstrap over problems. Problems are better or worse
-    in B by their share of correct samples; samples of the same problem and number are paired for
-    `correct_to_wrong` and `wrong_to_correct`.
+    Intervals are 95 % paired bootstrap intervals over problems (None for a single problem);
+    `p_value` is two-sided, from sign flips of the problems' differences. Problems are better or
+    worse in B by their share of correct samples; samples of the same problem and number are paired
+    for `correct_to_wrong` and `wrong_to_correct`.
     """
 
     accuracy_a: float
     accuracy_b: float
     difference: float
-    difference_interval: Interval
+    difference_interval: Interval | None
     p_value: float
     tokens_difference: float
-    tokens_difference_interval: Interval
+    tokens_difference_interval: Interval | None
     problems_better: int
     problems_worse: int
     correct_to_wrong: int
@@ -46,8 +52,9 @@ class PairedResult:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ResampledMeans:
-    """Means over benchmarks in each bootstrap resample, [B]; A and B share the resamples."""
+class Resampled:
+    """Means over problems, and benchmarks, in each bootstrap resample, [B]; A and B share the
+    resamples."""
 
     accuracy_a_B: np.ndarray
     accuracy_b_B: np.ndarray
@@ -70,9 +77,10 @@ def compare(
                 f"{name}: its per-sample file ({name.removesuffix('.json')}.parquet) is missing, "
                 "and a paired test needs it: keep the two files together, or evaluate again"
             )
-    pairs = {name: _Pair.of(name, a, b) for name in a.sampled.benchmarks}
-    results = {name: pair.result() for name, pair in pairs.items()}
-    return {**results, "mean": _mean_result(list(results.values()), resampled_means(a, b))}
+    pairs = [_Pair.of(name, a, b) for name in a.sampled.benchmarks]
+    drawn = [pair.resampled() for pair in pairs]
+    results = {pair.name: _result([pair], one) for pair, one in zip(pairs, drawn, strict=True)}
+    return {**results, "mean": _result(pairs, _mean_over_benchmarks(drawn))}
 
 
 def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
@@ -104,9 +112,26 @@ def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: Evalua
             )
 
 
+def are_comparable(a: EvaluationReport, b: EvaluationReport) -> bool:
+    """Whether both evaluate the same problems in the same way."""
+    try:
+        refuse_incomparable("A", a, "B", b)
+    except EvaluationFileError:
+        return False
+    return True
+
+
 def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
     """What to know beside the numbers of a comparison: sentences, none if nothing differs."""
     found = []
+    if a.model.get("sha256") and a.model["sha256"] == b.model.get("sha256"):
+        found.append("A and B are the same model, by its SHA-256")
+    for what, one, other in (
+        ("sampled on", a.settings.get("backend"), b.settings.get("backend")),
+        ("sampled in", a.model.get("dtype"), b.model.get("dtype")),
+    ):
+        if one and other and one != other:
+            found.append(f"{what} {one} in A, {other} in B")
     for name, result in a.sampled.benchmarks.items():
         k_a, k_b = result.k, b.sampled.benchmarks[name].k
         if k_a != k_b:
@@ -127,10 +152,16 @@ def _problems_digest(report: EvaluationReport, benchmark: str) -> str | None:
     return report.settings.get("benchmarks", {}).get(benchmark, {}).get("problems_sha256")
 
 
-def resampled_means(a: EvaluationReport, b: EvaluationReport) -> ResampledMeans:
+def resampled_means(a: EvaluationReport, b: EvaluationReport) -> Resampled:
     """Bootstrap means over the benchmarks of two comparable reports with per-sample rows."""
-    columns = [_Pair.of(name, a, b).resampled() for name in a.sampled.benchmarks]
-    return ResampledMeans(*(np.mean(values, axis=0) for values in zip(*columns, strict=True)))
+    return _mean_over_benchmarks(
+        [_Pair.of(name, a, b).resampled() for name in a.sampled.benchmarks]
+    )
+
+
+def _mean_over_benchmarks(drawn: Sequence[Resampled]) -> Resampled:
+    names = [field.name for field in fields(Resampled)]
+    return Resampled(*(np.mean([getattr(one, name) for one in drawn], axis=0) for name in names))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,73 +171,61 @@ class _Pair:
     name: str
     a: ProblemTable
     b: ProblemTable
-    flips: tuple[int, int]  # correct -> wrong, wrong -> correct
+    correct_a: dict[tuple[int, int], bool]  # by problem and sample
+    correct_b: dict[tuple[int, int], bool]
     resamples: int
 
     @classmethod
     def of(cls, name: str, a: EvaluationReport, b: EvaluationReport) -> "_Pair":
-        resamples = min(r.settings["bootstrap_samples"] for r in (a, b))
         return cls(
             name,
             per_problem(a.samples, name),
             per_problem(b.samples, name),
-            _flips(_correct(a.samples, name), _correct(b.samples, name)),
-            resamples,
+            _correct(a.samples, name),
+            _correct(b.samples, name),
+            min(report.settings["bootstrap_samples"] for report in (a, b)),
         )
 
-    def resampled(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Accuracy of A and B, tokens of A and B, in the same resamples of the problems, [B]."""
+    @property
+    def difference_N(self) -> np.ndarray:
+        return self.b.accuracy_N - self.a.accuracy_N
+
+    def resampled(self) -> Resampled:
+        """Accuracy and tokens of A and B in the same resamples of the problems."""
         problems = len(self.a.problem_ids)
-        rng = np.random.default_rng([problems, crc32(self.name.encode())])
-        weights_BN = bootstrap_weights(problems, self.resamples, rng)
-        return (
-            weights_BN @ self.a.accuracy_N,
-            weights_BN @ self.b.accuracy_N,
-            weights_BN @ self.a.tokens_N,
-            weights_BN @ self.b.tokens_N,
-        )
-
-    def result(self) -> PairedResult:
-        accuracy_a_B, accuracy_b_B, tokens_a_B, tokens_b_B = self.resampled()
-        difference_N = self.b.accuracy_N - self.a.accuracy_N
-        difference = float(difference_N.mean())
-        difference_B = accuracy_b_B - accuracy_a_B
-        return PairedResult(
-            accuracy_a=float(self.a.accuracy_N.mean()),
-            accuracy_b=float(self.b.accuracy_N.mean()),
-            difference=difference,
-            difference_interval=interval(difference_B),
-            p_value=two_sided_p_value(difference, difference_B),
-            tokens_difference=float(self.b.tokens_N.mean() - self.a.tokens_N.mean()),
-            tokens_difference_interval=interval(tokens_b_B - tokens_a_B),
-            problems_better=int((difference_N > 0).sum()),
-            problems_worse=int((difference_N < 0).sum()),
-            correct_to_wrong=self.flips[0],
-            wrong_to_correct=self.flips[1],
+        rng = bootstrap_generator(self.name, problems)
+        draws_BN = bootstrap_draws(problems, self.resamples, rng)
+        return Resampled(
+            resampled_mean(draws_BN, self.a.accuracy_N),
+            resampled_mean(draws_BN, self.b.accuracy_N),
+            resampled_mean(draws_BN, self.a.tokens_N),
+            resampled_mean(draws_BN, self.b.tokens_N),
         )
 
 
-def _mean_result(results: list[PairedResult], means: ResampledMeans) -> PairedResult:
-    def mean(key: str) -> float:
-        return float(np.mean([getattr(result, key) for result in results]))
-
-    def total(key: str) -> int:
-        return sum(getattr(result, key) for result in results)
-
-    difference_B = means.accuracy_b_B - means.accuracy_a_B
+def _result(pairs: Sequence[_Pair], drawn: Resampled) -> PairedResult:
+    """B against A on one benchmark, or on the unweighted mean over several."""
+    differences = [pair.difference_N for pair in pairs]
+    flips = [_flips(pair.correct_a, pair.correct_b) for pair in pairs]
+    rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])
     return PairedResult(
-        accuracy_a=mean("accuracy_a"),
-        accuracy_b=mean("accuracy_b"),
-        difference=mean("difference"),
-        difference_interval=interval(difference_B),
-        p_value=two_sided_p_value(mean("difference"), difference_B),
-        tokens_difference=mean("tokens_difference"),
-        tokens_difference_interval=interval(means.tokens_b_B - means.tokens_a_B),
-        problems_better=total("problems_better"),
-        problems_worse=total("problems_worse"),
-        correct_to_wrong=total("correct_to_wrong"),
-        wrong_to_correct=total("wrong_to_correct"),
+        accuracy_a=_mean(pair.a.accuracy_N for pair in pairs),
+        accuracy_b=_mean(pair.b.accuracy_N for pair in pairs),
+        difference=_mean(differences),
+        difference_interval=interval(drawn.accuracy_b_B - drawn.accuracy_a_B),
+        p_value=sign_flip_p_value(differences, pairs[0].resamples, rng),
+        tokens_difference=_mean(pair.b.tokens_N - pair.a.tokens_N for pair in pairs),
+        tokens_difference_interval=interval(drawn.tokens_b_B - drawn.tokens_a_B),
+        problems_better=sum(int((each > 0).sum()) for each in differences),
+        problems_worse=sum(int((each < 0).sum()) for each in differences),
+        correct_to_wrong=sum(lost for lost, _ in flips),
+        wrong_to_correct=sum(won for _, won in flips),
     )
+
+
+def _mean(columns: Iterable[np.ndarray]) -> float:
+    """Over benchmarks of the means over their problems."""
+    return float(np.mean([values_N.mean() for values_N in columns]))
 
 
 def _flips(a: dict[tuple[int, int], bool], b: dict[tuple[int, int], bool]) -> tuple[int, int]:

@@ -4,7 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_replay.disk import written_whole
+from grpo_replay.evaluation.comparison import are_comparable
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.inspection.style import COLUMN_INCHES, FRESH, GREY, STORED, figure_style
 
@@ -29,33 +32,42 @@ def read_curve(folder: Path) -> dict[int, EvaluationReport]:
 
 def plot_curve(folder: Path) -> Path | None:
     """Draws `curve.png` in a run's `eval/`; returns its path, or None with fewer than two
-    evaluations. The band is the 95 % bootstrap interval of the mean over problems."""
+    evaluations. The band is the 95 % bootstrap interval of the mean over problems.
+
+    A run that was resumed with other benchmarks or settings has evaluations that do not belong on
+    one curve: those like the last are drawn, and the title says how many are not.
+    """
     reports = read_curve(folder)
-    if len(reports) < 2:
+    if not reports:
+        return None
+    last = list(reports.values())[-1]
+    alike = {step: report for step, report in reports.items() if are_comparable(report, last)}
+    if len(alike) < 2:
         return None
     path = folder / "curve.png"
     with figure_style() as figure_class:
         figure = figure_class(figsize=(COLUMN_INCHES, 2.4), layout="constrained")
-        _draw(figure.add_subplot(), reports)
+        _draw(figure.add_subplot(), alike, len(reports) - len(alike))
         with written_whole(path) as temporary:
             figure.savefig(temporary, format="png")
     return path
 
 
-def _draw(axes: Any, reports: dict[int, EvaluationReport]) -> None:
+def _draw(axes: Any, reports: dict[int, EvaluationReport], left_out: int) -> None:
     steps = list(reports)
     means = [report.sampled.mean for report in reports.values()]
     _draw_benchmarks(axes, reports)
-    low, high = zip(*(mean.avg_at_k_interval for mean in means), strict=True)
-    axes.fill_between(
-        steps, [100 * v for v in low], [100 * v for v in high], color=STORED, alpha=0.2, linewidth=0
-    )
+    bounds = [mean.avg_at_k_interval for mean in means]
+    if None not in bounds:  # a benchmark of a single problem
+        low, high = 100 * np.array(bounds).T
+        axes.fill_between(steps, low, high, color=STORED, alpha=0.2, linewidth=0)
     axes.plot(steps, [100 * mean.avg_at_k for mean in means], "o-", color=STORED, label="mean")
     greedy = {s: r.greedy_accuracies() for s, r in reports.items() if r.greedy}
     if greedy:
         values = [100 * each["mean"] for each in greedy.values()]
         axes.plot(list(greedy), values, "s--", color=FRESH, label="mean, greedy")
-    axes.set(xlabel="training step", ylabel="held-out accuracy, %", title="evaluation")
+    title = "evaluation" + (f" ({left_out} under other settings left out)" if left_out else "")
+    axes.set(xlabel="training step", ylabel="held-out accuracy, %", title=title)
     axes.set_ylim(bottom=0)
     axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
 
@@ -65,9 +77,8 @@ def _draw_benchmarks(axes: Any, reports: dict[int, EvaluationReport]) -> None:
     last_step, last = list(reports.items())[-1]
     height = None
     for name, result in sorted(last.sampled.benchmarks.items(), key=lambda item: item[1].avg_at_k):
-        shared = {s: r for s, r in reports.items() if name in r.sampled.benchmarks}
-        values = [100 * r.sampled.benchmarks[name].avg_at_k for r in shared.values()]
-        axes.plot(list(shared), values, color=GREY, linewidth=0.6)
+        values = [100 * r.sampled.benchmarks[name].avg_at_k for r in reports.values()]
+        axes.plot(list(reports), values, color=GREY, linewidth=0.6)
         end = 100 * result.avg_at_k
         height = end if height is None else max(end, height + LABEL_DISTANCE)
         title = last.settings["benchmarks"].get(name, {}).get("title", name)

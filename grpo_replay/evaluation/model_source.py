@@ -4,11 +4,18 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import CheckpointError
+
+MODEL_FILES = (
+    *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
+    *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.py"),
+)
+"""What makes a model; anything else in its folder, such as an evaluation, does not."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -33,8 +40,13 @@ def find_model(ckpt: str) -> ModelSource:
     if ckpt.startswith("builtin:"):
         return ModelSource(ckpt, ckpt.replace(":", "-"))
     if not path.exists():
-        if _HUB_ID.fullmatch(ckpt) and not path.is_symlink():
+        if _HUB_ID.fullmatch(ckpt) and not (path.is_symlink() or path.parent.is_dir()):
             return ModelSource(ckpt, path.name)
+        if _HUB_ID.fullmatch(ckpt) and path.parent.is_dir():
+            raise CheckpointError(
+                f"--ckpt {ckpt}: no such folder in {path.parent}/, which is one here; if it is a "
+                "hub id, evaluate from another folder"
+            )
         raise CheckpointError(f"--ckpt {ckpt}: no such folder, and not a hub id (owner/name)")
     if not path.is_dir():
         raise CheckpointError(
@@ -55,16 +67,16 @@ def find_model(ckpt: str) -> ModelSource:
     )
 
 
-def model_sha256(path: str, expected: Mapping[str, str]) -> str:
+def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:
     """The SHA-256 over names and contents of weights, configuration and tokenizer of a folder or
-    cached hub id.
+    cached hub id, of the latter at a revision.
 
     Raises CheckpointError for a file whose own SHA-256 is not the `expected` one.
     """
-    folder = _local_folder(path)
+    folder = _local_folder(path, revision)
     total = hashlib.sha256()
     for file in sorted(folder.iterdir()):
-        if not file.is_file() or file.suffix not in (".safetensors", ".bin", ".json", ".jinja"):
+        if not (file.is_file() and any(file.match(pattern) for pattern in MODEL_FILES)):
             continue
         with file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -86,14 +98,8 @@ def _latest(checkpoints: Path) -> ModelSource:
         )
     chosen = latest.resolve()
     source = _checkpoint(chosen)
-    return ModelSource(
-        source.path,
-        source.name,
-        source.recipe,
-        source.step,
-        f"evaluating {chosen.name}, the latest checkpoint of {checkpoints.resolve().parent}",
-        source.checked,
-    )
+    run = checkpoints.resolve().parent
+    return replace(source, notice=f"evaluating {chosen.name}, the latest checkpoint of {run}")
 
 
 def _checkpoint(checkpoint: Path) -> ModelSource:
@@ -132,15 +138,16 @@ def _folder(folder: Path) -> ModelSource:
     return ModelSource(str(folder), folder.name)
 
 
-def _local_folder(path: str) -> Path:
+def _local_folder(path: str, revision: str | None) -> Path:
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, local_files_only=True))
+        return Path(snapshot_download(path, revision=revision, local_files_only=True))
     except OSError as error:
-        raise CheckpointError(f"model {path!r} is not in the local cache: {error}") from error
+        at = f" at revision {revision!r}" if revision else ""
+        raise CheckpointError(f"model {path!r}{at} is not in the local cache: {error}") from error
 
 
 def _read_json(path: Path, meaning: str) -> Any:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.evaluation.benchmarks import (
@@ -66,9 +67,8 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
         for index, (problem, prompt) in enumerate(zip(problems, tokens, strict=True)):
             for law in _laws(benchmark, settings):
                 key = RequestKey(0, first_prompt + index, law.sample + law.greedy * (1 << 30))
-                request = GenerationRequest(
-                    key, prompt, law.seed(index), longest, law.temperature, law.top_p
-                )
+                seed = law.seed(benchmark.name, index)
+                request = GenerationRequest(key, prompt, seed, longest, law.temperature, law.top_p)
                 samples.append(
                     PlannedSample(benchmark.name, index, problem, law.sample, law.greedy, request)
                 )
@@ -87,8 +87,10 @@ class _Law:
     temperature: float
     top_p: float
 
-    def seed(self, problem_index: int) -> int:
-        return completion_seed(self.base_seed, RequestKey(0, problem_index, self.sample))
+    def seed(self, benchmark: str, problem_index: int) -> int:
+        """The benchmark's own: the mean over benchmarks needs their errors to be independent."""
+        key = RequestKey(crc32(benchmark.encode()), problem_index, self.sample)
+        return completion_seed(self.base_seed, key)
 
 
 def _laws(benchmark: Benchmark, settings: EvalSection) -> Iterable[_Law]:

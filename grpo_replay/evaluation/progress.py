@@ -13,16 +13,15 @@ PLAIN_LINES = 10
 
 
 @contextmanager
-def open_progress() -> Iterator[Callable[[Progress], None]]:
-    """What to call with every `Progress`."""
+def open_progress(world_size: int) -> Iterator[Callable[[Progress], None]]:
+    """What to call with every `Progress` of rank 0."""
+    what = "evaluating" if world_size == 1 else f"evaluating (rank 0 of {world_size})"
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield _PlainLines(console)
+        yield _PlainLines(console, what)
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(
-        TextColumn("evaluating"), *columns, TextColumn("{task.description}"), console=console
-    ) as bar:
+    with Bar(TextColumn(what), *columns, TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task("", total=None)
         yield lambda progress: bar.update(
             task, total=progress.total, completed=progress.done, description=_accuracy(progress)
@@ -30,15 +29,16 @@ def open_progress() -> Iterator[Callable[[Progress], None]]:
 
 
 class _PlainLines:
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, what: str) -> None:
         self._console = console
+        self._what = what
         self._lines = 0
 
     def __call__(self, progress: Progress) -> None:
         if progress.done * PLAIN_LINES < (self._lines + 1) * progress.total:
             return
         self._lines = progress.done * PLAIN_LINES // progress.total
-        self._console.print(f"evaluated {progress.done}/{progress.total} {_accuracy(progress)}")
+        self._console.print(f"{self._what} {progress.done}/{progress.total} {_accuracy(progress)}")
 
 
 def _accuracy(progress: Progress) -> str:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from grpo_replay.disk import write_text_whole
+from grpo_replay.disk import named_if_unwritable, write_text_whole
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.results import BenchmarkResult, Count, Results
 from grpo_replay.evaluation.samples import read_samples, write_samples
@@ -85,12 +85,14 @@ class EvaluationReport:
         )
 
     def write(self, path: Path) -> None:
-        """Write `path` (JSON) and the per-sample rows beside it (`.parquet`), both atomically."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self.samples is not None:
-            write_samples(samples_path(path), self.samples)
+        """Write `path` (JSON) and the per-sample rows beside it (`.parquet`), both atomically.
+        Raises OutputDirectoryError if they cannot be."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
-        write_text_whole(path, text + "\n")
+        with named_if_unwritable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if self.samples is not None:
+                write_samples(samples_path(path), self.samples)
+            write_text_whole(path, text + "\n")
 
 
 def samples_path(report_path: Path) -> Path:
@@ -117,7 +119,7 @@ def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
         report = EvaluationReport.from_json(document)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
+        place = ".".join(map(str, first["loc"])) or "settings"
         raise _damaged(path, f"{place}: {first['msg']}, found {first['input']!r:.80}") from error
     except (KeyError, ValueError) as error:
         raise _damaged(path, f"{error}") from error
@@ -146,6 +148,8 @@ def _results_from_json(document: Mapping[str, Any]) -> Results:
     found = {"benchmarks": document["benchmarks"], "mean": document["mean"]}
     results = _RESULTS.validate_python(found)
     each = list(results.benchmarks.values())
+    if not each:
+        raise ValueError("it has no benchmarks")
     if tuple(results.benchmarks) != results.mean.benchmarks:
         raise ValueError("mean.benchmarks are not the benchmarks of the report")
     for name in ("avg_at_k", "pass_at_k", "mean_tokens"):

@@ -18,7 +18,7 @@ class BenchmarkResult:
     """One benchmark of n problems with k samples each. Accuracies and rates are fractions.
 
     Intervals are 95 % bootstrap intervals over problems; the standard error is that of the mean
-    over problems (None if n = 1). Lengths are completion tokens, by correctness pooled over
+    over problems (all None if n = 1). Lengths are completion tokens, by correctness pooled over
     samples (None if there is none of the kind). `unparsable_answers` names the problems whose
     reference answer math-verify could not parse.
     """
@@ -27,12 +27,12 @@ class BenchmarkResult:
     k: Count
     avg_at_k: Fraction
     avg_at_k_stderr: Length | None
-    avg_at_k_interval: Interval
+    avg_at_k_interval: Interval | None
     pass_at_k: Fraction
-    pass_at_k_interval: Interval
+    pass_at_k_interval: Interval | None
     pass_at_j: dict[str, Fraction]
     mean_tokens: Length
-    mean_tokens_interval: Interval
+    mean_tokens_interval: Interval | None
     mean_tokens_correct: Length | None
     mean_tokens_incorrect: Length | None
     truncation_rate: Fraction
@@ -43,16 +43,18 @@ class BenchmarkResult:
 
 @dataclass(frozen=True, slots=True)
 class MeanResult:
-    """The unweighted mean over benchmarks; lengths by correctness are pooled over all samples."""
+    """The unweighted mean over benchmarks; lengths by correctness are pooled over all samples.
+    pass@j goes to the smallest k; `pass_at_k` is the mean of each benchmark's own."""
 
     benchmarks: tuple[str, ...]
     avg_at_k: Fraction
     avg_at_k_stderr: Length | None
-    avg_at_k_interval: Interval
+    avg_at_k_interval: Interval | None
     pass_at_k: Fraction
-    pass_at_k_interval: Interval
+    pass_at_k_interval: Interval | None
+    pass_at_j: dict[str, Fraction]
     mean_tokens: Length
-    mean_tokens_interval: Interval
+    mean_tokens_interval: Interval | None
     mean_tokens_correct: Length | None
     mean_tokens_incorrect: Length | None
     truncation_rate: Fraction

@@ -21,7 +21,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("sample", pa.int32()),  # 0-based; waves of eight share a base seed
         ("seed", pa.int64()),
         ("answer", pa.string()),
-        ("completion_text", pa.string()),
+        ("completion_text", pa.large_string()),  # a benchmark's may have more than 2 GiB
         ("tokens", pa.int32()),  # of the completion, end of sequence included
         ("finish_reason", pa.string()),
         ("verdict", pa.string()),
@@ -57,13 +57,25 @@ def write_samples(path: Path, table: pa.Table) -> None:
 
 def read_samples(path: Path) -> pa.Table:
     """The rows of a per-sample file. Raises EvaluationFileError if it is not one."""
+    check_samples_file(path)
     try:
-        table = pq.read_table(path)
+        return pq.read_table(path)
     except (OSError, pa.ArrowException) as error:
-        raise EvaluationFileError(f"{path}: not a readable per-sample file: {error}") from error
-    if not table.schema.equals(SAMPLE_SCHEMA):
+        raise _unreadable(path, error) from error
+
+
+def check_samples_file(path: Path) -> None:
+    """Raises EvaluationFileError if it is no per-sample file, by its schema."""
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+    if not schema.equals(SAMPLE_SCHEMA):
         raise EvaluationFileError(
-            f"{path}: its columns are {', '.join(table.column_names)}; per-sample files of this "
+            f"{path}: its columns are {', '.join(schema.names)}; per-sample files of this "
             f"version have {', '.join(SAMPLE_SCHEMA.names)}: evaluate again"
         )
-    return table
+
+
+def _unreadable(path: Path, error: Exception) -> EvaluationFileError:
+    return EvaluationFileError(f"{path}: not a readable per-sample file: {error}")

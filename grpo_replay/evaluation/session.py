@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_replay.backends.models import load_tokenizer, resolve_model_path
 from grpo_replay.distributed import Comm
 from grpo_replay.evaluate import Progress, evaluate, plan_evaluation
-from grpo_replay.evaluation.cache import generations_folder
+from grpo_replay.evaluation.cache import generations_folder, sampled_dtype
 from grpo_replay.evaluation.model_source import ModelSource, model_sha256
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.rank_failures import run_collectively
@@ -23,9 +23,9 @@ def evaluate_model(
     world_size: int,
     on_progress: Callable[[Progress], None] | None,
     stack: ExitStack,
-) -> EvaluationReport:
-    """The report of `source` under `recipe.eval`, on every rank. Sampler and verifiers are closed
-    with `stack`. Raises what its parts raise, on all ranks together."""
+) -> EvaluationReport | None:
+    """The report of `source` under `recipe.eval` on rank 0, None elsewhere. Sampler and verifiers
+    are closed with `stack`. Raises what its parts raise, on all ranks together."""
     comm = _open_comm(recipe, world_size)
     settings = recipe.reward.model_copy(update={"function": recipe.eval.reward})
     scorer = stack.enter_context(RewardScorer.open(settings))
@@ -34,14 +34,16 @@ def evaluate_model(
     path = resolve_model_path(source.path)
     sampler = open_sampler(recipe, path, comm)
     stack.callback(sampler.close)
-    sha256 = run_collectively(comm, lambda: model_sha256(path, source.checked))
+    revision = recipe.model.revision
+    sha256 = run_collectively(comm, lambda: model_sha256(path, source.checked, revision))
     model = {
         "name": source.name,
         "path": source.path,
+        "revision": revision,
         "step": source.step,
         "sha256": sha256,
         "recipe": recipe.name,
-        "dtype": recipe.model.dtype,
+        "dtype": sampled_dtype(recipe),
     }
     return evaluate(
         sampler,

@@ -1,4 +1,4 @@
-"""avg@k, unbiased pass@j, and the bootstrap over problems. Pure numpy.
+"""avg@k, unbiased pass@j, the bootstrap over problems and the sign-flip test. Pure numpy.
 
     N  problems of a benchmark     K  samples per problem     B  bootstrap resamples
 
@@ -8,6 +8,11 @@ A problem, not a sample, is the unit of resampling: the samples of one problem a
 import numpy as np
 
 CONFIDENCE = 0.95
+
+EXACT_PROBLEMS = 14
+"""With so many problems that differ, or fewer, all sign flips are counted instead of drawn."""
+
+_FLIPS_AT_ONCE = 1000
 
 
 def pass_at_each(correct_N: np.ndarray, samples: int) -> np.ndarray:
@@ -30,22 +35,49 @@ def standard_error(values_N: np.ndarray) -> float | None:
     return float(np.std(values_N, ddof=1) / np.sqrt(len(values_N)))
 
 
-def bootstrap_weights(problems: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
-    """[B, N]: in each resample, how often each problem was drawn, divided by N. A mean over the
-    resampled problems is `weights @ values_N`."""
-    return rng.multinomial(problems, np.full(problems, 1 / problems), size=resamples) / problems
+def bootstrap_draws(problems: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
+    """int64 [B, N]: how often each problem was drawn in each resample."""
+    return rng.multinomial(problems, np.full(problems, 1 / problems), size=resamples)
 
 
-def interval(values_B: np.ndarray) -> tuple[float, float]:
-    """The percentile interval of bootstrap values, at `CONFIDENCE`."""
+def resampled_mean(draws_BN: np.ndarray, values_N: np.ndarray) -> np.ndarray:
+    """[B]: the mean over the resampled problems. NaN for a single problem, of which resamples say
+    nothing."""
+    problems = draws_BN.shape[1]
+    if problems == 1:
+        return np.full(len(draws_BN), np.nan)
+    return draws_BN @ values_N / problems
+
+
+def interval(values_B: np.ndarray) -> tuple[float, float] | None:
+    """The percentile interval of bootstrap values, at `CONFIDENCE`; None if they are NaN."""
+    if np.isnan(values_B).any():
+        return None
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(values_B, [tail, 100 - tail])
     return float(low), float(high)
 
 
-def two_sided_p_value(difference: float, differences_B: np.ndarray) -> float:
-    """How often a bootstrap difference, centred on zero as the null hypothesis has it, is at least
-    as large as the one observed; (1 + count) / (1 + B), so never 0."""
-    # Rounding must not decide ties such as 0 against 0.
-    as_extreme = np.abs(differences_B - difference) >= abs(difference) - 1e-12
-    return float((1 + np.count_nonzero(as_extreme)) / (1 + len(differences_B)))
+def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.Generator) -> float:
+    """Two-sided p-value of the mean over benchmarks of mean differences, one [N] for each.
+
+    If A and B are alike, swapping them on any problem changes nothing: every difference is as
+    likely with the other sign. The p-value is the share of sign flips whose mean is at least as
+    large as the one observed. Of `flips` random ones it is (1 + count) / (1 + flips), so never 0;
+    with few problems that differ all flips are counted, and the test is exact.
+    """
+    shares = np.concatenate([each / len(each) for each in differences])
+    shares = shares[shares != 0]
+    # Rounding must not decide ties.
+    limit = abs(shares.sum()) - 1e-9 * np.abs(shares).sum()
+    if len(shares) <= EXACT_PROBLEMS:
+        sums = np.zeros(1)
+        for share in shares:
+            sums = np.concatenate([sums + share, sums - share])
+        return float(np.mean(np.abs(sums) >= limit))
+    as_large = 0
+    for start in range(0, flips, _FLIPS_AT_ONCE):
+        size = (min(_FLIPS_AT_ONCE, flips - start), len(shares))
+        signs = 2.0 * rng.integers(0, 2, size, dtype=np.int8) - 1.0
+        as_large += np.count_nonzero(np.abs(signs @ shares) >= limit)
+    return float((1 + as_large) / (1 + flips))

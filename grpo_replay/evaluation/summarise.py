@@ -1,7 +1,7 @@
 """From per-sample rows to results: means, rates, bootstrap intervals over problems."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -12,9 +12,10 @@ import pyarrow.compute as pc
 
 from grpo_replay.evaluation.results import BenchmarkResult, MeanResult, Results
 from grpo_replay.evaluation.statistics import (
-    bootstrap_weights,
+    bootstrap_draws,
     interval,
     pass_at_each,
+    resampled_mean,
     standard_error,
 )
 
@@ -72,15 +73,19 @@ def per_problem(samples: pa.Table, benchmark: str, greedy: bool = False) -> Prob
     return _per_problem(rows.filter(pc.equal(rows["greedy"], greedy)))
 
 
+def bootstrap_generator(name: str, problems: int) -> np.random.Generator:
+    """The benchmark's own: an interval does not depend on what else was evaluated."""
+    return np.random.default_rng([problems, crc32(name.encode())])
+
+
 def _bootstrap(name: str, problems: ProblemTable, resamples: int) -> dict[str, np.ndarray]:
     """Bootstrap means [B] of accuracy, pass@k and tokens, from the same resampled problems."""
-    # The stream is the benchmark's own: an interval does not depend on what else was evaluated.
-    rng = np.random.default_rng([len(problems.correct_N), crc32(name.encode())])
-    weights_BN = bootstrap_weights(len(problems.correct_N), resamples, rng)
+    count = len(problems.problem_ids)
+    draws_BN = bootstrap_draws(count, resamples, bootstrap_generator(name, count))
     return {
-        "avg": weights_BN @ problems.accuracy_N,
-        "pass": weights_BN @ (problems.correct_N > 0),
-        "tokens": weights_BN @ problems.tokens_N,
+        "avg": resampled_mean(draws_BN, problems.accuracy_N),
+        "pass": resampled_mean(draws_BN, problems.correct_N > 0),
+        "tokens": resampled_mean(draws_BN, problems.tokens_N),
     }
 
 
@@ -116,15 +121,24 @@ def _mean_result(
     each = list(results.values())
     errors = [result.avg_at_k_stderr for result in each]
     pooled = _pooled(samples)
+    smallest_k = min(result.k for result in each)
+
+    def mean_interval(name: str) -> tuple[float, float] | None:
+        return interval(np.mean([boot[name] for boot in boots.values()], axis=0))
+
     return MeanResult(
         benchmarks=tuple(results),
         avg_at_k=_mean([result.avg_at_k for result in each]),
         avg_at_k_stderr=None if None in errors else float(np.linalg.norm(errors) / len(errors)),
-        avg_at_k_interval=interval(np.mean([boot["avg"] for boot in boots.values()], axis=0)),
+        avg_at_k_interval=mean_interval("avg"),
         pass_at_k=_mean([result.pass_at_k for result in each]),
-        pass_at_k_interval=interval(np.mean([boot["pass"] for boot in boots.values()], axis=0)),
+        pass_at_k_interval=mean_interval("pass"),
+        pass_at_j={
+            str(j): _mean(result.pass_at_j[str(j)] for result in each)
+            for j in range(1, smallest_k + 1)
+        },
         mean_tokens=_mean([result.mean_tokens for result in each]),
-        mean_tokens_interval=interval(np.mean([b["tokens"] for b in boots.values()], axis=0)),
+        mean_tokens_interval=mean_interval("tokens"),
         mean_tokens_correct=pooled["mean_tokens_correct"],
         mean_tokens_incorrect=pooled["mean_tokens_incorrect"],
         truncation_rate=_mean([result.truncation_rate for result in each]),
@@ -147,5 +161,5 @@ def _share(values: Sequence[str], wanted: str) -> float:
     return sum(value == wanted for value in values) / len(values)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values))
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))

@@ -1,11 +1,16 @@
 """Evaluation results as text: a terminal table and Markdown, with the same columns."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE
-from rich.markup import escape
+from rich.cells import cell_len
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from grpo_replay.evaluation.comparison import PairedResult
 from grpo_replay.evaluation.report import EvaluationReport
@@ -13,22 +18,48 @@ from grpo_replay.evaluation.results import BenchmarkResult, Interval, MeanResult
 
 Row = Sequence[str]
 LEGEND = (
-    "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems; tokens: mean "
-    "completion length, also of right and of wrong answers; cut: reached the length limit; none: "
-    "no answer found."
+    "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems (too narrow near 0 and "
+    "100 %); tokens: mean completion length, also of right and of wrong answers; cut: reached the "
+    "length limit; none: nothing in it could be read as an answer."
 )
+PAGE_TITLE = "# Evaluation of"
+WIDEST = 10_000  # columns; a table asks for fewer
+SHORT_NAME = 12
+"""Names of models and benchmarks are folded on a narrow terminal, but not shorter than this."""
 
 
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def percent_interval(bounds: Interval) -> str:
-    return f"[{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
+def percent_interval(bounds: Interval | None) -> str:
+    return "–" if bounds is None else f"[{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
 
 
 def tokens(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def tokens_interval(bounds: Interval | None) -> str:
+    return "–" if bounds is None else f"[{tokens(bounds[0])}, {tokens(bounds[1])}]"
+
+
+def p_value(value: float) -> str:
+    return "<.001" if value < 0.001 else f"{value:.3f}"
+
+
+def heading(report: EvaluationReport) -> str:
+    """One line: which model, and how it was sampled."""
+    model, settings = report.model, report.settings
+    words = [str(model.get("name", "a model"))]
+    if "sha256" in model:
+        words.append(f"sha256 {model['sha256'][:12]}…")
+    words += [
+        f"{model['dtype']} on {settings['backend']}" if "dtype" in model else settings["backend"],
+        f"T {settings['temperature']:g}, top-p {settings['top_p']:g}",
+        f"at most {settings['max_completion_length']:,} tokens",
+    ]
+    return " · ".join(words)
 
 
 def terminal_tables(report: EvaluationReport) -> list[Table]:
@@ -46,7 +77,7 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
             percent(result.accuracy_b),
             f"{100 * result.difference:+.1f}",
             percent_interval(result.difference_interval),
-            f"{result.p_value:.3f}",
+            p_value(result.p_value),
             f"{result.tokens_difference:+,.1f}",
             str(result.problems_better),
             str(result.problems_worse),
@@ -59,9 +90,9 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
 
 
 COMPARISON_LEGEND = (
-    "accuracies and differences in %, with 95 % paired bootstrap intervals and two-sided "
-    "p-values; tokens: B minus A; better, worse: problems; lost, won: samples that went from "
-    "correct to wrong and from wrong to correct."
+    "accuracies and differences in %, with 95 % paired bootstrap intervals; p: two-sided, from "
+    "sign flips over problems; tokens: B minus A; better, worse: problems; lost, won: samples that "
+    "went from correct to wrong and from wrong to correct."
 )
 
 
@@ -69,24 +100,31 @@ def markdown(report: EvaluationReport) -> str:
     """The report as a Markdown page."""
     settings, model = report.settings, report.model
     lines = [
-        f"# Evaluation of {model.get('name', 'a model')}",
+        f"{PAGE_TITLE} {model.get('name', 'a model')}",
         "",
         *_markdown_sections(report),
         LEGEND,
         "",
         "## Settings",
         "",
-        *(f"- {key}: `{value}`" for key, value in settings.items() if key != "benchmarks"),
+        *(f"- {key}: {_code(value)}" for key, value in settings.items() if key != "benchmarks"),
         *(
             f"- {name}: {each['file'] or each['source']}, split {each['split']}, problems "
             f"{each['problems_sha256'][:16]}…, seeds {each['seeds']}"
             for name, each in settings["benchmarks"].items()
         ),
-        *(f"- model {key}: `{value}`" for key, value in model.items()),
+        *(f"- model {key}: {_code(value)}" for key, value in model.items()),
         *(f"- {package} {number}" for package, number in report.versions.items()),
         *_unparsable(report.sampled),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _code(value: Any) -> str:
+    """A value in one line of code, whatever line breaks and backquotes it has."""
+    text = json.dumps(value, ensure_ascii=False)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{text}{fence}"
 
 
 def _unparsable(results: Results) -> list[str]:
@@ -136,7 +174,7 @@ def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         (
             title,
             tokens(r.mean_tokens),
-            f"[{tokens(r.mean_tokens_interval[0])}, {tokens(r.mean_tokens_interval[1])}]",
+            tokens_interval(r.mean_tokens_interval),
             *(tokens(r.mean_tokens_correct), tokens(r.mean_tokens_incorrect)),
             *(percent(r.truncation_rate), percent(r.unparsed_rate)),
         )
@@ -151,7 +189,6 @@ def _pass_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
     rows = [
         (title, *(percent(result.pass_at_j.get(str(j))) for j in shown))
         for _, title, result in _titled(report)
-        if isinstance(result, BenchmarkResult)
     ]
     return ("benchmark", *(f"j={j}" for j in shown)), rows
 
@@ -159,23 +196,28 @@ def _pass_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
 def plain_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
     """A table of text; the first column is to the left, a row called `mean` is bold."""
     table = Table(
-        title=escape(title),
+        title=Text(title),
         title_justify="left",
         header_style="bold",
         box=SIMPLE,
         padding=0,
         pad_edge=False,
     )
-    for index, column in enumerate(header):
-        table.add_column(
-            column,
-            justify="right" if index else "left",
-            no_wrap=index > 0,
-            overflow="fold",
-        )
+    names, *numbers = (max(map(cell_len, cells)) for cells in zip(header, *rows, strict=True))
+    table.add_column(header[0], overflow="fold", min_width=min(names, SHORT_NAME))
+    for column, width in zip(header[1:], numbers, strict=True):
+        table.add_column(column, justify="right", min_width=width)
     for row in rows:
-        table.add_row(*map(escape, row), style="bold" if row[0] == "mean" else None)
+        table.add_row(*map(Text, row), style="bold" if row[0] == "mean" else None)
     return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """On a narrow terminal the lines run over its edge: a number is never cut."""
+    width, wide = console.width, console.options.update_width(WIDEST)
+    console.width = max(width, Measurement.get(console, wide, table).minimum)
+    console.print(table)
+    console.width = width
 
 
 def _markdown_sections(report: EvaluationReport) -> list[str]:
@@ -187,7 +229,7 @@ def _markdown_sections(report: EvaluationReport) -> list[str]:
 
 
 def _markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:
-    def line(cells: Sequence[Any]) -> str:
-        return f"| {' | '.join(cells)} |"
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
     return [line(header), line(["---", *["---:"] * (len(header) - 1)]), *map(line, rows)]

@@ -15,6 +15,7 @@ from grpo_replay.distributed import Comm
 from grpo_replay.evaluate import evaluate, plan_evaluation
 from grpo_replay.evaluation import cache
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.rewards import RewardScorer
 from grpo_replay.tiny import BASE_DIR
 
 
@@ -48,12 +49,14 @@ def main() -> None:
     plan = plan_evaluation(tokenizer, settings)
     comm = Comm(rank, ranks, group)
     generations = None if folder == "none" else Path(folder)
-    report = evaluate(
-        sampler, tokenizer, plan, comm, model={"name": "tiny"}, generations_folder=generations
-    )
-    if comm.is_main:
+    with RewardScorer.open(settings.reward) as scorer:
+        report = evaluate(
+            sampler, tokenizer, plan, comm, scorer,
+            model={"name": "tiny"}, generations_folder=generations,
+        )  # fmt: skip
+    assert (report is not None) == comm.is_main
+    if report is not None:
         report.write(Path(output))
-    assert (report.samples is not None) == comm.is_main
     if ranks > 1:
         comm.barrier()  # neither leaves while the other still talks
         torch.distributed.destroy_process_group()

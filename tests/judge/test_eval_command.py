@@ -211,7 +211,7 @@ def test_bad_options_are_refused(tmp_path, model):
         run(EvalOptions("builtin:tiny", output=str(tmp_path / "x.txt")))
     other = tmp_path / "other.json"
     other.write_text("{}")
-    with pytest.raises(OutputDirectoryError, match="is no evaluation file"):
+    with pytest.raises(OutputDirectoryError, match="is not an evaluation file"):
         run(EvalOptions("builtin:tiny", output=str(other)))
     options = EvalOptions(str(model), output=str(tmp_path / "y.json"), data_folder=str(tmp_path))
     with pytest.raises(DatasetError, match=r"no math500\.jsonl"):

@@ -13,11 +13,12 @@ from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
 from grpo_replay.evaluation.statistics import (
-    bootstrap_weights,
+    bootstrap_draws,
     interval,
     pass_at_each,
+    resampled_mean,
+    sign_flip_p_value,
     standard_error,
-    two_sided_p_value,
 )
 from grpo_replay.evaluation.summarise import summarise
 
@@ -111,6 +112,12 @@ def test_the_mean_weighs_benchmarks_not_problems():
     assert found.accuracies() == {"a": 0.5, "b": 1.0, "mean": 0.75}
 
 
+def test_pass_at_j_of_the_mean_goes_to_the_smallest_k():
+    """x: 1 of 2 and 0 of 2 right; y: 2 of 3 right. pass@1: (1/4 + 2/3)/2; pass@2: (1/2 + 1)/2."""
+    found = report({"x": [[1, 0], [0, 0]], "y": [[1, 1, 0]]}).sampled.mean.pass_at_j
+    assert found == {"1": pytest.approx(11 / 24), "2": pytest.approx(3 / 4)}
+
+
 def test_unequal_numbers_of_samples_are_refused():
     with pytest.raises(ValueError, match="same number of samples"):
         summarise(samples({"a": [[1, 0], [1]]}), 10, {})
@@ -119,7 +126,8 @@ def test_unequal_numbers_of_samples_are_refused():
 def test_bootstrap_intervals_agree_with_scipy():
     rng = np.random.default_rng(5)
     values = rng.binomial(8, rng.beta(0.5, 0.8, size=60)) / 8
-    ours = interval(bootstrap_weights(60, 40_000, np.random.default_rng(1)) @ values)
+    draws = bootstrap_draws(60, 40_000, np.random.default_rng(1))
+    ours = interval(resampled_mean(draws, values))
     theirs = stats.bootstrap(
         (values,), np.mean, n_resamples=40_000, method="percentile", rng=np.random.default_rng(2)
     ).confidence_interval
@@ -131,21 +139,21 @@ def test_intervals_cover_as_often_as_they_say():
     hits = 0
     for _ in range(300):
         values = rng.binomial(4, 0.3, size=80) / 4
-        low, high = interval(bootstrap_weights(80, 500, rng) @ values)
+        low, high = interval(resampled_mean(bootstrap_draws(80, 500, rng), values))
         hits += low <= 0.3 <= high
     assert 0.90 < hits / 300 < 0.985
 
 
 def test_the_paired_test_by_hand():
-    """Two problems, B one sample in four better on both: every resample has difference 1/4, and
-    the two-sided p-value is 1 over resamples + 1, as small as it gets."""
+    """Two problems, B one sample in four better on both: every resample has difference 1/4. Of the
+    four ways to sign the two differences two have a mean as large as 1/4: ++ and --."""
     a = report({"x": [[1, 0, 0, 0], [1, 1, 0, 0]]})
     b = report({"x": [[1, 1, 0, 0], [1, 0, 1, 1]]})
     found = compare("a", a, "b", b)["x"]
     assert (found.accuracy_a, found.accuracy_b) == (3 / 8, 5 / 8)
     assert found.difference == 1 / 4
     assert found.difference_interval == (1 / 4, 1 / 4)
-    assert found.p_value == pytest.approx(1 / 20_001)
+    assert found.p_value == 0.5
     assert (found.problems_better, found.problems_worse) == (2, 0)
     assert (found.correct_to_wrong, found.wrong_to_correct) == (1, 3)
 
@@ -176,17 +184,70 @@ def test_no_difference_has_p_value_one():
     same = report({"x": [[1, 0], [0, 0]]})
     found = compare("a", same, "b", same)["mean"]
     assert (found.difference, found.p_value) == (0, 1)
-    assert two_sided_p_value(0.0, np.zeros(9)) == 1
+    assert sign_flip_p_value([np.zeros(9)], 100, np.random.default_rng(0)) == 1
 
 
-def test_p_values_under_the_null_are_uniform_enough():
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([1.0], 1.0),  # one problem says nothing: + and - are as large
+        ([0.5, 0.5, 0.5], 2 / 8),
+        ([1.0, 0.5], 2 / 4),
+        ([1.0, -0.5], 4 / 4),
+        ([0.25] * 8 + [0.0] * 22, 2 / 2**8),  # problems that are equal change nothing
+        ([3.0, 1.0, 1.0], 2 / 8),
+        ([3.0, 1.0, -1.0], 6 / 8),  # at least 3/3: 5, 3 and 3, and their mirror images
+    ],
+)
+def test_sign_flips_by_hand(differences, expected):
+    found = sign_flip_p_value([np.array(differences)], 100, np.random.default_rng(0))
+    assert found == pytest.approx(expected)
+
+
+def test_sign_flips_of_the_mean_weigh_benchmarks_not_problems():
+    """Means 1 of one problem and 1/4, 1/4 of two: shares 1, 1/8, 1/8 (times 1/2). Of the eight
+    signings only +++ and --- reach 5/4."""
+    differences = [np.array([1.0]), np.array([0.25, 0.25])]
+    assert sign_flip_p_value(differences, 100, np.random.default_rng(0)) == 2 / 8
+
+
+@pytest.mark.parametrize("problems", [10, 40])
+def test_sign_flips_agree_with_scipy(problems):
+    """Ten problems are counted out, forty drawn; scipy's permutation test does both alike."""
+    rng = np.random.default_rng(problems)
+    a, b = rng.binomial(8, 0.4, problems) / 8, rng.binomial(8, 0.5, problems) / 8
+    theirs = stats.permutation_test(
+        (b, a), lambda x, y, axis: np.mean(x - y, axis=axis), permutation_type="samples",
+        vectorized=True, n_resamples=20_000 if problems > 14 else np.inf, rng=rng,
+    )  # fmt: skip
+    ours = sign_flip_p_value([b - a], 20_000, np.random.default_rng(1))
+    assert ours == pytest.approx(theirs.pvalue, abs=1e-12 if problems <= 14 else 0.012)
+
+
+@pytest.mark.parametrize(("problems", "samples"), [(5, 8), (30, 16)])
+def test_p_values_between_models_that_are_alike_are_rarely_small(problems, samples):
+    """Few problems of very different difficulty, as in AIME: at most 5 % below 0.05."""
     rng = np.random.default_rng(7)
     p = []
-    for _ in range(300):
-        values = rng.normal(size=40)
-        p.append(two_sided_p_value(values.mean(), bootstrap_weights(40, 400, rng) @ values))
-    assert 0.02 < np.mean(np.array(p) < 0.05) < 0.10
-    assert 0.40 < np.mean(np.array(p) < 0.5) < 0.60
+    for _ in range(400):
+        difficulty = rng.beta(0.4, 1.2, size=problems)
+        a, b = (rng.binomial(samples, difficulty) / samples for _ in range(2))
+        p.append(sign_flip_p_value([b - a], 400, rng))
+    small = np.mean(np.array(p) < 0.05)
+    assert small < 0.05 + 3 * np.sqrt(0.05 * 0.95 / 400)
+    assert small > 0.01 or problems == 5  # five problems cannot reach it: 2 / 2**5
+
+
+def test_a_single_problem_has_no_interval():
+    found = report({"x": [[1, 0]]})
+    assert found.sampled.benchmarks["x"].avg_at_k_interval is None
+    assert found.sampled.mean.avg_at_k_interval is None
+    assert compare("a", found, "b", found)["x"].difference_interval is None
+
+
+def test_all_right_is_exactly_one():
+    found = report({"x": [[1] * 3] * 7}).sampled.benchmarks["x"]
+    assert found.avg_at_k_interval == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(

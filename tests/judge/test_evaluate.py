@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pyarrow.compute as pc
@@ -142,8 +143,17 @@ def test_waves_of_eight_have_their_own_seeds(tokenizer):
         if each.benchmark == "tiny_sub" and each.problem_index == 3
     ]
     seeds = [each.request.seed for each in requests]
-    expected = [completion_seed(42 + sample // 8, RequestKey(0, 3, sample)) for sample in range(17)]
+    own = crc32(b"tiny_sub")
+    expected = [
+        completion_seed(42 + sample // 8, RequestKey(own, 3, sample)) for sample in range(17)
+    ]
     assert seeds == expected and len(set(seeds)) == 17
+
+
+def test_no_two_completions_share_a_seed_not_even_of_two_benchmarks(tokenizer):
+    """Or their errors would go together, and the mean over benchmarks be less certain than said."""
+    seeds = [each.request.seed for each in plan(tokenizer, greedy=False).samples]
+    assert len(set(seeds)) == len(seeds) == 5 * 12 * 4
 
 
 def test_a_plan_asks_for_each_completion_once(tokenizer):
@@ -179,7 +189,8 @@ def test_progress_ends_complete_and_never_goes_back(tokenizer):
     told = []
     sampler = HfSampler.open(recipe(), str(BASE_DIR))
     planned = plan(tokenizer, benchmarks=["tiny_add"])
-    evaluate(sampler, tokenizer, planned, Comm(), on_progress=told.append)
+    with RewardScorer.open(recipe().reward) as scorer:
+        evaluate(sampler, tokenizer, planned, Comm(), scorer, on_progress=told.append)
     done = [progress.done for progress in told]
     assert done == sorted(done) and done[-1] == told[-1].total == 60
     assert told[-1].accuracy is None or 0 <= told[-1].accuracy <= 1

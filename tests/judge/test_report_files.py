@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_replay.cli import app
-from grpo_replay.commands.eval import _check_output
 from grpo_replay.errors import DatasetError, EvaluationFileError, RecipeError
 from grpo_replay.evaluate import Progress
 from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.evaluation.comparison import compare, differences
+from grpo_replay.evaluation.output import check_output
 from grpo_replay.evaluation.plan import _digest
 from grpo_replay.evaluation.report import EvaluationReport, read_report, samples_path
 from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
@@ -120,7 +120,7 @@ def test_an_evaluation_may_replace_what_a_kill_left_half_replaced(path):
     samples_path(path.with_name("other.json")).replace(samples_path(path))
     with pytest.raises(EvaluationFileError):
         read_report(path)
-    _check_output(path)
+    check_output(path)
 
 
 def test_the_same_ids_with_other_problems_do_not_compare():

@@ -1,0 +1,88 @@
+"""Where an evaluation is written: found out before anything is sampled, and nothing that is not an
+evaluation is ever replaced."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from grpo_replay.disk import named_if_unwritable, write_text_whole
+from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
+from grpo_replay.evaluation.report import EvaluationReport, read_report, samples_path
+from grpo_replay.evaluation.samples import check_samples_file
+from grpo_replay.evaluation.tables import PAGE_TITLE, markdown
+
+_Read = TypeVar("_Read")
+
+
+def page_path(report_path: Path) -> Path:
+    """Where the Markdown page of a report lies."""
+    return report_path.with_suffix(".md")
+
+
+def generations_parent(report_path: Path) -> Path:
+    """Under which the completions of an evaluation are kept."""
+    return report_path.with_suffix(".generations")
+
+
+def check_output(output: Path) -> EvaluationReport | None:
+    """The evaluation that would be replaced, if there is one.
+
+    Raises UsageError for a name that is no .json file, OutputDirectoryError if something else would
+    be replaced or nothing can be written there.
+    """
+    if output.suffix != ".json":
+        raise UsageError(
+            f"--output {output}: name a .json file; the per-sample rows (.parquet) and the page "
+            "(.md) go beside it"
+        )
+    with named_if_unwritable(output):
+        earlier = _refuse_other_files(output)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.NamedTemporaryFile(dir=output.parent, prefix=output.name).close()
+    return earlier
+
+
+def write_output(report: EvaluationReport, output: Path) -> None:
+    """Report, rows and page. Raises OutputDirectoryError."""
+    report.write(output)
+    with named_if_unwritable(page_path(output)):
+        write_text_whole(page_path(output), markdown(report))
+
+
+def _refuse_other_files(output: Path) -> EvaluationReport | None:
+    earlier = None
+    if output.exists():
+        earlier = _require(output, _read_alone, "an evaluation file")
+    if samples_path(output).exists():
+        _require(samples_path(output), check_samples_file, "a per-sample file of this version")
+    if page_path(output).exists():
+        _require(page_path(output), _read_page, "the page of an evaluation")
+    generations = generations_parent(output)
+    if generations.exists() and not generations.is_dir():
+        raise OutputDirectoryError(f"{generations} is no folder: name another file with --output")
+    return earlier
+
+
+def _require(path: Path, read: Callable[[Path], _Read], kind: str) -> _Read:
+    try:
+        return read(path)
+    except EvaluationFileError as error:
+        raise OutputDirectoryError(
+            f"{path} would be replaced, but is not {kind}: choose another name with --output, or "
+            f"remove it ({error})"
+        ) from error
+
+
+def _read_alone(path: Path) -> EvaluationReport:
+    # A kill may have left the rows of another evaluation beside it.
+    return read_report(path, with_samples=False)
+
+
+def _read_page(path: Path) -> None:
+    try:
+        is_page = path.read_text(encoding="utf-8").startswith(PAGE_TITLE)
+    except (OSError, ValueError) as error:
+        raise EvaluationFileError(f"{path} cannot be read: {error}") from error
+    if not is_page:
+        raise EvaluationFileError(f"it does not begin with {PAGE_TITLE!r}")
