@@ -26,7 +26,7 @@ FAST = ("eval.max_problems=4", "eval.samples=2")
 PAPER_RECIPE = """
 prompts: {max_prompt_length: 256}
 sampling: {max_completion_length: 6}
-eval: {benchmarks: [paper], samples: 2}
+eval: {benchmarks: [paper]}
 """
 
 
@@ -135,7 +135,10 @@ def test_the_paper_group_runs_from_a_folder(model, tmp_path, capsys):
     assert list(document["benchmarks"]) == [
         *("math500", "aime25", "aime26", "hmmt_feb25", "hmmt_feb26")
     ]
-    assert all(each["n"] == 3 and each["k"] == 2 for each in document["benchmarks"].values())
+    assert [each["n"] for each in document["benchmarks"].values()] == [3] * 5
+    assert [each["k"] for each in document["benchmarks"].values()] == [8, 16, 16, 16, 16]
+    waves = [each["seeds"] for each in document["settings"]["benchmarks"].values()]
+    assert waves == [[42], *[[42, 43]] * 4]
     assert document["settings"]["temperature"] == 0.6 and document["settings"]["top_p"] == 0.8
     assert document["mean"]["truncation_rate"] > 0.5  # a random model does not stop
     assert len(document["model"]["sha256"]) == 64
@@ -144,7 +147,7 @@ def test_the_paper_group_runs_from_a_folder(model, tmp_path, capsys):
     assert output.read_bytes() == first
 
 
-def test_without_a_recipe_the_settings_are_the_papers():
+def test_without_a_recipe_the_settings_are_the_papers_for_its_smaller_models():
     source = find_model("Qwen/Qwen3-4B-Base")
     recipe = resolve_evaluation(EvalOptions("Qwen/Qwen3-4B-Base"), source)
     assert recipe.eval.benchmarks == ["paper"]
