@@ -13,12 +13,10 @@ from rich.console import Console
 from test_eval_statistics import SETTINGS, report
 from typer.testing import CliRunner
 
-from grpo_replay.aes import score_reports
 from grpo_replay.cli import app
 from grpo_replay.commands.eval import EvalOptions, run
 from grpo_replay.distributed import Comm
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
-from grpo_replay.evaluate import evaluate, plan_evaluation
 from grpo_replay.evaluation import cache
 from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_generations
@@ -29,7 +27,6 @@ from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.evaluation.tables import comparison_table, markdown, print_table
 from grpo_replay.recipe import EvalSection, load_recipe
 from grpo_replay.run import Session
-from grpo_replay.tiny import BASE_DIR
 
 FAST = ("eval.max_problems=3", "eval.samples=1", "eval.greedy=false")
 
@@ -122,25 +119,6 @@ def test_two_evaluations_may_keep_completions_in_one_folder(tmp_path, monkeypatc
     assert read_generations(tmp_path, everything).keys() == set(everything)
 
 
-def test_only_the_model_is_hashed_and_all_of_it(tmp_path):
-    for file in BASE_DIR.iterdir():
-        if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    before = model_sha256(str(tmp_path), {})
-    (tmp_path / "eval.json").write_text("{}")
-    (tmp_path / "README.md").write_text("a model")
-    assert model_sha256(str(tmp_path), {}) == before
-    found = {before}
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json",
-                 "merges.txt", "tokenizer.model", "chat_template.jinja"):  # fmt: skip
-        file = tmp_path / name
-        kept = file.read_bytes() if file.exists() else None
-        file.write_bytes((kept or b"") + b" ")
-        found.add(model_sha256(str(tmp_path), {}))
-        file.unlink() if kept is None else file.write_bytes(kept)
-    assert len(found) == 8
-
-
 def test_revisions_of_one_hub_model_are_told_apart(tmp_path, monkeypatch):
     repository = tmp_path / "models--me--tiny"
     for revision, commit in (("main", "a" * 40), ("other", "b" * 40)):
@@ -230,17 +208,6 @@ def test_a_run_whose_benchmarks_changed_draws_only_what_is_alike(tmp_path):
     assert plot_curve(tmp_path) is not None
 
 
-def test_aes_keeps_the_interval_of_lengths_where_accuracy_has_none():
-    """One problem of two solved by the reference: a quarter of its resamples solve nothing."""
-    lengths = lambda correct: 10 if correct else 20  # noqa: E731
-    reference = report({"x": [[1], [0]]}, tokens=lengths)
-    candidate = report({"x": [[1], [1]]}, tokens=lengths)
-    (score,) = score_reports(("r", reference), [("c", candidate)])
-    assert score.delta_length == pytest.approx(1 / 3)  # 15 tokens to 10
-    assert score.delta_length_interval == pytest.approx((0.0, 0.5))  # 10 to 10, 20 to 10
-    assert (score.delta_accuracy_interval, score.aes_interval) == (None, None)
-
-
 def test_training_evaluates_with_the_recipes_verifier_limits():
     recipe = load_recipe("tiny", ["reward.function=minerva", "reward.workers=3",
                                   "reward.time_limit_seconds=7"])  # fmt: skip
@@ -248,27 +215,3 @@ def test_training_evaluates_with_the_recipes_verifier_limits():
     with session._evaluation_scorer() as scorer:
         found = scorer._section
     assert (found.function, found.workers, found.time_limit_seconds) == ("math_verify", 3, 7)
-
-
-def test_other_ranks_have_no_report(monkeypatch):
-    """Only rank 0 sums up; the others return as soon as their rows are sent."""
-    sent = []
-
-    class Other(Comm):
-        def gather(self, payload):
-            sent.append(payload)
-
-        def all_gather_json(self, value):
-            return [value]
-
-    recipe = load_recipe("tiny", [*FAST, "eval.benchmarks=[tiny_add]"])
-    from grpo_replay.backends.hf_sampler import HfSampler
-    from grpo_replay.backends.models import load_tokenizer
-    from grpo_replay.rewards import RewardScorer
-
-    tokenizer = load_tokenizer(recipe.model)
-    plan = plan_evaluation(tokenizer, recipe)
-    sampler = HfSampler.open(recipe, str(BASE_DIR))
-    with RewardScorer.open(recipe.reward) as scorer:
-        assert evaluate(sampler, tokenizer, plan, Other(1, 1), scorer) is None
-    assert len(sent) == 1
