@@ -79,5 +79,5 @@ def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.
     for start in range(0, flips, _FLIPS_AT_ONCE):
         size = (min(_FLIPS_AT_ONCE, flips - start), len(shares))
         signs = 2.0 * rng.integers(0, 2, size, dtype=np.int8) - 1.0
-        as_large += np.count_nonzero(np.abs(signs @ shares) >= limit)
+        as_large += int(np.count_nonzero(np.abs(signs @ shares) >= limit))
     return float((1 + as_large) / (1 + flips))
