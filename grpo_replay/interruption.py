@@ -26,3 +26,13 @@ class Interruption:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Within, SIGTERM raises KeyboardInterrupt as Ctrl-C does. For the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

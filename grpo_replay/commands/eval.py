@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from grpo_replay.evaluation.tables import (
     print_table,
     terminal_tables,
 )
+from grpo_replay.interruption import sigterm_interrupts
 from grpo_replay.ranks import prepare_rank, rank_environment
 from grpo_replay.recipe import (
     Recipe,
@@ -77,11 +77,11 @@ def run(options: EvalOptions) -> int:
             sys.argv[1:], options.num_processes, None, recipe.engine.threads_per_process
         )
     prepare_rank(environment)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if environment.rank == 0:
         for notice in _notices(options, source, recipe):
             print(notice, file=sys.stderr)
-    report = _evaluate(recipe, source, output, environment.world_size)
+    with sigterm_interrupts():
+        report = _evaluate(recipe, source, output, environment.world_size)
     if report is not None:
         write_output(report, output)
         _print_report(report, output, options.as_json)

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
+import signal
 import threading
+import time
 from io import StringIO
 
 import numpy as np
@@ -94,6 +97,20 @@ def test_a_full_disk_is_named_and_what_was_kept_stays(tmp_path, monkeypatch):
         report({"x": [[1]]}).write(tmp_path / "e.json")
     monkeypatch.undo()
     assert list(read_generations(tmp_path, ["first", "second"])) == ["first"]
+
+
+def test_sigterm_interrupts_an_evaluation_and_nothing_else(tmp_path, monkeypatch):
+    """Schedulers send it: the completions that there are must be kept, as after Ctrl-C."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def told_to_stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr("grpo_replay.commands.eval._evaluate", told_to_stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(tmp_path / "e.json"))
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_two_evaluations_may_keep_completions_in_one_folder(tmp_path, monkeypatch):
