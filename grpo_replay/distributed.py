@@ -30,23 +30,36 @@ class Comm:
         import torch
         import torch.distributed as dist
 
+        sizes, padded = self._padded(payload)
+        received = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(received, padded, group=self._group)
+        return _unpadded(received, sizes)
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """Every rank's payload, in rank order, on rank 0; None elsewhere, where nothing but the
+        rank's own takes memory."""
+        if self.world_size == 1:
+            return [payload]
+        import torch
+        import torch.distributed as dist
+
+        sizes, padded = self._padded(payload)
+        received = [torch.empty_like(padded) for _ in sizes] if self.is_main else None
+        dist.gather(padded, received, dst=0, group=self._group)
+        return None if received is None else _unpadded(received, sizes)
+
+    def _padded(self, payload: bytes) -> tuple[list[int], Any]:
+        """The length of every rank's payload, and this one's as bytes of the longest length."""
+        import torch
+        import torch.distributed as dist
+
         size = torch.tensor([len(payload)], dtype=torch.int64)
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
         dist.all_gather(sizes, size, group=self._group)
-        longest = max(int(s) for s in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
         if payload:
             padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        received = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(received, padded, group=self._group)
-        return [
-            tensor.numpy()[: int(s)].tobytes() for tensor, s in zip(received, sizes, strict=True)
-        ]
-
-    def gather(self, payload: bytes) -> list[bytes] | None:
-        """Every rank's payload, in rank order, on rank 0; None elsewhere."""
-        everything = self.all_gather(payload)
-        return everything if self.is_main else None
+        return list(map(int, sizes)), padded
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """Rank 0's payload on every rank."""
@@ -102,3 +115,7 @@ class Comm:
     def barrier(self) -> None:
         """Returns when every rank has arrived."""
         self.all_gather(b"")
+
+
+def _unpadded(received: Sequence[Any], sizes: Sequence[int]) -> list[bytes]:
+    return [tensor.numpy()[:size].tobytes() for tensor, size in zip(received, sizes, strict=True)]

@@ -337,7 +337,7 @@ class EvalSection(Section):
     """Of the first wave of eight samples; the second has the next, and so on."""
     reward: Literal["math_verify", "minerva"] = "math_verify"
     """Verifier."""
-    bootstrap_samples: Positive = 2000
+    bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
     """Resamples behind the confidence intervals."""
 
 

@@ -66,6 +66,14 @@ def test_a_non_finite_loss_stops_every_rank_before_the_step(output, stage, rank)
     assert seen["unchanged"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_payloads_of_any_length_reach_rank_0_alone_or_all(output, rank):
+    seen = json.loads((output / f"rank{rank}.json").read_text())["exchanged"]
+    sent = {"uneven": ["", "a"], "none": ["", ""], "first": ["abc", ""]}
+    for name, payloads in sent.items():
+        assert seen[name] == [payloads if rank == 0 else None, payloads]
+
+
 def test_updates_of_random_sizes_never_hang(output):
     for rank in range(2):
         seen = json.loads((output / f"rank{rank}.json").read_text())

@@ -93,6 +93,19 @@ def random_updates(processes) -> int:
     return RANDOM_UPDATES
 
 
+def exchanged(processes) -> dict:
+    """What this rank gets where rank r sends `r` letters, both send none, or only rank 0 sends."""
+    comm, _ = processes
+    payloads = {"uneven": b"ab"[: comm.rank], "none": b"", "first": b"abc" * comm.is_main}
+    return {
+        name: [
+            [part.decode() for part in received] if received is not None else None
+            for received in (comm.gather(payload), comm.all_gather(payload))
+        ]
+        for name, payload in payloads.items()
+    }
+
+
 def main(output: Path) -> None:
     processes = initialize_processes(engine_recipe())
     comm, _ = processes
@@ -103,6 +116,7 @@ def main(output: Path) -> None:
     report = {
         "non_finite": {stage: non_finite(processes, stage) for stage in (0, 2, 3)},
         "random_updates": random_updates(processes),
+        "exchanged": exchanged(processes),
     }
     run_small(output / "run", **RUN)
     if comm.is_main:
