@@ -71,20 +71,27 @@ def document(
 def print_scores(
     reference: Point, scores: Sequence[AesScore], gain: float, loss: float, console: Console
 ) -> None:
-    """The scores as a table, constants shown."""
-    header = ("model", "accuracy", "tokens", "ΔL", "ΔAcc", "AES", "95 %")
+    """The scores as a table, their intervals as another if there are any, constants shown."""
+    header = ("model", "accuracy", "tokens", "ΔL", "ΔAcc", "AES")
     names = _short_names([reference.name, *(score.name for score in scores)])
-    rows = [(names[0], f"{reference.accuracy:.4g}", tokens(reference.tokens), *"––––")]
+    rows = [(names[0], f"{reference.accuracy:.4g}", tokens(reference.tokens), *"–––")]
     for name, score in zip(names[1:], scores, strict=True):
         deltas = (score.delta_length, score.delta_accuracy, score.aes)
         rows.append(
             (
                 *(name, f"{score.accuracy:.4g}", tokens(score.tokens)),
                 *(f"{delta:+.3f}" for delta in deltas),
-                _interval(score.aes_interval),
             )
         )
     print_table(console, plain_table(f"AES against {reference.name}", header, rows))
+    intervals = [
+        (score.delta_length_interval, score.delta_accuracy_interval, score.aes_interval)
+        for score in scores
+    ]
+    if any(map(any, intervals)):
+        rows = [(n, *map(_interval, each)) for n, each in zip(names[1:], intervals, strict=True)]
+        title = "95 % intervals, bootstrap over problems"
+        print_table(console, plain_table(title, ("model", *header[3:]), rows))
     console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
 
 
