@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from grpo_replay.errors import OutputDirectoryError, UsageError
-from grpo_replay.evaluation.benchmarks import find_benchmarks
+from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
 from grpo_replay.evaluation.cache import sampled_dtype
 from grpo_replay.evaluation.comparison import compare, differences
-from grpo_replay.evaluation.model_source import ModelSource, find_model
+from grpo_replay.evaluation.model_source import ModelSource, find_model, used_revision
 from grpo_replay.evaluation.output import (
     check_output,
     generations_parent,
@@ -80,7 +80,8 @@ def run(options: EvalOptions) -> int:
     if environment.rank == 0:
         for notice in _notices(options, source, recipe):
             print(notice, file=sys.stderr)
-    with sigterm_interrupts():
+    # A launcher that ends its other ranks after a failure sends SIGTERM too, and reports it itself.
+    with nullcontext() if environment.is_launched else sigterm_interrupts():
         report = _evaluate(recipe, source, output, environment.world_size)
     if report is not None:
         write_output(report, output)
@@ -185,11 +186,21 @@ def _refuse_to_replace(
     output: Path, earlier: EvaluationReport, source: ModelSource, recipe: Recipe
 ) -> None:
     """Nobody named the file, so it must not take the place of something else."""
-    names = [benchmark.name for benchmark in find_benchmarks(recipe.eval)]
-    before = (earlier.model.get("path"), list(earlier.sampled.benchmarks))
-    if before != (source.path, names):
+    files = {each.name: local_file(each, recipe.eval) for each in find_benchmarks(recipe.eval)}
+    now = (
+        *(source.path, used_revision(recipe.model.revision, source.path)),
+        {name: None if file is None else str(file) for name, file in files.items()},
+    )
+    described = earlier.settings["benchmarks"]
+    before = (
+        *(earlier.model.get("path"), earlier.model.get("revision")),
+        {name: described[name].get("file") for name in earlier.sampled.benchmarks},
+    )
+    if before != now:
         raise OutputDirectoryError(
-            f"{output} is the evaluation of {before[0]} on {', '.join(before[1])}: name another "
+            f"{output} is the evaluation of {before[0]}"
+            + (f" at revision {before[1]}" if before[1] else "")
+            + f" on {', '.join(file or name for name, file in before[2].items())}: name another "
             "file with --output, or that one to replace it"
         )
 

@@ -42,9 +42,10 @@ def plot_curve(folder: Path) -> Path | None:
         return None
     last = list(reports.values())[-1]
     alike = {step: report for step, report in reports.items() if are_comparable(report, last)}
-    if len(alike) < 2:
-        return None
     path = folder / "curve.png"
+    if len(alike) < 2:
+        path.unlink(missing_ok=True)  # a curve of other settings
+        return None
     with figure_style() as figure_class:
         figure = figure_class(figsize=(COLUMN_INCHES, 2.4), layout="constrained")
         _draw(figure.add_subplot(), alike, len(reports) - len(alike))

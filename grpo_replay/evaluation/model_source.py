@@ -89,6 +89,11 @@ def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = 
     return total.hexdigest()
 
 
+def used_revision(revision: str | None, path: str) -> str | None:
+    """The revision that counts: a folder has none, whatever the recipe trained from."""
+    return None if path.startswith("builtin:") or Path(path).is_dir() else revision
+
+
 def _latest(checkpoints: Path) -> ModelSource:
     latest = checkpoints / "latest"
     if not latest.is_dir():

@@ -40,6 +40,10 @@ def check_output(output: Path) -> EvaluationReport | None:
         earlier = _refuse_other_files(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         tempfile.NamedTemporaryFile(dir=output.parent, prefix=output.name).close()
+    generations = generations_parent(output)
+    with named_if_unwritable(generations):
+        if generations.exists():
+            tempfile.NamedTemporaryFile(dir=generations).close()
     return earlier
 
 
@@ -58,9 +62,6 @@ def _refuse_other_files(output: Path) -> EvaluationReport | None:
         _require(samples_path(output), check_samples_file, "a per-sample file of this version")
     if page_path(output).exists():
         _require(page_path(output), _read_page, "the page of an evaluation")
-    generations = generations_parent(output)
-    if generations.exists() and not generations.is_dir():
-        raise OutputDirectoryError(f"{generations} is no folder: name another file with --output")
     return earlier
 
 

@@ -19,7 +19,7 @@ from grpo_replay.evaluation.results import BenchmarkResult, Count, Results
 from grpo_replay.evaluation.samples import read_samples, write_samples
 from grpo_replay.evaluation.summarise import ProblemTable, per_problem
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @pydantic_dataclass

@@ -10,7 +10,9 @@ import pyarrow.parquet as pq
 from grpo_replay.disk import written_whole
 from grpo_replay.errors import EvaluationFileError
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
+
+_VERSION_KEY = "grpo_replay_evaluation_samples"
 
 SAMPLE_SCHEMA = pa.schema(
     [
@@ -27,7 +29,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("verdict", pa.string()),
         ("correct", pa.bool_()),
     ],
-    metadata={"grpo_replay_evaluation_samples": SCHEMA_VERSION},
+    metadata={_VERSION_KEY: SCHEMA_VERSION},
 )
 
 _KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "ascending")]
@@ -70,6 +72,12 @@ def check_samples_file(path: Path) -> None:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
+    version = (schema.metadata or {}).get(_VERSION_KEY.encode(), SCHEMA_VERSION.encode()).decode()
+    if version != SCHEMA_VERSION:
+        raise EvaluationFileError(
+            f"{path}: a per-sample file of version {version}, expected {SCHEMA_VERSION}: evaluate "
+            "again"
+        )
     if not schema.equals(SAMPLE_SCHEMA):
         raise EvaluationFileError(
             f"{path}: its columns are {', '.join(schema.names)}; per-sample files of this "

@@ -8,7 +8,7 @@ from grpo_replay.backends.models import load_tokenizer, resolve_model_path
 from grpo_replay.distributed import Comm
 from grpo_replay.evaluate import Progress, evaluate, plan_evaluation
 from grpo_replay.evaluation.cache import generations_folder, sampled_dtype
-from grpo_replay.evaluation.model_source import ModelSource, model_sha256
+from grpo_replay.evaluation.model_source import ModelSource, model_sha256, used_revision
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.rank_failures import run_collectively
 from grpo_replay.recipe import Recipe
@@ -34,7 +34,7 @@ def evaluate_model(
     path = resolve_model_path(source.path)
     sampler = open_sampler(recipe, path, comm)
     stack.callback(sampler.close)
-    revision = recipe.model.revision
+    revision = used_revision(recipe.model.revision, path)
     sha256 = run_collectively(comm, lambda: model_sha256(path, source.checked, revision))
     model = {
         "name": source.name,

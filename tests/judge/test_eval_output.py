@@ -25,7 +25,7 @@ from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_generations
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.curve import plot_curve
-from grpo_replay.evaluation.model_source import find_model, model_sha256
+from grpo_replay.evaluation.model_source import find_model, model_sha256, used_revision
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.evaluation.tables import comparison_table, markdown, print_table
 from grpo_replay.recipe import EvalSection, load_recipe
@@ -73,12 +73,29 @@ def test_a_name_that_nobody_gave_does_not_replace_another_evaluation(tmp_path, m
         run(tiny(benchmarks=["tiny_sub"]))
 
 
+def test_two_files_of_one_name_are_two_benchmarks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    assert run(tiny(benchmarks=["a/mine.jsonl"])) == 0
+    with pytest.raises(OutputDirectoryError, match=r"on a/mine\.jsonl: name another"):
+        run(tiny(benchmarks=["b/mine.jsonl"]))
+
+
+def test_a_folder_has_no_revision(tmp_path):
+    """Whatever the recipe of the run says that its base model was."""
+    assert used_revision("abc", str(tmp_path)) is None
+    assert used_revision("abc", "builtin:tiny") is None
+    assert used_revision("abc", "me/tiny") == "abc"
+
+
 @pytest.mark.parametrize("place", ["file/e.json", "e" * 260 + ".json", "f.json"])
 def test_what_cannot_be_written_is_found_out_before_sampling(tmp_path, monkeypatch, place):
     monkeypatch.setattr("grpo_replay.commands.eval._evaluate", not_sampled)
     (tmp_path / "file").write_text("")
     (tmp_path / "f.generations").write_text("")
-    with pytest.raises(OutputDirectoryError, match=r"cannot be written|is no folder"):
+    with pytest.raises(OutputDirectoryError, match="cannot be written"):
         run(tiny(tmp_path / place))
 
 
@@ -221,6 +238,8 @@ def test_a_run_whose_benchmarks_changed_draws_only_what_is_alike(tmp_path):
     for step, benchmarks in ((0, {"x": [[1], [1]]}), (5, {"x": [[1], [0]], "y": [[0], [0]]})):
         report(benchmarks, settings).write(tmp_path / f"step_{step:06d}.json")
     assert plot_curve(tmp_path) is None  # one point of each
+    (tmp_path / "curve.png").write_text("of before")
+    assert plot_curve(tmp_path) is None and not (tmp_path / "curve.png").exists()
     report({"x": [[1], [1]], "y": [[0], [1]]}, settings).write(tmp_path / "step_000010.json")
     assert plot_curve(tmp_path) is not None
 

@@ -63,6 +63,10 @@ class ThreadComm(Comm):
     def broadcast(self, payload: bytes | None) -> bytes:
         return self.all_gather(payload)[0]
 
+    def gather(self, payload: Any) -> list[Any] | None:
+        everything = self.all_gather(payload)
+        return everything if self.is_main else None
+
 
 def plan(folder: Path, rows: Sequence[dict[str, str]] = ROWS, **settings: Any) -> EvaluationPlan:
     file = folder / "mine.jsonl"
