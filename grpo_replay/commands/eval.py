@@ -194,7 +194,7 @@ def _refuse_to_replace(
     described = earlier.settings["benchmarks"]
     before = (
         *(earlier.model.get("path"), earlier.model.get("revision")),
-        {name: described[name].get("file") for name in earlier.sampled.benchmarks},
+        {name: described.get(name, {}).get("file") for name in earlier.sampled.benchmarks},
     )
     if before != now:
         raise OutputDirectoryError(

@@ -112,8 +112,8 @@ def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
     found = document.get("schema_version") if isinstance(document, dict) else None
     if found != SCHEMA_VERSION:
         raise EvaluationFileError(
-            f"{path}: not an evaluation file (schema_version is {found!r}, expected "
-            f"{SCHEMA_VERSION}): make one with grpo-replay eval"
+            f"{path}: not an evaluation file of this version (schema_version is {found!r}, "
+            f"expected {SCHEMA_VERSION}): make one with grpo-replay eval"
         )
     try:
         report = EvaluationReport.from_json(document)

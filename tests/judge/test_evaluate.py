@@ -214,7 +214,8 @@ def test_a_report_reads_back_as_it_was_and_damage_is_named(tmp_path, uninterrupt
     for text, message in (
         ("{", "not a readable"),
         ('{"accuracy": 3}', "not an evaluation file"),
-        ('{"schema_version": 1}', "damaged"),
+        ('{"schema_version": 1}', "schema_version is 1, expected 2"),
+        ('{"schema_version": 2}', "damaged"),
     ):
         bad.write_text(text)
         with pytest.raises(EvaluationFileError, match=message):

@@ -114,6 +114,14 @@ def test_rows_of_another_evaluation_are_refused(path, change, message):
     assert read_report(path, with_samples=False).samples is None
 
 
+def test_rows_of_another_version_are_told_from_damage(path):
+    rows = pq.read_table(samples_path(path))
+    marks = {"grpo_replay_evaluation_samples": "1"}
+    pq.write_table(rows.replace_schema_metadata(marks), samples_path(path))
+    with pytest.raises(EvaluationFileError, match="of version 1, expected 2: evaluate again"):
+        read_report(path)
+
+
 def test_an_evaluation_may_replace_what_a_kill_left_half_replaced(path):
     """Its rows were written and its report was not: the same command must go on, not refuse."""
     make_report(seed=1).write(path.with_name("other.json"))
