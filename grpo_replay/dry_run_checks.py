@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 from grpo_replay.errors import GrpoReplayError
 from grpo_replay.recipe import Recipe
 from grpo_replay.tracking import missing_trackers
+from grpo_replay.versions import installed_version
 
 _HUB_SECONDS = 3.0
 _PACKAGE = "grpo-replay"
@@ -94,9 +95,8 @@ def _check_versions(findings: Findings) -> None:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        try:
-            found = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
+        found = installed_version(requirement.name)
+        if found is None:
             findings.problems.append(f"{requirement.name} is not installed: pip install '{text}'")
             continue
         if not requirement.specifier.contains(found, prereleases=True):

@@ -11,13 +11,8 @@ import pyarrow.compute as pc
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.results import Interval
-from grpo_replay.evaluation.statistics import (
-    bootstrap_draws,
-    interval,
-    resampled_mean,
-    sign_flip_p_value,
-)
-from grpo_replay.evaluation.summarise import ProblemTable, bootstrap_generator, per_problem
+from grpo_replay.evaluation.statistics import interval, resampled_mean, sign_flip_p_value
+from grpo_replay.evaluation.summarise import ProblemTable, benchmark_draws, per_problem
 
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),
@@ -192,9 +187,7 @@ class _Pair:
 
     def resampled(self) -> Resampled:
         """Accuracy and tokens of A and B in the same resamples of the problems."""
-        problems = len(self.a.problem_ids)
-        rng = bootstrap_generator(self.name, problems)
-        draws_BN = bootstrap_draws(problems, self.resamples, rng)
+        draws_BN = benchmark_draws(self.name, len(self.a.problem_ids), self.resamples)
         return Resampled(
             resampled_mean(draws_BN, self.a.accuracy_N),
             resampled_mean(draws_BN, self.b.accuracy_N),

@@ -73,15 +73,16 @@ def per_problem(samples: pa.Table, benchmark: str, greedy: bool = False) -> Prob
     return _per_problem(rows.filter(pc.equal(rows["greedy"], greedy)))
 
 
-def bootstrap_generator(name: str, problems: int) -> np.random.Generator:
-    """The benchmark's own: an interval does not depend on what else was evaluated."""
-    return np.random.default_rng([problems, crc32(name.encode())])
+def benchmark_draws(name: str, problems: int, resamples: int) -> np.ndarray:
+    """The resamples of a benchmark, int64 [B, N]. Its own: an interval does not depend on what else
+    was evaluated."""
+    rng = np.random.default_rng([problems, crc32(name.encode())])
+    return bootstrap_draws(problems, resamples, rng)
 
 
 def _bootstrap(name: str, problems: ProblemTable, resamples: int) -> dict[str, np.ndarray]:
     """Bootstrap means [B] of accuracy, pass@k and tokens, from the same resampled problems."""
-    count = len(problems.problem_ids)
-    draws_BN = bootstrap_draws(count, resamples, bootstrap_generator(name, count))
+    draws_BN = benchmark_draws(name, len(problems.problem_ids), resamples)
     return {
         "avg": resampled_mean(draws_BN, problems.accuracy_N),
         "pass": resampled_mean(draws_BN, problems.correct_N > 0),
