@@ -124,11 +124,9 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
 
 
 def plan_sampler(recipe: Recipe, shape: ModelShape, on_cuda: bool, capacity: int) -> SamplerMemory:
-    sampling, vllm, size = recipe.sampling, recipe.sampling.vllm, DTYPE_BYTES[recipe.model.dtype]
+    sampling, vllm, size = recipe.sampling, recipe.sampling.vllm, DTYPE_BYTES[recipe.sampled_dtype]
     if sampling.backend == "vllm_server":
         return SamplerMemory(0, 0, None)  # on machines or GPUs of its own
-    if sampling.backend == "vllm" and vllm.dtype != "auto":
-        size = DTYPE_BYTES[vllm.dtype]
     if sampling.backend == "vllm" and on_cuda:
         return vllm_memory(
             shape, size, capacity, vllm.gpu_memory_utilization, vllm.tensor_parallel_size,

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
-from grpo_replay.evaluation.cache import sampled_dtype
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.model_source import ModelSource, find_model, used_revision
 from grpo_replay.evaluation.output import (
@@ -176,7 +175,7 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
         settings, longest = recipe.eval, recipe.sampling.max_completion_length
         notices.append(
             f"no recipe: T {settings.temperature:g}, top-p {settings.top_p:g}, at most {longest:,} "
-            f"tokens, {sampled_dtype(recipe)} on {recipe.sampling.backend}; --recipe or --set "
+            f"tokens, {recipe.sampled_dtype} on {recipe.sampling.backend}; --recipe or --set "
             "chooses others (paper A evaluates 4B with 16,384 tokens: --recipe qwen3-4b)"
         )
     return notices

@@ -59,17 +59,10 @@ def request_digest(request: GenerationRequest) -> str:
 
 def generations_folder(parent: Path, model_sha256: str, recipe: Recipe) -> Path:
     """The folder under `parent` of what a model generates on a recipe's backend."""
-    words = [model_sha256[:16], *_sampler_words(recipe), sampled_dtype(recipe)]
+    words = [model_sha256[:16], *_sampler_words(recipe), recipe.sampled_dtype]
     if recipe.model.tokenizer is not None:  # not the model's own, which the SHA-256 covers
         words.append(re.sub(r"\W+", "_", recipe.model.tokenizer))
     return parent / "-".join(words)
-
-
-def sampled_dtype(recipe: Recipe) -> str:
-    """The precision that a recipe's backend samples in."""
-    if recipe.sampling.backend != "hf" and recipe.sampling.vllm.dtype != "auto":
-        return recipe.sampling.vllm.dtype
-    return recipe.model.dtype
 
 
 def _sampler_words(recipe: Recipe) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_replay.backends.models import load_tokenizer, resolve_model_path
 from grpo_replay.distributed import Comm
 from grpo_replay.evaluate import Progress, evaluate, plan_evaluation
-from grpo_replay.evaluation.cache import generations_folder, sampled_dtype
+from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.model_source import ModelSource, model_sha256, used_revision
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.rank_failures import run_collectively
@@ -43,7 +43,7 @@ def evaluate_model(
         "step": source.step,
         "sha256": sha256,
         "recipe": recipe.name,
-        "dtype": sampled_dtype(recipe),
+        "dtype": recipe.sampled_dtype,
     }
     return evaluate(
         sampler,

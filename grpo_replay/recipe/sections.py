@@ -399,6 +399,13 @@ class Recipe(Section):
         exact = self.model.dtype == "float32" and self.sampling.vllm.dtype != "bfloat16"
         return 0.01 if exact else 0.1
 
+    @property
+    def sampled_dtype(self) -> str:
+        """The precision that the backend samples in."""
+        if self.sampling.backend != "hf" and self.sampling.vllm.dtype != "auto":
+            return self.sampling.vllm.dtype
+        return self.model.dtype
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> "Recipe":
         if problems := find_contradictions(self):
