@@ -107,14 +107,14 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
         )
     rows = max(1, recipe.batch.max_tokens_per_microbatch // longest)
     forward = memory_trace.forward_memory(recipe, rows, longest, completion)
-    bucket, live = memory_trace.zero_buffers(recipe)
+    zero = recipe.engine.zero
     setting = EngineSetting(
         zero_stage=recipe.engine.zero_stage,
         ranks=recipe.engine.num_processes,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         on_cuda=on_cuda,
-        bucket_elements=bucket,
-        live_elements=live,
+        bucket_elements=zero.reduce_bucket_size,
+        live_elements=zero.max_live_parameters,
         offload_optimizer=recipe.engine.offload_optimizer,
         offload_parameters=recipe.engine.offload_parameters,
         reference_copy=recipe.loss.beta > 0,

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from grpo_replay.recipe import OptimizerSection, Recipe
+from grpo_replay.recipe import OptimizerSection, Recipe, ZeroSection
 
 
 def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     """DeepSpeed's configuration. Accumulation is ours: micro-batches vary from update to update,
     and the loss already has its global denominator."""
     optimizer, engine = recipe.optimizer, recipe.engine
-    zero: dict[str, Any] = {"stage": engine.zero_stage}
+    zero = {"stage": engine.zero_stage, **_thresholds(engine.zero)}
     if engine.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if engine.offload_parameters:
@@ -29,6 +29,18 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
+    }
+
+
+def _thresholds(zero: ZeroSection) -> dict[str, Any]:
+    return {
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "allgather_bucket_size": zero.allgather_bucket_size,
+        "stage3_param_persistence_threshold": zero.param_persistence_threshold,
+        "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
+        "stage3_max_live_parameters": zero.max_live_parameters,
+        "stage3_max_reuse_distance": zero.max_reuse_distance,
+        "sub_group_size": zero.sub_group_size,
     }
 
 

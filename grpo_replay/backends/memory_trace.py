@@ -114,19 +114,6 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     )
 
 
-def zero_buffers(recipe: Recipe) -> tuple[int, int]:
-    """DeepSpeed's reduce_bucket_size and stage3_max_live_parameters, in elements, as the engine
-    sets them."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no other
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    from grpo_replay.backends.deepspeed_config import deepspeed_config
-
-    zero = DeepSpeedZeroConfig(**deepspeed_config(recipe)["zero_optimization"])
-    return int(zero.reduce_bucket_size), int(zero.max_live_parameters)
-
-
 def forward_memory(recipe: Recipe, rows: int, length: int, completion: int) -> ForwardMemory:
     """Peak of one micro-batch of `rows` x `length` tokens, `completion` of each trained on.
 

@@ -35,6 +35,7 @@ from grpo_replay.recipe.sections import (
     ServersSection,
     TrackingSection,
     VllmSection,
+    ZeroSection,
 )
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "ServersSection",
     "TrackingSection",
     "VllmSection",
+    "ZeroSection",
     "find_recipe",
     "load_recipe",
     "parse_overrides",

@@ -265,11 +265,33 @@ class OptimizerSection(Section):
     """Clip of the global L2 gradient norm (TRL: max_grad_norm)."""
 
 
+class ZeroSection(Section):
+    """DeepSpeed's thresholds, in elements (not bytes), under its own names; they change memory and
+    speed, never a result."""
+
+    reduce_bucket_size: Positive = 500_000_000
+    """Gradients reduced at once (ZeRO 1-3)."""
+    allgather_bucket_size: Positive = 500_000_000
+    """Updated parameters gathered at once (ZeRO 1-2)."""
+    param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
+    """Parameters of at most this size are never sharded (ZeRO 3)."""
+    prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
+    """Parameters fetched ahead of their use (ZeRO 3)."""
+    max_live_parameters: Annotated[int, Field(ge=0)] = 1_000_000_000
+    """Parameters gathered at the same time (ZeRO 3)."""
+    max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
+    """Keep a parameter gathered if it is used again within so many (ZeRO 3)."""
+    sub_group_size: Positive = 1_000_000_000
+    """Parameters per optimizer sub-group (ZeRO 3)."""
+
+
 class EngineSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the policy trains."""
     zero_stage: Literal[0, 1, 2, 3] = 3
     """DeepSpeed ZeRO stage."""
+    zero: ZeroSection = Field(default_factory=ZeroSection)
+    """DeepSpeed's thresholds."""
     num_processes: Positive = 1
     """Ranks on this node; `--num-processes` overrides it."""
     offload_optimizer: bool = False
