@@ -201,22 +201,16 @@ class Session:
     ) -> DeepSpeedEngine:
         recipe = self.recipe
         model = load_policy(recipe.model, recipe.run.seed)
-        same_shape = (state.world_size, state.zero_stage) == (
-            self.comm.world_size,
-            recipe.engine.zero_stage,
-        )
-        convert = checkpoint is not None and not same_shape
-        engine = DeepSpeedEngine(
-            recipe, model, tokenizer, self.comm, self.device, load_universal=convert
-        )
+        engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
-        if checkpoint is not None and convert:
-            self.observer.on_status(
-                f"converting the engine state of {state.world_size} ranks at ZeRO "
-                f"{state.zero_stage} for {self.comm.world_size} at ZeRO {recipe.engine.zero_stage}"
-            )
-            engine.load_converted(checkpoint / "engine", self.run_dir.path / ".universal")
-        elif checkpoint is not None:
+        if checkpoint is not None:
+            then = (state.world_size, state.zero_stage)
+            now = (self.comm.world_size, recipe.engine.zero_stage)
+            if then != now:
+                self.observer.on_status(
+                    f"restoring the engine state of {then[0]} ranks at ZeRO {then[1]} on {now[0]} "
+                    f"at ZeRO {now[1]}"
+                )
             engine.load(checkpoint / "engine")
         return engine
 

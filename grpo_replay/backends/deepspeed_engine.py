@@ -1,8 +1,6 @@
 """The engine: DeepSpeed ZeRO 0-3, from one CPU process to many nodes."""
 
-import shutil
-import subprocess
-import sys
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import nn
 from grpo_replay.backends.deepspeed_config import deepspeed_config
 from grpo_replay.backends.full_tensors import full_tensors
 from grpo_replay.backends.policy_module import PolicyModule
+from grpo_replay.backends.resharding import read_saved_state, restore_engine
 from grpo_replay.backends.row_results import (
     pack_statistics,
     pack_tokens,
@@ -23,6 +22,7 @@ from grpo_replay.backends.row_results import (
 )
 from grpo_replay.backends.weight_names import tied_names
 from grpo_replay.batch import MicroBatch, TrainRow, plan_microbatches, scatter_microbatches
+from grpo_replay.checkpoint import read_json
 from grpo_replay.distributed import Comm
 from grpo_replay.engine import UpdateResult
 from grpo_replay.errors import CheckpointError, NonFiniteError
@@ -30,6 +30,7 @@ from grpo_replay.loss import kl_to_reference, row_statistics, token_loss
 from grpo_replay.recipe import Recipe
 
 ENGINE_TAG = "state"
+LAYOUT = "layout.json"
 
 
 class DeepSpeedEngine:
@@ -42,9 +43,7 @@ class DeepSpeedEngine:
         tokenizer: Any,
         comm: Comm,
         device: torch.device,
-        load_universal: bool = False,
     ) -> None:
-        """Wrap `model`. With `load_universal`, the engine loads a converted checkpoint only."""
         import deepspeed
 
         self._recipe = recipe
@@ -63,7 +62,7 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
-            config=deepspeed_config(recipe) | {"checkpoint": {"load_universal": load_universal}},
+            config=deepspeed_config(recipe),
         )
         self._gather_needs_forward = recipe.engine.zero_stage == 3
 
@@ -184,6 +183,10 @@ class DeepSpeedEngine:
 
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         self._forward_once()
+        if self._recipe.engine.zero_stage == 3:
+            # A log-prob pass leaves parameters gathered or on their way; gathering them again
+            # without an update in between fails ("Cannot partition a param in flight").
+            self._engine.empty_partition_cache()
         yield from full_tensors(self._model, bucket_bytes)
 
     def _forward_once(self) -> None:
@@ -209,39 +212,34 @@ class DeepSpeedEngine:
 
     def save(self, folder: Path) -> None:
         self._engine.save_checkpoint(str(folder), tag=ENGINE_TAG, save_latest=False)
+        if self._comm.is_main:
+            (folder / LAYOUT).write_text(json.dumps(self._layout(), indent=2) + "\n")
+
+    def _layout(self) -> dict[str, Any]:
+        """What decides how DeepSpeed splits a state into files."""
+        settings = self._recipe.engine
+        sub_group = settings.zero.sub_group_size if settings.zero_stage == 3 else None
+        return {
+            "ranks": self._comm.world_size,
+            "zero_stage": settings.zero_stage,
+            "dtype": self._recipe.model.dtype,
+            "sub_group_size": sub_group,
+        }
 
     def load(self, folder: Path) -> None:
+        if read_json(folder / LAYOUT, "no layout of an engine state") != self._layout():
+            self._reshard(folder / ENGINE_TAG)
+            return
         path, _ = self._engine.load_checkpoint(str(folder), tag=ENGINE_TAG)
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
 
-    def load_converted(self, folder: Path, scratch: Path) -> None:
-        """Restore what `save` wrote on another number of ranks, through DeepSpeed's universal
-        checkpoint, which is made in `scratch` and removed. Raises CheckpointError."""
-        if self._comm.is_main:
-            _convert_to_universal(folder / ENGINE_TAG, scratch / ENGINE_TAG)
+    def _reshard(self, folder: Path) -> None:
+        self._forward_once()
+        names = [n for n, p in self._engine.module.named_parameters() if p.requires_grad]
+        saved = read_saved_state(folder, names)
+        restore_engine(self._engine, self._recipe.engine.zero_stage, saved)
         self._comm.barrier()
-        self.load(scratch)
-        self._comm.barrier()
-        if self._comm.is_main:
-            shutil.rmtree(scratch)
 
     def close(self) -> None:
         self._engine.destroy()
-
-
-def _convert_to_universal(source: Path, target: Path) -> None:
-    """DeepSpeed's own conversion, in a process of its own: it reads all shards and is chatty."""
-    shutil.rmtree(target.parent, ignore_errors=True)
-    command = [
-        sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal",
-        "--input_folder", str(source), "--output_folder", str(target),
-        "--num_extract_workers", "1", "--num_merge_workers", "1",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise CheckpointError(
-            f"{source}: DeepSpeed could not convert this engine state for another number of "
-            f"ranks: {done.stderr.strip().splitlines()[-1:]}; resume on as many ranks, and at "
-            "the ZeRO stage, that wrote it"
-        )

@@ -1,0 +1,199 @@
+"""Restoring an engine state on another number of ranks, at another ZeRO stage or in another dtype.
+
+DeepSpeed restores a state only where it was written: on as many ranks, at the same stage. Its
+universal checkpoint reads ZeRO-3 alone, writes the whole state a second time, and gives every
+optimizer sub-group one shared Adam step. So the shards are read here, parameter by parameter, and
+written through DeepSpeed's tensor-fragment functions. Nothing is copied on disk.
+
+The layouts are those of DeepSpeed 0.19 (`deepspeed/runtime/engine.py`, `zero/stage3.py`,
+`zero/stage_1_and_2.py`): a change there shows as a CheckpointError about sizes or names.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_replay.errors import CheckpointError
+
+MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
+"""What is kept of each parameter: its fp32 value and AdamW's two moments."""
+
+Pieces = dict[str, dict[str, list[torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """`pieces[name][kind]` are the flat pieces of a parameter, in order; the last may be padded.
+    `step` is AdamW's number of updates."""
+
+    pieces: Pieces
+    step: float
+    place: Path
+
+    def full(self, name: str, kind: str, like: Any) -> torch.Tensor:
+        """The whole value, float32, in the shape of `like`. Raises CheckpointError."""
+        shape = getattr(like, "ds_shape", like.shape)
+        numel = shape.numel()
+        found = self.pieces.get(name, {}).get(kind, [])
+        flat = torch.cat([piece.flatten() for piece in found]) if found else torch.zeros(0)
+        if flat.numel() < numel:
+            raise CheckpointError(
+                f"{self.place}: {kind} of {name} has {flat.numel()} of {numel} values: the engine "
+                "state is of another model, or of a version of DeepSpeed that this one cannot read"
+            )
+        return flat[:numel].float().view(shape)
+
+
+def read_saved_state(folder: Path, names: Sequence[str]) -> SavedState:
+    """The engine state in a folder, memory-mapped. `names` are the trainable parameters in the
+    module's order. Raises CheckpointError."""
+    models, optimizers = _by_rank(folder, "model_states"), _by_rank(folder, "optim_states")
+    if not models:
+        raise CheckpointError(f"{folder}: no engine state is there")
+    if not optimizers:
+        return _read_unsharded(models[0], folder, names)
+    shards = [shard["optimizer_state_dict"] for shard in optimizers]
+    read = _read_stage_3 if "fp32_flat_groups" in shards[0] else _read_stage_1_or_2
+    return read(shards, models[0], folder)
+
+
+def _by_rank(folder: Path, kind: str) -> list[dict[str, Any]]:
+    def rank(path: Path) -> int:
+        found = re.search(r"zero_pp_rank_(\d+)", path.name)
+        return int(found[1]) if found else 0
+
+    files = sorted(folder.glob(f"*{kind}.pt"), key=rank)
+    return [torch.load(f, map_location="cpu", mmap=True, weights_only=False) for f in files]
+
+
+def _read_unsharded(model: dict[str, Any], place: Path, names: Sequence[str]) -> SavedState:
+    optimizer = model["optimizer"]
+    states = optimizer.get("optimizer_state_dict", optimizer)["state"]
+    masters = optimizer["fp32_groups"][0] if "fp32_groups" in optimizer else None
+    pieces: Pieces = {}
+    for index, name in enumerate(names):
+        master = model["module"][name] if masters is None else masters[index]
+        moments = {kind: [states[index][kind]] for kind in MOMENTS if index in states}
+        pieces[name] = {MASTER: [master], **moments}
+    return SavedState(pieces, _step(states), place)
+
+
+def _read_stage_1_or_2(
+    shards: Sequence[dict[str, Any]], model: dict[str, Any], place: Path
+) -> SavedState:
+    pieces: Pieces = defaultdict(lambda: defaultdict(list))
+    for shard in shards:
+        states = shard["base_optimizer_state"]["state"]
+        for group, slices in enumerate(shard["param_slice_mappings"]):
+            flats = {MASTER: shard["single_partition_of_fp32_groups"][group]}
+            flats |= {kind: states[group][kind] for kind in MOMENTS if group in states}
+            for name, address in slices.items():
+                for kind, flat in flats.items():
+                    piece = flat.narrow(0, address.start, address.numel)
+                    pieces[name][kind].append(piece)
+    return SavedState(pieces, _step(shards[0]["base_optimizer_state"]["state"]), place)
+
+
+def _read_stage_3(
+    shards: Sequence[dict[str, Any]], model: dict[str, Any], place: Path
+) -> SavedState:
+    pieces: Pieces = defaultdict(lambda: defaultdict(list))
+    for shard in shards:
+        states = shard["optimizer_state_dict"]["state"]
+        for group, shapes in enumerate(model["param_shapes"]):
+            flats = {MASTER: shard["fp32_flat_groups"][group]}
+            flats |= {kind: states[group][kind] for kind in MOMENTS if group in states}
+            start = 0
+            for name, shape in shapes.items():
+                share = -(-shape.numel() // len(shards))
+                for kind, flat in flats.items():
+                    pieces[name][kind].append(flat.narrow(0, start, share))
+                start += share
+    return SavedState(pieces, _step(shards[0]["optimizer_state_dict"]["state"]), place)
+
+
+def _step(states: dict[Any, dict[str, Any]]) -> float:
+    return max((float(state["step"]) for state in states.values()), default=0.0)
+
+
+def restore_engine(engine: Any, stage: int, saved: SavedState) -> None:
+    """Write the saved state into a new DeepSpeed engine. Collective."""
+    parameters = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    optimizer = engine.optimizer
+    base = getattr(optimizer, "optimizer", optimizer)
+    _begin_adam_state(base, _flat_parameters(optimizer, base, stage), saved.step)
+    if stage in (1, 2):
+        optimizer._lazy_init_hp_params_optimizer_state()
+    for index, (name, parameter) in enumerate(parameters.items()):
+        values = {MASTER: saved.full(name, MASTER, parameter)}
+        if saved.step:
+            values |= {kind: saved.full(name, kind, parameter) for kind in MOMENTS}
+        if stage == 0:
+            _set_unsharded(optimizer, base, index, parameter, values)
+        elif stage == 3:
+            _set_sharded(parameter, values)
+        else:
+            _set_partitioned(parameter, values)
+    if stage in (1, 2):
+        optimizer.update_lp_params()
+
+
+def _flat_parameters(optimizer: Any, base: Any, stage: int) -> list[torch.Tensor]:
+    """The tensors by which torch's optimizer knows its state."""
+    if stage == 3:
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [parameter for group in base.param_groups for parameter in group["params"]]
+
+
+def _begin_adam_state(base: Any, parameters: Sequence[torch.Tensor], step: float) -> None:
+    """AdamW's state as after `step` updates, its moments still zero; `step` is one tensor each,
+    because AdamW counts in place."""
+    if not step:
+        return
+    for parameter in parameters:
+        base.state[parameter] = {
+            "step": torch.tensor(step, dtype=torch.float32),
+            **{kind: torch.zeros_like(parameter) for kind in MOMENTS},
+        }
+
+
+def _set_unsharded(
+    optimizer: Any, base: Any, index: int, parameter: Any, values: dict[str, torch.Tensor]
+) -> None:
+    known = base.param_groups[0]["params"][index]
+    parameter.data.copy_(values[MASTER])
+    known.data.copy_(values[MASTER])
+    for kind in values.keys() - {MASTER}:
+        base.state[known][kind].copy_(values[kind])
+
+
+def _set_partitioned(parameter: Any, values: dict[str, torch.Tensor]) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    safe_set_full_fp32_param(parameter, values[MASTER])
+    for kind in values.keys() - {MASTER}:
+        safe_set_full_optimizer_state(parameter, values[kind], kind)
+
+
+def _set_sharded(parameter: Any, values: dict[str, torch.Tensor]) -> None:
+    import deepspeed
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            parameter.data.copy_(values[MASTER])
+    share = parameter.ds_tensor.numel()
+    start = share * torch.distributed.get_rank()
+    for kind, value in values.items():
+        mine = torch.zeros(share)
+        part = value.flatten()[start : start + share]
+        mine[: part.numel()] = part
+        if kind == MASTER:
+            safe_set_local_fp32_param(parameter, mine)
+        else:
+            safe_set_local_optimizer_state(parameter, mine, kind)
