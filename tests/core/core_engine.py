@@ -22,6 +22,30 @@ from grpo_replay.types import GenerationRequest, RequestKey
 ALL_AT_ONCE, ONE_BY_ONE = 100_000, 23  # tokens per micro-batch; the recipe's limits allow no less
 SHORTEST_ROW = 12  # so that two never share a micro-batch of ONE_BY_ONE
 
+SHARDED: dict[str, Any] = {
+    "zero_stage": 3,
+    "logprob_chunk_tokens": 7,
+    "zero": {"param_persistence_threshold": 0},
+}
+"""ZeRO-3 as at real widths: every parameter is sharded (DeepSpeed's threshold would keep all of
+the tiny model's whole), and ranks with different rows have different numbers of chunks."""
+
+SCALED: dict[str, Any] = {
+    "zero_stage": 3,
+    "logprob_chunk_tokens": 7,
+    "zero": {
+        "param_persistence_threshold": 4,
+        "prefetch_bucket_size": 2_000,
+        "max_live_parameters": 40_000,
+        "max_reuse_distance": 40_000,
+        "sub_group_size": 40_000,
+        "reduce_bucket_size": 20_000,
+        "allgather_bucket_size": 20_000,
+    },
+}
+"""All of DeepSpeed's thresholds divided by 25,000, as the tiny model is a 4B model divided: it
+crosses every one that the 4B model crosses."""
+
 
 def engine_recipe(**sections: dict[str, Any]) -> Recipe:
     """A recipe whose clip of the gradient norm does not bind and whose updates are visible.
