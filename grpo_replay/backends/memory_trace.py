@@ -1,7 +1,6 @@
 """What a model's forward and backward hold, traced on the meta device: exact, and nothing is
 allocated or computed."""
 
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
