@@ -88,7 +88,7 @@ def grade(text: str, answer: str, row: dict[str, Any]) -> float:
 
 
 def write_model(folder: Path, options: argparse.Namespace) -> None:
-    from grpo_replay.backends.models import load_policy, load_tokenizer
+    from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.recipe import ModelSection
 
     heads = options.hidden // 64
@@ -134,16 +134,16 @@ def resident(name: str) -> float:
 
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from grpo_replay.backends.deepspeed_engine import DeepSpeedEngine
-    from grpo_replay.backends.models import load_policy, load_tokenizer
-    from grpo_replay.backends.processes import initialize_processes
     from grpo_replay.buffer import ReplayBuffer
-    from grpo_replay.checkpoint import RunState
-    from grpo_replay.prompts import load_prompts
+    from grpo_replay.distributed.processes import initialize_processes
+    from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+    from grpo_replay.engine.models import load_policy, load_tokenizer
+    from grpo_replay.prompts.prompt_set import load_prompts
     from grpo_replay.recipe import resolve_recipe
-    from grpo_replay.rewards import RewardScorer
-    from grpo_replay.run_directory import RunDirectory
-    from grpo_replay.trainer import Parts, Trainer
+    from grpo_replay.rewards.scorer import RewardScorer
+    from grpo_replay.storage.checkpoint import RunState
+    from grpo_replay.storage.run_directory import RunDirectory
+    from grpo_replay.training.trainer import Parts, Trainer
 
     data = folder / "problems.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in problems(options)))
@@ -200,7 +200,7 @@ def recipe_of(options: argparse.Namespace, folder: Path, data: Path) -> dict[str
 
 
 class CannedSampler:
-    """Implements `grpo_replay.sampler.Sampler` with completions made beforehand."""
+    """Implements `grpo_replay.sampling.protocol.Sampler` with completions made beforehand."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.policy_version = 0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import math_verify
 
-from grpo_replay.grading.symbolic import in_environment
 from grpo_replay.recipe import RewardSection
-from grpo_replay.rewards import RewardScorer
+from grpo_replay.rewards.math_verify import in_environment
+from grpo_replay.rewards.scorer import RewardScorer
 
 
 def direct(text: str, answer: str) -> bool:

@@ -29,9 +29,9 @@ import sympy
 from math_verify.errors import TimeoutException
 from math_verify.utils import timeout
 
-from grpo_replay.grading import two_stage
-from grpo_replay.grading.difference import simplify_unless_not_zero
-from grpo_replay.grading.symbolic import in_environment
+from grpo_replay.rewards import two_stage
+from grpo_replay.rewards.difference import simplify_unless_not_zero
+from grpo_replay.rewards.math_verify import in_environment
 
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\[(.+?)\\\]", re.DOTALL)
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from grpo_replay.backends.hf_sampler import HfSampler
-from grpo_replay.backends.models import eos_token_ids, load_policy, load_tokenizer
-from grpo_replay.prompts import load_prompts
+from grpo_replay.engine.models import eos_token_ids, load_policy, load_tokenizer
+from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import ModelSection, PromptsSection
+from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 
 

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.memory import PROCESS, PROCESS_ZERO
+from grpo_replay.dry_run.memory import PROCESS, PROCESS_ZERO
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -96,11 +96,11 @@ def worker(case: tuple[Any, ...]) -> None:
     import numpy as np
 
     logging.disable(logging.WARNING)
-    from grpo_replay.backends.deepspeed_engine import DeepSpeedEngine
-    from grpo_replay.backends.models import load_policy, load_tokenizer
-    from grpo_replay.backends.processes import initialize_processes
-    from grpo_replay.batch import TrainRow
-    from grpo_replay.rank_failures import exit_rank
+    from grpo_replay.distributed.failures import exit_rank
+    from grpo_replay.distributed.processes import initialize_processes
+    from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+    from grpo_replay.engine.models import load_policy, load_tokenizer
+    from grpo_replay.grpo.batch import TrainRow
     from grpo_replay.recipe import resolve_recipe
 
     recipe = resolve_recipe([recipe_of(case)])
@@ -127,7 +127,7 @@ def worker(case: tuple[Any, ...]) -> None:
 
 
 def predicted_mib(case: tuple[Any, ...]) -> float:
-    from grpo_replay.dry_run_plan import plan_engine
+    from grpo_replay.dry_run.fit import plan_engine
     from grpo_replay.recipe import resolve_recipe
 
     memory = plan_engine(resolve_recipe([recipe_of(case)]), on_cuda=False, capacity=0).engine
@@ -180,7 +180,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def whole_run() -> dict[str, float]:
     """A training run with the real vocabulary: the process's peak beside the dry run's."""
-    from grpo_replay.dry_run import dry_run
+    from grpo_replay.dry_run.report import dry_run
     from grpo_replay.recipe import load_recipe
 
     with tempfile.TemporaryDirectory() as folder:

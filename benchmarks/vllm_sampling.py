@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from grpo_replay.backends.engine_settings import engine_arguments
-from grpo_replay.backends.vllm_local import VllmLocalSampler
-from grpo_replay.backends.vllm_requests import sampling_parameters
-from grpo_replay.backends.vllm_server import VllmServerSampler
-from grpo_replay.distributed import Comm
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.grpo.seeding import completion_seed
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.seeding import completion_seed
+from grpo_replay.sampling.server.sampler import VllmServerSampler
+from grpo_replay.sampling.vllm_local import VllmLocalSampler
+from grpo_replay.sampling.vllm_requests import sampling_parameters
+from grpo_replay.sampling.vllm_settings import engine_arguments
 from grpo_replay.types import GenerationRequest, RequestKey
 
 VOCABULARY = 512

@@ -258,15 +258,15 @@ def plan(
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 unexpected, 2 usage or recipe, 3 data, 4 stopped
     for safety, 130 interrupted."""
-    from grpo_replay.rank_failures import exit_as_rank
+    from grpo_replay.distributed.failures import exit_as_rank
 
     exit_as_rank(app)
 
 
 def _report(error: Exception) -> int:
     """Print an error once over all ranks; returns the exit code."""
+    from grpo_replay.distributed.failures import is_lost_peer, lost_contact, report_failure
     from grpo_replay.errors import GrpoReplayError
-    from grpo_replay.rank_failures import is_lost_peer, lost_contact, report_failure
 
     _log(error)
     if is_lost_peer(error):

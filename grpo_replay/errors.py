@@ -19,6 +19,9 @@
 A message names the place, the value found, what is allowed, and what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+
 INTERRUPTED = 130
 """The exit status of a command that SIGINT or SIGTERM stopped in good order."""
 
@@ -83,3 +86,15 @@ class SamplerError(SafetyStop):
 
 class LaunchError(SafetyStop):
     pass
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the error's class if it has none."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean 'ratio'?)`, or nothing if no known word is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

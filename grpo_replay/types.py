@@ -13,11 +13,17 @@ Example: one group of two completions, one right and one wrong, has rewards_G = 
 population standard deviation 1, advantages [1, -1] and `group_correct` 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
+"""Weights on their way: names, each with its full tensor."""
 
 
 class RequestKey(NamedTuple):

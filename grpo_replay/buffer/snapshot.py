@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from grpo_replay.buffer.replay_buffer import NEVER_USED, ReplayBuffer
 from grpo_replay.errors import SnapshotError
-from grpo_replay.parquet_file import open_parquet, write_parquet
-from grpo_replay.rollout_log import ROLLOUT_SCHEMA, rollouts_to_table, table_to_rollouts
+from grpo_replay.storage.parquet import open_parquet, write_parquet
+from grpo_replay.storage.rollout_log import ROLLOUT_SCHEMA, rollouts_to_table, table_to_rollouts
 
 SCHEMA_VERSION = 1
 _FACTS_KEY = b"grpo_replay.buffer"

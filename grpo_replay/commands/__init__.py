@@ -1,1 +1,1 @@
-"""One module per subcommand: parse, call, print."""
+"""One module per subcommand: parse, call, print. May import everything but `cli`."""

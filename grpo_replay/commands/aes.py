@@ -10,8 +10,16 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_replay.aes import GAIN, LOSS, AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.errors import UsageError
+from grpo_replay.evaluation.aes import (
+    GAIN,
+    LOSS,
+    AesScore,
+    Point,
+    point_of,
+    score_points,
+    score_reports,
+)
 from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.report import read_report
 from grpo_replay.evaluation.results import Interval

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo_replay.dry_run import dry_run
+from grpo_replay.dry_run.report import dry_run
 from grpo_replay.recipe import Recipe
 
 _MEMORY_ROWS = (

@@ -11,6 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_replay.distributed.environment import prepare_rank, rank_environment
+from grpo_replay.distributed.interruption import sigterm_interrupts
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
 from grpo_replay.evaluation.comparison import compare, differences
@@ -30,8 +32,6 @@ from grpo_replay.evaluation.tables import (
     print_table,
     terminal_tables,
 )
-from grpo_replay.interruption import sigterm_interrupts
-from grpo_replay.ranks import prepare_rank, rank_environment
 from grpo_replay.recipe import (
     Recipe,
     find_recipe,
@@ -70,7 +70,7 @@ def run(options: EvalOptions) -> int:
         _refuse_to_replace(output, earlier, source, recipe)
     environment = rank_environment()
     if not environment.is_launched and (options.num_processes or 1) > 1:
-        from grpo_replay.launch import launch_ranks
+        from grpo_replay.distributed.launch import launch_ranks
 
         return launch_ranks(
             sys.argv[1:], options.num_processes, None, recipe.engine.threads_per_process
@@ -210,7 +210,7 @@ def _evaluate(
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
     from grpo_replay.evaluation.progress import open_progress
-    from grpo_replay.quiet import quiet_libraries, warnings_on_stderr
+    from grpo_replay.terminal.quiet import quiet_libraries, warnings_on_stderr
 
     with open_progress(world_size) as on_progress, quiet_libraries(), ExitStack() as stack:
         stack.enter_context(warnings_on_stderr())

@@ -10,15 +10,15 @@ from rich.console import Console
 
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.inspection import views
+from grpo_replay.inspection.compute import summarise
 from grpo_replay.inspection.export import export_rows
 from grpo_replay.inspection.life import read_life
 from grpo_replay.inspection.rows import RowSource, iter_rows, open_rows
 from grpo_replay.inspection.source import Source, open_source
-from grpo_replay.inspection.style import check_plot_path
-from grpo_replay.inspection.summarise import summarise
 from grpo_replay.inspection.summary import Inspection
 from grpo_replay.inspection.what_if import what_if
 from grpo_replay.inspection.where import Filter, parse_where
+from grpo_replay.terminal.plot_style import check_plot_path
 
 
 def run(
@@ -150,7 +150,7 @@ def _matches(rows: RowSource, chosen: Filter | None) -> tuple[list[dict[str, Any
 
 
 def _verify(source: Source, console: Console, as_json: bool) -> int:
-    from grpo_replay.verify import verify_run
+    from grpo_replay.verification.verify import verify_run
 
     if source.run_dir is None:
         raise SnapshotError(

@@ -8,14 +8,14 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 
 from grpo_replay.errors import UsageError
-from grpo_replay.inspection.plan_design import PlanInputs, make_plan
-from grpo_replay.inspection.plan_estimate import RunEstimates, estimate_from_run
-from grpo_replay.inspection.plan_panels import plan_document, print_plan
-from grpo_replay.inspection.plan_plot import plot_plan
 from grpo_replay.inspection.source import open_source
-from grpo_replay.inspection.style import check_plot_path
-from grpo_replay.planner import Growth, PowerGrowth, RatioGrowth, check_growth
+from grpo_replay.planning.design import PlanInputs, make_plan
+from grpo_replay.planning.estimate import RunEstimates, estimate_from_run
+from grpo_replay.planning.panels import plan_document, print_plan
+from grpo_replay.planning.plot import plot_plan
+from grpo_replay.planning.theory import Growth, PowerGrowth, RatioGrowth, check_growth
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.terminal.plot_style import check_plot_path
 
 DEFAULT_MU = 5.28
 DEFAULT_RHO = 0.1

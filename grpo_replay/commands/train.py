@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import INTERRUPTED, UsageError
-from grpo_replay.ranks import prepare_rank, rank_environment
 from grpo_replay.recipe import Recipe, load_recipe
-from grpo_replay.run_directory import RunDirectory
-from grpo_replay.tracking import missing_trackers
+from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.storage.tracking import missing_trackers
 
 
 def run(
@@ -46,7 +46,7 @@ def run(
     if not resume and not environment.is_launched:
         RunDirectory(run_dir).refuse_occupied()
     if not environment.is_launched and (recipe.engine.num_processes > 1 or hostfile):
-        from grpo_replay.launch import launch_ranks
+        from grpo_replay.distributed.launch import launch_ranks
 
         return launch_ranks(
             _arguments_of_ranks(run_dir, output_dir),
@@ -59,13 +59,13 @@ def run(
 
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
-    from grpo_replay.display import open_display
-    from grpo_replay.quiet import quiet_libraries, send_to_log
+    from grpo_replay.commands.train_display import open_display
+    from grpo_replay.terminal.quiet import quiet_libraries, send_to_log
 
     with open_display(is_main) as display:
         display.on_status("loading torch, transformers and DeepSpeed")
         with quiet_libraries():
-            from grpo_replay.run import run_training
+            from grpo_replay.training.run import run_training
 
             send_to_log()
             result = run_training(recipe, run_dir, resume, display)

@@ -1,4 +1,5 @@
 """The parts of an evaluation: benchmarks, generation cache, statistics, report, comparison.
 
-Numpy, pyarrow and rich only; `grpo_replay.evaluate` puts them together.
+Numpy, pyarrow and rich only; `evaluate` puts them together. Imports sampling and what is
+below.
 """

@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.messages import did_you_mean
-from grpo_replay.prompt_sources import MappingRows, ProblemRows, read_hub_rows, read_local_rows
-from grpo_replay.prompts import answer_text
+from grpo_replay.errors import DatasetError, RecipeError, did_you_mean
+from grpo_replay.prompts.prompt_set import answer_text
+from grpo_replay.prompts.sources import MappingRows, ProblemRows, read_hub_rows, read_local_rows
 from grpo_replay.recipe import EvalSection
 from grpo_replay.tiny.problems import BENCHMARKS as TINY_BENCHMARKS
 from grpo_replay.tiny.problems import benchmark_problems

@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_replay.disk import named_if_unwritable, written_whole
 from grpo_replay.recipe import Recipe
+from grpo_replay.storage.atomic import named_if_unwritable, written_whole
+from grpo_replay.storage.versions import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import GenerationRequest
-from grpo_replay.versions import VLLM_PACKAGES, installed_versions
 
 FLUSH_ROWS = 512
 FLUSH_SECONDS = 20.0

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation.aggregate import ProblemTable, benchmark_draws, per_problem
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.results import Interval
 from grpo_replay.evaluation.statistics import interval, resampled_mean, sign_flip_p_value
-from grpo_replay.evaluation.summarise import ProblemTable, benchmark_draws, per_problem
 
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from grpo_replay.disk import named_if_unwritable, write_text_whole
 from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
 from grpo_replay.evaluation.report import EvaluationReport, read_report, samples_path
 from grpo_replay.evaluation.samples import check_samples_file
 from grpo_replay.evaluation.tables import PAGE_TITLE, markdown
+from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
 _Read = TypeVar("_Read")
 

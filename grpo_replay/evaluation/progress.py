@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from grpo_replay.evaluate import Progress
+from grpo_replay.evaluation.evaluate import Progress
 
 PLAIN_LINES = 10
 

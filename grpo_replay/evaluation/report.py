@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from grpo_replay.disk import named_if_unwritable, write_text_whole
 from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation.aggregate import ProblemTable, per_problem
 from grpo_replay.evaluation.results import BenchmarkResult, Count, Results
 from grpo_replay.evaluation.samples import read_samples, write_samples
-from grpo_replay.evaluation.summarise import ProblemTable, per_problem
+from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
 SCHEMA_VERSION = 2
 

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_replay.disk import written_whole
 from grpo_replay.errors import EvaluationFileError
+from grpo_replay.storage.atomic import written_whole
 
 SCHEMA_VERSION = "2"
 

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from grpo_replay.backends.models import load_tokenizer, resolve_model_path
-from grpo_replay.distributed import Comm
-from grpo_replay.evaluate import Progress, evaluate, plan_evaluation
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.failures import run_collectively
+from grpo_replay.engine.models import load_tokenizer, resolve_model_path
 from grpo_replay.evaluation.cache import generations_folder
+from grpo_replay.evaluation.evaluate import Progress, evaluate, plan_evaluation
 from grpo_replay.evaluation.model_source import ModelSource, model_sha256, used_revision
 from grpo_replay.evaluation.report import EvaluationReport
-from grpo_replay.rank_failures import run_collectively
 from grpo_replay.recipe import Recipe
-from grpo_replay.rewards import RewardScorer
-from grpo_replay.sampler import open_sampler
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.sampling.opening import open_sampler
 
 
 def evaluate_model(
@@ -60,7 +60,7 @@ def evaluate_model(
 def _open_comm(recipe: Recipe, world_size: int) -> Comm:
     if world_size == 1:
         return Comm()
-    from grpo_replay.backends.processes import initialize_processes
+    from grpo_replay.distributed.processes import initialize_processes
 
     comm, _ = initialize_processes(recipe)
     return comm

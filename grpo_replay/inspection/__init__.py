@@ -2,7 +2,7 @@
 
     source -> stored/draws/training summaries -> warnings -> panels, plots, page, JSON
     rows: one rollout's life, filters, export         what_if: another buffer on the same log
-    plan_*: paper B's planner applied to a recipe or a finished run
 
-Everything reads the files of a run; nothing here trains, samples or changes one.
+Everything reads the files of a run; nothing here trains, samples or changes one. Imports buffer
+and what is below; no torch.
 """

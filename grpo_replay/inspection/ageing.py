@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay.inspection.columns import iter_columns
-from grpo_replay.inspection.progress import tracked
+from grpo_replay.inspection.column_reader import iter_columns
 from grpo_replay.inspection.source import Source
+from grpo_replay.terminal.progress import tracked
 
 OUTCOME_COLUMNS = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_replay.disk import written_whole
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.inspection.rows import RowSource, iter_rows
 from grpo_replay.inspection.where import Filter
+from grpo_replay.storage.atomic import written_whole
 
 _CARD = """---
 configs:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.inspection.style import (
+from grpo_replay.inspection.summary import Inspection
+from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,
     GREY,
@@ -15,7 +16,6 @@ from grpo_replay.inspection.style import (
     figure_style,
     save_figure,
 )
-from grpo_replay.inspection.summary import Inspection
 
 Drawing = Callable[[Any, Inspection], None]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from grpo_replay.inspection.bars import bar
 from grpo_replay.inspection.summary import CountRow
+from grpo_replay.terminal.bars import bar
 
 STORED, REPLAYED = "blue", "dark_orange"
 

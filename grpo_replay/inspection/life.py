@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import OUTCOME_COLUMNS
-from grpo_replay.inspection.columns import iter_columns, schema_of
+from grpo_replay.inspection.column_reader import iter_columns, schema_of
 from grpo_replay.inspection.rebuild import replay_storage, survivors_for
 from grpo_replay.inspection.source import Source
 

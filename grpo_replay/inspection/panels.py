@@ -10,7 +10,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from grpo_replay.inspection.bars import bar, sparkline
 from grpo_replay.inspection.histograms import (
     REPLAYED,
     STORED,
@@ -22,6 +21,7 @@ from grpo_replay.inspection.histograms import (
     thin_ages,
 )
 from grpo_replay.inspection.summary import Bin, Inspection, plural
+from grpo_replay.terminal.bars import bar, sparkline
 
 PANEL_WIDTH = 57
 _ROWS = 12  # of a histogram, before neighbours are merged

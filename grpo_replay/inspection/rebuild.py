@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.compose import insert_after_update, insert_before_draw
+from grpo_replay.buffer.compose import insert_after_update, insert_before_draw
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.rollout_columns import (
     DrawColumns,

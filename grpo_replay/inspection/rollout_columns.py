@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from grpo_replay.inspection.columns import iter_columns, list_lengths
-from grpo_replay.inspection.progress import tracked
+from grpo_replay.inspection.column_reader import iter_columns, list_lengths
+from grpo_replay.terminal.progress import tracked
 
 SCALARS = (
     "rollout_id",

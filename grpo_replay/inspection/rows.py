@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.buffer.snapshot import read_snapshot_facts
-from grpo_replay.inspection.columns import Kind, iter_columns, list_lengths, schema_of
-from grpo_replay.inspection.progress import tracked
+from grpo_replay.inspection.column_reader import Kind, iter_columns, list_lengths, schema_of
 from grpo_replay.inspection.rebuild import find_rows, rebuild_stored
 from grpo_replay.inspection.rollout_columns import NEVER, DrawColumns, read_draws, read_stored
 from grpo_replay.inspection.source import Source
 from grpo_replay.inspection.where import Filter
+from grpo_replay.terminal.progress import tracked
 
 DERIVED = (
     ("age_steps", pa.int64()),  # training steps since birth, at the inspected step

@@ -1,4 +1,4 @@
-"""What inspect-buffer reports: frozen values, computed in `summarise`, shown elsewhere.
+"""What inspect-buffer reports: frozen values, computed in `compute`, shown elsewhere.
 
 Ages are in training steps; "replayed" counts rows of the draw log up to the inspected step. With
 the pool composition, a fresh rollout that was drawn (age 0) is trained on as fresh, not replayed.

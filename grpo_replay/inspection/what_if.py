@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.buffer.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.errors import SnapshotError, UsageError
-from grpo_replay.inspection.progress import tracked
 from grpo_replay.inspection.rebuild import bare_rollouts, find_rows
 from grpo_replay.inspection.rollout_columns import RolloutColumns, read_draws, read_log
 from grpo_replay.inspection.source import Source
 from grpo_replay.recipe import Recipe, parse_overrides, resolve_recipe
+from grpo_replay.terminal.progress import tracked
 
 REPEATS = 5
 """Times the log is replayed with other random draws, to show the sampling error."""

@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from grpo_replay.errors import UsageError
-from grpo_replay.messages import did_you_mean
+from grpo_replay.errors import UsageError, did_you_mean
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![A-Za-z_]))"

@@ -16,6 +16,7 @@ from grpo_replay.recipe.layers import (
     resolve_recipe,
     shipped_recipes_folder,
 )
+from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.sections import (
     AdvantageSection,
     BatchSection,
@@ -26,7 +27,6 @@ from grpo_replay.recipe.sections import (
     ModelSection,
     OptimizerSection,
     PromptsSection,
-    Recipe,
     ReplaySection,
     RewardSection,
     RunSection,

@@ -1,18 +1,16 @@
 """Settings that are valid alone and contradict each other."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from grpo_replay.recipe.sections import Recipe
+from grpo_replay.recipe.sections import RecipeSections
 
 
-def find_contradictions(recipe: "Recipe") -> list[str]:
+def find_contradictions(recipe: RecipeSections) -> list[str]:
     """One sentence for each, with what to set instead."""
     return [*_replay_contradictions(recipe), *_other_contradictions(recipe)]
 
 
-def _replay_contradictions(recipe: "Recipe") -> Iterable[str]:
+def _replay_contradictions(recipe: RecipeSections) -> Iterable[str]:
     replay = recipe.replay
     if replay.preset == "grpo" and replay.enabled:
         yield (
@@ -53,7 +51,7 @@ def _replay_contradictions(recipe: "Recipe") -> Iterable[str]:
         )
 
 
-def _other_contradictions(recipe: "Recipe") -> Iterable[str]:
+def _other_contradictions(recipe: RecipeSections) -> Iterable[str]:
     if recipe.reward.correct <= recipe.reward.incorrect:
         yield (
             f"reward.correct {recipe.reward.correct} must be greater than reward.incorrect "

@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from grpo_replay.errors import RecipeError
-from grpo_replay.messages import did_you_mean
-from grpo_replay.recipe.sections import Recipe, Section
+from grpo_replay.errors import RecipeError, did_you_mean
+from grpo_replay.recipe.recipe import Recipe
+from grpo_replay.recipe.sections import Section
 
 REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"enabled": False},

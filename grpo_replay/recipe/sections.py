@@ -3,9 +3,7 @@
 import string
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from grpo_replay.recipe.contradictions import find_contradictions
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 PAPER_SYSTEM_PROMPT = "You are a helpful assistant."
 PAPER_USER_TEMPLATE = (
@@ -376,8 +374,8 @@ class TrackingSection(Section):
     """Write rollouts/ and draws/."""
 
 
-class Recipe(Section):
-    """A run, fully described."""
+class RecipeSections(Section):
+    """All sections, each valid alone, and what follows from several of them."""
 
     name: str = "unnamed"
     """Name of the recipe; the file's stem unless it says otherwise."""
@@ -427,9 +425,3 @@ class Recipe(Section):
         if self.sampling.backend != "hf" and self.sampling.vllm.dtype != "auto":
             return self.sampling.vllm.dtype
         return self.model.dtype
-
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> "Recipe":
-        if problems := find_contradictions(self):
-            raise ValueError("; ".join(problems))
-        return self

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.parquet_file import read_parquet
 from grpo_replay.recipe import Recipe, load_recipe
-from grpo_replay.rollout_log import read_draw_table, read_rollout_table, step_path
+from grpo_replay.storage.parquet import read_parquet
+from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table, step_path
 
 _COLUMNS = (
     *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "reward"),

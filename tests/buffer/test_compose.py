@@ -8,7 +8,7 @@ import pytest
 from buffer_makers import ids, make_group, make_rollout, replay_settings
 
 from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.compose import (
+from grpo_replay.buffer.compose import (
     compose_batch,
     draw_count,
     insert_after_update,

@@ -1,1 +1,0 @@
-"""The only modules that import torch-heavy libraries: deepspeed, transformers, vllm."""

@@ -1,0 +1,233 @@
+"""What a person sees of a training run: a live line while it goes on, tables at the end."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from grpo_replay.evaluation.report import EvaluationReport
+    from grpo_replay.recipe import Recipe
+    from grpo_replay.storage.checkpoint import RunState
+    from grpo_replay.training.run import RunResult
+
+PLAIN_LINES = 20
+"""Lines that a run prints where stderr is no terminal."""
+
+
+class Display:
+    """Watches a run and prints nothing: what ranks other than 0 show."""
+
+    def on_start(
+        self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
+    ) -> None: ...
+
+    def on_evaluation(self, step: int, report: "EvaluationReport") -> None: ...
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_notice(self, text: str) -> None: ...
+
+    def on_status(self, text: str) -> None: ...
+
+    def conclude(self, result: "RunResult") -> None: ...
+
+
+class RunDisplay(Display):
+    """Progress on stderr; the result on stdout."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[line]}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("starting", total=None, line="")
+        self._steps = 0
+        self._held_out: float | None = None
+        self._tokens_per_second: float | None = None
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> "RunDisplay":
+        if self._console.is_terminal:
+            self._live = Live(self._progress, console=self._console, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def on_status(self, text: str) -> None:
+        if self._live is None:
+            self._console.print(text, highlight=False, soft_wrap=True)
+        else:
+            self._progress.update(self._task, line=text)
+
+    def on_start(
+        self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
+    ) -> None:
+        self._steps = recipe.run.steps
+        self._console.print(
+            describe_run(recipe, run_dir, state.step), highlight=False, soft_wrap=True
+        )
+        for notice in notices:
+            self.on_notice(notice)
+        self._progress.update(
+            self._task, description="step", total=self._steps, completed=state.step, line=""
+        )
+
+    def on_notice(self, text: str) -> None:
+        self._console.print(f"note: {text}", highlight=False, soft_wrap=True)
+
+    def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
+        self._progress.update(self._task, line="")
+        accuracies, errors = report.accuracies(), report.standard_errors()
+        self._held_out = accuracies["mean"]
+        greedy = report.greedy_accuracies()
+        beside = f", greedy {100 * greedy['mean']:.1f} %" if greedy else ""
+        error = errors.get("mean")
+        spread = f" ± {100 * error:.1f}" if error is not None else ""
+        self._console.print(
+            f"step {step}: held-out accuracy {100 * accuracies['mean']:.1f}{spread} %{beside}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        speed = metrics["cost/generated_tokens"] / max(metrics["step_time"], 1e-9)
+        before = self._tokens_per_second
+        self._tokens_per_second = speed if before is None else 0.9 * before + 0.1 * speed
+        line = self._line(metrics)
+        self._progress.update(self._task, completed=metrics["step"], line=line)
+        if self._live is None and self._is_due(metrics["step"]):
+            self._console.print(
+                f"step {metrics['step']}/{self._steps}  {line}", highlight=False, soft_wrap=True
+            )
+
+    def _is_due(self, step: int) -> bool:
+        return step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
+
+    def _line(self, metrics: Mapping[str, Any]) -> str:
+        parts = [f"reward {metrics['reward']:+.2f}"]
+        if self._held_out is not None:
+            parts.append(f"held-out {100 * self._held_out:.1f} %")
+        parts.append(f"fresh {metrics['fresh/rollouts']} replayed {metrics['replay/rollouts']}")
+        if metrics["replay/age_mean"] is not None:
+            parts.append(f"age {metrics['replay/age_mean']:.1f}")
+        parts.append(f"{self._tokens_per_second:,.0f} tok/s")
+        return " · ".join(parts)
+
+    def conclude(self, result: "RunResult") -> None:
+        out = Console(highlight=False)
+        if result.interrupted:
+            self._console.print(
+                f"interrupted after step {result.step}, with a checkpoint. Continue with the same "
+                f"command and --resume --output-dir {result.run_dir}",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return
+        assert result.summary is not None
+        if result.summary["base"] or result.summary["final"]:
+            out.print(result_table(result.summary))
+        _print_staleness(result.run_dir, out)
+        out.print(describe_end(result.run_dir, result.summary))
+
+
+def _print_staleness(run_dir: Path, out: Console) -> None:
+    """How old what the run stored and replayed was, if it kept the logs that say so."""
+    from grpo_replay.inspection.compute import summarise
+    from grpo_replay.inspection.panels import staleness_panel
+    from grpo_replay.inspection.source import open_source
+
+    panel = staleness_panel(summarise(open_source(str(run_dir), None)))
+    if panel is not None:
+        out.print(panel)
+
+
+def describe_run(recipe: "Recipe", run_dir: Path, step: int) -> str:
+    """Two lines on what is about to run."""
+    replay = recipe.replay
+    how = "no replay"
+    if recipe.replays:
+        limit = "none" if replay.max_age_steps is None else f"{replay.max_age_steps} steps"
+        how = (
+            f"{replay.unit} replay by {replay.priority}, {replay.composition}, "
+            f"ratio {replay.ratio:g}, age limit {limit}"
+        )
+    start = f"resuming after step {step}" if step else f"{recipe.run.steps} steps"
+    return (
+        f"{recipe.name}: {recipe.model.path}, {start} of {recipe.sampling.prompts_per_step} × "
+        f"{recipe.sampling.group_size} rollouts, preset {replay.preset} ({how})\n"
+        f"run directory: {run_dir}"
+    )
+
+
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """Base against trained, per benchmark, sampled and greedy."""
+    table = Table(title="held-out accuracy, %", title_justify="left")
+    table.add_column("benchmark")
+    greedy = bool(summary["base_greedy"] and summary["final_greedy"])
+    for name in ("base", "trained", "change", *(("greedy base", "trained", "change") * greedy)):
+        table.add_column(name, justify="right")
+    base, final = summary["base"] or {}, summary["final"] or {}
+    for name in final or base:
+        cells = [
+            _with_error(base.get(name), (summary["base_stderr"] or {}).get(name)),
+            _with_error(final.get(name), (summary["final_stderr"] or {}).get(name)),
+            _change(base.get(name), final.get(name)),
+        ]
+        if greedy:
+            before, after = summary["base_greedy"].get(name), summary["final_greedy"].get(name)
+            cells += [_with_error(before, None), _with_error(after, None), _change(before, after)]
+        if name == "mean":
+            table.add_section()
+        table.add_row(name, *cells, style="bold" if name == "mean" else None)
+    return table
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return "" if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
+    """Totals, and what to try next."""
+    return (
+        f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
+        f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
+        f"{summary['replayed_rollouts']:,} rollouts replayed\n\n"
+        "next:\n"
+        f"  grpo-replay inspect-buffer {run_dir}\n"
+        f"  grpo-replay eval --ckpt {run_dir}/checkpoints/latest\n"
+        f"  grpo-replay plan --from-run {run_dir}\n"
+        f"  tensorboard --logdir {run_dir}/tensorboard"
+    )
+
+
+@contextmanager
+def open_display(is_main: bool) -> Iterator[Display]:
+    """The display of this rank."""
+    if not is_main:
+        yield Display()
+        return
+    with RunDisplay(Console(file=sys.stderr)) as display:
+        yield display

@@ -1,0 +1,219 @@
+"""How ranks fail together: one message, one exit code, and nobody left waiting."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.environment import rank_environment
+from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
+
+LAUNCH_FOLDER_VARIABLE = "GRPO_REPLAY_LAUNCH_FOLDER"
+"""Folder in which the ranks of our launcher leave their failures; it prints the first."""
+
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)"
+    r"|timed out waiting|wait timeout|read timeout|connectfullmesh|communicator was aborted"
+    r"|remote process exited|heartbeat",
+    re.IGNORECASE,
+)
+# Looked up, never imported here: it loads torch, and who has not loaded it has not joined.
+_RENDEZVOUS = "grpo_replay.distributed.rendezvous"
+_Result = TypeVar("_Result")
+
+
+class PeerFailure(LaunchError):
+    """Another rank failed and reports it: this one exits with the same code and says nothing."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class LostContact(LaunchError):
+    """This rank only noticed that another one is gone."""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone (torch.distributed's wording)."""
+    if isinstance(error, GrpoReplayError):
+        return isinstance(error, PeerFailure | LostContact)
+    if rank_environment().world_size == 1:
+        return False  # some other connection
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, RuntimeError | OSError) and _LOST_PEER.search(str(current)):
+            return True
+        current = current.__cause__ or current.__context__
+    return False
+
+
+def report_failure(error: BaseException, exit_code: int) -> bool:
+    """Whether this process should print `error`: at most one rank of a run does.
+
+    Under our launcher the failure is left for it to print; under another one the first rank to
+    fail prints; a process of its own always does.
+    """
+    environment = rank_environment()
+    if not environment.is_launched or environment.world_size == 1:
+        return True
+    folder = os.environ.get(LAUNCH_FOLDER_VARIABLE)
+    if folder:
+        _leave_failure(Path(folder), environment.rank, error, exit_code)
+        return False
+    if isinstance(error, PeerFailure):
+        return False
+    rendezvous = sys.modules.get(_RENDEZVOUS)
+    if rendezvous is None or not rendezvous.has_joined():
+        return environment.local_rank == 0
+    return bool(rendezvous.claim_report(is_lost_peer(error)))
+
+
+def lost_contact(error: BaseException) -> LaunchError:
+    """What to tell the user instead of an error for which `is_lost_peer` holds."""
+    if isinstance(error, PeerFailure | LostContact):
+        return error
+    return LostContact(
+        f"rank {rank_environment().rank} lost contact with another rank "
+        f"({type(error).__name__}: {first_line(error)[:200]}). Look for the first error "
+        "of another rank; one that the kernel killed, when memory ran out, leaves none. Resume "
+        "from the last checkpoint with --resume"
+    )
+
+
+def exit_as_rank(program: Callable[[], object]) -> NoReturn:
+    """Run a program that may raise SystemExit, and end this process with its exit code."""
+    code: object = 0
+    try:
+        program()
+    except SystemExit as stop:
+        code = stop.code
+    exit_rank(code if isinstance(code, int) else int(code is not None))
+
+
+def exit_rank(exit_code: int) -> NoReturn:
+    """End this process. A rank that failed goes at once: tearing down a process group whose other
+    members are gone can hang or abort, and would replace the exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if rank_environment().is_launched:
+        if exit_code != 0:
+            os._exit(exit_code)
+        rendezvous = sys.modules.get(_RENDEZVOUS)
+        if rendezvous is not None:
+            rendezvous.leave_run()
+    sys.exit(exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How a rank failed. `kind` is the error's class name; `echo` says that it only noticed the
+    failure of another rank; `when` is in seconds since the epoch."""
+
+    rank: int
+    kind: str
+    message: str
+    exit_code: int
+    echo: bool
+    when: float
+
+
+def _leave_failure(folder: Path, rank: int, error: BaseException, exit_code: int) -> None:
+    echo, kind = is_lost_peer(error), type(error).__name__
+    record = {
+        "rank": rank, "kind": kind, "message": str(error), "exit_code": exit_code,
+        "echo": echo, "when": time.time(),
+    }  # fmt: skip
+    temporary = folder / f"rank_{rank:05d}.tmp"
+    with contextlib.suppress(OSError):  # the launcher still sees the exit code
+        temporary.write_text(json.dumps(record), encoding="utf-8")
+        temporary.replace(folder / f"rank_{rank:05d}.json")
+
+
+def read_failures(folder: Path) -> list[RankFailure]:
+    """The failures that ranks left, causes before echoes, then by time."""
+    records = [json.loads(file.read_text()) for file in sorted(folder.glob("rank_*.json"))]
+    failures = [RankFailure(**record) for record in records]
+    return sorted(failures, key=lambda failure: (failure.echo, failure.when))
+
+
+def run_collectively(comm: Comm, action: Callable[[], _Result]) -> _Result:
+    """What `action` returns here, once it has succeeded on every rank.
+
+    If it raises a GrpoReplayError anywhere, the lowest such rank raises that error and every
+    other rank a PeerFailure with its exit code. `action` must not talk to other ranks itself.
+    """
+    outcome: _Result | None = None
+    failure: GrpoReplayError | None = None
+    try:
+        outcome = action()
+    except GrpoReplayError as error:
+        failure = error
+    mine = None if failure is None else [str(failure), failure.exit_code]
+    raise_first_failure(comm.rank, comm.all_gather_json(mine), failure)
+    return outcome  # type: ignore[return-value]
+
+
+def raise_first_failure(
+    rank: int,
+    outcomes: Sequence[Sequence[Any] | None],
+    mine: GrpoReplayError | None,
+) -> None:
+    """Raise if any rank's outcome is [message, exit code]: the lowest failed rank its own error,
+    the others a PeerFailure."""
+    failed = [index for index, outcome in enumerate(outcomes) if outcome is not None]
+    if not failed:
+        return
+    if rank == failed[0] and mine is not None:
+        if len(failed) == len(outcomes):
+            raise mine
+        raise type(mine)(f"{mine} (on {name_ranks(failed)} of {len(outcomes)})") from mine
+    message, exit_code = outcomes[failed[0]] or ("", 1)
+    raise PeerFailure(f"rank {failed[0]}: {message}", int(exit_code))
+
+
+def describe_disagreement(facts: Sequence[Mapping[str, Any]]) -> str | None:
+    """One line per leaf on which ranks disagree with rank 0 (five at most), or None.
+
+    `facts[rank]` is a nested mapping of JSON values, such as the resolved recipe.
+    """
+    flat = [dict(_leaves(each)) for each in facts]
+    keys = list(dict.fromkeys(key for each in flat for key in each))
+    lines = []
+    for key in keys:
+        values = [json.dumps(each.get(key, "(absent)")) for each in flat]
+        other = next((value for value in values if value != values[0]), None)
+        if other is not None:
+            ranks = [rank for rank, value in enumerate(values) if value == other]
+            lines.append(f"  {key}: {values[0]} on rank 0, {other} on {name_ranks(ranks)}")
+    if not lines:
+        return None
+    more = [f"  and {len(lines) - 5} more"] if len(lines) > 5 else []
+    return "\n".join([*lines[:5], *more])
+
+
+def _leaves(value: Any, at: str = "") -> list[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        return [(at, value)]
+    return [
+        pair
+        for key, inner in value.items()
+        for pair in _leaves(inner, f"{at}.{key}" if at else str(key))
+    ]
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 1, 2`, `ranks 1, 2, 3, 4, … (12)`."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    if len(ranks) == 1:
+        return f"rank {shown}"
+    return f"ranks {shown}" if len(ranks) <= 8 else f"ranks {shown}, … ({len(ranks)})"

@@ -1,0 +1,306 @@
+"""Starting the ranks of a run: torchrun's agent on one node, DeepSpeed's launcher on several.
+
+There is no launcher of our own here. What this adds is that signals reach every rank once, that
+the ranks' first error is printed once and its exit code kept, and that no rank outlives us.
+"""
+
+import base64
+import binascii
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import psutil
+
+from grpo_replay import errors
+from grpo_replay.distributed.environment import available_cores
+from grpo_replay.distributed.failures import (
+    LAUNCH_FOLDER_VARIABLE,
+    PeerFailure,
+    RankFailure,
+    read_failures,
+)
+from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError
+
+RANK_MODULE = "grpo_replay.distributed.entry"
+COMMAND_LINE = "grpo_replay.cli:main"
+_SSH_SECONDS = 10
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a rank is told: the arguments after `grpo-replay`, variables to set, its parent's
+    process id (0 if unknown), and the `module:function` that reads sys.argv."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    parent_pid: int = 0
+    entry: str = COMMAND_LINE
+
+
+def encode_payload(payload: Payload) -> str:
+    """One word without characters that a shell would touch."""
+    return base64.urlsafe_b64encode(json.dumps(asdict(payload)).encode()).decode()
+
+
+def decode_payload(word: str) -> Payload:
+    """Raises UsageError for a word that `encode_payload` did not make."""
+    try:
+        values = json.loads(base64.urlsafe_b64decode(word))
+        return Payload(**{**values, "arguments": tuple(values["arguments"])})
+    except (ValueError, TypeError, binascii.Error) as error:
+        raise UsageError(
+            f"{RANK_MODULE} is started by grpo-replay itself; run `grpo-replay train` instead"
+        ) from error
+
+
+def launch_ranks(
+    arguments: Sequence[str],
+    num_processes: int | None = None,
+    hostfile: Path | None = None,
+    threads_per_process: int | None = None,
+    entry: str = COMMAND_LINE,
+) -> int:
+    """The exit code of `grpo-replay ARGUMENTS` (or of another `entry`) run as several ranks.
+
+    `num_processes` counts the ranks of one node; with a hostfile its slots are the default. The
+    ranks' first error is raised here, of its own class, so that it is printed once. Raises
+    LaunchError if a rank was killed or a host cannot be reached.
+    """
+    if hostfile is not None:
+        return _launch_nodes(arguments, num_processes, hostfile, entry)
+    if num_processes is None or num_processes < 1:
+        raise UsageError(f"--num-processes {num_processes}: at least one rank is needed")
+    threads = threads_per_process or max(1, available_cores() // num_processes)
+    return _launch_node(arguments, num_processes, threads, entry)
+
+
+def _launch_node(arguments: Sequence[str], num_processes: int, threads: int, entry: str) -> int:
+    from grpo_replay.distributed.rendezvous import run_agent
+
+    folder = Path(tempfile.mkdtemp(prefix="grpo-replay-launch-"))
+    try:
+        payload = Payload(
+            tuple(arguments),
+            {LAUNCH_FOLDER_VARIABLE: str(folder), "OMP_NUM_THREADS": str(threads)},
+            os.getpid(),
+            entry,
+        )
+        command = [sys.executable, "-m", RANK_MODULE, encode_payload(payload)]
+        # torchrun sets OMP_NUM_THREADS to 1 with a warning if it finds none.
+        with _variable("OMP_NUM_THREADS", str(threads)), _pass_signals_on(_own_ranks) as signals:
+            exit_codes = run_agent(command, num_processes)
+        return _conclude(exit_codes, read_failures(folder), bool(signals))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _conclude(
+    exit_codes: Mapping[int, int], failures: Sequence[RankFailure], interrupted: bool
+) -> int:
+    """The run's exit code. Raises the ranks' first error; an echo of a killed rank is not it."""
+    if not exit_codes:
+        return 0
+    if failures and not failures[0].echo:
+        raise _error_of(failures[0])
+    if interrupted:
+        return INTERRUPTED
+    told = [failure for failure in failures if failure.kind == PeerFailure.__name__]
+    if told and all(code in (-signal.SIGTERM, told[0].exit_code) for code in exit_codes.values()):
+        # The agent ended the rank that failed before it could say why; the others had been told.
+        raise _error_of(told[0])
+    for rank, code in exit_codes.items():
+        if code < 0:
+            raise LaunchError(_describe_signal(rank, -code))
+    if failures:
+        raise _error_of(failures[0])
+    return next(iter(exit_codes.values()))
+
+
+def _error_of(failure: RankFailure) -> GrpoReplayError:
+    """The rank's error as one of this process, with its class and exit code."""
+    known = getattr(errors, failure.kind, LaunchError if failure.echo else None)
+    if isinstance(known, type) and issubclass(known, GrpoReplayError):
+        error = known(failure.message)
+    else:
+        error = GrpoReplayError(f"rank {failure.rank}: {failure.kind}: {failure.message}")
+    error.exit_code = failure.exit_code
+    return error
+
+
+def _describe_signal(rank: int, number: int) -> str:
+    name = signal.Signals(number).name
+    why = "; the kernel does that when host memory runs out (see dmesg)" if number == 9 else ""
+    return (
+        f"rank {rank} was killed by {name}{why}. The other ranks were stopped; "
+        "resume from the last checkpoint with --resume"
+    )
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _own_ranks() -> list[int]:
+    """Process ids of our children that lead a session of their own: the agent's ranks."""
+    leaders = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(child.pid) == child.pid:
+                leaders.append(child.pid)
+    return leaders
+
+
+@contextlib.contextmanager
+def _pass_signals_on(ranks: Callable[[], list[int]]) -> Iterator[list[int]]:
+    """Send each SIGINT, SIGTERM or SIGHUP on to every rank once; the third one kills.
+
+    Yields the list of signals received so far.
+    """
+    received: list[int] = []
+
+    def forward(number: int, _frame: object) -> None:
+        received.append(number)
+        running = ranks()
+        if not running:
+            raise KeyboardInterrupt
+        for pid in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number if len(received) < 3 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    name: str
+    slots: int
+    line: int
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a DeepSpeed (MPI style) hostfile: `name slots=8` per line.
+
+    Raises UsageError with file and line for anything else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path}: cannot be read: {error}") from error
+    hosts: dict[str, Host] = {}
+    for number, text in enumerate(lines, start=1):
+        line = text.split("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if match is None or int(match[2]) < 1:
+            raise UsageError(f"{path}:{number}: expected `host slots=8`, found {line!r}")
+        if match[1] in hosts:
+            raise UsageError(f"{path}:{number}: {match[1]!r} is already on line "
+                             f"{hosts[match[1]].line}; give each host one line")  # fmt: skip
+        hosts[match[1]] = Host(match[1], int(match[2]), number)
+    if not hosts:
+        raise UsageError(f"{path}: no hosts; expected lines such as `host slots=8`")
+    return list(hosts.values())
+
+
+def _launch_nodes(
+    arguments: Sequence[str], num_processes: int | None, hostfile: Path, entry: str
+) -> int:
+    hosts = read_hostfile(hostfile)
+    for host in hosts:
+        if num_processes is not None and num_processes > host.slots:
+            raise UsageError(
+                f"--num-processes {num_processes} but {hostfile}:{host.line} gives {host.name} "
+                f"{host.slots} slots: raise the slots or lower --num-processes"
+            )
+    if len(hosts) == 1 and _is_here(hosts[0].name):
+        return launch_ranks(arguments, num_processes or hosts[0].slots, entry=entry)
+    _refuse_unreachable(hosts, hostfile)
+    payload = Payload(tuple(arguments), entry=entry)
+    command = nodes_command(payload, num_processes, hostfile, hosts)
+    process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C comes once
+    with _pass_signals_on(lambda: [process.pid]) as signals:
+        code = process.wait()
+    if signals:
+        return INTERRUPTED
+    if code < 0:
+        raise LaunchError(f"DeepSpeed's launcher was killed by {signal.Signals(-code).name}")
+    return code
+
+
+def nodes_command(
+    payload: Payload, num_processes: int | None, hostfile: Path, hosts: Sequence[Host]
+) -> list[str]:
+    """The command of DeepSpeed's launcher. Raises LaunchError if pdsh is not installed."""
+    if shutil.which("pdsh") is None:
+        raise LaunchError(
+            "DeepSpeed's launcher starts other nodes through pdsh, which is not installed here: "
+            "install it (apt install pdsh), or start the ranks with torchrun or Slurm "
+            "(docs/scaling.md)"
+        )
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", str(hostfile)]
+    command += ["--no_ssh_check", "--no_local_rank", "--quiet"]
+    if len(hosts) == 1:
+        command.append("--force_multi")
+    # DeepSpeed's default port is everybody's default port.
+    command += ["--master_port", str(20_000 + os.getpid() % 20_000)]
+    if num_processes is not None:
+        command += ["--num_gpus", str(num_processes)]
+    return [*command, "--module", RANK_MODULE, encode_payload(payload)]
+
+
+def _is_here(name: str) -> bool:
+    return name in {"localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()}
+
+
+def _refuse_unreachable(hosts: Sequence[Host], hostfile: Path) -> None:
+    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
+        answers = list(pool.map(_ssh_failure, hosts))
+    failed = [(host, why) for host, why in zip(hosts, answers, strict=True) if why is not None]
+    if not failed:
+        return
+    lines = [f"  {hostfile}:{host.line}: {host.name}: {why}" for host, why in failed[:5]]
+    raise LaunchError(
+        f"{len(failed)} of {len(hosts)} hosts cannot be reached over ssh:\n" + "\n".join(lines)
+        + "\npassword-less ssh from this machine to each host is needed (docs/scaling.md)"
+    )  # fmt: skip
+
+
+def _ssh_failure(host: Host) -> str | None:
+    """Why `ssh host true` fails, or None."""
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}",
+               host.name, "true"]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=2 * _SSH_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else (done.stderr.strip() or "no answer").splitlines()[-1]

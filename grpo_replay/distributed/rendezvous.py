@@ -1,0 +1,251 @@
+"""How ranks find each other: torch's store, a roll call that names who is missing, and torchrun's
+agent for the ranks of one node."""
+
+import datetime
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from grpo_replay.distributed.environment import RankEnvironment
+from grpo_replay.distributed.failures import (
+    PeerFailure,
+    describe_disagreement,
+    name_ranks,
+    raise_first_failure,
+)
+from grpo_replay.errors import GrpoReplayError, LaunchError
+
+_LINGER_SECONDS = 10.0
+_CLAIM_SECONDS = 5.0
+_POLL_SECONDS = 0.1
+_SHUTDOWN_SECONDS = 30
+
+_joined: tuple[RankEnvironment, dist.Store] | None = None
+
+
+def join_run(
+    environment: RankEnvironment,
+    facts: Mapping[str, Any],
+    failure: GrpoReplayError | None,
+    timeout_seconds: float,
+) -> dist.Store:
+    """The store that the ranks share, once every rank is there and agrees with rank 0.
+
+    `facts` are JSON values that must be equal everywhere (the resolved recipe, versions);
+    `failure` is what went wrong on this rank before it could join, if anything. Within
+    `timeout_seconds` every rank returns or raises: LaunchError (or `failure`) on one rank, and
+    PeerFailure on the others. Ranks that reach nobody each raise LaunchError.
+    """
+    global _joined
+    store = _open_store(environment, timeout_seconds)
+    _joined = (environment, store)
+    # `default` because a recipe may hold paths; they only have to compare equal.
+    mine = {"facts": dict(facts), "failure": _outcome(failure)}
+    store.set(f"arrived/{environment.rank}", json.dumps(mine, default=str))
+    store.add("arrivals", 1)
+    try:
+        everyone = _roll_call(environment, store, timeout_seconds)
+        raise_first_failure(environment.rank, [each["failure"] for each in everyone], failure)
+        _refuse_disagreement(environment, [each["facts"] for each in everyone])
+    except GrpoReplayError:
+        _linger(environment, store)
+        raise
+    return store
+
+
+def _outcome(failure: GrpoReplayError | None) -> list[Any] | None:
+    return None if failure is None else [str(failure), failure.exit_code]
+
+
+def _open_store(environment: RankEnvironment, timeout_seconds: float) -> dist.Store:
+    if environment.world_size == 1:
+        return dist.HashStore()  # no port: several single runs may share a machine
+    # Under torchrun the agent of the first node hosts the store; else rank 0 does.
+    hosts = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    place = f"{environment.master_addr}:{environment.master_port}"
+    here = socket.gethostname()
+    try:
+        if not hosts:
+            _wait_until_reachable(environment, timeout_seconds)
+        store = dist.TCPStore(
+            environment.master_addr,
+            environment.master_port,
+            is_master=hosts,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        text = str(error).splitlines()[0]
+        if hosts:
+            raise LaunchError(
+                f"rank 0 cannot listen on {place}: {text}; set MASTER_ADDR to an address of "
+                f"this machine ({here}) and MASTER_PORT to a free port"
+            ) from error
+        raise LaunchError(
+            f"rank {environment.rank} on {here} cannot reach rank 0 at {place} within "
+            f"{timeout_seconds:.0f} s: {text}; is rank 0 running there, and does a firewall let "
+            "the port through?"
+        ) from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"grpo_replay/{attempt}", store)
+
+
+def _wait_until_reachable(environment: RankEnvironment, timeout_seconds: float) -> None:
+    """Raises OSError if nothing listens there in time: torch would say so with stack traces."""
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            address = (environment.master_addr, environment.master_port)
+            socket.create_connection(address, timeout=left).close()
+            return
+        except OSError:
+            if time.monotonic() + _POLL_SECONDS >= deadline:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def _roll_call(
+    environment: RankEnvironment, store: dist.Store, timeout_seconds: float
+) -> list[dict[str, Any]]:
+    keys = [f"arrived/{rank}" for rank in range(environment.world_size)]
+    deadline = time.monotonic() + timeout_seconds
+    while store.add("arrivals", 0) < environment.world_size:
+        if time.monotonic() > deadline:
+            _report_missing(environment, [bool(store.check([key])) for key in keys])
+        time.sleep(_POLL_SECONDS)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def _report_missing(environment: RankEnvironment, arrived: Sequence[bool]) -> None:
+    """Raises LaunchError on the lowest rank that is there, PeerFailure on the others."""
+    if arrived.index(True) != environment.rank:
+        raise PeerFailure("ranks are missing; the lowest one that is there reports it", 4)
+    missing = [rank for rank, there in enumerate(arrived) if not there]
+    raise LaunchError(
+        f"{name_ranks(missing)} of {environment.world_size} did not arrive at "
+        f"{environment.master_addr}:{environment.master_port}: see what those ranks printed, and "
+        "whether their machines reach this address"
+    )
+
+
+def _refuse_disagreement(environment: RankEnvironment, facts: Sequence[Mapping[str, Any]]) -> None:
+    lines = describe_disagreement(facts)
+    if lines is None:
+        return
+    message = (
+        f"the ranks disagree on the run, so none of them started:\n{lines}\n"
+        "give every rank the same recipe file, --set options and version of grpo-replay"
+    )
+    raise LaunchError(message) if environment.rank == 0 else PeerFailure(message, 4)
+
+
+def _linger(environment: RankEnvironment, store: dist.Store) -> None:
+    """Rank 0 may host the store: it leaves last, so that the others can read why."""
+    try:
+        count = store.add("left", 1)
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while environment.rank == 0 and time.monotonic() < deadline:
+            if count >= store.add("arrivals", 0):
+                return
+            time.sleep(_POLL_SECONDS)
+            count = store.add("left", 0)
+    except RuntimeError:
+        return
+
+
+def form_process_group(
+    environment: RankEnvironment, store: dist.Store, backend: str, timeout_seconds: float
+) -> None:
+    """Make torch's default process group over the store of `join_run`; DeepSpeed adopts it.
+
+    Raises LaunchError where the ranks cannot connect to each other.
+    """
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+        )
+    except RuntimeError as error:
+        raise LaunchError(
+            f"rank {environment.rank} on {socket.gethostname()} found the other ranks but cannot "
+            f"connect to them ({backend}): {str(error).splitlines()[0]}; name the network "
+            "interface that they share in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        ) from error
+
+
+def has_joined() -> bool:
+    """Whether this rank shares a store with the others, so that `claim_report` can be asked."""
+    return _joined is not None
+
+
+def claim_report(is_echo: bool) -> bool:
+    """Whether this rank is the first to report a failure. An echo (this rank only lost contact)
+    never claims when the store is gone: its host was the one that failed."""
+    assert _joined is not None
+    environment, store = _joined
+    try:
+        store.set_timeout(datetime.timedelta(seconds=_CLAIM_SECONDS))
+        holder = store.compare_set("reported", "", str(environment.rank))
+    except RuntimeError:
+        return not is_echo
+    return holder.decode() == str(environment.rank)
+
+
+def leave_run() -> None:
+    """End the process group, once every rank is done with it.
+
+    Its threads would abort an interpreter that exits around them ("terminate called without an
+    active exception"), and rank 0's store must outlive the other ranks.
+    """
+    global _joined
+    if _joined is not None:
+        _linger(*_joined)
+        _joined = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_agent(command: Sequence[str], num_processes: int) -> dict[int, int]:
+    """{rank: exit code} of the ranks that failed, empty when all succeeded.
+
+    torchrun's own agent, in this process: when one rank fails the others get SIGTERM, and SIGKILL
+    30 s later. Ranks run in sessions of their own; a negative exit code is a signal.
+    """
+    import torch.distributed.elastic.multiprocessing.api
+    import torch.distributed.run  # noqa: F401  (creates the loggers to quieten)
+
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=f"grpo-replay-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        # The launcher passes signals on itself: the agent would kill ranks that are still
+        # writing their checkpoint.
+        signals_to_handle="SIGUSR2",
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+    )
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}

@@ -1,0 +1,279 @@
+"""What a dry run looks at beside memory: tokenizer, weights, prompts, versions, GPUs.
+
+A finding is a problem (the run would stop there) or unchecked (it could not be seen from here).
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from grpo_replay.errors import GrpoReplayError
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.tracking import missing_trackers
+from grpo_replay.storage.versions import installed_version
+
+_HUB_SECONDS = 3.0
+_PACKAGE = "grpo-replay"
+
+
+@dataclass(slots=True)
+class Findings:
+    """Sentences for the report."""
+
+    problems: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+
+
+def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
+    """Add what is wrong with the recipe's parts, and what cannot be seen from here."""
+    _check_versions(findings)
+    _check_devices(recipe, device, findings)
+    _check_settings(recipe, device, findings)
+    _check_trackers(recipe, device, findings)
+    _check_reward(recipe, findings)
+    tokenizer = _check_tokenizer(recipe, findings)
+    _check_weights(recipe, findings)
+    _check_prompts(recipe, tokenizer, findings)
+
+
+def hub_is_reachable() -> bool:
+    """Whether the Hugging Face hub answers within three seconds (HF_ENDPOINT, HF_HUB_OFFLINE)."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return False
+    address = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def cache_only_if_unreachable() -> Iterator[None]:
+    """While the hub does not answer, read the local cache without the libraries' retries."""
+    if hub_is_reachable():
+        yield
+        return
+    import datasets.config
+    import huggingface_hub.constants
+
+    switches = [(huggingface_hub.constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    before = [getattr(module, name) for module, name in switches]
+    for module, name in switches:
+        setattr(module, name, True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(switches, before, strict=True):
+            setattr(module, name, value)
+
+
+def is_on_hub(source: str) -> bool:
+    """Whether a model or data source names something on the hub rather than here."""
+    return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
+
+
+def _check_versions(findings: Findings) -> None:
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        findings.unchecked.append(f"versions: {_PACKAGE} is not installed as a package")
+        return
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = installed_version(requirement.name)
+        if found is None:
+            findings.problems.append(f"{requirement.name} is not installed: pip install '{text}'")
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            findings.problems.append(
+                f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
+            )
+
+
+def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
+    import torch
+
+    missing = _missing_packages(device, findings)
+    if device == "cuda":
+        found, wanted = torch.cuda.device_count(), recipe.engine.num_processes
+        if found < wanted:
+            findings.unchecked.append(
+                f"GPUs: this machine has {found}, the recipe uses {wanted} per node"
+            )
+    if recipe.sampling.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        missing.append(
+            f"sampling.backend vllm: vLLM is not installed here: pip install '{_PACKAGE}[vllm]'"
+        )
+    if (
+        recipe.model.attn_implementation == "flash_attention_2"
+        and importlib.util.find_spec("flash_attn") is None
+    ):
+        missing.append(
+            "model.attn_implementation flash_attention_2: flash-attn is not installed here; "
+            "use sdpa"
+        )
+
+
+def _missing_packages(device: str, findings: Findings) -> list[str]:
+    """Where to note a package that is not here. A recipe for GPUs that are not here will run on
+    another machine, with packages of its own."""
+    import torch
+
+    elsewhere = device == "cuda" and torch.cuda.device_count() == 0
+    return findings.unchecked if elsewhere else findings.problems
+
+
+def _check_trackers(recipe: Recipe, device: str, findings: Findings) -> None:
+    _missing_packages(device, findings).extend(missing_trackers(recipe))
+
+
+def _check_reward(recipe: Recipe, findings: Findings) -> None:
+    """A function of the user's own is loaded, where training would load it: in a worker."""
+    from grpo_replay.rewards.process import VerifierProcess, WorkerGone, WorkerLate
+    from grpo_replay.rewards.scorer import BUILTIN_FUNCTIONS
+
+    function = recipe.reward.function
+    if function in BUILTIN_FUNCTIONS:
+        return
+    worker = VerifierProcess(function, recipe.reward.memory_limit_mib)
+    try:
+        worker.wait_ready()
+    except ImportError as error:
+        findings.problems.append(
+            f"reward.function {function!r} cannot be loaded: {error}; expected "
+            f"{', '.join(BUILTIN_FUNCTIONS)}, or module:function importable from the current "
+            "folder or the environment"
+        )
+    except (WorkerGone, WorkerLate):
+        findings.problems.append(
+            f"reward.function {function!r} cannot be loaded: its process ended, or took too long"
+        )
+    finally:
+        worker.reap()
+
+
+def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
+    engine, tensor = recipe.engine, recipe.sampling.vllm.tensor_parallel_size
+    if recipe.sampling.backend == "vllm" and engine.num_processes % tensor:
+        findings.problems.append(
+            f"sampling.vllm.tensor_parallel_size {tensor} does not divide engine.num_processes "
+            f"{engine.num_processes}"
+        )
+    if device == "cpu" and (engine.offload_optimizer or engine.offload_parameters):
+        findings.problems.append("offloading needs a GPU; everything is in host memory already")
+    if engine.zero_stage == 3 and recipe.loss.beta > 0 and engine.offload_parameters:
+        findings.assumptions.append("the reference copy of loss.beta is not offloaded")
+
+
+def _check_tokenizer(recipe: Recipe, findings: Findings) -> Any:
+    """The tokenizer, or None."""
+    from grpo_replay.engine.models import load_tokenizer
+
+    name = recipe.model.tokenizer or recipe.model.path
+    return _attempt(lambda: load_tokenizer(recipe.model), name, "tokenizer", findings)
+
+
+def _check_weights(recipe: Recipe, findings: Findings) -> None:
+    from grpo_replay.engine.models import resolve_model_path
+
+    if recipe.model.random_init:
+        return
+    path = recipe.model.path
+    if is_on_hub(path):
+        if not _weights_cached(path, recipe.model.revision):
+            findings.unchecked.append(
+                f"weights of {path}: not in the local cache; they would be downloaded"
+            )
+        return
+    folder = _attempt(lambda: Path(resolve_model_path(path)), path, "weights", findings)
+    if folder is not None and not any(folder.glob("*.safetensors")) and not any(
+        folder.glob("pytorch_model*.bin")
+    ):  # fmt: skip
+        findings.problems.append(
+            f"model.path {path!r}: no weights in {folder}; set model.random_init: true to start "
+            "from random ones"
+        )
+
+
+def _weights_cached(path: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return any(isinstance(try_to_load_from_cache(path, n, revision=revision), str) for n in names)
+
+
+def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> None:
+    """Local prompts are read in full (as the run would); of a hub dataset only its columns."""
+    section = recipe.prompts
+    if is_on_hub(section.source):
+        _check_hub_columns(recipe, findings)
+        return
+    if tokenizer is None:
+        findings.unchecked.append(f"prompts of {section.source}: they need the tokenizer")
+        return
+    from grpo_replay.prompts.prompt_set import load_prompts
+
+    prompts = _attempt(
+        lambda: load_prompts(section, tokenizer, recipe.run.seed), section.source, "prompts",
+        findings,
+    )  # fmt: skip
+    if prompts is not None and prompts.skipped_too_long:
+        findings.assumptions.append(
+            f"{len(prompts)} prompts; {prompts.skipped_too_long} longer than "
+            "prompts.max_prompt_length are left out"
+        )
+
+
+def _check_hub_columns(recipe: Recipe, findings: Findings) -> None:
+    import datasets
+
+    section = recipe.prompts
+    try:
+        info = datasets.load_dataset_builder(
+            section.source, section.config_name, revision=section.revision
+        ).info
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = re.split(r"[\n(]", str(error))[0].strip()
+        findings.unchecked.append(f"prompts of {section.source}: {type(error).__name__}: {reason}")
+        return
+    if info.features is None:
+        findings.unchecked.append(f"columns of {section.source}: the dataset does not list them")
+        return
+    for name in ("problem_field", "answer_field", "id_field"):
+        key = getattr(section, name)
+        if key is not None and key not in info.features:
+            findings.problems.append(
+                f"prompts.{name} {key!r}: {section.source} has {', '.join(info.features)}"
+            )
+    if info.splits and section.split not in info.splits:
+        findings.problems.append(
+            f"prompts.split {section.split!r}: {section.source} has {', '.join(info.splits)}"
+        )
+
+
+def _attempt(action: Any, source: str, what: str, findings: Findings) -> Any:
+    """What `action` returns. A failure is unchecked for a hub source, a problem for a local one."""
+    try:
+        return action()
+    except GrpoReplayError as error:
+        if is_on_hub(source):
+            reason = str(error).partition("\n")[0]
+            findings.unchecked.append(f"{what} of {source}: {reason}")
+        else:
+            findings.problems.append(str(error))
+        return None

@@ -1,0 +1,198 @@
+"""A recipe's engine and sampler on one rank's device: does it fit, and what to change first."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_replay.dry_run.memory import (
+    GIB,
+    EngineMemory,
+    EngineSetting,
+    ModelShape,
+    SamplerMemory,
+    engine_memory,
+    hf_memory,
+    to_gib,
+    vllm_memory,
+)
+from grpo_replay.errors import RecipeError
+from grpo_replay.recipe import ModelSection, Recipe, parse_overrides, resolve_recipe
+
+DEFAULT_GPU_GIB = 80.0
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+PUBLISHED = {
+    f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
+    for size in ("0.6b", "1.7b", "4b")
+    for suffix in ("", "-base")
+}
+"""Hub ids whose sizes are known without a download."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One rank's device. `capacity` in bytes; `assumed` if no such device is here and a size was
+    supposed."""
+
+    device: str
+    processes: int
+    capacity: int
+    assumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """A model under the recipe's engine and sampler, on one rank."""
+
+    shape: ModelShape
+    engine: EngineMemory
+    sampler: SamplerMemory
+
+    def phases(self) -> dict[str, int]:
+        """Bytes of one rank's device in each phase of a step."""
+        return {
+            "generation": self.engine.at_rest + self.sampler.awake,
+            "forward_backward": self.engine.backward_peak + self.sampler.asleep,
+            "optimizer_step": self.engine.step_peak + self.sampler.asleep,
+        }
+
+
+def find_hardware(recipe: Recipe, gpu_memory_gib: float | None) -> Hardware:
+    """The device to plan for: the recipe's, or with `auto` a GPU if one is here or is asked for.
+
+    A CPU rank's capacity is its share of this machine's memory.
+    """
+    import torch
+
+    found = torch.cuda.device_count()
+    wanted, processes = recipe.engine.device, recipe.engine.num_processes
+    if wanted == "cpu" or (wanted == "auto" and not found and gpu_memory_gib is None):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Hardware("cpu", processes, memory // processes, assumed=False)
+    if gpu_memory_gib is not None:
+        return Hardware("cuda", processes, int(gpu_memory_gib * GIB), assumed=True)
+    if found:
+        smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(found))
+        return Hardware("cuda", processes, smallest, assumed=False)
+    return Hardware("cuda", processes, int(DEFAULT_GPU_GIB * GIB), assumed=True)
+
+
+def with_known_model(recipe: Recipe) -> Recipe:
+    """The recipe, with a published Qwen3 id replaced by its shipped configuration."""
+    shipped = PUBLISHED.get(recipe.model.path.lower())
+    if shipped is None:
+        return recipe
+    model = recipe.model.model_dump() | {"path": shipped}
+    return recipe.model_copy(update={"model": ModelSection(**model)})
+
+
+def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
+    """The engine and sampler in memory, for the largest micro-batch that the budget allows.
+
+    Raises ModelError if the configuration cannot be read, RecipeError if it does not take the
+    recipe's lengths.
+    """
+    from grpo_replay.dry_run import trace
+    from grpo_replay.engine.models import load_config
+
+    shape = trace.model_shape(load_config(recipe.model))
+    prompt, completion = recipe.prompts.max_prompt_length, recipe.sampling.max_completion_length
+    longest = prompt + completion
+    if shape.max_positions is not None and longest > shape.max_positions:
+        raise RecipeError(
+            f"prompts.max_prompt_length {prompt} + sampling.max_completion_length {completion} = "
+            f"{longest} tokens, but {recipe.model.path} has {shape.max_positions} positions: "
+            "lower them"
+        )
+    rows = max(1, recipe.batch.max_tokens_per_microbatch // longest)
+    forward = trace.forward_memory(recipe, rows, longest, completion)
+    zero = recipe.engine.zero
+    setting = EngineSetting(
+        zero_stage=recipe.engine.zero_stage,
+        ranks=recipe.engine.num_processes,
+        dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
+        on_cuda=on_cuda,
+        bucket_elements=zero.reduce_bucket_size,
+        live_elements=zero.max_live_parameters,
+        offload_optimizer=recipe.engine.offload_optimizer,
+        offload_parameters=recipe.engine.offload_parameters,
+        reference_copy=recipe.loss.beta > 0,
+    )
+    sampler = plan_sampler(recipe, shape, on_cuda, capacity)
+    return EnginePlan(shape, engine_memory(shape, forward, setting), sampler)
+
+
+def plan_sampler(recipe: Recipe, shape: ModelShape, on_cuda: bool, capacity: int) -> SamplerMemory:
+    sampling, vllm, size = recipe.sampling, recipe.sampling.vllm, DTYPE_BYTES[recipe.sampled_dtype]
+    if sampling.backend == "vllm_server":
+        return SamplerMemory(0, 0, None)  # on machines or GPUs of its own
+    if sampling.backend == "vllm" and on_cuda:
+        return vllm_memory(
+            shape, size, capacity, vllm.gpu_memory_utilization, vllm.tensor_parallel_size,
+            vllm.sleep_mode,
+        )  # fmt: skip
+    if sampling.backend == "vllm":
+        cache = GIB * int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
+        held = size * shape.parameters + cache  # nothing sleeps on a CPU
+        return SamplerMemory(held, held, cache // (size * shape.kv_elements_per_token))
+    rows = -(-recipe.rollouts_per_step // recipe.engine.num_processes)
+    return hf_memory(
+        shape, size, min(rows, sampling.max_batch_rollouts),
+        recipe.prompts.max_prompt_length, sampling.max_completion_length,
+    )  # fmt: skip
+
+
+def fits_in(recipe: Recipe, plan: EnginePlan, capacity: int) -> bool:
+    tokens = plan.sampler.cache_tokens
+    if tokens is not None and tokens < model_length(recipe):
+        return False  # vLLM refuses to start
+    return max(plan.phases().values()) <= capacity
+
+
+def model_length(recipe: Recipe) -> int:
+    """Tokens that vLLM must have room for."""
+    return recipe.sampling.vllm.max_model_len or recipe.longest_sequence
+
+
+def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
+    """The first single override that makes it fit, or the one that helps most if none does."""
+    best: tuple[int, dict[str, Any]] | None = None
+    for override in candidate_changes(recipe):
+        changed = resolve_recipe([recipe.model_dump(mode="json"), parse_overrides([override])])
+        plan = plan_engine(changed, hardware.device == "cuda", hardware.capacity)
+        peak = max(plan.phases().values())
+        fits = fits_in(changed, plan, hardware.capacity)
+        answer = {"set": override, "peak_gib": to_gib(peak), "fits": fits}
+        if fits:
+            return answer
+        if best is None or peak < best[0]:
+            best = (peak, answer)
+    return None if best is None else best[1]
+
+
+def candidate_changes(recipe: Recipe) -> Iterator[str]:
+    """Overrides that save memory, from what costs least to what costs most."""
+    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+    in_process = recipe.sampling.backend == "vllm"
+    vllm, engine = recipe.sampling.vllm, recipe.engine
+    if in_process and not vllm.sleep_mode:
+        yield "sampling.vllm.sleep_mode=true"
+    if engine.logprob_chunk_tokens > 256:
+        yield "engine.logprob_chunk_tokens=256"
+    if not recipe.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true"
+    if engine.zero_stage < 3 and engine.num_processes > 1:
+        yield "engine.zero_stage=3"
+    if recipe.batch.max_tokens_per_microbatch > longest:
+        yield f"batch.max_tokens_per_microbatch={longest}"
+    if recipe.model.dtype == "float32":
+        yield "model.dtype=bfloat16"
+    if in_process:
+        for share in (0.5, 0.4, 0.3, 0.7, 0.8):
+            yield f"sampling.vllm.gpu_memory_utilization={share}"
+    if engine.zero_stage > 0 and not engine.offload_optimizer and engine.device != "cpu":
+        yield "engine.offload_optimizer=true"
+    if engine.zero_stage > 0:
+        yield f"engine.num_processes={2 * engine.num_processes}"
+    yield f"sampling.max_completion_length={recipe.sampling.max_completion_length // 2}"

@@ -1,0 +1,166 @@
+"""What a recipe would take, said before anything is spent: `train --dry-run`.
+
+`dry_run` returns a report; it loads a configuration and, where they are at hand, tokenizer and
+prompts, but no weights, and starts no ranks. What could not be looked at is in `unchecked`.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_replay.dry_run.checks import Findings, cache_only_if_unreachable, check_parts
+from grpo_replay.dry_run.fit import (
+    EnginePlan,
+    Hardware,
+    find_hardware,
+    first_change,
+    fits_in,
+    model_length,
+    plan_engine,
+    with_known_model,
+)
+from grpo_replay.dry_run.memory import ModelShape, to_gib
+from grpo_replay.dry_run.sizes import (
+    MEAN_COMPLETION_SHARE,
+    SURVIVING_SHARE,
+    describe_network,
+    describe_replay,
+    describe_step,
+    describe_storage,
+)
+from grpo_replay.errors import ModelError
+from grpo_replay.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class DryRunReport:
+    """Everything `--dry-run` says. Sections hold JSON values; None stands for unknown."""
+
+    recipe: str
+    hardware: dict[str, Any]
+    model: dict[str, Any] | None
+    memory: dict[str, Any] | None
+    sampler: dict[str, Any] | None
+    step: dict[str, Any]
+    replay: dict[str, Any]
+    storage: dict[str, Any]
+    network: dict[str, Any] | None
+    fits: bool | None
+    first_change: dict[str, Any] | None
+    findings: Findings = field(default_factory=Findings)
+
+    def to_json(self) -> dict[str, Any]:
+        names = [name for name in self.__dataclass_fields__ if name != "findings"]
+        document = {name: getattr(self, name) for name in names}
+        return {
+            **document,
+            "problems": self.findings.problems,
+            "unchecked": self.findings.unchecked,
+            "assumptions": self.findings.assumptions,
+        }
+
+
+def dry_run(recipe: Recipe, gpu_memory_gib: float | None = None) -> DryRunReport:
+    """The report. `gpu_memory_gib` plans for GPUs of that size, whether they are here or not.
+
+    Raises RecipeError for settings that the model's configuration cannot take.
+    """
+    with cache_only_if_unreachable():
+        return _report(recipe, gpu_memory_gib)
+
+
+def _report(recipe: Recipe, gpu_memory_gib: float | None) -> DryRunReport:
+    findings = Findings()
+    hardware = find_hardware(recipe, gpu_memory_gib)
+    check_parts(recipe, hardware.device, findings)
+    plan = None
+    try:
+        known = with_known_model(recipe)
+        plan = plan_engine(known, hardware.device == "cuda", hardware.capacity)
+        if known is not recipe:
+            findings.assumptions.append(
+                f"sizes of {recipe.model.path} from the configuration shipped with the package"
+            )
+    except ModelError as error:
+        findings.unchecked.append(f"sizes of the model: {error}")
+    step, replay = describe_step(recipe), describe_replay(recipe)
+    _note_assumptions(recipe, hardware, findings)
+    fits = None if plan is None else fits_in(recipe, plan, hardware.capacity)
+    change = None
+    if plan is not None and fits is False:
+        change = first_change(known, hardware)
+    return DryRunReport(
+        recipe=recipe.name,
+        hardware=_describe_hardware(hardware),
+        model=None if plan is None else _describe_model(recipe, plan.shape),
+        memory=None if plan is None else _describe_memory(plan, hardware),
+        sampler=None if plan is None else _describe_sampler(recipe, plan),
+        step=step,
+        replay=replay,
+        storage=describe_storage(recipe, replay, plan),
+        network=None if plan is None else describe_network(recipe, plan.shape),
+        fits=fits,
+        first_change=change,
+        findings=findings,
+    )
+
+
+def _describe_hardware(hardware: Hardware) -> dict[str, Any]:
+    return {
+        "device": hardware.device,
+        "processes": hardware.processes,
+        "memory_gib_per_process": to_gib(hardware.capacity),
+        "assumed": hardware.assumed,
+    }
+
+
+def _describe_model(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "path": recipe.model.path,
+        "parameters": shape.parameters,
+        "tied_head": shape.tied_head,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "vocabulary": shape.vocabulary,
+        "dtype": recipe.model.dtype,
+    }
+
+
+def _describe_memory(plan: EnginePlan, hardware: Hardware) -> dict[str, Any]:
+    engine, phases = plan.engine, plan.phases()
+    parts = {f"{name}_gib": to_gib(value) for name, value in engine.to_json().items()}
+    peak = max(phases, key=lambda name: phases[name])
+    return {
+        **parts,
+        "sampler_awake_gib": to_gib(plan.sampler.awake),
+        "sampler_asleep_gib": to_gib(plan.sampler.asleep),
+        "phases_gib": {name: to_gib(value) for name, value in phases.items()},
+        "peak_phase": peak,
+        "peak_gib": to_gib(phases[peak]),
+        "capacity_gib": to_gib(hardware.capacity),
+    }
+
+
+def _describe_sampler(recipe: Recipe, plan: EnginePlan) -> dict[str, Any]:
+    tokens, longest = plan.sampler.cache_tokens, model_length(recipe)
+    return {
+        "backend": recipe.sampling.backend,
+        "kv_cache_tokens": tokens,
+        "model_length_tokens": longest,
+        "longest_rollouts_at_once": None if tokens is None else max(0, tokens) // longest,
+    }
+
+
+def _note_assumptions(recipe: Recipe, hardware: Hardware, findings: Findings) -> None:
+    findings.assumptions += [
+        f"{SURVIVING_SHARE:.0%} of rollouts are in groups with unequal rewards (paper A: 34, 44 "
+        "and 49 %); completions are "
+        f"{MEAN_COMPLETION_SHARE:.0%} of the longest on average",
+        "memory is for a micro-batch full of the longest rollouts",
+    ]
+    if hardware.assumed:
+        findings.assumptions.append(f"GPUs of {to_gib(hardware.capacity):g} GiB")
+    if hardware.device == "cuda":
+        findings.assumptions.append(
+            "1 GiB for CUDA's context and NCCL"
+            + (", 1.5 GiB for vLLM's graphs" if recipe.sampling.backend == "vllm" else "")
+        )

@@ -1,0 +1,110 @@
+"""What a step moves and stores, from the recipe alone: tokens, buffer, disk, network."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_replay.dry_run.fit import DTYPE_BYTES, EnginePlan
+from grpo_replay.dry_run.memory import ModelShape, logged_bytes, stored_bytes, to_gib
+from grpo_replay.recipe import Recipe
+
+SURVIVING_SHARE = 0.44
+"""Share of rollouts in groups with unequal rewards: paper A saw 0.34, 0.44 and 0.49."""
+MEAN_COMPLETION_SHARE = 0.3
+"""Mean completion over the longest one: paper A's base models, 2,000-2,450 of 8,192 tokens."""
+MEAN_PROMPT_SHARE = 0.15
+"""Mean prompt over the longest one: competition problems, some 150 of 1,024 tokens."""
+
+
+def describe_step(recipe: Recipe) -> dict[str, Any]:
+    """Rollouts and tokens of one training step, once replay has begun."""
+    generated = recipe.rollouts_per_step
+    completion = recipe.sampling.max_completion_length
+    mean_tokens = MEAN_COMPLETION_SHARE * completion
+    survivors = generated * SURVIVING_SHARE
+    replayed = 0.0
+    if recipe.replays:
+        replayed = recipe.replay.ratio * survivors
+    trained = survivors + replayed
+    if recipe.replays and recipe.replay.composition == "buffer_only":
+        trained = replayed = recipe.replay.ratio * generated
+    return {
+        "generated_rollouts": generated,
+        "generated_tokens_expected": round(generated * mean_tokens),
+        "generated_tokens_most": generated * completion,
+        "surviving_rollouts_expected": round(survivors),
+        "replayed_rollouts_expected": round(replayed),
+        "trained_rollouts_expected": round(trained),
+        "trained_tokens_expected": round(trained * mean_tokens),
+        "longest_sequence_tokens": recipe.prompts.max_prompt_length + completion,
+    }
+
+
+def describe_replay(recipe: Recipe) -> dict[str, Any]:
+    """How full the buffer gets: at most, and with the expected share of survivors."""
+    replay, generated = recipe.replay, recipe.rollouts_per_step
+    if not recipe.replays:
+        return {"stored_rollouts_expected": 0, "stored_rollouts_most": 0, "capacity_binds": False,
+                "first_replay_step": None, "horizon_steps": None}  # fmt: skip
+    births = replay.max_age_steps if replay.max_age_steps is not None else recipe.run.steps
+    most = births * generated
+    expected = births * generated * SURVIVING_SHARE
+    first = replay.warmup_steps + 1
+    if replay.composition != "buffer_only":
+        first = max(2, first)  # nothing is replayed in the step it was born
+    return {
+        "stored_rollouts_expected": round(min(replay.capacity_rollouts, expected)),
+        "stored_rollouts_most": min(replay.capacity_rollouts, most),
+        "capacity_binds": most > replay.capacity_rollouts,
+        "first_replay_step": first,
+        "horizon_steps": replay.max_age_steps,
+    }
+
+
+def describe_storage(
+    recipe: Recipe, replay: Mapping[str, Any], plan: EnginePlan | None
+) -> dict[str, Any]:
+    """Host memory of the buffer, and what a step and a checkpoint write."""
+    prompt, completion = recipe.prompts.max_prompt_length, recipe.sampling.max_completion_length
+    mean = (MEAN_PROMPT_SHARE * prompt, MEAN_COMPLETION_SHARE * completion)
+    generated = recipe.rollouts_per_step
+    checkpoint = None
+    if plan is not None:
+        size, count = DTYPE_BYTES[recipe.model.dtype], plan.shape.parameters
+        # model/ and engine/: the parameters twice, master weights and moments once
+        state = 12 if size < 4 or recipe.engine.zero_stage > 0 else 8
+        checkpoint = to_gib((2 * size + state) * count)
+    expected, most = replay["stored_rollouts_expected"], replay["stored_rollouts_most"]
+    return {
+        "buffer_memory_gib_expected": to_gib(stored_bytes(expected, *mean)),
+        "buffer_memory_gib_most": to_gib(stored_bytes(most, prompt, completion)),
+        "disk_per_step_mib_expected": _mib(logged_bytes(generated, *mean)),
+        "disk_per_step_mib_most": _mib(logged_bytes(generated, prompt, completion)),
+        "checkpoint_gib": checkpoint,
+        "checkpoints_gib_most": None if checkpoint is None
+        else round(checkpoint * (recipe.checkpoint.keep + 1), 3),
+        "offloaded_host_gib_per_rank": None if plan is None else to_gib(plan.engine.host),
+    }  # fmt: skip
+
+
+def describe_network(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
+    """Bytes that each rank receives (and as many that it sends): ring collectives move
+    (N-1)/N of the whole."""
+    ranks, stage = recipe.engine.num_processes, recipe.engine.zero_stage
+    whole = DTYPE_BYTES[recipe.model.dtype] * shape.parameters * (ranks - 1) / ranks
+    microbatch = {0: 0.0, 1: 0.0, 2: whole, 3: 3 * whole}[stage]  # gather twice, scatter once
+    update = {0: 2 * whole, 1: 2 * whole, 2: whole, 3: 0.0}[stage]
+    pushes_whole_weights = recipe.sampling.backend == "vllm_server"
+    return {
+        "per_microbatch_gib": to_gib(microbatch),
+        "per_update_gib": to_gib(update),
+        "weight_push_gather_gib": to_gib(whole if stage == 3 else 0.0),
+        "weight_push_to_servers_gib": to_gib(
+            DTYPE_BYTES[recipe.model.dtype] * shape.parameters_in_files
+            if pushes_whole_weights else 0.0
+        ),
+        "forward_only_pass_gib": to_gib(whole if stage == 3 else 0.0),
+    }  # fmt: skip
+
+
+def _mib(size: float) -> float:
+    return round(size / 2**20, 2)

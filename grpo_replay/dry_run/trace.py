@@ -1,0 +1,187 @@
+"""What a model's forward and backward hold, traced on the meta device: exact, and nothing is
+allocated or computed."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo_replay.dry_run.memory import ForwardMemory, ModelShape
+from grpo_replay.engine.models import DTYPES, load_config
+from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.recipe import Recipe
+
+# Names with "flash" in them make transformers look for that package.
+_FUSED, _EAGER = "grpo_replay_fused_memory", "grpo_replay_eager_memory"
+_TRACED_LAYERS = (2, 4)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made while it is active that are still alive, and their peak."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Does not count the storages of `model`'s parameters and buffers."""
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        own = [*model.parameters(), *model.buffers()]
+        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in own)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, size)
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What a flash kernel keeps: queries, keys, values, its output and one fp32 per query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
+        # [rows, heads, tokens, head_dim] in memory as [rows, tokens, heads, head_dim]
+        output = torch.empty_like(query.transpose(1, 2).contiguous()).transpose(1, 2)
+        log_sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _fused_probe(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    return _FusedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _eager_probe(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """transformers' eager attention without its mask, which cannot be built on the meta device."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.matmul(query, key.transpose(2, 3)) * query.shape[-1] ** -0.5
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
+
+
+def model_shape(config: PreTrainedConfig) -> ModelShape:
+    """Sizes of a model from its configuration alone; tied parameters count once."""
+    model = _meta_model(config, torch.float32, "sdpa")
+    names = dict(model.named_parameters(remove_duplicate=False))
+    head = model.get_output_embeddings()
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return ModelShape(
+        parameters=sum(p.numel() for p in model.parameters()),
+        parameters_in_files=sum(p.numel() for p in names.values()),
+        largest_parameter=max(p.numel() for p in model.parameters()),
+        tied_head=head.weight is model.get_input_embeddings().weight,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        kv_elements_per_token=2 * config.num_hidden_layers * groups * head_dim,
+        attention_width=config.num_attention_heads * head_dim,
+        max_positions=getattr(config, "max_position_embeddings", None),
+    )
+
+
+def forward_memory(recipe: Recipe, rows: int, length: int, completion: int) -> ForwardMemory:
+    """Peak of one micro-batch of `rows` x `length` tokens, `completion` of each trained on.
+
+    Two shallow copies of the model are traced and extrapolated: the peak is linear in the number
+    of layers. Parameters and their gradients are not in it: they are the engine's.
+    """
+    config = load_config(recipe.model)
+    few, more = (min(each, config.num_hidden_layers) for each in _TRACED_LAYERS)
+    first = _trace(recipe, config, few, rows, length, completion)
+    if few == more:
+        return first
+    second = _trace(recipe, config, more, rows, length, completion)
+    steps = (config.num_hidden_layers - few) / (more - few)
+    return ForwardMemory(*(int(a + (b - a) * steps) for a, b in zip(first, second, strict=True)))
+
+
+def _trace(
+    recipe: Recipe, config: PreTrainedConfig, layers: int, rows: int, length: int, completion: int
+) -> ForwardMemory:
+    shallow = _with_layers(config, layers)
+    eager = recipe.model.attn_implementation == "eager"
+    model = _meta_model(shallow, DTYPES[recipe.model.dtype], _EAGER if eager else _FUSED)
+    if recipe.model.gradient_checkpointing:
+        # Restoring the random state has no meaning on the meta device.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    model.train()
+    policy = PolicyModule(model, recipe.sampling.temperature, recipe.engine.logprob_chunk_tokens)
+    saved = 0
+
+    def note(_module: Any, _inputs: Any, _output: Any) -> None:
+        nonlocal saved
+        saved = live.now
+
+    model.model.register_forward_hook(note)
+    with _gradients_dropped(model), LiveBytes(model) as live:
+        ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+        positions = torch.zeros(rows * completion, dtype=torch.int64, device="meta")
+        targets = torch.zeros(rows * completion, dtype=torch.int64, device="meta")
+        logprobs, _ = policy(ids, positions, targets)
+        forward_peak = live.peak
+        logprobs.sum().backward()
+    return ForwardMemory(saved=saved, forward_peak=forward_peak, peak=live.peak)
+
+
+@contextmanager
+def _gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Drop each parameter's gradient as soon as it is whole: the engine keeps them elsewhere."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    handles = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    values = {**config.to_dict(), "num_hidden_layers": layers}
+    values.pop("layer_types", None)
+    return type(config).from_dict(values)
+
+
+def _meta_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    ALL_ATTENTION_FUNCTIONS.register(_FUSED, _fused_probe)
+    ALL_ATTENTION_FUNCTIONS.register(_EAGER, _eager_probe)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )

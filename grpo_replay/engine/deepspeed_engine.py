@@ -1,0 +1,245 @@
+"""The engine: DeepSpeed ZeRO 0-3, from one CPU process to many nodes."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.deepspeed_config import deepspeed_config
+from grpo_replay.engine.full_tensors import full_tensors
+from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.engine.protocol import UpdateResult
+from grpo_replay.engine.resharding import read_saved_state, restore_engine
+from grpo_replay.engine.row_results import (
+    pack_statistics,
+    pack_tokens,
+    unpack_statistics,
+    unpack_tokens,
+    update_result,
+)
+from grpo_replay.engine.weight_names import tied_names
+from grpo_replay.errors import CheckpointError, NonFiniteError
+from grpo_replay.grpo.batch import MicroBatch, TrainRow, plan_microbatches, scatter_microbatches
+from grpo_replay.grpo.loss import kl_to_reference, row_statistics, token_loss
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.checkpoint import read_json
+
+ENGINE_TAG = "state"
+LAYOUT = "layout.json"
+
+
+class DeepSpeedEngine:
+    """The policy under DeepSpeed. See `engine.protocol.Engine` for the contract."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        tokenizer: Any,
+        comm: Comm,
+        device: torch.device,
+    ) -> None:
+        import deepspeed
+
+        self._recipe = recipe
+        self._comm = comm
+        self._device = device
+        self._tokenizer = tokenizer
+        self._max_tokens = recipe.batch.max_tokens_per_microbatch
+        if recipe.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        self._model = model
+        self._reference = self._frozen_copy(model) if recipe.loss.beta > 0 else None
+        module = self._wrap(model)
+        module.train()
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=[p for p in module.parameters() if p.requires_grad],
+            config=deepspeed_config(recipe),
+        )
+        self._gather_needs_forward = recipe.engine.zero_stage == 3
+
+    def _wrap(self, model: nn.Module) -> PolicyModule:
+        return PolicyModule(
+            model, self._recipe.sampling.temperature, self._recipe.engine.logprob_chunk_tokens
+        )
+
+    def _frozen_copy(self, model: nn.Module) -> PolicyModule:
+        import copy
+
+        frozen = copy.deepcopy(model).requires_grad_(False).eval()
+        return self._wrap(frozen.to(self._device))
+
+    def logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
+        self._gather_needs_forward = False
+        return self._row_logprobs(self._engine, rows)
+
+    def reference_logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
+        assert self._reference is not None, "the reference policy exists when loss.beta > 0"
+        return self._row_logprobs(self._reference, rows)
+
+    def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
+        parts = []
+        with torch.no_grad():
+            for microbatch in self._microbatches(rows):
+                logprobs_C, _ = module(*self._inputs(microbatch))
+                parts.append((microbatch, logprobs_C.float().cpu().numpy()))
+        lengths, values = pack_tokens(parts)
+        all_lengths, all_values = self._comm.gather(lengths), self._comm.gather(values)
+        if all_lengths is None or all_values is None or rows is None:
+            return []
+        return unpack_tokens(all_lengths, all_values, len(rows))
+
+    def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
+        plan = None
+        if self._comm.is_main:
+            assert rows is not None
+            plan = plan_microbatches(rows, self._max_tokens, self._comm.world_size)
+        return scatter_microbatches(self._comm, plan)
+
+    def _inputs(self, microbatch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (
+            self._tensor(microbatch.input_ids_RL),
+            self._tensor(microbatch.positions_C),
+            self._tensor(microbatch.target_ids_C),
+        )
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(array).to(self._device, non_blocking=True)
+
+    def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
+        microbatches = self._microbatches(rows)
+        tables = []
+        for index, microbatch in enumerate(microbatches):
+            self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
+            tables.append(self._backward(microbatch))
+        gathered = self._comm.gather(pack_statistics(microbatches, tables))
+        table = None if gathered is None else unpack_statistics(gathered, len(rows or ()))
+        self._refuse_non_finite(table, rows or ())
+        unsharded_norm = self._unsharded_grad_norm()
+        self._engine.step()
+        self._gather_needs_forward = False
+        grad_norm = self._engine.get_global_grad_norm()
+        grad_norm = float(unsharded_norm if grad_norm is None else grad_norm)
+        if not np.isfinite(grad_norm):
+            raise NonFiniteError(
+                f"the gradient norm is {grad_norm}: training stopped before a checkpoint could "
+                "hold it; resume from the last checkpoint with a smaller optimizer.learning_rate"
+            )
+        if table is None:
+            return None
+        return update_result(table, grad_norm, len(microbatches))
+
+    def _backward(self, microbatch: MicroBatch) -> np.ndarray:
+        """float64 [R, K] row statistics."""
+        settings = self._recipe.loss
+        logprobs_C, entropies_C = self._engine(*self._inputs(microbatch))
+        behavior_C = self._tensor(microbatch.behavior_logprobs_C)
+        reference_C = self._tensor(microbatch.reference_logprobs_C)
+        row_of_C = self._tensor(microbatch.row_of_C)
+        coefficients_C = self._tensor(microbatch.coefficients_R)[row_of_C]
+        weights_C = self._tensor(microbatch.token_weights_R)[row_of_C]
+        result = token_loss(logprobs_C, behavior_C, reference_C, coefficients_C, settings)
+        weighted_C = result.losses_C * weights_C
+        # DeepSpeed averages gradients over ranks; the weights already hold the global denominator.
+        self._engine.backward(weighted_C.sum() * self._comm.world_size, scale_wrt_gas=False)
+        with torch.no_grad():
+            reference_kl_C = (
+                kl_to_reference(logprobs_C, reference_C)
+                if settings.beta > 0
+                else torch.zeros_like(logprobs_C)
+            )
+            rows = len(microbatch.rows_R)
+            table = row_statistics(result, weighted_C, entropies_C, reference_kl_C, row_of_C, rows)
+        return table.cpu().numpy()
+
+    def _refuse_non_finite(self, table: np.ndarray | None, rows: Sequence[TrainRow]) -> None:
+        bad = []
+        if table is not None:
+            bad = [rows[row].rollout_id for row in np.flatnonzero(~np.isfinite(table[:, 0]))]
+        bad = self._comm.broadcast_json(bad)
+        if bad:
+            raise NonFiniteError(
+                f"the loss of {len(bad)} of the mini-batch's rollouts is not finite (rollout_id "
+                f"{bad[0]} first): training stopped before the update; resume from the last "
+                "checkpoint with a smaller optimizer.learning_rate, or model.dtype float32"
+            )
+
+    def _unsharded_grad_norm(self) -> torch.Tensor | None:
+        """DeepSpeed does not report the norm for fp32 at stage 0, where gradients are whole."""
+        if self._recipe.engine.zero_stage != 0 or self._recipe.model.dtype != "float32":
+            return None
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        return torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+        )
+
+    def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        self._forward_once()
+        if self._recipe.engine.zero_stage == 3:
+            # A log-prob pass leaves parameters gathered or on their way; gathering them again
+            # without an update in between fails ("Cannot partition a param in flight").
+            self._engine.empty_partition_cache()
+        yield from full_tensors(self._model, bucket_bytes)
+
+    def _forward_once(self) -> None:
+        """Some DeepSpeed versions need one forward before the first ZeRO-3 gather."""
+        if self._gather_needs_forward:
+            self._gather_needs_forward = False
+            row = TrainRow(
+                np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.float32),
+                np.zeros(1, np.float32),
+            )  # fmt: skip
+            self.logprobs([row] if self._comm.is_main else None)
+
+    def save_model(self, folder: Path) -> None:
+        tied = tied_names(self._model)
+        state = {}
+        for name, tensor in self.named_full_tensors(2**29):
+            if self._comm.is_main and name not in tied:
+                state[name] = tensor.to("cpu", copy=True).contiguous()
+        if self._comm.is_main:
+            self._model.save_pretrained(folder, state_dict=state)
+            self._tokenizer.save_pretrained(folder)
+        self._comm.barrier()
+
+    def save(self, folder: Path) -> None:
+        self._engine.save_checkpoint(str(folder), tag=ENGINE_TAG, save_latest=False)
+        if self._comm.is_main:
+            (folder / LAYOUT).write_text(json.dumps(self._layout(), indent=2) + "\n")
+
+    def _layout(self) -> dict[str, Any]:
+        """What decides how DeepSpeed splits a state into files."""
+        settings = self._recipe.engine
+        sub_group = settings.zero.sub_group_size if settings.zero_stage == 3 else None
+        return {
+            "ranks": self._comm.world_size,
+            "zero_stage": settings.zero_stage,
+            "dtype": self._recipe.model.dtype,
+            "sub_group_size": sub_group,
+        }
+
+    def load(self, folder: Path) -> None:
+        if read_json(folder / LAYOUT, "no layout of an engine state") != self._layout():
+            self._reshard(folder / ENGINE_TAG)
+            return
+        path, _ = self._engine.load_checkpoint(str(folder), tag=ENGINE_TAG)
+        if path is None:
+            raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
+
+    def _reshard(self, folder: Path) -> None:
+        self._forward_once()
+        names = [n for n, p in self._engine.module.named_parameters() if p.requires_grad]
+        saved = read_saved_state(folder, names)
+        restore_engine(self._engine, self._recipe.engine.zero_stage, saved)
+        self._comm.barrier()
+
+    def close(self) -> None:
+        self._engine.destroy()

@@ -1,0 +1,287 @@
+"""Models and tokenizers: shipped ones, local folders, the hub, and random initialisations.
+
+Nothing here touches the network for a local folder or a `builtin:` name.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file
+
+from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
+from grpo_replay.recipe import ModelSection
+
+BUILTIN_MODELS = ("tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
+"""Names after `builtin:` of model.path. Only `tiny` has weights and a tokenizer."""
+
+BYTE_TOKENIZER = "builtin:bytes"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+QWEN_STOP_TOKENS = ("<|im_end|>", "<|endoftext|>")
+"""Both end a Qwen turn, but base and chat configurations name one each (QwenLM/Qwen3#927)."""
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+_Loaded = TypeVar("_Loaded")
+
+
+def resolve_model_path(path: str) -> str:
+    """The folder of a `builtin:` model; any other path or hub id unchanged.
+
+    Raises ModelError for an unknown builtin name or a builtin whose files are missing.
+    """
+    if not path.startswith("builtin:"):
+        return path
+    name = path.removeprefix("builtin:")
+    if name not in BUILTIN_MODELS:
+        known = ", ".join(f"builtin:{each}" for each in BUILTIN_MODELS)
+        raise ModelError(f"model.path {path!r}: no such builtin model; there are: {known}")
+    folder = _PACKAGE / "tiny" / "base" if name == "tiny" else _PACKAGE / "models" / name
+    if not folder.is_dir():
+        raise ModelError(f"model.path {path!r}: {folder} is missing; reinstall grpo-replay")
+    return str(folder)
+
+
+def section_at(model: ModelSection, model_path: str) -> ModelSection:
+    """The section with its weights at `model_path`; unchanged if that is its own path."""
+    if model_path in (model.path, resolve_model_path(model.path)):
+        return model
+    return model.model_copy(
+        update={
+            "path": model_path,
+            "revision": None,
+            "random_init": False,
+            "config_overrides": {},
+        }
+    )
+
+
+def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.tokenizer`, or the model's own. Its pad token is its own, or EOS.
+
+    Raises ModelError if there is none, it cannot be read, or it has no EOS token.
+    """
+    name = model.tokenizer or model.path
+    if name == BYTE_TOKENIZER:
+        return byte_tokenizer()
+    place = f"model.{'tokenizer' if model.tokenizer else 'path'} {name!r}"
+    source = resolve_model_path(name)
+    _check_local(source, place)
+    if Path(source).is_dir() and not any((Path(source) / f).is_file() for f in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{place}: no tokenizer in {source} (looked for {', '.join(_TOKENIZER_FILES)}); "
+            f"set model.tokenizer to a hub id, a folder or {BYTE_TOKENIZER}"
+        )
+    # The revision is the model's; a tokenizer from elsewhere has revisions of its own.
+    origin = model.model_copy(update={"revision": None}) if model.tokenizer else model
+    tokenizer = _load(AutoTokenizer.from_pretrained, source, place, "tokenizer", origin)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{place}: the tokenizer has no EOS token, so no completion could end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_config(model: ModelSection) -> PreTrainedConfig:
+    """The model's configuration, with `config_overrides` applied when `random_init`.
+
+    Raises ModelError if it cannot be read; RecipeError for an override that it does not have or
+    that makes it invalid.
+    """
+    place = f"model.path {model.path!r}"
+    source = resolve_model_path(model.path)
+    _check_local(source, place)
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ModelError(f"{place}: no config.json in {source}; model.path is a model's folder")
+    config = _load(AutoConfig.from_pretrained, source, place, "config.json", model)
+    return _overridden(config, model.config_overrides) if model.config_overrides else config
+
+
+def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
+    """The causal language model on the CPU, in the section's dtype and in evaluation mode.
+
+    With `random_init` the weights are a function of configuration and `seed`, and the global
+    random state is left as it was. Raises ModelError if weights are missing or do not fit.
+    """
+    config = load_config(model)
+    tokenizer = load_tokenizer(model)
+    _check_vocabulary(model, config, tokenizer)
+    if not model.random_init:
+        return _pretrained(model, config).eval()
+    _adopt_special_tokens(config, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = AutoModelForCausalLM.from_config(
+            config,
+            dtype=DTYPES[model.dtype],
+            attn_implementation=model.attn_implementation,
+            trust_remote_code=model.trust_remote_code,
+        )
+    _adopt_special_tokens(policy.generation_config, tokenizer)
+    return policy.eval()
+
+
+def eos_token_ids(model: ModelSection | str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token id that ends a completion, ascending: the tokenizer's EOS, Qwen's two stop
+    tokens where the tokenizer has them, and those of the model's generation_config.json and
+    config.json, unless the section names another tokenizer or `random_init`, which make them
+    ids of a vocabulary that is not used."""
+    ids = {int(tokenizer.eos_token_id)}
+    added = tokenizer.get_added_vocab()
+    ids.update(added[token] for token in QWEN_STOP_TOKENS if token in added)
+    section = ModelSection(path=model) if isinstance(model, str) else model
+    if section.tokenizer is None and not section.random_init:
+        for file in ("generation_config.json", "config.json"):
+            ids.update(_eos_of_file(section, file))
+    return tuple(sorted(ids))
+
+
+def _eos_of_file(model: ModelSection, name: str) -> Iterable[int]:
+    source = resolve_model_path(model.path)
+    try:
+        file = cached_file(
+            source,
+            name,
+            revision=model.revision,
+            local_files_only=Path(source).is_dir(),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        value = json.loads(Path(file).read_text())["eos_token_id"] if file else None
+    except KeyError:
+        return ()
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{source}: {name} cannot be read: {first_line(error)}") from error
+    if value is None:
+        return ()
+    return [int(each) for each in (value if isinstance(value, list) else [value])]
+
+
+def _load(
+    loader: Callable[..., _Loaded],
+    source: str,
+    place: str,
+    what: str,
+    model: ModelSection,
+    **options: Any,
+) -> _Loaded:
+    local = Path(source).is_dir()
+    try:
+        return loader(
+            source,
+            revision=None if local else model.revision,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=local,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if local:
+            raise ModelError(
+                f"{place}: {what} in {source} cannot be loaded: {first_line(error)}"
+            ) from error
+        raise ModelError(
+            f"{place}: {what} is neither in the local cache nor could it be fetched from the "
+            f"hub: {first_line(error)}. Where there is a network, run `hf download {source} "
+            f"--local-dir DIR` (config.json, generation_config.json, tokenizer files, "
+            f"*.safetensors) and set model.path to DIR"
+        ) from error
+
+
+def _check_local(source: str, place: str) -> None:
+    path = Path(source)
+    if path.is_file():
+        raise ModelError(f"{place}: {source} is a file; name the folder that holds config.json")
+    looks_local = source.startswith(("/", ".", "~")) or source.count("/") > 1
+    if looks_local and not path.is_dir():
+        raise ModelError(f"{place}: no such folder (a hub id has the form owner/name)")
+
+
+def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
+    place = f"model.path {model.path!r}"
+    source = resolve_model_path(model.path)
+    folder = Path(source)
+    if folder.is_dir() and not any(any(folder.glob(each)) for each in _WEIGHT_PATTERNS):
+        raise ModelError(
+            f"{place}: no weights in {source} (looked for {', '.join(_WEIGHT_PATTERNS)}); "
+            "set model.random_init: true to start from random ones"
+        )
+    policy, report = _load(
+        AutoModelForCausalLM.from_pretrained,
+        source,
+        place,
+        "weights",
+        model,
+        config=config,
+        dtype=DTYPES[model.dtype],
+        attn_implementation=model.attn_implementation,
+        output_loading_info=True,
+    )
+    # transformers fills a missing tensor with random numbers and only prints a warning.
+    if report["missing_keys"]:
+        names = ", ".join(sorted(report["missing_keys"])[:5])
+        raise ModelError(
+            f"{place}: the weights lack {len(report['missing_keys'])} tensors of the "
+            f"configuration: {names}; the download is incomplete or config.json is another model's"
+        )
+    return policy
+
+
+def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:
+    values = config.to_dict()
+    for key, value in overrides.items():
+        if key not in values:
+            raise RecipeError(
+                f"model.config_overrides.{key}: {config.model_type} has no such setting"
+                f"{did_you_mean(key, values)}; found value {value!r}"
+            )
+    # One entry per layer, so it follows from the number of layers unless it is given.
+    values.pop("layer_types", None)
+    try:
+        changed = type(config).from_dict({**values, **overrides})
+        _check_heads(changed)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise RecipeError(
+            f"model.config_overrides {overrides}: not a valid {config.model_type} "
+            f"configuration: {' '.join(str(error).split())}"
+        ) from error
+    return changed
+
+
+def _check_heads(config: PreTrainedConfig) -> None:
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if heads % groups:
+        raise ValueError(f"num_attention_heads {heads} is no multiple of key_value heads {groups}")
+
+
+def _check_vocabulary(
+    model: ModelSection, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    if len(tokenizer) > config.vocab_size:
+        raise ModelError(
+            f"model.tokenizer {model.tokenizer or model.path!r} has {len(tokenizer)} tokens, but "
+            f"the configuration of model.path {model.path!r} has vocab_size {config.vocab_size}: "
+            f"use the model's own tokenizer, or with random_init set "
+            f"model.config_overrides.vocab_size to at least {len(tokenizer)}"
+        )
+
+
+def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    config.bos_token_id = tokenizer.bos_token_id

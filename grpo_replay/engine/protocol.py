@@ -1,0 +1,65 @@
+"""What the trainer needs of an engine. The one implementation is DeepSpeed, at every size."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from grpo_replay.grpo.batch import TrainRow
+from grpo_replay.types import RolloutOutcome
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateResult:
+    """One optimizer update. `outcomes[i]` belongs to row i; `loss` is the whole mini-batch's,
+    over all ranks; `grad_norm` is the global L2 norm before clipping."""
+
+    outcomes: tuple[RolloutOutcome, ...]
+    loss: float
+    grad_norm: float
+    reference_kl: float
+    micro_batches: int
+
+
+class Engine(Protocol):
+    """The policy and its optimizer over all ranks.
+
+    Methods are collective: every rank calls them in the same order. Rows are given on rank 0 and
+    None elsewhere, and results come back on rank 0.
+    """
+
+    def logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
+        """Per row float32 [T]: log-probs of its completion tokens under the current policy."""
+        ...
+
+    def reference_logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
+        """Likewise under the frozen initial policy (needs `loss.beta` > 0)."""
+        ...
+
+    def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
+        """One optimizer update on a mini-batch. Raises NonFiniteError on every rank."""
+        ...
+
+    def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Every parameter in full under its Hugging Face name, a tied one under each of its
+        names, gathered a bucket at a time. All ranks must exhaust the iterator."""
+        ...
+
+    def save_model(self, folder: Path) -> None:
+        """Write the policy in Hugging Face format, tokenizer included."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write parameters, optimizer state and random states."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. Raises CheckpointError."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,91 @@
+"""What the ranks computed for their rows, packed to be sent and put back in the mini-batch's order.
+
+Arrays and bytes only: no DeepSpeed, no process group.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_replay.engine.protocol import UpdateResult
+from grpo_replay.grpo.batch import MicroBatch
+from grpo_replay.grpo.loss import ROW_STATISTICS
+from grpo_replay.types import RolloutOutcome
+
+
+def pack_tokens(parts: Sequence[tuple[MicroBatch, np.ndarray]]) -> tuple[bytes, bytes]:
+    """One rank's float32 value per completion token of its micro-batches, to be sent: (row and
+    length of each row, the values)."""
+    lengths, values = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.float32)]
+    for microbatch, values_C in parts:
+        lengths_R = np.bincount(microbatch.row_of_C, minlength=len(microbatch.rows_R))
+        lengths.append(np.column_stack([microbatch.rows_R, lengths_R]))
+        values.append(values_C)
+    return (
+        np.concatenate(lengths).astype(np.int64).tobytes(),
+        np.concatenate(values).astype(np.float32).tobytes(),
+    )
+
+
+def unpack_tokens(
+    lengths: Sequence[bytes], values: Sequence[bytes], count: int
+) -> list[np.ndarray]:
+    """float32 [T] for each of the mini-batch's `count` rows, from what all ranks packed. Padding
+    rows (-1) are left out."""
+    table = np.concatenate([np.frombuffer(p, np.int64).reshape(-1, 2) for p in lengths])
+    flat = np.concatenate([np.frombuffer(p, np.float32) for p in values])
+    pieces = np.split(flat, np.cumsum(table[:, 1])[:-1])
+    rows: list[np.ndarray] = [np.zeros(0, np.float32)] * count
+    for row, piece in zip(table[:, 0], pieces, strict=True):
+        if row >= 0:
+            rows[row] = piece.copy()
+    return rows
+
+
+def pack_statistics(microbatches: Sequence[MicroBatch], tables: Sequence[np.ndarray]) -> bytes:
+    """One rank's float64 [R, K] row statistics of each micro-batch, to be sent."""
+    width = 1 + len(ROW_STATISTICS)
+    mine = [
+        np.column_stack([microbatch.rows_R, table])
+        for microbatch, table in zip(microbatches, tables, strict=True)
+    ]
+    return np.concatenate([np.zeros((0, width)), *mine]).tobytes()
+
+
+def unpack_statistics(payloads: Sequence[bytes], count: int) -> np.ndarray:
+    """float64 [N, K] in the mini-batch's order, N = `count`, from what all ranks packed."""
+    width = 1 + len(ROW_STATISTICS)
+    everything = np.concatenate([np.frombuffer(p).reshape(-1, width) for p in payloads])
+    table = np.zeros((count, len(ROW_STATISTICS)))
+    real = everything[everything[:, 0] >= 0]
+    table[real[:, 0].astype(np.int64)] = real[:, 1:]
+    return table
+
+
+def update_result(table: np.ndarray, grad_norm: float, micro_batches: int) -> UpdateResult:
+    """The update as the trainer sees it: sums over tokens become means, of 0 tokens 0."""
+    column = {name: table[:, index] for index, name in enumerate(ROW_STATISTICS)}
+    tokens = np.maximum(column["tokens"], 1.0)
+    mean = column["log_ratio"] / tokens
+    outcomes = tuple(
+        RolloutOutcome(*values)
+        for values in zip(
+            column["tokens"].astype(int).tolist(),
+            (column["clipped"] / tokens).tolist(),
+            mean.tolist(),
+            np.maximum(column["log_ratio_squared"] / tokens - mean**2, 0.0).tolist(),
+            (column["approx_kl"] / tokens).tolist(),
+            (column["ratio"] / tokens).tolist(),
+            np.exp(np.minimum(column["log_ratio_max"], 700.0)).tolist(),
+            (column["entropy"] / tokens).tolist(),
+            strict=True,
+        )
+    )
+    total = column["tokens"].sum()
+    return UpdateResult(
+        outcomes,
+        float(column["loss"].sum()),
+        grad_norm,
+        float(column["reference_kl"].sum() / total) if total else 0.0,
+        micro_batches,
+    )

@@ -1,0 +1,159 @@
+"""The plan of an evaluation: every completion that is wanted, before any exists."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.evaluation.benchmarks import (
+    WAVE_SAMPLES,
+    Benchmark,
+    Problem,
+    find_benchmarks,
+    load_problems,
+    local_file,
+)
+from grpo_replay.evaluation.statistics import CONFIDENCE
+from grpo_replay.grpo.seeding import completion_seed
+from grpo_replay.prompts.prompt_set import render_prompt
+from grpo_replay.recipe import EvalSection, PromptsSection, Recipe
+from grpo_replay.types import GenerationRequest, RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSample:
+    """One completion of an evaluation, before it exists."""
+
+    benchmark: str
+    problem_index: int
+    problem: Problem
+    sample: int
+    greedy: bool
+    request: GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """Every completion of an evaluation. Made once, evaluated as often as the model changes."""
+
+    benchmarks: tuple[Benchmark, ...]
+    samples: tuple[PlannedSample, ...]
+    settings: EvalSection
+    document: dict[str, Any]  # the report's `settings`
+
+
+def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
+    """The plan of `recipe.eval`; completions are as long as in training where it names no length.
+
+    Raises RecipeError for unknown benchmarks, DatasetError for problems that cannot be read or
+    whose prompt is too long.
+    """
+    prompts, settings = recipe.prompts, recipe.eval
+    if settings.greedy and settings.temperature == 0:
+        raise RecipeError(
+            "eval.greedy with eval.temperature 0 would evaluate greedily twice: set one of them"
+        )
+    longest = settings.max_completion_length or recipe.sampling.max_completion_length
+    samples: list[PlannedSample] = []
+    benchmarks = find_benchmarks(settings)
+    problems_of = {each.name: load_problems(each, settings) for each in benchmarks}
+    first_prompt = 0
+    for benchmark in benchmarks:
+        problems = problems_of[benchmark.name]
+        tokens = [_prompt_tokens(prompts, tokenizer, benchmark, problem) for problem in problems]
+        for index, (problem, prompt) in enumerate(zip(problems, tokens, strict=True)):
+            for law in _laws(benchmark, settings):
+                key = RequestKey(0, first_prompt + index, law.sample + law.greedy * (1 << 30))
+                seed = law.seed(benchmark.name, index)
+                request = GenerationRequest(key, prompt, seed, longest, law.temperature, law.top_p)
+                samples.append(
+                    PlannedSample(benchmark.name, index, problem, law.sample, law.greedy, request)
+                )
+        first_prompt += len(problems)
+    document = _settings_document(recipe, benchmarks, problems_of, longest)
+    return EvaluationPlan(benchmarks, tuple(samples), settings, document)
+
+
+@dataclass(frozen=True, slots=True)
+class _Law:
+    """How one sample of every problem of a benchmark is drawn."""
+
+    sample: int
+    greedy: bool
+    base_seed: int
+    temperature: float
+    top_p: float
+
+    def seed(self, benchmark: str, problem_index: int) -> int:
+        """The benchmark's own: the mean over benchmarks needs their errors to be independent."""
+        key = RequestKey(crc32(benchmark.encode()), problem_index, self.sample)
+        return completion_seed(self.base_seed, key)
+
+
+def _laws(benchmark: Benchmark, settings: EvalSection) -> Iterable[_Law]:
+    own = 1 if settings.temperature == 0 else benchmark.samples
+    for sample in range(settings.samples or own):
+        wave = settings.seed + sample // WAVE_SAMPLES
+        yield _Law(sample, False, wave, settings.temperature, settings.top_p)
+    if settings.greedy:
+        yield _Law(0, True, settings.seed, 0.0, 1.0)
+
+
+def _prompt_tokens(
+    prompts: PromptsSection, tokenizer: Any, benchmark: Benchmark, problem: Problem
+) -> Any:
+    _, token_ids = render_prompt(prompts, tokenizer, problem.problem)
+    if len(token_ids) > prompts.max_prompt_length:
+        raise DatasetError(
+            f"benchmark {benchmark.name!r}, problem {problem.problem_id!r}: its prompt has "
+            f"{len(token_ids)} tokens, more than prompts.max_prompt_length "
+            f"{prompts.max_prompt_length}; an evaluation leaves nothing out: raise it"
+        )
+    return token_ids
+
+
+def _settings_document(
+    recipe: Recipe,
+    benchmarks: Sequence[Benchmark],
+    problems_of: Mapping[str, Sequence[Problem]],
+    longest: int,
+) -> dict[str, Any]:
+    prompts, settings = recipe.prompts, recipe.eval
+
+    def described(benchmark: Benchmark) -> dict[str, Any]:
+        laws = [law for law in _laws(benchmark, settings) if not law.greedy]
+        file = local_file(benchmark, settings)
+        return {
+            "title": benchmark.title,
+            "source": benchmark.source,
+            "split": benchmark.split,
+            "file": None if file is None else str(file),
+            "problems_sha256": _digest(problems_of[benchmark.name]),
+            "seeds": sorted({law.base_seed for law in laws}),
+        }
+
+    return {
+        "benchmarks": {benchmark.name: described(benchmark) for benchmark in benchmarks},
+        "max_problems": settings.max_problems,
+        "backend": recipe.sampling.backend,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "max_completion_length": longest,
+        "samples_per_wave": WAVE_SAMPLES,
+        "template": prompts.template,
+        "system_prompt": prompts.system_prompt if prompts.template == "chat" else None,
+        "user_template": prompts.user_template,
+        "reward": settings.reward,
+        "bootstrap_samples": settings.bootstrap_samples,
+        "confidence": CONFIDENCE,
+    }
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    """The SHA-256 over ids, problems and answers: two evaluations are of the same problems, or not,
+    whatever their files are called."""
+    rows = [[each.problem_id, each.problem, each.answer] for each in problems]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

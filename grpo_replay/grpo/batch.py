@@ -1,0 +1,239 @@
+"""From a composed batch to micro-batches: mini-batch split, token weights, packing, balance.
+
+numpy only. Rank 0 plans for all ranks; every rank gets the same number of micro-batches.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.recipe import BatchSection, LossSection
+from grpo_replay.types import Rollout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainRow:
+    """One rollout as the engine sees it.
+
+    `coefficient` multiplies the rollout's surrogate (the frozen advantage, or AsymRE's
+    `r - (V + δV)`); `token_weight` is the share of each of its tokens in the mini-batch's loss.
+    Both are 0 for a row that only needs log-probs. `rollout_id` is for messages; -1 if unknown.
+    """
+
+    prompt_token_ids: np.ndarray  # int32 [P]
+    completion_token_ids: np.ndarray  # int32 [T]
+    behavior_logprobs: np.ndarray  # float32 [T]
+    reference_logprobs: np.ndarray  # float32 [T]
+    coefficient: float = 0.0
+    token_weight: float = 0.0
+    rollout_id: int = -1
+
+    @property
+    def length_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.completion_token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Rows padded on the right to one length, and their completion tokens flattened row by row.
+
+    Causal attention never looks right, so padding needs no mask. `positions_C` index the flat
+    [R·L] positions whose hidden state predicts `target_ids_C`. `rows_R` are indices into the
+    mini-batch; an empty rank runs a micro-batch with `rows_R == [-1]` and zero weight.
+    """
+
+    rows_R: np.ndarray  # int64
+    input_ids_RL: np.ndarray  # int64
+    positions_C: np.ndarray  # int64
+    target_ids_C: np.ndarray  # int64
+    row_of_C: np.ndarray  # int64, 0 .. R-1
+    behavior_logprobs_C: np.ndarray  # float32
+    reference_logprobs_C: np.ndarray  # float32
+    coefficients_R: np.ndarray  # float32
+    token_weights_R: np.ndarray  # float32
+
+
+def logprob_row(prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray) -> TrainRow:
+    """A row that only needs log-probs."""
+    zeros_T = np.zeros(len(completion_token_ids), dtype=np.float32)
+    return TrainRow(prompt_token_ids, completion_token_ids, zeros_T, zeros_T)
+
+
+def mini_batch_indices(
+    count: int, settings: BatchSection, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """A random split of `count` rollouts into even parts, one per optimizer update.
+
+    `updates_per_step` parts, or ceil(count / mini_batch_rollouts). Parts differ by at most one
+    rollout; none is empty, so there are fewer parts than asked when there are fewer rollouts.
+    """
+    if count == 0:
+        return []
+    if settings.mini_batch_rollouts is None:
+        parts = min(settings.updates_per_step, count)
+    else:
+        parts = -(-count // settings.mini_batch_rollouts)
+    return [np.sort(part) for part in np.array_split(generator.permutation(count), parts)]
+
+
+def token_weights(
+    lengths_N: np.ndarray, settings: LossSection, max_completion_length: int
+) -> np.ndarray:
+    """float64 [N]: the weight of each token of rollout i in the loss of its mini-batch.
+
+    The denominator is that of the whole mini-batch, over all ranks and micro-batches:
+    `token_mean` 1 / Σ T, `sequence_mean` 1 / (N·T_i), `constant` 1 / (N·max_completion_length)
+    (Dr. GRPO). AsymRE weighs whole-rollout log-probs: 1 / N.
+    """
+    count = len(lengths_N)
+    if count == 0:
+        return np.zeros(0)
+    if settings.kind == "asymre":
+        return np.full(count, 1.0 / count)
+    if settings.aggregation == "token_mean":
+        return np.full(count, 1.0 / max(int(lengths_N.sum()), 1))
+    if settings.aggregation == "sequence_mean":
+        return 1.0 / (count * np.maximum(lengths_N, 1))
+    return np.full(count, 1.0 / (count * max_completion_length))
+
+
+def loss_coefficient(rollout: Rollout, settings: LossSection) -> float:
+    """The frozen advantage; for AsymRE `r - (V + δV)`, V the group's mean reward (paper B)."""
+    if settings.kind == "asymre":
+        return rollout.reward - (rollout.group_reward_mean + settings.asymre_delta)
+    assert rollout.advantage is not None, f"rollout {rollout.rollout_id} was dropped"
+    return rollout.advantage
+
+
+def train_rows(
+    rollouts: Sequence[Rollout],
+    reference_logprobs: Sequence[np.ndarray] | None,
+    settings: LossSection,
+    max_completion_length: int,
+) -> list[TrainRow]:
+    """The rows of one mini-batch, with its denominator in their token weights."""
+    lengths_N = np.array([len(rollout.completion_token_ids) for rollout in rollouts])
+    weights_N = token_weights(lengths_N, settings, max_completion_length)
+    rows = []
+    for index, rollout in enumerate(rollouts):
+        behavior_T = rollout.behavior_logprobs
+        assert behavior_T is not None, f"rollout {rollout.rollout_id} has no behaviour log-probs"
+        reference_T = reference_logprobs[index] if reference_logprobs else np.zeros_like(behavior_T)
+        rows.append(
+            TrainRow(
+                rollout.prompt_token_ids,
+                rollout.completion_token_ids,
+                behavior_T,
+                reference_T,
+                loss_coefficient(rollout, settings),
+                float(weights_N[index]),
+                rollout.rollout_id,
+            )
+        )
+    return rows
+
+
+def plan_microbatches(
+    rows: Sequence[TrainRow], max_tokens: int, world_size: int
+) -> list[list[MicroBatch]]:
+    """Micro-batches for each rank: equally many, tokens balanced, each within the budget.
+
+    Rows are dealt from longest to shortest in snake order, so that ranks get like lengths; each
+    rank packs neighbours, whose padded size (rows times longest) stays within `max_tokens`. A
+    single row beyond the budget gets a micro-batch of its own.
+    """
+    longest_first = sorted(range(len(rows)), key=lambda i: (-rows[i].length_tokens, i))
+    dealt: list[list[int]] = [[] for _ in range(world_size)]
+    for position, index in enumerate(longest_first):
+        turn, seat = divmod(position, world_size)
+        dealt[seat if turn % 2 == 0 else world_size - 1 - seat].append(index)
+    packed = [_pack(indices, rows, max_tokens) for indices in dealt]
+    count = max(1, *(len(groups) for groups in packed)) if rows else 0
+    return [
+        [_micro_batch(group, rows) for group in groups]
+        + [_empty_micro_batch() for _ in range(count - len(groups))]
+        for groups in packed
+    ]
+
+
+def _pack(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for index in indices:  # longest first: a group's first row sets its padded length
+        if groups and (len(groups[-1]) + 1) * rows[groups[-1][0]].length_tokens <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _micro_batch(indices: Sequence[int], rows: Sequence[TrainRow]) -> MicroBatch:
+    chosen = [rows[index] for index in indices]
+    width = max(row.length_tokens for row in chosen)
+    input_ids_RL = np.zeros((len(chosen), width), dtype=np.int64)
+    positions, row_of = [], []
+    for r, row in enumerate(chosen):
+        prompt_tokens, total_tokens = len(row.prompt_token_ids), row.length_tokens
+        input_ids_RL[r, :prompt_tokens] = row.prompt_token_ids
+        input_ids_RL[r, prompt_tokens:total_tokens] = row.completion_token_ids
+        positions.append(r * width + np.arange(prompt_tokens - 1, total_tokens - 1))
+        row_of.append(np.full(total_tokens - prompt_tokens, r))
+    return MicroBatch(
+        rows_R=np.asarray(indices, dtype=np.int64),
+        input_ids_RL=input_ids_RL,
+        positions_C=np.concatenate(positions).astype(np.int64),
+        target_ids_C=np.concatenate([row.completion_token_ids for row in chosen]).astype(np.int64),
+        row_of_C=np.concatenate(row_of).astype(np.int64),
+        behavior_logprobs_C=np.concatenate([row.behavior_logprobs for row in chosen]),
+        reference_logprobs_C=np.concatenate([row.reference_logprobs for row in chosen]),
+        coefficients_R=np.array([row.coefficient for row in chosen], dtype=np.float32),
+        token_weights_R=np.array([row.token_weight for row in chosen], dtype=np.float32),
+    )
+
+
+def _empty_micro_batch() -> MicroBatch:
+    """One token of zero weight, for a rank that must keep step with the others."""
+    zero, zero_f = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
+    return MicroBatch(
+        rows_R=np.array([-1]),
+        input_ids_RL=np.zeros((1, 2), dtype=np.int64),
+        positions_C=zero,
+        target_ids_C=zero,
+        row_of_C=zero,
+        behavior_logprobs_C=zero_f,
+        reference_logprobs_C=zero_f,
+        coefficients_R=zero_f,
+        token_weights_R=zero_f,
+    )
+
+
+def scatter_microbatches(comm: Comm, plan: list[list[MicroBatch]] | None) -> list[MicroBatch]:
+    """This rank's micro-batches of rank 0's plan. Collective."""
+    if comm.world_size == 1:
+        assert plan is not None
+        return plan[0]
+    payloads = [_to_bytes(part) for part in plan] if plan is not None else None
+    return _from_bytes(comm.scatter(payloads))
+
+
+def _to_bytes(microbatches: Sequence[MicroBatch]) -> bytes:
+    stream = io.BytesIO()
+    arrays = {
+        f"{index}.{field.name}": getattr(microbatch, field.name)
+        for index, microbatch in enumerate(microbatches)
+        for field in fields(MicroBatch)
+    }
+    np.savez(stream, count=np.array(len(microbatches)), **arrays)
+    return stream.getvalue()
+
+
+def _from_bytes(payload: bytes) -> list[MicroBatch]:
+    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
+        return [
+            MicroBatch(
+                **{field.name: arrays[f"{index}.{field.name}"] for field in fields(MicroBatch)}
+            )
+            for index in range(int(arrays["count"]))
+        ]

@@ -1,0 +1,46 @@
+"""Reading our Parquet files column by column, in bounded memory."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grpo_replay.buffer import snapshot
+from grpo_replay.storage.parquet import open_parquet
+from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA, SCHEMA_VERSION
+
+Kind = Literal["rollouts", "draws", "buffer"]
+
+BATCH_ROWS = 8_192
+"""Rows decoded at once: with 1,000 tokens a rollout, one list column takes 32 MiB."""
+
+_FORMATS = {
+    "rollouts": (SCHEMA_VERSION, ROLLOUT_FILE_SCHEMA),
+    "draws": (SCHEMA_VERSION, DRAW_SCHEMA),
+    "buffer": (snapshot.SCHEMA_VERSION, snapshot.SNAPSHOT_SCHEMA),
+}
+
+
+def schema_of(kind: Kind) -> pa.Schema:
+    return _FORMATS[kind][1]
+
+
+def iter_columns(
+    path: Path, kind: Kind, names: Sequence[str], batch_rows: int = BATCH_ROWS
+) -> Iterator[pa.RecordBatch]:
+    """Record batches of these columns, in this order, in file order.
+
+    Raises SnapshotError for a file that is missing, empty, cut short, damaged or of another kind.
+    """
+    version, schema = _FORMATS[kind]
+    with open_parquet(path, kind, version, schema) as file:
+        for batch in file.iter_batches(batch_size=batch_rows, columns=list(names)):
+            # Columns come in the file's order, not in the order asked for.
+            yield batch.select(list(names))
+
+
+def list_lengths(column: pa.Array) -> pa.Array:
+    """int32 lengths of a list column."""
+    return pc.cast(pc.list_value_length(column), pa.int32())

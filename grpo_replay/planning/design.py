@@ -1,0 +1,247 @@
+"""The planner's (x, y) as settings of a recipe's buffer, and a recipe's settings as (x, y).
+
+Groups whose rewards are all equal are dropped before they are stored, so with a survival share s
+a step of R generated rollouts adds B' = s·R, and generating one that can be trained on costs
+μ/s. The theory is applied to survivors: x = N/B', y = trained per survivor, μ/s in place of μ.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_replay.dry_run.memory import stored_bytes
+from grpo_replay.errors import UsageError
+from grpo_replay.planning.sensitivity import (
+    FlatRange,
+    SensitivityRow,
+    flat_range_x,
+    flat_range_y,
+    sensitivity,
+)
+from grpo_replay.planning.theory import (
+    Growth,
+    Optimum,
+    best_objective,
+    check_inputs,
+    objective,
+    optimum,
+    recommended_design,
+    relative_compute,
+)
+from grpo_replay.recipe import ReplaySection
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """What the plan assumes, and (in `sources`) where each number came from."""
+
+    mu: float
+    rho: float
+    growth: Growth
+    survival: float  # share of generated rollouts whose group is kept, in (0, 1]
+    rollouts_per_step: int  # R, generated
+    completion_tokens: float  # mean of one rollout
+    prompt_tokens: float
+    composition: str
+    sources: dict[str, str]
+
+    @property
+    def effective_mu(self) -> float:
+        """μ/s: the cost of generating one rollout that survives."""
+        return self.mu / self.survival
+
+    @property
+    def survivors_per_step(self) -> float:
+        return self.survival * self.rollouts_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """A buffer in numbers: the settings that give (x, y), and what they cost."""
+
+    x: float
+    y: float
+    max_age_steps: int | None
+    ratio: float
+    capacity_rollouts: int
+    stored_rollouts: float  # expected at rest
+    trained_rollouts_per_step: float
+    uses_per_rollout: float  # expected over its life, the fresh use included
+    gamma: float  # compute of a step relative to no buffer at equal batch size
+    inference_per_trainer: float  # W/T in balance
+    objective: float  # J relative to the best design
+    memory_bytes: float
+    generated_tokens_per_step: float
+    trained_tokens_per_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The planner's answer: theory, recommendation, the recipe's own design, sensitivity."""
+
+    inputs: PlanInputs
+    optimum: Optimum
+    recommended: Design
+    current: Design | None
+    no_replay: Design
+    flat_x: FlatRange
+    flat_y: FlatRange
+    sensitivity: tuple[SensitivityRow, ...]
+    notes: tuple[str, ...]
+
+
+def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
+    """The plan for these assumptions; `replay` is the recipe's buffer, if there is a recipe.
+
+    Raises UsageError for assumptions out of range.
+    """
+    _check(inputs)
+    mu, rho, growth = inputs.effective_mu, inputs.rho, inputs.growth
+    best = optimum(mu, rho, growth)
+    x, y = recommended_design(mu, rho, growth)
+    scale = best_objective(x, mu, rho, growth)
+    current = None if replay is None else current_design(inputs, replay, scale)
+    return Plan(
+        inputs=inputs,
+        optimum=best,
+        recommended=design_at(inputs, x, y, scale),
+        current=current,
+        no_replay=_design(inputs, 1.0, 1.0, scale, None, 0.0, 0, stored=0.0),
+        flat_x=flat_range_x(x, mu, rho, growth),
+        flat_y=flat_range_y(x, y, mu, rho, growth),
+        sensitivity=sensitivity(x, y, mu, rho, growth),
+        notes=tuple(explain(inputs, best, x, y)),
+    )
+
+
+def _check(inputs: PlanInputs) -> None:
+    check_inputs(inputs.mu, inputs.rho)
+    if not 0 < inputs.survival <= 1:
+        raise UsageError(
+            f"--survival {inputs.survival}: the share of rollouts whose group is kept is above 0 "
+            "and at most 1 (paper A measured 0.34 to 0.49)"
+        )
+
+
+def design_at(inputs: PlanInputs, x: float, y: float, scale: float) -> Design:
+    """The design with horizon x and replay ratio y; `scale` is the best design's J."""
+    survivors = inputs.survivors_per_step
+    preset = "fifo" if inputs.composition == "buffer_only" else "ours"
+    settings = replay_settings(inputs, x, y)[preset]
+    max_age = settings["max_age_steps"]
+    stored = x * survivors if max_age is None else max_age * survivors
+    return _design(
+        inputs, x, y, scale, max_age, settings["ratio"], settings["capacity_rollouts"], stored
+    )
+
+
+def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, dict[str, Any]]:
+    """The recipe's replay section that gives (x, y), for paper B's FIFO and for paper A's buffer.
+
+    FIFO holds the step's own rollouts when it draws, so N = x·B' and B/R = y·s. The fresh-anchored
+    buffer trains on fresh rollouts once (age 0) and stores them afterwards: ages 1 to x - 1, and
+    r = y - 1. FIFO's capacity is never less than the rollouts of one step, as the recipe demands.
+    """
+    survivors = inputs.survivors_per_step
+    max_age = max(1, round(x) - 1)
+    return {
+        "fifo": {
+            "preset": "fifo",
+            "capacity_rollouts": max(math.ceil(x * survivors), inputs.rollouts_per_step),
+            "ratio": y * inputs.survival,
+            "max_age_steps": None,
+        },
+        "ours": {
+            "preset": "ours",
+            # The age limit decides: a capacity that even a step without dropped groups fits.
+            "capacity_rollouts": (max_age + 1) * inputs.rollouts_per_step,
+            "ratio": max(0.0, y - 1),
+            "max_age_steps": max_age,
+        },
+    }
+
+
+def current_design(inputs: PlanInputs, replay: ReplaySection, scale: float) -> Design:
+    """The recipe's own design as (x, y)."""
+    survivors = inputs.survivors_per_step
+    capacity_steps = replay.capacity_rollouts / survivors
+    age_limit = math.inf if replay.max_age_steps is None else float(replay.max_age_steps)
+    if not replay.replays:
+        x = y = 1.0
+        stored = 0.0
+    elif replay.composition == "buffer_only":
+        x = max(1.0, min(capacity_steps, age_limit + 1))
+        y = replay.ratio / inputs.survival
+        stored = x * survivors
+    else:
+        steps = min(capacity_steps, age_limit)
+        x, y, stored = steps + 1, 1 + replay.ratio, steps * survivors
+    return _design(
+        inputs, x, y, scale, replay.max_age_steps, replay.ratio, replay.capacity_rollouts, stored
+    )
+
+
+def _design(
+    inputs: PlanInputs,
+    x: float,
+    y: float,
+    scale: float,
+    max_age: int | None,
+    ratio: float,
+    capacity: int,
+    stored: float,
+) -> Design:
+    mu = inputs.effective_mu
+    trained = y * inputs.survivors_per_step
+    return Design(
+        x=x,
+        y=y,
+        max_age_steps=max_age,
+        ratio=ratio,
+        capacity_rollouts=capacity,
+        stored_rollouts=stored,
+        trained_rollouts_per_step=trained,
+        uses_per_rollout=y,
+        gamma=relative_compute(y, mu),
+        inference_per_trainer=mu / y,
+        objective=objective(x, y, mu, inputs.rho, inputs.growth) / scale,
+        memory_bytes=stored_bytes(stored, inputs.prompt_tokens, inputs.completion_tokens),
+        generated_tokens_per_step=inputs.rollouts_per_step * inputs.completion_tokens,
+        trained_tokens_per_step=trained * inputs.completion_tokens,
+    )
+
+
+def explain(inputs: PlanInputs, best: Optimum, x: float, y: float) -> list[str]:
+    """What the edge cases mean, in plain words; empty for an ordinary optimum."""
+    notes = []
+    if best.kind == "fresh_only":
+        notes.append(
+            "The variance of old rollouts grows so fast (a ≥ 1/2) that J keeps falling as the "
+            "buffer shrinks: there is no best size. Keep only the current step's rollouts (x = 1)"
+            f" and reuse each {y:.2g} times at once."
+        )
+    elif best.kind == "store_everything":
+        notes.append(
+            "With a = 0 rollouts never lose value, so J keeps falling as the buffer grows: memory "
+            f"decides. From x = {x:.3g} on, a larger buffer gains less than 5 %."
+        )
+    elif best.x < 1:
+        notes.append(
+            f"The optimum, x = {best.x:.2g}, is less than one step of rollouts, which no buffer "
+            "can hold: replaying across steps does not pay here. x = 1 is used."
+        )
+    if inputs.rho == 0:
+        notes.append(
+            "ρ = 0 assumes that samples are independent however often they are reused: the most "
+            "optimistic case for replay. Try ρ = 0.1 as well."
+        )
+    if inputs.effective_mu < 1:
+        notes.append(
+            "μ < 1: generating a rollout costs less than training on it, so reuse saves little; "
+            "replay can still help by what it selects, which this theory does not see."
+        )
+    if y < 1:
+        notes.append(
+            f"y* = {y:.2g} < 1: train on fewer rollouts than you generate; some are never used."
+        )
+    return notes

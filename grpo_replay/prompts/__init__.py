@@ -1,0 +1,4 @@
+"""Prompts: where rows come from, how they are rendered, in which order.
+
+Imports recipe, tiny, types and errors; no torch.
+"""

@@ -1,0 +1,243 @@
+"""Prompts: problems rendered, tokenised once, and handed out in a seeded order.
+
+The order is a pure function of (seed, cursor), so a run resumes from the cursor alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.grpo.seeding import stream
+from grpo_replay.prompts.sources import (
+    MappingRows,
+    ProblemRows,
+    is_local_source,
+    read_hub_rows,
+    read_local_rows,
+)
+from grpo_replay.recipe import PromptsSection
+from grpo_replay.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ORDER_STREAM = 0x70726F6D
+"""Names the stream of epoch orders among the run's streams ("prom")."""
+
+BUILTIN_SOURCES = ("builtin:tiny",)
+BATCH_PROMPTS = 2048
+"""Prompts rendered and tokenised at once."""
+
+
+class PromptSet:
+    """Prompts of a run. `skipped_too_long` counts those over `max_prompt_length`, left out."""
+
+    def __init__(
+        self,
+        prompts: "_TokenisedPrompts",
+        rows: ProblemRows,
+        skipped_too_long: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._prompts = prompts
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self._cached_order: tuple[int, np.ndarray] | None = None
+        self.skipped_too_long = skipped_too_long
+
+    def __len__(self) -> int:
+        return len(self._prompts.row_numbers)
+
+    def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
+        """The prompts at places `cursor` … `cursor + count - 1` of the run's endless order.
+
+        Places count from 0. Epoch e, places e·n to (e+1)·n - 1 of n prompts, visits every prompt
+        once: in a new permutation seeded by (seed, e), or in file order without shuffling.
+        """
+        if cursor < 0 or count < 0:
+            raise ValueError(f"take(cursor={cursor}, count={count}): both must be at least 0")
+        return tuple(self._prompt(place) for place in range(cursor, cursor + count))
+
+    def _prompt(self, place: int) -> Prompt:
+        epoch, offset = divmod(place, len(self))
+        index = int(self._order(epoch)[offset])
+        prompts = self._prompts
+        return Prompt(
+            prompt_id=prompts.ids[index],
+            text=prompts.texts[index],
+            token_ids=prompts.token_ids[index],
+            answer=prompts.answers[index],
+            row=self._rows.row(prompts.row_numbers[index]),
+        )
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self._cached_order is None or self._cached_order[0] != epoch:
+            generator = stream(self._seed, ORDER_STREAM, epoch)
+            order = generator.permutation(len(self)) if self._shuffle else np.arange(len(self))
+            self._cached_order = (epoch, order)
+        return self._cached_order[1]
+
+
+class _TokenisedPrompts:
+    """Columns of equal length: what is known of every prompt that is kept."""
+
+    def __init__(self) -> None:
+        self.row_numbers: list[int] = []
+        self.ids: list[str] = []
+        self.texts: list[str] = []
+        self.token_ids: list[np.ndarray] = []
+        self.answers: list[str] = []
+
+
+def load_prompts(
+    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", seed: int
+) -> PromptSet:
+    """The prompts that the section names, rendered and tokenised; `seed` fixes their order.
+
+    Raises DatasetError for a source that cannot be read, a row without a problem or an answer,
+    an id given twice, or when no prompt is left after the length limit; RecipeError for a
+    template that cannot be rendered.
+    """
+    rows, id_field = _open_source(section, seed)
+    if len(rows) == 0:
+        raise DatasetError(f"prompts.source {section.source!r} has no rows")
+    problems = _checked(rows, section.problem_field, _problem_text)
+    answers = _checked(rows, section.answer_field, answer_text)
+    ids = _unique_ids(rows, id_field)
+    kept, skipped, shortest = _TokenisedPrompts(), 0, np.inf
+    for number, (text, tokens_P) in enumerate(_rendered(section, tokenizer, problems)):
+        if len(tokens_P) > section.max_prompt_length:
+            skipped, shortest = skipped + 1, min(shortest, len(tokens_P))
+            continue
+        kept.row_numbers.append(number)
+        kept.ids.append(ids[number])
+        kept.texts.append(text)
+        kept.token_ids.append(tokens_P)
+        kept.answers.append(answers[number])
+    if skipped == len(rows):
+        raise DatasetError(
+            f"prompts.source {section.source!r}: none of {skipped} prompts has at most "
+            f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
+            f"{shortest}: raise the limit or shorten prompts.user_template"
+        )
+    return PromptSet(kept, rows, skipped, seed, section.shuffle)
+
+
+def render_prompt(
+    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", problem: str
+) -> tuple[str, np.ndarray]:
+    """Text and token ids (int32 [P]) of one problem under the section's template.
+
+    Raises RecipeError if the template cannot be rendered.
+    """
+    return next(_rendered(section, tokenizer, [problem]))
+
+
+def answer_text(value: Any) -> str:
+    """A reference answer as text: text unchanged, an integer as its digits.
+
+    Raises ValueError, saying what was found, for anything else and for blank text.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return _problem_text(value)
+
+
+def _problem_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(
+            f"found {value!r} ({type(value).__name__}), expected text (or, as an answer or id, a "
+            "whole number): put it in quotes"
+        )
+    if not value.strip():
+        raise ValueError("is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"found {value!r}, expected valid Unicode: {error.reason}") from None
+    return value
+
+
+def _open_source(section: PromptsSection, seed: int) -> tuple[ProblemRows, str | None]:
+    """The rows, and the field with their ids (None: the row number is the id)."""
+    source = section.source
+    if source == "builtin:tiny":
+        from grpo_replay.tiny.problems import train_problems
+
+        return MappingRows(train_problems(seed)[: section.limit], source), "problem_id"
+    if source.startswith("builtin:"):
+        raise DatasetError(
+            f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"
+        )
+    if is_local_source(source):
+        return read_local_rows(source, section.limit), section.id_field
+    rows = read_hub_rows(
+        source, section.config_name, section.split, section.revision, section.limit
+    )
+    return rows, section.id_field
+
+
+def _checked(rows: ProblemRows, field: str, as_text: Any) -> list[str]:
+    texts: list[str] = []
+    for index, value in enumerate(rows.column(field)):
+        try:
+            texts.append(as_text(value))
+        except ValueError as error:
+            raise DatasetError(f"{rows.place(index)}: field {field!r} {error}") from None
+    return texts
+
+
+def _unique_ids(rows: ProblemRows, id_field: str | None) -> list[str]:
+    if id_field is None:
+        return [str(index) for index in range(len(rows))]
+    ids = _checked(rows, id_field, answer_text)
+    first_with: dict[str, int] = {}
+    for index, each in enumerate(ids):
+        first = first_with.setdefault(each, index)
+        if first != index:
+            raise DatasetError(
+                f"{rows.place(index)}: id {each!r} in field {id_field!r} was already given at "
+                f"{rows.place(first)}; ids must be unique"
+            )
+    return ids
+
+
+def _rendered(
+    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", problems: Sequence[str]
+) -> Iterator[tuple[str, np.ndarray]]:
+    chat = section.template == "chat"
+    for start in range(0, len(problems), BATCH_PROMPTS):
+        batch = problems[start : start + BATCH_PROMPTS]
+        users = [section.user_template.format(problem=problem) for problem in batch]
+        texts = _chat_texts(section, tokenizer, users) if chat else users
+        # A chat template writes its own special tokens; plain text gets the tokenizer's.
+        encoded = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
+        for text, ids in zip(texts, encoded["input_ids"], strict=True):
+            yield text, np.array(ids, dtype=np.int32)
+
+
+def _chat_texts(
+    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", users: Sequence[str]
+) -> list[str]:
+    if not tokenizer.chat_template:
+        raise RecipeError(
+            "prompts.template 'chat': the tokenizer has no chat template; set prompts.template "
+            "plain, or model.tokenizer to one that has"
+        )
+    system: list[Mapping[str, str]] = []
+    if section.system_prompt is not None:
+        system = [{"role": "system", "content": section.system_prompt}]
+    chats = [[*system, {"role": "user", "content": user}] for user in users]
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise RecipeError(
+            f"prompts.template 'chat': the tokenizer's chat template failed: {error}; if it takes "
+            "no system message, set prompts.system_prompt null"
+        ) from error

@@ -1,0 +1,172 @@
+"""Rows of problems, from a local JSONL or Parquet file, the hub, or a shipped set.
+
+A source only reads; what a row must hold is decided by who asks for its columns.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grpo_replay.errors import DatasetError, did_you_mean, first_line
+
+JSONL_SUFFIXES = (".jsonl", ".json")
+PARQUET_SUFFIXES = (".parquet",)
+
+
+class ProblemRows(Protocol):
+    """Rows by index (0-based), a column of all of them, and where a row came from."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Mapping[str, Any]: ...
+
+    def column(self, field: str) -> Sequence[Any]:
+        """The field's value in every row. Raises DatasetError if a row does not have it."""
+        ...
+
+    def place(self, index: int) -> str:
+        """Where a reader finds the row, such as `problems.jsonl:12`."""
+        ...
+
+
+class MappingRows:
+    """Rows that are already mappings; `lines[i]` is the line of row i, 1-based."""
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], source: str, lines: Sequence[int] | None = None
+    ) -> None:
+        self._rows, self._source, self._lines = rows, source, lines
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        return self._rows[index]
+
+    def column(self, field: str) -> list[Any]:
+        for index, row in enumerate(self._rows):
+            if field not in row:
+                raise DatasetError(f"{self.place(index)}: no field {field!r}{_among(field, row)}")
+        return [row[field] for row in self._rows]
+
+    def place(self, index: int) -> str:
+        if self._lines is None:
+            return f"{self._source} row {index}"
+        return f"{self._source}:{self._lines[index]}"
+
+
+class TableRows:
+    """Rows of an Arrow table, turned into Python values only when asked for."""
+
+    def __init__(self, table: pa.Table, source: str) -> None:
+        self._table, self._source = table, source
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def column(self, field: str) -> list[Any]:
+        names = self._table.column_names
+        if field not in names:
+            raise DatasetError(f"{self._source}: no column {field!r}{_among(field, names)}")
+        return self._table.column(field).to_pylist()
+
+    def place(self, index: int) -> str:
+        return f"{self._source} row {index}"
+
+
+def is_local_source(source: str) -> bool:
+    """Whether `source` names a file on this machine (by its suffix, or because it exists)."""
+    suffixes = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES)
+    return source.endswith(suffixes) or source.startswith(("/", ".", "~")) or Path(source).exists()
+
+
+def read_local_rows(source: str, limit: int | None = None) -> ProblemRows:
+    """The first `limit` rows (all if None) of a JSONL or Parquet file.
+
+    Raises DatasetError naming file and line for whatever cannot be read.
+    """
+    path = Path(source).expanduser()
+    if not path.is_file():
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise DatasetError(f"{source} {kind}; name a .jsonl or .parquet file, or a hub dataset id")
+    if path.suffix in PARQUET_SUFFIXES:
+        return TableRows(_parquet_table(path, limit), source)
+    if path.suffix in JSONL_SUFFIXES:
+        return _jsonl_rows(path, source, limit)
+    raise DatasetError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+
+
+def read_hub_rows(
+    source: str, config_name: str | None, split: str, revision: str | None, limit: int | None
+) -> ProblemRows:
+    """The first `limit` rows of a split of a Hugging Face dataset, from the cache or the hub.
+
+    Raises DatasetError, saying what to download, if it cannot be had.
+    """
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        dataset = datasets.load_dataset(source, config_name, split=split, revision=revision)
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        raise DatasetError(
+            f"dataset {source!r} (config {config_name}, split {split!r}) is neither in the local "
+            f"cache nor could it be fetched from the hub: {first_line(error)}. Where there is a "
+            f"network, run `hf download --repo-type dataset {source} --local-dir DIR` and set "
+            "prompts.source to the .parquet or .jsonl file in DIR"
+        ) from error
+    if limit is not None:
+        dataset = dataset.select(range(min(limit, len(dataset))))
+    return TableRows(dataset.with_format("arrow")[:], f"{source}[{split}]")
+
+
+def _parquet_table(path: Path, limit: int | None) -> pa.Table:
+    try:
+        table = pq.read_table(path, memory_map=True)
+    except (pa.ArrowException, OSError) as error:
+        raise DatasetError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+    return table if limit is None else table.slice(0, limit)
+
+
+def _jsonl_rows(path: Path, source: str, limit: int | None) -> MappingRows:
+    rows: list[Mapping[str, Any]] = []
+    lines: list[int] = []
+    for number, text in _numbered_lines(path, source):
+        if limit is not None and len(rows) == limit:
+            break
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{source}:{number}: not valid JSON: {error.msg}") from error
+        if not isinstance(row, dict):
+            raise DatasetError(
+                f"{source}:{number}: found a {type(row).__name__}; every line is one JSON object"
+            )
+        rows.append(row)
+        lines.append(number)
+    return MappingRows(rows, source, lines)
+
+
+def _numbered_lines(path: Path, source: str) -> Iterator[tuple[int, str]]:
+    """Lines that are not blank, with their 1-based numbers."""
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, text in enumerate(file, start=1):
+                if text.strip():
+                    yield number, text
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{source}: not UTF-8 after line {number}: {error.reason}") from error
+    except OSError as error:
+        raise DatasetError(f"{source}: cannot be read: {error.strerror}") from error
+
+
+def _among(field: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    return f"{did_you_mean(field, known)}; there are: {', '.join(known)}"

@@ -1,0 +1,149 @@
+"""A pool of verifier processes, each driven by a thread of its own.
+
+Tasks with the same reference answer wait for the same worker, which has parsed it, unless another
+is idle; they go out several at a time. Every answer is awaited for at most the time limit. A worker
+that is late or gone is replaced, and only the task it was at is blamed. What fails by memory or
+crash in a worker that had answered before is tried once more in a fresh one, so that a verdict
+never depends on what the worker did earlier.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from grpo_replay.errors import GrpoReplayError, RecipeError
+from grpo_replay.rewards.process import VerifierProcess, WorkerGone, WorkerLate
+
+LARGEST_CHUNK = 32
+FAILED_STARTS_ALLOWED = 3
+
+Task = tuple[Any, bytes]  # what the caller knows it by, and its JSON
+OnAnswer = Callable[[Any, dict[str, Any]], None]
+
+
+class VerifierPool:
+    """`workers` processes that grade with `function`. Calls `on_answer(task, answer)` from its
+    threads, once per task, and `on_failure(error)` if no worker can be started."""
+
+    def __init__(
+        self,
+        function: str,
+        workers: int,
+        time_limit_seconds: float,
+        memory_limit_mib: int,
+        on_answer: OnAnswer,
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self._function = function
+        self._time_limit = time_limit_seconds
+        self._memory_limit_mib = memory_limit_mib
+        self._on_answer = on_answer
+        self._on_failure = on_failure
+        self._queues: list[deque[Task]] = [deque() for _ in range(workers)]
+        self._wake = threading.Condition()
+        self._closing = False
+        self._processes: dict[int, VerifierProcess] = {}
+        self._threads = [
+            threading.Thread(
+                target=self._drive, args=(index,), daemon=True, name=f"verifier-{index}"
+            )
+            for index in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, task: Task, affinity: int) -> None:
+        """Have a task graded; tasks of equal `affinity` prefer the same worker."""
+        with self._wake:
+            self._queues[affinity % len(self._queues)].append(task)
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        """Kill the workers and wait for their threads. May be called twice."""
+        with self._wake:
+            self._closing = True
+            for queue in self._queues:
+                queue.clear()
+            self._wake.notify_all()
+            for process in self._processes.values():
+                process.kill()
+        for thread in self._threads:
+            thread.join()
+
+    def _drive(self, index: int) -> None:
+        try:
+            while (process := self._start(index)) is not None:
+                try:
+                    self._serve(process, index)
+                finally:
+                    process.reap()
+        except Exception as error:
+            self._on_failure(error)
+
+    def _start(self, index: int) -> VerifierProcess | None:
+        for _ in range(FAILED_STARTS_ALLOWED):
+            with self._wake:
+                if self._closing:
+                    return None
+                process = VerifierProcess(self._function, self._memory_limit_mib)
+                self._processes[index] = process
+            try:
+                process.wait_ready()
+                return process
+            except ImportError as error:
+                process.reap()
+                raise RecipeError(
+                    f"reward.function {self._function!r} cannot be loaded: {error}; expected "
+                    "math_verify, minerva, or module:function importable from the current folder "
+                    "or the environment"
+                ) from error
+            except (WorkerGone, WorkerLate):
+                process.reap()
+        if self._closing:
+            return None
+        raise GrpoReplayError(
+            f"verifier worker {index} ended {FAILED_STARTS_ALLOWED} times before it was ready: "
+            "see stderr for its message; too little memory is the usual cause"
+        )
+
+    def _serve(self, process: VerifierProcess, index: int) -> None:
+        """Grade until the pool closes, or until the worker must be replaced."""
+        while chunk := self._take(index):
+            remaining = deque(chunk)
+            try:
+                process.send([body for _, body in chunk])
+                while remaining:
+                    answer = process.receive(self._time_limit)
+                    if answer["status"] == "memory" and self._deserves_retry(process):
+                        return self._put_back(remaining, index)
+                    process.answered += 1
+                    self._on_answer(remaining.popleft()[0], answer)
+                    if answer["status"] == "memory":
+                        return self._put_back(remaining, index)
+            except WorkerLate:
+                self._on_answer(remaining.popleft()[0], {"status": "timeout"})
+                return self._put_back(remaining, index)
+            except WorkerGone:
+                if not self._closing and not self._deserves_retry(process):
+                    self._on_answer(remaining.popleft()[0], {"status": "crash"})
+                return self._put_back(remaining, index)
+
+    def _deserves_retry(self, process: VerifierProcess) -> bool:
+        return process.answered > 0
+
+    def _take(self, index: int) -> list[Task]:
+        with self._wake:
+            while not self._closing and not any(self._queues):
+                self._wake.wait()
+            if self._closing:
+                return []
+            queue = self._queues[index] or max(self._queues, key=len)
+            share = -(-len(queue) // 4)  # small enough that workers finish at about the same time
+            return [queue.popleft() for _ in range(min(share, LARGEST_CHUNK))]
+
+    def _put_back(self, tasks: deque[Task], index: int) -> None:
+        with self._wake:
+            if not self._closing:
+                self._queues[index].extendleft(reversed(tasks))
+                self._wake.notify_all()

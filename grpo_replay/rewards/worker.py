@@ -1,0 +1,125 @@
+"""A verifier worker: reads answers to grade on stdin, writes one verdict each to its stdout.
+
+Started by `grpo_replay.rewards.pool`, killed by it on the time limit, and by the kernel when the
+process that started it is gone. What a reward function prints goes to stderr.
+"""
+
+import ctypes
+import gc
+import importlib
+import math
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+from grpo_replay.rewards import wire
+
+Grader = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def main() -> None:
+    function, memory_limit_mib, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    _die_with(parent)
+    requests, replies = _claim_pipes()
+    try:
+        grader = _open_grader(function)
+    except Exception as error:
+        _write(replies, {"failed": f"{type(error).__name__}: {error}"})
+        return
+    # What is imported stays: the collector need not walk through sympy again and again.
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    _limit_memory_growth(memory_limit_mib)
+    _write(replies, {"ready": True})
+    while (tasks := wire.read(requests)) is not None:
+        for task in tasks:
+            _write(replies, _graded(grader, task))
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(0)
+
+
+def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    # Ctrl-C reaches the whole process group; the trainer decides what happens to its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return requests, replies
+
+
+def _limit_memory_growth(limit_mib: int) -> None:
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        pages = int(statm.read().split()[0])
+    limit = pages * resource.getpagesize() + limit_mib * 2**20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _write(replies: BinaryIO, message: dict[str, Any]) -> None:
+    replies.write(wire.frame(wire.to_json(message)))
+    replies.flush()
+
+
+def _graded(grader: Grader, task: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return grader(task)
+    except MemoryError:
+        return {"status": "memory"}
+    except Exception as error:  # the user's code, or a library on a hostile answer
+        return {"status": "crash", "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _open_grader(function: str) -> Grader:
+    if function == "math_verify":
+        from grpo_replay.rewards.math_verify import SymbolicGrader
+
+        return _symbolic(SymbolicGrader())
+    if function == "minerva":
+        return _minerva
+    return _users(function)
+
+
+def _symbolic(grader: Any) -> Grader:
+    def grade(task: dict[str, Any]) -> dict[str, Any]:
+        status, gold_parsed = grader.grade(task["text"], task["answer"])
+        return {"status": status, "gold_parsed": gold_parsed}
+
+    return grade
+
+
+def _minerva(task: dict[str, Any]) -> dict[str, Any]:
+    from grpo_replay.rewards.minerva import grade
+
+    return {"status": grade(task["text"], task["answer"])}
+
+
+def _users(function: str) -> Grader:
+    sys.path.append(os.getcwd())
+    module, _, name = function.partition(":")
+    score = importlib.import_module(module)
+    for attribute in name.split("."):
+        score = getattr(score, attribute)
+
+    def grade(task: dict[str, Any]) -> dict[str, Any]:
+        value = float(score(task["text"], task["answer"], task["row"]))
+        if not math.isfinite(value):
+            return {"status": "crash", "error": f"{function} returned {value}"}
+        return {"status": "scored", "reward": value}
+
+    return grade
+
+
+if __name__ == "__main__":
+    main()

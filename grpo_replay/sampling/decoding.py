@@ -1,0 +1,207 @@
+"""One batch of rows decoded in step: prefill once per distinct prompt, then token by token."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from grpo_replay.sampling.kv_cache import expanded_cache
+from grpo_replay.sampling.token_choice import SamplingLaw, UniformRows, choose_tokens
+from grpo_replay.types import GenerationRequest
+
+PREFILL_TOKENS = 16_384
+"""Prompt tokens, padding included, of one prefill forward."""
+
+INITIAL_ROOM = 512
+"""Completion tokens that the cache has room for before it must grow."""
+
+UNIFORM_BLOCK = 64
+"""Random numbers drawn ahead for every row."""
+
+
+class FinishedRow(NamedTuple):
+    """A request (its index in the batch) that has its last token."""
+
+    row: int
+    token_ids: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T]
+    finish_reason: str
+
+
+class DecodingBatch:
+    """Requests that advance one token at a time; finished rows leave, the last take their slots.
+
+    A slot is a row of the tensors below; `_row_of_slot` says which request is in it.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        requests: Sequence[GenerationRequest],
+        eos_ids: Sequence[int],
+        pad_id: int,
+    ) -> None:
+        self._model = model
+        device = model.device
+        self.alive = len(requests)
+        self._length = 0  # completion tokens so far
+        self._longest = max(request.max_tokens for request in requests)
+        self._uniform_rows = UniformRows([request.seed for request in requests])
+        self._eos = torch.tensor(eos_ids, device=device)
+        self._row_of_slot = np.arange(self.alive)
+        self._limits = np.array([request.max_tokens for request in requests])
+        self._law = SamplingLaw.of(requests, device)
+        self._tokens_RT = torch.empty(self.alive, self._longest, dtype=torch.int32, device=device)
+        self._logprobs_RT = torch.empty(self.alive, self._longest, device=device)
+        self._prefill(requests, pad_id)
+
+    def _prefill(self, requests: Sequence[GenerationRequest], pad_id: int) -> None:
+        device = self._model.device
+        prompts, prompt_of_row = _distinct_prompts(requests)
+        lengths = np.array([len(prompt) for prompt in prompts])
+        width = int(lengths.max())
+        padded, real = _left_padded(prompts, width, pad_id)
+        ids, mask = torch.from_numpy(padded).to(device), torch.from_numpy(real).to(device)
+        positions = (mask.cumsum(-1) - 1).clamp_(min=0)
+        # An index copies the last hidden states. A slice would leave them strided, for which
+        # bfloat16 matrix products on the CPU are a hundred times slower (torch 2.13).
+        last = torch.tensor([width - 1], device=device)
+        caches, logits = [], []
+        step = max(1, PREFILL_TOKENS // width)
+        for start in range(0, len(prompts), step):
+            part = slice(start, start + step)
+            cache = DynamicCache()
+            output = self._model(
+                input_ids=ids[part],
+                attention_mask=None if real[part].all() else mask[part],
+                position_ids=positions[part],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=last,
+            )
+            caches.append(cache)
+            logits.append(output.logits[:, -1])
+        rows = torch.from_numpy(prompt_of_row).to(device)
+        self._cache = expanded_cache(caches, rows, min(self._longest, INITIAL_ROOM))
+        self._logits = torch.cat(logits)[rows]
+        self._positions = torch.from_numpy(lengths).to(device)[rows]
+        self._bias = None if real.all() else self._padding_bias(mask[rows])
+
+    def _padding_bias(self, mask: torch.Tensor) -> torch.Tensor:
+        """What is added to the attention scores, [R, 1, 1, width + longest]: -inf on padding."""
+        rows, width = mask.shape
+        dtype = self._model.dtype
+        bias = torch.zeros(rows, width + self._longest, dtype=dtype, device=mask.device)
+        bias[:, :width].masked_fill_(~mask, -torch.inf)
+        return bias[:, None, None]
+
+    @torch.inference_mode()
+    def advance(self) -> list[FinishedRow]:
+        """Samples one token for every live row; the rows that are now complete leave."""
+        if self._length > 0:
+            self._forward()
+        n, t = self.alive, self._length
+        if t % UNIFORM_BLOCK == 0:
+            self._draw_uniforms()
+        uniforms = self._uniforms[:n, t % UNIFORM_BLOCK]
+        tokens, logprobs = choose_tokens(self._logits, uniforms, self._law.rows(0, n))
+        self._last_tokens = tokens
+        self._tokens_RT[:n, t] = tokens
+        self._logprobs_RT[:n, t] = logprobs
+        self._length += 1
+        ended = (tokens.unsqueeze(1) == self._eos).any(1).cpu().numpy()
+        complete = ended | (self._limits[:n] <= self._length)
+        if not complete.any():
+            return []
+        finished = self._collect(np.flatnonzero(complete), ended)
+        self._remove(complete)
+        return finished
+
+    def _forward(self) -> None:
+        n = self.alive
+        bias = None
+        if self._bias is not None:
+            bias = self._bias[:n, :, :, : self._cache.get_seq_length() + 1]
+        output = self._model(
+            input_ids=self._last_tokens.unsqueeze(1),
+            attention_mask=bias,
+            position_ids=self._positions[:n].unsqueeze(1),
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._logits = output.logits[:, -1]
+        self._positions[:n] += 1
+
+    def _draw_uniforms(self) -> None:
+        count = min(UNIFORM_BLOCK, self._longest - self._length)
+        block = self._uniform_rows.next_block(self._row_of_slot[: self.alive], count)
+        self._uniforms = torch.from_numpy(block).to(self._model.device)
+
+    def _collect(self, slots: np.ndarray, ended: np.ndarray) -> list[FinishedRow]:
+        index = torch.from_numpy(slots).to(self._tokens_RT.device)
+        tokens = self._tokens_RT[index, : self._length].cpu().numpy()
+        logprobs = self._logprobs_RT[index, : self._length].cpu().numpy()
+        return [
+            FinishedRow(
+                int(self._row_of_slot[slot]),
+                tokens[i],
+                logprobs[i],
+                "stop" if ended[slot] else "length",
+            )
+            for i, slot in enumerate(slots)
+        ]
+
+    def _remove(self, complete: np.ndarray) -> None:
+        left = int(len(complete) - complete.sum())
+        holes = np.flatnonzero(complete[:left])
+        movers = np.flatnonzero(~complete[left:]) + left
+        self.alive = left
+        if left == 0:
+            return
+        for host in (self._row_of_slot, self._limits):
+            host[holes] = host[movers]
+        targets = torch.from_numpy(holes).to(self._tokens_RT.device)
+        sources = torch.from_numpy(movers).to(self._tokens_RT.device)
+        for layer in self._cache.layers:
+            layer.move_rows(targets, sources, left)
+        done = self._length
+        self._tokens_RT[targets, :done] = self._tokens_RT[sources, :done]
+        self._logprobs_RT[targets, :done] = self._logprobs_RT[sources, :done]
+        per_slot = [self._positions, self._uniforms, self._last_tokens]
+        per_slot += [self._law.temperature, self._law.top_p]
+        if self._bias is not None:
+            per_slot.append(self._bias)
+        for tensor in per_slot:
+            tensor[targets] = tensor[sources]
+        self._last_tokens = self._last_tokens[:left]
+
+
+def _distinct_prompts(
+    requests: Sequence[GenerationRequest],
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Distinct prompts in order of appearance, and the index of each request's (int64 [R])."""
+    index_of: dict[bytes, int] = {}
+    prompts: list[np.ndarray] = []
+    prompt_of_row = np.empty(len(requests), dtype=np.int64)
+    for row, request in enumerate(requests):
+        prompt = np.ascontiguousarray(request.prompt_token_ids, dtype=np.int64)
+        known = index_of.setdefault(prompt.tobytes(), len(prompts))
+        if known == len(prompts):
+            prompts.append(prompt)
+        prompt_of_row[row] = known
+    return prompts, prompt_of_row
+
+
+def _left_padded(
+    prompts: Sequence[np.ndarray], width: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids int64 [N, width] and which of them are real, bool [N, width]."""
+    padded = np.full((len(prompts), width), pad_id, dtype=np.int64)
+    real = np.zeros((len(prompts), width), dtype=bool)
+    for row, prompt in enumerate(prompts):
+        padded[row, width - len(prompt) :] = prompt
+        real[row, width - len(prompt) :] = True
+    return padded, real

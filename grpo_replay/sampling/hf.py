@@ -1,0 +1,196 @@
+"""The `hf` sampler: batched decoding with transformers, no further install.
+
+How it departs from `model.generate`: every prompt is read once for its whole group; a finished
+row leaves the batch and the cache; every row has a seed of its own, so that its tokens do not
+depend on the batch; the log-prob of every sampled token is returned.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from grpo_replay.engine.models import (
+    DTYPES,
+    eos_token_ids,
+    load_policy,
+    load_tokenizer,
+    section_at,
+)
+from grpo_replay.engine.weight_names import (
+    CheckedWeights,
+    named_weights,
+    refuse_problems,
+    weights_of,
+)
+from grpo_replay.errors import ModelError, SamplerError
+from grpo_replay.recipe import Recipe
+from grpo_replay.sampling.contract import WeightState, refuse_impossible
+from grpo_replay.sampling.decode_attention import NAME as DECODE_ATTENTION
+from grpo_replay.sampling.decoding import DecodingBatch, FinishedRow
+from grpo_replay.types import Completion, GenerationRequest, NamedTensors
+
+
+class HfSampler:
+    """Implements `sampling.protocol.Sampler` on one device, with its own copy of the weights."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        max_batch_rollouts: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        _refuse_partial_attention(model)
+        model.set_attn_implementation(DECODE_ATTENTION)
+        self._model: PreTrainedModel | None = model.to(device).eval().requires_grad_(False)
+        self._eos_ids = tuple(eos_ids)
+        self._pad_id = pad_id
+        self._max_batch_rollouts = max_batch_rollouts
+        self._device = torch.device(device)
+        self._weights = WeightState()
+        self.policy_version = 0
+
+    @classmethod
+    def open(cls, recipe: Recipe, model_path: str) -> "HfSampler":
+        """A sampler with the weights in `model_path` (or the recipe's random initialisation, if
+        that is its path) on the device of `engine.device`. Raises ModelError."""
+        section = section_at(recipe.model, model_path)
+        tokenizer = load_tokenizer(section)
+        model = load_policy(section, recipe.run.seed)
+        wanted = recipe.engine.device
+        on_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+        return cls(
+            model,
+            eos_token_ids(section, tokenizer),
+            tokenizer.pad_token_id,
+            recipe.sampling.max_batch_rollouts,
+            torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu",
+        )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        dtype: str = "float32",
+        max_batch_rollouts: int = 1024,
+    ) -> "HfSampler":
+        """A sampler with a copy of `model`, whose parameters must be whole (not ZeRO-3 shards),
+        on its device."""
+        own = copy.deepcopy(model).to(DTYPES[dtype])
+        return cls(own, eos_ids, pad_id, max_batch_rollouts, model.device)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
+        """Completions as they finish, in any order, exactly one for each request.
+
+        Deterministic in each request alone: its seed fixes the random number of every position.
+        Raises RecipeError for a request longer than the model's positions, SamplerError for an
+        impossible one, after `close`, or if a weight update was left incomplete.
+        """
+        self._weights.refuse_incomplete()
+        model = self._open_model().to(self._device)
+        positions = getattr(model.config, "max_position_embeddings", None)
+        limit = f"the model's {positions} positions;"
+        for request in requests:
+            refuse_impossible(request, model.config.vocab_size, positions, limit)
+        ordered = sorted(
+            requests,
+            key=lambda r: (-len(r.prompt_token_ids), _prompt_bytes(r)),
+        )
+        return self._run(model, ordered)
+
+    def _run(
+        self, model: PreTrainedModel, ordered: Sequence[GenerationRequest]
+    ) -> Iterator[Completion]:
+        for start in range(0, len(ordered), self._max_batch_rollouts):
+            chosen = ordered[start : start + self._max_batch_rollouts]
+            first_version = self.policy_version
+            for finished in self._decode(model, chosen):
+                yield self._completion(chosen[finished.row], finished, first_version)
+
+    def _decode(
+        self, model: PreTrainedModel, chosen: Sequence[GenerationRequest]
+    ) -> Iterator[FinishedRow]:
+        try:
+            batch = DecodingBatch(model, chosen, self._eos_ids, self._pad_id)
+            while batch.alive:
+                yield from batch.advance()
+        except torch.OutOfMemoryError as error:
+            raise SamplerError(
+                f"out of GPU memory while decoding {len(chosen)} rows at once: lower "
+                f"sampling.max_batch_rollouts (now {self._max_batch_rollouts}) or "
+                "sampling.max_completion_length, or use sampling.backend vllm"
+            ) from error
+
+    def _completion(
+        self, request: GenerationRequest, finished: FinishedRow, first_version: int
+    ) -> Completion:
+        if not np.isfinite(finished.logprobs).all():
+            raise SamplerError(
+                f"request {tuple(request.key)}: a log-prob of policy version "
+                f"{self.policy_version} is not finite; the weights hold NaN or infinity: look at "
+                "grad_norm and loss of the last steps"
+            )
+        return Completion(
+            key=request.key,
+            token_ids=finished.token_ids,
+            sampler_logprobs=finished.logprobs,
+            finish_reason=finished.finish_reason,
+            policy_version=first_version,
+            policy_version_end=self.policy_version,
+        )
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace all weights by full tensors. Tied tensors may come under one or every name.
+
+        Raises SamplerError if `version` does not increase; and, after exhausting `named_tensors`,
+        for those that are unknown, missing, given twice, misshapen, of less precision, or unlike
+        their tied twin: the sampler then refuses to generate until a complete update.
+        """
+        self._weights.begin(version, self.policy_version)
+        model = self._open_model()
+        own = dict(named_weights(model))
+        checked = CheckedWeights(named_tensors, weights_of(model, model.dtype), any_name=True)
+        for name, tensor in checked:
+            own[name].copy_(tensor)
+        checked.drain()
+        refuse_problems(checked.problems, version)
+        self.policy_version = self._weights.complete()
+
+    def sleep(self) -> None:
+        """Move the weights to host memory if they are on a GPU."""
+        model = self._open_model()
+        if self._device.type == "cuda":
+            model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free the weights. May be called twice."""
+        self._weights.close()
+        self._model = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _open_model(self) -> PreTrainedModel:
+        self._weights.refuse_closed()
+        assert self._model is not None
+        return self._model
+
+
+def _refuse_partial_attention(model: PreTrainedModel) -> None:
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ModelError(
+            f"{model.config.model_type} has layers of type {', '.join(sorted(kinds))}; the hf "
+            "sampler decodes full attention only: use sampling.backend vllm"
+        )
+
+
+def _prompt_bytes(request: GenerationRequest) -> bytes:
+    return np.ascontiguousarray(request.prompt_token_ids, dtype=np.int32).tobytes()

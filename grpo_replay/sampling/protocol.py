@@ -1,0 +1,32 @@
+"""The sampler protocol."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from grpo_replay.types import Completion, GenerationRequest, NamedTensors
+
+
+class Sampler(Protocol):
+    """Generates completions with its own copy of the weights.
+
+    `policy_version` is the version of the last complete `load_weights`; versions never go back.
+    """
+
+    policy_version: int
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
+        """Completions as they finish, in any order, exactly one for each request."""
+        ...
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace all weights. Collective: every rank must exhaust `named_tensors`, whose full
+        tensors are gathered one bucket at a time. Tied tensors appear under every name."""
+        ...
+
+    def sleep(self) -> None:
+        """Free device memory until the next `load_weights` or `generate`; may do nothing."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads and child processes. May be called twice."""
+        ...

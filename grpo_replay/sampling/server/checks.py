@@ -1,0 +1,126 @@
+"""Is this server the one that the recipe describes? Asked once, before anything is sampled."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.server.http_client import Refused, Unreachable
+from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
+
+HOW_TO_START = (
+    "start it with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
+    "--model MODEL --dtype {dtype} --max-model-len {length} --logprobs-mode processed_logprobs "
+    "--generation-config vllm --skip-tokenizer-init --enable-scale-out"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a server must be: the shape of the model, and how it must have been started."""
+
+    vocabulary: int
+    hidden_size: int
+    layers: int
+    max_model_len: int
+    dtype: str
+    nccl: bool
+
+    @classmethod
+    def of(
+        cls, config: PretrainedConfig, arguments: Mapping[str, Any], weight_transfer: str
+    ) -> "Wanted":
+        """From the model's configuration and the EngineArgs that we would have started it with."""
+        return cls(
+            vocabulary=config.vocab_size,
+            hidden_size=config.hidden_size,
+            layers=config.num_hidden_layers,
+            max_model_len=arguments["max_model_len"],
+            dtype=arguments["dtype"],
+            nccl=weight_transfer == "nccl",
+        )
+
+
+def check_server(server: VllmServer, wanted: Wanted) -> None:
+    """Raises SamplerError that names everything about the server that is not as wanted."""
+    how = HOW_TO_START.format(dtype=wanted.dtype, length=wanted.max_model_len)
+    try:
+        server.check_health(CONTROL_SECONDS)
+        problems = [*_model_problems(server, wanted), *_setting_problems(server, wanted)]
+    except Unreachable as error:
+        raise SamplerError(
+            f"the vLLM server {server.url} cannot be reached ({error}); check "
+            "sampling.servers.urls and that it is running"
+        ) from error
+    except Refused as error:
+        raise SamplerError(
+            f"the server {server.url} refused a question that every vLLM 0.32 server in "
+            f"development mode answers ({error}); {how}"
+        ) from error
+    except (KeyError, IndexError, TypeError) as error:
+        raise SamplerError(
+            f"the server {server.url} answers, but not like vLLM 0.32 ({error!r}); {how}"
+        ) from error
+    if problems:
+        raise SamplerError(
+            f"the vLLM server {server.url} is not the one this run needs: {'; '.join(problems)}; "
+            f"{how}"
+        )
+
+
+def _model_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
+    model = server.models()[0]
+    if model["max_model_len"] < wanted.max_model_len:
+        yield f"its longest sequence is {model['max_model_len']}, not {wanted.max_model_len}"
+    found = read_outline(server.model_outline())
+    for name, expected in (
+        ("vocabulary", wanted.vocabulary),
+        ("hidden size", wanted.hidden_size),
+        ("number of layers", wanted.layers),
+    ):
+        if found.get(name) != expected:
+            yield f"its model ({model['root']}) has {name} {found.get(name)}, not {expected}"
+
+
+def read_outline(outline: str) -> dict[str, int]:
+    """Vocabulary, hidden size and number of layers in vLLM's outline of a model; what it does not
+    say is left out.
+
+    A tree of 28 layers contains `(embed_tokens): VocabParallelEmbedding(… embedding_dim=1024,
+    org_vocab_size=151936 …)` and, one level below `(layers): ModuleList()(`, `(0-27): 28 x …`.
+    """
+    facts = {}
+    embedding = re.search(r"\(embed_tokens\): \w+\(([^)]*)\)", outline)
+    if embedding:
+        for name, key in (("vocabulary", "org_vocab_size"), ("hidden size", "embedding_dim")):
+            if number := re.search(rf"\b{key}=(\d+)", embedding[1]):
+                facts[name] = int(number[1])
+    stack = re.search(r"^( *)\(layers\): ModuleList\(\)\(\n((?:\1  .*\n)+)", outline, re.MULTILINE)
+    if stack:
+        entry = re.compile(rf"^{stack[1]}  \(\d+(?:-\d+)?\): (?:(\d+) x )?", re.MULTILINE)
+        facts["number of layers"] = sum(int(each[1] or 1) for each in entry.finditer(stack[2]))
+    return facts
+
+
+def _setting_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
+    settings = server.settings()
+    model = settings["model_config"]
+    if model["logprobs_mode"] != "processed_logprobs":
+        yield (
+            f"its log-probs are {model['logprobs_mode']}, not processed_logprobs, which are those "
+            "of the distribution sampled from"
+        )
+    dtype = model["dtype"].removeprefix("torch.")
+    if dtype != wanted.dtype:
+        yield f"its dtype is {dtype}, not {wanted.dtype}"
+    if model["quantization"] is not None:
+        yield f"its weights are quantized ({model['quantization']})"
+    transfer = (settings["weight_transfer_config"] or {}).get("backend")
+    if wanted.nccl and transfer != "nccl":
+        yield (
+            'it was started without --weight-transfer-config \'{"backend": "nccl"}\', which '
+            "sampling.servers.weight_transfer nccl needs"
+        )

@@ -1,0 +1,213 @@
+"""vLLM servers that the run starts on its own machine, and ends with itself."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.distributed.environment import RankEnvironment, rank_environment
+from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.recipe import Recipe
+from grpo_replay.sampling.server import guard as server_guard
+from grpo_replay.sampling.vllm_settings import set_environment
+
+MODEL_NAME = "policy"
+LOG_LINES = 15
+POLL_SECONDS = 0.3
+STOP_SECONDS = 20.0
+
+TRAINER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+    "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING",
+)  # fmt: skip
+"""What describes the trainer's processes and would misplace a server's."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedServer:
+    url: str
+    log: Path
+    guard: subprocess.Popen
+
+    def exited(self) -> bool:
+        return self.guard.poll() is not None
+
+    def log_tail(self) -> str:
+        """The last lines that the server wrote."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join(text.splitlines()[-LOG_LINES:])
+
+    def stop(self) -> None:
+        """End the server and everything it started. May be called twice."""
+        if self.exited():
+            return
+        self.guard.send_signal(signal.SIGTERM)
+        try:
+            self.guard.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.guard.pid, signal.SIGKILL)
+            self.guard.wait()
+
+
+def launch_servers(
+    recipe: Recipe, arguments: Mapping[str, Any], on_gpu: bool, log_folder: Path | None
+) -> list[LaunchedServer]:
+    """`sampling.servers.launch` servers on consecutive ports, starting up. Raises SamplerError if
+    a port is taken, RecipeError if there are not enough GPUs beside those of this machine's ranks,
+    or if other machines have ranks too."""
+    settings, environment = recipe.sampling.servers, rank_environment()
+    _refuse_ranks_elsewhere(settings.launch, environment)
+    ports = range(settings.base_port, settings.base_port + settings.launch)
+    for port in ports:
+        _refuse_taken_port(settings.host, port)
+    folder = log_folder or Path(tempfile.mkdtemp(prefix="grpo-replay-servers-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    devices: Sequence[str | None] = [None] * settings.launch
+    if on_gpu:
+        devices = server_devices(
+            _visible_devices(),
+            environment.local_world_size,
+            settings.launch,
+            recipe.sampling.vllm.tensor_parallel_size,
+        )
+    return [
+        _launch(
+            server_command(arguments, settings.host, port, settings.weight_transfer),
+            _server_environment(device, on_gpu),
+            settings.host,
+            port,
+            folder,
+        )
+        for port, device in zip(ports, devices, strict=True)
+    ]
+
+
+def server_command(
+    arguments: Mapping[str, Any], host: str, port: int, weight_transfer: str
+) -> list[str]:
+    """The command line of a server with these EngineArgs."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if value is True:
+            command.append(f"--{option}")
+        elif value is False:
+            if name == "enable_prefix_caching":  # the only one that is on by default
+                command.append(f"--no-{option}")
+        elif value is not None:
+            command += [f"--{option}", str(value)]
+    command += ["--host", host, "--port", str(port), "--served-model-name", MODEL_NAME]
+    # Token ids in, token ids and weight versions out: /inference/v1/generate.
+    command += ["--enable-scale-out", "--uvicorn-log-level", "warning"]
+    if weight_transfer == "nccl":
+        command += ["--weight-transfer-config", '{"backend": "nccl"}']
+    return command
+
+
+def server_devices(
+    visible: Sequence[str], ranks_here: int, servers: int, tensor_parallel_size: int
+) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each server: the GPUs after those of the ranks here, in order.
+
+    With GPUs 0 to 3, two ranks and two servers of one GPU: ["2", "3"].
+    """
+    needed = servers * tensor_parallel_size
+    free = list(visible[ranks_here:])
+    if len(free) < needed:
+        raise RecipeError(
+            f"sampling.servers.launch {servers} with sampling.vllm.tensor_parallel_size "
+            f"{tensor_parallel_size} needs {needed} GPUs beside the {ranks_here} of the ranks "
+            f"on this machine, but {len(free)} of {len(visible)} are left: lower one of them, "
+            "start fewer ranks, set sampling.servers.urls, or share GPUs with sampling.backend vllm"
+        )
+    size = tensor_parallel_size
+    return [",".join(free[i * size : (i + 1) * size]) for i in range(servers)]
+
+
+def wait_until_healthy(
+    servers: Sequence[LaunchedServer], is_healthy: Sequence[Any], timeout_seconds: float
+) -> None:
+    """Returns when every server answers; `is_healthy[i]()` asks the i-th. Raises SamplerError,
+    with the end of its log, when one exits or the time is up."""
+    deadline = time.monotonic() + timeout_seconds
+    for server, healthy in zip(servers, is_healthy, strict=True):
+        while not healthy():
+            if server.exited():
+                raise SamplerError(
+                    f"the vLLM server at {server.url} exited with code {server.guard.returncode} "
+                    f"before it was ready; its log is {server.log}:\n{server.log_tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise SamplerError(
+                    f"the vLLM server at {server.url} was not ready after {timeout_seconds:g} s "
+                    f"(sampling.servers.start_timeout_seconds); its log is {server.log}:\n"
+                    f"{server.log_tail()}"
+                )
+            time.sleep(POLL_SECONDS)
+
+
+def _launch(
+    command: list[str], environment: dict[str, str], host: str, port: int, folder: Path
+) -> LaunchedServer:
+    log = folder / f"vllm-server-{port}.log"
+    guarded = [sys.executable, server_guard.__file__, str(os.getpid()), *command]
+    with log.open("ab") as output:
+        guard = subprocess.Popen(
+            guarded,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return LaunchedServer(f"http://{reachable}:{port}", log, guard)
+
+
+def _server_environment(device: str | None, on_gpu: bool) -> dict[str, str]:
+    environment = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
+    set_environment(environment, on_gpu)
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # the routes that update weights
+    if device is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = device
+    return environment
+
+
+def _visible_devices() -> list[str]:
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")
+    return [str(index) for index in range(torch.cuda.device_count())]
+
+
+def _refuse_ranks_elsewhere(launch: int, environment: RankEnvironment) -> None:
+    here, everywhere = environment.local_world_size, environment.world_size
+    if here < everywhere:
+        raise RecipeError(
+            f"sampling.servers.launch {launch}: {here} of the {everywhere} ranks are on this "
+            "machine, and the others could not reach servers launched here: start the servers "
+            "yourself and set sampling.servers.urls to addresses that all machines reach"
+        )
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SamplerError(
+                f"cannot launch a vLLM server on {host}:{port}: {error.strerror}; set "
+                "sampling.servers.base_port to a free port, or end what listens there"
+            ) from error

@@ -1,0 +1,104 @@
+"""One vLLM server as this project sees it: the routes of vLLM 0.32 that it calls.
+
+Completions come from /inference/v1/generate (token ids in; token ids, log-probs and the weight
+version of every token out). Weights are updated through the routes of VLLM_SERVER_DEV_MODE=1.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.sampling.server.http_client import HttpClient
+from grpo_replay.sampling.vllm_requests import (
+    build_completion,
+    read_spans,
+    sampling_parameters,
+)
+from grpo_replay.types import Completion, GenerationRequest
+
+CONTROL_SECONDS = 30.0
+"""Longest wait for a route that does no work."""
+
+
+class VllmServer:
+    """Methods raise http_client's Unreachable or Refused; `complete` also SamplerError."""
+
+    def __init__(self, url: str, run: str, log: Path | None = None) -> None:
+        """`run` names the run in weight labels, so that another run's version 3 is not taken for
+        this one's. `log` is the log file of a server that this run launched."""
+        self.url = url.rstrip("/")
+        self.http = HttpClient(self.url)
+        self.log = log
+        self._prefix = f"{run}/"
+
+    def label(self, policy_version: int) -> str:
+        """How the server names the weights of a policy version of this run."""
+        return f"{self._prefix}{policy_version}"
+
+    def check_health(self, timeout_seconds: float) -> None:
+        """Returns if the server says that it is well."""
+        self.http.get("/health", timeout_seconds)
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models it serves; the first is the one that `complete` samples."""
+        return self.http.get("/v1/models", CONTROL_SECONDS)["data"]
+
+    def settings(self) -> dict[str, Any]:
+        """vLLM's configuration as the server started with it."""
+        answer = self.http.get("/server_info?config_format=json", CONTROL_SECONDS)
+        return answer["vllm_config"]
+
+    def model_outline(self) -> str:
+        """The module tree of the model, as the first worker prints it."""
+        body = {"method": "get_model_inspection"}
+        return self.http.post("/collective_rpc", body, CONTROL_SECONDS)["results"][0]
+
+    def world_size(self) -> int:
+        """Workers of the server: tensor, pipeline and data parallel."""
+        return self.http.get("/get_world_size", CONTROL_SECONDS)["world_size"]
+
+    def complete(
+        self, request: GenerationRequest, stop_token_ids: Sequence[int], timeout_seconds: float
+    ) -> Completion:
+        """The checked completion of one request."""
+        body = {
+            "token_ids": request.prompt_token_ids.tolist(),
+            "sampling_params": sampling_parameters(request, stop_token_ids),
+        }
+        answer = self.http.post("/inference/v1/generate", body, timeout_seconds)
+        sampled = answer["choices"][0]
+        place = f"completion {tuple(request.key)} from {self.url}"
+        spans = sampled["weight_versions"] or []
+        return build_completion(
+            request,
+            sampled["token_ids"],
+            [entry["logprob"] for entry in sampled["logprobs"]["content"]],
+            sampled["finish_reason"],
+            read_spans([span["version"] for span in spans], place, self._prefix),
+            stop_token_ids,
+        )
+
+    def weight_label(self, timeout_seconds: float = CONTROL_SECONDS) -> str:
+        """The label of the weights it holds; "default" if nobody labelled them."""
+        return self.http.get("/weight_info", timeout_seconds)["weight_version"]
+
+    def set_weight_label(self, label: str) -> None:
+        body = {"new_version": label}
+        self.http.post("/update_weight_version", body, CONTROL_SECONDS)
+
+    def pause(self, timeout_seconds: float) -> None:
+        """Freeze running requests, if there are any, where they are."""
+        self.http.post("/pause?mode=keep", None, timeout_seconds)
+
+    def resume(self) -> None:
+        self.http.post("/resume", None, CONTROL_SECONDS)
+
+    def reload_weights(self, folder: str, timeout_seconds: float) -> None:
+        """Replace all weights by the safetensors files in `folder`, as the server sees it."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self.http.post("/collective_rpc", body, timeout_seconds)
+
+    def drop_cached_prompts(self) -> bool:
+        """Whether the prefix cache is empty now; frozen requests recompute their keys."""
+        path = "/reset_prefix_cache?reset_running_requests=true"
+        return self.http.post(path, None, CONTROL_SECONDS)["success"]

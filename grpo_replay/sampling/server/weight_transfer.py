@@ -1,0 +1,102 @@
+"""How a new policy reaches the servers, and when it counts.
+
+A transfer first stages one version (writes it to files, or streams it), then the servers are told
+to use it. Publishing is by version: a server samples for this run only after it has confirmed the
+label of the new policy version.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from grpo_replay.sampling.server.http_client import Refused, Unreachable
+from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.weight_files import SyncFolder
+
+
+class Transfer(Protocol):
+    def stage(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        servers: Sequence[VllmServer],
+    ) -> None:
+        """Take all tensors on their way. Raises SamplerError."""
+        ...
+
+    def bring(self, server: VllmServer) -> None:
+        """Make one server use what was staged. Raises Unreachable or Refused."""
+        ...
+
+    def discard(self) -> None:
+        """Forget what was staged."""
+        ...
+
+    def close(self) -> None:
+        """Free what the transfer holds. May be called twice."""
+        ...
+
+
+class FolderTransfer:
+    """Through safetensors files that trainer and servers can see."""
+
+    def __init__(self, folder: SyncFolder, bucket_bytes: int, timeout_seconds: float) -> None:
+        self._folder = folder
+        self._bucket_bytes = bucket_bytes
+        self._timeout_seconds = timeout_seconds
+        self._staged: Path | None = None
+
+    def stage(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        servers: Sequence[VllmServer],
+    ) -> None:
+        self._staged = self._folder.write(named_tensors, version, self._bucket_bytes)
+
+    def bring(self, server: VllmServer) -> None:
+        assert self._staged is not None, "nothing was staged"
+        server.reload_weights(str(self._staged), self._timeout_seconds)
+
+    def discard(self) -> None:
+        if self._staged is not None:
+            self._folder.remove(self._staged)
+            self._staged = None
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+def publish(
+    servers: Sequence[VllmServer],
+    bring: Callable[[VllmServer], None],
+    version: int,
+    timeout_seconds: float,
+) -> dict[str, str]:
+    """Freeze every server, `bring` it the weights, empty its prompt cache, label it and let it go
+    on; all servers at once. Returns URL -> reason for those that did not confirm the label."""
+
+    def publish_to(server: VllmServer) -> str | None:
+        label = server.label(version)
+        try:
+            server.pause(timeout_seconds)
+            bring(server)
+            if not server.drop_cached_prompts():
+                return f"its prompt cache could not be emptied for policy version {version}"
+            server.set_weight_label(label)
+            server.resume()
+            confirmed = server.weight_label()
+        except (Refused, Unreachable) as error:
+            return f"it did not take policy version {version}: {error}"
+        except (KeyError, TypeError) as error:
+            return f"it answers, but not like vLLM 0.32: {error!r}"
+        finally:
+            server.http.release()
+        return None if confirmed == label else f"it confirmed {confirmed!r} instead of {label!r}"
+
+    with ThreadPoolExecutor(max_workers=max(len(servers), 1)) as threads:
+        reasons = list(threads.map(publish_to, servers))
+    return {s.url: reason for s, reason in zip(servers, reasons, strict=True) if reason}

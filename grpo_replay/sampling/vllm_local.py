@@ -1,0 +1,283 @@
+"""The `vllm` sampler: one vLLM engine inside every rank's process, beside the trainer.
+
+With several ranks the engines use vLLM's external launcher: each is told its place by the
+launcher's environment. At tensor_parallel_size 1 they are independent; above it, consecutive ranks
+form one engine, and `generate` is then collective.
+"""
+
+import gc
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.failures import run_collectively
+from grpo_replay.engine.models import eos_token_ids, load_tokenizer, section_at
+from grpo_replay.engine.weight_names import (
+    CheckedWeights,
+    ExpectedWeights,
+    expected_weights,
+    refuse_problems,
+)
+from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.recipe import Recipe
+from grpo_replay.sampling.contract import WeightState
+from grpo_replay.sampling.process_state import (
+    preserved_process_state,
+    preserved_torch_randomness,
+    stdout_to_stderr,
+)
+from grpo_replay.sampling.vllm_requests import (
+    build_completion,
+    check_request,
+    read_spans,
+    sampling_parameters,
+)
+from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
+from grpo_replay.types import Completion, GenerationRequest, NamedTensors, RequestKey
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+class VllmLocalSampler:
+    """Implements `sampling.protocol.Sampler` with an engine in this process."""
+
+    def __init__(
+        self,
+        engine: "LLMEngine",
+        stop_token_ids: Sequence[int],
+        expected: ExpectedWeights,
+        comm: Comm,
+    ) -> None:
+        config = engine.vllm_config
+        self._engine: LLMEngine | None = engine
+        self.stop_token_ids = tuple(stop_token_ids)
+        self._expected = expected
+        self._comm = comm
+        self._tensor_parallel_size = config.parallel_config.tensor_parallel_size
+        self._max_model_len = config.model_config.max_model_len
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._can_sleep = bool(config.model_config.enable_sleep_mode)
+        self._sleeping: set[str] = set()
+        self._weights = WeightState()
+        self.policy_version = 0
+        engine.set_weight_version("0")
+
+    @classmethod
+    def open(cls, recipe: Recipe, model_path: str, comm: Comm) -> "VllmLocalSampler":
+        """An engine on every rank with the weights in `model_path`. Collective.
+
+        Raises RecipeError for settings that contradict each other or the model, SamplerError if
+        vLLM is missing or its engine does not start.
+        """
+        section = section_at(recipe.model, model_path)
+        on_gpu = recipe.engine.device != "cpu" and torch.cuda.is_available()
+        stop_token_ids = eos_token_ids(section, load_tokenizer(section))
+        arguments = engine_arguments(recipe, section, on_gpu)
+        arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
+        engine = _start_engine(arguments, on_gpu)
+        return cls(engine, stop_token_ids, expected_weights(section), comm)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
+        """Completions as they finish, exactly one for each request.
+
+        With tensor parallelism, collective over all ranks. Raises RecipeError for a request longer
+        than the engine has room for, SamplerError for an impossible one, for a log-prob that is
+        not finite, after `close`, or if a weight update was left incomplete.
+        """
+        self._weights.refuse_incomplete()
+        engine = self._open_engine()
+        for request in requests:
+            check_request(request, self._max_model_len, self._vocabulary)
+        self._wake("weights", "kv_cache")
+        everything, offset = self._requests_of_engine(requests)
+        wanted = range(offset, offset + len(requests))
+        return self._run(engine, everything, wanted)
+
+    def _run(
+        self, engine: "LLMEngine", requests: Sequence[GenerationRequest], wanted: range
+    ) -> Iterator[Completion]:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        # By default the engine would make an output of every request at every step.
+        kind = RequestOutputKind.FINAL_ONLY
+        running = set()
+        try:
+            for index, request in enumerate(requests):
+                prompt = {"prompt_token_ids": request.prompt_token_ids.tolist()}
+                parameters = sampling_parameters(request, self.stop_token_ids)
+                engine.add_request(
+                    str(index), prompt, SamplingParams(**parameters, output_kind=kind)
+                )
+                running.add(str(index))
+            while running:
+                with preserved_torch_randomness():
+                    outputs = engine.step()
+                for output in outputs:
+                    if output.finished:
+                        running.discard(output.request_id)
+                        index = int(output.request_id)
+                        if index in wanted:
+                            yield self._completion(requests[index], output.outputs[0])
+        finally:
+            self._abandon(engine, running)
+
+    def _completion(self, request: GenerationRequest, sampled: Any) -> Completion:
+        place = f"completion {tuple(request.key)}"
+        tokens = list(sampled.token_ids)
+        entries = sampled.logprobs or []
+        return build_completion(
+            request,
+            tokens,
+            [entry[token].logprob for token, entry in zip(tokens, entries, strict=False)],
+            sampled.finish_reason,
+            read_spans([span.version for span in sampled.weight_versions or ()], place),
+            self.stop_token_ids,
+        )
+
+    def _abandon(self, engine: "LLMEngine", running: set[str]) -> None:
+        """Take back what an abandoned iterator left in the engine."""
+        if not running:
+            return
+        if self._tensor_parallel_size == 1:
+            engine.abort_request(list(running))
+            return
+        # The other ranks of this engine go on stepping; leaving them would hang their collectives.
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    def _requests_of_engine(
+        self, requests: Sequence[GenerationRequest]
+    ) -> tuple[list[GenerationRequest], int]:
+        """All requests of the ranks that form this engine, in rank order, and where ours begin."""
+        size = self._tensor_parallel_size
+        if size == 1:
+            return list(requests), 0
+        shares = self._comm.all_gather(_encode(requests))
+        first = self._comm.rank // size * size
+        lists = [_decode(share) for share in shares[first : first + size]]
+        offset = sum(len(each) for each in lists[: self._comm.rank - first])
+        return [request for each in lists for request in each], offset
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Replace all weights. If the tensors do not fit the model on one rank, it raises
+        SamplerError naming them and the others PeerFailure, and all refuse to generate until a
+        complete update. SamplerError if `version` does not increase. Collective."""
+        self._weights.begin(version, self.policy_version)
+        engine = self._open_engine()
+        self._wake("weights")
+        checked = CheckedWeights(named_tensors, self._expected)
+        refusals = []
+        try:
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
+        except (RuntimeError, ValueError, AssertionError) as error:
+            refusals.append(f"vLLM refused them: {error}")
+        finally:
+            checked.drain()
+        problems = [*checked.problems, *refusals]
+        if not engine.reset_prefix_cache():
+            problems.append("the prefix cache could not be reset: requests are still running")
+        run_collectively(self._comm, lambda: refuse_problems(problems, version))
+        engine.set_weight_version(str(version))
+        self.policy_version = self._weights.complete()
+
+    def sleep(self) -> None:
+        """Free the weights' and the cache's GPU memory until the next `load_weights` or `generate`;
+        the weights wait in host memory. Does nothing on a CPU or with sleep_mode false."""
+        engine = self._open_engine()
+        if self._can_sleep and not self._sleeping:
+            engine.sleep(level=1)
+            self._sleeping = {"weights", "kv_cache"}
+
+    def _wake(self, *tags: str) -> None:
+        for tag in tags:
+            if tag in self._sleeping:
+                self._open_engine().wake_up([tag])
+                self._sleeping.remove(tag)
+
+    def close(self) -> None:
+        """Free the engine. The process group stays, whoever made it. May be called twice."""
+        self._weights.close()
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        engine.model_executor.shutdown()
+        del engine
+        gc.unfreeze()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _open_engine(self) -> "LLMEngine":
+        self._weights.refuse_closed()
+        assert self._engine is not None
+        return self._engine
+
+
+def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict[str, Any]:
+    """What an engine in the trainer's process needs beyond the common settings."""
+    size = recipe.sampling.vllm.tensor_parallel_size
+    if world_size % size != 0:
+        raise RecipeError(
+            f"sampling.vllm.tensor_parallel_size {size} does not divide the {world_size} ranks: "
+            "every engine takes that many of them"
+        )
+    return {
+        "distributed_executor_backend": "external_launcher" if world_size > 1 else None,
+        "enable_sleep_mode": on_gpu and recipe.sampling.vllm.sleep_mode,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+
+
+def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
+    set_environment(os.environ, on_gpu)
+    # vLLM logs through the root logger, and its engine core stays in this process: weights are
+    # handed over as tensors, and the external launcher requires it.
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    with preserved_process_state(), stdout_to_stderr():
+        try:
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.llm_engine import LLMEngine
+        except ImportError as error:
+            raise SamplerError(
+                f"sampling.backend vllm: vLLM cannot be imported ({error}); "
+                "pip install 'grpo-replay[vllm]', or use sampling.backend hf"
+            ) from error
+        try:
+            engine = LLMEngine.from_engine_args(
+                EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
+            )
+        except (ValueError, RuntimeError) as error:
+            raise SamplerError(
+                f"sampling.backend vllm: the engine did not start: {error}; "
+                "see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first)"
+            ) from error
+    # When it is collected, the engine core would destroy every process group of this process, the
+    # trainer's included; `close` shuts the executor down instead.
+    engine.engine_core._finalizer.detach()
+    return engine
+
+
+def _encode(requests: Sequence[GenerationRequest]) -> bytes:
+    rows = [
+        [list(r.key), r.prompt_token_ids.tolist(), r.seed, r.max_tokens, r.temperature, r.top_p]
+        for r in requests
+    ]
+    return json.dumps(rows).encode()
+
+
+def _decode(payload: bytes) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            RequestKey(*key), np.asarray(prompt, dtype=np.int32), seed, tokens, temperature, top_p
+        )
+        for key, prompt, seed, tokens, temperature, top_p in json.loads(payload)
+    ]

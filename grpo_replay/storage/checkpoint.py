@@ -1,0 +1,176 @@
+"""Checkpoints: written beside, completed by a manifest, renamed into place.
+
+    checkpoints/step_000100/  model/  engine/  buffer.parquet  state.json  manifest.json
+    checkpoints/latest -> step_000100
+
+A checkpoint without a manifest that matches its files is not a checkpoint.
+"""
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.errors import CheckpointError
+from grpo_replay.storage.atomic import flush_tree, point_link, rename_folder, write_json_whole
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(slots=True)
+class RunState:
+    """Every counter of a run. Randomness needs no state: each stream is a function of
+    (run.seed, step, purpose).
+
+    `policy_version` is that of the weights in `model/`; `prompt_cursor` counts prompts taken.
+    """
+
+    step: int = 0
+    policy_version: int = 0
+    prompt_cursor: int = 0
+    next_rollout_id: int = 0
+    next_group_id: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    processed_tokens: int = 0
+    replayed_rollouts: int = 0
+    wall_seconds: float = 0.0
+    capacity_warned: bool = False
+    world_size: int = 1
+    zero_stage: int = 0
+    format_version: int = FORMAT_VERSION
+
+    @classmethod
+    def from_json(cls, value: Any, place: Path) -> "RunState":
+        names = {field.name for field in fields(cls)}
+        if not isinstance(value, dict) or set(value) != names:
+            raise CheckpointError(
+                f"{place}: expected the keys {', '.join(sorted(names))}; this checkpoint was "
+                "written by another version, or the file was changed"
+            )
+        if value["format_version"] != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{place}: checkpoint format {value['format_version']}, this version reads "
+                f"{FORMAT_VERSION}"
+            )
+        return cls(**value)
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def temporary_folder(checkpoints: Path, step: int) -> Path:
+    """Where a checkpoint is filled before it is completed."""
+    return checkpoints / f".tmp-{checkpoint_name(step)}"
+
+
+def begin_checkpoint(temporary: Path) -> None:
+    """Make the temporary folder, empty."""
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+
+
+def complete_checkpoint(temporary: Path, state: RunState, keep: int) -> Path:
+    """Write state and manifest, flush, rename, point `latest` there, then drop old ones."""
+    checkpoints = temporary.parent
+    write_json_whole(temporary / STATE, asdict(state))
+    flush_tree(temporary)
+    write_json_whole(temporary / MANIFEST, {"files": _file_facts(temporary)})
+    final = checkpoints / checkpoint_name(state.step)
+    rename_folder(temporary, final)
+    point_latest(final)
+    for old in list_checkpoints(checkpoints)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(checkpoints: Path) -> list[Path]:
+    """Complete or damaged, oldest first."""
+    return sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
+
+
+def find_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest checkpoint, verified; None if there is none.
+
+    Raises CheckpointError if the newest is damaged, and names the one before it.
+    """
+    found = list_checkpoints(checkpoints)
+    if not found:
+        return None
+    try:
+        verify_checkpoint(found[-1])
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_offer_previous(found[:-1])}") from error
+    return found[-1]
+
+
+def _offer_previous(older: list[Path]) -> str:
+    for checkpoint in reversed(older):
+        try:
+            verify_checkpoint(checkpoint)
+        except CheckpointError:
+            continue
+        return (
+            f". The one before it, {checkpoint.name}, is complete: remove the damaged folder to "
+            "resume from there"
+        )
+    return ". There is no complete one before it: start a new run"
+
+
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Check every file against the manifest. Raises CheckpointError naming the first bad one."""
+    manifest = read_json(checkpoint / MANIFEST, "it was cut short or is no checkpoint")
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise CheckpointError(f"{checkpoint / MANIFEST}: expected an object with 'files'")
+    if STATE not in manifest["files"]:
+        raise CheckpointError(f"{checkpoint / MANIFEST} does not list {STATE}: it was changed")
+    facts = _file_facts(checkpoint)
+    for name, expected in manifest["files"].items():
+        found = facts.pop(name, None)
+        if found is None:
+            raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} is missing")
+        if found != expected:
+            raise CheckpointError(
+                f"checkpoint {checkpoint} is damaged: {name} has {found['bytes']} bytes and "
+                f"SHA-256 {found['sha256'][:12]}…, its manifest says {expected['bytes']} and "
+                f"{str(expected['sha256'])[:12]}…"
+            )
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """The counters of a checkpoint. Raises CheckpointError."""
+    return RunState.from_json(read_json(checkpoint / STATE, "no state"), checkpoint / STATE)
+
+
+def read_json(path: Path, meaning: str) -> Any:
+    """The JSON in a file. Raises CheckpointError saying what its absence means."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: {meaning}") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def _file_facts(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def point_latest(checkpoint: Path) -> None:
+    """Make the symbolic link `latest` beside a checkpoint name it."""
+    point_link(checkpoint.with_name("latest"), checkpoint.name)

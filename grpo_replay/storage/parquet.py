@@ -1,0 +1,101 @@
+"""Parquet files of our own: written whole or not at all, and refused if they are anything else."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grpo_replay.errors import OutputDirectoryError, SnapshotError, first_line
+from grpo_replay.storage.atomic import written_whole
+
+_KIND_KEY = b"grpo_replay.kind"
+_VERSION_KEY = b"grpo_replay.schema_version"
+
+
+def write_parquet(
+    path: Path,
+    kind: str,
+    version: int,
+    schema: pa.Schema,
+    tables: Iterable[pa.Table],
+    metadata: dict[bytes, bytes] | None = None,
+) -> None:
+    """Write tables of one schema, zstd-compressed with page checksums; kind and schema version go
+    into the metadata. The file appears under its name only when it is complete and flushed. Raises
+    OutputDirectoryError if the disk is full or the folder is not writable."""
+    marks = {_KIND_KEY: kind.encode(), _VERSION_KEY: str(version).encode(), **(metadata or {})}
+    try:
+        with (
+            written_whole(path) as temporary,
+            pq.ParquetWriter(
+                temporary, schema.with_metadata(marks), compression="zstd", write_page_checksum=True
+            ) as writer,
+        ):
+            for table in tables:
+                writer.write_table(table.replace_schema_metadata(marks))
+    except OSError as error:
+        raise OutputDirectoryError(
+            f"{path}: cannot be written ({error}); free space or make the folder writable, then "
+            "resume the run"
+        ) from error
+
+
+@contextmanager
+def open_parquet(
+    path: Path, kind: str, version: int, schema: pa.Schema
+) -> Iterator[pq.ParquetFile]:
+    """The open file, after its kind, version and columns were checked. Raises SnapshotError, also
+    for damage that only shows while the caller reads."""
+    path = Path(path)
+    if not path.is_file():
+        raise SnapshotError(f"{path}: no such file; expected a {kind} file")
+    if path.stat().st_size == 0:
+        raise SnapshotError(f"{path}: the file is empty (0 bytes); restore it from a copy")
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            _check_marks(path, file.schema_arrow.metadata or {}, kind, version)
+            _check_columns(path, file.schema_arrow, schema)
+            yield file
+    except (pa.ArrowException, OSError) as error:
+        raise SnapshotError(
+            f"{path}: not a readable Parquet file, truncated or damaged ({first_line(error)}); "
+            "restore it from a copy, or use the one before it"
+        ) from error
+
+
+def read_parquet(path: Path, kind: str, version: int, schema: pa.Schema) -> pa.Table:
+    """All rows, with the columns of `schema`. Raises SnapshotError."""
+    with open_parquet(path, kind, version, schema) as file:
+        return file.read(columns=schema.names).cast(schema)
+
+
+def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int) -> None:
+    if _KIND_KEY not in marks or not marks.get(_VERSION_KEY, b"").isdigit():
+        raise SnapshotError(
+            f"{path}: a Parquet file, but not written by grpo-replay (no {_KIND_KEY.decode()} in "
+            f"its metadata); expected a {kind} file"
+        )
+    found = int(marks[_VERSION_KEY])
+    if found > version:
+        raise SnapshotError(
+            f"{path}: schema version {found} is newer than this grpo-replay reads (up to "
+            f"{version}); upgrade grpo-replay"
+        )
+    if marks[_KIND_KEY] != kind.encode():
+        raise SnapshotError(
+            f"{path}: a {marks[_KIND_KEY].decode(errors='replace')} file, where "
+            f"a {kind} file is expected; check the path"
+        )
+
+
+def _check_columns(path: Path, found: pa.Schema, expected: pa.Schema) -> None:
+    for field in expected:
+        index = found.get_field_index(field.name)
+        kind = found.field(index).type if index >= 0 else "missing"
+        if kind != field.type:
+            raise SnapshotError(
+                f"{path}: column {field.name} is {kind}, expected {field.type}; the file was "
+                "changed by another program: restore it from a copy"
+            )

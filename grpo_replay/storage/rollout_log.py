@@ -1,0 +1,226 @@
+"""Rollouts and draws as Arrow tables and Parquet files (schema version 1).
+
+One Arrow layout serves three purposes: the wire format between ranks (`rollouts_to_bytes`), the
+step logs (rollouts/step_000012.parquet, draws/step_000012.parquet), and the buffer's snapshot (see
+`buffer.snapshot`). Undefined values are null, never NaN. Files are zstd-compressed with page
+checksums, and written to a temporary name, flushed and renamed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from grpo_replay.storage.parquet import read_parquet, write_parquet
+from grpo_replay.types import Draw, Rollout, RolloutOutcome
+
+SCHEMA_VERSION = 1
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        ("rollout_id", pa.int64()),
+        ("group_id", pa.int64()),
+        ("prompt_id", pa.string()),
+        ("completion_index", pa.int32()),
+        ("birth_step", pa.int64()),
+        ("policy_version", pa.int64()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("completion_token_ids", pa.list_(pa.int32())),
+        ("completion_text", pa.string()),
+        ("behavior_logprobs", pa.list_(pa.float32())),
+        ("sampler_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float32()),
+        ("advantage", pa.float32()),
+        ("group_reward_mean", pa.float32()),
+        ("group_reward_std", pa.float32()),
+        ("group_correct", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("verdict", pa.string()),
+        ("policy_version_end", pa.int64()),
+        ("kept", pa.bool_()),
+    ]
+)
+"""A rollout, frozen at birth. `advantage` and `behavior_logprobs` are null if its group was
+dropped (`kept` false)."""
+
+OUTCOME_SCHEMA = pa.schema(
+    [
+        ("tokens", pa.int32()),
+        ("clip_fraction", pa.float64()),
+        ("log_ratio_mean", pa.float64()),
+        ("log_ratio_var", pa.float64()),
+        ("approx_kl", pa.float64()),
+        ("ratio_mean", pa.float64()),
+        ("ratio_max", pa.float64()),
+        ("entropy", pa.float64()),
+    ]
+)
+"""What the update saw of a rollout; all null if it was not trained on."""
+
+DRAW_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("rollout_id", pa.int64()),
+        ("age_steps", pa.int64()),
+        ("probability", pa.float64()),
+        *OUTCOME_SCHEMA,
+    ]
+)
+"""One row per drawn rollout, in the order drawn; `probability` is the first-draw P (of its query,
+at query unit)."""
+
+ROLLOUT_FILE_SCHEMA = pa.schema([*ROLLOUT_SCHEMA, *OUTCOME_SCHEMA])
+
+
+def rollouts_to_table(rollouts: Sequence[Rollout]) -> pa.Table:
+    """The rollouts in ROLLOUT_SCHEMA, in order. Nothing is lost: raises ValueError for a reward,
+    advantage or group statistic that is not finite or not exact in float32."""
+    arrays = [
+        _to_array(field, [getattr(rollout, field.name) for rollout in rollouts])
+        for field in ROLLOUT_SCHEMA
+    ]
+    return pa.table(arrays, schema=ROLLOUT_SCHEMA)
+
+
+def table_to_rollouts(table: pa.Table) -> list[Rollout]:
+    """The rollouts of a table with the columns of ROLLOUT_SCHEMA, others being ignored. Without
+    `completion_text`, texts are empty. Arrays are read-only copies, so that keeping one rollout
+    does not keep the table."""
+    rollouts: list[Rollout] = []
+    for batch in table.to_batches():
+        columns = {
+            name: _to_values(batch.column(name))
+            for name in ROLLOUT_SCHEMA.names
+            if name in batch.schema.names
+        }
+        columns.setdefault("completion_text", [""] * batch.num_rows)
+        rollouts.extend(
+            Rollout(**dict(zip(columns, row, strict=True)))
+            for row in zip(*columns.values(), strict=True)
+        )
+    return rollouts
+
+
+def rollouts_to_bytes(rollouts: Sequence[Rollout]) -> bytes:
+    """The rollouts as one Arrow IPC stream, to travel between ranks."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, ROLLOUT_SCHEMA) as writer:
+        writer.write_table(rollouts_to_table(rollouts))
+    return sink.getvalue().to_pybytes()
+
+
+def bytes_to_rollouts(payload: bytes) -> list[Rollout]:
+    """The inverse of `rollouts_to_bytes`, bit for bit."""
+    return table_to_rollouts(pa.ipc.open_stream(payload).read_all())
+
+
+def step_path(folder: Path, step: int) -> Path:
+    """`folder/step_000012.parquet` for step 12."""
+    return folder / f"step_{step:06d}.parquet"
+
+
+def write_rollouts(
+    path: Path, rollouts: Sequence[Rollout], outcomes: Mapping[int, RolloutOutcome]
+) -> None:
+    """Write every rollout of a step, dropped ones included, in the order of generation: its
+    survivors are inserted in this order, which `verify_run` relies on. `outcomes` maps the ids of
+    rollouts that were trained on as fresh."""
+    table = rollouts_to_table(rollouts)
+    seen = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
+    whole = pa.table([*table.columns, *seen], schema=ROLLOUT_FILE_SCHEMA)
+    write_parquet(path, "rollouts", SCHEMA_VERSION, ROLLOUT_FILE_SCHEMA, [whole])
+
+
+def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOutcome]) -> None:
+    """Write what a step drew, in the order drawn; `outcomes[i]` is that of `draw.rollouts[i]`."""
+    count = len(draw.rollouts)
+    if len(outcomes) != count:
+        raise ValueError(f"step {step}: {len(outcomes)} outcomes for {count} drawn rollouts")
+    columns = [
+        pa.array([step] * count, pa.int64()),
+        pa.array([rollout.rollout_id for rollout in draw.rollouts], pa.int64()),
+        pa.array(draw.ages, pa.int64()),
+        pa.array(draw.probabilities, pa.float64()),
+        *_outcome_columns(outcomes),
+    ]
+    whole = pa.table(columns, schema=DRAW_SCHEMA)
+    write_parquet(path, "draws", SCHEMA_VERSION, DRAW_SCHEMA, [whole])
+
+
+def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """A rollouts/ file, in ROLLOUT_FILE_SCHEMA or only the columns named. Raises SnapshotError."""
+    schema = ROLLOUT_FILE_SCHEMA
+    if columns is not None:
+        schema = pa.schema([schema.field(name) for name in columns])
+    return read_parquet(path, "rollouts", SCHEMA_VERSION, schema)
+
+
+def read_draw_table(path: Path) -> pa.Table:
+    """A draws/ file, in DRAW_SCHEMA. Raises SnapshotError."""
+    return read_parquet(path, "draws", SCHEMA_VERSION, DRAW_SCHEMA)
+
+
+def _to_array(field: pa.Field, values: list[Any]) -> pa.Array:
+    if pa.types.is_list(field.type):
+        return _to_lists(field.type, values)
+    if field.type == pa.float32():
+        _check_exact(field.name, values)
+    return pa.array(values, field.type)
+
+
+def _check_exact(name: str, values: list[float | None]) -> None:
+    defined = np.array([value for value in values if value is not None], dtype=np.float64)
+    with np.errstate(over="ignore"):
+        exact = defined.astype(np.float32).astype(np.float64) == defined
+    storable = exact & np.isfinite(defined)
+    if not storable.all():
+        raise ValueError(
+            f"{name} {defined[~storable][0]!r} is not finite, or not exact in float32, in which it "
+            "is stored: round it when the rollout is made"
+        )
+
+
+def _to_lists(kind: pa.ListType, arrays: list[np.ndarray | None]) -> pa.Array:
+    dtype = kind.value_type.to_pandas_dtype()
+    lengths = [0 if array is None else len(array) for array in arrays]
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    present = [np.zeros(0, dtype), *(array for array in arrays if array is not None)]
+    for array in present:
+        if array.dtype != dtype:
+            raise ValueError(f"expected an array of {np.dtype(dtype)}, found {array.dtype}")
+    return pa.ListArray.from_arrays(
+        pa.array(offsets),
+        pa.array(np.concatenate(present)),
+        type=kind,
+        mask=pa.array([array is None for array in arrays], pa.bool_()),
+    )
+
+
+def _to_values(column: pa.Array) -> list[Any]:
+    if not pa.types.is_list(column.type):
+        return column.to_pylist()
+    values = column.values.to_numpy(zero_copy_only=False)
+    offsets = column.offsets.to_numpy().tolist()
+    missing = column.is_null().to_numpy(zero_copy_only=False).tolist()
+    arrays: list[np.ndarray | None] = []
+    for start, end, absent in zip(offsets[:-1], offsets[1:], missing, strict=True):
+        array = None if absent else values[start:end].copy()
+        if array is not None:
+            array.flags.writeable = False
+        arrays.append(array)
+    return arrays
+
+
+def _outcome_columns(outcomes: Sequence[RolloutOutcome | None]) -> list[pa.Array]:
+    return [
+        pa.array([_defined(outcome, field.name) for outcome in outcomes], field.type)
+        for field in OUTCOME_SCHEMA
+    ]
+
+
+def _defined(outcome: RolloutOutcome | None, name: str) -> float | None:
+    value = getattr(outcome, name, None)
+    return None if value is None or math.isnan(value) else value

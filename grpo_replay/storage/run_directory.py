@@ -1,0 +1,259 @@
+"""A run's directory: who may write there, what is in it, and how it goes back to a step.
+
+Every file of a step is written before the step's checkpoint. So going back to a checkpoint means
+removing what came after it; nothing that belongs to the checkpoint can be missing.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from grpo_replay import __version__
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
+from grpo_replay.recipe import Recipe, read_recipe_layer, recipe_to_yaml, resolve_recipe
+from grpo_replay.storage.atomic import write_json_whole, write_text_whole
+from grpo_replay.storage.versions import VLLM_PACKAGES, installed_version
+
+LOCK = ".lock"
+STEP_FOLDERS = ("rollouts", "draws", "eval")
+_STEP_NAME = re.compile(r"step_(\d+)")
+
+
+class _AttemptLog(logging.FileHandler):
+    """The log of one attempt at a run; a process has at most one."""
+
+
+class RunDirectory:
+    """Paths and small files of one run. Only rank 0 writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics_path = path / "metrics.jsonl"
+        self.recipe_path = path / "recipe.yaml"
+        self.checkpoints = path / "checkpoints"
+        self.summary_path = path / "summary.json"
+        self._lock: IO[str] | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was ever started here."""
+        return self.recipe_path.exists() or self.metrics_path.exists()
+
+    def lock(self) -> None:
+        """Keep other processes out until this one ends, however it ends.
+
+        Raises OutputDirectoryError if another process is at work here.
+        """
+        try:
+            self._lock = (self.path / LOCK).open("a+")
+        except OSError as error:
+            raise self._unwritable(error) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.seek(0)
+            raise OutputDirectoryError(
+                f"output directory {self.path} is in use by process {self._lock.read().strip()}: "
+                "wait for it or stop it, or choose another --output-dir"
+            ) from error
+        self._lock.truncate(0)
+        self._lock.write(f"{os.getpid()}\n")
+        self._lock.flush()
+
+    def unlock(self) -> None:
+        """Let others in. May be called without a lock."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def refuse_occupied(self) -> None:
+        """Raises OutputDirectoryError if there is anything where a new run should go."""
+        if self.path.exists() and (not self.path.is_dir() or self._files()):
+            found = "another run" if self.exists else "other files"
+            remedy = ", or continue that run with --resume" if self.exists else ""
+            raise OutputDirectoryError(
+                f"output directory {self.path} already holds {found}: choose another "
+                f"--output-dir{remedy}"
+            )
+
+    def _files(self) -> list[Path]:
+        return [path for path in self.path.iterdir() if path.name != LOCK]
+
+    def create(self, recipe: Recipe) -> None:
+        """Make the directory of a new run. Raises OutputDirectoryError if it is occupied."""
+        self.refuse_occupied()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self.lock()
+        self.refuse_occupied()  # who started at the same moment may have been first
+        self._write_opening(recipe)
+
+    def reopen(self, recipe: Recipe, step: int) -> list[str]:
+        """Go back to the end of `step` (0: the start); returns what changed in the recipe."""
+        changes = self._recipe_changes(recipe)
+        self._truncate_metrics(step)
+        for folder in STEP_FOLDERS:
+            for file in (self.path / folder).glob("step_*"):
+                if _step_of(file) > step:
+                    _remove(file)
+        for checkpoint in self.checkpoints.glob("step_*"):
+            if _step_of(checkpoint) > step:
+                _remove(checkpoint)
+        for leftover in self.checkpoints.glob(".tmp-*"):
+            _remove(leftover)
+        self.summary_path.unlink(missing_ok=True)
+        self._write_opening(recipe)
+        return changes
+
+    def _write_opening(self, recipe: Recipe) -> None:
+        try:
+            for folder in ("rollouts", "draws", "eval", "checkpoints", "log"):
+                (self.path / folder).mkdir(parents=True, exist_ok=True)
+            write_text_whole(self.recipe_path, recipe_to_yaml(recipe))
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> OutputDirectoryError:
+        return OutputDirectoryError(
+            f"output directory {self.path} cannot be written: {error}; choose another "
+            "--output-dir, or make room or change its permissions"
+        )
+
+    def _recipe_changes(self, recipe: Recipe) -> list[str]:
+        if not self.recipe_path.exists():
+            return []
+        try:
+            before = resolve_recipe([read_recipe_layer(self.recipe_path)], str(self.recipe_path))
+        except RecipeError as error:
+            raise OutputDirectoryError(
+                f"{self.path} cannot be resumed: its recipe.yaml is not valid any more: {error}"
+            ) from error
+        old, new = flatten(before.model_dump()), flatten(recipe.model_dump())
+        return [
+            f"{key}: {old.get(key)!r} -> {new[key]!r}" for key in new if old.get(key) != new[key]
+        ]
+
+    def _truncate_metrics(self, step: int) -> None:
+        if not self.metrics_path.exists():
+            return
+        kept = []
+        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                break  # a line cut short by a kill is the last one
+            if row["step"] <= step:
+                kept.append(line + "\n")
+        if len(kept) != step:
+            raise CheckpointError(
+                f"{self.metrics_path} has {len(kept)} complete lines up to step {step}, which "
+                f"the checkpoint of that step needs: the file was changed; restore it, or start "
+                "a new run"
+            )
+        write_text_whole(self.metrics_path, "".join(kept))
+
+    def append_metrics(self, metrics: Mapping[str, Any]) -> None:
+        with self.metrics_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics, allow_nan=False) + "\n")
+            file.flush()
+
+    def flush_metrics(self) -> None:
+        """Have the metrics so far on disk, before a checkpoint that relies on them."""
+        if self.metrics_path.exists():
+            with self.metrics_path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def write_environment(self, attempt: int, facts: Mapping[str, Any]) -> None:
+        write_json_whole(self.path / "environment.json", {"attempt": attempt, **facts})
+
+    def next_attempt(self) -> int:
+        """1 for the first start of this run, then counting."""
+        return 1 + len(list((self.path / "log").glob("attempt_*.log")))
+
+    def open_log(self, attempt: int) -> Path:
+        """Send this process's logging to the attempt's file, and return its path.
+
+        An earlier run's file in this process gets no more. The last one stays open, for what goes
+        wrong after the run.
+        """
+        path = self.path / "log" / f"attempt_{attempt:03d}.log"
+        handler = _AttemptLog(path, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        root = logging.getLogger()
+        for earlier in [h for h in root.handlers if isinstance(h, _AttemptLog)]:
+            root.removeHandler(earlier)
+            earlier.close()
+        root.addHandler(handler)
+        logging.getLogger("grpo_replay").setLevel(logging.INFO)
+        return path
+
+
+def environment_facts(world_size: int) -> dict[str, Any]:
+    """Versions, hardware, git commit and command of this attempt."""
+    import torch
+
+    packages = ("torch", "transformers", "deepspeed", *VLLM_PACKAGES, "datasets",
+                "math-verify", "numpy", "pyarrow")  # fmt: skip
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "grpo_replay": __version__,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {package: installed_version(package) for package in packages},
+        "platform": platform.platform(),
+        "cpu_cores": os.cpu_count(),
+        "gpus": gpus,
+        "world_size": world_size,
+        "command": sys.argv,
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of this checkout; None for an installed package, or where git is missing."""
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True
+            )
+        except OSError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # A virtual environment inside somebody's repository is not part of it.
+    tracked = git("ls-files", "--error-unmatch", Path(__file__).name) is not None
+    return git("rev-parse", "HEAD") if tracked else None
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys to leaves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _step_of(path: Path) -> int:
+    match = _STEP_NAME.match(path.name)
+    return int(match.group(1)) if match else -1
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

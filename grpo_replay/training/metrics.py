@@ -1,0 +1,202 @@
+"""What one training step reports: one flat mapping of names to numbers (see docs/metrics.md).
+
+Undefined is None, never NaN. Token means are over tokens, not over rollouts.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.buffer import BufferStats
+from grpo_replay.engine.protocol import UpdateResult
+from grpo_replay.planning.theory import relative_compute
+from grpo_replay.training.weight_sync import LogprobGap
+from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
+
+Metrics = dict[str, float | int | None]
+
+STAGES = ("generation", "reward", "logprob", "training", "sync")
+VERDICTS = ("correct", "incorrect", "unparsable", "timeout", "memory", "crash", "scored")
+
+
+class Stopwatch:
+    """Seconds spent in each named stage of a step; the rest is `other`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        """Seconds by stage, `other` and `step` included."""
+        total = time.perf_counter() - self._start
+        return {
+            **self._seconds,
+            "other": max(0.0, total - sum(self._seconds.values())),
+            "step": total,
+        }
+
+
+def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
+    """Of everything generated in the step, dropped groups included."""
+    rewards_N = np.array([rollout.reward for rollout in rollouts])
+    lengths_N = np.array([len(rollout.completion_token_ids) for rollout in rollouts])
+    stds = np.array([rollout.group_reward_std for rollout in rollouts])[::group_size]
+    truncated = np.array([rollout.finish_reason == "length" for rollout in rollouts])
+    verdicts = Counter(rollout.verdict for rollout in rollouts)
+    return {
+        "reward": float(rewards_N.mean()),
+        "reward_std": float(stds.mean()),
+        "frac_reward_zero_std": 1.0 - sum(rollout.kept for rollout in rollouts) / len(rollouts),
+        "completions/mean_length": float(lengths_N.mean()),
+        "completions/min_length": int(lengths_N.min()),
+        "completions/max_length": int(lengths_N.max()),
+        "completions/clipped_ratio": float(truncated.mean()),
+        **{f"verdict/{status}": verdicts[status] for status in VERDICTS if verdicts[status]},
+    }
+
+
+def update_metrics(results: Sequence[UpdateResult], beta: float) -> Metrics:
+    """Means over the step's optimizer updates; None if there was none."""
+    return {
+        "updates": len(results),
+        "micro_batches": sum(result.micro_batches for result in results),
+        "loss": _mean([result.loss for result in results]),
+        "grad_norm": _mean([result.grad_norm for result in results]),
+        "kl": _mean([result.reference_kl for result in results]) if beta > 0 else None,
+    }
+
+
+def batch_metrics(
+    batch: ComposedBatch, outcomes: Sequence[RolloutOutcome], fresh_rollouts: int
+) -> Metrics:
+    """The update seen from the fresh and from the replayed side, and by age."""
+    replayed = [int(i) for i in np.flatnonzero(batch.replayed_N)]
+    fresh = [int(i) for i in np.flatnonzero(~batch.replayed_N)]
+    ages = batch.ages_N[replayed]
+    positive = [batch.rollouts[i].advantage > 0 for i in replayed]
+    drew = len(batch.draw.rollouts) > 0
+    return {
+        "entropy": _token_mean(outcomes, "entropy"),
+        "fresh/rollouts": fresh_rollouts,
+        **_side("fresh", [outcomes[i] for i in fresh]),
+        "replay/rollouts": len(replayed),
+        "replay/ratio": len(replayed) / fresh_rollouts if fresh_rollouts else None,
+        **_side("replay", [outcomes[i] for i in replayed]),
+        "replay/age_mean": float(ages.mean()) if replayed else None,
+        "replay/age_max": int(ages.max()) if replayed else None,
+        "replay/ess": batch.draw.effective_sample_size if drew else None,
+        "replay/draw_entropy": batch.draw.entropy if drew else None,
+        "replay/positive_fraction": float(np.mean(positive)) if replayed else None,
+        **_by_age(ages, [outcomes[i] for i in replayed]),
+    }
+
+
+def _side(side: str, outcomes: Sequence[RolloutOutcome]) -> Metrics:
+    return {
+        f"{side}/clip_fraction": _token_mean(outcomes, "clip_fraction"),
+        f"{side}/ratio_mean": _token_mean(outcomes, "ratio_mean"),
+        f"{side}/ratio_max": max((outcome.ratio_max for outcome in outcomes), default=None),
+        f"{side}/approx_kl": _token_mean(outcomes, "approx_kl"),
+    }
+
+
+def age_bin(age: int) -> str:
+    """1, 2, 3-4, 5-8, 9-16, …: few names, however old replay gets. Age 0 is a bin of its own."""
+    if age <= 2:
+        return str(age)
+    high = 1 << math.ceil(math.log2(age))
+    return f"{high // 2 + 1}-{high}"
+
+
+def _by_age(ages: np.ndarray, outcomes: Sequence[RolloutOutcome]) -> Metrics:
+    bins: dict[str, list[RolloutOutcome]] = {}
+    for age, outcome in sorted(zip(ages.tolist(), outcomes, strict=True), key=lambda p: p[0]):
+        bins.setdefault(age_bin(age), []).append(outcome)
+    return {
+        f"replay/age_{name}/{quantity}": _token_mean(members, quantity)
+        for name, members in bins.items()
+        for quantity in ("clip_fraction", "ratio_mean", "approx_kl")
+    }
+
+
+def buffer_metrics(stats: BufferStats) -> Metrics:
+    return {
+        "buffer/rollouts": stats.rollouts,
+        "buffer/age_mean": stats.age_mean,
+        "buffer/age_max": stats.age_max,
+        "buffer/evicted": stats.evicted,
+        "buffer/priority_mean": stats.priority_mean,
+        "buffer/times_used_mean": stats.times_used_mean,
+    }
+
+
+def sampler_metrics(gap: LogprobGap, policy_version: int) -> Metrics:
+    return {
+        "sampler/logprob_gap_mean": gap.mean,
+        "sampler/logprob_gap_max": gap.max,
+        "sampler/policy_version": policy_version,
+    }
+
+
+def cost_metrics(
+    seconds: dict[str, float], generated: Sequence[Rollout], trained: Sequence[Rollout]
+) -> Metrics:
+    """The ledger of the step. μ = seconds to generate one rollout / seconds to train on one;
+    γ = paper B's relative compute, (1 + μR/B) / (1 + μR/B'): the step per rollout trained on,
+    relative to training once on each survivor (None without survivors)."""
+    mu = gamma = None
+    survivors = sum(rollout.kept for rollout in generated)
+    if trained and seconds["training"] > 0:
+        per_generated = seconds["generation"] / len(generated)
+        mu = per_generated / (seconds["training"] / len(trained))
+    if mu is not None and survivors > 0:
+        gamma = relative_compute(len(trained) / survivors, mu * len(generated) / survivors)
+    return {
+        "cost/generated_tokens": sum(len(r.completion_token_ids) for r in generated),
+        "cost/trained_tokens": sum(len(r.completion_token_ids) for r in trained),
+        "cost/trained_rollouts": len(trained),
+        **{f"cost/{name}_seconds": seconds[name] for name in (*STAGES, "other")},
+        "cost/mu": mu,
+        "cost/gamma": gamma,
+        "step_time": seconds["step"],
+    }
+
+
+TIME_DEPENDENT = ("step_time", "cost/mu", "cost/gamma")
+
+
+def depends_on_time(name: str) -> bool:
+    """Whether a metric differs between two runs that are otherwise the same."""
+    return name in TIME_DEPENDENT or name.endswith("_seconds")
+
+
+def null_where_not_finite(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics, with what is not finite made None."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _token_mean(outcomes: Sequence[RolloutOutcome], quantity: str) -> float | None:
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    if tokens == 0:
+        return None
+    return sum(getattr(outcome, quantity) * outcome.tokens for outcome in outcomes) / tokens

@@ -1,0 +1,338 @@
+"""A whole run: parts opened, resumed if asked, stepped, evaluated, checkpointed, summed up."""
+
+import logging
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_replay.buffer import ReplayBuffer
+from grpo_replay.buffer.snapshot import restore_snapshot, write_snapshot
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.failures import run_collectively
+from grpo_replay.distributed.interruption import Interruption
+from grpo_replay.distributed.processes import initialize_processes
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.engine.models import load_policy, load_tokenizer, resolve_model_path
+from grpo_replay.errors import CheckpointError
+from grpo_replay.evaluation.comparison import are_comparable
+from grpo_replay.evaluation.curve import plot_curve
+from grpo_replay.evaluation.evaluate import EvaluationPlan, evaluate, plan_evaluation
+from grpo_replay.evaluation.report import EvaluationReport, read_report
+from grpo_replay.prompts.prompt_set import load_prompts
+from grpo_replay.recipe import Recipe
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.sampling.opening import open_sampler
+from grpo_replay.storage.atomic import write_json_whole, write_text_whole
+from grpo_replay.storage.checkpoint import (
+    RunState,
+    begin_checkpoint,
+    complete_checkpoint,
+    find_checkpoint,
+    point_latest,
+    read_state,
+    temporary_folder,
+)
+from grpo_replay.storage.run_directory import RunDirectory, environment_facts
+from grpo_replay.storage.tracking import Tracker, open_trackers
+from grpo_replay.training.model_card import model_card
+from grpo_replay.training.summary import summarise_run
+from grpo_replay.training.trainer import Parts, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Who watches a run. On ranks other than 0 nobody does: theirs shows nothing."""
+
+    def on_start(self, recipe: Recipe, run_dir: Path, state: RunState, notices: list[str]) -> None:
+        """Everything is loaded; `notices` are sentences the user should read."""
+        ...
+
+    def on_evaluation(self, step: int, report: EvaluationReport) -> None: ...
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_notice(self, text: str) -> None:
+        """A sentence the user should read."""
+        ...
+
+    def on_status(self, text: str) -> None:
+        """Something that takes a while begins."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended. `summary` is what summary.json holds; None if it was interrupted."""
+
+    run_dir: Path
+    step: int
+    interrupted: bool
+    summary: dict[str, Any] | None
+
+
+def run_training(recipe: Recipe, run_path: Path, resume: bool, observer: Observer) -> RunResult:
+    """Train as the recipe says, in `run_path`. Called on every rank."""
+    comm, device = initialize_processes(recipe)
+    # Ranks that a launcher started apart would name a directory after different times.
+    run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
+    with ExitStack() as stack:
+        session = Session(recipe, comm, device, run_dir, observer, stack)
+        session.open(resume)
+        interruption = Interruption()
+        with interruption.caught():
+            return session.run(interruption)
+
+
+class Session:
+    """One attempt at a run: the parts, the trackers, and what happens between steps."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        comm: Comm,
+        device: Any,
+        run_dir: RunDirectory,
+        observer: Observer,
+        stack: ExitStack,
+    ) -> None:
+        self.recipe, self.comm, self.device = recipe, comm, device
+        self.run_dir, self.observer, self.stack = run_dir, observer, stack
+        self.trackers: list[Tracker] = []
+        self.evaluation: EvaluationPlan | None = None
+        self.trainer: Trainer
+
+    def open(self, resume: bool) -> None:
+        """Prepare the directory, load everything, and restore the last checkpoint if resuming."""
+        recipe, comm = self.recipe, self.comm
+        self.stack.callback(self.run_dir.unlock)
+        found, notices = run_collectively(comm, lambda: self._prepare_directory(resume))
+        checkpoint = self._seen_by_all(found)
+        state = read_state(checkpoint) if checkpoint else RunState()
+        tokenizer = load_tokenizer(recipe.model)
+        scorer = self.stack.enter_context(RewardScorer.open(recipe.reward))
+        prompts = run_collectively(
+            comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+        )
+        if prompts.skipped_too_long:
+            notices.append(
+                f"{prompts.skipped_too_long} prompts are longer than prompts.max_prompt_length "
+                f"{recipe.prompts.max_prompt_length} and were left out; {len(prompts)} remain"
+            )
+        if recipe.eval.benchmarks:
+            self.evaluation = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
+        engine = self._open_engine(checkpoint, state, tokenizer)
+        sampler = open_sampler(recipe, self._model_path(engine), comm, self.run_dir.path / "log")
+        self.stack.callback(sampler.close)
+        buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
+        if checkpoint:
+            sampler.load_weights(
+                engine.named_full_tensors(recipe.sampling.sync_bucket_mib * 2**20),
+                state.policy_version,
+            )
+            if comm.is_main:
+                notices.extend(self._restore_buffer(checkpoint, buffer))
+        state.world_size, state.zero_stage = comm.world_size, recipe.engine.zero_stage
+        parts = Parts(
+            recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir
+        )
+        self.trainer = Trainer(parts, state)
+        if comm.is_main:
+            self.trackers = open_trackers(recipe, self.run_dir.path, state.step + 1)
+            for tracker in self.trackers:
+                self.stack.callback(tracker.close)
+            self.observer.on_start(recipe, self.run_dir.path, state, notices)
+
+    def _prepare_directory(self, resume: bool) -> tuple[Path | None, list[str]]:
+        """Create the directory, or take it back to its last checkpoint; returns that and notices.
+        Only rank 0 touches it."""
+        run_dir = self.run_dir
+        if not self.comm.is_main:
+            return None, []
+        if not resume:
+            run_dir.create(self.recipe)
+            self._open_log()
+            return None, []
+        if not run_dir.exists:
+            raise CheckpointError(
+                f"--resume: {run_dir.path} holds no run (no recipe.yaml): check --output-dir, or "
+                "leave --resume out to start one there"
+            )
+        run_dir.lock()
+        checkpoint = find_checkpoint(run_dir.checkpoints)
+        step = read_state(checkpoint).step if checkpoint else 0
+        changes = run_dir.reopen(self.recipe, step)
+        if checkpoint:
+            point_latest(checkpoint)
+        self._open_log()
+        notices = [f"recipe changed since the run began: {change}" for change in changes]
+        if checkpoint is None:
+            notices.append("the run had no checkpoint yet: it starts again from its first step")
+        return checkpoint, notices
+
+    def _seen_by_all(self, found: Path | None) -> Path | None:
+        """The checkpoint that rank 0 found whole, on every rank, each of which must see it."""
+        name = self.comm.broadcast_json(found.name if found else None)
+        if name is None:
+            return None
+        checkpoint = self.run_dir.checkpoints / name
+
+        def look() -> None:
+            if not checkpoint.is_dir():
+                raise CheckpointError(
+                    f"{checkpoint} is not there on {platform.node()}, though rank 0 sees it: "
+                    "--output-dir must be on a file system that all nodes share"
+                )
+
+        run_collectively(self.comm, look)
+        return checkpoint
+
+    def _open_log(self) -> None:
+        attempt = self.run_dir.next_attempt()
+        self.run_dir.open_log(attempt)
+        self.run_dir.write_environment(attempt, environment_facts(self.comm.world_size))
+
+    def _open_engine(
+        self, checkpoint: Path | None, state: RunState, tokenizer: Any
+    ) -> DeepSpeedEngine:
+        recipe = self.recipe
+        model = load_policy(recipe.model, recipe.run.seed)
+        engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
+        self.stack.callback(engine.close)
+        if checkpoint is not None:
+            then = (state.world_size, state.zero_stage)
+            now = (self.comm.world_size, recipe.engine.zero_stage)
+            if then != now:
+                self.observer.on_status(
+                    f"restoring the engine state of {then[0]} ranks at ZeRO {then[1]} on {now[0]} "
+                    f"at ZeRO {now[1]}"
+                )
+            engine.load(checkpoint / "engine")
+        return engine
+
+    def _model_path(self, engine: DeepSpeedEngine) -> str:
+        """What the sampler opens: the recipe's model, or for a random initialisation the folder
+        to which it was written."""
+        if not self.recipe.model.random_init:
+            return resolve_model_path(self.recipe.model.path)
+        if self.recipe.sampling.backend == "hf":
+            return self.recipe.model.path
+        folder = self.run_dir.path / "initial_model"
+        engine.save_model(folder)
+        return str(folder)
+
+    def _restore_buffer(self, checkpoint: Path, buffer: ReplayBuffer) -> list[str]:
+        if not self.recipe.checkpoint.restore_buffer:
+            return ["checkpoint.restore_buffer is false: the replay buffer starts empty"]
+        restore_snapshot(checkpoint / "buffer.parquet", buffer)
+        return []
+
+    def run(self, interruption: Interruption) -> RunResult:
+        """Step until the recipe's last step, or until a signal asks to stop."""
+        state, recipe = self.trainer.state, self.recipe
+        started, seconds_before = time.perf_counter(), state.wall_seconds
+        if state.step == 0 and recipe.eval.at_start:
+            self._evaluate(0)
+        while state.step < recipe.run.steps:
+            metrics = self.trainer.train_step()
+            step, last = state.step, state.step == recipe.run.steps
+            stop = any(self.comm.all_gather_json(interruption.requested))
+            report = self._evaluate(step) if self._evaluation_is_due(step, last) else None
+            state.wall_seconds = seconds_before + time.perf_counter() - started
+            if self.comm.is_main:
+                self._record(metrics, report)
+            if last or stop or step % recipe.checkpoint.every_steps == 0:
+                self._checkpoint()
+            if stop and not last:
+                return RunResult(self.run_dir.path, step, True, None)
+        summary = None
+        if self.comm.is_main:
+            summary = summarise_run(recipe, state, *self._base_and_last())
+            write_json_whole(self.run_dir.summary_path, summary)
+        return RunResult(self.run_dir.path, state.step, False, summary)
+
+    def _evaluation_is_due(self, step: int, last: bool) -> bool:
+        every = self.recipe.eval.every_steps
+        return (last and self.recipe.eval.at_end) or (every is not None and step % every == 0)
+
+    def _evaluate(self, step: int) -> EvaluationReport | None:
+        """Evaluate the current policy into eval/, unless this run did already; on rank 0."""
+        if self.evaluation is None:
+            return None
+        path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
+        if self.comm.broadcast_json(path.exists()):
+            return read_report(path, with_samples=False) if self.comm.is_main else None
+        if self.comm.is_main:
+            self.observer.on_status(f"evaluating step {step}")
+        parts = self.trainer.parts
+        with self._evaluation_scorer() as scorer:
+            report = evaluate(
+                parts.sampler,
+                parts.tokenizer,
+                self.evaluation,
+                self.comm,
+                scorer,
+                model={"run": self.run_dir.path.name, "step": step},
+            )
+        parts.sampler.sleep()
+        if report is None:
+            return None
+        report.write(path)
+        plot_curve(path.parent)
+        self.observer.on_evaluation(step, report)
+        return report
+
+    def _evaluation_scorer(self) -> AbstractContextManager[RewardScorer]:
+        """The run's own scorer if it grades as evaluations do, else one with its limits."""
+        reward, function = self.recipe.reward, self.recipe.eval.reward
+        if reward.function == function:
+            return nullcontext(self.trainer.parts.scorer)
+        return RewardScorer.open(reward.model_copy(update={"function": function}))
+
+    def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:
+        if report is not None:
+            metrics |= {f"eval/{name}": value for name, value in report.accuracies().items()}
+        self.run_dir.append_metrics(metrics)
+        for tracker in self.trackers:
+            tracker.log(metrics["step"], metrics)
+        self.observer.on_step(metrics)
+        for notice in self.trainer.notices:
+            logger.warning(notice)
+            self.observer.on_notice(notice)
+        self.trainer.notices.clear()
+
+    def _checkpoint(self) -> None:
+        state, comm = self.trainer.state, self.comm
+        parts = self.trainer.parts
+        temporary = temporary_folder(self.run_dir.checkpoints, state.step)
+        if comm.is_main:
+            self.run_dir.flush_metrics()
+            begin_checkpoint(temporary)
+        comm.barrier()
+        parts.engine.save(temporary / "engine")
+        parts.engine.save_model(temporary / "model")
+        comm.barrier()
+        if comm.is_main:
+            write_text_whole(
+                temporary / "model" / "README.md",
+                model_card(self.recipe, state, self._base_and_last()),
+            )
+            write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
+            complete_checkpoint(temporary, state, self.recipe.checkpoint.keep)
+        comm.barrier()
+
+    def _base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
+        """The evaluations of the base model and of the current step, where there are any; not the
+        base's if the recipe was changed since, and the two are of other problems or settings."""
+        folder = self.run_dir.path / "eval"
+        paths = [folder / f"step_{step:06d}.json" for step in (0, self.trainer.state.step)]
+        first, last = (
+            read_report(path, with_samples=False) if path.exists() else None for path in paths
+        )
+        if first and last and not are_comparable(first, last):
+            return None, last
+        return first, last

@@ -1,0 +1,227 @@
+"""A rank's place, read from the environment of each launcher; agreement and failure of ranks."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.environment import RankEnvironment, first_slurm_host, rank_environment
+from grpo_replay.distributed.failures import (
+    PeerFailure,
+    describe_disagreement,
+    is_lost_peer,
+    lost_contact,
+    name_ranks,
+    raise_first_failure,
+    report_failure,
+    run_collectively,
+)
+from grpo_replay.errors import DatasetError, LaunchError, RecipeError
+
+TORCHRUN = {
+    "WORLD_SIZE": "16", "RANK": "11", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node-a", "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "x",
+}  # fmt: skip
+DEEPSPEED = {
+    "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1",
+    "CROSS_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+SLURM = {
+    "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[017-018]", "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+}  # fmt: skip
+
+
+def test_a_process_without_a_launcher_is_rank_0_of_1():
+    place = rank_environment({})
+    assert place == RankEnvironment(0, 0, 1, 1, "127.0.0.1", 29500, "none")
+    assert not place.is_launched
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (TORCHRUN, RankEnvironment(11, 3, 16, 8, "node-a", 1234, "torchrun")),
+        (DEEPSPEED, RankEnvironment(3, 1, 4, 2, "10.0.0.1", 29500, "deepspeed")),
+        (SLURM, RankEnvironment(9, 1, 16, 8, "gpu017", 20_000 + 123456 % 20_000, "slurm")),
+        (
+            SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "7"},
+            RankEnvironment(9, 1, 16, 8, "ib0", 7, "slurm"),
+        ),
+        # torchrun inside a Slurm step: torchrun's ranks, not Slurm's tasks
+        (SLURM | TORCHRUN, RankEnvironment(11, 3, 16, 8, "node-a", 1234, "torchrun")),
+    ],
+)
+def test_each_launcher_says_where_a_rank_stands(environ, expected):
+    assert rank_environment(environ) == expected
+
+
+def test_variables_given_back_name_the_same_place():
+    place = rank_environment(SLURM)
+    again = rank_environment(place.variables())
+    assert (again.rank, again.local_rank, again.world_size) == (9, 1, 16)
+    assert (again.master_addr, again.master_port) == (place.master_addr, place.master_port)
+
+
+def test_a_slurm_batch_script_is_no_rank_though_slurm_procid_is_set():
+    batch = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert not rank_environment(batch).is_launched
+
+
+def test_a_slurm_step_of_one_task_is_no_rank():
+    one = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    assert not rank_environment(one).is_launched
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("a1,b2", "a1"),
+        ("gpu[003-008,12],x1", "gpu003"),
+        ("rack2-gpu[7,9]-ib", "rack2-gpu7-ib"),
+        ("r[1-2]n[3-4]", "r1n3"),
+    ],
+)
+def test_the_first_host_of_a_slurm_node_list(nodes, first):
+    assert first_slurm_host(nodes) == first
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "MASTER_ADDR"),
+        (TORCHRUN | {"RANK": "16"}, "rank 16 of 16"),
+        (TORCHRUN | {"WORLD_SIZE": "many"}, "'many'"),
+        (SLURM | {"SLURM_LOCALID": "8"}, "local rank 8 of 8"),
+    ],
+)
+def test_contradicting_variables_are_refused(environ, said):
+    with pytest.raises(LaunchError, match=said):
+        rank_environment(environ)
+
+
+def test_disagreement_names_the_leaf_both_values_and_the_ranks():
+    base = {"recipe": {"replay": {"ratio": 0.5, "unit": "rollout"}}, "version": "0.1"}
+    other = {"recipe": {"replay": {"ratio": 0.25, "unit": "rollout"}}, "version": "0.1"}
+    assert describe_disagreement([base, base]) is None
+    assert describe_disagreement([base, other, base, other]) == (
+        "  recipe.replay.ratio: 0.5 on rank 0, 0.25 on ranks 1, 3"
+    )
+    lines = describe_disagreement([{str(i): 0 for i in range(9)}, {str(i): 1 for i in range(9)}])
+    assert len(lines.splitlines()) == 6 and lines.endswith("and 4 more")
+    assert "(absent)" in describe_disagreement([{"a": 1}, {}])
+
+
+def test_ranks_are_named_briefly():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([1, 2]) == "ranks 1, 2"
+    assert name_ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, … (12)"
+
+
+def test_the_lowest_failed_rank_raises_its_error_and_the_others_its_exit_code():
+    outcomes = [None, ["no field 'answer'", 3], ["no field 'answer'", 3]]
+    with pytest.raises(DatasetError, match=r"no field 'answer' \(on ranks 1, 2 of 3\)"):
+        raise_first_failure(1, outcomes, DatasetError("no field 'answer'"))
+    for rank, mine in ((0, None), (2, DatasetError("no field 'answer'"))):
+        with pytest.raises(PeerFailure, match="rank 1: no field") as caught:
+            raise_first_failure(rank, outcomes, mine)
+        assert caught.value.exit_code == 3
+    raise_first_failure(0, [None, None], None)
+
+
+class ThreadComm(Comm):
+    """Ranks as threads: an all-gather over a barrier."""
+
+    def __init__(self, rank, slots, barrier):
+        super().__init__(rank, len(slots))
+        self._slots, self._barrier = slots, barrier
+
+    def all_gather(self, payload):
+        self._slots[self.rank] = payload
+        self._barrier.wait(timeout=10)
+        return list(self._slots)
+
+
+def test_run_collectively_returns_each_ranks_result_or_fails_everywhere():
+    def outcomes_of(action):
+        slots, barrier, seen = [b""] * 3, threading.Barrier(3), [None] * 3
+
+        def rank(index):
+            comm = ThreadComm(index, slots, barrier)
+            try:
+                seen[index] = run_collectively(comm, lambda: action(index))
+            except (LaunchError, RecipeError) as error:
+                seen[index] = error
+
+        threads = [threading.Thread(target=rank, args=(index,)) for index in range(3)]
+        [each.start() for each in threads]
+        [each.join() for each in threads]
+        return seen
+
+    assert outcomes_of(lambda index: index * 10) == [0, 10, 20]
+
+    def fail_on_2(index):
+        if index == 2:
+            raise RecipeError("does not fit")
+        return index
+
+    seen = outcomes_of(fail_on_2)
+    assert [type(each) for each in seen] == [PeerFailure, PeerFailure, RecipeError]
+    assert [each.exit_code for each in seen] == [2, 2, 2]
+
+
+def test_lost_peers_are_told_from_real_errors(monkeypatch):
+    place = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    gloo = RuntimeError("Read error [127.0.0.1]:9105: Connection reset by peer. This is typical")
+    wrapped = ValueError("while gathering")
+    wrapped.__cause__ = gloo
+    assert is_lost_peer(gloo) and is_lost_peer(wrapped)
+    assert is_lost_peer(PeerFailure("x", 3)) and is_lost_peer(lost_contact(gloo))
+    assert not is_lost_peer(RuntimeError("CUDA out of memory"))
+    refused = LaunchError("cannot reach rank 0: Connection refused")  # the cause itself
+    refused.__cause__ = ConnectionRefusedError("Connection refused")
+    assert not is_lost_peer(refused)
+    assert "Connection reset" in str(lost_contact(gloo)) and "--resume" in str(lost_contact(gloo))
+    silent = RuntimeError()
+    silent.__cause__ = ConnectionResetError("Connection reset by peer")
+    assert is_lost_peer(silent) and "RuntimeError" in str(lost_contact(silent))
+    monkeypatch.delenv("WORLD_SIZE")  # a process of its own has no peer to lose
+    assert not is_lost_peer(gloo)
+
+
+def test_a_process_of_its_own_reports_every_failure(monkeypatch):
+    for name in ("WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert report_failure(RecipeError("x"), 2)
+
+
+def test_a_rank_of_our_launcher_leaves_its_failure_instead_of_printing(monkeypatch, tmp_path):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GRPO_REPLAY_LAUNCH_FOLDER", str(tmp_path))
+    assert not report_failure(DatasetError("row 12"), 3)
+    (file,) = tmp_path.iterdir()
+    record = json.loads(file.read_text())
+    assert (record["rank"], record["kind"], record["message"]) == (11, "DatasetError", "row 12")
+    assert record["exit_code"] == 3 and record["echo"] is False
+
+
+def test_rank_modules_load_without_torch():
+    code = (
+        "import sys, grpo_replay.distributed.launch, grpo_replay.distributed.environment, "
+        "grpo_replay.distributed.failures; "
+        "print(sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.stdout.strip() == "[]", done.stderr

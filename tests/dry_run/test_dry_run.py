@@ -1,0 +1,343 @@
+"""The dry run: what it says of known recipes, of bad ones, and on both kinds of output."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_replay.dry_run.checks import hub_is_reachable
+from grpo_replay.dry_run.fit import candidate_changes, plan_sampler
+from grpo_replay.dry_run.memory import GIB, ModelShape, SamplerMemory, stored_bytes
+from grpo_replay.dry_run.report import dry_run
+from grpo_replay.errors import RecipeError
+from grpo_replay.recipe import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def report_of(name: str, *overrides: str, gpu: float | None = None) -> dict:
+    return dry_run(load_recipe(name, list(overrides)), gpu).to_json()
+
+
+def test_the_4b_plan_on_eight_gpus_of_80_gib():
+    report = report_of("qwen3-4b", gpu=80)
+    memory = report["memory"]
+    assert report["fits"] is True and report["first_change"] is None
+    assert report["model"]["parameters"] == 4_022_468_096 and report["model"]["tied_head"]
+    parameters, ranks = 4_022_468_096, 8
+    assert memory["parameters_gib"] == pytest.approx(2 * parameters / ranks / 2**30, abs=1e-3)
+    # master weights and moments, and the gradient shards that ZeRO-3 holds
+    assert memory["optimizer_gib"] == pytest.approx(14 * parameters / ranks / 2**30, abs=1e-3)
+    assert memory["gradients_gib"] == memory["parameters_gib"]
+    assert memory["sampler_awake_gib"] == 48 and memory["sampler_asleep_gib"] == 0
+    # 36 layers, one bf16 hidden state of 2,560 per token of two rows of 9,216, and the last ones
+    assert memory["activations_gib"] > 36 * 2 * 2560 * 18_432 / 2**30
+    assert report["sampler"]["longest_rollouts_at_once"] >= 8
+    assert memory["peak_gib"] == max(memory["phases_gib"].values()) < 80
+
+
+def test_what_a_step_of_paper_a_takes():
+    report = report_of("qwen3-1.7b", gpu=80)
+    step, replay = report["step"], report["replay"]
+    assert step["generated_rollouts"] == 256
+    assert step["generated_tokens_most"] == 256 * 8192
+    # paper A at 1.7B: 112.7 survivors, so 56 replayed and 169 trained on
+    assert step["surviving_rollouts_expected"] == 113
+    assert (step["replayed_rollouts_expected"], step["trained_rollouts_expected"]) == (56, 169)
+    assert replay["first_replay_step"] == 21 and replay["horizon_steps"] == 10
+    assert replay["stored_rollouts_expected"] == 1126 and not replay["capacity_binds"]
+    assert replay["stored_rollouts_most"] == 2560
+    # ids and two log-probs of 8,192 tokens, prompts of 1,024 ids, objects; no text
+    most = 2560 * (12 * 8192 + 4 * 1024 + 1000) / 2**30
+    assert report["storage"]["buffer_memory_gib_most"] == pytest.approx(most, abs=1e-3)
+
+
+def test_the_buffer_takes_what_plan_says_it_takes(capsys):
+    from grpo_replay.commands.plan import run
+
+    # The same rollouts in both: all survive, none is shorter than the longest.
+    lengths = ("prompts.max_prompt_length=1024", "sampling.max_completion_length=8192")
+    report = report_of("qwen3-1.7b", *lengths, gpu=80)
+    run(recipe="qwen3-1.7b", overrides=lengths, mu=5.0, survival=1.0, as_json=True)
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["current"]["stored_rollouts"] == report["replay"]["stored_rollouts_most"]
+    assumed = plan["assumptions"]
+    said = stored_bytes(2560, assumed["prompt_tokens"], assumed["completion_tokens"])
+    assert plan["current"]["memory_bytes"] == pytest.approx(said, rel=1e-6)
+    most = stored_bytes(2560, 1024, 8192) / 2**30
+    assert report["storage"]["buffer_memory_gib_most"] == pytest.approx(most, abs=1e-3)
+
+
+def test_plain_grpo_stores_nothing_and_fifo_fills_its_capacity():
+    grpo = report_of("qwen3-1.7b", "replay.preset=grpo", gpu=80)
+    assert grpo["replay"]["stored_rollouts_most"] == 0
+    assert grpo["replay"]["first_replay_step"] is None
+    assert grpo["step"]["trained_rollouts_expected"] == 113
+    fifo = report_of("fifo-qwen3-0.6b", gpu=80)
+    assert fifo["replay"]["stored_rollouts_expected"] == 84
+    assert fifo["step"]["trained_rollouts_expected"] == 60
+    assert fifo["replay"]["first_replay_step"] == 1
+
+
+def test_an_age_limit_of_60_steps_makes_the_capacity_bind_at_256_prompts():
+    report = report_of(
+        "qwen3-1.7b", "replay.max_age_steps=60", "sampling.prompts_per_step=256", gpu=80
+    )
+    assert report["replay"]["capacity_binds"]
+    assert report["replay"]["stored_rollouts_most"] == 30_000
+
+
+def test_a_plan_that_does_not_fit_names_one_override_that_makes_it_fit():
+    small = report_of("qwen3-4b", "model.gradient_checkpointing=false", gpu=80)
+    assert small["fits"] is False
+    change = small["first_change"]
+    assert change["set"] == "model.gradient_checkpointing=true" and change["fits"]
+    again = report_of("qwen3-4b", "model.gradient_checkpointing=false", change["set"], gpu=80)
+    assert again["fits"] is True
+    assert again["memory"]["peak_gib"] == change["peak_gib"]
+
+
+def test_every_suggested_change_is_a_valid_override():
+    recipe = load_recipe("qwen3-4b", ["model.gradient_checkpointing=false", "engine.zero_stage=2"])
+    changes = list(candidate_changes(recipe))
+    assert len(changes) >= 8
+    for change in changes:
+        load_recipe("qwen3-4b", ["model.gradient_checkpointing=false", change])
+
+
+def test_a_share_too_small_for_one_rollout_does_not_fit():
+    report = report_of("qwen3-4b", "sampling.vllm.gpu_memory_utilization=0.12", gpu=80)
+    assert report["fits"] is False and report["sampler"]["longest_rollouts_at_once"] == 0
+    assert report["first_change"]["set"].startswith("sampling.vllm.gpu_memory_utilization=")
+
+
+def test_zero_stages_shrink_what_a_rank_holds():
+    at_rest = []
+    for stage in (0, 1, 2, 3):
+        memory = report_of("qwen3-1.7b", f"engine.zero_stage={stage}", gpu=80)["memory"]
+        at_rest.append(memory["parameters_gib"] + memory["optimizer_gib"] + memory["gradients_gib"])
+    assert at_rest == sorted(at_rest, reverse=True) and at_rest[3] < 0.3 * at_rest[0]
+
+
+def test_what_moves_over_the_network():
+    parameters, share = 1_720_574_976, 3 / 4
+    whole = 2 * parameters * share / 2**30
+    three = report_of("qwen3-1.7b", gpu=80)["network"]
+    assert three["per_microbatch_gib"] == pytest.approx(3 * whole, abs=2e-3)
+    assert three["weight_push_gather_gib"] == pytest.approx(whole, abs=2e-3)
+    two = report_of("qwen3-1.7b", "engine.zero_stage=2", gpu=80)["network"]
+    assert (two["per_microbatch_gib"], two["per_update_gib"]) == (
+        pytest.approx(whole, abs=2e-3), pytest.approx(whole, abs=2e-3),
+    )  # fmt: skip
+    servers = report_of(
+        "qwen3-1.7b", "sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1]", gpu=80
+    )
+    # the head travels too, though it is tied
+    pushed = 2 * (parameters + 151_936 * 2048) / 2**30
+    assert servers["network"]["weight_push_to_servers_gib"] == pytest.approx(pushed, abs=2e-3)
+    assert servers["memory"]["sampler_awake_gib"] == 0
+
+
+def test_hub_parts_that_cannot_be_seen_are_listed_not_guessed():
+    report = report_of("qwen3-0.6b", gpu=80)
+    text = "\n".join(report["unchecked"])
+    for part in (
+        "tokenizer of Qwen/Qwen3-0.6B-Base",
+        "weights of Qwen/",
+        "prompts of agentica-org/",
+    ):
+        assert part in text
+    assert "sizes of Qwen/Qwen3-0.6B-Base from the configuration shipped" in str(
+        report["assumptions"]
+    )
+
+
+def test_an_unknown_model_makes_no_verdict():
+    report = report_of("qwen3-0.6b", "model.path=nobody/nothing-at-all", gpu=80)
+    assert report["fits"] is None and report["memory"] is None
+    assert "sizes of the model" in report["unchecked"][-1]
+    assert report["step"]["generated_rollouts"] == 256
+
+
+def test_the_tiny_recipe_is_checked_in_full_and_fits_here():
+    report = report_of("tiny")
+    assert report["fits"] is True and report["problems"] == [] and report["unchecked"] == []
+    assert report["hardware"]["device"] == "cpu"
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A tiny model without a tokenizer."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=32, intermediate_size=32, vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_folder_without_a_tokenizer_is_a_problem(model_folder):
+    report = report_of("tiny", f"model.path={model_folder}")
+    assert any("no tokenizer in" in problem for problem in report["problems"])
+    assert report["fits"] is True
+
+
+def test_a_model_folder_without_weights_is_a_problem(model_folder):
+    for file in model_folder.glob("*.safetensors"):
+        file.unlink()
+    report = report_of("tiny", f"model.path={model_folder}")
+    assert any("no weights in" in problem for problem in report["problems"])
+
+
+def test_a_wrong_dataset_field_is_a_problem_with_its_line(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2"}\n')
+    report = report_of("tiny", f"prompts.source={file}")
+    assert any("train.jsonl:2" in p and "'answer'" in p for p in report["problems"])
+
+
+def test_settings_that_cannot_work_are_problems():
+    report = report_of("tiny", "engine.offload_optimizer=true", "engine.zero_stage=3")
+    assert any("offloading needs a GPU" in problem for problem in report["problems"])
+    report = report_of("qwen3-4b", "sampling.vllm.tensor_parallel_size=3", gpu=80)
+    assert any("tensor_parallel_size 3 does not divide" in p for p in report["problems"])
+
+
+def test_lengths_beyond_the_models_positions_are_refused():
+    with pytest.raises(RecipeError, match=r"40000.*32768 positions"):
+        dry_run(
+            load_recipe(
+                "qwen3-4b",
+                ["sampling.max_completion_length=38976", "batch.max_tokens_per_microbatch=40000"],
+            )
+        )
+
+
+def test_zero_3_options_and_batches_that_cannot_be_are_refused_by_the_recipe():
+    with pytest.raises(RecipeError, match=r"engine\.offload_parameters needs engine\.zero_stage 3"):
+        load_recipe("qwen3-4b", ["engine.offload_parameters=true", "engine.zero_stage=2"])
+    with pytest.raises(RecipeError, match="less than one longest rollout, 9216 tokens"):
+        load_recipe("qwen3-4b", ["batch.max_tokens_per_microbatch=9000"])
+
+
+@pytest.mark.parametrize("function, reason", [
+    ("no_such_module_here:score", "No module named 'no_such_module_here'"),
+    ("my_rewards:no_such_score", "has no attribute 'no_such_score'"),
+    ("minervaa", "No module named 'minervaa'"),
+])  # fmt: skip
+def test_a_reward_function_that_cannot_be_found_is_a_problem(
+    tmp_path, monkeypatch, function, reason
+):
+    (tmp_path / "my_rewards.py").write_text("def score(completion, answer, row):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    (problem,) = report_of("tiny", f"reward.function={function}")["problems"]
+    assert f"reward.function '{function}' cannot be loaded" in problem and reason in problem
+    assert report_of("tiny", "reward.function=my_rewards:score")["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_a_problem(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    (problem,) = report_of("tiny", f"tracking.report_to=[tensorboard, {name}]")["problems"]
+    assert f"tracking.report_to names '{name}'" in problem and f"'grpo-replay[{name}]'" in problem
+    assert report_of("tiny", "tracking.report_to=[tensorboard]")["problems"] == []
+
+
+def test_the_dtype_of_the_sampler_decides_what_it_holds_on_a_cpu_too(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    shape = ModelShape(
+        parameters=2**30, parameters_in_files=2**30, largest_parameter=1, tied_head=True, layers=1,
+        hidden=8, vocabulary=50, kv_elements_per_token=64, attention_width=8, max_positions=128,
+    )  # fmt: skip
+
+    def sampler(dtype: str) -> SamplerMemory:
+        recipe = load_recipe("tiny", ["sampling.backend=vllm", f"sampling.vllm.dtype={dtype}"])
+        return plan_sampler(recipe, shape, on_cuda=False, capacity=GIB)
+
+    assert sampler("auto").awake == sampler("float32").awake == 4 * GIB + GIB  # 1 GiB of cache
+    assert sampler("bfloat16").awake == 2 * GIB + GIB
+    assert sampler("bfloat16").cache_tokens == 2 * sampler("auto").cache_tokens
+
+
+def test_a_hub_tokenizer_that_cannot_be_used_says_why(tmp_path):
+    """A tokenizer without EOS, cached as the hub's client does."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "hub/models--somebody--digits/snapshots" / commit
+    snapshot.mkdir(parents=True)
+    words = Tokenizer(models.WordLevel({"1": 0, "2": 1}, unk_token="1"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(snapshot)
+    (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
+    refs = tmp_path / "hub/models--somebody--digits/refs"
+    refs.mkdir()
+    (refs / "main").write_text(commit)
+    done = run_cli(
+        "tiny", "--dry-run", "--json", "--set", "model.tokenizer=somebody/digits",
+        HF_HOME=str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)["unchecked"]
+    assert any("somebody/digits" in line and "no EOS token" in line for line in said)
+
+
+def test_the_hub_switch_is_respected():
+    assert not hub_is_reachable()
+
+
+def run_cli(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from grpo_replay.cli import main; main()", "train", *words],
+        capture_output=True, text=True, timeout=120, env={**os.environ, **variables},
+    )  # fmt: skip
+
+
+def test_json_is_one_document_on_stdout_and_the_exit_code_is_0_even_if_it_does_not_fit():
+    done = run_cli("qwen3-4b", "--dry-run", "--json", "--gpu-memory-gib", "8")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["fits"] is False
+    assert {"problems", "unchecked", "assumptions", "memory", "step", "replay", "storage",
+            "network", "sampler", "model", "hardware", "first_change"} <= set(report)  # fmt: skip
+
+
+def test_the_screen_ends_with_the_verdict():
+    done = run_cli("two-gpus", "--dry-run", "--gpu-memory-gib", "24")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("fits: ")
+    assert "596,049,920 parameters (tied head)" in done.stdout
+    assert "vLLM's KV cache" in done.stdout and "expected / most" in done.stdout
+
+
+def scaling_page() -> str:
+    return (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+
+
+def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
+    done = run_cli("qwen3-4b", "--dry-run", "--gpu-memory-gib", "80", COLUMNS="100")
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("unchecked")]
+    assert len(printed) > 30
+    assert "\n".join(printed) in scaling_page()
+
+
+def test_the_network_table_in_the_documentation_is_the_dry_runs():
+    page = scaling_page()
+    for name in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"):
+        three = report_of(name, gpu=80)["network"]
+        assert f"{three['per_microbatch_gib']:.2f} GiB" in page
+        assert f"{three['weight_push_gather_gib']:.2f} GiB" in page
+        zero = report_of(name, "engine.zero_stage=0", gpu=80)["network"]
+        assert f"{zero['per_update_gib']:.2f} GiB" in page
+        pushed = report_of(
+            name, "sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1]", gpu=80
+        )["network"]["weight_push_to_servers_gib"]
+        assert f"{pushed:.2f} GiB" in page

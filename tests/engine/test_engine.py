@@ -1,0 +1,388 @@
+"""The engine on one rank: a plain twin, and everything that must change nothing but rounding."""
+
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from core_engine import (
+    ALL_AT_ONCE,
+    ONE_BY_ONE,
+    PlainTraining,
+    engine_recipe,
+    first_gradient,
+    make_rows,
+    open_engine,
+    parameters,
+    plain_logprobs,
+    reference_statistics,
+    relative,
+    tiny_model,
+    weighted,
+)
+
+import grpo_replay.engine.policy_module
+from grpo_replay.errors import NonFiniteError
+from grpo_replay.recipe import LossSection
+
+pytest_plugins = "trained_runs"
+
+STAGES = [0, 1, 2, 3]
+
+
+def one_update(processes, rows, **sections):
+    """(result, gradient, parameters) after one update."""
+    with open_engine(processes, **sections) as engine:
+        result = engine.update(rows)
+        return result, first_gradient(engine), parameters(engine)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("max_grad_norm", [1e6, 0.05])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_updates_are_those_of_plain_torch(processes, stage, max_grad_norm, beta):
+    sections = {
+        "engine": {"zero_stage": stage},
+        "optimizer": {"max_grad_norm": max_grad_norm},
+        "loss": {"beta": beta},
+    }
+    plain = PlainTraining(engine_recipe(**sections))
+    before = plain.parameters()
+    with open_engine(processes, **sections) as engine:
+        for seed in range(2):
+            rows = make_rows(6, seed)
+            result, (loss, norm) = engine.update(rows), plain.update(rows)
+            # AdamW turns rounding of near-zero gradients into steps of full size.
+            tolerance = 1e-5 if seed == 0 else 1e-4
+            assert result.loss == pytest.approx(loss, rel=tolerance)
+            assert result.grad_norm == pytest.approx(norm, rel=tolerance)
+            assert norm > 0.05
+            assert relative(parameters(engine), plain.parameters()) < tolerance / 10
+    assert relative(plain.parameters(), before) > 1e-3
+
+
+def test_outcomes_are_those_of_the_plain_model(processes):
+    rows = make_rows(9)
+    with open_engine(processes, batch={"max_tokens_per_microbatch": 60}) as engine:
+        result = engine.update(rows)
+    assert result.micro_batches > 2
+    for row, outcome in zip(rows, result.outcomes, strict=True):
+        expected = reference_statistics(row)
+        for name, value in asdict(outcome).items():
+            assert value == pytest.approx(expected[name], rel=5e-5, abs=1e-5), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_micro_batch_of_eight_is_eight_micro_batches_of_one(processes, stage):
+    rows = make_rows(8)
+    engine = {"zero_stage": stage}
+    whole = one_update(processes, rows, engine=engine)
+    parts = one_update(
+        processes, rows, engine=engine, batch={"max_tokens_per_microbatch": ONE_BY_ONE}
+    )
+    assert (whole[0].micro_batches, parts[0].micro_batches) == (1, 8)
+    assert parts[0].loss == pytest.approx(whole[0].loss, rel=1e-6)
+    assert parts[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=1e-6)
+    assert relative(parts[1], whole[1]) < 1e-6
+    assert relative(parts[2], whole[2]) < 1e-6
+    assert relative(whole[2], parameters_before()) > 1e-3
+
+
+def parameters_before() -> torch.Tensor:
+    named = dict(tiny_model().named_parameters())
+    return torch.cat([named[name].detach().flatten() for name in sorted(named)])
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_any_order_and_packing_give_the_same_update(processes, aggregation):
+    loss = {"aggregation": aggregation}
+    rows = weighted(make_rows(16), LossSection(**loss))
+    expected = one_update(processes, rows, loss=loss)
+    for seed, budget in [(1, ALL_AT_ONCE), (2, 70), (3, 150)]:
+        order = np.random.default_rng(seed).permutation(len(rows))
+        found = one_update(
+            processes,
+            [rows[i] for i in order],
+            loss=loss,
+            batch={"max_tokens_per_microbatch": budget},
+        )
+        assert relative(found[1], expected[1]) < 1e-6
+        assert relative(found[2], expected[2]) < 1e-6
+        assert found[0].grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-6)
+        for position, i in enumerate(order):
+            a, b = asdict(found[0].outcomes[position]), asdict(expected[0].outcomes[i])
+            assert a == pytest.approx(b, rel=5e-5, abs=1e-5)
+
+
+def test_the_denominator_is_that_of_the_mini_batch_not_of_its_micro_batches(processes):
+    """Splitting rows of very unequal length must not weigh tokens by their micro-batch."""
+    rows = sorted(make_rows(10), key=lambda row: row.length_tokens)
+    (_, gradient, _) = one_update(processes, rows, batch={"max_tokens_per_microbatch": ONE_BY_ONE})
+    plain = PlainTraining(engine_recipe())
+    plain.update(rows)
+    named = [p.grad.flatten() for p in plain.model.parameters()]
+    assert relative(gradient, torch.cat(named)) < 2e-6
+
+
+def test_all_zero_stages_agree(processes):
+    rows = make_rows(12)
+    results = [
+        one_update(
+            processes, rows, engine={"zero_stage": stage}, batch={"max_tokens_per_microbatch": 100}
+        )
+        for stage in STAGES
+    ]
+    for result, _, found in results[1:]:
+        assert result.grad_norm == pytest.approx(results[0][0].grad_norm, rel=1e-6)
+        assert result.loss == pytest.approx(results[0][0].loss, rel=1e-6)
+        assert relative(found, results[0][2]) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_chunks_of_the_output_head_change_nothing(processes, stage):
+    rows = make_rows(8)
+    whole = one_update(processes, rows, engine={"zero_stage": stage, "logprob_chunk_tokens": 4096})
+    chunks = one_update(processes, rows, engine={"zero_stage": stage, "logprob_chunk_tokens": 7})
+    assert relative(chunks[1], whole[1]) < 1e-6
+    assert relative(chunks[2], whole[2]) < 1e-6
+
+
+def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
+    heights = []
+    chunk = grpo_replay.engine.policy_module.PolicyModule._chunk_logprobs
+
+    def watched(self, hidden_CH, target_ids_C):
+        heights.append(len(hidden_CH))
+        return chunk(self, hidden_CH, target_ids_C)
+
+    monkeypatch.setattr(grpo_replay.engine.policy_module.PolicyModule, "_chunk_logprobs", watched)
+    rows = make_rows(8)
+    one_update(processes, rows, engine={"logprob_chunk_tokens": 16})
+    assert max(heights) == 16
+    # Every chunk is computed again in the backward pass.
+    assert sum(heights) == 2 * sum(len(row.completion_token_ids) for row in rows)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradient_checkpointing_changes_nothing(processes, stage):
+    rows = make_rows(8)
+    stored = one_update(processes, rows, engine={"zero_stage": stage})
+    recomputed = one_update(
+        processes, rows, engine={"zero_stage": stage}, model={"gradient_checkpointing": True}
+    )
+    assert relative(recomputed[1], stored[1]) < 1e-6
+    assert relative(recomputed[2], stored[2]) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_plain_transformers(processes, temperature, stage):
+    rows = make_rows(10)
+    with open_engine(
+        processes,
+        sampling={"temperature": temperature, "max_completion_length": 20},
+        engine={"zero_stage": stage},
+        batch={"max_tokens_per_microbatch": 120},
+    ) as engine:
+        found = engine.logprobs(rows)
+    model = tiny_model()
+    for row, logprobs_T in zip(rows, found, strict=True):
+        with torch.no_grad():
+            expected, _ = plain_logprobs(model, row, temperature)
+        assert logprobs_T.dtype == np.float32
+        assert np.abs(logprobs_T - expected.numpy()).max() < 2e-5
+
+
+def test_temperature_scales_the_gradient_too(processes):
+    rows = make_rows(4, temperature=0.7)
+    sampling = {"temperature": 0.7, "max_completion_length": 20}
+    result, gradient, _ = one_update(processes, rows, sampling=sampling)
+    model = tiny_model()
+    total = torch.zeros(())
+    for row in rows:
+        logprobs, _ = plain_logprobs(model, row, 0.7)
+        ratios = torch.exp(logprobs - torch.from_numpy(row.behavior_logprobs))
+        a = row.coefficient
+        inside = torch.minimum(ratios * a, ratios.clamp(0.8, 1.28) * a)
+        value = torch.maximum(inside, torch.tensor(10.0 * a)) if a < 0 else inside
+        total = total - row.token_weight * value.sum()
+    total.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert relative(gradient, expected) < 5e-6
+    assert result.loss == pytest.approx(total.item(), rel=1e-5, abs=1e-6)
+
+
+def test_asymre_is_the_gradient_of_weighted_whole_rollout_log_probs(processes):
+    rows = weighted(make_rows(5), LossSection(kind="asymre"))
+    result, gradient, _ = one_update(processes, rows, loss={"kind": "asymre"})
+    model = tiny_model()
+    total = sum(-row.coefficient * plain_logprobs(model, row)[0].sum() / 5 for row in rows)
+    total.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert relative(gradient, expected) < 5e-6
+    assert result.loss == pytest.approx(total.item(), rel=1e-5)
+    assert all(outcome.clip_fraction == 0 for outcome in result.outcomes)
+
+
+def test_an_empty_completion_takes_part_without_tokens(processes):
+    rows = make_rows(3)
+    nothing = np.zeros(0, np.float32)
+    empty = replace(
+        rows[0],
+        completion_token_ids=np.zeros(0, np.int32),
+        behavior_logprobs=nothing,
+        reference_logprobs=nothing,
+    )
+    for budget in (ALL_AT_ONCE, ONE_BY_ONE):
+        batch = {"max_tokens_per_microbatch": budget}
+        with_it = one_update(processes, [*rows, empty], batch=batch)
+        without = one_update(processes, rows, batch=batch)
+        assert relative(with_it[1], without[1]) < 1e-6
+        assert asdict(with_it[0].outcomes[3]) == {
+            "tokens": 0, "clip_fraction": 0.0, "log_ratio_mean": 0.0, "log_ratio_var": 0.0,
+            "approx_kl": 0.0, "ratio_mean": 0.0, "ratio_max": 0.0, "entropy": 0.0,
+        }  # fmt: skip
+        with open_engine(processes, batch=batch) as engine:
+            found = engine.logprobs([empty, *rows])
+        assert [len(values) for values in found] == [0, *(len(r.behavior_logprobs) for r in rows)]
+
+
+def test_the_reference_stays_where_it_was_while_the_policy_moves(processes):
+    rows = make_rows(6)
+    with open_engine(processes, loss={"beta": 0.1}, engine={"zero_stage": 3}) as engine:
+        before = engine.reference_logprobs(rows)
+        policy_before = engine.logprobs(rows)
+        first = engine.update(rows)
+        second = engine.update(rows)
+        after, policy_after = engine.reference_logprobs(rows), engine.logprobs(rows)
+    for a, b, c, d in zip(before, after, policy_before, policy_after, strict=True):
+        assert a.tobytes() == b.tobytes()
+        assert np.abs(a - c).max() < 1e-5
+        assert np.abs(c - d).max() > 1e-4
+    assert first.reference_kl > 0
+    assert second.reference_kl != first.reference_kl
+
+
+def test_log_probs_of_a_fresh_rollout_give_ratio_one_before_any_update(processes):
+    """Re-packed with other rows, in fp32: 2e-5 covers what re-padding costs."""
+    rows = make_rows(20)
+    with open_engine(processes, batch={"max_tokens_per_microbatch": 200}) as engine:
+        behavior = engine.logprobs(rows)
+        frozen = [replace(row, behavior_logprobs=b) for row, b in zip(rows, behavior, strict=True)]
+        result = engine.update(frozen[::-1])
+    for outcome in result.outcomes:
+        assert abs(outcome.ratio_max - 1) < 2e-5
+        assert abs(outcome.ratio_mean - 1) < 2e-5
+        assert outcome.clip_fraction == 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_non_finite_loss_stops_before_the_step(processes, stage, dtype):
+    rows = make_rows(5)
+    poisoned = rows[3].behavior_logprobs.copy()
+    poisoned[0] = np.nan
+    rows[3] = replace(rows[3], behavior_logprobs=poisoned, rollout_id=72)
+    sections = {"engine": {"zero_stage": stage}, "model": {"dtype": dtype}}
+    with open_engine(processes, **sections) as engine:
+        before = parameters(engine)
+        with pytest.raises(NonFiniteError, match="rollout_id 72 first"):
+            engine.update(rows)
+        assert torch.equal(parameters(engine), before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_gradient_of_a_finite_loss_stops_the_run(processes, stage, dtype, bad):
+    model = tiny_model().to(getattr(torch, dtype))
+
+    def poison(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = bad
+        return gradient
+
+    query = next(p for name, p in model.named_parameters() if "q_proj" in name)
+    handle = query.register_hook(poison)
+    sections = {"engine": {"zero_stage": stage}, "model": {"dtype": dtype}}
+    with open_engine(processes, model, **sections) as engine:
+        with pytest.raises(NonFiniteError, match="gradient norm"):
+            engine.update(make_rows(3))
+        handle.remove()
+
+
+def test_bf16_gradients_of_many_micro_batches_add_up(processes):
+    """300 equal micro-batches: a bf16 sum stops growing at 256 times its summand."""
+    (row,) = make_rows(1)
+    bf16 = {"model": {"dtype": "bfloat16"}, "engine": {"zero_stage": 2}}
+    whole = one_update(processes, [replace(row, token_weight=1.0)], **bf16)
+    rows = [replace(row, token_weight=1 / 300)] * 300
+    parts = one_update(processes, rows, **bf16, batch={"max_tokens_per_microbatch": ONE_BY_ONE})
+    assert parts[0].micro_batches == 300
+    assert relative(parts[1], whole[1]) < 0.01
+    assert parts[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_keeps_fp32_master_weights(processes, stage):
+    """Updates far below bf16's resolution of a weight must add up."""
+    rows = make_rows(6)
+    sections = {
+        "model": {"dtype": "bfloat16"},
+        "engine": {"zero_stage": stage},
+        "optimizer": {"learning_rate": 2e-6},
+    }
+    with open_engine(processes, **sections) as engine:
+        before = parameters(engine)
+        for _ in range(40):
+            engine.update(rows)
+        moved = parameters(engine) - before
+    weights = before.abs() > 0.01  # resolution ≥ 3e-5: no single update reaches half of it
+    assert int((moved[weights] != 0).sum()) > 100
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_saved_and_loaded_is_never_saved(processes, stage, tmp_path):
+    first, second = make_rows(6, 1), make_rows(6, 2)
+    sections = {"engine": {"zero_stage": stage}}
+    with open_engine(processes, **sections) as engine:
+        engine.update(first)
+        engine.save(tmp_path / "engine")
+        expected = (engine.update(second), parameters(engine))
+    with open_engine(processes, **sections) as engine:
+        engine.load(tmp_path / "engine")
+        found = (engine.update(second), parameters(engine))
+    assert asdict(found[0]) == asdict(expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_full_tensors_come_under_every_tied_name_in_buckets(processes):
+    with open_engine(processes, engine={"zero_stage": 3}) as engine:
+        whole = {name: t.clone() for name, t in engine.named_full_tensors(2**29)}
+        parts = {name: t.clone() for name, t in engine.named_full_tensors(1000)}
+    assert whole.keys() == parts.keys()
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= whole.keys()
+    state = tiny_model().state_dict()
+    assert whole.keys() == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(whole[name], tensor), name
+        assert torch.equal(parts[name], tensor), name
+
+
+def test_the_one_heavy_loss_import_is_where_the_layout_says():
+    """`loss` and `batch` are pure: neither may know DeepSpeed or transformers."""
+    root = Path(__file__).resolve().parents[2] / "grpo_replay"
+    for name in (
+        "grpo/loss.py",
+        "grpo/batch.py",
+        "training/metrics.py",
+        "grpo/rollouts.py",
+        "training/trainer.py",
+        "engine/protocol.py",
+    ):
+        imports = re.findall(r"^\s*(?:import|from) (\S+)", (root / name).read_text(), re.MULTILINE)
+        assert not {module.split(".")[0] for module in imports} & {
+            "deepspeed", "transformers", "vllm",
+        }  # fmt: skip

@@ -1,0 +1,242 @@
+"""Models and tokenizers: what loads, and what is said about what does not."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from naive_sampler import qwen3
+
+from grpo_replay.engine.byte_tokenizer import EOS_ID, PAD_ID, byte_tokenizer
+from grpo_replay.engine.models import (
+    eos_token_ids,
+    load_config,
+    load_policy,
+    load_tokenizer,
+    resolve_model_path,
+)
+from grpo_replay.errors import ModelError, RecipeError
+from grpo_replay.recipe import ModelSection
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+}
+
+
+def random_section(**changes):
+    values = {
+        "path": "builtin:qwen3-0.6b",
+        "tokenizer": "builtin:bytes",
+        "random_init": True,
+        "config_overrides": SMALL,
+    }
+    return ModelSection(**{**values, **changes})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete model folder with the byte tokenizer."""
+    policy = load_policy(random_section(), 3)
+    policy.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Whoever reaches for the network fails at once, and is seen."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a network connection was opened")
+
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain", "héllo\n\t 漢字 🙂", " it 's  <b> ", "\x00\x7f\u00a0", "a" * 5000]
+)
+def test_bytes_make_an_exact_round_trip(text):
+    ids = byte_tokenizer()(text)["input_ids"]
+    assert ids == list(text.encode())
+    assert byte_tokenizer().decode(ids) == text
+
+
+def test_the_byte_tokenizer_has_special_tokens_and_a_chat_template():
+    tokenizer = byte_tokenizer()
+    assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id) == (258, PAD_ID, EOS_ID)
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "system: S\nuser: 1+1\nassistant: "
+    assert tokenizer.decode([65, EOS_ID], skip_special_tokens=True) == "A"
+
+
+def test_the_tiny_model_loads_with_tokenizer_and_stop_token():
+    section = ModelSection(path="builtin:tiny")
+    policy, tokenizer = load_policy(section, 0), load_tokenizer(section)
+    assert not policy.training
+    assert policy.config.vocab_size == len(tokenizer)
+    assert eos_token_ids(section, tokenizer) == (tokenizer.eos_token_id,)
+    assert eos_token_ids("builtin:tiny", tokenizer) == (tokenizer.eos_token_id,)
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+
+
+def test_a_random_initialisation_is_a_function_of_its_seed_and_leaves_the_random_state():
+    before = torch.get_rng_state()
+    first, again, other = (load_policy(random_section(), seed) for seed in (5, 5, 6))
+    assert torch.equal(before, torch.get_rng_state())
+    name = "model.layers.2.mlp.up_proj.weight"
+    weights = [policy.state_dict()[name] for policy in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_random_initialisation_takes_dtype_overrides_and_special_tokens():
+    policy = load_policy(random_section(dtype="bfloat16", attn_implementation="eager"), 0)
+    assert policy.dtype == torch.bfloat16
+    assert policy.config._attn_implementation == "eager"
+    assert policy.config.num_hidden_layers == len(policy.config.layer_types) == 3
+    assert (policy.config.eos_token_id, policy.config.pad_token_id) == (EOS_ID, PAD_ID)
+    assert policy.generation_config.eos_token_id == EOS_ID
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
+def test_published_configurations_ship(name):
+    config = load_config(random_section(path=f"builtin:{name}", config_overrides={}))
+    assert config.model_type == "qwen3"
+    assert config.vocab_size == 151_936
+    assert config.tie_word_embeddings
+
+
+def test_a_saved_folder_loads_bit_for_bit(folder):
+    saved = load_policy(random_section(), 3).state_dict()
+    loaded = load_policy(ModelSection(path=str(folder)), 9).state_dict()
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+    tokenizer = load_tokenizer(ModelSection(path=str(folder)))
+    assert eos_token_ids(str(folder), tokenizer) == (EOS_ID,)
+
+
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [12, 9]}))
+    tokenizer = load_tokenizer(ModelSection(path=str(folder)))
+    assert eos_token_ids(str(folder), tokenizer) == (9, 12, EOS_ID)
+    other = ModelSection(path=str(folder), tokenizer="builtin:bytes")
+    assert eos_token_ids(other, tokenizer) == (EOS_ID,)
+
+
+def test_both_stop_tokens_of_qwen_count_whichever_is_the_tokenizers_eos():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>", "<|im_start|>"]}
+    )
+    ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert eos_token_ids(random_section(), tokenizer) == tuple(sorted(ids))
+
+
+def test_a_tokenizer_without_a_pad_token_pads_with_eos(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(ModelSection(path=str(folder))).pad_token_id == EOS_ID
+
+
+def test_a_tokenizer_without_eos_is_refused(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="no EOS token"):
+        load_tokenizer(ModelSection(path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("config.json", "no config.json in"),
+        ("tokenizer", "no tokenizer in .*set model.tokenizer"),
+        ("model.safetensors", "no weights in .*random_init"),
+    ],
+)
+def test_an_incomplete_folder_is_named_with_what_it_lacks(folder, file, message):
+    for path in folder.glob(f"{file}*"):
+        path.unlink()
+    with pytest.raises(ModelError, match=message) as caught:
+        load_policy(ModelSection(path=str(folder)), 0)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_damaged_file_is_a_model_error(folder, file):
+    (folder / file).write_text('{"broken')
+    with pytest.raises(ModelError, match=r"cannot be (loaded|read)") as caught:
+        load_policy(ModelSection(path=str(folder)), 0)
+    assert str(folder) in str(caught.value)
+
+
+def test_weights_with_too_few_layers_are_not_topped_up_at_random(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config.update(num_hidden_layers=4, layer_types=["full_attention"] * 4)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"lack 11 tensors.*model\.layers\.3"):
+        load_policy(ModelSection(path=str(folder)), 0)
+
+
+def test_weights_of_another_shape_are_refused(folder):
+    shutil.rmtree(folder / "model.safetensors", ignore_errors=True)
+    qwen3(vocab_size=301, hidden_size=32, num_hidden_layers=3).save_pretrained(folder / "other")
+    shutil.copy(folder / "other" / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"weights in .* cannot be loaded"):
+        load_policy(ModelSection(path=str(folder)), 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"num_layers": 3}, "num_layers: qwen3 has no such setting .did you mean 'num_hidden_la"),
+        ({"hidden_size": "wide"}, "not a valid qwen3 configuration.*hidden_size"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of"),
+    ],
+)
+def test_overrides_that_the_configuration_cannot_take_are_recipe_errors(overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        load_config(random_section(config_overrides=overrides))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
+    section = random_section(config_overrides={**SMALL, "vocab_size": 257})
+    with pytest.raises(ModelError, match=r"has 258 tokens, but .* vocab_size 257"):
+        load_policy(section, 0)
+
+
+def test_a_builtin_without_tokenizer_says_what_to_set():
+    with pytest.raises(ModelError, match=r"no tokenizer in .*builtin:bytes"):
+        load_tokenizer(random_section(tokenizer=None))
+
+
+def test_paths_that_do_not_exist():
+    with pytest.raises(ModelError, match="no such builtin model; there are: builtin:tiny"):
+        resolve_model_path("builtin:huge")
+    assert resolve_model_path("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
+    for path in ("/no/such/model", "./no-model", "~/no-model", "a/b/c"):
+        with pytest.raises(ModelError, match="no such folder"):
+            load_config(ModelSection(path=path))
+
+
+def test_a_file_is_not_a_folder(folder):
+    with pytest.raises(ModelError, match="is a file; name the folder"):
+        load_config(ModelSection(path=str(folder / "config.json")))
+
+
+def test_a_hub_id_that_cannot_be_fetched_says_what_to_download(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for load in (load_config, load_tokenizer):
+        with pytest.raises(ModelError, match=r"hf download nobody/no-model --local-dir DIR"):
+            load(ModelSection(path="nobody/no-model"))

@@ -1,0 +1,93 @@
+"""What ranks computed finds its row again, whatever the packing. Worked by hand; no engine."""
+
+import numpy as np
+import pytest
+
+from grpo_replay.engine.row_results import (
+    pack_statistics,
+    pack_tokens,
+    unpack_statistics,
+    unpack_tokens,
+    update_result,
+)
+from grpo_replay.grpo.batch import MicroBatch
+from grpo_replay.grpo.loss import ROW_STATISTICS
+
+
+def micro_batch(rows: list[int], lengths: list[int]) -> MicroBatch:
+    """Of these rows of the mini-batch, with as many completion tokens each; the rest is zeros."""
+    row_of_C = np.repeat(np.arange(len(rows)), lengths)
+    zeros_C, zeros_R = np.zeros(sum(lengths)), np.zeros(len(rows))
+    return MicroBatch(
+        np.array(rows), np.zeros((len(rows), 1)), zeros_C, zeros_C, row_of_C, zeros_C, zeros_C,
+        zeros_R, zeros_R,
+    )  # fmt: skip
+
+
+def values(*numbers: float) -> np.ndarray:
+    return np.array(numbers, np.float32)
+
+
+def test_tokens_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
+    first = [
+        (micro_batch([3, 0], [1, 2]), values(30, 1, 2)),
+        (micro_batch([2], [0]), values()),
+    ]
+    second = [
+        (micro_batch([1], [3]), values(11, 12, 13)),
+        (micro_batch([-1], [1]), values(99)),  # padding
+    ]
+    lengths, tokens = zip(pack_tokens(first), pack_tokens(second), strict=True)
+    rows = unpack_tokens(lengths, tokens, 4)
+    assert [row.tolist() for row in rows] == [[1, 2], [11, 12, 13], [], [30]]
+    assert {row.dtype for row in rows} == {np.dtype(np.float32)}
+    rows[0][:] = 0  # a copy, which its owner may change
+    assert unpack_tokens(lengths, tokens, 4)[0].tolist() == [1, 2]
+
+
+def test_a_rank_without_micro_batches_adds_nothing():
+    pairs = [pack_tokens([(micro_batch([0], [2]), values(1, 2))]), pack_tokens([])]
+    lengths, tokens = zip(*pairs, strict=True)
+    assert [row.tolist() for row in unpack_tokens(lengths, tokens, 1)] == [[1, 2]]
+    assert unpack_statistics([pack_statistics([], [])], 0).shape == (0, len(ROW_STATISTICS))
+
+
+def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
+    def table(*rows: float) -> np.ndarray:
+        return np.array([[row] * len(ROW_STATISTICS) for row in rows])
+
+    first = pack_statistics([micro_batch([2, 0], [1, 1])], [table(2.5, 0.5)])
+    second = pack_statistics(
+        [micro_batch([1], [1]), micro_batch([-1], [1])], [table(1.5), table(-9.0)]
+    )
+    found = unpack_statistics([first, second], 3)
+    np.testing.assert_array_equal(found, table(0.5, 1.5, 2.5))
+
+
+def test_a_loss_that_is_not_finite_stays_in_its_row():
+    table = np.ones((2, len(ROW_STATISTICS)))
+    table[1, 0] = np.nan
+    found = unpack_statistics([pack_statistics([micro_batch([1, 0], [1, 1])], [table])], 2)
+    assert np.isnan(found[:, 0]).tolist() == [True, False]
+
+
+def test_sums_over_tokens_become_means():
+    """Two tokens with log-ratios 0 and 2: mean 1, variance 1; and a row without tokens."""
+    sums = {
+        "loss": 0.25, "tokens": 2, "clipped": 1, "log_ratio": 2, "log_ratio_squared": 4,
+        "approx_kl": 3, "ratio": 1 + np.exp(2), "log_ratio_max": 2, "entropy": 1,
+        "reference_kl": 0.5,
+    }  # fmt: skip
+    nothing = dict.fromkeys(ROW_STATISTICS, 0.0) | {"log_ratio_max": -np.inf}
+    assert sums.keys() == nothing.keys()
+    table = np.array([[row[name] for name in ROW_STATISTICS] for row in (sums, nothing)])
+    result = update_result(table, 1.5, 3)
+    assert (result.loss, result.grad_norm, result.reference_kl) == (0.25, 1.5, 0.25)
+    assert result.micro_batches == 3
+    whole, empty = result.outcomes
+    assert (whole.tokens, whole.clip_fraction, whole.entropy) == (2, 0.5, 0.5)
+    assert (whole.log_ratio_mean, whole.log_ratio_var, whole.approx_kl) == (1.0, 1.0, 1.5)
+    assert whole.ratio_mean == pytest.approx((1 + np.exp(2)) / 2)
+    assert whole.ratio_max == pytest.approx(np.exp(2))
+    assert (empty.tokens, empty.ratio_mean, empty.ratio_max, empty.log_ratio_var) == (0, 0, 0, 0)
+    assert update_result(table[1:], 0.0, 1).reference_kl == 0.0

@@ -1,0 +1,137 @@
+"""AES: the papers' published numbers from their published inputs, and refusals."""
+
+import json
+
+import numpy as np
+import pytest
+from test_eval_statistics import SETTINGS, report
+
+from grpo_replay.commands.aes import run
+from grpo_replay.errors import EvaluationFileError, UsageError
+from grpo_replay.evaluation.aes import Point, accuracy_efficiency_score, score_points, score_reports
+from grpo_replay.evaluation.report import EvaluationReport
+
+BASE = {"0.6B": (9.52, 2162), "1.7B": (13.53, 2007), "4B": (17.36, 2452)}
+GRPO = {"0.6B": (11.20, 3890), "1.7B": (15.75, 2174), "4B": (26.71, 7576)}
+
+
+@pytest.mark.parametrize(
+    ("size", "recomputed", "printed"),
+    [("0.6B", -0.270, -0.269), ("1.7B", 0.409, 0.409), ("4B", -0.474, -0.472)],
+)
+def test_aes_of_paper_a(size, recomputed, printed):
+    """Printed from unrounded inputs; ours from the rounded ones of the same table."""
+    score = accuracy_efficiency_score(*GRPO[size], *BASE[size])[2]
+    assert round(score, 3) == recomputed
+    assert score == pytest.approx(printed, abs=0.0025)
+
+
+def test_aes_by_hand():
+    # A fifth fewer tokens, a tenth more accuracy: 0.2 + 3·0.1. A tenth less: 0.2 - 5·0.1.
+    assert accuracy_efficiency_score(55, 80, 50, 100) == pytest.approx((0.2, 0.1, 0.5))
+    assert accuracy_efficiency_score(45, 80, 50, 100) == pytest.approx((0.2, -0.1, -0.3))
+    assert accuracy_efficiency_score(45, 80, 50, 100, gain=1, loss=2)[2] == pytest.approx(0.0)
+    assert accuracy_efficiency_score(50, 100, 50, 100) == (0, 0, 0)
+
+
+def test_the_unit_of_accuracy_does_not_matter():
+    percent = accuracy_efficiency_score(55, 80, 50, 100)
+    assert accuracy_efficiency_score(0.55, 80, 0.50, 100) == pytest.approx(percent)
+
+
+@pytest.mark.parametrize(
+    ("point", "message"),
+    [
+        (Point("r", 0, 100), "accuracy 0"),
+        (Point("r", 50, 0), "tokens 0"),
+        (Point("r", float("nan"), 100), "accuracy nan"),
+        (Point("r", 50, -1), "tokens -1"),
+    ],
+)
+def test_a_reference_that_cannot_be_is_refused(point, message):
+    with pytest.raises(UsageError, match=message):
+        score_points(point, [Point("c", 1, 1)])
+
+
+def test_reports_give_means_over_benchmarks_and_intervals():
+    reference = report({"x": [[1, 0]] * 30, "y": [[1, 1]] * 10}, tokens=lambda c: 100)
+    better = report({"x": [[1, 1]] * 30, "y": [[1, 1]] * 10}, tokens=lambda c: 80)
+    (score,) = score_reports(("r", reference), [("c", better)])
+    assert (score.accuracy, score.tokens) == (100, 80)
+    assert score.delta_accuracy == pytest.approx((1 - 0.75) / 0.75)
+    assert score.aes == pytest.approx(0.2 + 3 * 0.25 / 0.75)
+    assert score.aes_interval == pytest.approx((score.aes, score.aes))  # no problem differs
+    (back,) = score_reports(("c", better), [("r", reference)])
+    assert back.aes == pytest.approx(-0.25 - 5 * 0.25)
+    assert back.aes_interval == pytest.approx((back.aes, back.aes))
+
+
+def test_intervals_resample_problems_and_pair_them():
+    rng = np.random.default_rng(0)
+    counts = rng.binomial(4, 0.5, size=50)
+    problems = [[1] * c + [0] * (4 - c) for c in counts]
+    (same,) = score_reports(("r", report({"x": problems})), [("c", report({"x": problems}))])
+    assert same.aes_interval == (0, 0)
+    (other,) = score_reports(("r", report({"x": problems})), [("c", report({"x": problems[::-1]}))])
+    low, high = other.aes_interval
+    assert low < other.aes < high and high - low > 0.2
+
+
+def test_without_samples_there_is_no_interval():
+    bare = EvaluationReport({}, SETTINGS, {}, report({"x": [[1], [0]]}).sampled)
+    (score,) = score_reports(("r", bare), [("c", report({"x": [[1], [0]]}))])
+    assert score.aes_interval is None and score.aes == 0
+
+
+def test_other_benchmarks_and_hopeless_references_are_refused():
+    with pytest.raises(EvaluationFileError, match="different benchmarks"):
+        score_reports(("r", report({"x": [[1]]})), [("c", report({"y": [[1]]}))])
+    with pytest.raises(EvaluationFileError, match="accuracy 0"):
+        score_reports(("r", report({"x": [[0]]})), [("c", report({"x": [[1]]}))])
+
+
+def test_the_command_prints_one_json_document(capsys):
+    run("17.36,2452", [], ["GRPO=26.71,7576", "a=b=20,2000"], as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["reference"] == {"name": "reference", "accuracy": 17.36, "tokens": 2452}
+    assert document["constants"] == {"gain": 3, "loss": 5}
+    first = document["candidates"][0]
+    assert {"name", "accuracy", "tokens", "delta_length", "delta_accuracy", "aes"} <= first.keys()
+    assert (first["name"], round(first["aes"], 3)) == ("GRPO", -0.474)
+
+
+def test_the_command_shows_its_constants(capsys):
+    run("50,100", [], ["c=45,80"], gain=1, loss=2)
+    out = capsys.readouterr().out
+    assert "β = 1 if ΔAcc ≥ 0, else 2" in out and "+0.000" in out
+
+
+def test_the_command_reads_evaluation_files(capsys, tmp_path):
+    for name, problems in (("r", [[1, 0]] * 4), ("c", [[1, 1]] * 4)):
+        report({"x": problems}).write(tmp_path / f"{name}.json")
+    run(str(tmp_path / "r.json"), [str(tmp_path / "c.json")], as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["candidates"][0]["aes"] == pytest.approx(3)
+    assert document["candidates"][0]["aes_interval"] == pytest.approx([3, 3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("0,100", [], ["c=1,1"]), "accuracy 0"),
+        (("50,100", ["x.json"], ["c=1,1"]), "not both"),
+        (("50,100", [], []), "something to score"),
+        (("50,100", ["x.json"], []), "is numbers, but candidates are files"),
+        (("50", [], ["c=1,1"]), "expected ACC,TOKENS"),
+        (("50,100", [], ["c:1,1"]), "expected NAME=ACC,TOKENS"),
+        (("50,100", [], ["c=1,1,1"]), "expected ACC,TOKENS"),
+    ],
+)
+def test_the_command_refuses_what_does_not_fit(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        run(*arguments)
+
+
+def test_a_missing_file_is_a_data_error(tmp_path):
+    with pytest.raises(EvaluationFileError, match=r"nothing\.json"):
+        run(str(tmp_path / "nothing.json"), [str(tmp_path / "nothing.json")])

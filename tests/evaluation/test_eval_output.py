@@ -1,0 +1,253 @@
+"""What an evaluation may write over, what it finds out before it samples, and what it prints."""
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from io import StringIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from test_eval_statistics import SETTINGS, report
+from typer.testing import CliRunner
+
+from grpo_replay.cli import app
+from grpo_replay.commands.eval import EvalOptions, run
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.errors import CheckpointError, OutputDirectoryError
+from grpo_replay.evaluation import cache
+from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
+from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_generations
+from grpo_replay.evaluation.comparison import compare, differences
+from grpo_replay.evaluation.curve import plot_curve
+from grpo_replay.evaluation.model_source import find_model, model_sha256, used_revision
+from grpo_replay.evaluation.report import EvaluationReport, read_report
+from grpo_replay.evaluation.tables import comparison_table, markdown, print_table
+from grpo_replay.recipe import EvalSection, load_recipe
+from grpo_replay.training.run import Session
+
+FAST = ("eval.max_problems=3", "eval.samples=1", "eval.greedy=false")
+
+
+def tiny(output: object = None, *overrides: str, **options) -> EvalOptions:
+    where = None if output is None else str(output)
+    return EvalOptions("builtin:tiny", output=where, overrides=(*FAST, *overrides), **options)
+
+
+def not_sampled(*_: object, **__: object) -> None:
+    raise AssertionError("it should have been refused before anything was loaded")
+
+
+def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
+    """Problems in mine.parquet and notes in mine.md lie where rows and page of mine.json go."""
+    monkeypatch.setattr("grpo_replay.commands.eval._evaluate", not_sampled)
+    problems, notes = tmp_path / "mine.parquet", tmp_path / "mine.md"
+    pq.write_table(pa.table({"problem": ["1+1"], "answer": ["2"]}), problems)
+    before = problems.read_bytes()
+    with pytest.raises(OutputDirectoryError, match=r"mine\.parquet would be replaced, but is not"):
+        run(tiny(tmp_path / "mine.json", benchmarks=[str(problems)]))
+    assert problems.read_bytes() == before
+    problems.unlink()
+    notes.write_text("# My notes\n")
+    with pytest.raises(OutputDirectoryError, match=r"mine\.md would be replaced, but is not"):
+        run(tiny(tmp_path / "mine.json"))
+    assert notes.read_text() == "# My notes\n"
+
+
+def test_its_own_files_are_replaced(tmp_path, capsys):
+    for seed in (1, 2):
+        assert run(tiny(tmp_path / "e.json", f"eval.seed={seed}", benchmarks=["tiny_add"])) == 0
+    assert read_report(tmp_path / "e.json").settings["benchmarks"]["tiny_add"]["seeds"] == [2]
+
+
+def test_a_name_that_nobody_gave_does_not_replace_another_evaluation(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(tiny(benchmarks=["tiny_add"])) == 0
+    assert run(tiny(benchmarks=["tiny_add"])) == 0  # the same again
+    with pytest.raises(OutputDirectoryError, match=r"is the evaluation of .* on tiny_add: name an"):
+        run(tiny(benchmarks=["tiny_sub"]))
+
+
+def test_two_files_of_one_name_are_two_benchmarks(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    assert run(tiny(benchmarks=["a/mine.jsonl"])) == 0
+    with pytest.raises(OutputDirectoryError, match=r"on a/mine\.jsonl: name another"):
+        run(tiny(benchmarks=["b/mine.jsonl"]))
+
+
+def test_a_folder_has_no_revision(tmp_path):
+    """Whatever the recipe of the run says that its base model was."""
+    assert used_revision("abc", str(tmp_path)) is None
+    assert used_revision("abc", "builtin:tiny") is None
+    assert used_revision("abc", "me/tiny") == "abc"
+
+
+@pytest.mark.parametrize("place", ["file/e.json", "e" * 260 + ".json", "f.json"])
+def test_what_cannot_be_written_is_found_out_before_sampling(tmp_path, monkeypatch, place):
+    monkeypatch.setattr("grpo_replay.commands.eval._evaluate", not_sampled)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "f.generations").write_text("")
+    with pytest.raises(OutputDirectoryError, match="cannot be written"):
+        run(tiny(tmp_path / place))
+
+
+def test_a_full_disk_is_named_and_what_was_kept_stays(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    generation = Generation(np.array([1, 2], np.int32), "stop")
+    with GenerationWriter(tmp_path) as writer:
+        writer.add("first", generation)
+    monkeypatch.setattr(pq, "write_table", full)
+    named = pytest.raises(OutputDirectoryError, match=rf"{tmp_path} cannot be written \(No space")
+    with named, GenerationWriter(tmp_path) as writer:
+        writer.add("second", generation)
+    with pytest.raises(OutputDirectoryError, match=r"e\.json cannot be written \(No space left"):
+        report({"x": [[1]]}).write(tmp_path / "e.json")
+    monkeypatch.undo()
+    assert list(read_generations(tmp_path, ["first", "second"])) == ["first"]
+
+
+def test_sigterm_interrupts_an_evaluation_and_nothing_else(tmp_path, monkeypatch):
+    """Schedulers send it: the completions that there are must be kept, as after Ctrl-C."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def told_to_stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr("grpo_replay.commands.eval._evaluate", told_to_stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(tmp_path / "e.json"))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_two_evaluations_may_keep_completions_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "FLUSH_ROWS", 2)
+    names = [[f"{writer}-{row}" for row in range(40)] for writer in range(4)]
+    failures = []
+
+    def write(mine: list[str]) -> None:
+        try:
+            with GenerationWriter(tmp_path) as writer:
+                for name in mine:
+                    writer.add(name, Generation(np.array([1], np.int32), "stop"))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(mine,)) for mine in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    everything = [name for mine in names for name in mine]
+    assert read_generations(tmp_path, everything).keys() == set(everything)
+
+
+def test_revisions_of_one_hub_model_are_told_apart(tmp_path, monkeypatch):
+    repository = tmp_path / "models--me--tiny"
+    for revision, commit in (("main", "a" * 40), ("other", "b" * 40)):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"of": revision}))
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    main, other = (model_sha256("me/tiny", {}, revision) for revision in (None, "other"))
+    assert main == model_sha256("me/tiny", {}, "main") != other
+    with pytest.raises(CheckpointError, match="at revision 'third' is not in the local cache"):
+        model_sha256("me/tiny", {}, "third")
+
+
+def test_a_mistyped_folder_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(CheckpointError, match="runs/tpyo: no such folder in runs/"):
+        find_model("runs/tpyo")
+
+
+def test_options_that_a_comparison_would_ignore_are_refused(tmp_path):
+    report({"x": [[1]]}).write(tmp_path / "e.json")
+    words = ["eval", "--compare", *[str(tmp_path / "e.json")] * 2]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    refused = CliRunner().invoke(app, [*words, "--k", "3", "--output", "x.json"])
+    assert refused.exit_code == 2
+    assert "--k, --output would change nothing" in " ".join(refused.output.split())
+
+
+def test_another_backend_or_precision_is_said():
+    def made(backend: str, dtype: str, sha256: str) -> EvaluationReport:
+        plain = report({"x": [[1]]}, {**SETTINGS, "backend": backend})
+        return EvaluationReport(
+            {"dtype": dtype, "sha256": sha256}, plain.settings, {}, plain.sampled
+        )
+
+    one = made("hf", "float32", "s")
+    assert differences(one, made("hf", "float32", "t")) == []
+    assert differences(one, made("vllm", "bfloat16", "s")) == [
+        "A and B are the same model, by its SHA-256",
+        "sampled on hf in A, vllm in B",
+        "sampled in float32 in A, bfloat16 in B",
+    ]
+
+
+def test_a_published_benchmark_of_another_size_is_said(tmp_path, caplog):
+    rows = [{"problem_idx": i, "problem": "1+1", "answer": 2} for i in range(29)]
+    (tmp_path / "aime25.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = EvalSection(benchmarks=["aime25"], data_folder=str(tmp_path))
+    load_problems(*find_benchmarks(settings), settings)
+    assert "'aime25' has 29 problems here, the published one 30" in caplog.text
+    caplog.clear()
+    fewer = settings.model_copy(update={"max_problems": 5})
+    load_problems(*find_benchmarks(fewer), fewer)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("width", [20, 50, 80, 200])
+def test_a_narrow_terminal_cuts_no_number(width):
+    a = report({"a_benchmark_with_a_very_long_name": [[1, 0]] * 30 + [[0, 0]] * 90})
+    b = report({"a_benchmark_with_a_very_long_name": [[1, 1]] * 110 + [[0, 0]] * 10})
+    results = compare("a", a, "b", b)
+    stream = StringIO()
+    print_table(Console(file=stream, width=width), comparison_table(results))
+    for number in ("+79.2", "12.5", "91.7", "<.001", "110", "190"):
+        assert f" {number} " in stream.getvalue(), number
+
+
+def test_a_page_holds_any_name_and_any_template():
+    plain = report({"a|b": [[1], [0]]})
+    described = {"a|b": {"file": None, "source": "s", "split": "test", "problems_sha256": "d" * 64,
+                         "seeds": [42]}}  # fmt: skip
+    settings = {**SETTINGS, "user_template": "one\n\n`two`", "benchmarks": described}
+    page = markdown(EvaluationReport({}, settings, {}, plain.sampled))
+    assert r"| a\|b | 2 | 1 |" in page
+    assert r'- user_template: ``"one\n\n`two`"``' in page
+
+
+def test_a_run_whose_benchmarks_changed_draws_only_what_is_alike(tmp_path):
+    settings = {**SETTINGS, "bootstrap_samples": 100}
+    for step, benchmarks in ((0, {"x": [[1], [1]]}), (5, {"x": [[1], [0]], "y": [[0], [0]]})):
+        report(benchmarks, settings).write(tmp_path / f"step_{step:06d}.json")
+    assert plot_curve(tmp_path) is None  # one point of each
+    (tmp_path / "curve.png").write_text("of before")
+    assert plot_curve(tmp_path) is None and not (tmp_path / "curve.png").exists()
+    report({"x": [[1], [1]], "y": [[0], [1]]}, settings).write(tmp_path / "step_000010.json")
+    assert plot_curve(tmp_path) is not None
+
+
+def test_training_evaluates_with_the_recipes_verifier_limits():
+    recipe = load_recipe("tiny", ["reward.function=minerva", "reward.workers=3",
+                                  "reward.time_limit_seconds=7"])  # fmt: skip
+    session = Session(recipe, Comm(), None, None, None, None)
+    with session._evaluation_scorer() as scorer:
+        found = scorer._section
+    assert (found.function, found.workers, found.time_limit_seconds) == ("math_verify", 3, 7)

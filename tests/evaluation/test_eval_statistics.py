@@ -1,0 +1,271 @@
+"""avg@k, pass@j, intervals and the paired test: by hand, by enumeration, and against scipy."""
+
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy import stats
+
+from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation.aggregate import summarise
+from grpo_replay.evaluation.comparison import compare
+from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
+from grpo_replay.evaluation.statistics import (
+    bootstrap_draws,
+    interval,
+    pass_at_each,
+    resampled_mean,
+    sign_flip_p_value,
+    standard_error,
+)
+
+SETTINGS = {"benchmarks": {}, "temperature": 1.0, "bootstrap_samples": 20_000}
+
+
+def samples(benchmarks: dict[str, list[list[int]]], tokens=lambda correct: 10, ids=str) -> pa.Table:
+    """Rows of benchmarks given as lists of problems given as lists of 0 (wrong) and 1."""
+    rows = [
+        {
+            **{"benchmark": name, "problem_index": index, "problem_id": ids(index)},
+            **{"greedy": False, "sample": sample, "seed": 0, "answer": "", "completion_text": ""},
+            **{"tokens": tokens(correct), "finish_reason": "stop" if correct else "length"},
+            **{"verdict": "correct" if correct else "unparsable", "correct": bool(correct)},
+        }
+        for name, problems in benchmarks.items()
+        for index, problem in enumerate(problems)
+        for sample, correct in enumerate(problem)
+    ]
+    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def report(
+    benchmarks: dict[str, list[list[int]]], settings=SETTINGS, **options
+) -> EvaluationReport:
+    rows = samples(benchmarks, **options)
+    results = summarise(rows, settings["bootstrap_samples"], {})
+    return EvaluationReport({}, settings, {}, results, samples=rows)
+
+
+def test_pass_at_j_is_the_share_of_draws_that_hold_a_correct_one():
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for j in range(1, n + 1):
+                draws = list(combinations([1] * c + [0] * (n - c), j))
+                found = pass_at_each(np.array([c]), n)[0, j - 1]
+                assert found == pytest.approx(np.mean([any(d) for d in draws]))
+
+
+def test_pass_at_j_by_hand():
+    # 2 of 4 correct: a pair misses both in 1 of 6 ways; three cannot miss both.
+    assert pass_at_each(np.array([2, 0]), 4).tolist() == [
+        pytest.approx([1 / 2, 5 / 6, 1, 1]),
+        [0, 0, 0, 0],
+    ]
+    for bad in (3, -1):
+        with pytest.raises(ValueError, match="pass@j of"):
+            pass_at_each(np.array([bad]), 2)
+
+
+def test_pass_at_j_of_a_thousand_samples():
+    found = pass_at_each(np.array([1, 10, 500]), 1000)
+    for row, c in zip(found, (1, 10, 500), strict=True):
+        exact = [1 - comb(1000 - c, j) / comb(1000, j) for j in (1, 7, 500, 1000)]
+        assert row[[0, 6, 499, 999]] == pytest.approx(exact, abs=1e-12)
+
+
+def test_a_small_report_by_hand():
+    """Two problems of four samples, 2 and 1 correct; correct answers have 10 tokens, wrong 40."""
+    found = report(
+        {"a": [[1, 1, 0, 0], [0, 1, 0, 0]]}, tokens=lambda correct: 10 if correct else 40
+    ).sampled.benchmarks["a"]
+    assert (found.n, found.k) == (2, 4)
+    assert found.avg_at_k == pytest.approx(3 / 8)
+    assert found.avg_at_k_stderr == pytest.approx(1 / 8)  # values 1/2 and 1/4
+    assert found.pass_at_j == pytest.approx({"1": 3 / 8, "2": 2 / 3, "3": 7 / 8, "4": 1})
+    assert found.pass_at_k == 1
+    assert found.mean_tokens == pytest.approx((3 * 10 + 5 * 40) / 8)
+    assert (found.mean_tokens_correct, found.mean_tokens_incorrect) == (10, 40)
+    assert found.truncation_rate == found.unparsed_rate == 5 / 8
+    assert found.verdicts == {"correct": 3, "unparsable": 5}
+    assert found.avg_at_k_interval == (0.25, 0.5)  # a resample is one problem twice, or both
+    assert found.pass_at_k_interval == (1, 1)
+
+
+def test_undefined_is_none():
+    found = report({"a": [[1, 1]]}).sampled
+    assert found.benchmarks["a"].avg_at_k_stderr is None
+    assert found.benchmarks["a"].mean_tokens_incorrect is None
+    assert found.mean.avg_at_k_stderr is None
+    assert standard_error(np.array([0.5])) is None
+
+
+def test_the_mean_weighs_benchmarks_not_problems():
+    """0.5 on four problems and 1.0 on one: the mean is 0.75; its error is that of the first / 2."""
+    found = report({"a": [[1], [1], [0], [0]], "b": [[1], [1]]}).sampled
+    assert found.mean.avg_at_k == 0.75
+    error = np.sqrt(np.var([1, 1, 0, 0], ddof=1) / 4)
+    assert found.mean.avg_at_k_stderr == pytest.approx(error / 2)
+    assert found.mean.mean_tokens_incorrect == 10
+    assert found.accuracies() == {"a": 0.5, "b": 1.0, "mean": 0.75}
+
+
+def test_pass_at_j_of_the_mean_goes_to_the_smallest_k():
+    """x: 1 of 2 and 0 of 2 right; y: 2 of 3 right. pass@1: (1/4 + 2/3)/2; pass@2: (1/2 + 1)/2."""
+    found = report({"x": [[1, 0], [0, 0]], "y": [[1, 1, 0]]}).sampled.mean.pass_at_j
+    assert found == {"1": pytest.approx(11 / 24), "2": pytest.approx(3 / 4)}
+
+
+def test_unequal_numbers_of_samples_are_refused():
+    with pytest.raises(ValueError, match="same number of samples"):
+        summarise(samples({"a": [[1, 0], [1]]}), 10, {})
+
+
+def test_bootstrap_intervals_agree_with_scipy():
+    rng = np.random.default_rng(5)
+    values = rng.binomial(8, rng.beta(0.5, 0.8, size=60)) / 8
+    draws = bootstrap_draws(60, 40_000, np.random.default_rng(1))
+    ours = interval(resampled_mean(draws, values))
+    theirs = stats.bootstrap(
+        (values,), np.mean, n_resamples=40_000, method="percentile", rng=np.random.default_rng(2)
+    ).confidence_interval
+    assert ours == pytest.approx(tuple(theirs), abs=0.004)
+
+
+def test_intervals_cover_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(300):
+        values = rng.binomial(4, 0.3, size=80) / 4
+        low, high = interval(resampled_mean(bootstrap_draws(80, 500, rng), values))
+        hits += low <= 0.3 <= high
+    assert 0.90 < hits / 300 < 0.985
+
+
+def test_the_paired_test_by_hand():
+    """Two problems, B one sample in four better on both: every resample has difference 1/4. Of the
+    four ways to sign the two differences two have a mean as large as 1/4: ++ and --."""
+    a = report({"x": [[1, 0, 0, 0], [1, 1, 0, 0]]})
+    b = report({"x": [[1, 1, 0, 0], [1, 0, 1, 1]]})
+    found = compare("a", a, "b", b)["x"]
+    assert (found.accuracy_a, found.accuracy_b) == (3 / 8, 5 / 8)
+    assert found.difference == 1 / 4
+    assert found.difference_interval == (1 / 4, 1 / 4)
+    assert found.p_value == 0.5
+    assert (found.problems_better, found.problems_worse) == (2, 0)
+    assert (found.correct_to_wrong, found.wrong_to_correct) == (1, 3)
+
+
+def test_the_paired_p_value_agrees_with_the_t_test_where_that_is_valid():
+    rng = np.random.default_rng(3)
+    shared = rng.beta(2, 2, size=200)
+    a = rng.binomial(8, shared)
+    b = rng.binomial(8, np.clip(shared + 0.02, 0, 1))
+    as_samples = lambda counts: [[1] * c + [0] * (8 - c) for c in counts]  # noqa: E731
+    found = compare("a", report({"x": as_samples(a)}), "b", report({"x": as_samples(b)}))["mean"]
+    expected = stats.ttest_rel(b / 8, a / 8)
+    assert found.difference == pytest.approx(np.mean(b - a) / 8)
+    assert found.p_value == pytest.approx(expected.pvalue, abs=0.02)
+    low, high = expected.confidence_interval(0.95)
+    assert found.difference_interval == pytest.approx((low, high), abs=0.003)
+
+
+def test_pairing_uses_the_same_resamples_for_both():
+    """A shift by a constant has no spread, however different the problems are."""
+    a = report({"x": [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]})
+    b = report({"x": [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]})
+    low, high = compare("a", a, "b", b)["x"].difference_interval
+    assert (low, high) == pytest.approx((0.25, 0.25))
+
+
+def test_no_difference_has_p_value_one():
+    same = report({"x": [[1, 0], [0, 0]]})
+    found = compare("a", same, "b", same)["mean"]
+    assert (found.difference, found.p_value) == (0, 1)
+    assert sign_flip_p_value([np.zeros(9)], 100, np.random.default_rng(0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([1.0], 1.0),  # one problem says nothing: + and - are as large
+        ([0.5, 0.5, 0.5], 2 / 8),
+        ([1.0, 0.5], 2 / 4),
+        ([1.0, -0.5], 4 / 4),
+        ([0.25] * 8 + [0.0] * 22, 2 / 2**8),  # problems that are equal change nothing
+        ([3.0, 1.0, 1.0], 2 / 8),
+        ([3.0, 1.0, -1.0], 6 / 8),  # at least 3/3: 5, 3 and 3, and their mirror images
+    ],
+)
+def test_sign_flips_by_hand(differences, expected):
+    found = sign_flip_p_value([np.array(differences)], 100, np.random.default_rng(0))
+    assert found == pytest.approx(expected)
+
+
+def test_sign_flips_of_the_mean_weigh_benchmarks_not_problems():
+    """Means 1 of one problem and 1/4, 1/4 of two: shares 1, 1/8, 1/8 (times 1/2). Of the eight
+    signings only +++ and --- reach 5/4."""
+    differences = [np.array([1.0]), np.array([0.25, 0.25])]
+    assert sign_flip_p_value(differences, 100, np.random.default_rng(0)) == 2 / 8
+
+
+@pytest.mark.parametrize("problems", [10, 40])
+def test_sign_flips_agree_with_scipy(problems):
+    """Ten problems are counted out, forty drawn; scipy's permutation test does both alike."""
+    rng = np.random.default_rng(problems)
+    a, b = rng.binomial(8, 0.4, problems) / 8, rng.binomial(8, 0.5, problems) / 8
+    theirs = stats.permutation_test(
+        (b, a), lambda x, y, axis: np.mean(x - y, axis=axis), permutation_type="samples",
+        vectorized=True, n_resamples=20_000 if problems > 14 else np.inf, rng=rng,
+    )  # fmt: skip
+    ours = sign_flip_p_value([b - a], 20_000, np.random.default_rng(1))
+    assert ours == pytest.approx(theirs.pvalue, abs=1e-12 if problems <= 14 else 0.012)
+
+
+@pytest.mark.parametrize(("problems", "samples"), [(5, 8), (30, 16)])
+def test_p_values_between_models_that_are_alike_are_rarely_small(problems, samples):
+    """Few problems of very different difficulty, as in AIME: at most 5 % below 0.05."""
+    rng = np.random.default_rng(7)
+    p = []
+    for _ in range(400):
+        difficulty = rng.beta(0.4, 1.2, size=problems)
+        a, b = (rng.binomial(samples, difficulty) / samples for _ in range(2))
+        p.append(sign_flip_p_value([b - a], 400, rng))
+    small = np.mean(np.array(p) < 0.05)
+    assert small < 0.05 + 3 * np.sqrt(0.05 * 0.95 / 400)
+    assert small > 0.01 or problems == 5  # five problems cannot reach it: 2 / 2**5
+
+
+def test_a_single_problem_has_no_interval():
+    found = report({"x": [[1, 0]]})
+    assert found.sampled.benchmarks["x"].avg_at_k_interval is None
+    assert found.sampled.mean.avg_at_k_interval is None
+    assert compare("a", found, "b", found)["x"].difference_interval is None
+
+
+def test_all_right_is_exactly_one():
+    found = report({"x": [[1] * 3] * 7}).sampled.benchmarks["x"]
+    assert found.avg_at_k_interval == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (report({"y": [[1], [0]]}), "means over different benchmarks"),
+        (report({"x": [[1], [0], [1]]}), "2 problems in a, but 3 in b"),
+        (report({"x": [[1], [0]]}, ids=lambda i: f"p{i}"), "problem 1 is '0' in a, but 'p0'"),
+        (report({"x": [[1], [0]]}, {**SETTINGS, "temperature": 0.6}), "temperature 1.0, but b 0.6"),
+    ],
+)
+def test_what_is_not_comparable_is_refused(other, message):
+    with pytest.raises(EvaluationFileError, match=message):
+        compare("a", report({"x": [[1], [0]]}), "b", other)
+
+
+def test_a_paired_test_needs_the_samples():
+    whole = report({"x": [[1], [0]]})
+    bare = EvaluationReport({}, SETTINGS, {}, whole.sampled)
+    with pytest.raises(EvaluationFileError, match="per-sample file"):
+        compare("a.json", whole, "b.json", bare)

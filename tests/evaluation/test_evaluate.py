@@ -1,0 +1,225 @@
+"""The evaluator on the real tiny model: right numbers, resumable, the same on one and two ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+from evaluate_program import recipe
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.models import load_tokenizer
+from grpo_replay.errors import DatasetError, EvaluationFileError, RecipeError
+from grpo_replay.evaluation.evaluate import evaluate, plan_evaluation
+from grpo_replay.evaluation.report import read_report
+from grpo_replay.grpo.seeding import completion_seed
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.tiny import BASE_DIR
+from grpo_replay.types import RequestKey
+
+PROGRAM = Path(__file__).parents[1] / "support" / "evaluate_program.py"
+SAMPLES = 5 * 12 * (4 + 1)  # benchmarks · problems · (sampled + greedy)
+
+
+def start(output: Path, rank: int = 0, ranks: int = 1, folder: object = "none"):
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(output), str(rank), str(ranks), str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process) -> int:
+    """The number of completions the process sampled."""
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err[-3000:]
+    return int(out.split()[-1])
+
+
+def files(output: Path) -> tuple[bytes, bytes]:
+    return output.read_bytes(), output.with_suffix(".parquet").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "eval.json"
+    assert finish(start(output)) == SAMPLES
+    return output
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(recipe().model)
+
+
+def plan(tokenizer, **settings):
+    own = recipe().eval.model_copy(update=settings)
+    return plan_evaluation(tokenizer, recipe().model_copy(update={"eval": own}))
+
+
+def test_an_evaluation_killed_midway_and_resumed_gives_the_same_files(tmp_path, uninterrupted):
+    output, generations = tmp_path / "eval.json", tmp_path / "generations"
+    process = start(output, folder=generations)
+    deadline = time.monotonic() + 120
+    while len(list(generations.glob("*.parquet"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not output.exists()
+    resumed = finish(start(output, folder=generations))
+    assert 0 < resumed <= SAMPLES - 3 * 16
+    assert files(output) == files(uninterrupted)
+    assert finish(start(output, folder=generations)) == 0  # nothing is left to sample
+    assert files(output) == files(uninterrupted)
+
+
+def test_a_torn_generation_file_is_sampled_again(tmp_path, uninterrupted, tokenizer):
+    generations = tmp_path / "generations"
+    finish(start(tmp_path / "a.json", folder=generations))
+    shard = sorted(generations.glob("*.parquet"))[2]
+    shard.write_bytes(shard.read_bytes()[:-20])
+    assert finish(start(tmp_path / "b.json", folder=generations)) == 16
+    assert files(tmp_path / "b.json") == files(uninterrupted)
+
+
+def test_one_and_two_ranks_agree(tmp_path, uninterrupted):
+    output = tmp_path / "eval.json"
+    ranks = [start(output, rank, 2) for rank in range(2)]
+    counts = [finish(process) for process in ranks]
+    assert counts == [SAMPLES // 2, SAMPLES // 2]
+    assert files(output) == files(uninterrupted)
+
+
+def test_the_report_is_what_its_rows_say(uninterrupted):
+    report = read_report(uninterrupted)
+    rows = report.samples.to_pylist()
+    assert len(rows) == SAMPLES
+    assert list(report.sampled.benchmarks) == [
+        *("tiny_add", "tiny_sub", "tiny_mul", "tiny_order", "tiny_pair")
+    ]
+    means = []
+    for name, result in report.sampled.benchmarks.items():
+        mine = [row for row in rows if row["benchmark"] == name and not row["greedy"]]
+        assert (result.n, result.k, len(mine)) == (12, 4, 48)
+        assert result.avg_at_k == pytest.approx(np.mean([row["correct"] for row in mine]))
+        right = {row["problem_id"] for row in mine if row["correct"]}
+        assert result.pass_at_k == pytest.approx(len(right) / 12)
+        assert result.pass_at_j["1"] == pytest.approx(result.avg_at_k)
+        assert result.mean_tokens == pytest.approx(np.mean([row["tokens"] for row in mine]))
+        wrong = [row["tokens"] for row in mine if not row["correct"]]
+        assert result.mean_tokens_incorrect == pytest.approx(np.mean(wrong))
+        assert sum(result.verdicts.values()) == 48
+        means.append(result.avg_at_k)
+    assert report.accuracies()["mean"] == pytest.approx(np.mean(means))
+    assert report.accuracies()["mean"] > 0.1
+    greedy = [row["correct"] for row in rows if row["greedy"]]
+    assert report.greedy_accuracies()["mean"] == pytest.approx(np.mean(greedy))
+    truncated = [row for row in rows if row["finish_reason"] == "length"]
+    assert all(row["tokens"] == 20 for row in truncated)
+
+
+def test_accuracy_is_that_of_grading_the_arithmetic_by_hand(uninterrupted):
+    """The benchmark is arithmetic, so Python can say whether a completion is right."""
+    rows = read_report(uninterrupted).samples.to_pylist()
+    for row in rows:
+        problem = row["problem_id"].split(":")[1]
+        expected = row["completion_text"].rstrip().endswith(f"\\boxed{{{eval(problem)}}}")
+        assert row["correct"] == expected, row
+
+
+def test_waves_of_eight_have_their_own_seeds(tokenizer):
+    requests = [
+        each
+        for each in plan(tokenizer, samples=17, greedy=False).samples
+        if each.benchmark == "tiny_sub" and each.problem_index == 3
+    ]
+    seeds = [each.request.seed for each in requests]
+    own = crc32(b"tiny_sub")
+    expected = [
+        completion_seed(42 + sample // 8, RequestKey(own, 3, sample)) for sample in range(17)
+    ]
+    assert seeds == expected and len(set(seeds)) == 17
+
+
+def test_no_two_completions_share_a_seed_not_even_of_two_benchmarks(tokenizer):
+    """Or their errors would go together, and the mean over benchmarks be less certain than said."""
+    seeds = [each.request.seed for each in plan(tokenizer, greedy=False).samples]
+    assert len(set(seeds)) == len(seeds) == 5 * 12 * 4
+
+
+def test_a_plan_asks_for_each_completion_once(tokenizer):
+    planned = plan(tokenizer)
+    keys = [each.request.key for each in planned.samples]
+    assert len(keys) == SAMPLES == len(set(keys))
+    greedy = [each.request for each in planned.samples if each.greedy]
+    assert {(r.temperature, r.top_p) for r in greedy} == {(0.0, 1.0)}
+    assert {r.max_tokens for r in greedy} == {20}
+
+
+def test_more_samples_keep_those_there_are(tmp_path, tokenizer):
+    sampler = HfSampler.open(recipe(), str(BASE_DIR))
+    settings = {"benchmarks": ["tiny_add"], "greedy": False}
+    with RewardScorer.open(recipe().reward) as scorer:
+        four, six = (
+            evaluate(
+                sampler,
+                tokenizer,
+                plan(tokenizer, **settings, samples=k),
+                Comm(),
+                scorer,
+                generations_folder=tmp_path,
+            )
+            for k in (4, 6)
+        )
+    first = six.samples.filter(pc.field("sample") < 4)
+    assert first.equals(four.samples)
+    assert six.sampled.benchmarks["tiny_add"].k == 6
+
+
+def test_progress_ends_complete_and_never_goes_back(tokenizer):
+    told = []
+    sampler = HfSampler.open(recipe(), str(BASE_DIR))
+    planned = plan(tokenizer, benchmarks=["tiny_add"])
+    with RewardScorer.open(recipe().reward) as scorer:
+        evaluate(sampler, tokenizer, planned, Comm(), scorer, on_progress=told.append)
+    done = [progress.done for progress in told]
+    assert done == sorted(done) and done[-1] == told[-1].total == 60
+    assert told[-1].accuracy is None or 0 <= told[-1].accuracy <= 1
+
+
+def test_what_cannot_be_planned_is_refused(tokenizer):
+    with pytest.raises(RecipeError, match="greedily twice"):
+        plan(tokenizer, temperature=0.0)
+    with pytest.raises(RecipeError, match="did you mean 'tiny_add'"):
+        plan(tokenizer, benchmarks=["tiny_ad"])
+    prompts = recipe().prompts.model_copy(update={"max_prompt_length": 3})
+    with pytest.raises(DatasetError, match="max_prompt_length 3"):
+        plan_evaluation(tokenizer, recipe().model_copy(update={"prompts": prompts}))
+
+
+def test_a_report_reads_back_as_it_was_and_damage_is_named(tmp_path, uninterrupted):
+    report = read_report(uninterrupted)
+    report.write(tmp_path / "copy.json")
+    assert files(tmp_path / "copy.json") == files(uninterrupted)
+    bad = tmp_path / "bad.json"
+    for text, message in (
+        ("{", "not a readable"),
+        ('{"accuracy": 3}', "not an evaluation file"),
+        ('{"schema_version": 1}', "schema_version is 1, expected 2"),
+        ('{"schema_version": 2}', "damaged"),
+    ):
+        bad.write_text(text)
+        with pytest.raises(EvaluationFileError, match=message):
+            read_report(bad)
+    (tmp_path / "copy.parquet").write_bytes(b"PAR1")
+    with pytest.raises(EvaluationFileError, match=r"copy\.parquet"):
+        read_report(tmp_path / "copy.json")

@@ -1,0 +1,363 @@
+"""Every number of a report, a comparison and AES, worked by hand for two benchmarks that differ in
+problems, samples and lengths; and where each number is shown."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from io import StringIO
+from itertools import product
+from math import ceil, floor, sqrt
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from matplotlib.figure import Figure
+from pytest import approx
+from rich.console import Console
+from rich.table import Table
+
+from grpo_replay.commands.aes import print_scores
+from grpo_replay.commands.eval import run_comparison
+from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation.aes import point_of, score_reports
+from grpo_replay.evaluation.aggregate import summarise
+from grpo_replay.evaluation.comparison import compare, differences
+from grpo_replay.evaluation.curve import plot_curve
+from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
+from grpo_replay.evaluation.tables import comparison_table, markdown, terminal_tables
+
+# A word is one completion: verdict, tokens, and ! if it reached the length limit.
+VERDICTS = {"c": "correct", "i": "incorrect", "u": "unparsable", "t": "timeout"}
+Words = dict[str, Sequence[str]]
+A: Words = {
+    "alpha": ("c10 c20 t30 u60!", "i20 i60! u60! u60!"),
+    "beta": ("c30 c50 i10", "c20 i10 u30", "i60! i60! t45"),
+}
+A_GREEDY: Words = {"alpha": ("c10", "c20"), "beta": ("i60!", "c30", "i40")}
+B: Words = {
+    "alpha": ("c4 i12 c24 c40", "c30 i50 u60 c60!"),
+    "beta": ("i10 c30", "i22 c60!", "c35 c35"),
+}
+# Of each problem: accuracy and tokens in A, accuracy and tokens in B.
+PAIRS = {
+    "alpha": [(2 / 4, 30, 3 / 4, 20), (0 / 4, 50, 2 / 4, 50)],
+    "beta": [(2 / 3, 30, 1 / 2, 20), (1 / 3, 20, 1 / 2, 41), (0 / 3, 55, 2 / 2, 35)],
+}
+RESAMPLES = 20_000
+SETTINGS: dict[str, Any] = {
+    "benchmarks": {
+        name: {
+            **{"title": name.title(), "file": None, "source": "builtin", "split": "train"},
+            **{"problems_sha256": 64 * "0", "seeds": [42]},
+        }
+        for name in A
+    },
+    **{"temperature": 0.6, "top_p": 0.8, "max_completion_length": 60, "max_problems": None},
+    **{"reward": "math_verify", "template": "chat", "system_prompt": None, "user_template": "{x}"},
+    "bootstrap_samples": RESAMPLES,
+}
+
+
+def table(words: Words, greedy: bool = False) -> pa.Table:
+    rows = [
+        {
+            **{"benchmark": name, "problem_index": index, "problem_id": str(index)},
+            **{"greedy": greedy, "sample": sample, "seed": 0, "answer": "", "completion_text": ""},
+            **{"tokens": int(word[1:].rstrip("!")), "verdict": VERDICTS[word[0]]},
+            **{"finish_reason": "length" if word.endswith("!") else "stop"},
+            **{"correct": word[0] == "c"},
+        }
+        for name, problems in words.items()
+        for index, problem in enumerate(problems)
+        for sample, word in enumerate(problem.split())
+    ]
+    return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
+
+
+def report(
+    words: Words, greedy_words: Words | None = None, version: str = "0.9.0", unparsable: str = ""
+) -> EvaluationReport:
+    rows = [table(words), table(greedy_words or {}, greedy=True)]
+    sampled = summarise(rows[0], RESAMPLES, {"beta": unparsable.split()})
+    greedy = summarise(rows[1], RESAMPLES, {}) if greedy_words else None
+    versions = {"math-verify": version}
+    return EvaluationReport({}, SETTINGS, versions, sampled, greedy, pa.concat_tables(rows))
+
+
+@pytest.fixture(scope="module")
+def a() -> EvaluationReport:
+    return report(A, A_GREEDY, unparsable="1 2")
+
+
+@pytest.fixture(scope="module")
+def b() -> EvaluationReport:
+    return report(B, version="0.8.0")
+
+
+def exact(benchmarks: Iterable[Any], of: Callable[[Any], Any] = lambda mean: mean) -> Any:
+    """The 95 % interval of a statistic of the mean over benchmarks, from every resample there is:
+    n problems are drawn in n^n ways, each as likely, and each benchmark on its own."""
+    draws = [[np.mean(d, axis=0) for d in product(each, repeat=len(each))] for each in benchmarks]
+    values = sorted(of(np.mean(means, axis=0)) for means in product(*draws))
+    tail = 0.025 * len(values)
+    return approx((values[floor(tail)], values[ceil(len(values) - tail) - 1]))
+
+
+def assert_is(found: Any, **expected: Any) -> None:
+    """Every field but the p-value, which other tests hold."""
+    assert {field.name for field in fields(found)} - {"p_value"} == set(expected)
+    for name, value in expected.items():
+        assert getattr(found, name) == (approx(value) if type(value) is float else value), name
+
+
+def printed(found: Table) -> list[str]:
+    """The lines of a table on a terminal, each run of spaces as one."""
+    console = Console(width=120, file=StringIO())
+    console.print(found)
+    return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+
+
+def test_enumeration_by_hand():
+    assert exact([[0, 1]]) == (0, 1)  # each in 1 of 4 resamples
+    # Of 4 · 27 resamples, 1 has both at 0; 3 more have the second at 1/9: beyond 1 in 40.
+    assert exact([[1 / 2, 0], [2 / 3, 1 / 3, 0]]) == (1 / 18, 19 / 36)
+
+
+def test_every_number_of_the_first_benchmark(a):
+    assert_is(
+        a.sampled.benchmarks["alpha"],
+        n=2, k=4,
+        avg_at_k=1 / 4, avg_at_k_interval=(0, 1 / 2),
+        avg_at_k_stderr=1 / 4,  # 1/2 and 0: half their distance
+        pass_at_k=1 / 2, pass_at_k_interval=(0, 1),
+        # 2 of 4 correct: 1/2; 1 - 1/6; 1; 1. None of 4: 0.
+        pass_at_j=approx({"1": 1 / 4, "2": 5 / 12, "3": 1 / 2, "4": 1 / 2}),
+        mean_tokens=40.0, mean_tokens_interval=(30, 50),
+        mean_tokens_correct=15.0, mean_tokens_incorrect=(30 + 60 + 20 + 60 + 60 + 60) / 6,
+        truncation_rate=4 / 8, unparsed_rate=3 / 8,
+        verdicts={"correct": 2, "incorrect": 2, "timeout": 1, "unparsable": 3},
+        unparsable_answers=(),
+    )  # fmt: skip
+
+
+def test_every_number_of_the_second_benchmark(a):
+    assert_is(
+        a.sampled.benchmarks["beta"],
+        n=3, k=3,
+        avg_at_k=1 / 3, avg_at_k_interval=exact([[2 / 3, 1 / 3, 0]]),
+        avg_at_k_stderr=1 / 3 / sqrt(3),  # 2/3, 1/3 and 0: variance (1/9 + 0 + 1/9) / 2
+        pass_at_k=2 / 3, pass_at_k_interval=exact([[1, 1, 0]]),
+        # 2 of 3 correct: 2/3, 1, 1. 1 of 3: 1/3, 2/3, 1. None: 0.
+        pass_at_j=approx({"1": 1 / 3, "2": 5 / 9, "3": 2 / 3}),
+        mean_tokens=35.0, mean_tokens_interval=exact([[30, 20, 55]]),
+        mean_tokens_correct=100 / 3, mean_tokens_incorrect=(10 + 10 + 30 + 60 + 60 + 45) / 6,
+        truncation_rate=2 / 9, unparsed_rate=1 / 9,
+        verdicts={"correct": 3, "incorrect": 4, "timeout": 1, "unparsable": 1},
+        unparsable_answers=("1", "2"),
+    )  # fmt: skip
+
+
+def test_every_number_of_the_mean(a):
+    assert_is(
+        a.sampled.mean,
+        benchmarks=("alpha", "beta"),
+        avg_at_k=7 / 24, avg_at_k_interval=approx((1 / 18, 19 / 36)),
+        avg_at_k_stderr=sqrt(1 / 16 + 1 / 27) / 2,
+        pass_at_k=7 / 12, pass_at_k_interval=exact([[1, 0], [1, 1, 0]]),
+        pass_at_j=approx({"1": 7 / 24, "2": (5 / 12 + 5 / 9) / 2, "3": 7 / 12}),
+        mean_tokens=(40 + 35) / 2, mean_tokens_interval=exact([[30, 50], [30, 20, 55]]),
+        mean_tokens_correct=(10 + 20 + 30 + 50 + 20) / 5,
+        mean_tokens_incorrect=(290 + 215) / 12,
+        truncation_rate=(1 / 2 + 2 / 9) / 2, unparsed_rate=(3 / 8 + 1 / 9) / 2,
+    )  # fmt: skip
+    assert a.greedy_accuracies() == approx({"alpha": 1, "beta": 1 / 3, "mean": 2 / 3})
+
+
+def test_every_number_of_a_comparison(a, b):
+    found = compare("A", a, "B", b)
+    assert list(found) == ["alpha", "beta", "mean"]
+    accuracy = {"alpha": [1 / 4, 1 / 2], "beta": [-1 / 6, 1 / 6, 1]}  # B - A of each problem
+    tokens = {"alpha": [-10, 0], "beta": [-10, 21, -20]}
+    assert_is(
+        found["alpha"],
+        accuracy_a=1 / 4, accuracy_b=5 / 8,
+        difference=3 / 8, difference_interval=approx((1 / 4, 1 / 2)),
+        tokens_difference=-5.0, tokens_difference_interval=approx((-10, 0)),
+        problems_better=2, problems_worse=0, correct_to_wrong=1, wrong_to_correct=4,
+    )  # fmt: skip
+    assert_is(
+        found["beta"],
+        accuracy_a=1 / 3, accuracy_b=2 / 3,
+        difference=1 / 3, difference_interval=exact([accuracy["beta"]]),
+        tokens_difference=-3.0, tokens_difference_interval=exact([tokens["beta"]]),
+        problems_better=2, problems_worse=1,
+        correct_to_wrong=2, wrong_to_correct=3,  # of the two samples that both have
+    )  # fmt: skip
+    assert_is(
+        found["mean"],
+        accuracy_a=7 / 24, accuracy_b=31 / 48,
+        difference=17 / 48, difference_interval=exact(accuracy.values()),
+        tokens_difference=-4.0, tokens_difference_interval=exact(tokens.values()),
+        problems_better=4, problems_worse=1, correct_to_wrong=3, wrong_to_correct=7,
+    )  # fmt: skip
+
+
+def test_benchmarks_of_one_size_are_resampled_apart():
+    """All resamples at 1 have chance 1/27 for one benchmark, and 1/729 for two at once."""
+    none, one = ({name: ("i1", "i1", word) for name in "xy"} for word in ("i1", "c1"))
+    found = report(one).sampled
+    assert found.benchmarks["x"].avg_at_k_interval == exact([[0, 0, 1]]) == (0, 1)
+    assert found.mean.avg_at_k_interval == exact([[0, 0, 1], [0, 0, 1]]) == (0, 2 / 3)
+    paired = compare("A", report(none), "B", report(one))
+    assert paired["mean"].difference_interval == approx((0, 2 / 3))
+
+
+def test_an_interval_does_not_depend_on_what_else_was_evaluated():
+    words = {name: [f"c{n * n}" for n in range(1, 10)] for name in ("alpha", "beta")}
+    together = report(words).sampled.benchmarks
+    for name in words:
+        assert report({name: words[name]}).sampled.benchmarks[name] == together[name]
+    assert len({each.mean_tokens_interval for each in together.values()}) == 2
+
+
+def test_the_mean_has_a_p_value_of_its_own():
+    """The first benchmark is the same in both, and the second is all wrong in one."""
+    one, other = ({"x": ["c1"] * 8, "y": [word] * 8} for word in ("i1", "c1"))
+    found = compare("A", report(one), "B", report(other))
+    assert found["mean"].p_value < 0.05 < found["x"].p_value
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [
+        *(("temperature", 1.0), ("top_p", 1.0), ("max_completion_length", 61)),
+        *(("max_problems", 2), ("reward", "minerva"), ("template", "plain")),
+        *(("system_prompt", "Think."), ("user_template", "{x}=")),
+    ],
+)
+def test_every_setting_that_decides_a_number_must_agree(a, key, other):
+    changed = replace(a, settings={**SETTINGS, key: other})
+    message = re.escape(f"A has {key} {SETTINGS[key]!r}, but B {other!r}")
+    with pytest.raises(EvaluationFileError, match=message):
+        compare("A", a, "B", changed)
+    with pytest.raises(EvaluationFileError, match=message):
+        score_reports(("A", a), [("B", changed)])
+
+
+@pytest.mark.parametrize("package", ["math-verify", "latex2sympy2_extended", "sympy"])
+def test_every_package_that_grades_is_noted(a, package):
+    one, other = (replace(a, versions={package: version}) for version in "12")
+    assert differences(one, other) == [f"graded with {package} 1 in A, 2 in B"]
+
+
+def test_a_comparison_prints_its_numbers_and_what_differs(a, b, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, each in zip(files, (a, b), strict=True):
+        each.write(file)
+    run_comparison(*map(str, files))
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "beta: 3 samples of each problem in A, 2 in B; lost and won count the first 2",
+        "graded with math-verify 0.9.0 in A, 0.8.0 in B",
+    ]
+    found = replace(compare("A", a, "B", b)["alpha"], p_value=0.125)
+    lines = printed(comparison_table({"alpha": found}))
+    assert "benchmark A B B-A 95 % p tokens better worse lost won" in lines
+    assert "alpha 25.0 62.5 +37.5 [25.0, 50.0] 0.125 -5.0 2 0 1 4" in lines
+
+
+def test_aes_and_its_intervals(a, b, capsys):
+    def delta_length(mean: Any) -> float:
+        return (mean[3] - mean[1]) / mean[3]
+
+    def delta_accuracy(mean: Any) -> float:
+        return (mean[0] - mean[2]) / mean[2]
+
+    def aes(mean: Any) -> float:
+        return delta_length(mean) + (3 if mean[0] >= mean[2] else 5) * delta_accuracy(mean)
+
+    (found,) = score_reports(("B", b), [("A", a)])
+    assert_is(
+        found,
+        name="A", accuracy=100 * 7 / 24, tokens=37.5,
+        delta_length=(33.5 - 37.5) / 33.5,
+        delta_accuracy=-17 / 31,  # 14/48 against 31/48
+        aes=-4 / 33.5 - 5 * 17 / 31,
+        delta_length_interval=exact(PAIRS.values(), delta_length),
+        delta_accuracy_interval=exact(PAIRS.values(), delta_accuracy),
+        aes_interval=exact(PAIRS.values(), aes),
+    )  # fmt: skip
+    print_scores(point_of("B", b), [found], 3, 5, Console(width=120))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "A 29.17 37.5 -0.119 -0.548 -2.861" in lines
+    bounds = (found.delta_length_interval, found.delta_accuracy_interval, (-4.656, -0.983))
+    shown = " ".join(f"[{low:+.3f}, {high:+.3f}]" for low, high in bounds)
+    assert f"A {shown}" in lines
+
+
+def test_no_interval_of_accuracy_where_a_resampled_reference_solves_nothing(a, b):
+    """One resample of A in 108 has no correct answer at all; its lengths are as good as any."""
+    (found,) = score_reports(("A", a), [("B", b)])
+    assert found.aes == approx((37.5 - 33.5) / 37.5 + 3 * 17 / 14)
+    assert (found.delta_accuracy_interval, found.aes_interval) == (None, None)
+    shorter = exact(PAIRS.values(), lambda mean: (mean[1] - mean[3]) / mean[1])
+    assert found.delta_length_interval == shorter
+
+
+@pytest.mark.parametrize(("word", "message"), [("i5", "accuracy 0"), ("c0", "tokens 0")])
+def test_a_reference_of_zero_is_refused(word, message):
+    zero = report({"x": [word, word]})
+    with pytest.raises(EvaluationFileError, match=message):
+        score_reports(("A", zero), [("B", zero)])
+
+
+ROWS = (
+    "benchmark | n | k | avg@k | 95 % | pass@k | 95 % | greedy",
+    "Alpha | 2 | 4 | 25.0 | [0.0, 50.0] | 50.0 | [0.0, 100.0] | 100.0",
+    "mean |  |  | 29.2 | [5.6, 52.8] | 58.3 | [16.7, 100.0] | 66.7",
+    "benchmark | tokens | 95 % | right | wrong | cut | none",
+    "Alpha | 40.0 | [30.0, 50.0] | 15.0 | 48.3 | 50.0 | 37.5",
+    "mean | 37.5 | [26.7, 48.3] | 26.0 | 42.1 | 36.1 | 24.3",
+    "benchmark | j=1 | j=2 | j=4",
+    "Alpha | 25.0 | 41.7 | 50.0",
+    "Beta | 33.3 | 55.6 | –",
+)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_the_same_on_a_terminal_and_in_markdown(a, row):
+    lines = [line for found in terminal_tables(a) for line in printed(found)]
+    assert " ".join(row.replace(" |", "").split()) in lines
+    assert f"| {row} |" in markdown(a).splitlines()
+
+
+def test_markdown_names_unparsable_answers(a):
+    line = "- beta: math-verify cannot parse the reference answer of 1, 2"
+    assert line in markdown(a).splitlines()
+
+
+def test_the_curve_shows_accuracy_and_its_interval(a, b, tmp_path, monkeypatch):
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *args: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    for step, each in ((0, a), (50, b)):
+        each.write(tmp_path / f"step_{step:06d}.json")
+    plot_curve(tmp_path)
+    axes = drawn[0].axes[0]
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+    assert lines == [
+        ([0, 50], approx([25, 62.5])),  # alpha
+        ([0, 50], approx([100 / 3, 200 / 3])),  # beta
+        ([0, 50], approx([100 * 7 / 24, 100 * 31 / 48])),  # their mean
+        ([0], approx([200 / 3])),  # greedy
+    ]
+    band = axes.collections[0].get_paths()[0].vertices
+    low, high = a.sampled.mean.avg_at_k_interval
+    assert set(band[band[:, 0] == 0][:, 1]) == {100 * low, 100 * high}

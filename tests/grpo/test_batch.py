@@ -1,0 +1,190 @@
+"""From a composed batch to micro-batches: who is in which update, on which rank, at which index."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_replay.grpo.batch import (
+    MicroBatch,
+    TrainRow,
+    _from_bytes,
+    _to_bytes,
+    logprob_row,
+    mini_batch_indices,
+    plan_microbatches,
+    train_rows,
+)
+from grpo_replay.recipe import BatchSection, LossSection
+from grpo_replay.types import Rollout
+
+
+def make_row(prompt: int, completion: int, seed: int = 0) -> TrainRow:
+    rng = np.random.default_rng([seed, prompt, completion])
+    return TrainRow(
+        rng.integers(1, 99, prompt).astype(np.int32),
+        rng.integers(1, 99, completion).astype(np.int32),
+        rng.normal(size=completion).astype(np.float32),
+        rng.normal(size=completion).astype(np.float32),
+        float(np.float32(rng.normal())),
+        float(np.float32(rng.uniform(0.1, 1))),
+    )
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), min_size=1, max_size=40)
+
+
+@given(st.integers(0, 200), st.integers(1, 9), st.integers(0, 5))
+def test_updates_per_step_splits_into_even_parts_that_are_never_empty(count, updates, seed):
+    parts = mini_batch_indices(
+        count, BatchSection(updates_per_step=updates), np.random.default_rng(seed)
+    )
+    assert len(parts) == min(updates, count)
+    assert sorted(np.concatenate([np.zeros(0, int), *parts]).tolist()) == list(range(count))
+    sizes = [len(part) for part in parts]
+    assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
+
+
+@pytest.mark.parametrize(
+    "count, size, sizes",
+    [(113, 128, [113]), (169, 128, [85, 84]), (128, 128, [128]), (256, 128, [128, 128])],
+)
+def test_mini_batch_rollouts_gives_the_fewest_even_parts(count, size, sizes):
+    settings_ = BatchSection(mini_batch_rollouts=size)
+    parts = mini_batch_indices(count, settings_, np.random.default_rng(0))
+    assert [len(part) for part in parts] == sizes
+    assert sorted(np.concatenate(parts).tolist()) == list(range(count))
+
+
+def test_the_split_is_random_but_reproducible():
+    split = [
+        mini_batch_indices(100, BatchSection(updates_per_step=2), np.random.default_rng(seed))
+        for seed in (1, 1, 2)
+    ]
+    assert split[0][0].tolist() == split[1][0].tolist() != split[2][0].tolist()
+    # Fresh rollouts come first in a composed batch: both halves must see both sides.
+    assert 15 < sum(i < 50 for i in split[0][0]) < 35
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.integers(50, 400), st.integers(1, 5))
+def test_every_row_is_planned_once_within_the_budget_and_equally_often_per_rank(
+    lengths, budget, world_size
+):
+    rows = [make_row(prompt, completion) for prompt, completion in lengths]
+    plan = plan_microbatches(rows, budget, world_size)
+    assert len(plan) == world_size
+    assert len({len(microbatches) for microbatches in plan}) == 1
+    seen = [int(row) for rank in plan for m in rank for row in m.rows_R if row >= 0]
+    assert sorted(seen) == list(range(len(rows)))
+    for rank in plan:
+        for m in rank:
+            assert m.input_ids_RL.size <= budget or len(m.rows_R) == 1
+    # Dealt in snake order, ranks differ by at most one longest row.
+    tokens = [
+        sum(rows[row].length_tokens for m in rank for row in m.rows_R if row >= 0) for rank in plan
+    ]
+    assert max(tokens) - min(tokens) <= max(row.length_tokens for row in rows)
+
+
+def test_no_rows_need_no_micro_batches():
+    assert plan_microbatches([], 100, 3) == [[], [], []]
+
+
+def test_a_rank_with_nothing_to_train_keeps_step_with_zero_weight():
+    plan = plan_microbatches([make_row(3, 4)], 100, 2)
+    assert [len(rank) for rank in plan] == [1, 1]
+    (idle,) = plan[1]
+    assert idle.rows_R.tolist() == [-1]
+    assert idle.token_weights_R.tolist() == [0.0]
+    assert idle.coefficients_R.tolist() == [0.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(50, 400), st.integers(1, 3))
+def test_padding_and_positions_match_a_naive_construction(lengths, budget, world_size):
+    rows = [make_row(prompt, completion) for prompt, completion in lengths]
+    plan = plan_microbatches(rows, budget, world_size)
+    for m in [m for rank in plan for m in rank if m.rows_R[0] >= 0]:
+        chosen = [rows[i] for i in m.rows_R]
+        width = max(row.length_tokens for row in chosen)
+        flat_inputs = m.input_ids_RL.reshape(-1)
+        expected = []  # (row, hidden position, target, behaviour, reference)
+        for r, row in enumerate(chosen):
+            tokens = [*row.prompt_token_ids.tolist(), *row.completion_token_ids.tolist()]
+            padded = tokens + [0] * (width - len(tokens))
+            assert m.input_ids_RL[r].tolist() == padded
+            for t, target in enumerate(row.completion_token_ids.tolist()):
+                predicts_from = len(row.prompt_token_ids) + t - 1
+                expected.append(
+                    (
+                        r,
+                        r * width + predicts_from,
+                        target,
+                        row.behavior_logprobs[t],
+                        row.reference_logprobs[t],
+                    )
+                )
+        found = list(
+            zip(
+                m.row_of_C.tolist(),
+                m.positions_C.tolist(),
+                m.target_ids_C.tolist(),
+                m.behavior_logprobs_C.tolist(),
+                m.reference_logprobs_C.tolist(),
+                strict=True,
+            )
+        )
+        assert found == expected
+        for _, position, target, _, _ in found:
+            assert flat_inputs[position + 1] == target  # the hidden state just before predicts it
+        assert m.coefficients_R.tolist() == [row.coefficient for row in chosen]
+        assert m.token_weights_R.tolist() == [row.token_weight for row in chosen]
+
+
+def test_micro_batches_survive_the_wire_bit_for_bit():
+    plan = plan_microbatches([make_row(p, c) for p, c in [(3, 4), (1, 0), (9, 2)]], 14, 2)
+    for rank in plan:
+        back = _from_bytes(_to_bytes(rank))
+        assert len(back) == len(rank)
+        for before, after in zip(rank, back, strict=True):
+            for field in fields(MicroBatch):
+                a, b = getattr(before, field.name), getattr(after, field.name)
+                assert (a.dtype, a.shape) == (b.dtype, b.shape)
+                assert a.tobytes() == b.tobytes()
+    assert _from_bytes(_to_bytes([])) == []
+
+
+def make_rollout(
+    tokens: int, advantage: float | None, reward: float, mean: float, rollout_id: int = 0
+) -> Rollout:
+    logprobs = np.linspace(-1, -2, tokens).astype(np.float32)
+    return Rollout(
+        rollout_id, 0, "p", 0, 1, 0, 0, np.array([1, 2], np.int32),
+        np.arange(tokens, dtype=np.int32), "", logprobs, logprobs, reward, advantage, mean,
+        1.0, 1, "stop", "correct", True,
+    )  # fmt: skip
+
+
+def test_train_rows_carry_frozen_advantages_and_the_mini_batch_denominator():
+    rollouts = [make_rollout(3, 1.5, 1.0, 0.2, 7), make_rollout(5, -0.5, -1.0, 0.2, 3)]
+    rows = train_rows(rollouts, None, LossSection(), 20)
+    assert [row.rollout_id for row in rows] == [7, 3]
+    assert [row.coefficient for row in rows] == [1.5, -0.5]
+    assert [row.token_weight for row in rows] == [1 / 8, 1 / 8]
+    assert rows[0].behavior_logprobs is rollouts[0].behavior_logprobs
+    assert rows[1].reference_logprobs.tolist() == [0.0] * 5
+
+
+def test_train_rows_of_asymre_are_reward_minus_shifted_group_mean():
+    rollouts = [make_rollout(3, 1.5, 1.0, 0.2), make_rollout(5, -0.5, -1.0, 0.2)]
+    rows = train_rows(rollouts, None, LossSection(kind="asymre", asymre_delta=-0.1), 20)
+    assert [row.coefficient for row in rows] == pytest.approx([0.9, -1.1])
+    assert [row.token_weight for row in rows] == [1 / 2, 1 / 2]
+
+
+def test_a_row_for_log_probs_alone_trains_nothing():
+    row = logprob_row(np.array([1], np.int32), np.array([2, 3], np.int32))
+    assert (row.coefficient, row.token_weight, row.length_tokens) == (0.0, 0.0, 3)

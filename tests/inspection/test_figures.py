@@ -1,0 +1,136 @@
+"""Figures and the page: complete, self-contained, and without console errors in a browser."""
+
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from synthetic_run import PRESETS, write_synthetic_run
+
+from grpo_replay.commands.inspect_buffer import run
+from grpo_replay.inspection.compute import summarise
+from grpo_replay.inspection.figures import panels_of
+from grpo_replay.inspection.page import render_page
+from grpo_replay.inspection.source import open_source
+
+pytest_plugins = "inspected_runs"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_png_is_one_column_wide_at_300_dpi(runs, tmp_path, preset, capsys):
+    path = tmp_path / "figure.png"
+    run(str(runs[preset]), plot=str(path))
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    assert int.from_bytes(data[16:20], "big") == 990  # 3.3 inches
+    captured = capsys.readouterr()
+    assert captured.out == "" and "wrote" in captured.err
+
+
+def test_svg_keeps_its_text_and_names_units(runs, tmp_path):
+    path = tmp_path / "figure.svg"
+    run(str(runs["ours"]), plot=str(path))
+    text = path.read_text()
+    ElementTree.fromstring(text)
+    for label in (
+        "age (training steps)",
+        "rollouts (%)",
+        "clipped tokens (%)",
+        "KL (nats per token)",
+    ):
+        assert label in text
+    run(str(runs["ours"]), plot=str(tmp_path / "again.svg"))
+    assert (tmp_path / "again.svg").read_text() == text  # no dates, no random ids
+
+
+def test_there_is_a_panel_for_everything_that_has_data(runs):
+    ours = summarise(open_source(runs["ours"]))
+    assert len(panels_of(ours)) == 7
+    assert list(panels_of(summarise(open_source(runs["grpo"])))) == []
+
+
+def test_the_page_loads_nothing_from_anywhere(runs):
+    page = render_page(summarise(open_source(runs["ours"])))
+    assert page.count("<svg") == 7
+    # Names of XML namespaces are no addresses to load from.
+    links = re.findall(r'(?:src|href|xlink:href)\s*=\s*"([^"#][^"]*)"', page)
+    assert set(links) <= {"data:,"}
+    assert "<script" not in page and "@import" not in page
+    assert "default-src 'none'" in page
+
+
+def test_ids_of_figures_do_not_collide(runs):
+    page = render_page(summarise(open_source(runs["ours"])))
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) > 100
+    assert len(ids) == len(set(ids))
+    referenced = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page))
+    assert referenced <= set(ids)
+
+
+def test_text_from_a_run_cannot_become_markup(tmp_path):
+    made = write_synthetic_run(tmp_path / "<script>alert(1)</script>", "ours", steps=6)
+    page = render_page(summarise(open_source(made.folder)))
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--enable-logging=stderr",
+    "--window-size=1300,1800",
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # no network
+]
+
+
+def browse(page: Path, what: str) -> tuple[str, list[str]]:
+    """What the browser printed, and what was wrong: console errors and loads from elsewhere."""
+    log = page.parent / "net.json"
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    command = [BROWSER, *FLAGS, profile, f"--log-net-log={log}", what, page.as_uri()]
+    seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    errors = [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
+    hosts = re.findall(r'"url":"https?://([^/"]+)', log.read_text())
+    # The browser itself asks its maker for updates and lists.
+    foreign = {host for host in hosts if not re.search(r"\b(google|googleapis|gvt1)\.com", host)}
+    return seen.stdout, [*errors, *sorted(foreign)]
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_page_opens_in_a_browser_without_errors_or_network(runs, tmp_path, preset):
+    page = tmp_path / "page.html"
+    run(str(runs[preset]), plot=str(page))
+    document, wrong = browse(page, "--dump-dom")
+    assert wrong == []
+    assert f"synthetic-{preset}" in document and "</footer>" in document
+    assert document.count("<svg") == len(panels_of(summarise(open_source(runs[preset]))))
+    shot = tmp_path / "shot.png"
+    browse(page, f"--screenshot={shot}")
+    assert shot.stat().st_size > 10_000
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+@pytest.mark.parametrize(
+    "body",
+    [
+        "<script>console.error('broken')</script>",
+        "<img src='https://example.org/picture.png'>",
+        "<link rel='stylesheet' href='https://example.org/style.css'>",
+    ],
+)
+def test_an_error_or_a_load_from_elsewhere_would_be_caught(tmp_path, body):
+    page = tmp_path / "bad.html"
+    page.write_text(f"<!DOCTYPE html><title>bad</title>{body}")
+    assert browse(page, "--dump-dom")[1] != []

@@ -1,0 +1,125 @@
+"""Each warning appears when its cause is there, and not otherwise."""
+
+from dataclasses import replace
+
+import pytest
+
+from grpo_replay.inspection.ageing import AgeOutcome
+from grpo_replay.inspection.compute import summarise
+from grpo_replay.inspection.source import open_source
+from grpo_replay.inspection.summary import DrawLaw, Inspection
+from grpo_replay.inspection.warn import find_warnings
+
+pytest_plugins = "inspected_runs"
+
+
+@pytest.fixture(scope="module")
+def healthy(runs) -> Inspection:
+    """An inspection with nothing to warn about; tests change one thing."""
+    seen = summarise(open_source(runs["ours"]))
+    populations = tuple(replace(p, largest_prompt_share=0.05) for p in seen.populations)
+    seen = replace(seen, populations=populations)
+    assert list(find_warnings(seen)) == []
+    return seen
+
+
+def only_warning(seen: Inspection) -> str:
+    (warning,) = find_warnings(seen)
+    return warning
+
+
+def with_population(seen: Inspection, name: str, **changes) -> Inspection:
+    populations = tuple(replace(p, **changes) if p.name == name else p for p in seen.populations)
+    return replace(seen, populations=populations)
+
+
+def test_never_replayed(healthy):
+    seen = replace(healthy, replayed_rollouts=0)
+    assert "Nothing was ever replayed by step 24, though warm-up ended at step 3" in only_warning(
+        seen
+    )
+    assert list(find_warnings(replace(seen, step=4))) == []  # the first step that could
+
+
+def test_capacity_binds(healthy):
+    occupancy = replace(healthy.occupancy, evicted_by_capacity=7, capacity_rollouts=92)
+    assert "capacity of 92 rollouts binds" in only_warning(replace(healthy, occupancy=occupancy))
+    fifo = replace(
+        healthy, occupancy=occupancy, settings={**healthy.settings, "max_age_steps": None}
+    )
+    assert list(find_warnings(fifo)) == []  # a FIFO buffer is meant to be full
+
+
+def test_a_starved_draw(healthy):
+    trends = {**healthy.trends, "replay/ratio": tuple((step, 0.2) for step in range(1, 25))}
+    assert "Only 0.20 rollouts were replayed per fresh one, 0.50 were asked" in only_warning(
+        replace(healthy, trends=trends)
+    )
+
+
+def test_a_narrow_draw(healthy):
+    law = DrawLaw("rollout", 92, 4.0, 1.4, 0.3)
+    assert "effective sample size is 4 of 92 rollouts" in only_warning(
+        replace(healthy, draw_law=law)
+    )
+
+
+def test_a_narrow_draw_of_queries(healthy):
+    law = DrawLaw("query", 92, 4.0, 1.4, 0.3)
+    assert "effective sample size is 4 of 92 queries, so" in only_warning(
+        replace(healthy, draw_law=law)
+    )
+
+
+def test_a_collapsing_draw(healthy):
+    points = tuple((step, 100.0 if step < 13 else 10.0) for step in range(1, 25))
+    trends = {**healthy.trends, "replay/ess": points}
+    assert "fell from 100 to 10" in only_warning(replace(healthy, trends=trends))
+
+
+def test_one_prompt_dominates(healthy):
+    seen = with_population(healthy, "replayed", largest_prompt_share=0.4, largest_prompt="p-1")
+    assert "One prompt dominates: 'p-1' is 40% of the replayed" in only_warning(seen)
+
+
+@pytest.mark.parametrize(
+    "share, kind",
+    [(0.95, "95% of what is replayed is correct"), (0.04, "96% of what is replayed is incorrect")],
+)
+def test_one_sided_replay(healthy, share, kind):
+    assert kind in only_warning(with_population(healthy, "replayed", correct_share=share))
+
+
+def test_rising_clip_fraction(healthy):
+    points = tuple((step, 0.002 if step < 12 else 0.03) for step in range(4, 25))
+    trends = {**healthy.trends, "replay/clip_fraction": points}
+    assert "is rising, from 0.20% to 3.00%" in only_warning(replace(healthy, trends=trends))
+    tiny = {**healthy.trends, "replay/clip_fraction": tuple((s, v / 100) for s, v in points)}
+    assert list(find_warnings(replace(healthy, trends=tiny))) == []
+
+
+def test_old_rollouts_that_are_mostly_clipped(healthy):
+    by_age = {**healthy.by_age, 5: AgeOutcome(30, 600, 0.25, 0.0, 0.02, 0.02)}
+    assert "At age 5, 25.0% of the replayed tokens are clipped" in only_warning(
+        replace(healthy, by_age=by_age)
+    )
+
+
+def test_a_policy_that_is_far_away(healthy):
+    by_age = {
+        **healthy.by_age,
+        4: AgeOutcome(30, 600, 0.01, 0.0, 0.3, 0.15),
+        5: AgeOutcome(30, 600, 0.01, 0.0, 0.5, 0.25),
+    }
+    assert "From age 4 on, replayed tokens are 0.15 nats" in only_warning(
+        replace(healthy, by_age=by_age)
+    )
+
+
+def test_few_survivors(healthy):
+    seen = with_population(healthy, "kept", rollouts=40)
+    assert "Only 5.2% of the generated rollouts" in only_warning(seen)
+
+
+def test_a_run_that_does_not_replay_is_not_told_to(runs):
+    assert summarise(open_source(runs["grpo"])).warnings == ()

@@ -1,0 +1,189 @@
+"""The what-if: the run's own settings give the run's own draws, others give what they would."""
+
+import json
+from dataclasses import asdict, fields
+
+import numpy as np
+import pytest
+from synthetic_run import write_synthetic_run
+
+from grpo_replay.commands.inspect_buffer import run
+from grpo_replay.errors import RecipeError, SnapshotError, UsageError
+from grpo_replay.inspection.rollout_columns import read_log
+from grpo_replay.inspection.source import open_source
+from grpo_replay.inspection.what_if import DrawStatistics, changed_recipe, simulate, what_if
+
+pytest_plugins = "inspected_runs"
+
+STEPS = 60
+# Draws vary between replays of one log; counts that the law fixes do not.
+FIXED = ("replayed_rollouts", "replayed_per_fresh", "uses_mean", "stored_mean", "age_p95")
+
+
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("long")
+    made = {
+        preset: write_synthetic_run(folder / preset, preset, steps=STEPS, seed=3).folder
+        for preset in ("ours", "uniform", "fifo")
+    }
+    for seed in range(4):
+        made[f"tau2-{seed}"] = write_synthetic_run(
+            folder / f"tau2-{seed}", "ours", steps=STEPS, seed=50 + seed, max_age_steps=2
+        ).folder
+    return made
+
+
+def simulated(source, recipe, count: int = 24) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation of every statistic over replays with other draws."""
+    log = read_log(source.rollout_files)
+    results = [asdict(simulate(log, recipe, seed)) for seed in range(1000, 1000 + count)]
+    return {
+        name: (
+            float(np.mean([result[name] for result in results])),
+            float(np.std([result[name] for result in results], ddof=1)),
+        )
+        for name in results[0]
+        if results[0][name] is not None
+    }
+
+
+@pytest.mark.parametrize("preset", ["ours", "uniform", "fifo"])
+def test_the_runs_own_settings_reproduce_its_draws(long_runs, preset):
+    source = open_source(long_runs[preset])
+    logged = asdict(what_if(source, []).logged)
+    checked = 0
+    for name, (mean, deviation) in simulated(source, source.recipe).items():
+        if logged[name] is None:
+            continue
+        # 4.5 standard deviations of one replay: a right law fails once in 10^5.
+        assert logged[name] == pytest.approx(mean, abs=4.5 * deviation + 1e-9), name
+        checked += 1
+    assert checked >= 12
+
+
+def test_a_wrong_law_would_be_seen(long_runs):
+    source = open_source(long_runs["ours"])
+    logged = asdict(what_if(source, []).logged)
+    other = changed_recipe(source.recipe, ["priority_exponent=4"])
+    mean, deviation = simulated(source, other)["abs_advantage_mean"]
+    assert abs(logged["abs_advantage_mean"] - mean) > 4.5 * deviation
+
+
+def test_a_shorter_age_changes_the_draws_as_a_run_with_it_does(long_runs):
+    predicted = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"]).changed
+    real = [asdict(what_if(open_source(long_runs[f"tau2-{seed}"]), []).logged) for seed in range(4)]
+    for name in ("age_mean", "abs_advantage_mean", "never_drawn_share", "uses_mean"):
+        values = [run[name] for run in real]
+        spread = max(np.std(values, ddof=1), 0.02 * abs(np.mean(values)))
+        assert getattr(predicted, name) == pytest.approx(np.mean(values), abs=4 * spread), name
+    unchanged = what_if(open_source(long_runs["ours"]), []).same
+    assert unchanged.age_mean > predicted.age_mean + 1.0
+    assert predicted.age_p95 == 2.0
+
+
+def test_what_the_law_fixes_has_no_error(long_runs):
+    result = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"])
+    for name in FIXED:
+        assert getattr(result.same_error, name) == pytest.approx(0.0, abs=1e-12), name
+    assert result.same_error.age_mean > 0
+    assert result.changes == {"max_age_steps": [5, 2]}
+
+
+def test_statistics_of_a_hand_made_run():
+    """Two survivors of one group, one dropped group; the second rollout drawn twice at age 1."""
+    from grpo_replay.inspection import what_if as module
+    from grpo_replay.inspection.rollout_columns import RolloutColumns
+
+    log = RolloutColumns(
+        rollout_id=np.array([0, 1, 2, 3]),
+        group_id=np.array([0, 0, 1, 1]),
+        birth_step=np.array([1, 1, 2, 2]),
+        reward=np.array([1.0, -1.0, 1.0, 1.0]),
+        advantage=np.array([1.0, -1.0, np.nan, np.nan]),
+        group_std=np.array([1.0, 1.0, 0.0, 0.0]),
+        tokens=np.array([10, 20, 5, 5], dtype=np.int32),
+        truncated=np.zeros(4, bool),
+        kept=np.array([True, True, False, False]),
+        prompt=np.array([0, 0, 1, 1], dtype=np.int32),
+        priority=np.full(4, np.nan),
+        times_used=np.zeros(4, np.int32),
+        last_used_step=np.full(4, -1),
+        prompt_ids=("a", "b"),
+    )
+    trained = module._Trained(
+        row=np.array([0, 1, 1, 1]),
+        age=np.array([0, 0, 1, 1]),
+        replayed=np.array([False, False, True, True]),
+        ess=[2.0, 4.0],
+        entropies=[],
+        stored=[2, 2],
+    )
+    result = module.statistics(log, trained)
+    assert result == DrawStatistics(
+        replayed_rollouts=2.0,
+        replayed_per_fresh=1.0,
+        age_mean=1.0,
+        age_p95=1.0,
+        abs_advantage_mean=1.0,
+        abs_advantage_share=0.5,
+        correct_share=0.0,
+        uses_mean=1.0,
+        never_drawn_share=0.5,
+        prompts_replayed=1.0,
+        ess_mean=3.0,
+        entropy_mean=None,
+        stored_mean=2.0,
+        trained_tokens_per_generated=70 / 40,
+    )
+
+
+def test_a_run_without_replay_can_be_asked_what_replay_would_do(runs):
+    result = what_if(
+        open_source(runs["grpo"]), ["preset=ours", "max_age_steps=5", "warmup_steps=3"]
+    )
+    assert result.logged.replayed_rollouts == 0
+    assert result.logged.age_mean is None
+    assert result.changed.replayed_rollouts > 0
+    assert result.changes["preset"] == ["grpo", "ours"]
+
+
+def test_a_run_is_held_to_what_it_overrode(tmp_path):
+    run = write_synthetic_run(tmp_path / "run", "fifo", steps=8, max_age_steps=2)
+    recipe = open_source(run.folder).recipe
+    assert changed_recipe(recipe, []).replay == recipe.replay
+    assert changed_recipe(recipe, ["ratio=1"]).replay.max_age_steps == 2
+    assert changed_recipe(recipe, ["preset=ours"]).replay.composition == "fresh_anchored"
+
+
+def test_wrong_keys_and_values_are_refused(runs):
+    source = open_source(runs["ours"])
+    with pytest.raises(RecipeError, match="did you mean 'max_age_steps'"):
+        what_if(source, ["max_age_step=5"])
+    with pytest.raises(RecipeError, match=r"replay\.ratio"):
+        what_if(source, ["ratio=-1"])
+    with pytest.raises(UsageError, match="only replay settings"):
+        what_if(source, ["optimizer.learning_rate=1"])
+    with pytest.raises(RecipeError, match="key=value"):
+        what_if(source, ["max_age_steps"])
+    snapshot = runs["ours"] / "checkpoints" / "step_000024" / "buffer.parquet"
+    with pytest.raises(SnapshotError, match="rollout log"):
+        what_if(open_source(_copied(snapshot, runs["ours"].parent)), ["ratio=1"])
+
+
+def _copied(path, folder):
+    target = folder / "lonely.parquet"
+    target.write_bytes(path.read_bytes())
+    return target
+
+
+def test_the_comparison_prints_and_says_what_it_cannot_know(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    run(str(runs["ours"]), changes=["max_age_steps=2", "priority_exponent=1"])
+    text = capsys.readouterr().out
+    assert "max_age_steps 5 → 2" in text and "priority_exponent 0.5 → 1" in text
+    assert "Generation is held fixed" in text
+    run(str(runs["ours"]), changes=["replay.max_age_steps=2"], as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["changed"]) == {field.name for field in fields(DrawStatistics)}
+    assert "Generation is held fixed" in document["cannot_know"]

@@ -1,0 +1,306 @@
+"""`plan`: assumptions given, taken from a recipe, or measured in a run."""
+
+import json
+import math
+import shutil
+import tracemalloc
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from synthetic_run import (
+    PRESETS,
+    VARIANCE_AT_AGE_ONE,
+    VARIANCE_EXPONENT,
+    SyntheticRun,
+    synthetic_recipe,
+)
+
+from grpo_replay.buffer import ReplayBuffer
+from grpo_replay.commands.plan import run
+from grpo_replay.dry_run.memory import stored_bytes
+from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.planning.design import (
+    PlanInputs,
+    design_at,
+    make_plan,
+    replay_settings,
+)
+from grpo_replay.planning.estimate import fit_growth, measured_mu
+from grpo_replay.planning.theory import PowerGrowth
+from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
+
+pytest_plugins = "inspected_runs"
+
+
+def plan_json(capsys, **options) -> dict:
+    run(as_json=True, **options)
+    return json.loads(capsys.readouterr().out)
+
+
+def inputs(**changes) -> PlanInputs:
+    values = dict(
+        mu=5.28,
+        rho=0.1,
+        growth=PowerGrowth(0.2),
+        survival=1.0,
+        rollouts_per_step=256,
+        completion_tokens=1000.0,
+        prompt_tokens=100.0,
+        composition="buffer_only",
+        sources={},
+    )
+    return PlanInputs(**{**values, **changes})
+
+
+def test_json_has_the_optimum_of_given_values(capsys):
+    document = plan_json(capsys, mu=5.28, rho=0.1, growth=0.2)
+    assert document["x"] == pytest.approx(4.265, abs=5e-4)
+    assert document["y"] == pytest.approx(3.973, abs=5e-4)
+    assert document["recommended"]["x"] == document["x"]
+    assert document["assumptions"]["sources"]["mu"] == "given"
+
+
+def test_json_says_null_where_there_is_no_finite_optimum(capsys):
+    never_ages = plan_json(capsys, mu=5.28, rho=0.1, growth=0.0)
+    assert never_ages["x"] is None and never_ages["y"] == pytest.approx(math.sqrt(52.8))
+    assert never_ages["kind"] == "store_everything"
+    assert "memory decides" in never_ages["notes"][0]
+    too_fast = plan_json(capsys, mu=5.28, rho=0.1, growth=0.6)
+    assert too_fast["x"] is None and too_fast["y"] is None
+    assert too_fast["kind"] == "fresh_only"
+    assert too_fast["recommended"]["x"] == 1.0
+    assert "a ≥ 1/2" in too_fast["notes"][0]
+
+
+def test_edge_cases_say_what_they_mean(capsys):
+    cheap = plan_json(capsys, mu=0.3, rho=0.5, growth=0.2)
+    assert any("costs less than training" in note for note in cheap["notes"])
+    assert any("some are never used" in note for note in cheap["notes"])
+    assert any("less than one step" in note for note in cheap["notes"])
+    independent = plan_json(capsys, mu=5.28, rho=0.0, growth=0.2)
+    assert any("most optimistic" in note for note in independent["notes"])
+    assert plan_json(capsys, mu=5.28, rho=0.1, growth=0.2)["notes"] == []
+
+
+def test_a_run_gives_back_what_it_was_made_with(runs, capsys):
+    document = plan_json(capsys, from_run=str(runs["ours"]))
+    assumptions = document["assumptions"]
+    assert assumptions["mu"] == pytest.approx(4.0)  # 6 s to generate one, 1.5 s to train on one
+    generated = kept = 0
+    for path in sorted((runs["ours"] / "rollouts").glob("*.parquet")):
+        flags = pq.read_table(path).column("kept").to_pylist()
+        generated += len(flags)
+        kept += sum(flags)
+    assert assumptions["survival"] == pytest.approx(kept / generated)
+    growth = assumptions["growth_parameters"]
+    assert growth["scale"] == pytest.approx(VARIANCE_AT_AGE_ONE, rel=1e-6)
+    assert growth["exponent"] == pytest.approx(VARIANCE_EXPONENT, rel=1e-6)
+    assert assumptions["mu_per_survivor"] == pytest.approx(4.0 * generated / kept)
+    assert assumptions["sources"]["rho"].startswith("assumed")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_mu_is_measured_whatever_the_composition_trains_on(runs, capsys, preset):
+    # FIFO trains on its draw alone, the pool on part of the survivors.
+    document = plan_json(capsys, from_run=str(runs[preset]))
+    assert document["assumptions"]["mu"] == pytest.approx(4.0)
+    assert document["assumptions"]["sources"]["mu"] == "measured in the run"
+
+
+@pytest.mark.parametrize("preset", ["fifo", "uniform"])
+def test_what_an_older_run_trained_on_follows_from_the_mu_it_logged(runs, preset):
+    lines = [json.loads(line) for line in (runs[preset] / "metrics.jsonl").open()]
+    older = [{k: v for k, v in line.items() if k != "cost/trained_rollouts"} for line in lines]
+    assert len(older[0]) == len(lines[0]) - 1
+    assert measured_mu(older, 32) == pytest.approx(4.0)
+    without = [{k: v for k, v in line.items() if k != "cost/mu"} for line in older]
+    assert measured_mu(without, 32) is None  # survivors and draws together are not what trained
+
+
+def test_mu_of_a_run_weighs_every_second_alike_steps_without_training_included():
+    """20 generated in 40 s, 10 trained in 5 s: 2 s / 0.5 s = 4."""
+    lines = [
+        {"cost/generation_seconds": 15.0, "cost/training_seconds": 5.0, "cost/mu": 3.0,
+         "cost/trained_rollouts": 10},
+        {"cost/generation_seconds": 25.0, "cost/training_seconds": 0.0, "cost/mu": None,
+         "cost/trained_rollouts": 0},
+    ]  # fmt: skip
+    assert measured_mu(lines, 10) == pytest.approx(4.0)
+    older = [{k: v for k, v in line.items() if k != "cost/trained_rollouts"} for line in lines]
+    assert measured_mu(older, 10) == pytest.approx(4.0)
+    assert measured_mu([], 10) is None
+
+
+def test_a_run_that_never_replayed_says_that_growth_is_assumed(runs, capsys):
+    sources = plan_json(capsys, from_run=str(runs["grpo"]))["assumptions"]["sources"]
+    assert "no rollouts replayed" in sources["growth"]
+
+
+def test_growth_of_a_noisy_law_is_fitted_and_none_is_said_where_there_is_none():
+    points = [(age, 0.01 * age**1.3 * wobble, 100.0) for age, wobble in ((1, 1.1), (2, 0.9))]
+    points += [(age, 0.01 * age**1.3, 1e6) for age in (4, 8)]
+    fit = fit_growth(points)
+    assert fit.exponent == pytest.approx(1.3, abs=1e-3)
+    assert fit_growth([(1, -1e-4, 10.0), (2, 0.0, 10.0)]) is None
+    assert fit_growth([(3, 0.06, 10.0)]).variance(3) == pytest.approx(math.exp(0.06))
+
+
+def test_a_recipe_shows_its_own_design_beside_the_recommended_one(tmp_path, capsys):
+    path = tmp_path / "small.yaml"
+    path.write_text(recipe_to_yaml(synthetic_recipe("ours", 50, max_age_steps=6, ratio=0.5)))
+    document = plan_json(capsys, recipe=str(path), survival=0.5)
+    current = document["current"]
+    # Fresh once and r replayed; ages 0 (fresh) to 6; 32 rollouts a step, half of them kept.
+    assert (current["x"], current["y"]) == (7.0, 1.5)
+    assert current["stored_rollouts"] == 6 * 16
+    assert current["trained_rollouts_per_step"] == 24
+    assert document["assumptions"]["rollouts_per_step"] == 32
+    assert current["objective"] > 1
+
+
+def test_fifo_and_grpo_recipes_become_x_and_y():
+    fifo = synthetic_recipe("fifo", capacity_rollouts=96, ratio=1.5).replay
+    plan = make_plan(inputs(rollouts_per_step=32), fifo)
+    assert (plan.current.x, plan.current.y) == (3.0, 1.5)
+    grpo = synthetic_recipe("grpo").replay
+    assert make_plan(inputs(), grpo).current.objective == pytest.approx(
+        make_plan(inputs(), None).no_replay.objective
+    )
+
+
+def test_recommended_settings_give_back_x_and_y():
+    assumed = inputs(survival=0.4)
+    plan = make_plan(assumed, None)
+    x, y = plan.recommended.x, plan.recommended.y
+    fifo = replay_settings(assumed, x, y)["fifo"]
+    survivors = 0.4 * 256
+    assert fifo["capacity_rollouts"] == pytest.approx(x * survivors, abs=1)
+    assert fifo["ratio"] * 256 == pytest.approx(y * survivors)  # B, trained on per step
+    ours = replay_settings(assumed, x, y)["ours"]
+    assert (1 + ours["ratio"]) * survivors == pytest.approx(y * survivors)
+    assert ours["max_age_steps"] == round(x) - 1
+
+
+def test_costs_of_a_design_follow_by_hand():
+    plan = make_plan(inputs(), None)
+    design = design_at(plan.inputs, 1.0, 1.0, scale=1.0)
+    assert plan.no_replay.memory_bytes == plan.no_replay.stored_rollouts == 0
+    assert design.gamma == plan.no_replay.gamma == 1.0
+    assert design.inference_per_trainer == pytest.approx(5.28)
+    assert design.generated_tokens_per_step == design.trained_tokens_per_step == 256_000
+    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,000 bytes around them.
+    assert design.memory_bytes == 256 * (12_000 + 400 + 1_000)
+
+
+def test_shipped_recipes_have_a_plan(capsys):
+    for name in ("tiny", "qwen3-0.6b"):
+        assert plan_json(capsys, recipe=name)["current"]["x"] > 1
+        assert load_recipe(name).replays
+
+
+def test_the_screen_shows_settings_and_assumptions(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "110")
+    run(mu=5.28, rho=0.1, growth=0.2)
+    text = capsys.readouterr().out
+    assert "x = 4.27 steps" in text and "y = 3.97 times" in text
+    assert "--set replay.max_age_steps=3" in text
+    assert "draws are uniform over the buffer" in text
+    assert "+ recommended" in text and text.count("│") >= 11
+
+
+def test_the_map_marks_every_design(runs):
+    from grpo_replay.planning.plot import terminal_map
+
+    plan = make_plan(inputs(), synthetic_recipe("ours", max_age_steps=10).replay)
+    map_text = terminal_map(plan).plain.split("+ recommended")[0]
+    assert map_text.count("+") == 1 and map_text.count("@") == 1 and map_text.count("o") == 1
+    console = Console(width=80, record=True)
+    console.print(terminal_map(plan))
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_figure_is_written(tmp_path, ending, capsys):
+    path = tmp_path / f"plan.{ending}"
+    run(mu=5.28, rho=0.1, growth=0.2, plot=str(path))
+    head = path.read_bytes()[:400]
+    assert head.startswith(b"\x89PNG") if ending == "png" else b"<svg" in path.read_bytes()
+
+
+def test_contradicting_and_missing_options_are_refused(tmp_path, runs):
+    with pytest.raises(UsageError, match="not both"):
+        run(recipe="tiny", from_run=str(runs["ours"]))
+    with pytest.raises(UsageError, match=r"--mu 5\.28"):
+        run()
+    with pytest.raises(UsageError, match="must end in"):
+        run(mu=5.0, plot="plan.pdf")
+    with pytest.raises(UsageError, match="--survival 0"):
+        run(mu=5.0, survival=0.0)
+    with pytest.raises(SnapshotError):
+        run(from_run=str(tmp_path))
+
+
+def test_overrides_without_a_recipe_to_override_are_refused(runs):
+    words = ("replay.ratio=1",)
+    with pytest.raises(UsageError, match=r"--set replay\.ratio=1: .*--from-run"):
+        run(from_run=str(runs["ours"]), overrides=words)
+    with pytest.raises(UsageError, match=r"--set replay\.ratio=1: .*no RECIPE"):
+        run(mu=5.28, overrides=words)
+
+
+def sources_of(capsys, **options) -> dict[str, str]:
+    return plan_json(capsys, **options)["assumptions"]["sources"]
+
+
+def test_every_assumption_says_where_it_came_from(runs, capsys):
+    names = ["mu", "rho", "growth", "survival", "rollouts_per_step", "completion_tokens",
+             "prompt_tokens"]  # fmt: skip
+    alone = sources_of(capsys, mu=5.28)
+    assert list(alone) == names
+    assert alone == {
+        "mu": "given",
+        "rho": "assumed: a run cannot tell",
+        "growth": "assumed: measure it with --from-run",
+        "survival": "assumed: no group is dropped",
+        "rollouts_per_step": "assumed: 32 prompts of 8",
+        "completion_tokens": "assumed: half of 2,000",
+        "prompt_tokens": "assumed: typical",
+    }
+    recipe = sources_of(capsys, recipe="tiny", survival=0.5)
+    assert list(recipe) == names
+    assert recipe["rollouts_per_step"] == "from the recipe"
+    assert recipe["completion_tokens"] == "assumed: half of the longest"
+    assert recipe["mu"].startswith("assumed") and recipe["survival"] == "given"
+    measured = sources_of(capsys, from_run=str(runs["ours"]), rho=0.2, growth=0.3)
+    assert [name for name in names if measured[name] == "measured in the run"] == [
+        "mu", "survival", "rollouts_per_step", "completion_tokens", "prompt_tokens",
+    ]  # fmt: skip
+    assert measured["rho"] == measured["growth"] == "given"
+
+
+def test_a_run_s_rollouts_per_step_are_counted_not_taken_from_its_recipe(runs, tmp_path, capsys):
+    # 8 prompts of 4 in the log; the recipe beside it was edited afterwards.
+    copy = shutil.copytree(runs["ours"], tmp_path / "run")
+    edited = synthetic_recipe("ours").model_dump(mode="json")
+    edited["sampling"]["prompts_per_step"] = 16
+    (copy / "recipe.yaml").write_text(recipe_to_yaml(resolve_recipe([edited])))
+    assert plan_json(capsys, from_run=str(copy))["assumptions"]["rollouts_per_step"] == 32
+
+
+def test_the_memory_that_is_said_is_the_memory_that_is_taken():
+    made = SyntheticRun.__new__(SyntheticRun)
+    made.recipe = synthetic_recipe("fifo", capacity_rollouts=9000)
+    made.rng, made.next_id, made.skill = np.random.default_rng(0), 0, np.zeros(30)
+    warm = [rollout for rollout in made.generate(1) if rollout.kept]
+    ReplayBuffer(made.recipe.replay, 4).insert(warm, 1)  # imports are not to be counted
+    tracemalloc.start()
+    buffer = ReplayBuffer(made.recipe.replay, 4)
+    for step in range(1, 300):
+        buffer.insert([rollout for rollout in made.generate(1) if rollout.kept], step)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    stored = buffer.rollouts()
+    tokens = float(np.mean([len(rollout.completion_token_ids) for rollout in stored]))
+    assert len(stored) > 3500
+    assert taken == pytest.approx(stored_bytes(len(stored), 5, tokens), rel=0.2)

@@ -1,0 +1,276 @@
+"""Prompts: what is read, what is refused and where, and an order that needs only a cursor."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.engine.models import load_tokenizer
+from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.prompts.prompt_set import load_prompts, render_prompt
+from grpo_replay.recipe import ModelSection, PromptsSection
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Writes rows (or raw lines) and returns the path."""
+
+    def write(*rows):
+        path = tmp_path / "problems.jsonl"
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def section(source, **changes):
+    return PromptsSection(**{"source": source, "template": "plain", **changes})
+
+
+def numbered(count, **more):
+    return [{"problem": f"{i}+1", "answer": str(i + 1), **more} for i in range(count)]
+
+
+def refused(path, tokenizer, match, error=DatasetError, **changes):
+    with pytest.raises(error, match=match):
+        load_prompts(section(path, **changes), tokenizer, 0)
+
+
+def test_a_prompt_carries_text_tokens_answer_and_row(jsonl, tokenizer):
+    path = jsonl({"problem": "1+1", "answer": "2", "level": 3})
+    (prompt,) = load_prompts(section(path, user_template="Q {problem} {{}}"), tokenizer, 0).take(
+        0, 1
+    )
+    assert (prompt.prompt_id, prompt.text, prompt.answer) == ("0", "Q 1+1 {}", "2")
+    assert prompt.token_ids.dtype == np.int32
+    assert bytes(prompt.token_ids.tolist()).decode() == "Q 1+1 {}"
+    assert prompt.row == {"problem": "1+1", "answer": "2", "level": 3}
+
+
+def test_braces_in_a_problem_are_no_placeholders(jsonl, tokenizer):
+    path = jsonl({"problem": r"\frac{1}{x} {answer}", "answer": "secret"})
+    (prompt,) = load_prompts(section(path, user_template="{problem}"), tokenizer, 0).take(0, 1)
+    assert prompt.text == r"\frac{1}{x} {answer}"
+
+
+def test_the_chat_template_takes_system_and_user_message(jsonl, tokenizer):
+    path = jsonl({"problem": "1+1", "answer": "2"})
+    chat = section(path, template="chat", system_prompt="S", user_template="Q {problem}")
+    text = load_prompts(chat, tokenizer, 0).take(0, 1)[0].text
+    assert text == "system: S\nuser: Q 1+1\nassistant: "
+    without = chat.model_copy(update={"system_prompt": None})
+    assert load_prompts(without, tokenizer, 0).take(0, 1)[0].text == "user: Q 1+1\nassistant: "
+
+
+def test_rendering_one_prompt_gives_what_the_set_holds(jsonl, tokenizer):
+    path = jsonl({"problem": "é+1", "answer": "2"})
+    chat = section(path, template="chat")
+    (prompt,) = load_prompts(chat, tokenizer, 0).take(0, 1)
+    text, tokens_P = render_prompt(chat, tokenizer, "é+1")
+    assert text == prompt.text
+    assert tokens_P.tolist() == prompt.token_ids.tolist()
+
+
+def test_plain_prompts_get_the_tokenizers_own_start_token_and_chat_prompts_do_not(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    starting = byte_tokenizer()
+    starting.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|pad|> $A", special_tokens=[("<|pad|>", 256)]
+    )
+    plain = PromptsSection(template="plain", user_template="{problem}")
+    assert render_prompt(plain, starting, "A")[1].tolist() == [256, 65]
+    chat = plain.model_copy(update={"template": "chat", "system_prompt": None})
+    assert 256 not in render_prompt(chat, starting, "A")[1]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_visits_every_prompt_once(jsonl, tokenizer, shuffle):
+    prompts = load_prompts(section(jsonl(*numbered(7)), shuffle=shuffle), tokenizer, 0)
+    epochs = [[p.prompt_id for p in prompts.take(7 * e, 7)] for e in range(4)]
+    assert all(Counter(epoch) == Counter(map(str, range(7))) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == (4 if shuffle else 1)
+    assert shuffle or epochs[0] == list("0123456")
+
+
+def test_the_order_is_a_function_of_seed_and_cursor_alone(jsonl, tokenizer):
+    path = jsonl(*numbered(11))
+
+    def ids(prompts, cursor, count):
+        return [p.prompt_id for p in prompts.take(cursor, count)]
+
+    whole = ids(load_prompts(section(path), tokenizer, 3), 0, 60)
+    resumed = load_prompts(section(path), tokenizer, 3)
+    assert ids(resumed, 37, 23) == whole[37:]
+    assert ids(resumed, 0, 37) == whole[:37]
+    in_steps = [each for cursor in range(0, 60, 4) for each in ids(resumed, cursor, 4)]
+    assert in_steps == whole
+    assert ids(load_prompts(section(path), tokenizer, 4), 0, 60) != whole
+    assert resumed.take(5, 0) == ()
+    with pytest.raises(ValueError, match="cursor=-1"):
+        resumed.take(-1, 1)
+
+
+def test_long_prompts_are_left_out_and_counted(jsonl, tokenizer):
+    rows = [{"problem": "x" * length, "answer": "1"} for length in (3, 9, 4, 5, 12)]
+    prompts = load_prompts(
+        section(jsonl(*rows), user_template="{problem}", max_prompt_length=5), tokenizer, 0
+    )
+    assert (len(prompts), prompts.skipped_too_long) == (3, 2)
+    kept = {p.prompt_id: len(p.token_ids) for p in prompts.take(0, 3)}
+    assert kept == {"0": 3, "2": 4, "3": 5}, "ids are row numbers before the filter"
+    assert all(p.row["problem"] == p.text for p in prompts.take(0, 3))
+
+
+def test_no_prompt_left_says_limit_and_shortest(jsonl, tokenizer):
+    rows = [{"problem": "x" * length, "answer": "1"} for length in (9, 7, 8)]
+    refused(
+        jsonl(*rows),
+        tokenizer,
+        r"none of 3 prompts has at most prompts.max_prompt_length 6 tokens; the shortest has 7",
+        user_template="{problem}",
+        max_prompt_length=6,
+    )
+
+
+def test_integer_answers_become_text(jsonl, tokenizer):
+    path = jsonl({"problem": "a", "answer": 72}, {"problem": "b", "answer": -3})
+    prompts = load_prompts(section(path, shuffle=False), tokenizer, 0)
+    assert [p.answer for p in prompts.take(0, 2)] == ["72", "-3"]
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"problem": "p"}, r"problems.jsonl:3: no field 'answer'; there are: problem"),
+        ({"problem": "p", "anwser": "1"}, r":3: no field 'answer' \(did you mean 'anwser'\?\)"),
+        ({"answer": "1"}, r":3: no field 'problem'"),
+        ({"problem": "p", "answer": " "}, r":3: field 'answer' is empty"),
+        ({"problem": "", "answer": "1"}, r":3: field 'problem' is empty"),
+        ({"problem": "p", "answer": None}, r":3: field 'answer' found None"),
+        ({"problem": "p", "answer": 1.5}, r":3: field 'answer' found 1.5 \(float\)"),
+        ({"problem": "p", "answer": True}, r":3: field 'answer' found True \(bool\)"),
+        ({"problem": "p", "answer": ["1"]}, r":3: field 'answer' found \['1'\] \(list\)"),
+        ({"problem": 5, "answer": "1"}, r":3: field 'problem' found 5 \(int\)"),
+        ("{broken", r":3: not valid JSON"),
+        ('["a", "b"]', r":3: found a list; every line is one JSON object"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_file_and_line(jsonl, tokenizer, row, match):
+    refused(jsonl({"problem": "ok", "answer": "1"}, "", row), tokenizer, match)
+
+
+def test_ids_come_from_their_field_and_must_be_unique(jsonl, tokenizer):
+    rows = [{"problem": "p", "answer": "1", "uid": uid} for uid in ("a", 7, "c")]
+    prompts = load_prompts(section(jsonl(*rows), id_field="uid", shuffle=False), tokenizer, 0)
+    assert [p.prompt_id for p in prompts.take(0, 3)] == ["a", "7", "c"]
+    rows.append({"problem": "q", "answer": "1", "uid": "7"})
+    refused(jsonl(*rows), tokenizer, r"jsonl:4: id '7' .* at .*jsonl:2; ids must", id_field="uid")
+
+
+def test_limit_takes_the_first_rows(jsonl, tokenizer):
+    path = jsonl(*numbered(5), "{broken")
+    prompts = load_prompts(section(path, limit=5), tokenizer, 0)
+    assert {p.prompt_id for p in prompts.take(0, 5)} == set("01234")
+    assert len(load_prompts(section(path, limit=2), tokenizer, 0)) == 2
+
+
+def test_parquet_is_read_like_jsonl(jsonl, tokenizer, tmp_path):
+    rows = numbered(6, tags=["x"])
+    path = str(tmp_path / "problems.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    for limit in (None, 4):
+        same = [
+            [(p.prompt_id, p.text, p.token_ids.tolist(), p.answer, dict(p.row)) for p in s]
+            for s in (
+                load_prompts(section(source, limit=limit), tokenizer, 1).take(0, 9)
+                for source in (path, jsonl(*rows))
+            )
+        ]
+        assert same[0] == same[1]
+
+
+def test_parquet_with_bad_rows_names_file_and_row(tokenizer, tmp_path):
+    path = str(tmp_path / "problems.parquet")
+    pq.write_table(pa.table({"problem": ["a", "b"], "answer": ["1", None]}), path)
+    refused(path, tokenizer, r"problems.parquet row 1: field 'answer' found None")
+    refused(path, tokenizer, r"no column 'solution'; there are", answer_field="solution")
+    (tmp_path / "text.parquet").write_text("not parquet")
+    refused(str(tmp_path / "text.parquet"), tokenizer, "not a readable Parquet file")
+
+
+def test_sources_that_are_not_there(tokenizer, tmp_path, jsonl):
+    refused(str(tmp_path / "none.jsonl"), tokenizer, "none.jsonl does not exist")
+    refused(str(tmp_path), tokenizer, "is a folder; name a .jsonl or .parquet file")
+    refused("builtin:huge", tokenizer, "no such builtin; there are: builtin:tiny")
+    (tmp_path / "data.csv").write_text("problem,answer\n")
+    refused(str(tmp_path / "data.csv"), tokenizer, r"unknown kind of file '.csv'")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"problem": "\xe9"}')
+    refused(str(tmp_path / "latin.jsonl"), tokenizer, "not UTF-8")
+    refused(jsonl(), tokenizer, "has no rows")
+
+
+def test_a_hub_dataset_that_cannot_be_had_says_what_to_download(tokenizer, monkeypatch):
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    refused(
+        "nobody/no-dataset",
+        tokenizer,
+        r"hf download --repo-type dataset nobody/no-dataset .*set prompts.source",
+    )
+
+
+def test_a_hub_dataset_is_read_through_datasets(tokenizer, tmp_path, monkeypatch):
+    """`datasets` itself reads a folder of Parquet files here, as it does after a download."""
+    import datasets
+
+    pq.write_table(pa.Table.from_pylist(numbered(9)), tmp_path / "train.parquet")
+    real = datasets.load_dataset
+
+    def from_folder(source, config_name, *, split, revision):
+        assert (source, config_name, revision) == ("owner/name", "main", "abc")
+        return real(
+            "parquet",
+            data_files=str(tmp_path / "train.parquet"),
+            split=split,
+            cache_dir=str(tmp_path / "cache"),
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", from_folder)
+    hub = section("owner/name", config_name="main", revision="abc", shuffle=False, limit=8)
+    prompts = load_prompts(hub, tokenizer, 0)
+    assert len(prompts) == 8
+    assert [p.answer for p in prompts.take(0, 8)] == [str(i + 1) for i in range(8)]
+    assert prompts.take(3, 1)[0].row == {"problem": "3+1", "answer": "4"}
+    refused("owner/name", tokenizer, r"owner/name\[train\]: no column 'x'", answer_field="x",
+            config_name="main", revision="abc")  # fmt: skip
+
+
+def test_the_tiny_set_has_ids_of_its_own():
+    tokenizer = load_tokenizer(ModelSection(path="builtin:tiny"))
+    tiny = section("builtin:tiny", user_template="{problem}=")
+    prompts = load_prompts(tiny, tokenizer, 0)
+    assert (len(prompts), prompts.skipped_too_long) == (2560, 0)
+    first = prompts.take(0, 1)[0]
+    assert first.prompt_id == f"{first.row['benchmark']}:{first.row['problem']}"
+    assert first.text == first.row["problem"] + "="
+    assert len({p.prompt_id for p in prompts.take(0, 2560)}) == 2560
+
+
+def test_a_tokenizer_without_a_chat_template_is_a_recipe_error(jsonl):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    refused(jsonl(*numbered(1)), tokenizer, "no chat template", RecipeError, template="chat")
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    refused(jsonl(*numbered(1)), tokenizer, "System role.*null", RecipeError, template="chat")

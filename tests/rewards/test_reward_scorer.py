@@ -1,0 +1,191 @@
+"""The scorer: order, caching, limits, and workers that die with whatever they were given."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.recipe import RewardSection
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.types import Verdict
+
+
+def scorer(function: str, **settings) -> RewardScorer:
+    return RewardScorer.open(RewardSection(function=function, **settings))
+
+
+@pytest.fixture(scope="module")
+def symbolic():
+    with scorer("math_verify", time_limit_seconds=2.0) as opened:
+        yield opened
+
+
+def test_verdicts_come_in_submission_order_whoever_graded_them(symbolic):
+    items = [(f"\\boxed{{{n % 17}}}", str(n % 5), None) for n in range(300)]
+    verdicts = symbolic.score(items)
+    assert [v.reward for v in verdicts] == [1.0 if n % 17 == n % 5 else -1.0 for n in range(300)]
+    assert symbolic.score(items[::-1]) == verdicts[::-1]
+
+
+def test_submitting_returns_at_once_and_results_are_keyed(symbolic):
+    started = time.monotonic()
+    symbolic.submit(("a", 1), "\\boxed{10^{10^{10}}}", "5")
+    symbolic.submit("b", "\\boxed{5}", "5")
+    assert time.monotonic() - started < 0.5
+    results = symbolic.results()
+    assert list(results) == [("a", 1), "b"]
+    assert results["b"] == Verdict(1.0, "correct")
+    assert results[("a", 1)] == Verdict(-1.0, "timeout")
+    assert symbolic.results() == {}
+
+
+def test_two_completions_under_one_key_are_refused(symbolic):
+    symbolic.submit("a", "\\boxed{1}", "1")
+    symbolic.submit("a", "\\boxed{2}", "1")
+    with pytest.raises(ValueError, match="under one key"):
+        symbolic.results()
+
+
+@pytest.mark.parametrize(
+    ("completion", "statuses"),
+    [
+        ("\\boxed{9999999999^{9999999999^{99999}}}", {"timeout", "memory", "incorrect"}),
+        ("\\boxed{" + "(" * 5_000 + "}", {"timeout", "incorrect", "unparsable", "crash"}),
+        ("\\boxed{" * 20_000, {"timeout", "incorrect", "unparsable"}),
+        ("a" * 3_000_000, {"timeout", "unparsable"}),
+        ("$" * 100_000, {"timeout", "unparsable"}),
+        ("\x00\ud800\udfff", {"incorrect", "unparsable"}),
+    ],
+)
+def test_hostile_answers_neither_hang_nor_end_the_run(symbolic, completion, statuses):
+    started = time.monotonic()
+    (verdict,) = symbolic.score([(completion, "5", None)])
+    assert verdict.reward == -1.0 and verdict.status in statuses
+    assert time.monotonic() - started < 30
+    assert symbolic.score([("\x00\ud800 \\boxed{5}", "5", None)]) == [Verdict(1.0, "correct")]
+
+
+def test_unparsable_reference_answers_are_named():
+    with scorer("math_verify") as opened:
+        opened.score([("\\boxed{5}", "", None), ("\\boxed{5}", "5", None)])
+        assert opened.unparsable_answers == {""}
+
+
+def test_rewards_are_those_of_the_recipe():
+    with scorer("minerva", correct=3.0, incorrect=0.5) as opened:
+        verdicts = opened.score([("\\boxed{1}", "1", None), ("\\boxed{2}", "1", None)])
+    assert [v.reward for v in verdicts] == [3.0, 0.5]
+
+
+def test_equal_pairs_of_a_builtin_are_graded_once(symbolic, monkeypatch):
+    put = []
+    original = symbolic._pool.put
+    monkeypatch.setattr(symbolic._pool, "put", lambda *task: (put.append(task), original(*task)))
+    pairs = [("\\boxed{77}", "77", None), ("\\boxed{7}", "777", None)] * 50
+    assert len(symbolic.score(pairs)) == 100
+    assert len(put) == 2
+
+
+def test_a_users_function_sees_the_row_and_is_called_every_time():
+    with scorer("judge_rewards:half_for_hint") as opened:
+        row = {"hint": "key", "n": np.int64(3), "v": np.arange(2)}
+        verdicts = opened.score([("the key", "", row), ("nothing", "", row)])
+        assert verdicts == [Verdict(0.5, "scored"), Verdict(-0.25, "scored")]
+        with pytest.raises(DatasetError, match="hint, file"):
+            opened.score([("a", "", {"hint": "a", "file": object()})])
+    with scorer("judge_rewards:Count.calls", workers=1) as opened:
+        verdicts = opened.score([("same", "", {})] * 3)
+    assert [v.reward for v in verdicts] == [1.0, 2.0, 3.0]
+
+
+def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(caplog):
+    texts = ["ok", "raise", "nan", "die", "fine", "hang", "grow", "good"]
+    with scorer("judge_rewards:misbehave", time_limit_seconds=1.0, memory_limit_mib=256) as opened:
+        verdicts = opened.score([(text, "", {}) for text in texts] * 3)
+    statuses = ["scored", "crash", "crash", "crash", "scored", "timeout", "memory", "scored"]
+    assert [v.status for v in verdicts] == statuses * 3
+    assert [v.reward for v in verdicts] == [2.0, -1, -1, -1, 4.0, -1, -1, 4.0] * 3
+    assert "no such answer" in caplog.text or "returned nan" in caplog.text
+
+
+def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
+    with scorer("judge_rewards:die_unless_first", workers=1) as opened:
+        verdicts = opened.score([(str(n), "", {}) for n in range(4)])
+    assert verdicts == [Verdict(1.0, "scored")] * 4
+
+
+@pytest.mark.parametrize("function", ["mathverify", "a:", ":f", "no-module:f", "a.b"])
+def test_a_name_that_cannot_be_a_function_is_refused_at_once(function):
+    with pytest.raises(RecipeError, match="math_verify, minerva"):
+        scorer(function)
+
+
+@pytest.mark.parametrize("function", ["no_such_module:f", "judge_rewards:no_such_function"])
+def test_a_function_that_cannot_be_loaded_is_an_error_not_a_verdict(function):
+    with (
+        scorer(function) as opened,
+        pytest.raises(RecipeError, match=r"cannot be loaded: .*no_such"),
+    ):
+        opened.score([("a", "b", {})])
+
+
+def test_workers_need_neither_torch_nor_a_gpu():
+    program = (
+        "import sys\n"
+        "from grpo_replay.recipe import RewardSection\n"
+        "from grpo_replay.rewards.scorer import RewardScorer\n"
+        "with RewardScorer.open(RewardSection(function='math_verify')) as s:\n"
+        "    assert s.score([('\\\\boxed{5}', '5', None)])[0].reward == 1.0\n"
+        "    pids = [p._process.pid for p in s._pool._processes.values()]\n"
+        "    for pid in pids:\n"
+        "        maps = open(f'/proc/{pid}/maps').read()\n"
+        "        env = open(f'/proc/{pid}/environ').read()\n"
+        "        assert 'torch' not in maps and 'CUDA_VISIBLE_DEVICES=\\0' in env\n"
+        "    assert len(pids) == 2\n"
+        "assert not {'torch', 'math_verify', 'sympy'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
+    """SIGKILL leaves the trainer no time to tidy up, while a worker is busy."""
+    program = (
+        "import sys, time\n"
+        "from grpo_replay.recipe import RewardSection\n"
+        "from grpo_replay.rewards.scorer import RewardScorer\n"
+        "s = RewardScorer.open(RewardSection(function='judge_rewards:misbehave',"
+        " time_limit_seconds=600))\n"
+        "s.score([('ok', '', {})] * 50)\n"
+        "s.submit('x', 'hang', '', {})\n"
+        "time.sleep(0.5)\n"
+        "print(*(p._process.pid for p in s._pool._processes.values()), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    pids = [int(word) for word in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(_alive, pids))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(map(_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_alive, pids))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,134 @@
+"""The `math_verify` verifier says what math-verify says, only with fewer questions."""
+
+import json
+import logging
+import random
+import subprocess
+import sys
+
+import math_verify
+import pytest
+
+from grpo_replay.rewards.math_verify import SymbolicGrader, in_environment
+
+PIECES = [
+    *(
+        "57",
+        "-3",
+        "0",
+        "0.5",
+        "50\\%",
+        "1,000",
+        "1000",
+        "\\frac{1}{2}",
+        "\\frac12",
+        "1/2",
+        "0.333333",
+    ),
+    *("\\sqrt{8}", "2\\sqrt{2}", "x+1", "1+x", "x=5", "5", "(1,2)", "[1,2]", "\\{1,2\\}", "1,2"),
+    *("\\text{Evelyn}", "Evelyn", "", "(", "\\frac{1}{0}", "\\pi", "3.14159265", "90^\\circ", "90"),
+    *("10^{30}", "10^{30}+1", "x^2-1", "(x-1)(x+1)", "\\infty", "a\\le b", "nan", "-\\frac{11}{2}"),
+]
+FRAMES = ["{}", "\\boxed{{{}}}", "so $x = {}$.", "The answer is {}", "Thus $\\boxed{{{}}}$ cm."]
+
+
+@pytest.fixture(scope="module")
+def grader():
+    return SymbolicGrader()
+
+
+DIRECT_CALLS = """
+import json, sys
+import math_verify
+from grpo_replay.rewards.math_verify import in_environment
+
+def directly(completion, answer):
+    gold = math_verify.parse(in_environment(answer))
+    prediction = math_verify.parse(in_environment(completion))
+    return math_verify.verify(gold, prediction) if gold and prediction else completion == answer
+
+print(json.dumps([directly(*pair) for pair in json.load(sys.stdin)]))
+"""
+
+
+def directly(pairs: list[tuple[str, str]]) -> list[bool]:
+    """Verdicts of math-verify itself, in a process where nothing has touched it."""
+    program = [sys.executable, "-c", DIRECT_CALLS]
+    text = subprocess.run(
+        program, input=json.dumps(pairs), capture_output=True, text=True, check=True
+    ).stdout
+    return json.loads(text)
+
+
+def test_every_verdict_is_that_of_a_direct_call_in_any_order(grader):
+    pairs = [(frame.format(a), b) for frame in FRAMES for a in PIECES for b in PIECES]
+    random.Random(0).shuffle(pairs)
+    pairs = pairs[:700]
+    ours = [grader.grade(*pair)[0] == "correct" for pair in pairs + pairs[::-1]]
+    expected = directly(pairs)
+    assert ours == expected + expected[::-1]
+    assert 20 < sum(expected) < 300
+
+
+def test_decimal_fractions_times_large_numbers_are_compared_as_math_verify_does(grader):
+    """sympy reads 0.1 as 1/10 when it simplifies; a double is another number."""
+    equal = [
+        ("0.1 \\cdot 2^{40}", "\\frac{2^{40}}{10}"),
+        ("0.05 \\cdot 2^{40}", "\\frac{2^{40}}{20}"),
+        ("0.3(4^{20}-1)", "\\frac{3(4^{20}-1)}{10}"),
+        ("0.6 \\cdot 5^{20} \\pi", "3 \\cdot 5^{19}\\pi"),
+        ("0.7\\cdot 3^{40}+x", "\\frac{7}{10}\\cdot 3^{40}+x"),
+        ("(0.3\\cdot 2^{50}, 1)", "(\\frac{3\\cdot 2^{50}}{10}, 1)"),
+        ("e^{x^{10000000}}", "e^{x^{10000000}} (\\sin^2(y)+\\cos^2(y))"),
+    ]
+    pairs = [(f"${b}$", a) for a, b in equal] + [(f"${a}$", b) for a, b in equal]
+    expected = directly(pairs)
+    assert [grader.grade(*pair)[0] == "correct" for pair in pairs] == expected
+    assert all(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrapped"),
+    [
+        ("57", "$57$"),
+        ("\\frac{1}{2}", "$\\frac{1}{2}$"),
+        ("\\$18.90", "$\\$18.90$"),  # an escaped dollar opens nothing
+        ("$57$", "$57$"),
+        ("so \\boxed{57}", "so \\boxed{57}"),
+        ("\\(57\\)", "\\(57\\)"),
+        ("\\[57\\]", "\\[57\\]"),
+    ],
+)
+def test_bare_text_is_put_into_a_math_environment(text, wrapped):
+    assert in_environment(text) == wrapped
+
+
+def test_statuses_tell_wrong_from_missing(grader):
+    assert grader.grade("\\boxed{57}", "57") == ("correct", True)
+    assert grader.grade("\\boxed{58}", "57") == ("incorrect", True)
+    assert grader.grade("", "57") == ("unparsable", True)
+    assert grader.grade("", "") == ("correct", False)  # raw text decides where nothing parses
+
+
+def test_gold_is_the_first_argument(grader):
+    """x=1 asked for 1 is accepted, 1 asked for x=1 as well, but 2x+z=1 is not 1."""
+    pairs = [("$x=1$", "1"), ("$1$", "x=1"), ("$1$", "2x+z=1"), ("$2x+z=1$", "1")]
+    expected = directly(pairs)
+    assert [grader.grade(*pair)[0] == "correct" for pair in pairs] == expected
+    assert expected == [True, True, False, True]
+
+
+def test_an_alarm_that_rang_while_the_worker_was_starved_is_not_the_answers_fault(monkeypatch):
+    """math-verify's alarm rings by the wall clock; the process used no time of its own."""
+    original, calls = math_verify.parse, []
+
+    def starved_at_first(text, **options):
+        calls.append(text)
+        if len(calls) <= 2:  # gold and prediction of the first try
+            logging.getLogger("math_verify.parser").warning(f"Timeout during parsing: {text}")
+            return []
+        return original(text, **options)
+
+    monkeypatch.setattr(math_verify, "parse", starved_at_first)
+    assert SymbolicGrader().grade("\\boxed{57}", "57") == ("correct", True)
+    assert len(calls) == 4

@@ -1,0 +1,206 @@
+"""Spreading requests over servers that fail in chosen ways. Needs no vLLM."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from fake_server import FakeServer
+from tiny_policy import make_requests
+
+from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.server.http_client import HttpClient, Refused, TooSlow, Unreachable
+from grpo_replay.sampling.server.request_pool import PoolSettings, ServerPool
+from grpo_replay.sampling.server.routes import VllmServer
+
+STOP = (1,)
+
+
+@pytest.fixture
+def fakes() -> Iterator[Callable[[int], list[FakeServer]]]:
+    made: list[FakeServer] = []
+
+    def make(count: int) -> list[FakeServer]:
+        made.extend(FakeServer() for _ in range(count))
+        return made
+
+    yield make
+    for fake in made:
+        fake.stop()
+
+
+def make_pool(fakes: list[FakeServer], **settings) -> ServerPool:
+    defaults = {
+        "in_flight_per_server": 4,
+        "request_timeout_seconds": 5.0,
+        "max_retries": 2,
+        "drop_lost": False,
+    }
+    servers = [VllmServer(fake.url, "run") for fake in fakes]
+    return ServerPool(servers, PoolSettings(**(defaults | settings)))
+
+
+def test_every_request_gets_its_completion_and_servers_share_them(fakes):
+    servers = fakes(2)
+    for server in servers:
+        server.seconds = 0.02
+    requests = make_requests(count=24)
+    completions = list(make_pool(servers).run(requests, STOP, 0))
+    assert sorted(c.key for c in completions) == sorted(r.key for r in requests)
+    assert [server.served for server in servers] == pytest.approx([12, 12], abs=8)
+    assert all(2 <= server.most_in_flight <= 4 for server in servers)
+
+
+def test_every_server_begins_with_its_share_however_threads_are_scheduled(fakes, monkeypatch):
+    """A thread that is done at once must not take what was the other server's to begin with."""
+    servers = fakes(2)
+    pool = make_pool(servers)
+    asked = []
+    complete = VllmServer.complete
+
+    def instantly(server, *arguments):
+        asked.append(server.url)
+        return answers[server.url]
+
+    request = make_requests(count=1)[0]
+    answers = {server.url: complete(server, request, STOP, 5.0) for server in pool.servers}
+    monkeypatch.setattr(VllmServer, "complete", instantly)
+    for count, shares in ((8, (4, 4)), (7, (4, 3)), (1, (1, 0))):
+        asked.clear()
+        assert len(list(pool.run(make_requests(count=count), STOP, 0))) == count
+        assert tuple(asked.count(server.url) for server in servers) == shares
+
+
+def test_a_failed_request_is_tried_on_the_other_server(fakes):
+    servers = fakes(2)
+    servers[0].statuses = [500] * 100
+    completions = list(make_pool(servers).run(make_requests(count=8), STOP, 0))
+    assert len(completions) == 8
+    assert (servers[0].served, servers[1].served) == (0, 8)
+
+
+def test_a_single_server_is_tried_again(fakes):
+    (server,) = fakes(1)
+    server.statuses = [503, 500]
+    assert len(list(make_pool([server]).run(make_requests(count=1), STOP, 0))) == 1
+
+
+def test_tries_run_out(fakes):
+    (server,) = fakes(1)
+    server.statuses = [500] * 100
+    with pytest.raises(SamplerError, match=r"failed 3 times .*max_retries 2.*HTTP 500: as told"):
+        list(make_pool([server]).run(make_requests(count=1), STOP, 0))
+
+
+def test_a_refused_request_is_not_tried_again(fakes):
+    servers = fakes(2)
+    servers[0].statuses = servers[1].statuses = [400]
+    with pytest.raises(SamplerError, match=r"refused request \(1, 0, 0\): HTTP 400: as told"):
+        list(make_pool(servers).run(make_requests(count=1), STOP, 0))
+    assert servers[0].served + servers[1].served == 0
+
+
+def test_a_server_that_came_back_with_other_weights_is_lost(fakes):
+    servers = fakes(2)
+    servers[0].label = "default"
+    servers[0].statuses = [500] * 100
+    pool = make_pool(servers, drop_lost=True)
+    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    assert "back with weights 'default': it was restarted" in pool.lost[servers[0].url]
+    assert [server.url for server in pool.live()] == [servers[1].url]
+
+
+def test_a_completion_of_another_version_stops_the_run(fakes):
+    (server,) = fakes(1)
+    server.label = "run/3"
+    with pytest.raises(SamplerError, match=r"versions \[3\] where 2 was asked for"):
+        list(make_pool([server]).run(make_requests(count=1), STOP, 2))
+
+
+def test_nan_as_servers_send_it_stops_the_run(fakes):
+    (server,) = fakes(1)
+    server.logprob = -9999.0
+    with pytest.raises(SamplerError, match="log-prob of token 0 is not finite"):
+        list(make_pool([server]).run(make_requests(count=1), STOP, 0))
+
+
+@pytest.mark.timeout(30)
+def test_an_error_that_nobody_foresaw_reaches_the_caller(fakes, monkeypatch):
+    """It must not end its thread alone: the caller would wait for that thread for ever."""
+    (server,) = fakes(1)
+    pool = make_pool([server])
+    monkeypatch.setattr(VllmServer, "complete", lambda *_: server.no_such_thing)
+    for count in (1, 8):
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            list(pool.run(make_requests(count=count), STOP, 0))
+    monkeypatch.undo()
+    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("label", [3, None, ["run/3"]])
+def test_a_weight_label_that_is_no_text_is_refused(fakes, label):
+    (server,) = fakes(1)
+    server.label = label
+    with pytest.raises(SamplerError, match=rf"{server.url}: sampled by weights labelled \["):
+        list(make_pool([server]).run(make_requests(count=1), STOP, 3))
+
+
+@pytest.mark.timeout(30)
+def test_a_server_whose_weights_cannot_be_asked_for_is_lost(fakes, monkeypatch):
+    """A proxy in its place may answer every question, but not as vLLM does."""
+    (server,) = fakes(1)
+    server.statuses = [500] * 100
+    monkeypatch.setattr(VllmServer, "weight_label", lambda *_: {}["weight_version"])
+    with pytest.raises(SamplerError, match=r"HTTP 500: as told; then .*KeyError"):
+        list(make_pool([server]).run(make_requests(count=1), STOP, 0))
+
+
+def test_a_server_that_is_gone_stops_or_is_dropped(fakes):
+    servers = fakes(2)
+    servers[0].stop()
+    with pytest.raises(SamplerError, match=f"{servers[0].url} is lost: .*on_failure is stop"):
+        list(make_pool(servers).run(make_requests(count=8), STOP, 0))
+    pool = make_pool(servers, drop_lost=True)
+    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    servers[1].stop()
+    with pytest.raises(SamplerError, match=f"the last vLLM server, {servers[1].url}, is lost"):
+        list(pool.run(make_requests(count=8), STOP, 0))
+
+
+def test_an_abandoned_iterator_ends_its_threads(fakes):
+    (server,) = fakes(1)
+    before = threading.active_count()
+    server.seconds = 0.05
+    iterator = make_pool([server]).run(make_requests(count=16), STOP, 0)
+    next(iterator)
+    server.seconds = 3.0
+    time.sleep(0.2)
+    started = time.monotonic()
+    iterator.close()
+    assert time.monotonic() - started < 2, "connections are cut, not waited for"
+    assert server.served < 16
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before + server.in_flight and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before + server.in_flight
+
+
+def test_http_errors_are_told_apart(fakes):
+    (server,) = fakes(1)
+    client = HttpClient(server.url)
+    body = {"sampling_params": {"seed": 0}}
+    server.statuses = [404]
+    with pytest.raises(Refused, match="HTTP 404: as told"):
+        client.post("/inference/v1/generate", body, 5.0)
+    server.seconds = 2.0
+    with pytest.raises(TooSlow, match=r"within 0\.2 s"):
+        client.post("/inference/v1/generate", body, 0.2)
+    server.seconds = 0.0
+    assert client.get("/weight_info", 5.0) == {"weight_version": "run/0"}
+    server.stop()
+    client.release()
+    with pytest.raises(Unreachable):
+        client.get("/health", 1.0)
+    with pytest.raises(ValueError, match="not a URL"):
+        HttpClient("10.0.0.5:8000")

@@ -1,0 +1,288 @@
+"""The hf sampler against an obvious twin: one row at a time, no cache, no padding."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from naive_sampler import (
+    EOS,
+    PAD,
+    SECOND_EOS,
+    VOCABULARY,
+    make_requests,
+    naive_completion,
+    naive_logits,
+    naive_logp,
+    qwen3,
+)
+from scipy.stats import chisquare
+
+from grpo_replay.errors import ModelError, RecipeError, SamplerError
+from grpo_replay.recipe import resolve_recipe
+from grpo_replay.sampling import decoding, kv_cache
+from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.types import GenerationRequest, RequestKey
+
+BOTH_EOS = (EOS, SECOND_EOS)
+
+
+def sampler_of(model, eos_ids=BOTH_EOS, **settings):
+    return HfSampler.from_model(model, eos_ids, PAD, **settings)
+
+
+def by_key(completions):
+    found = {}
+    for completion in completions:
+        assert completion.key not in found, "a request was answered twice"
+        found[completion.key] = completion
+    return found
+
+
+def assert_same(first, second, atol=0.0):
+    assert first.keys() == second.keys()
+    for key in first:
+        assert first[key].token_ids.tolist() == second[key].token_ids.tolist()
+        assert first[key].finish_reason == second[key].finish_reason
+        np.testing.assert_allclose(
+            first[key].sampler_logprobs, second[key].sampler_logprobs, rtol=0, atol=atol
+        )
+
+
+def assert_like_naive(model, requests, eos_ids=BOTH_EOS):
+    completions = by_key(sampler_of(model, eos_ids).generate(requests))
+    assert len(completions) == len(requests)
+    for request in requests:
+        tokens, logprobs, reason = naive_completion(model, request, eos_ids)
+        completion = completions[request.key]
+        assert completion.token_ids.tolist() == tokens
+        assert completion.finish_reason == reason
+        np.testing.assert_allclose(completion.sampler_logprobs, logprobs, rtol=0, atol=2e-5)
+    return completions
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.7, 0.9), (0.6, 0.8), (0.0, 1.0), (0, 0.5)]
+)
+def test_every_token_and_logprob_is_that_of_the_naive_sampler(model, temperature, top_p):
+    requests = make_requests(temperature=temperature, top_p=top_p)
+    completions = assert_like_naive(model, requests)
+    reasons = {c.finish_reason for c in completions.values()}
+    assert temperature != 1.0 or reasons == {"stop", "length"}
+    for completion in completions.values():
+        assert completion.token_ids.dtype == np.int32
+        assert completion.sampler_logprobs.dtype == np.float32
+
+
+def test_without_grouped_queries_and_with_a_head_of_its_own_too():
+    model = qwen3(num_key_value_heads=4, tied=False)
+    assert_like_naive(model, make_requests(prompts=3, group=2))
+
+
+def test_requests_of_every_kind_may_share_a_batch(model):
+    laws = [(1.0, 1.0), (0.0, 1.0), (0.7, 0.6), (1.0, 0.3)]
+    requests = [
+        dataclasses.replace(r, temperature=laws[i % 4][0], top_p=laws[i % 4][1], max_tokens=1 + i)
+        for i, r in enumerate(make_requests(prompts=4, group=4))
+    ]
+    completions = assert_like_naive(model, requests)
+    assert max(len(c.token_ids) for c in completions.values()) > 8
+
+
+def test_a_request_is_answered_alike_in_any_batch(model):
+    requests = make_requests(prompts=6, group=6)
+    sampler = sampler_of(model)
+    whole = by_key(sampler.generate(requests))
+    halves = by_key([*sampler.generate(requests[::2]), *sampler.generate(requests[1::2])])
+    shuffled = by_key(
+        sampler.generate([requests[i] for i in np.random.default_rng(5).permutation(36)])
+    )
+    small = by_key(sampler_of(model, max_batch_rollouts=5).generate(requests))
+    for other in (halves, shuffled, small):
+        assert_same(whole, other, atol=1e-5)
+
+
+def test_rows_leave_between_blocks_of_random_numbers_and_growths_of_the_cache(monkeypatch):
+    model = qwen3(max_position_embeddings=512)
+    lengths = [20, 75, 40, 60]
+    requests = [
+        dataclasses.replace(request, max_tokens=length)
+        for request, length in zip(make_requests(prompts=2, group=2), lengths, strict=True)
+    ]
+    monkeypatch.setattr(decoding, "UNIFORM_BLOCK", 16)
+    monkeypatch.setattr(decoding, "INITIAL_ROOM", 10)
+    monkeypatch.setattr(kv_cache, "GROWTH_TOKENS", 5)
+    completions = assert_like_naive(model, requests, eos_ids=(VOCABULARY + 5,))
+    assert sorted(len(c.token_ids) for c in completions.values()) == sorted(lengths)
+
+
+def test_a_prefill_in_several_parts_changes_nothing(model, monkeypatch):
+    requests = make_requests(prompts=5, group=3)
+    whole = by_key(sampler_of(model).generate(requests))
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 24)
+    assert_same(whole, by_key(sampler_of(model).generate(requests)), atol=1e-5)
+
+
+def test_logprobs_are_those_of_a_teacher_forced_forward(model):
+    checked = 0
+    for completion in sampler_of(model).generate(requests := make_requests()):
+        prompt = next(r.prompt_token_ids for r in requests if r.key == completion.key)
+        row = np.concatenate([prompt, completion.token_ids])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(row[None])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).numpy()
+        taken = expected[np.arange(len(completion.token_ids)), completion.token_ids]
+        np.testing.assert_allclose(completion.sampler_logprobs, taken, rtol=0, atol=1e-5)
+        checked += 1
+    assert checked == 20
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.7)])
+def test_first_tokens_follow_the_law(model, temperature, top_p):
+    prompt = np.array([7, 3, 11], dtype=np.int32)
+    requests = [
+        GenerationRequest(RequestKey(1, 0, i), prompt, 77_000 + i, 1, temperature, top_p)
+        for i in range(4000)
+    ]
+    tokens = [int(c.token_ids[0]) for c in sampler_of(model).generate(requests)]
+    law = np.exp(naive_logp(naive_logits(model, prompt.tolist()), temperature, top_p))
+    seen = np.bincount(tokens, minlength=VOCABULARY)
+    assert seen[law == 0].sum() == 0
+    likely = law * 4000 > 5
+    observed, expected = list(seen[likely]), list(4000 * law[likely])
+    if (~likely & (law > 0)).any():
+        observed.append(seen[~likely].sum())
+        expected.append(4000 * law[~likely].sum())
+    assert len(observed) > 3
+    assert chisquare(observed, expected).pvalue > 1e-3
+
+
+def test_every_eos_id_stops_and_is_kept(model):
+    requests = make_requests(prompts=8, group=16)
+    completions = list(sampler_of(model).generate(requests))
+    last_tokens = {int(c.token_ids[-1]) for c in completions if c.finish_reason == "stop"}
+    assert last_tokens == set(BOTH_EOS)
+    for completion in completions:
+        ends = np.isin(completion.token_ids, BOTH_EOS)
+        assert not ends[:-1].any()
+        assert ends[-1] == (completion.finish_reason == "stop")
+
+
+def test_eos_as_the_last_allowed_token_is_a_stop(model):
+    requests = [dataclasses.replace(r, max_tokens=1) for r in make_requests(prompts=8, group=16)]
+    completions = list(sampler_of(model).generate(requests))
+    assert {len(c.token_ids) for c in completions} == {1}
+    stopped = [c for c in completions if int(c.token_ids[0]) in BOTH_EOS]
+    assert stopped
+    assert all((c.finish_reason == "stop") == (c in stopped) for c in completions)
+
+
+def test_completions_come_as_they_finish(model):
+    requests = [dataclasses.replace(r, max_tokens=2 + i) for i, r in enumerate(make_requests())]
+    lengths = [len(c.token_ids) for c in sampler_of(model).generate(requests)]
+    assert lengths == sorted(lengths)
+
+
+def test_no_requests_no_completions(model):
+    assert list(sampler_of(model).generate([])) == []
+
+
+def test_generating_does_not_leave_inference_mode_or_the_random_state_changed(model):
+    before = torch.get_rng_state()
+    completions = iter(sampler_of(model).generate(make_requests()))
+    next(completions)
+    assert not torch.is_inference_mode_enabled()
+    list(completions)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_bfloat16_logprobs_stay_near_those_of_float32(model):
+    requests = make_requests()
+    gaps = []
+    for completion in sampler_of(model, dtype="bfloat16").generate(requests):
+        prompt = next(r.prompt_token_ids for r in requests if r.key == completion.key)
+        row = np.concatenate([prompt, completion.token_ids])
+        with torch.no_grad():
+            logp = model(input_ids=torch.tensor(row[None])).logits[0].log_softmax(-1).numpy()
+        at = np.arange(len(prompt) - 1, len(row) - 1)
+        gaps.append(np.abs(logp[at, completion.token_ids] - completion.sampler_logprobs))
+    assert 0 < np.mean(np.concatenate(gaps)) < 0.1
+
+
+def impossible(**changes):
+    return [dataclasses.replace(make_requests(prompts=1, group=1)[0], **changes)]
+
+
+def test_impossible_requests_are_refused_before_any_work(model):
+    sampler = sampler_of(model)
+    with pytest.raises(RecipeError, match=r"exceed the model's 64 positions.*max_completion"):
+        sampler.generate(impossible(max_tokens=64))
+    assert len(next(sampler.generate(impossible(max_tokens=63))).token_ids) > 0
+    with pytest.raises(SamplerError, match="0 prompt tokens"):
+        sampler.generate(impossible(prompt_token_ids=np.zeros(0, np.int32)))
+    with pytest.raises(SamplerError, match="max_tokens 0"):
+        sampler.generate(impossible(max_tokens=0))
+    with pytest.raises(SamplerError, match="vocabulary of 29"):
+        sampler.generate(impossible(prompt_token_ids=np.array([29], np.int32)))
+
+
+def test_weights_that_are_not_finite_are_reported_not_sampled(model):
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(SamplerError, match="policy version 0 is not finite"):
+        list(sampler_of(model).generate(make_requests()))
+
+
+def test_running_out_of_memory_says_what_to_lower(model, monkeypatch):
+    def too_large(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoding, "expanded_cache", too_large)
+    with pytest.raises(SamplerError, match=r"20 rows at once: lower sampling.max_batch_rollouts"):
+        list(sampler_of(model).generate(make_requests()))
+
+
+def test_sliding_windows_are_refused():
+    with pytest.raises(ModelError, match="sliding_attention"):
+        sampler_of(qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=0))
+
+
+def test_the_sampler_opens_from_a_recipe_and_answers_arithmetic():
+    recipe = resolve_recipe([{"model": {"path": "builtin:tiny"}}])
+    sampler = HfSampler.open(recipe, "builtin:tiny")
+    from grpo_replay.engine.models import load_tokenizer
+
+    tokenizer = load_tokenizer(recipe.model)
+    prompt = np.array(tokenizer("12+13=")["input_ids"], dtype=np.int32)
+    requests = [GenerationRequest(RequestKey(1, 0, i), prompt, i, 24) for i in range(16)]
+    texts = [tokenizer.decode(c.token_ids) for c in sampler.generate(requests)]
+    assert sum("\\boxed{" in text for text in texts) > 8
+
+
+def test_a_random_initialisation_opens_from_its_own_path_and_is_the_trainers():
+    from grpo_replay.engine.models import load_policy
+
+    recipe = load_recipe_of_random_model()
+    sampler = HfSampler.open(recipe, recipe.model.path)
+    ours, theirs = sampler._model.state_dict(), load_policy(recipe.model, 42).state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert len(ours) == len(theirs) > 10
+
+
+def load_recipe_of_random_model():
+    overrides = {
+        "vocab_size": 300,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 32,
+    }
+    model = {
+        "path": "builtin:qwen3-0.6b",
+        "tokenizer": "builtin:bytes",
+        "random_init": True,
+        "config_overrides": overrides,
+    }
+    return resolve_recipe([{"model": model}])

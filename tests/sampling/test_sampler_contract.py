@@ -1,0 +1,66 @@
+"""What all samplers refuse alike: closed ones, incomplete updates, versions that do not increase,
+impossible requests. The real samplers are held to it in test_hf_weights and the vLLM tests."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from naive_sampler import make_requests
+
+from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.sampling.contract import WeightState, refuse_impossible
+
+
+def test_nothing_is_sampled_between_the_begin_and_the_end_of_an_update():
+    weights = WeightState()
+    weights.refuse_incomplete()
+    weights.begin(3, held=0)
+    with pytest.raises(SamplerError, match=r"version 3 was left incomplete; load a complete set"):
+        weights.refuse_incomplete()
+    weights.begin(4, held=0)
+    assert weights.complete() == 4
+    weights.refuse_incomplete()
+
+
+@pytest.mark.parametrize("offered", [3, 2, 0, -1])
+def test_a_version_that_does_not_increase_leaves_the_sampler_as_it_was(offered):
+    weights = WeightState()
+    with pytest.raises(SamplerError, match=f"version {offered} offered to a sampler at version 3"):
+        weights.begin(offered, held=3)
+    weights.refuse_incomplete()
+
+
+def test_a_closed_sampler_says_that_first():
+    weights = WeightState()
+    weights.begin(1, held=0)
+    weights.close()
+    weights.close()
+    for refused in (weights.refuse_closed, weights.refuse_incomplete, lambda: weights.begin(0, 0)):
+        with pytest.raises(SamplerError, match="the sampler is closed; open another one"):
+            refused()
+
+
+def test_a_request_may_fill_its_room_and_no_more():
+    (request,) = make_requests(prompts=1, group=1)
+    tokens = len(request.prompt_token_ids) + request.max_tokens
+    refuse_impossible(request, 29, tokens, "")
+    refuse_impossible(request, 29, None, "")
+    with pytest.raises(
+        RecipeError, match=rf"exceed the model's {tokens - 1} positions; lower samp"
+    ):
+        refuse_impossible(request, 29, tokens - 1, f"the model's {tokens - 1} positions;")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_token_ids": np.zeros(0, np.int32)}, "0 prompt tokens and max_tokens"),
+        ({"max_tokens": 0}, "max_tokens 0; both must be at least 1"),
+        ({"prompt_token_ids": np.array([3, 29], np.int32)}, r"3\.\.29 lie outside .* of 29"),
+        ({"prompt_token_ids": np.array([-1], np.int32)}, r"-1\.\.-1 lie outside"),
+    ],
+)
+def test_impossible_requests_are_named(changes, message):
+    (request,) = make_requests(prompts=1, group=1)
+    with pytest.raises(SamplerError, match=rf"request \(\d+, 0, 0\): .*{message}"):
+        refuse_impossible(replace(request, **changes), 29, None, "")

@@ -1,0 +1,279 @@
+"""The pieces around vLLM that need no vLLM: names, files, commands, the guard."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from server_helpers import free_ports
+from tiny_policy import changed, named_tensors, tiny_recipe
+
+from grpo_replay.engine.weight_names import CheckedWeights, expected_weights
+from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.sampling.server import guard as server_guard
+from grpo_replay.sampling.server import process as server_process
+from grpo_replay.sampling.server.checks import read_outline
+from grpo_replay.sampling.server.process import launch_servers, server_command, server_devices
+from grpo_replay.sampling.server.weight_files import SyncFolder
+from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
+from grpo_replay.sampling.vllm_requests import read_spans
+from grpo_replay.sampling.vllm_settings import engine_arguments, model_length, set_environment
+
+OUTLINE = """Qwen3ForCausalLM()(
+  (model): Qwen3Model()(
+    (embed_tokens): VocabParallelEmbedding(num_embeddings=48, embedding_dim=64, org_vocab_size=40)
+    (layers): ModuleList()(
+      (0-1): 2 x Qwen3DecoderLayer()(
+        (self_attn): Qwen3Attention()(
+          (0): Inner(in_features=64)
+        )
+      )
+      (2): OtherLayer()(
+        (mlp): Qwen2MLP()
+      )
+    )
+    (norm): RMSNorm(hidden_size=64, eps=1e-06)
+  )
+)"""
+
+
+def test_expected_weights_are_the_model_s_own(tied, untied):
+    for policy in (tied, untied):
+        expected = expected_weights(tiny_recipe(policy.folder).model)
+        own = {name: tuple(tensor.shape) for name, tensor in named_tensors(policy.model)}
+        assert dict(expected.shapes) == own
+        assert len(own) == 3 * 11 + 3
+        assert expected.bytes_needed == 4 * sum(t.numel() for _, t in named_tensors(policy.model))
+    assert expected_weights(tiny_recipe(tied.folder).model).tied == {
+        "lm_head.weight": "model.embed_tokens.weight"
+    }
+    assert expected_weights(tiny_recipe(untied.folder).model).tied == {}
+
+
+def test_checked_weights_pass_on_what_fits_and_exhaust_the_source(tied):
+    expected = expected_weights(tiny_recipe(tied.folder).model)
+    source = iter([*named_tensors(tied.model), ("foreign", torch.zeros(1))])
+    checked = CheckedWeights(source, expected)
+    assert next(iter(checked))[0] == "model.embed_tokens.weight"
+    checked.drain()
+    assert next(source, None) is None
+    assert checked.problems == ["unknown tensor foreign"]
+
+
+def test_tied_tensors_are_compared_whichever_comes_first(tied):
+    expected = expected_weights(tiny_recipe(tied.folder).model)
+    pairs = [(n, t + 1 if n == "lm_head.weight" else t) for n, t in named_tensors(tied.model)]
+    for order, message in (
+        (pairs, "lm_head.weight differs from model.embed_tokens.weight, with which it is tied"),
+        (
+            pairs[::-1],
+            "model.embed_tokens.weight differs from lm_head.weight, with which it is tied",
+        ),
+    ):
+        checked = CheckedWeights(order, expected)
+        checked.drain()
+        assert checked.problems == [message]
+
+
+def test_one_name_of_a_tied_tensor_is_enough_only_for_who_stores_it_once(tied):
+    expected = expected_weights(tiny_recipe(tied.folder).model)
+    for missing in ("lm_head.weight", "model.embed_tokens.weight"):
+        pairs = [(n, t) for n, t in named_tensors(tied.model) if n != missing]
+        for any_name, problems in ((True, []), (False, [f"missing tensor {missing}"])):
+            checked = CheckedWeights(pairs, expected, any_name)
+            checked.drain()
+            assert checked.problems == problems
+
+
+def test_float32_tensors_are_good_enough_for_a_bfloat16_policy(tied):
+    model = tiny_recipe(tied.folder).model.model_copy(update={"dtype": "bfloat16"})
+    expected = expected_weights(model)
+    for dtype, fits in ((torch.float32, True), (torch.bfloat16, True), (torch.float16, False)):
+        checked = CheckedWeights(((n, t.to(dtype)) for n, t in named_tensors(tied.model)), expected)
+        checked.drain()
+        assert (not checked.problems) == fits
+
+
+def test_files_hold_every_name_and_stay_near_the_bucket(tied, tmp_path):
+    model = changed(tied, 1)
+    folder = SyncFolder(str(tmp_path), 1)
+    written = folder.write(named_tensors(model), version=3, bucket_bytes=30_000)
+    files = sorted(written.glob("*.safetensors"))
+    assert len(files) > 5
+    # The largest tensor of this model is 48 KiB; no file holds more than it or the bucket.
+    assert max(file.stat().st_size for file in files) < 52_000
+    stored = {name: t for file in files for name, t in load_file(file).items()}
+    assert stored.keys() == dict(named_tensors(model)).keys()
+    for name, tensor in named_tensors(model):
+        assert torch.equal(stored[name], tensor)
+    folder.close()
+    folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_abandoned_folders_are_removed_and_those_in_use_kept(tmp_path):
+    alive = SyncFolder(str(tmp_path), 1)
+    dead = tmp_path / "grpo-replay-weights-dead"
+    dead.mkdir()
+    (dead / "in-use").touch()
+    other = tmp_path / "something-else"
+    other.mkdir()
+    second = SyncFolder(str(tmp_path), 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        [alive._folder.name, second._folder.name, other.name]
+    )
+    alive.close()
+    second.close()
+
+
+def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path):
+    folder = SyncFolder(str(tmp_path), bytes_needed=2**60)
+    with pytest.raises(SamplerError, match=r"needs 1073741824\.00 GiB: set .*sync_folder"):
+        folder.write([("a", torch.zeros(1))], 1, 1)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    folder.close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SamplerError, match="cannot write weights"):
+        SyncFolder(str(tmp_path / "file"), 1)
+
+
+def test_the_outline_of_a_model_is_read():
+    assert read_outline(OUTLINE) == {"vocabulary": 40, "hidden size": 64, "number of layers": 3}
+    assert read_outline("Other()(\n  (net): Linear()\n)") == {}
+
+
+def test_a_server_is_started_as_an_engine_would_be(tied):
+    recipe = tiny_recipe(tied.folder, vllm={"enable_prefix_caching": False})
+    arguments = engine_arguments(recipe, recipe.model, on_gpu=False)
+    command = server_command(arguments, "127.0.0.1", 8300, "nccl")
+    text = " ".join(command)
+    assert f"--model {tied.folder} --dtype float32 --max-model-len 224" in text
+    assert "--logprobs-mode processed_logprobs --no-enable-prefix-caching" in text
+    assert "--enforce-eager" in command and "--trust-remote-code" not in command
+    assert "--revision" not in command, "no revision was named"
+    assert command[-2:] == ["--weight-transfer-config", '{"backend": "nccl"}']
+    assert "gpu_memory_utilization" not in arguments
+    on_gpu = engine_arguments(recipe, recipe.model, on_gpu=True)
+    assert on_gpu["gpu_memory_utilization"] == 0.6 and on_gpu["enforce_eager"] is False
+
+
+def test_room_is_derived_and_bounded_by_the_model(tied):
+    recipe = tiny_recipe(tied.folder)
+    assert model_length(recipe, recipe.model) == 200 + 24
+    longer = recipe.eval.model_copy(update={"max_completion_length": 100})
+    assert model_length(recipe.model_copy(update={"eval": longer}), recipe.model) == 300
+    endless = tiny_recipe(tied.folder, max_completion_length=4000)
+    assert model_length(endless, endless.model) == 512
+    with pytest.raises(RecipeError, match="max_model_len 513 exceeds the 512 positions"):
+        wrong = tiny_recipe(tied.folder, vllm={"max_model_len": 513})
+        model_length(wrong, wrong.model)
+
+
+def test_what_the_user_set_in_the_environment_stays():
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "4"}
+    set_environment(environment, on_gpu=False)
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_servers_take_the_gpus_after_the_trainer_s():
+    assert server_devices(["0", "1", "2", "3"], 2, 2, 1) == ["2", "3"]
+    assert server_devices(["4", "5", "6", "7"], 0, 2, 2) == ["4,5", "6,7"]
+    with pytest.raises(RecipeError, match=r"needs 4 GPUs beside the 1 .* but 3 of 4 are left"):
+        server_devices(["0", "1", "2", "3"], 1, 2, 2)
+
+
+def place_ranks(monkeypatch, world_size: int, ranks_here: int) -> None:
+    """As torchrun tells rank 0; engine.num_processes stays at 1."""
+    variables = {
+        "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": ranks_here, "RANK": 0, "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": "x",
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_launched_server_leaves_every_rank_its_gpu_whoever_started_the_ranks(
+    tied, monkeypatch, tmp_path
+):
+    place_ranks(monkeypatch, world_size=2, ranks_here=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    says_its_gpu = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+    monkeypatch.setattr(server_process, "server_command", lambda *_: says_its_gpu)
+    servers = {"launch": 2, "base_port": free_ports(2)[0]}
+    recipe = tiny_recipe(tied.folder, backend="vllm_server", servers=servers)
+    launched = launch_servers(recipe, {}, on_gpu=True, log_folder=tmp_path)
+    assert [server.guard.wait(60) for server in launched] == [0, 0]
+    assert [server.log_tail() for server in launched] == ["2", "3"]
+
+
+def test_servers_are_not_launched_for_ranks_on_other_machines(tied, monkeypatch, tmp_path):
+    place_ranks(monkeypatch, world_size=16, ranks_here=8)
+    monkeypatch.setattr(server_process, "_launch", lambda *_: pytest.fail("a server was launched"))
+    recipe = tiny_recipe(tied.folder, backend="vllm_server", servers={"launch": 2})
+    with pytest.raises(RecipeError, match=r"8 of the 16 ranks .* set sampling\.servers\.urls"):
+        launch_servers(recipe, {}, on_gpu=False, log_folder=tmp_path)
+
+
+def test_every_worker_of_every_server_has_a_rank_of_its_own():
+    assert rank_offsets(1, [2, 1, 4]) == [1, 3, 4]
+    assert local_address("http://127.0.0.1:8000") == "127.0.0.1"
+
+
+def test_labels_of_other_runs_are_not_read():
+    assert read_spans(["a/3", "a/4"], "here", "a/").last == 4
+    for labels in (["default"], ["b/3"], ["3"], ["a/"], [], ["a/3", "default"], [3], [None]):
+        with pytest.raises(SamplerError, match="here: sampled by weights labelled"):
+            read_spans(labels, "here", "a/")
+
+
+STUBBORN = (
+    "import signal,subprocess,sys,time;"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+    "print(child.pid, flush=True); time.sleep(600)"
+)
+
+
+@pytest.mark.parametrize("ending", ["guard is told to stop", "parent is killed"])
+def test_the_guard_leaves_nothing_of_its_group(ending):
+    """The guarded process ignores SIGTERM and has a child of its own."""
+    guarded = [sys.executable, server_guard.__file__, "PARENT", sys.executable, "-c", STUBBORN]
+    launcher = (
+        "import os,subprocess,sys,time;"
+        f"words = {guarded!r}; words[2] = str(os.getpid());"
+        "guard = subprocess.Popen(words, start_new_session=True);"
+        "print(guard.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE, text=True)
+    try:
+        numbers = [int(parent.stdout.readline()) for _ in range(2)]
+        assert all(_alive(number) for number in numbers)
+        if ending == "parent is killed":
+            parent.kill()
+        else:
+            os.kill(numbers[0], signal.SIGTERM)
+        deadline = time.monotonic() + server_guard.GRACE_SECONDS + 10
+        while any(map(_alive, numbers)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(map(_alive, numbers))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,117 @@
+"""Checkpoints: complete or refused, newest first, never the last good one lost."""
+
+import json
+
+import pytest
+
+from grpo_replay.errors import CheckpointError
+from grpo_replay.storage.checkpoint import (
+    MANIFEST,
+    RunState,
+    begin_checkpoint,
+    complete_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    read_state,
+    temporary_folder,
+    verify_checkpoint,
+)
+
+
+def make_checkpoint(checkpoints, step, keep=3):
+    temporary = temporary_folder(checkpoints, step)
+    begin_checkpoint(temporary)
+    (temporary / "model").mkdir()
+    (temporary / "model" / "weights").write_bytes(b"weights of step %d" % step)
+    return complete_checkpoint(temporary, RunState(step=step, policy_version=step), keep)
+
+
+def test_a_complete_checkpoint_verifies_and_is_latest(tmp_path):
+    made = make_checkpoint(tmp_path, 7)
+    assert made == tmp_path / "step_000007"
+    verify_checkpoint(made)
+    assert (tmp_path / "latest").resolve() == made
+    assert read_state(made) == RunState(step=7, policy_version=7)
+    assert find_checkpoint(tmp_path) == made
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for step in (5, 10, 15, 20):
+        make_checkpoint(tmp_path, step, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000015", "step_000020"]
+    assert (tmp_path / "latest").resolve().name == "step_000020"
+
+
+def test_there_may_be_none(tmp_path):
+    assert find_checkpoint(tmp_path) is None
+
+
+def test_an_unfinished_one_is_not_a_checkpoint(tmp_path):
+    made = make_checkpoint(tmp_path, 5)
+    begin_checkpoint(temporary_folder(tmp_path, 10))
+    (temporary_folder(tmp_path, 10) / "half").write_text("half")
+    assert find_checkpoint(tmp_path) == made
+
+
+def flip_a_byte(checkpoint):
+    path = checkpoint / "model" / "weights"
+    path.write_bytes(path.read_bytes()[:-1] + b"X")
+
+
+def cut_short(checkpoint):
+    path = checkpoint / "model" / "weights"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose_a_file(checkpoint):
+    (checkpoint / "model" / "weights").unlink()
+
+
+def lose_the_manifest(checkpoint):
+    (checkpoint / MANIFEST).unlink()
+
+
+def cut_the_manifest(checkpoint):
+    path = checkpoint / MANIFEST
+    path.write_text(path.read_text()[:20])
+
+
+def empty_the_manifest(checkpoint):
+    (checkpoint / MANIFEST).write_text('{"files": {}}')
+
+
+DAMAGES = [flip_a_byte, cut_short, lose_a_file, lose_the_manifest, cut_the_manifest,
+           empty_the_manifest]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path, damage):
+    make_checkpoint(tmp_path, 5)
+    damage(make_checkpoint(tmp_path, 10))
+    with pytest.raises(CheckpointError, match=r"step_000010.*step_000005, is complete"):
+        find_checkpoint(tmp_path)
+
+
+def test_the_one_offered_is_complete_itself(tmp_path):
+    make_checkpoint(tmp_path, 5)
+    lose_a_file(make_checkpoint(tmp_path, 10))
+    flip_a_byte(make_checkpoint(tmp_path, 15))
+    with pytest.raises(CheckpointError, match=r"step_000015.*step_000005, is complete"):
+        find_checkpoint(tmp_path)
+
+
+def test_without_a_complete_one_a_new_run_is_advised(tmp_path):
+    flip_a_byte(make_checkpoint(tmp_path, 5))
+    with pytest.raises(CheckpointError, match="no complete one before it"):
+        find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"format_version": 99}, {"surprise": 1}], ids=["newer format", "unknown key"]
+)
+def test_a_state_of_another_version_is_refused(tmp_path, change):
+    made = make_checkpoint(tmp_path, 5)
+    state = json.loads((made / "state.json").read_text()) | change
+    (made / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=r"state.json: "):
+        read_state(made)

@@ -1,0 +1,416 @@
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from buffer_makers import ids, make_group, make_rollout, replay_settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from grpo_replay.buffer import ReplayBuffer
+from grpo_replay.buffer.snapshot import (
+    SNAPSHOT_SCHEMA,
+    read_snapshot,
+    restore_snapshot,
+    write_snapshot,
+)
+from grpo_replay.errors import OutputDirectoryError, SnapshotError
+from grpo_replay.storage import rollout_log
+from grpo_replay.storage.rollout_log import (
+    DRAW_SCHEMA,
+    ROLLOUT_FILE_SCHEMA,
+    bytes_to_rollouts,
+    read_draw_table,
+    read_rollout_table,
+    rollouts_to_bytes,
+    rollouts_to_table,
+    step_path,
+    table_to_rollouts,
+    write_draws,
+    write_rollouts,
+)
+from grpo_replay.types import Draw, Rollout, RolloutOutcome
+
+OUTCOME = RolloutOutcome(3, 0.25, -0.125, 0.5, 0.0625, 1.5, 2.0, 0.75)
+ARRAYS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs")
+
+
+def assert_same_rollouts(first, second, without=()):
+    for one, other in zip(first, second, strict=True):
+        for field in dataclasses.fields(Rollout):
+            a, b = getattr(one, field.name), getattr(other, field.name)
+            if field.name in without:
+                continue
+            if field.name in ARRAYS and a is not None:
+                assert a.dtype == b.dtype
+                assert a.tobytes() == b.tobytes(), field.name
+            else:
+                assert (a, type(a)) == (b, type(b)), field.name
+
+
+def some_rollouts():
+    kept = make_group(0, 0, 5, [1.0, -1.0, 0.1, 1.0])
+    dropped = make_group(4, 1, 5, [1.0, 1.0, 1.0, 1.0])
+    empty = dataclasses.replace(
+        make_rollout(8, birth_step=5, tokens=0), completion_text='naïve ∑ \n\t\x00 "quotes"'
+    )
+    return [*kept, *dropped, empty]
+
+
+def test_columns_are_the_documented_ones():
+    documented = [
+        *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step"),
+        *("policy_version", "prompt_token_ids", "completion_token_ids", "completion_text"),
+        *("behavior_logprobs", "sampler_logprobs", "reward", "advantage", "group_reward_mean"),
+        *("group_reward_std", "group_correct", "finish_reason", "verdict"),
+        *("policy_version_end", "kept"),
+    ]
+    outcome = ["tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl"]
+    assert ROLLOUT_FILE_SCHEMA.names[:25] == documented + outcome
+    assert DRAW_SCHEMA.names[:9] == ["step", "rollout_id", "age_steps", "probability", *outcome]
+    documented.remove("completion_text")
+    assert SNAPSHOT_SCHEMA.names == [*documented, "priority", "times_used", "last_used_step"]
+
+
+def test_wire_round_trip_is_exact():
+    rollouts = some_rollouts()
+    back = bytes_to_rollouts(rollouts_to_bytes(rollouts))
+    assert_same_rollouts(rollouts, back)
+    assert back[4].advantage is None and back[4].behavior_logprobs is None
+    assert back[8].behavior_logprobs.shape == (0,)
+    assert bytes_to_rollouts(rollouts_to_bytes([])) == []
+
+
+floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def any_rollout(draw):
+    tokens = draw(st.integers(0, 5))
+    logprobs = hnp.arrays(np.float32, tokens, elements=st.floats(width=32))
+    ids_of = hnp.arrays(np.int32, tokens)
+    kept = draw(st.booleans())
+    whole = st.integers(-(2**63), 2**63 - 1)
+    text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    return Rollout(
+        *draw(st.tuples(whole, whole, text, st.integers(0, 99), whole, whole, whole)),
+        prompt_token_ids=draw(hnp.arrays(np.int32, draw(st.integers(0, 3)))),
+        completion_token_ids=draw(ids_of),
+        completion_text=draw(text),
+        behavior_logprobs=draw(logprobs) if kept else None,
+        sampler_logprobs=draw(logprobs),
+        reward=draw(floats32),
+        advantage=draw(floats32) if kept else None,
+        group_reward_mean=draw(floats32),
+        group_reward_std=draw(floats32),
+        group_correct=draw(st.integers(0, 99)),
+        finish_reason=draw(text),
+        verdict=draw(text),
+        kept=kept,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(any_rollout(), max_size=5))
+def test_any_rollouts_survive_the_wire(rollouts):
+    assert_same_rollouts(rollouts, bytes_to_rollouts(rollouts_to_bytes(rollouts)))
+
+
+def test_slices_and_chunks_of_tables_are_read_right():
+    rollouts = some_rollouts()
+    table = rollouts_to_table(rollouts)
+    assert_same_rollouts(rollouts[3:7], table_to_rollouts(table.slice(3, 4)))
+    chunked = pa.concat_tables([table.slice(0, 2), table.slice(2)])
+    assert_same_rollouts(rollouts, table_to_rollouts(chunked))
+
+
+def test_a_rollout_does_not_keep_its_table_alive():
+    rollout = bytes_to_rollouts(rollouts_to_bytes(some_rollouts()))[0]
+    for name in ARRAYS:
+        assert getattr(rollout, name).base is None
+        assert not getattr(rollout, name).flags.writeable
+
+
+@pytest.mark.parametrize("field", ["reward", "advantage", "group_reward_mean", "group_reward_std"])
+@pytest.mark.parametrize("value", [0.1, float("nan"), float("inf"), -float("inf"), 1e300])
+def test_a_number_that_a_file_would_change_is_refused(field, value):
+    with pytest.raises(ValueError, match=field):
+        rollouts_to_table([dataclasses.replace(make_rollout(0), **{field: value})])
+
+
+def test_arrays_of_another_type_are_refused():
+    wrong = dataclasses.replace(make_rollout(0), sampler_logprobs=np.zeros(3))
+    with pytest.raises(ValueError, match="float32"):
+        rollouts_to_table([wrong])
+
+
+def test_rollout_file(tmp_path):
+    path = step_path(tmp_path, 12)
+    assert path.name == "step_000012.parquet"
+    rollouts = some_rollouts()
+    undefined = dataclasses.replace(OUTCOME, tokens=0, clip_fraction=float("nan"))
+    write_rollouts(path, rollouts, {0: OUTCOME, 8: undefined})
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    table = read_rollout_table(path)
+    assert_same_rollouts(rollouts, table_to_rollouts(table))
+    rows = table.to_pylist()
+    assert {name: rows[0][name] for name in dataclasses.asdict(OUTCOME)} == dataclasses.asdict(
+        OUTCOME
+    )
+    assert rows[1]["tokens"] is None and rows[4]["approx_kl"] is None
+    assert rows[8]["tokens"] == 0 and rows[8]["clip_fraction"] is None
+    column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    assert column.compression == "ZSTD"
+
+
+def test_draw_file(tmp_path):
+    path = step_path(tmp_path, 7)
+    rollouts = make_group(0, 0, 5, [1.0, -1.0])
+    drawn = (rollouts[1], rollouts[0], rollouts[1])
+    draw = Draw(drawn, np.array([0.75, 0.25, 0.75]), np.array([2, 2, 2]), 1.6, 0.56)
+    write_draws(path, 7, draw, [OUTCOME] * 3)
+    table = read_draw_table(path)
+    assert table["rollout_id"].to_pylist() == [1, 0, 1]
+    assert table["probability"].to_pylist() == [0.75, 0.25, 0.75]
+    assert table["step"].to_pylist() == [7, 7, 7]
+    assert table["approx_kl"].to_pylist() == [0.0625] * 3
+    write_draws(path, 7, Draw.empty(), [])
+    assert read_draw_table(path).num_rows == 0
+    with pytest.raises(ValueError, match="2 outcomes for 3"):
+        write_draws(path, 7, draw, [OUTCOME] * 2)
+
+
+def drawn_buffer(rollouts=40):
+    buffer = ReplayBuffer(replay_settings(max_age_steps=3, capacity_rollouts=30), 4)
+    for step in range(1, 1 + rollouts // 4):
+        buffer.evict(step)
+        buffer.insert(make_group(4 * step, step, step, [1, -1, 0.1, -1]), step)
+        buffer.draw(3, step, np.random.default_rng(step))
+    return buffer
+
+
+@pytest.mark.parametrize("rollouts", [0, 4, 40])
+def test_snapshot_round_trip_is_exact(tmp_path, rollouts, monkeypatch):
+    monkeypatch.setattr("grpo_replay.buffer.snapshot._CHUNK_ROLLOUTS", 5)
+    buffer = drawn_buffer(rollouts)
+    path = tmp_path / "buffer.parquet"
+    write_snapshot(path, buffer, step=10)
+    restored = ReplayBuffer(buffer.settings, 4)
+    assert restore_snapshot(path, restored) == 10
+    before, after = buffer.get_state(), restored.get_state()
+    assert_same_rollouts(before.pop("rollouts"), after.pop("rollouts"))
+    for name in before:
+        one, other = np.asarray(before[name]), np.asarray(after[name])
+        assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes()), name
+    if rollouts == 40:
+        assert buffer.column("times_used").sum() > 0
+    again = tmp_path / "again.parquet"
+    write_snapshot(again, restored, step=10)
+    assert again.read_bytes() == path.read_bytes()
+    snapshot = read_snapshot(path)
+    assert snapshot.settings["capacity_rollouts"] == 30
+    assert (snapshot.step, snapshot.group_size) == (10, 4)
+
+
+def test_a_snapshot_marks_what_was_never_drawn_with_null(tmp_path):
+    buffer = ReplayBuffer(replay_settings(), 2)
+    buffer.insert(make_group(0, 0, 1, [1, -1, 1]), 1)
+    drawn = ids(buffer.draw(1, 2, np.random.default_rng(0)).rollouts)[0]
+    write_snapshot(tmp_path / "b.parquet", buffer, 2)
+    last_used = pq.read_table(tmp_path / "b.parquet")["last_used_step"].to_pylist()
+    assert last_used == [2 if i == drawn else None for i in range(3)]
+
+
+def test_a_snapshot_that_was_edited_is_refused(tmp_path):
+    path = tmp_path / "buffer.parquet"
+    write_snapshot(path, drawn_buffer(), 10)
+    table = pq.read_table(path)
+    index = table.column_names.index("advantage")
+    edited = pa.array([0.5] * table.num_rows, pa.float32())
+    pq.write_table(table.set_column(index, table.schema.field(index), edited), path)
+    with pytest.raises(SnapshotError, match=r"buffer\.parquet: saved priorities.*restore"):
+        restore_snapshot(path, ReplayBuffer(drawn_buffer().settings, 4))
+
+
+def rewritten(path, change_table=None, facts=None):
+    """The snapshot with another table, or other facts in its metadata."""
+    table = pq.read_table(path)
+    table = change_table(table) if change_table else table
+    marks = dict(table.schema.metadata)
+    if facts is not None:
+        marks[b"grpo_replay.buffer"] = facts
+    pq.write_table(table.replace_schema_metadata(marks), path)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"step": 1, "group_size": 4, "settings": {}, "evicted_by_age": 0, '
+        b'"evicted_by_capacity": 0, "evicted_at": [0, 0]}',
+        b'{"step": 1, "group_size": 4, "settings": 7, "evicted_by_age": 0, '
+        b'"evicted_by_capacity": 0, "evicted_at": [0, 0]}',
+    ],
+)
+def test_a_snapshot_without_its_facts_is_refused(tmp_path, facts):
+    path = tmp_path / "buffer.parquet"
+    write_snapshot(path, drawn_buffer(), 10)
+    rewritten(path, facts=facts)
+    with pytest.raises(SnapshotError, match=r"buffer\.parquet: its metadata"):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize("column", [*SNAPSHOT_SCHEMA.names[:-1]])
+def test_a_null_where_there_must_be_a_value_is_refused(tmp_path, column):
+    path = tmp_path / "buffer.parquet"
+    buffer = drawn_buffer()
+    write_snapshot(path, buffer, 10)
+
+    def nulls(table):
+        index = table.column_names.index(column)
+        empty = pa.nulls(table.num_rows, table.schema.field(index).type)
+        return table.set_column(index, table.schema.field(index), empty)
+
+    rewritten(path, nulls)
+    with pytest.raises(SnapshotError, match=rf"buffer\.parquet: column {column} has a null"):
+        restore_snapshot(path, ReplayBuffer(buffer.settings, 4))
+
+
+READERS = {
+    "rollouts": (read_rollout_table, lambda path: write_rollouts(path, some_rollouts(), {})),
+    "draws": (
+        read_draw_table,
+        lambda path: write_draws(
+            path,
+            7,
+            Draw(tuple(some_rollouts()[:2]), np.array([0.5, 0.5]), np.array([2, 2]), 2.0, 0.7),
+            [OUTCOME] * 2,
+        ),
+    ),
+    "buffer": (read_snapshot, lambda path: write_snapshot(path, drawn_buffer(), 10)),
+}
+
+
+@pytest.fixture(params=READERS)
+def kind(request):
+    return request.param
+
+
+def test_a_missing_file_is_named(kind, tmp_path):
+    with pytest.raises(SnapshotError, match=f"gone.parquet: no such file.*{kind}"):
+        READERS[kind][0](tmp_path / "gone.parquet")
+
+
+def test_an_empty_file_is_named(kind, tmp_path):
+    path = tmp_path / "f.parquet"
+    path.touch()
+    with pytest.raises(SnapshotError, match=r"f\.parquet: the file is empty"):
+        READERS[kind][0](path)
+
+
+def test_a_truncated_file_is_refused_at_every_length(kind, tmp_path):
+    reader, writer = READERS[kind]
+    path = tmp_path / "f.parquet"
+    writer(path)
+    whole = path.read_bytes()
+    lengths = range(1, len(whole), max(1, len(whole) // 60))
+    for length in lengths:
+        path.write_bytes(whole[:length])
+        with pytest.raises(SnapshotError, match=r"f\.parquet: not a readable Parquet file"):
+            reader(path)
+    assert len(lengths) >= 60
+
+
+def test_a_flipped_byte_in_the_data_is_detected(kind, tmp_path):
+    reader, writer = READERS[kind]
+    path = tmp_path / "f.parquet"
+    writer(path)
+    whole = path.read_bytes()
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    tried = 0
+    for index in range(group.num_columns):
+        column = group.column(index)
+        start = column.dictionary_page_offset or column.data_page_offset
+        damaged = bytearray(whole)
+        damaged[start + column.total_compressed_size - 1] ^= 0x10
+        path.write_bytes(bytes(damaged))
+        with pytest.raises(SnapshotError, match="restore it"):
+            reader(path)
+        tried += 1
+    assert tried == group.num_columns
+
+
+def test_a_foreign_file_is_refused(kind, tmp_path):
+    path = tmp_path / "f.parquet"
+    pq.write_table(pa.table({"x": [1, 2]}), path)
+    with pytest.raises(SnapshotError, match="not written by grpo-replay"):
+        READERS[kind][0](path)
+    path.write_bytes(b"PK\x03\x04 this is a zip file" * 20)
+    with pytest.raises(SnapshotError, match="not a readable Parquet file"):
+        READERS[kind][0](path)
+
+
+def test_a_newer_file_asks_for_an_upgrade(kind, tmp_path, monkeypatch):
+    reader, writer = READERS[kind]
+    path = tmp_path / "f.parquet"
+    with monkeypatch.context() as newer:
+        newer.setattr(rollout_log, "SCHEMA_VERSION", 2)
+        newer.setattr("grpo_replay.buffer.snapshot.SCHEMA_VERSION", 2)
+        writer(path)
+    with pytest.raises(SnapshotError, match=r"version 2 is newer.*up to 1.*upgrade"):
+        reader(path)
+
+
+def test_one_kind_is_not_taken_for_another(kind, tmp_path):
+    other = {"rollouts": "draws", "draws": "buffer", "buffer": "rollouts"}[kind]
+    path = tmp_path / "f.parquet"
+    READERS[other][1](path)
+    with pytest.raises(SnapshotError, match=f"a {other} file, where a {kind} file"):
+        READERS[kind][0](path)
+
+
+def test_a_column_that_changed_its_type_is_named(tmp_path):
+    path = tmp_path / "f.parquet"
+    write_rollouts(path, some_rollouts(), {})
+    table = pq.read_table(path)
+    index = table.column_names.index("reward")
+    wrong = table.set_column(index, "reward", table["reward"].cast(pa.float64()))
+    pq.write_table(wrong, path)
+    with pytest.raises(SnapshotError, match="column reward is double, expected float"):
+        read_rollout_table(path)
+    pq.write_table(table.drop_columns(["kept"]), path)
+    with pytest.raises(SnapshotError, match="column kept is missing"):
+        read_rollout_table(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "f.parquet"
+    write_rollouts(path, some_rollouts(), {})
+    before = path.read_bytes()
+    wrong = dataclasses.replace(OUTCOME, tokens=2**40)
+    with pytest.raises((pa.ArrowInvalid, OverflowError)):
+        write_rollouts(path, some_rollouts(), {0: wrong})
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "f.parquet"
+    write_rollouts(path, some_rollouts(), {})
+    before = path.read_bytes()
+
+    def no_space(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(
+        OutputDirectoryError, match=r"f\.parquet: cannot be written.*No space.*free"
+    ):
+        write_rollouts(path, some_rollouts()[:4], {})
+    assert path.read_bytes() == before
+    with pytest.raises(OutputDirectoryError, match="cannot be written"):
+        write_rollouts(tmp_path / "missing" / "f.parquet", some_rollouts(), {})

@@ -1,0 +1,81 @@
+"""Rollouts by hand, for the tests of the buffer."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_replay.grpo.advantages import group_advantages
+from grpo_replay.recipe import ReplaySection
+from grpo_replay.types import Rollout
+
+
+def make_rollout(
+    rollout_id: int,
+    *,
+    group_id: int | None = None,
+    birth_step: int = 1,
+    advantage: float | None = 1.0,
+    reward: float = 1.0,
+    group_reward_mean: float = 0.0,
+    group_reward_std: float = 1.0,
+    completion_index: int = 0,
+    group_correct: int = 1,
+    tokens: int = 3,
+    kept: bool = True,
+) -> Rollout:
+    length = np.arange(tokens)
+    return Rollout(
+        rollout_id=rollout_id,
+        group_id=rollout_id if group_id is None else group_id,
+        prompt_id=f"problem-{group_id}",
+        completion_index=completion_index,
+        birth_step=birth_step,
+        policy_version=birth_step - 1,
+        policy_version_end=birth_step - 1,
+        prompt_token_ids=np.array([1, 2], dtype=np.int32),
+        completion_token_ids=(length + rollout_id % 100).astype(np.int32),
+        completion_text=f"text {rollout_id}",
+        behavior_logprobs=(-0.1 * length - rollout_id % 7).astype(np.float32) if kept else None,
+        sampler_logprobs=(-0.1 * length - rollout_id % 7 - 1e-3).astype(np.float32),
+        reward=reward,
+        advantage=advantage if kept else None,
+        group_reward_mean=group_reward_mean,
+        group_reward_std=group_reward_std,
+        group_correct=group_correct,
+        finish_reason="stop",
+        verdict="correct" if reward > 0 else "incorrect",
+        kept=kept,
+    )
+
+
+def make_group(
+    first_id: int, group_id: int, birth_step: int, rewards_G: Sequence[float]
+) -> list[Rollout]:
+    """One prompt's rollouts with true group statistics; not kept if the rewards are equal."""
+    group = group_advantages(rewards_G)
+    advantages_G = group.advantages_G
+    return [
+        make_rollout(
+            first_id + i,
+            group_id=group_id,
+            birth_step=birth_step,
+            advantage=None if advantages_G is None else float(advantages_G[i]),
+            reward=float(np.float32(reward)),
+            group_reward_mean=group.mean,
+            group_reward_std=group.std,
+            group_correct=sum(reward >= 1 for reward in rewards_G),
+            completion_index=i,
+            tokens=1 + (first_id + i) % 4,
+            kept=advantages_G is not None,
+        )
+        for i, reward in enumerate(rewards_G)
+    ]
+
+
+def replay_settings(**changes: object) -> ReplaySection:
+    """Paper A's settings without warm-up, changed by keyword."""
+    return ReplaySection(**{"warmup_steps": 0, **changes})
+
+
+def ids(rollouts: Sequence[Rollout]) -> list[int]:
+    return [rollout.rollout_id for rollout in rollouts]

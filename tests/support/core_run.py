@@ -1,0 +1,149 @@
+"""Whole runs of the real trainer on the shipped tiny model, small enough for a test, and what is
+in their directories."""
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+
+from grpo_replay.buffer.snapshot import Snapshot, read_snapshot
+from grpo_replay.commands.train_display import Display
+from grpo_replay.engine.models import load_policy
+from grpo_replay.grpo.batch import TrainRow
+from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.tiny.problems import train_problems
+from grpo_replay.training.metrics import depends_on_time
+from grpo_replay.training.run import run_training
+
+GROUP, PROMPTS = 4, 6
+MAX_AGE, WARMUP = 3, 2
+
+SMALL: dict[str, Any] = {
+    "prompts": {
+        "source": "builtin:tiny", "id_field": "problem_id", "template": "plain",
+        "user_template": "{problem}=", "max_prompt_length": 16,
+    },
+    "sampling": {"prompts_per_step": PROMPTS, "group_size": GROUP, "max_completion_length": 16},
+    "reward": {"function": "minerva", "workers": 1},
+    "replay": {"warmup_steps": 2, "max_age_steps": 3, "capacity_rollouts": 1000},
+    "batch": {"max_tokens_per_microbatch": 400},
+    "optimizer": {"learning_rate": 1e-3},
+    "engine": {"device": "cpu", "zero_stage": 0, "threads_per_process": 1},
+    "run": {"steps": 10, "seed": 5},
+    "checkpoint": {"every_steps": 1000},
+    "tracking": {"report_to": []},
+}  # fmt: skip
+"""A few seconds: ten steps of 24 rollouts with an update large enough to move every ratio."""
+
+
+def small_recipe(**sections: dict[str, Any]) -> Recipe:
+    return resolve_recipe([SMALL, sections])
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run's directory, read back."""
+
+    path: Path
+    recipe: Recipe
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        lines = (self.path / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    @cached_property
+    def timeless_metrics(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in line.items() if not depends_on_time(name)}
+            for line in self.metrics
+        ]
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        return pq.read_table(self.path / f"rollouts/step_{step:06d}.parquet").to_pylist()
+
+    def survivors(self, step: int) -> list[dict[str, Any]]:
+        return [row for row in self.rollouts(step) if row["kept"]]
+
+    def draws(self, step: int) -> list[dict[str, Any]]:
+        path = self.path / f"draws/step_{step:06d}.parquet"
+        return pq.read_table(path).to_pylist() if path.exists() else []
+
+    @cached_property
+    def all_rollouts(self) -> dict[int, dict[str, Any]]:
+        steps = range(1, len(self.metrics) + 1)
+        return {row["rollout_id"]: row for step in steps for row in self.rollouts(step)}
+
+    @cached_property
+    def all_draws(self) -> list[dict[str, Any]]:
+        return [row for step in range(1, len(self.metrics) + 1) for row in self.draws(step)]
+
+    def snapshot(self, step: int) -> Snapshot:
+        return read_snapshot(self.path / f"checkpoints/step_{step:06d}/buffer.parquet")
+
+    def weights(self, step: int | None = None) -> dict[str, torch.Tensor]:
+        name = "latest" if step is None else f"step_{step:06d}"
+        return load_file(self.path / f"checkpoints/{name}/model/model.safetensors")
+
+
+def run_small(path: Path, resume: bool = False, **sections: dict[str, Any]) -> FinishedRun:
+    """Train in this process. `path` must be new (or hold the run, with `resume`)."""
+    recipe = small_recipe(**sections)
+    run_training(recipe, path, resume, Display())
+    return FinishedRun(path, recipe)
+
+
+def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def same_files(one: Path, other: Path, folder: str) -> int:
+    """How many Parquet files of a folder hold the same table in both runs, all of them."""
+    names = sorted(file.name for file in (one / folder).glob("*.parquet"))
+    assert names == sorted(file.name for file in (other / folder).glob("*.parquet"))
+    for name in names:
+        a, b = (pq.read_table(root / folder / name) for root in (one, other))
+        assert a.equals(b), f"{folder}/{name}"
+    return len(names)
+
+
+def steps_of(run: FinishedRun) -> range:
+    return range(1, len(run.metrics) + 1)
+
+
+def row_of(record: dict) -> TrainRow:
+    """A logged rollout as a row for `plain_logprobs`."""
+    zeros = np.zeros(len(record["completion_token_ids"]), np.float32)
+    return TrainRow(
+        np.array(record["prompt_token_ids"], np.int32),
+        np.array(record["completion_token_ids"], np.int32),
+        zeros,
+        zeros,
+    )
+
+
+def policy_at(run: FinishedRun, step: int) -> torch.nn.Module:
+    """The policy after `step`, from its checkpoint; the base model for 0."""
+    model = load_policy(run.recipe.model, 0)
+    if step > 0:
+        missing, unexpected = model.load_state_dict(run.weights(step), strict=False)
+        assert not unexpected and missing == ["lm_head.weight"]  # tied
+    return model
+
+
+def hopeless_after(tmp_path: Path, steps_of_hope: int) -> dict[str, Any]:
+    """Prompts in file order whose answers become impossible after so many steps."""
+    problems = train_problems()[::7][:100]
+    for i, problem in enumerate(problems):
+        if i >= steps_of_hope * PROMPTS:
+            problem["answer"] = "never"
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    return {"source": str(path), "shuffle": False}

@@ -1,0 +1,63 @@
+"""Stand-ins for what tests may not download: the five benchmarks of the paper, and a model."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+SIZES = {"math500": 500, "aime25": 30, "aime26": 30, "hmmt_feb25": 30, "hmmt_feb26": 33}
+
+
+def write_benchmarks(folder: Path, largest: int | None = None) -> Path:
+    """One file per benchmark in its own schema, at most `largest` problems each; the AIME sets as
+    Parquet with int64 answers, the others as JSONL."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, size in SIZES.items():
+        rows = [_row(name, number) for number in range(1, min(size, largest or size) + 1)]
+        if name.startswith("aime"):
+            pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
+        else:
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def _row(name: str, number: int) -> dict[str, object]:
+    problem = f"What is ${number} + {number}$?"
+    if name == "math500":
+        return {
+            **{"problem": problem, "solution": "", "answer": str(2 * number)},
+            **{"subject": "Algebra", "level": 1, "unique_id": f"test/algebra/{number}.json"},
+        }
+    if name.startswith("aime"):
+        return {"problem_idx": number, "problem": problem, "answer": 2 * number}
+    row = {"problem_idx": number, "problem": problem, "answer": f"\\frac{{{4 * number}}}{{2}}"}
+    return {**row, "problem_type": ["Algebra"]}
+
+
+def write_model(folder: Path) -> Path:
+    """A small random Qwen3 with the byte tokenizer, as a Hugging Face folder."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from grpo_replay.engine.models import load_tokenizer
+    from grpo_replay.recipe import ModelSection
+
+    tokenizer = load_tokenizer(ModelSection(tokenizer="builtin:bytes"))
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

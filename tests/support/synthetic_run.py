@@ -1,0 +1,194 @@
+"""A run directory without a model: random groups through the real buffer, composer and writers.
+
+Outcomes follow a law by age (clip fraction and log-ratio variance grow), so that what inspection
+reports by age has a known shape.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from grpo_replay.buffer import ReplayBuffer
+from grpo_replay.buffer.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.buffer.snapshot import write_snapshot
+from grpo_replay.grpo.advantages import group_advantages
+from grpo_replay.recipe import Recipe, recipe_to_yaml, resolve_recipe
+from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.types import Rollout, RolloutOutcome
+
+GROUP_SIZE = 4
+PROMPTS = 30
+PRESETS = ("ours", "uniform", "group_std", "fifo", "grpo")
+VARIANCE_AT_AGE_ONE = 0.004
+VARIANCE_EXPONENT = 1.5
+
+
+def synthetic_recipe(preset: str, steps: int = 24, **replay) -> Recipe:
+    """A recipe with small numbers: 8 prompts of 4, τ_max 5, warm-up 3."""
+    section = {"preset": preset, "capacity_rollouts": 5000 if preset != "fifo" else 96}
+    if preset not in ("fifo", "grpo"):
+        section |= {"max_age_steps": 5, "warmup_steps": 3}
+    if preset == "fifo":
+        section |= {"ratio": 1.5}
+    layer = {
+        "name": f"synthetic-{preset}",
+        "sampling": {"prompts_per_step": 8, "group_size": GROUP_SIZE},
+        "replay": section | replay,
+        "run": {"steps": steps},
+    }
+    return resolve_recipe([layer])
+
+
+def variance_at(age: int) -> float:
+    """The log-ratio variance that rollouts of an age are given, nats²; fresh ones have 0.001."""
+    return 0.001 + VARIANCE_AT_AGE_ONE * age**VARIANCE_EXPONENT if age else 0.001
+
+
+def outcome_of(rollout: Rollout, age: int, rng: np.random.Generator) -> RolloutOutcome:
+    variance = variance_at(age)
+    return RolloutOutcome(
+        tokens=len(rollout.completion_token_ids),
+        clip_fraction=float(min(1.0, 0.001 + 0.004 * age * rng.uniform(0.5, 1.5))),
+        log_ratio_mean=0.0,
+        log_ratio_var=variance,
+        approx_kl=variance / 2,
+        ratio_mean=1.0 + variance / 2,
+        ratio_max=1.0 + 3 * variance**0.5,
+        entropy=0.5,
+    )
+
+
+class SyntheticRun:
+    """Writes the steps of one run; `buffer` and `batches` stay at hand for the tests."""
+
+    def __init__(self, folder: Path, recipe: Recipe, seed: int = 0) -> None:
+        self.folder = folder
+        self.recipe = recipe
+        self.rng = np.random.default_rng(seed)
+        self.buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
+        self.next_id = 0
+        self.skill = self.rng.uniform(-1.5, 1.5, PROMPTS)
+        for name in ("rollouts", "draws", "checkpoints"):
+            (folder / name).mkdir(parents=True)
+        (folder / "recipe.yaml").write_text(recipe_to_yaml(recipe))
+
+    def write(self, steps: int, checkpoint_at: Sequence[int] = ()) -> "SyntheticRun":
+        with (self.folder / "metrics.jsonl").open("w") as metrics:
+            for step in range(1, steps + 1):
+                metrics.write(json.dumps(self.step(step)) + "\n")
+                if step in checkpoint_at:
+                    self.checkpoint(step)
+        return self
+
+    def step(self, step: int) -> dict:
+        generated = self.generate(step)
+        fresh = [rollout for rollout in generated if rollout.kept]
+        self.buffer.evict(step)
+        insert_before_draw(self.buffer, fresh, step)
+        batch = compose_batch(self.buffer, fresh, step, len(generated), self.rng)
+        insert_after_update(self.buffer, fresh, step, batch)
+        outcomes = [
+            outcome_of(rollout, int(age), self.rng)
+            for rollout, age in zip(batch.rollouts, batch.ages_N, strict=True)
+        ]
+        drawn = len(batch.draw.rollouts)
+        first_drawn = len(batch.rollouts) - drawn
+        trained_fresh = {
+            rollout.rollout_id: outcome
+            for rollout, outcome in zip(
+                batch.rollouts[:first_drawn], outcomes[:first_drawn], strict=True
+            )
+        }
+        write_rollouts(step_path(self.folder / "rollouts", step), generated, trained_fresh)
+        write_draws(
+            step_path(self.folder / "draws", step), step, batch.draw, outcomes[first_drawn:]
+        )
+        return self.metrics(step, generated, fresh, batch, outcomes)
+
+    def metrics(self, step, generated, fresh, batch, outcomes) -> dict:
+        replayed = [o for o, is_old in zip(outcomes, batch.replayed_N, strict=True) if is_old]
+        tokens = sum(o.tokens for o in replayed)
+        clipped = sum(o.tokens * o.clip_fraction for o in replayed)
+        ages = batch.ages_N[batch.replayed_N]
+        return {
+            "step": step,
+            "reward": float(np.mean([rollout.reward for rollout in generated])),
+            "frac_reward_zero_std": 1 - len(fresh) / len(generated),
+            "fresh/rollouts": len(fresh),
+            "fresh/clip_fraction": 0.001,
+            "replay/rollouts": len(replayed),
+            "replay/ratio": len(replayed) / len(fresh) if fresh else None,
+            "replay/clip_fraction": clipped / tokens if tokens else None,
+            "replay/age_mean": float(ages.mean()) if len(ages) else None,
+            "replay/ess": batch.draw.effective_sample_size if len(ages) else None,
+            "buffer/rollouts": len(self.buffer),
+            "cost/generated_tokens": sum(len(r.completion_token_ids) for r in generated),
+            "cost/trained_tokens": sum(len(r.completion_token_ids) for r in batch.rollouts),
+            "cost/trained_rollouts": len(batch.rollouts),
+            # 6 seconds to generate 1 rollout against 1.5 to train on one: μ = 4.
+            "cost/generation_seconds": 6.0 * len(generated),
+            "cost/training_seconds": 1.5 * len(batch.rollouts),
+            "cost/mu": 4.0,
+        }
+
+    def generate(self, step: int) -> list[Rollout]:
+        sampling = self.recipe.sampling
+        rollouts: list[Rollout] = []
+        prompts = self.rng.choice(PROMPTS, sampling.prompts_per_step, replace=False)
+        for index, prompt in enumerate(prompts):
+            chance = 1 / (1 + np.exp(-self.skill[prompt] - 0.05 * step))
+            correct_G = self.rng.random(sampling.group_size) < chance
+            rollouts.extend(self.group(step, index, int(prompt), correct_G))
+        return rollouts
+
+    def group(self, step: int, index: int, prompt: int, correct_G: np.ndarray) -> list[Rollout]:
+        rewards_G = np.where(correct_G, 1.0, -1.0)
+        group = group_advantages(rewards_G)
+        kept = group.advantages_G is not None
+        members = []
+        for i, correct in enumerate(correct_G):
+            tokens = int(self.rng.integers(3, 40))
+            logprobs = self.rng.uniform(-2, 0, tokens).astype(np.float32)
+            members.append(
+                Rollout(
+                    rollout_id=self.next_id,
+                    group_id=step * 100 + index,
+                    prompt_id=f"prompt-{prompt}",
+                    completion_index=i,
+                    birth_step=step,
+                    policy_version=step - 1,
+                    policy_version_end=step - 1,
+                    prompt_token_ids=np.arange(5, dtype=np.int32),
+                    completion_token_ids=self.rng.integers(0, 30, tokens).astype(np.int32),
+                    completion_text=f"The answer is \\boxed{{{prompt + (0 if correct else 1)}}}",
+                    behavior_logprobs=logprobs if kept else None,
+                    sampler_logprobs=logprobs.copy(),
+                    reward=float(rewards_G[i]),
+                    advantage=float(group.advantages_G[i]) if kept else None,
+                    group_reward_mean=group.mean,
+                    group_reward_std=group.std,
+                    group_correct=int(correct_G.sum()),
+                    finish_reason="length" if tokens == 39 else "stop",
+                    verdict="correct" if correct else "incorrect",
+                    kept=kept,
+                )
+            )
+            self.next_id += 1
+        return members
+
+    def checkpoint(self, step: int) -> None:
+        folder = self.folder / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir()
+        write_snapshot(folder / "buffer.parquet", self.buffer, step)
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+        (folder / "manifest.json").write_text(json.dumps({"files": {}}))
+
+
+def write_synthetic_run(
+    folder: Path, preset: str = "ours", steps: int = 24, seed: int = 0, **replay
+) -> SyntheticRun:
+    """A run of `steps` steps with checkpoints at the last step and at half of them."""
+    run = SyntheticRun(folder, synthetic_recipe(preset, max(steps, 5), **replay), seed)
+    return run.write(steps, checkpoint_at=(steps // 2, steps))

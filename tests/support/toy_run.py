@@ -1,0 +1,154 @@
+"""A toy run for the launch tests: ranks that join, talk through Comm, and fail on request.
+
+python toy_run.py launch N MODE [ARGUMENT]     through launch_ranks, with a small error boundary
+python toy_run.py rank MODE [ARGUMENT]         as a rank that another launcher started
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.environment import prepare_rank, rank_environment
+from grpo_replay.distributed.failures import (
+    exit_rank,
+    is_lost_peer,
+    lost_contact,
+    report_failure,
+    run_collectively,
+)
+from grpo_replay.distributed.launch import launch_ranks
+from grpo_replay.errors import DatasetError, GrpoReplayError
+
+TIMEOUT_SECONDS = float(os.environ.get("TOY_TIMEOUT", "30"))
+
+
+def boundary(action) -> None:
+    try:
+        code = action()
+    except GrpoReplayError as error:
+        code = error.exit_code
+        if report_failure(error, code):
+            print(f"error: {error}", file=sys.stderr)
+    except Exception as raw:
+        error, code = raw, 1
+        if is_lost_peer(raw):
+            error = lost_contact(raw)
+            code = error.exit_code
+        if report_failure(error, code):
+            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    exit_rank(code)
+
+
+def join(facts, failure=None) -> Comm:
+    import torch.distributed as dist
+
+    from grpo_replay.distributed.rendezvous import form_process_group, join_run
+
+    environment = rank_environment()
+    store = join_run(environment, facts, failure, TIMEOUT_SECONDS)
+    form_process_group(environment, store, "gloo", TIMEOUT_SECONDS)
+    return Comm(environment.rank, environment.world_size, dist.group.WORLD)
+
+
+def toy(mode: str, argument: str = "") -> int:
+    environment = rank_environment()
+    prepare_rank(environment)
+    rank = environment.rank
+    if argument:
+        Path(argument, f"pid_{rank}").write_text(str(os.getpid()))
+    facts = {"recipe": {"replay": {"ratio": 0.5}}, "version": "1"}
+    failure = None
+    if mode == "disagree" and rank == 1:
+        facts["recipe"]["replay"]["ratio"] = 0.25
+    if mode == "bad-recipe":
+        failure = DatasetError("prompts.source 'nowhere': no such file")
+    if mode == "bad-recipe-on-1" and rank == 1:
+        failure = DatasetError("prompts.source 'nowhere': no such file")
+    if mode == "late" and rank == 1:
+        time.sleep(600)
+    comm = join(facts, failure)
+    return MODES.get(mode, sums)(comm)
+
+
+def sums(comm: Comm) -> int:
+    total = sum(comm.all_gather_json(comm.rank + 1))
+    everyone = comm.all_gather_json([comm.rank, os.environ["MASTER_ADDR"]])
+    print(f"rank {comm.rank} of {comm.world_size}: sum {total} {everyone}")
+    return 0
+
+
+def setup_fails(comm: Comm) -> int:
+    def load() -> None:
+        if comm.rank >= 1:
+            raise DatasetError("train.jsonl:7: no field 'answer'")
+
+    run_collectively(comm, load)
+    raise AssertionError("unreachable")
+
+
+def crash_on_1(comm: Comm) -> int:
+    comm.barrier()
+    if comm.rank == 1:
+        raise DatasetError("row 12 is broken")
+    return wait_for_others(comm)
+
+
+def bug_on_1(comm: Comm) -> int:
+    comm.barrier()
+    if comm.rank == 1:
+        raise KeyError("surprise")
+    return wait_for_others(comm)
+
+
+def killed_on_1(comm: Comm) -> int:
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wait_for_others(comm)
+
+
+def wait_for_others(comm: Comm) -> int:
+    while True:
+        comm.barrier()
+        time.sleep(0.02)
+
+
+def until_signal(comm: Comm) -> int:
+    """Like the trainer: a signal asks all ranks to stop after the step; exit 130."""
+    received = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: received.append(number))
+    comm.barrier()
+    print("ready", flush=True)
+    while not any(comm.all_gather_json(len(received))):
+        time.sleep(0.02)
+    time.sleep(0.3 * (1 + comm.rank))  # a checkpoint
+    counts = comm.all_gather_json(received)
+    print(f"stopped after {counts}", flush=True)
+    return 130
+
+
+MODES = {
+    "sums": sums,
+    "setup-fails": setup_fails,
+    "crash-on-1": crash_on_1,
+    "bug-on-1": bug_on_1,
+    "killed-on-1": killed_on_1,
+    "until-signal": until_signal,
+    "hang": wait_for_others,
+}
+
+
+def rank_main() -> None:
+    boundary(lambda: toy(*sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    verb, *rest = sys.argv[1:]
+    if verb == "rank":
+        boundary(lambda: toy(*rest))
+    count, *arguments = rest
+    boundary(lambda: launch_ranks(arguments, int(count), entry="toy_run:rank_main"))

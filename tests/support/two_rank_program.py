@@ -1,0 +1,236 @@
+"""One rank of the tests on several ranks; started by torchrun.
+
+Usage: two_rank_program.py OUTPUT [PART…]    (PARTS below; all of them if none is named)
+
+Rank 0 writes <part>.pt; every rank writes rank<r>.json.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from core_engine import SCALED, SHARDED, engine_recipe, make_rows, open_engine, parameters
+from core_run import hopeless_after, run_small
+
+from grpo_replay.distributed.processes import initialize_processes
+from grpo_replay.errors import NonFiniteError
+
+TIMEOUT = {"timeout_seconds": 60}  # of a collective: a rank that is left alone ends the test
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mini-batch of `count` rows, and the sections of the engine that trains on it."""
+
+    count: int
+    tokens: int
+    engine: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    "seven rows, three to a micro-batch": (7, 60),
+    "eight rows at once": (8, 100_000),
+    "one row": (1, 100_000),
+}
+CHECKPOINTING, BF16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ZeRO 0": ({"zero_stage": 0}, {}),
+    "ZeRO 1": ({"zero_stage": 1}, {}),
+    "ZeRO 2": ({"zero_stage": 2}, {}),
+    "ZeRO 3": (SHARDED, {}),
+    "ZeRO 3, checkpointing": (SHARDED, CHECKPOINTING),
+    "ZeRO 3, bf16": (SHARDED, BF16),
+    "ZeRO 3, bf16 and checkpointing": (SHARDED, BF16 | CHECKPOINTING),
+    "ZeRO 3, thresholds of a 4B model": (SCALED, {}),
+    "ZeRO 3, thresholds of a 4B model, checkpointing": (SCALED, CHECKPOINTING),
+}
+CASES = {
+    f"{rows}, {engine}": Case(*ROWS[rows], *ENGINES[engine]) for rows in ROWS for engine in ENGINES
+}
+RANDOM_UPDATES = 200
+RUN: dict[str, Any] = {
+    "run": {"steps": 6},
+    "engine": SHARDED | TIMEOUT,
+    "checkpoint": {"every_steps": 3},
+}
+STAGES = (0, 1, 2, 3)
+
+
+def results_of(processes, case: Case):
+    """What two updates and the log-probs after them are."""
+    comm, _ = processes
+    mine = make_rows(case.count) if comm.is_main else None
+    with open_engine(
+        processes,
+        engine=case.engine | TIMEOUT,
+        model=case.model,
+        batch={"max_tokens_per_microbatch": case.tokens},
+        loss={"beta": 0.05},
+    ) as engine:
+        updates = [engine.update(mine) for _ in range(2)]
+        logprobs = engine.logprobs(mine)
+        reference = engine.reference_logprobs(mine)
+        found = parameters(engine)
+    if not comm.is_main:
+        assert updates == [None, None] and logprobs == [] and reference == []
+        return {}
+    return {
+        "parameters": found,
+        "grad_norm": [update.grad_norm for update in updates],
+        "loss": [update.loss for update in updates],
+        "reference_kl": [update.reference_kl for update in updates],
+        "micro_batches": updates[0].micro_batches,
+        "outcomes": [asdict(outcome) for outcome in updates[0].outcomes],
+        "logprobs": [torch.from_numpy(values) for values in logprobs],
+        "reference": [torch.from_numpy(values) for values in reference],
+    }
+
+
+def non_finite(processes, stage: int) -> dict:
+    """Whether this rank stopped, and whether its parameters are what they were."""
+    comm, _ = processes
+    rows = make_rows(5)
+    poisoned = rows[2].behavior_logprobs.copy()
+    poisoned[-1] = np.nan
+    rows[2] = replace(rows[2], behavior_logprobs=poisoned, rollout_id=71)
+    with open_engine(processes, engine=SHARDED | {"zero_stage": stage} | TIMEOUT) as engine:
+        before = parameters(engine)
+        try:
+            engine.update(rows if comm.is_main else None)
+            raised = ""
+        except NonFiniteError as error:
+            raised = str(error)
+        return {"raised": raised, "unchanged": bool(torch.equal(parameters(engine), before))}
+
+
+def random_work(processes) -> dict:
+    """Updates of random sizes, often fewer rows than ranks, with log-prob passes and weight
+    gathers in between, every parameter sharded; what came of each, on rank 0."""
+    comm, _ = processes
+    rows = make_rows(12)
+    rng = np.random.default_rng(0)  # every rank draws the same sizes
+    losses, norms = [], []
+    with open_engine(
+        processes, engine=SHARDED | TIMEOUT, batch={"max_tokens_per_microbatch": 40}
+    ) as engine:
+        for update in range(RANDOM_UPDATES):
+            chosen = [rows[i] for i in rng.permutation(12)[: rng.integers(1, 7)]]
+            if update % 5 == 0:
+                engine.logprobs(chosen if comm.is_main else None)
+            if update % 10 == 0:
+                parameters(engine)
+            result = engine.update(chosen if comm.is_main else None)
+            if result is not None:
+                losses.append(result.loss)
+                norms.append(result.grad_norm)
+        return {"losses": losses, "norms": norms, "parameters": parameters(engine)}
+
+
+def resharding_engine(processes, stage: int):
+    return open_engine(
+        processes,
+        engine={**SCALED, "zero_stage": stage} | TIMEOUT,
+        batch={"max_tokens_per_microbatch": 60},
+    )
+
+
+def write_states(processes, folder: Path) -> None:
+    """The state after three updates at every stage, and what two more come to."""
+    comm, _ = processes
+    rows = make_rows(7) if comm.is_main else None
+    for stage in STAGES:
+        with resharding_engine(processes, stage) as engine:
+            for _ in range(3):
+                engine.update(rows)
+            place = folder / f"{comm.world_size} ranks, ZeRO {stage}"
+            engine.save(place)
+            result = two_more(engine, rows)
+        if comm.is_main:
+            torch.save(result, place / "two_more.pt")
+    comm.barrier()
+
+
+def read_states(processes, folder: Path) -> dict[str, dict[str, Any]]:
+    """{"SOURCE to ZeRO stage": what two more updates come to} for every state in the folder."""
+    comm, _ = processes
+    rows = make_rows(7) if comm.is_main else None
+    found = {}
+    for source in sorted(path for path in folder.iterdir() if path.is_dir()):
+        for stage in STAGES:
+            with resharding_engine(processes, stage) as engine:
+                engine.load(source)
+                found[f"{source.name} to ZeRO {stage}"] = two_more(engine, rows)
+    return found
+
+
+def two_more(engine, rows) -> dict[str, Any]:
+    updates = [engine.update(rows) for _ in range(2)]
+    return {
+        "losses": [update.loss for update in updates if update],
+        "norms": [update.grad_norm for update in updates if update],
+        "parameters": parameters(engine),
+    }
+
+
+def exchanged(processes) -> dict:
+    """What this rank gets where rank r sends `r` letters, both send none, or only rank 0 sends."""
+    comm, _ = processes
+    payloads = {"uneven": b"ab"[: comm.rank], "none": b"", "first": b"abc" * comm.is_main}
+    return {
+        name: [
+            [part.decode() for part in received] if received is not None else None
+            for received in (comm.gather(payload), comm.all_gather(payload))
+        ]
+        for name, payload in payloads.items()
+    }
+
+
+def whole_runs(processes, output: Path) -> None:
+    """A run, the same with every threshold scaled, and one whose steps lose their survivors:
+    log-probs are then followed by a weight push with no update in between."""
+    run_small(output / "run", **RUN)
+    run_small(output / "scaled", **RUN | {"engine": SCALED | TIMEOUT})
+    run_small(
+        output / "hopeless",
+        **RUN | {"engine": SCALED | TIMEOUT},
+        prompts=hopeless_after(output, 2),
+        replay={"preset": "grpo"},
+    )
+
+
+def main(output: Path, parts: Sequence[str]) -> None:
+    processes = initialize_processes(engine_recipe(engine=TIMEOUT))
+    comm, _ = processes
+    report: dict[str, Any] = {}
+    if "updates" in parts:
+        results = {name: results_of(processes, case) for name, case in CASES.items()}
+        report["non_finite"] = {stage: non_finite(processes, stage) for stage in (0, 2, 3)}
+        report["exchanged"] = exchanged(processes)
+        save(comm, output / "updates.pt", results)
+    if "random" in parts:
+        save(comm, output / "random.pt", random_work(processes))
+    if "states" in parts:
+        write_states(processes, output / "states")
+        save(comm, output / "states.pt", read_states(processes, output / "states"))
+    if "runs" in parts:
+        whole_runs(processes, output)
+    (output / f"rank{comm.rank}.json").write_text(json.dumps(report))
+    comm.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def save(comm, path: Path, results: dict) -> None:
+    if comm.is_main:
+        torch.save(results, path)
+
+
+PARTS = ("updates", "random", "states", "runs")
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or PARTS)

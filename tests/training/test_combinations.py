@@ -1,0 +1,175 @@
+"""The design space: every point that makes sense trains ten steps, every other is refused."""
+
+import itertools
+
+import pytest
+from core_run import run_small, small_recipe
+
+from grpo_replay.errors import RecipeError
+from grpo_replay.verification.verify import verify_run
+
+pytest_plugins = "trained_runs"
+
+UNITS = ("rollout", "query")
+PRIORITIES = ("abs_advantage", "uniform", "group_std")
+COMPOSITIONS = ("fresh_anchored", "pool", "buffer_only")
+PRESETS = ("grpo", "uniform", "group_std", "ours", "fifo")
+
+WARMUP = {"fresh_anchored": 2, "pool": 2, "buffer_only": 0}
+AXES = list(itertools.product(UNITS, PRIORITIES, COMPOSITIONS))
+SENSIBLE = [axes for axes in AXES if axes[:2] != ("query", "abs_advantage")]
+
+OPTIONS = {
+    "asymre": {"loss": {"kind": "asymre"}, "replay": {"preset": "fifo", "warmup_steps": 0}},
+    "asymre, no replay": {"loss": {"kind": "asymre"}, "replay": {"preset": "grpo"}},
+    "kl": {"loss": {"beta": 0.05}},
+    "kl, ZeRO 3": {"loss": {"beta": 0.05}, "engine": {"zero_stage": 3}},
+    "sequence_mean": {"loss": {"aggregation": "sequence_mean"}},
+    "constant": {"loss": {"aggregation": "constant"}},
+    "no dual clip": {"loss": {"dual_clip": None}},
+    "sampler log-probs": {"loss": {"behavior_logprobs": "sampler"}},
+    "sample std": {"advantage": {"std": "sample"}},
+    "mini_batch_rollouts": {"batch": {"mini_batch_rollouts": 5}},
+    "many updates": {
+        "batch": {"updates_per_step": 64}, "optimizer": {"learning_rate": 1e-4},
+    },
+    "ratio 2": {"replay": {"ratio": 2.0}},
+    "no age limit": {"replay": {"max_age_steps": None}},
+    "age 1": {"replay": {"max_age_steps": 1}},
+    "exponent 0": {"replay": {"priority_exponent": 0.0}},
+    "exponent 1": {"replay": {"priority_exponent": 1.0}},
+    "graded rewards": {"reward": {"function": "core_rewards:graded"}},
+    "bf16": {"model": {"dtype": "bfloat16"}, "engine": {"zero_stage": 2}},
+    "checkpointing": {"model": {"gradient_checkpointing": True}, "engine": {"zero_stage": 3}},
+    "positive bias": {
+        "replay": {"preset": "fifo", "warmup_steps": 0, "capacity_rollouts": 30,
+                   "positive_fraction": 0.2},
+    },
+    **{
+        f"with replacement, {unit}, {composition}": {
+            "replay": {"unit": unit, "priority": "uniform", "composition": composition,
+                       "with_replacement": True, "ratio": 1.5, "warmup_steps": WARMUP[composition]},
+        }
+        for unit in UNITS
+        for composition in COMPOSITIONS
+    },
+}  # fmt: skip
+
+trained: list[str] = []
+refused: list[str] = []
+
+
+def train_ten_steps(path, name, **sections):
+    run = run_small(path, **sections)
+    assert [line["step"] for line in run.metrics] == list(range(1, 11))
+    assert sum(line["updates"] > 0 for line in run.metrics) >= 5
+    replayed = sum(line["replay/rollouts"] for line in run.metrics)
+    assert replayed > 5 if run.recipe.replays else replayed == 0
+    assert all(line["loss"] is not None for line in run.metrics if line["updates"])
+    report = verify_run(path)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    trained.append(name)
+    return run
+
+
+@pytest.mark.parametrize("unit, priority, composition", SENSIBLE)
+def test_every_point_of_the_design_space_trains(tmp_path, processes, unit, priority, composition):
+    run = train_ten_steps(
+        tmp_path / "run",
+        f"{unit} {priority} {composition}",
+        replay={
+            "unit": unit, "priority": priority, "composition": composition,
+            "warmup_steps": WARMUP[composition],
+        },
+    )  # fmt: skip
+    if unit == "query":
+        for step in range(1, 11):
+            drawn = [run.all_rollouts[d["rollout_id"]]["group_id"] for d in run.draws(step)]
+            assert all(drawn.count(group) == 4 for group in drawn)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_trains(tmp_path, processes, preset):
+    replay = {"preset": preset}
+    if preset == "fifo":  # what the small recipe says about age and warm-up yields to the preset
+        replay |= {"max_age_steps": None, "warmup_steps": 0}
+    run = train_ten_steps(tmp_path / "run", preset, replay=replay)
+    settings = run.recipe.replay
+    assert (settings.enabled, settings.unit, settings.priority, settings.composition) == {
+        "grpo": (False, "rollout", "abs_advantage", "fresh_anchored"),
+        "ours": (True, "rollout", "abs_advantage", "fresh_anchored"),
+        "uniform": (True, "query", "uniform", "pool"),
+        "group_std": (True, "query", "group_std", "pool"),
+        "fifo": (True, "rollout", "uniform", "buffer_only"),
+    }[preset]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_trains(tmp_path, processes, name):
+    run = train_ten_steps(tmp_path / "run", name, **OPTIONS[name])
+    if name == "mini_batch_rollouts":
+        for line in run.metrics:
+            batch = line["fresh/rollouts"] + line["replay/rollouts"]
+            assert line["updates"] == -(-batch // 5)
+    if name == "many updates":  # one per rollout, if there are fewer rollouts than updates
+        for line in run.metrics:
+            assert line["updates"] == line["fresh/rollouts"] + line["replay/rollouts"]
+    if name.startswith("kl"):
+        kls = [line["kl"] for line in run.metrics if line["updates"]]
+        assert all(kl >= 0 for kl in kls) and kls[-1] > 1e-4
+    if name.startswith("with replacement"):
+        repeated = [
+            len(ids) - len(set(ids))
+            for ids in ([d["rollout_id"] for d in run.draws(step)] for step in range(1, 11))
+        ]
+        assert sum(repeated) > 0
+    if name == "no age limit":
+        assert max(draw["age_steps"] for draw in run.all_draws) > 3
+
+
+SENSELESS = {
+    **{
+        f"query abs_advantage {composition}": (
+            {"unit": "query", "priority": "abs_advantage", "composition": composition,
+             "warmup_steps": WARMUP[composition]},
+            "belongs to a rollout",
+        )
+        for composition in COMPOSITIONS
+    },
+    "grpo that replays": ({"preset": "grpo", "enabled": True}, "never replays"),
+    "warm-up as long as the run": ({"warmup_steps": 10}, "would never replay"),
+    "buffer_only with a warm-up": (
+        {"composition": "buffer_only", "warmup_steps": 2}, "draws from the first step on",
+    ),
+    "buffer_only with ratio 0": (
+        {"composition": "buffer_only", "warmup_steps": 0, "ratio": 0}, "train on nothing",
+    ),
+    "capacity below one step": ({"capacity_rollouts": 23}, "would be evicted"),
+    "positive bias of queries": (
+        {"unit": "query", "priority": "uniform", "positive_fraction": 0.2}, "single rollouts",
+    ),
+    "age 0": ({"max_age_steps": 0}, "greater than or equal to 1"),
+    "negative ratio": ({"ratio": -0.5}, "greater than or equal to 0"),
+}  # fmt: skip
+
+
+def test_a_sync_run_does_not_ignore_a_push_interval():
+    with pytest.raises(RecipeError, match=r"sync_every_steps 4 with run\.mode 'sync'"):
+        small_recipe(run={"sync_every_steps": 4})
+
+
+@pytest.mark.parametrize("name", SENSELESS)
+def test_senseless_points_are_refused_with_a_reason(name):
+    replay, reason = SENSELESS[name]
+    with pytest.raises(RecipeError, match=reason):
+        small_recipe(replay=replay)
+    refused.append(name)
+
+
+def test_the_number_of_combinations_run_and_refused(request):
+    """15 points of the axes, 5 presets and 26 options trained; 11 refused."""
+    assert (len(SENSIBLE), len(PRESETS), len(OPTIONS), len(SENSELESS)) == (15, 5, 26, 11)
+    assert len(AXES) == len(SENSIBLE) + 3
+    selected = [item.name for item in request.session.items if item.fspath == request.path]
+    if len(selected) == 15 + 5 + 26 + 11 + 2:  # unless a part of this file was asked for
+        assert (len(trained), len(refused)) == (46, 11)

@@ -1,0 +1,261 @@
+"""What a step reports: definitions by hand, and the page that documents every name."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from core_run import run_small
+
+from grpo_replay.engine.protocol import UpdateResult
+from grpo_replay.planning.design import PlanInputs, design_at
+from grpo_replay.planning.theory import PowerGrowth
+from grpo_replay.training.metrics import (
+    VERDICTS,
+    age_bin,
+    cost_metrics,
+    depends_on_time,
+    generation_metrics,
+    null_where_not_finite,
+    update_metrics,
+)
+from grpo_replay.training.weight_sync import gap_sample, measure_gap
+from grpo_replay.types import Rollout
+
+pytest_plugins = "trained_runs"
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
+
+
+def make_rollout(i: int, tokens: int, reward: float = 1.0, std: float = 1.0, **changes) -> Rollout:
+    logprobs = np.full(tokens, -1.0, np.float32)
+    values = {
+        "rollout_id": i, "group_id": i // 2, "prompt_id": "p", "completion_index": i % 2,
+        "birth_step": 1, "policy_version": 0, "policy_version_end": 0,
+        "prompt_token_ids": np.array([1], np.int32),
+        "completion_token_ids": np.zeros(tokens, np.int32), "completion_text": "",
+        "behavior_logprobs": None, "sampler_logprobs": logprobs, "reward": reward,
+        "advantage": None, "group_reward_mean": 0.0, "group_reward_std": std, "group_correct": 1,
+        "finish_reason": "stop", "verdict": "correct", "kept": std > 0,
+    }  # fmt: skip
+    return Rollout(**{**values, **changes})
+
+
+def test_generation_metrics_by_hand():
+    rollouts = [
+        make_rollout(0, 4),
+        make_rollout(1, 8, reward=-1.0, verdict="incorrect", finish_reason="length"),
+        make_rollout(2, 1, std=0.0),
+        make_rollout(3, 7, std=0.0),
+    ]
+    assert generation_metrics(rollouts, group_size=2) == {
+        "reward": 0.5,
+        "reward_std": 0.5,
+        "frac_reward_zero_std": 0.5,
+        "completions/mean_length": 5.0,
+        "completions/min_length": 1,
+        "completions/max_length": 8,
+        "completions/clipped_ratio": 0.25,
+        "verdict/correct": 3,
+        "verdict/incorrect": 1,
+    }
+
+
+def test_update_metrics_by_hand():
+    results = [UpdateResult((), 0.5, 2.0, 0.1, 3), UpdateResult((), -0.1, 4.0, 0.3, 3)]
+    assert update_metrics(results, beta=0.04) == {
+        "updates": 2, "micro_batches": 6, "loss": pytest.approx(0.2), "grad_norm": 3.0,
+        "kl": pytest.approx(0.2),
+    }  # fmt: skip
+    assert update_metrics(results, beta=0.0)["kl"] is None
+    assert update_metrics([], beta=0.04) == {
+        "updates": 0, "micro_batches": 0, "loss": None, "grad_norm": None, "kl": None,
+    }  # fmt: skip
+
+
+SECONDS = {
+    "generation": 12.0, "reward": 1.0, "logprob": 2.0, "training": 3.0, "sync": 0.5, "other": 0.5,
+    "step": 19.0,
+}  # fmt: skip
+
+
+def test_the_ledger_by_hand():
+    """μ: 4 generated in 12 s, 6 trained in 3 s -> 3 s / 0.5 s = 6; γ = (1 + 6·4/6) / (1 + 6)."""
+    generated = [make_rollout(i, 10) for i in range(4)]
+    trained = [make_rollout(i, 5) for i in range(6)]
+    found = cost_metrics(SECONDS, generated, trained)
+    assert found["cost/mu"] == pytest.approx(6.0)
+    assert found["cost/gamma"] == pytest.approx(5 / 7)
+    assert found["cost/generated_tokens"] == 40
+    assert found["cost/trained_tokens"] == 30
+    assert found["cost/trained_rollouts"] == 6
+    assert found["step_time"] == 19.0
+    parts = [value for name, value in found.items() if name.endswith("_seconds")]
+    assert sum(parts) == found["step_time"]
+
+
+def ledger(generated: int, kept: int, trained: int) -> dict:
+    made = [make_rollout(i, 3, std=1.0 if i < kept else 0.0) for i in range(generated)]
+    return cost_metrics(SECONDS, made, [make_rollout(i, 3) for i in range(trained)])
+
+
+def test_plain_grpo_costs_one_however_many_groups_are_dropped():
+    for kept in (2, 6, 8):
+        assert ledger(generated=8, kept=kept, trained=kept)["cost/gamma"] == pytest.approx(1.0)
+
+
+def test_gamma_is_paper_b_s_cost_of_b_drawn_and_r_generated():
+    """c = B + μR in units of training on one rollout; without a buffer R = B."""
+    for drawn in (2, 8, 40):
+        found = ledger(generated=8, kept=8, trained=drawn)
+        mu = found["cost/mu"]
+        assert found["cost/gamma"] == pytest.approx((drawn + mu * 8) / (drawn + mu * drawn))
+
+
+def test_gamma_of_a_step_is_that_of_the_planner_s_design():
+    checked = 0
+    for kept, trained in ((8, 12), (4, 6), (2, 8)):
+        found = ledger(generated=8, kept=kept, trained=trained)
+        assumed = PlanInputs(
+            mu=found["cost/mu"], rho=0.1, growth=PowerGrowth(0.2), survival=kept / 8,
+            rollouts_per_step=8, completion_tokens=3.0, prompt_tokens=1.0,
+            composition="fresh_anchored", sources={},
+        )  # fmt: skip
+        planned = design_at(assumed, x=11.0, y=trained / kept, scale=1.0)
+        assert planned.trained_rollouts_per_step == trained
+        assert found["cost/gamma"] == pytest.approx(planned.gamma)
+        checked += 1
+    assert checked == 3
+
+
+def test_without_survivors_there_is_no_gamma():
+    found = ledger(generated=8, kept=0, trained=8)  # buffer_only still draws
+    assert found["cost/mu"] is not None and found["cost/gamma"] is None
+
+
+def test_without_training_there_is_no_mu():
+    found = cost_metrics(SECONDS, [make_rollout(0, 3)], [])
+    assert found["cost/mu"] is found["cost/gamma"] is None
+
+
+@pytest.mark.parametrize(
+    "age, name",
+    [(0, "0"), (1, "1"), (2, "2"), (3, "3-4"), (4, "3-4"), (5, "5-8"), (8, "5-8"), (9, "9-16"),
+     (16, "9-16"), (17, "17-32"), (60, "33-64"), (65, "65-128")],
+)  # fmt: skip
+def test_age_bins_double(age, name):
+    assert age_bin(age) == name
+
+
+def test_what_is_not_finite_becomes_null():
+    metrics = {"a": float("nan"), "b": float("inf"), "c": 1.0, "d": None, "e": 3}
+    assert null_where_not_finite(metrics) == {"a": None, "b": None, "c": 1.0, "d": None, "e": 3}
+
+
+def test_time_dependent_names_are_those_of_clocks(ours_run):
+    found = {name for line in ours_run.metrics for name in line if depends_on_time(name)}
+    assert found == {
+        "step_time", "cost/mu", "cost/gamma", "cost/generation_seconds", "cost/reward_seconds",
+        "cost/logprob_seconds", "cost/training_seconds", "cost/sync_seconds",
+        "cost/other_seconds",
+    }  # fmt: skip
+
+
+def test_stage_seconds_add_up_to_the_step(ours_run):
+    for line in ours_run.metrics:
+        parts = sum(value for name, value in line.items() if name.endswith("_seconds"))
+        assert parts == pytest.approx(line["step_time"], rel=1e-6)
+
+
+def test_gamma_of_a_run_follows_from_its_mu_and_its_counts(ours_run, fifo_run, pool_run):
+    checked = 0
+    for run in (ours_run, fifo_run, pool_run):
+        for line in run.metrics:
+            if line["cost/mu"] is None:
+                continue
+            trained = line["replay/rollouts"]
+            step = line["step"]
+            fresh = [d for d in run.draws(step) if d["age_steps"] == 0]
+            if run is ours_run or (run is pool_run and not run.draws(step)):
+                trained += line["fresh/rollouts"]
+            elif run is pool_run:
+                trained += len(fresh)
+            assert line["cost/trained_rollouts"] == trained
+            if line["fresh/rollouts"] == 0:
+                assert line["cost/gamma"] is None
+                continue
+            # Per rollout trained on, 24 generated; without replay, the survivors train once.
+            here = 1 + line["cost/mu"] * 24 / trained
+            plain = 1 + line["cost/mu"] * 24 / line["fresh/rollouts"]
+            assert line["cost/gamma"] == pytest.approx(here / plain)
+            checked += 1
+    assert checked > 25
+
+
+# --- the log-prob gap ------------------------------------------------------------------------
+
+
+def test_the_gap_is_measured_on_every_survivor_and_on_at_least_64_rollouts():
+    rollouts = [make_rollout(i, 2, kept=i % 4 == 0) for i in range(200)]
+    sample = gap_sample(rollouts)
+    assert len(sample) == 64
+    assert {r.rollout_id for r in rollouts if r.kept} <= {r.rollout_id for r in sample}
+    assert len({r.rollout_id for r in sample}) == 64
+    few = [make_rollout(i, 2, kept=i == 3) for i in range(10)]
+    assert gap_sample(few) == few
+    many = [make_rollout(i, 2, kept=i < 90) for i in range(100)]
+    assert gap_sample(many) == many[:90]
+
+
+def test_with_the_sampler_s_log_probs_frozen_64_rollouts_prove_the_sync():
+    rollouts = [make_rollout(i, 2, kept=i < 150) for i in range(256)]
+    sample = gap_sample(rollouts, every_survivor=False)
+    assert [r.rollout_id for r in sample] == list(range(0, 256, 4))
+    assert gap_sample(rollouts[:10], every_survivor=False) == rollouts[:10]
+
+
+def test_the_gap_by_hand():
+    rollouts = [make_rollout(0, 2), make_rollout(1, 1)]  # sampler log-probs are -1
+    trainer = [np.array([-1.5, -1.0], np.float32), np.array([-0.9], np.float32)]
+    gap = measure_gap(rollouts, trainer)
+    assert (gap.mean, gap.max, gap.tokens) == (pytest.approx(0.2), pytest.approx(0.5), 3)
+
+
+# --- the page --------------------------------------------------------------------------------
+
+
+def documented() -> dict[str, list[str]]:
+    """{metric name: [definition, unit, healthy range]} of docs/metrics.md."""
+    rows = re.findall(r"^\| `([^`]+)` \|(.*)\|$", PAGE.read_text(), re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in rows}
+
+
+def patterns(names: set[str]) -> set[str]:
+    """Age bins, verdicts and benchmarks under the one name they are documented by."""
+    found = set()
+    for name in names:
+        name = re.sub(r"^replay/age_\d+(-\d+)?/", "replay/age_<bin>/", name)
+        name = re.sub(rf"^verdict/({'|'.join(VERDICTS)})$", "verdict/<status>", name)
+        found.add(re.sub(r"^eval/.+$", "eval/<benchmark>", name))
+    return found
+
+
+def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written(
+    ours_run, fifo_run, tmp_path, processes
+):
+    evaluated = run_small(
+        tmp_path / "run",
+        run={"steps": 3},
+        eval={"benchmarks": ["tiny"], "samples": 1, "max_problems": 2, "at_start": False},
+    )
+    names = {
+        name for run in (ours_run, fifo_run, evaluated) for line in run.metrics for name in line
+    }
+    assert patterns(names) == set(documented())
+    assert len(documented()) > 50
+
+
+def test_every_documented_metric_has_unit_definition_and_healthy_range():
+    for name, cells in documented().items():
+        assert len(cells) == 3, name
+        assert all(cells), name

@@ -1,0 +1,119 @@
+"""A run that was killed and resumed is the run that was never killed, bit for bit."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from core_run import FinishedRun, run_small, same_files, same_weights
+
+from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.verification.verify import verify_run
+
+pytest_plugins = "trained_runs"
+
+PROGRAM = Path(__file__).parents[1] / "support" / "killed_run.py"
+
+RUNS = {
+    "fresh_anchored": {"run": {"steps": 9}, "checkpoint": {"every_steps": 3}},
+    "pool of queries, KL, ZeRO 3": {
+        "run": {"steps": 9},
+        "checkpoint": {"every_steps": 3},
+        "replay": {"preset": "group_std", "warmup_steps": 2, "with_replacement": True},
+        "loss": {"beta": 0.05},
+        "engine": {"zero_stage": 3},
+    },
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def runs(request, tmp_path_factory, processes) -> tuple[FinishedRun, FinishedRun]:
+    """(never killed, killed after step 8 and resumed from the checkpoint of step 6)"""
+    folder, sections = tmp_path_factory.mktemp("resume"), RUNS[request.param]
+    killed = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder / "killed"), "8", json.dumps(sections)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    before = FinishedRun(folder / "killed", None)
+    assert len(before.metrics) == 8
+    assert (folder / "killed/checkpoints/latest").resolve().name == "step_000006"
+    whole = run_small(folder / "whole", **sections)
+    return whole, run_small(folder / "killed", resume=True, **sections)
+
+
+def test_metrics_have_no_gap_no_duplicate_and_the_same_numbers(runs):
+    whole, resumed = runs
+    assert [line["step"] for line in resumed.metrics] == list(range(1, 10))
+    assert resumed.timeless_metrics == whole.timeless_metrics
+    assert len(whole.timeless_metrics[0]) > 35
+
+
+def test_rollouts_and_draws_are_the_same(runs):
+    whole, resumed = runs
+    assert same_files(whole.path, resumed.path, "rollouts") == 9
+    assert same_files(whole.path, resumed.path, "draws") == 9
+    assert len(resumed.all_draws) > 10
+
+
+def test_weights_and_buffer_are_the_same(runs):
+    whole, resumed = runs
+    assert same_weights(whole.weights(9), resumed.weights(9))
+    assert not same_weights(whole.weights(6), whole.weights(9))
+    a, b = whole.snapshot(9).state, resumed.snapshot(9).state
+    for name in ("priority", "times_used", "last_used_step"):
+        assert a[name].tobytes() == b[name].tobytes()
+    assert a["evicted_by_age"] == b["evicted_by_age"] > 0
+    assert len(a["rollouts"]) == len(b["rollouts"]) > 10
+    for one, other in zip(a["rollouts"], b["rollouts"], strict=True):
+        assert one.rollout_id == other.rollout_id
+        assert one.behavior_logprobs.tobytes() == other.behavior_logprobs.tobytes()
+
+
+def test_counters_are_the_same(runs):
+    states = []
+    for run in runs:
+        state = json.loads((run.path / "checkpoints/latest/state.json").read_text())
+        del state["wall_seconds"]
+        states.append(state)
+    assert states[0] == states[1]
+    assert states[0]["policy_version"] == states[0]["step"] == 9
+    assert states[0]["prompt_cursor"] == 9 * 6
+
+
+def test_a_resumed_run_passes_the_independent_recomputation(runs):
+    assert verify_run(runs[1].path).passed
+
+
+def test_a_run_told_to_start_with_an_empty_buffer_says_so_and_does(tmp_path, processes):
+    sections = {"run": {"steps": 6}, "checkpoint": {"every_steps": 3}}
+    run_small(tmp_path / "run", run={"steps": 3}, checkpoint={"every_steps": 3})
+    resumed = run_small(
+        tmp_path / "run",
+        resume=True,
+        run=sections["run"],
+        checkpoint={"every_steps": 3, "restore_buffer": False},
+    )
+    assert resumed.metrics[2]["buffer/rollouts"] > 0
+    assert resumed.metrics[3]["replay/rollouts"] == 0  # nothing was there to draw
+    assert resumed.metrics[4]["replay/rollouts"] > 0
+
+
+def test_two_runs_of_one_process_do_not_write_into_each_other_s_log(tmp_path):
+    logger = logging.getLogger("grpo_replay.test")
+    first, second = RunDirectory(tmp_path / "first"), RunDirectory(tmp_path / "second")
+    for run_dir in (first, second):
+        (run_dir.path / "log").mkdir(parents=True)
+        run_dir.open_log(1)
+        logger.info("written while %s ran", run_dir.path.name)
+    texts = [(d.path / "log/attempt_001.log").read_text() for d in (first, second)]
+    assert "while first ran" in texts[0] and "while second ran" not in texts[0]
+    assert "while second ran" in texts[1]

@@ -1,0 +1,263 @@
+"""The real trainer, fresh-anchored composition: what is trained on, stored and drawn.
+
+Whole runs on the shipped tiny model; everything is recomputed from their files, or seen through
+a spy that changes nothing.
+"""
+
+import logging
+from collections import Counter
+
+import numpy as np
+import pytest
+from core_run import (
+    GROUP,
+    MAX_AGE,
+    PROMPTS,
+    WARMUP,
+    FinishedRun,
+    hopeless_after,
+    run_small,
+    same_weights,
+    steps_of,
+)
+
+from grpo_replay.commands.train_display import Display
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.grpo.batch import TrainRow
+from grpo_replay.recipe import load_recipe, shipped_recipes_folder
+from grpo_replay.training.run import run_training
+
+pytest_plugins = "trained_runs"
+
+# --- what is drawn --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ours_run", "one_update_run"])
+def test_ages_at_use_never_exceed_the_maximum_and_reach_it(name, request):
+    """Ages count training steps, whatever the number of mini-batches in a step."""
+    run = request.getfixturevalue(name)
+    ages = []
+    for draw in run.all_draws:
+        birth = run.all_rollouts[draw["rollout_id"]]["birth_step"]
+        assert draw["age_steps"] == draw["step"] - birth
+        ages.append(draw["age_steps"])
+    assert max(ages) == MAX_AGE
+    assert len(ages) > 20
+
+
+def test_nothing_is_drawn_in_its_birth_step(ours_run):
+    ages = Counter(draw["age_steps"] for draw in ours_run.all_draws)
+    assert min(ages) == 1
+    assert set(ages) == {1, 2, 3}
+
+
+def test_each_step_draws_r_times_its_survivors_after_the_warm_up(ours_run):
+    drew = 0
+    for step in steps_of(ours_run):
+        expected = round(0.5 * len(ours_run.survivors(step))) if step > WARMUP else 0
+        assert len(ours_run.draws(step)) == expected
+        drew += expected > 0
+    assert drew >= 8
+
+
+def test_dropped_groups_are_neither_drawn_nor_stored(ours_run):
+    dropped = {i for i, row in ours_run.all_rollouts.items() if not row["kept"]}
+    assert len(dropped) > 50
+    assert not dropped & {draw["rollout_id"] for draw in ours_run.all_draws}
+    for step in (3, 6, 9, 12):
+        stored = {r.rollout_id for r in ours_run.snapshot(step).state["rollouts"]}
+        assert stored and not stored & dropped
+    for i in dropped:
+        row = ours_run.all_rollouts[i]
+        assert row["tokens"] is None and row["advantage"] is None
+        assert row["behavior_logprobs"] is None
+        group = [r for r in ours_run.all_rollouts.values() if r["group_id"] == row["group_id"]]
+        assert len({r["reward"] for r in group}) == 1
+
+
+def test_the_buffer_holds_every_survivor_of_the_last_births_and_nothing_else(ours_run):
+    """Evicted by age though never full; every group is stored whole, not only the first."""
+    for step in steps_of(ours_run):
+        alive = range(max(1, step - MAX_AGE + 1), step + 1)
+        expected = [row["rollout_id"] for birth in alive for row in ours_run.survivors(birth)]
+        assert ours_run.metrics[step - 1]["buffer/rollouts"] == len(expected)
+        if step % 3 == 0:
+            stored = [r.rollout_id for r in ours_run.snapshot(step).state["rollouts"]]
+            assert stored == expected
+    assert sum(line["buffer/evicted"] for line in ours_run.metrics) > 50
+
+
+# --- what is trained on ---------------------------------------------------------------------------
+
+
+class Spy:
+    """Records the rows of every optimizer update, and passes them on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.updates: list[list[TrainRow]] = []
+        original = DeepSpeedEngine.update
+
+        def update(engine, rows):
+            self.updates.append(list(rows))
+            return original(engine, rows)
+
+        monkeypatch.setattr(DeepSpeedEngine, "update", update)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values(
+    tmp_path, processes, monkeypatch, aggregation
+):
+    """Advantages are those of birth, not renormalised over the mixed batch; the denominator is
+    taken after composing, without dropped rows."""
+    spy = Spy(monkeypatch)
+    run = run_small(tmp_path / "run", loss={"aggregation": aggregation}, run={"steps": 8})
+    updates = iter(spy.updates)
+    replayed = 0
+    for step in steps_of(run):
+        trained = [run.all_rollouts[row["rollout_id"]] for row in run.draws(step)]
+        replayed += len(trained)
+        trained += run.survivors(step)
+        parts = [next(updates) for _ in range(run.metrics[step - 1]["updates"])]
+        assert abs(len(parts[0]) - len(parts[-1])) <= 1 if parts else not trained
+        rows = [row for part in parts for row in part]
+        assert Counter(map(_frozen_row, rows)) == Counter(map(_frozen_record, trained))
+        for part in parts:
+            lengths = [len(row.completion_token_ids) for row in part]
+            expected = {
+                "token_mean": [1 / sum(lengths)] * len(part),
+                "sequence_mean": [1 / (len(part) * tokens) for tokens in lengths],
+                "constant": [1 / (len(part) * 16)] * len(part),
+            }[aggregation]
+            assert [row.token_weight for row in part] == pytest.approx(expected, rel=1e-12)
+    assert next(updates, None) is None
+    assert replayed > 10
+
+
+def _frozen_row(row: TrainRow) -> tuple:
+    return (
+        row.prompt_token_ids.tobytes(),
+        row.completion_token_ids.tobytes(),
+        row.behavior_logprobs.tobytes(),
+        row.coefficient,
+    )
+
+
+def _frozen_record(record: dict) -> tuple:
+    return (
+        np.array(record["prompt_token_ids"], np.int32).tobytes(),
+        np.array(record["completion_token_ids"], np.int32).tobytes(),
+        np.array(record["behavior_logprobs"], np.float32).tobytes(),
+        record["advantage"],
+    )
+
+
+def test_every_fresh_survivor_has_an_outcome_and_the_ledger_counts_its_tokens(ours_run):
+    for step in steps_of(ours_run):
+        line = ours_run.metrics[step - 1]
+        for row in ours_run.survivors(step):
+            assert row["tokens"] == len(row["completion_token_ids"])
+        fresh = sum(row["tokens"] for row in ours_run.survivors(step))
+        replayed = sum(row["tokens"] for row in ours_run.draws(step))
+        generated = sum(len(row["completion_token_ids"]) for row in ours_run.rollouts(step))
+        assert line["cost/trained_tokens"] == fresh + replayed
+        assert line["cost/generated_tokens"] == generated
+        assert line["fresh/rollouts"] == len(ours_run.survivors(step))
+        assert len(ours_run.rollouts(step)) == GROUP * PROMPTS
+
+
+# --- steps without survivors ----------------------------------------------------------------------
+
+
+def test_steps_without_survivors_train_nothing_but_count_evict_and_log(tmp_path, processes):
+    run = run_small(
+        tmp_path / "run",
+        prompts=hopeless_after(tmp_path, 4),
+        run={"steps": 9},
+        checkpoint={"every_steps": 1, "keep": 100},
+    )
+    assert [line["step"] for line in run.metrics] == list(range(1, 10))
+    sizes = [line["buffer/rollouts"] for line in run.metrics]
+    assert sizes[3] > 0
+    for step in range(5, 10):
+        line = run.metrics[step - 1]
+        assert line["fresh/rollouts"] == line["replay/rollouts"] == line["updates"] == 0
+        assert line["frac_reward_zero_std"] == 1
+        for name in ("loss", "grad_norm", "entropy", "fresh/ratio_mean", "replay/ratio",
+                     "replay/age_mean", "replay/ess", "cost/mu", "cost/gamma"):  # fmt: skip
+            assert line[name] is None, name
+        assert line["cost/trained_tokens"] == 0
+        assert run.draws(step) == []
+        assert len(run.rollouts(step)) == GROUP * PROMPTS
+        assert same_weights(run.weights(step), run.weights(4))
+        assert line["sampler/policy_version"] == step - 1
+        expected = sum(len(run.survivors(birth)) for birth in range(max(1, step - 2), step + 1))
+        assert sizes[step - 1] == expected
+    assert sizes[-1] == 0
+    assert sum(line["buffer/evicted"] for line in run.metrics[4:]) == sizes[3]
+    assert not same_weights(run.weights(3), run.weights(4))
+
+
+def test_a_run_that_never_has_a_survivor_finishes(tmp_path, processes):
+    run = run_small(
+        tmp_path / "run",
+        reward={"function": "core_rewards:always_wrong"},
+        run={"steps": 4},
+        checkpoint={"every_steps": 1, "keep": 100},
+    )
+    assert [line["fresh/rollouts"] for line in run.metrics] == [0] * 4
+    assert [line["reward"] for line in run.metrics] == [-1.0] * 4
+    assert same_weights(run.weights(1), run.weights(4))
+
+
+# --- the default recipe ---------------------------------------------------------------------------
+
+
+def test_the_default_recipe_replays_once_its_warm_up_is_over(tmp_path, processes):
+    """Replay settings as shipped; only sizes that have nothing to do with replay are reduced."""
+    recipe = load_recipe(
+        "tiny",
+        [
+            "run.steps=23", "sampling.prompts_per_step=6", "eval.benchmarks=[]",
+            "tracking.report_to=[]", "reward.function=minerva", "engine.zero_stage=0",
+        ],
+    )  # fmt: skip
+    run_training(recipe, tmp_path / "run", False, Display())
+    run = FinishedRun(tmp_path / "run", recipe)
+    replayed = [line["replay/rollouts"] for line in run.metrics]
+    assert replayed[:20] == [0] * 20
+    for step in (21, 22, 23):
+        assert replayed[step - 1] == round(0.5 * run.metrics[step - 1]["fresh/rollouts"]) > 0
+    assert run.metrics[-1]["replay/age_max"] > 1
+
+
+def test_every_shipped_recipe_replays_unless_it_is_plain_grpo():
+    names = sorted(path.stem for path in shipped_recipes_folder().glob("*.yaml"))
+    assert len(names) >= 4 and "tiny" in names
+    for name in names:
+        recipe = load_recipe(name)
+        assert recipe.replays == (recipe.replay.preset != "grpo"), name
+        assert recipe.replay.warmup_steps < recipe.run.steps, name
+
+
+# --- capacity -------------------------------------------------------------------------------------
+
+
+def test_a_capacity_that_binds_is_first_in_first_out_and_warns_once(tmp_path, processes, caplog):
+    with caplog.at_level(logging.WARNING, logger="grpo_replay.training.trainer"):
+        run = run_small(
+            tmp_path / "run",
+            replay={"capacity_rollouts": 24, "max_age_steps": 10},
+            run={"steps": 8},
+            checkpoint={"every_steps": 2, "keep": 100},
+        )
+    warned = [r.message for r in caplog.records if "replay.capacity_rollouts 24 binds" in r.message]
+    assert len(warned) == 1
+    order: list[int] = []
+    for step in steps_of(run):
+        order += [row["rollout_id"] for row in run.survivors(step)]
+        assert run.metrics[step - 1]["buffer/rollouts"] == min(len(order), 24)
+        if step % 2 == 0:
+            stored = [r.rollout_id for r in run.snapshot(step).state["rollouts"]]
+            assert stored == order[-24:]
+    assert len(order) > 30

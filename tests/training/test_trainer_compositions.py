@@ -1,0 +1,171 @@
+"""The real trainer: pool, buffer-only, positive bias, and replay that is off."""
+
+import math
+from collections import Counter
+
+import pytest
+from core_run import (
+    GROUP,
+    MAX_AGE,
+    PROMPTS,
+    WARMUP,
+    hopeless_after,
+    policy_at,
+    run_small,
+    same_files,
+    same_weights,
+    steps_of,
+)
+
+from grpo_replay.verification.verify import verify_run
+
+pytest_plugins = "trained_runs"
+
+# --- pool and buffer-only -------------------------------------------------------------------------
+
+
+def test_pool_draws_the_whole_batch_from_fresh_and_stored_under_one_law(pool_run):
+    run, ages = pool_run, Counter()
+    untrained = 0
+    for step in steps_of(run):
+        survivors, draws = run.survivors(step), run.draws(step)
+        if step <= WARMUP:
+            assert draws == [] and all(row["tokens"] is not None for row in survivors)
+            continue
+        stored = sum(len(run.survivors(b)) for b in range(max(1, step - MAX_AGE), step))
+        asked = round(1.5 * len(survivors))
+        assert len(draws) == min(asked, len(survivors) + stored)
+        drawn = {draw["rollout_id"]: draw for draw in draws}
+        assert len(drawn) == len(draws)
+        for row in survivors:
+            if row["rollout_id"] in drawn:
+                assert drawn[row["rollout_id"]]["age_steps"] == 0
+                assert row["tokens"] == drawn[row["rollout_id"]]["tokens"]
+                assert row["log_ratio_mean"] == drawn[row["rollout_id"]]["log_ratio_mean"]
+            else:
+                untrained += 1
+                assert row["tokens"] is None
+        ages.update(draw["age_steps"] for draw in draws)
+        line = run.metrics[step - 1]
+        assert line["fresh/rollouts"] == len(survivors)
+        assert line["replay/rollouts"] == sum(draw["age_steps"] > 0 for draw in draws)
+        # First-draw probabilities over the whole pool: |A|^0.5 of fresh and stored alike.
+        pool = [r for b in range(max(1, step - MAX_AGE), step + 1) for r in run.survivors(b)]
+        weights = {r["rollout_id"]: (abs(r["advantage"]) + 1e-6) ** 0.5 for r in pool}
+        for draw in draws:
+            expected = weights[draw["rollout_id"]] / math.fsum(weights.values())
+            assert draw["probability"] == pytest.approx(expected, rel=1e-9)
+    assert set(ages) == {0, 1, 2, 3}
+    assert untrained > 5  # fresh survivors are not anchored here
+
+
+def test_buffer_only_inserts_before_it_draws_from_the_newest_n(fifo_run):
+    run, ages = fifo_run, Counter()
+    order: list[int] = []
+    for step in steps_of(run):
+        order += [row["rollout_id"] for row in run.survivors(step)]
+        newest = order[-30:]
+        draws = run.draws(step)
+        assert len(draws) == min(round(0.75 * GROUP * PROMPTS), len(newest))
+        assert {draw["rollout_id"] for draw in draws} <= set(newest)
+        assert len({draw["rollout_id"] for draw in draws}) == len(draws)
+        for draw in draws:
+            assert draw["probability"] == pytest.approx(1 / len(newest), rel=1e-12)
+        ages.update(draw["age_steps"] for draw in draws)
+        line = run.metrics[step - 1]
+        assert line["buffer/rollouts"] == len(newest)
+        assert line["replay/rollouts"] == len(draws)
+        assert line["fresh/ratio_mean"] is None
+        if step % 4 == 0:
+            stored = [r.rollout_id for r in run.snapshot(step).state["rollouts"]]
+            assert stored == newest
+    assert ages[0] > 10  # age 0 is allowed
+    assert max(ages) >= 3
+    assert len(order) > 30
+
+
+def test_buffer_only_still_draws_when_a_step_has_no_survivors(tmp_path, processes):
+    run = run_small(
+        tmp_path / "run",
+        prompts=hopeless_after(tmp_path, 3),
+        replay={
+            "preset": "fifo", "ratio": 0.5, "capacity_rollouts": 24,
+            "max_age_steps": None, "warmup_steps": 0,
+        },
+        run={"steps": 6},
+    )  # fmt: skip
+    for step in (4, 5, 6):
+        line = run.metrics[step - 1]
+        assert line["fresh/rollouts"] == 0
+        assert line["replay/ratio"] is None
+        assert line["replay/rollouts"] == len(run.draws(step)) == 12
+        assert line["updates"] == 2 and line["loss"] is not None
+        assert min(draw["age_steps"] for draw in run.draws(step)) >= step - 3
+
+
+@pytest.mark.parametrize("name", ["ours_run", "one_update_run", "pool_run", "fifo_run"])
+def test_an_independent_recomputation_accepts_the_run(name, request):
+    report = verify_run(request.getfixturevalue(name).path)
+    assert report.passed, report
+
+
+def test_a_positive_bias_buffer_keeps_correct_rollouts_longer(tmp_path, processes):
+    run = run_small(
+        tmp_path / "run",
+        replay={
+            "preset": "fifo", "ratio": 0.5, "capacity_rollouts": 30, "positive_fraction": 0.5,
+            "max_age_steps": None, "warmup_steps": 0,
+        },
+        run={"steps": 10},
+        checkpoint={"every_steps": 5, "keep": 100},
+    )  # fmt: skip
+    stored = run.snapshot(10).state["rollouts"]
+    survivors = [row for step in steps_of(run) for row in run.survivors(step)]
+    newest = {row["rollout_id"] for row in survivors[-15:]}
+    outside = [r for r in stored if r.rollout_id not in newest]
+    assert len(stored) == 30 and len(outside) == 15
+    assert all(r.advantage > 0 for r in outside)
+    correct = [row["rollout_id"] for row in survivors[:-15] if row["advantage"] > 0]
+    assert [r.rollout_id for r in outside] == correct[-15:]
+    assert verify_run(run.path).passed
+
+
+# --- off is off -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("composition", ["fresh_anchored", "pool"])
+def test_ratio_zero_is_the_grpo_preset_bit_for_bit(tmp_path, processes, composition):
+    plain = run_small(tmp_path / "grpo", replay={"preset": "grpo"}, run={"steps": 6})
+    off = run_small(
+        tmp_path / "off", replay={"ratio": 0, "composition": composition}, run={"steps": 6}
+    )
+    loud = run_small(
+        tmp_path / "loud",
+        replay={"preset": "grpo", "ratio": 3, "max_age_steps": 7, "with_replacement": True},
+        run={"steps": 6},
+    )
+    for other in (off, loud):
+        assert other.timeless_metrics == plain.timeless_metrics
+        assert same_weights(other.weights(), plain.weights())
+        assert same_files(plain.path, other.path, "rollouts") == 6
+        assert list((other.path / "draws").glob("*.parquet")) == []
+    assert plain.metrics[-1]["buffer/rollouts"] == 0
+    assert not same_weights(plain.weights(), policy_at(plain, 0).state_dict())
+
+
+def test_during_the_warm_up_replay_is_plain_grpo_bit_for_bit(tmp_path, processes, ours_run):
+    plain = run_small(
+        tmp_path / "grpo",
+        replay={"preset": "grpo"},
+        run={"steps": 12},
+    )
+    for a, b in zip(plain.timeless_metrics[:WARMUP], ours_run.timeless_metrics, strict=False):
+        assert {k: v for k, v in a.items() if not k.startswith("buffer/")} == {
+            k: v for k, v in b.items() if not k.startswith("buffer/")
+        }
+    # The first step that draws has the same rollouts, and another update.
+    drew = next(i for i, line in enumerate(ours_run.metrics) if line["replay/rollouts"])
+    assert drew >= WARMUP
+    a, b = plain.timeless_metrics[drew], ours_run.timeless_metrics[drew]
+    assert a["reward"] == b["reward"]
+    assert a["grad_norm"] != b["grad_norm"]

@@ -1,0 +1,235 @@
+"""The real trainer: behaviour log-probs and the ratios that follow from them."""
+
+import numpy as np
+import pytest
+import torch
+from core_engine import plain_logprobs
+from core_run import WARMUP, policy_at, row_of, run_small, steps_of
+
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.errors import LogprobGapError
+from grpo_replay.grpo.batch import TrainRow
+from grpo_replay.sampling.hf import HfSampler
+
+pytest_plugins = "trained_runs"
+
+# --- ratios and behaviour log-probs ---------------------------------------------------------------
+
+
+def test_behaviour_log_probs_are_those_of_the_policy_that_sampled(one_update_run):
+    run = one_update_run
+    for step in (1, 5, 12):
+        model = policy_at(run, step - 1)
+        for row in run.survivors(step):
+            assert row["policy_version"] == row["policy_version_end"] == step - 1
+            with torch.no_grad():
+                expected = plain_logprobs(model, row_of(row))[0].numpy()
+            assert np.abs(np.array(row["behavior_logprobs"]) - expected).max() < 2e-5
+            assert np.abs(np.array(row["sampler_logprobs"]) - expected).max() < 2e-5
+
+
+def test_the_ratio_of_a_fresh_rollout_before_any_update_is_one(one_update_run):
+    checked = 0
+    for step in steps_of(one_update_run):
+        for row in one_update_run.survivors(step):
+            assert abs(row["ratio_max"] - 1) < 2e-5
+            assert abs(row["ratio_mean"] - 1) < 2e-5
+            assert row["clip_fraction"] == 0
+            checked += 1
+    assert checked > 50
+
+
+def test_with_one_mini_batch_the_replayed_ratio_is_policy_over_birth_policy(one_update_run):
+    """The trap: `log_prob.detach()` as the old log-prob, or one recomputed at replay, gives 1."""
+    run, differ = one_update_run, 0
+    for step in steps_of(run):
+        if not run.draws(step):
+            continue
+        model = policy_at(run, step - 1)
+        for draw in run.draws(step):
+            born = run.all_rollouts[draw["rollout_id"]]
+            with torch.no_grad():
+                now = plain_logprobs(model, row_of(born))[0].double().numpy()
+            log_ratios = now - np.array(born["behavior_logprobs"], np.float64)
+            assert draw["log_ratio_mean"] == pytest.approx(log_ratios.mean(), abs=2e-5)
+            assert draw["log_ratio_var"] == pytest.approx(log_ratios.var(), rel=1e-3, abs=1e-6)
+            assert draw["ratio_max"] == pytest.approx(np.exp(log_ratios).max(), rel=1e-4)
+            k3 = np.exp(log_ratios) - 1 - log_ratios
+            assert draw["approx_kl"] == pytest.approx(k3.mean(), rel=1e-3, abs=1e-6)
+            differ += np.abs(log_ratios).max() > 1e-2
+    assert differ > 20
+
+
+def test_with_two_mini_batches_the_replayed_ratio_differs_from_one(ours_run):
+    moved = [abs(draw["log_ratio_mean"]) for draw in ours_run.all_draws]
+    assert np.median(moved) > 1e-3
+    assert sum(draw["clip_fraction"] > 0 for draw in ours_run.all_draws) > 5
+
+
+def test_stored_rollouts_never_change(ours_run):
+    """Behaviour log-probs, advantages, tokens: bit for bit those of birth, in every snapshot."""
+    older = 0
+    for step in (3, 6, 9, 12):
+        for stored in ours_run.snapshot(step).state["rollouts"]:
+            born = ours_run.all_rollouts[stored.rollout_id]
+            older += stored.birth_step < step
+            behavior = np.array(born["behavior_logprobs"], np.float32)
+            assert stored.behavior_logprobs.tobytes() == behavior.tobytes()
+            sampler = np.array(born["sampler_logprobs"], np.float32)
+            assert stored.sampler_logprobs.tobytes() == sampler.tobytes()
+            assert stored.completion_token_ids.tolist() == born["completion_token_ids"]
+            for name in ("advantage", "reward", "group_reward_mean", "group_reward_std",
+                         "birth_step", "policy_version", "group_correct", "prompt_id"):  # fmt: skip
+                assert getattr(stored, name) == born[name]
+    assert older > 20
+
+
+def test_only_survivors_are_put_through_the_policy_for_behaviour_log_probs(
+    tmp_path, processes, monkeypatch
+):
+    """Once, at birth: at replay nothing but the update's own forward sees a rollout."""
+    forwards = []
+    original = DeepSpeedEngine.logprobs
+
+    def logprobs(engine, rows):
+        forwards.append({_key(row) for row in rows})
+        return original(engine, rows)
+
+    monkeypatch.setattr(DeepSpeedEngine, "logprobs", logprobs)
+    run = run_small(tmp_path / "run", run={"steps": 6})
+    assert len(forwards) == 6
+    for step, seen in enumerate(forwards, start=1):
+        assert seen == {_key(row_of(row)) for row in run.rollouts(step)}  # < 64: all of them
+
+
+def _key(row: TrainRow) -> bytes:
+    return row.prompt_token_ids.tobytes() + row.completion_token_ids.tobytes()
+
+
+def nudged(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
+    """Make the sampler report log-probs that are off by `nats`."""
+    original = HfSampler.generate
+
+    def generate(sampler, requests):
+        for completion in original(sampler, requests):
+            completion.sampler_logprobs[:] += np.float32(nats)
+            yield completion
+
+    monkeypatch.setattr(HfSampler, "generate", generate)
+
+
+def test_sampler_log_probs_play_no_part_in_a_loss_anchored_at_the_trainers(
+    tmp_path, processes, monkeypatch
+):
+    """No truncated importance weight on top of the behaviour-anchored ratio."""
+    sections = {"run": {"steps": 5}, "sampling": {"logprob_gap_limit": 0.1}}
+    plain = run_small(tmp_path / "plain", **sections)
+    nudged(monkeypatch, 0.05)
+    shifted = run_small(tmp_path / "shifted", **sections)
+    for a, b in zip(plain.timeless_metrics, shifted.timeless_metrics, strict=True):
+        gaps = {name for name in a if a[name] != b[name]}
+        assert gaps == {"sampler/logprob_gap_mean", "sampler/logprob_gap_max"}
+        assert b["sampler/logprob_gap_mean"] == pytest.approx(0.05, abs=1e-4)
+    one, other = plain.weights(), shifted.weights()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_sampler_log_probs_are_the_behaviour_if_the_recipe_says_so(
+    tmp_path, processes, monkeypatch
+):
+    nudged(monkeypatch, 0.05)
+    run = run_small(
+        tmp_path / "run",
+        loss={"behavior_logprobs": "sampler"},
+        batch={"updates_per_step": 1},
+        run={"steps": 5},
+        sampling={"logprob_gap_limit": 0.1},
+    )
+    for step in steps_of(run):
+        for row in run.survivors(step):
+            assert row["behavior_logprobs"] == row["sampler_logprobs"]
+            assert row["log_ratio_mean"] == pytest.approx(-0.05, abs=1e-4)
+
+
+@pytest.mark.parametrize("temperature, limit", [(2.0, 0.1), (0.6, None)])
+def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
+    tmp_path, processes, monkeypatch, temperature, limit
+):
+    """Log-probs of raw logits against those of the distribution sampled from."""
+    sections = {
+        "sampling": {"temperature": temperature, "logprob_gap_limit": limit},
+        "run": {"steps": 4},
+    }
+    run = run_small(tmp_path / "right", **sections)
+    assert max(line["sampler/logprob_gap_max"] for line in run.metrics) < 1e-4
+
+    def wrap(engine, model):
+        return PolicyModule(model, 1.0, engine._recipe.engine.logprob_chunk_tokens)
+
+    monkeypatch.setattr(DeepSpeedEngine, "_wrap", wrap)
+    with pytest.raises(LogprobGapError, match="The sampler is not the policy"):
+        run_small(tmp_path / "wrong", **sections)
+
+
+def test_a_sampler_that_misses_an_update_is_refused(tmp_path, processes, monkeypatch):
+    monkeypatch.setattr(
+        "grpo_replay.training.trainer.sync_weights",
+        lambda engine, sampler, version, bucket_mib: setattr(sampler, "policy_version", version),
+    )
+    with pytest.raises(LogprobGapError, match="weight sync"):
+        run_small(tmp_path / "run", optimizer={"learning_rate": 3e-2})
+
+
+# --- metrics against files ------------------------------------------------------------------------
+
+
+def token_mean(rows: list[dict], name: str) -> float | None:
+    tokens = sum(row["tokens"] for row in rows)
+    return sum(row[name] * row["tokens"] for row in rows) / tokens if tokens else None
+
+
+@pytest.mark.parametrize("name", ["ours_run", "pool_run", "fifo_run"])
+def test_metrics_by_side_and_by_age_are_those_of_the_files(name, request):
+    run = request.getfixturevalue(name)
+    fifo = name == "fifo_run"
+    by_age = 0
+    for step in steps_of(run):
+        line = run.metrics[step - 1]
+        draws = run.draws(step)
+        replayed = [row for row in draws if row["age_steps"] > 0 or fifo]
+        fresh = [row for row in draws if row["age_steps"] == 0 and not fifo]
+        if not fresh and not fifo:
+            fresh = [row for row in run.survivors(step) if row["tokens"] is not None]
+        for side, rows in (("fresh", fresh), ("replay", replayed)):
+            for quantity in ("clip_fraction", "ratio_mean", "approx_kl"):
+                expected = token_mean(rows, quantity)
+                assert line[f"{side}/{quantity}"] == (
+                    None if expected is None else pytest.approx(expected, rel=1e-9)
+                )
+            assert line[f"{side}/ratio_max"] == max((r["ratio_max"] for r in rows), default=None)
+        assert line["entropy"] == pytest.approx(token_mean(fresh + replayed, "entropy"), rel=1e-9) \
+            if fresh + replayed else line["entropy"] is None  # fmt: skip
+        assert line["replay/rollouts"] == len(replayed)
+        ages = [row["age_steps"] for row in replayed]
+        assert line["replay/age_max"] == max(ages, default=None)
+        assert line["replay/age_mean"] == (pytest.approx(np.mean(ages)) if ages else None)
+        for low, high, label in [(0, 0, "0"), (1, 1, "1"), (2, 2, "2"), (3, 4, "3-4"),
+                                 (5, 8, "5-8"), (9, 16, "9-16")]:  # fmt: skip
+            members = [row for row in replayed if low <= row["age_steps"] <= high]
+            for quantity in ("clip_fraction", "ratio_mean", "approx_kl"):
+                key = f"replay/age_{label}/{quantity}"
+                assert (key in line) == bool(members)
+                if members:
+                    by_age += 1
+                    assert line[key] == pytest.approx(token_mean(members, quantity), rel=1e-9)
+    assert by_age > 30
+
+
+def test_the_loss_of_a_first_update_is_minus_the_mean_advantage(one_update_run):
+    """With every ratio 1 and nothing replayed, the token mean of -ρA."""
+    for step in range(1, WARMUP + 1):
+        rows = one_update_run.survivors(step)
+        tokens = sum(row["tokens"] for row in rows)
+        expected = -sum(row["advantage"] * row["tokens"] for row in rows) / tokens
+        assert one_update_run.metrics[step - 1]["loss"] == pytest.approx(expected, abs=2e-5)

@@ -1,0 +1,186 @@
+"""Several ranks do what one does: updates, log-probs, stopping, resuming, and whole runs."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from core_engine import relative
+from core_run import FinishedRun, run_small, same_files, same_weights, small_recipe
+from two_rank_program import (
+    CASES,
+    PARTS,
+    RANDOM_UPDATES,
+    RUN,
+    STAGES,
+    random_work,
+    read_states,
+    results_of,
+    write_states,
+)
+
+from grpo_replay.verification.verify import verify_run
+
+pytest_plugins = "trained_runs"
+
+DEADLINE_SECONDS = 280
+PROGRAM = Path(__file__).parents[1] / "support" / "two_rank_program.py"
+
+
+def run_program(ranks: int, folder: Path, *parts: str) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node", str(ranks), str(PROGRAM), str(folder), *parts,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory, processes) -> Path:
+    """What two ranks did. They also read the engine states that one rank left there."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    (folder / "states").mkdir()
+    write_states(processes, folder / "states")
+    run_program(2, folder, *PARTS)
+    return folder
+
+
+@pytest.mark.timeout(DEADLINE_SECONDS + 20)
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_update_as_one_rank_does(output, processes, name):
+    """With all parameters sharded; also with rows that do not divide evenly, unequal numbers of
+    chunks, and a rank that has nothing to train."""
+    case = CASES[name]
+    two = torch.load(output / "updates.pt")[name]
+    one = results_of(processes, case)
+    if case.model.get("dtype") == "bfloat16":
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
+        assert two["loss"] == pytest.approx(one["loss"], rel=0.02, abs=1e-3)
+        assert relative(two["parameters"], one["parameters"]) < 2e-3
+        return
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
+    assert two["reference_kl"] == pytest.approx(one["reference_kl"], rel=1e-4)
+    assert relative(two["parameters"], one["parameters"]) < 1e-5
+    assert two["micro_batches"] <= one["micro_batches"]
+    for a, b in zip(two["outcomes"], one["outcomes"], strict=True):
+        assert a == pytest.approx(b, rel=5e-5, abs=1e-5)
+    for kind in ("logprobs", "reference"):
+        for a, b in zip(two[kind], one[kind], strict=True):
+            assert (a - b).abs().max() < 2e-4
+    assert len(two["outcomes"]) == case.count
+
+
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_non_finite_loss_stops_every_rank_before_the_step(output, stage, rank):
+    seen = json.loads((output / f"rank{rank}.json").read_text())["non_finite"][stage]
+    expected = "the loss of 1 of the mini-batch's rollouts is not finite (rollout_id 71 first)"
+    assert expected in seen["raised"]
+    assert seen["unchanged"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_payloads_of_any_length_reach_rank_0_alone_or_all(output, rank):
+    seen = json.loads((output / f"rank{rank}.json").read_text())["exchanged"]
+    sent = {"uneven": ["", "a"], "none": ["", ""], "first": ["abc", ""]}
+    for name, payloads in sent.items():
+        assert seen[name] == [payloads if rank == 0 else None, payloads]
+
+
+def assert_same_work(found: dict, expected: dict) -> None:
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert relative(found["parameters"], expected["parameters"]) < 1e-5
+
+
+def test_uneven_random_work_never_hangs_and_is_that_of_one_rank(output, processes):
+    one = random_work(processes)
+    two = torch.load(output / "random.pt")
+    assert len(two["losses"]) == len(one["losses"]) == RANDOM_UPDATES == 200
+    assert_same_work(two, one)
+
+
+@pytest.mark.slow
+def test_uneven_random_work_on_three_ranks_is_that_of_one_rank(processes, tmp_path):
+    run_program(3, tmp_path, "random")
+    assert_same_work(torch.load(tmp_path / "random.pt"), random_work(processes))
+
+
+def assert_states_are_restored(found: dict, folder: Path, sources: int) -> None:
+    assert len(found) == sources * len(STAGES)
+    for name, result in found.items():
+        source = name.partition(" to ")[0]
+        expected = torch.load(folder / source / "two_more.pt")
+        assert relative(result["parameters"], expected["parameters"]) < 1e-7, name
+        if result["losses"]:
+            assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
+            assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
+
+
+def test_a_state_is_restored_on_other_ranks_and_at_other_stages(output, processes):
+    """With several optimizer sub-groups, each of which has its own count of Adam's steps."""
+    assert_states_are_restored(torch.load(output / "states.pt"), output / "states", sources=8)
+    on_one = read_states(processes, output / "states")
+    assert_states_are_restored(on_one, output / "states", sources=8)
+
+
+@pytest.mark.slow
+def test_a_state_is_restored_from_and_on_three_ranks(output, processes, tmp_path):
+    shutil.copytree(output / "states", tmp_path / "states")
+    run_program(3, tmp_path, "states")
+    on_three = torch.load(tmp_path / "states.pt")
+    assert_states_are_restored(on_three, tmp_path / "states", sources=12)
+    on_one = read_states(processes, tmp_path / "states")
+    assert_states_are_restored(on_one, tmp_path / "states", sources=12)
+
+
+def test_deepspeed_s_thresholds_change_no_bit_of_a_run(output):
+    one, other = (FinishedRun(output / n, small_recipe(**RUN)) for n in ("run", "scaled"))
+    assert one.timeless_metrics == other.timeless_metrics
+    assert same_files(one.path, other.path, "rollouts") == 6
+    assert same_files(one.path, other.path, "draws") == 6
+    assert same_weights(one.weights(), other.weights())
+
+
+def test_steps_without_survivors_push_weights_all_the_same(output):
+    run = FinishedRun(output / "hopeless", small_recipe(**RUN))
+    assert [line["fresh/rollouts"] > 0 for line in run.metrics] == [True] * 2 + [False] * 4
+    assert run.metrics[-1]["sampler/policy_version"] == 5
+
+
+def test_a_run_on_two_ranks_is_the_run_on_one(output, processes, tmp_path):
+    """Same rollouts, same draws; numbers to rounding."""
+    two = FinishedRun(output / "run", small_recipe(**RUN))
+    one = run_small(tmp_path / "run", **RUN)
+    assert len(two.metrics) == len(one.metrics) == 6
+    for step in range(1, 7):
+        for name in ("rollout_id", "group_id", "prompt_id", "completion_token_ids", "reward",
+                     "advantage", "kept", "birth_step", "policy_version"):  # fmt: skip
+            assert [r[name] for r in two.rollouts(step)] == [r[name] for r in one.rollouts(step)]
+        for name in ("rollout_id", "age_steps", "probability"):
+            assert [d[name] for d in two.draws(step)] == [d[name] for d in one.draws(step)]
+        for a, b in zip(two.survivors(step), one.survivors(step), strict=True):
+            assert a["log_ratio_mean"] == pytest.approx(b["log_ratio_mean"], abs=2e-4)
+            assert a["behavior_logprobs"] == pytest.approx(b["behavior_logprobs"], abs=2e-4)
+    for a, b in zip(two.metrics, one.metrics, strict=True):
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3, abs=1e-4)
+        assert a["num_tokens"] == b["num_tokens"]
+    assert sum(line["replay/rollouts"] for line in two.metrics) > 10
+    assert verify_run(two.path).passed
+    weights = one.weights()
+    for name, tensor in two.weights().items():
+        assert relative(tensor, weights[name]) < 1e-4
