@@ -3,26 +3,48 @@
 Payloads are bytes (JSON or Arrow IPC), never pickles. One process needs no process group.
 """
 
+import functools
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from grpo_replay.distributed.position import Position
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _marked(
+    method: Callable[Concatenate["Comm", _Arguments], _Result],
+) -> Callable[Concatenate["Comm", _Arguments], _Result]:
+    """The collective, with `comm.position` saying that this rank waits in it."""
+
+    @functools.wraps(method)
+    def collective(comm: "Comm", *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with comm.position.waiting(method.__name__):
+            return method(comm, *args, **kwargs)
+
+    return collective
 
 
 class Comm:
     """The ranks of a run. `group` is a torch gloo process group, or None for one process.
 
     Every method is collective: all ranks call it, in the same order. Rank 0 is the root.
+    `position` says where this rank is; whoever drives the run keeps it.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.position = Position()
         self._group = group
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @_marked
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, in rank order, on every rank."""
         if self.world_size == 1:
@@ -35,6 +57,7 @@ class Comm:
         dist.all_gather(received, padded, group=self._group)
         return _unpadded(received, sizes)
 
+    @_marked
     def gather(self, payload: bytes) -> list[bytes] | None:
         """Every rank's payload, in rank order, on rank 0; None elsewhere, where nothing but the
         rank's own takes memory."""
@@ -61,6 +84,7 @@ class Comm:
             padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         return list(map(int, sizes)), padded
 
+    @_marked
     def broadcast(self, payload: bytes | None) -> bytes:
         """Rank 0's payload on every rank."""
         if self.world_size == 1:
@@ -77,6 +101,7 @@ class Comm:
         dist.broadcast(buffer, src=0, group=self._group)
         return buffer.numpy().tobytes()
 
+    @_marked
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
         """`payloads[rank]` of rank 0's list, on each rank."""
         if self.world_size == 1:
@@ -112,6 +137,7 @@ class Comm:
         """Rank 0's JSON value on every rank."""
         return json.loads(self.broadcast(json.dumps(value).encode() if self.is_main else None))
 
+    @_marked
     def barrier(self) -> None:
         """Returns when every rank has arrived."""
         self.all_gather(b"")

@@ -88,7 +88,7 @@ class DeepSpeedEngine:
     def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
         parts = []
         with torch.no_grad():
-            for microbatch in self._microbatches(rows):
+            for microbatch in self._in_turn(self._microbatches(rows)):
                 logprobs_C, _ = module(*self._inputs(microbatch))
                 parts.append((microbatch, logprobs_C.float().cpu().numpy()))
         lengths, values = pack_tokens(parts)
@@ -104,6 +104,9 @@ class DeepSpeedEngine:
             plan = plan_microbatches(rows, self._max_tokens, self._comm.world_size)
         return scatter_microbatches(self._comm, plan)
 
+    def _in_turn(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+        return self._comm.position.each("micro-batch", microbatches, len(microbatches))
+
     def _inputs(self, microbatch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return (
             self._tensor(microbatch.input_ids_RL),
@@ -117,12 +120,13 @@ class DeepSpeedEngine:
     def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
         microbatches = self._microbatches(rows)
         tables = []
-        for index, microbatch in enumerate(microbatches):
+        for index, microbatch in enumerate(self._in_turn(microbatches)):
             self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
             tables.append(self._backward(microbatch))
         gathered = self._comm.gather(pack_statistics(microbatches, tables))
         table = None if gathered is None else unpack_statistics(gathered, len(rows or ()))
         self._refuse_non_finite(table, rows or ())
+        self._comm.position.note("optimizer step")
         unsharded_norm = self._unsharded_grad_norm()
         self._engine.step()
         self._gather_needs_forward = False
@@ -187,7 +191,7 @@ class DeepSpeedEngine:
             # A log-prob pass leaves parameters gathered or on their way; gathering them again
             # without an update in between fails ("Cannot partition a param in flight").
             self._engine.empty_partition_cache()
-        yield from full_tensors(self._model, bucket_bytes)
+        yield from self._comm.position.each("tensor", full_tensors(self._model, bucket_bytes))
 
     def _forward_once(self) -> None:
         """Some DeepSpeed versions need one forward before the first ZeRO-3 gather."""

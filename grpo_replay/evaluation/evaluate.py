@@ -86,7 +86,7 @@ def evaluate(
     mine = [i for i, each in enumerate(plan.samples) if _rank_of(each, comm) == comm.rank]
     work = _Work(plan, tokenizer, scorer, len(mine), on_progress)
     missing = _recall(work, mine, generations_folder) if generations_folder else mine
-    _generate(work, sampler, missing, generations_folder)
+    _generate(work, sampler, missing, generations_folder, comm)
     table, unparsable = work.finish()
     payloads = comm.gather(to_bytes(table))
     unparsable_by_rank = comm.all_gather_json(sorted(unparsable))
@@ -179,12 +179,15 @@ def _recall(work: _Work, mine: Sequence[int], folder: Path) -> list[int]:
     return [index for index, digest in digests.items() if digest not in remembered]
 
 
-def _generate(work: _Work, sampler: Sampler, missing: Sequence[int], folder: Path | None) -> None:
+def _generate(
+    work: _Work, sampler: Sampler, missing: Sequence[int], folder: Path | None, comm: Comm
+) -> None:
     by_key = {work.plan.samples[index].request.key: index for index in missing}
     requests = [work.plan.samples[index].request for index in missing]
     with ExitStack() as stack:
         writer = stack.enter_context(GenerationWriter(folder)) if folder else None
-        for completion in sampler.generate(requests):
+        finished = sampler.generate(requests)
+        for completion in comm.position.each("completion", finished, len(requests)):
             index = by_key[completion.key]
             generation = Generation(completion.token_ids, completion.finish_reason)
             if writer is not None:

@@ -8,7 +8,8 @@ Rank 0 owns the buffer, the draw and the files. The other ranks sample, score an
 share: on them, lists that rank 0 owns are empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ class Trainer:
         """One step of Algorithm 1; returns its metrics on rank 0, nothing elsewhere."""
         self._clock = Stopwatch()
         step = self.state.step + 1
+        self.comm.position.begin_step(step)
         generated = self.sample_and_score(step)
         fresh, gap = self.freeze_behavior(generated, step)
         batch = self.compose(fresh, len(generated), step)
@@ -98,6 +100,11 @@ class Trainer:
         self._write_logs(step, generated, fresh, batch, outcomes)
         return self._metrics(step, generated, fresh, gap, batch, results, outcomes)
 
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        with self._clock.stage(name), self.comm.position.stage(name):
+            yield
+
     def sample_and_score(self, step: int) -> list[Rollout]:
         """Take prompts, sample G completions of each, score them as they finish, and compute
         group advantages. All rollouts of the step, on rank 0."""
@@ -105,15 +112,17 @@ class Trainer:
         prompts = self.parts.prompts.take(self.state.prompt_cursor, settings.prompts_per_step)
         mine = {i: p for i, p in enumerate(prompts) if i % comm.world_size == comm.rank}
         completions, texts = {}, {}
-        with self._clock.stage("generation"):
-            for completion in self.parts.sampler.generate(group_requests(mine, step, self.recipe)):
+        with self._stage("generation"):
+            requests = group_requests(mine, step, self.recipe)
+            finished = self.parts.sampler.generate(requests)
+            for completion in comm.position.each("completion", finished, len(requests)):
                 key = completion.key
                 prompt = mine[key.prompt_index]
                 text = self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 completions[key], texts[key] = completion, text
                 self.parts.scorer.submit(key, text, prompt.answer, prompt.row)
             self.parts.sampler.sleep()
-        with self._clock.stage("reward"):
+        with self._stage("reward"):
             verdicts = self.parts.scorer.results()
             rollouts = assemble_rollouts(
                 mine, completions, texts, verdicts, step, self.recipe,
@@ -127,7 +136,7 @@ class Trainer:
         """Behaviour log-probs at birth, from the policy that sampled; and the proof that sampler
         and trainer are the same policy. Returns the survivors, and the gap, on rank 0."""
         frozen_by_trainer = self.recipe.loss.behavior_logprobs == "trainer"
-        with self._clock.stage("logprob"):
+        with self._stage("logprob"):
             sample = gap_sample(generated, every_survivor=frozen_by_trainer)
             rows = [logprob_row(r.prompt_token_ids, r.completion_token_ids) for r in sample]
             logprobs = self.parts.engine.logprobs(rows if self.comm.is_main else None)
@@ -157,8 +166,9 @@ class Trainer:
         parts = mini_batch_indices(len(batch.rollouts), self.recipe.batch, rng)
         results: list[UpdateResult] = []
         outcomes: list[RolloutOutcome | None] = [None] * len(batch.rollouts)
-        with self._clock.stage("training"):
-            for index in range(self.comm.broadcast_json(len(parts))):
+        with self._stage("training"):
+            count = self.comm.broadcast_json(len(parts))
+            for index in self.comm.position.each("update", range(count), count):
                 members = parts[index] if self.comm.is_main else np.zeros(0, dtype=np.int64)
                 result = self._update_once([batch.rollouts[i] for i in members])
                 if result is None:
@@ -196,7 +206,7 @@ class Trainer:
 
     def sync_weights(self) -> None:
         """Push the new policy to the sampler, as the next version."""
-        with self._clock.stage("sync"):
+        with self._stage("sync"):
             sync_weights(
                 self.parts.engine,
                 self.parts.sampler,
