@@ -82,9 +82,10 @@ def lost_contact(error: BaseException) -> LaunchError:
     """What to tell the user instead of an error for which `is_lost_peer` holds."""
     if isinstance(error, PeerFailure | LostContact):
         return error
+    seen = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
     return LostContact(
         f"rank {rank_environment().rank} lost contact with another rank "
-        f"({type(error).__name__}: {first_line(error)[:200]}). Look for the first error "
+        f"({type(error).__name__}: {first_line(error)[:200]}).{seen} Look for the first error "
         "of another rank; one that the kernel killed, when memory ran out, leaves none. Resume "
         "from the last checkpoint with --resume"
     )
@@ -144,6 +145,26 @@ def read_failures(folder: Path) -> list[RankFailure]:
     records = [json.loads(file.read_text()) for file in sorted(folder.glob("rank_*.json"))]
     failures = [RankFailure(**record) for record in records]
     return sorted(failures, key=lambda failure: (failure.echo, failure.when))
+
+
+def leave_positions(rank: int, text: str | None) -> None:
+    """Tell our launcher where the ranks are (None: they go on), in case they are killed there:
+    NCCL ends a process whose collective takes too long without an error of ours."""
+    folder = os.environ.get(LAUNCH_FOLDER_VARIABLE)
+    if folder is None:
+        return
+    file = Path(folder) / f"positions_{rank:05d}.txt"
+    with contextlib.suppress(OSError):  # information only
+        if text is None:
+            file.unlink(missing_ok=True)
+        else:
+            file.write_text(text, encoding="utf-8")
+
+
+def read_positions(folder: Path) -> str:
+    """What `leave_positions` left last, "" if nothing."""
+    files = sorted(folder.glob("positions_*.txt"), key=lambda file: file.stat().st_mtime)
+    return files[-1].read_text(encoding="utf-8") if files else ""
 
 
 def run_collectively(comm: Comm, action: Callable[[], _Result]) -> _Result:

@@ -30,6 +30,7 @@ from grpo_replay.distributed.failures import (
     PeerFailure,
     RankFailure,
     read_failures,
+    read_positions,
 )
 from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError
 
@@ -102,28 +103,36 @@ def _launch_node(arguments: Sequence[str], num_processes: int, threads: int, ent
         # torchrun sets OMP_NUM_THREADS to 1 with a warning if it finds none.
         with _variable("OMP_NUM_THREADS", str(threads)), _pass_signals_on(_own_ranks) as signals:
             exit_codes = run_agent(command, num_processes)
-        return _conclude(exit_codes, read_failures(folder), bool(signals))
+        failures, positions = read_failures(folder), read_positions(folder)
+        return _conclude(exit_codes, failures, bool(signals), positions)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _conclude(
-    exit_codes: Mapping[int, int], failures: Sequence[RankFailure], interrupted: bool
+    exit_codes: Mapping[int, int],
+    failures: Sequence[RankFailure],
+    interrupted: bool,
+    positions: str = "",
 ) -> int:
-    """The run's exit code. Raises the ranks' first error; an echo of a killed rank is not it."""
+    """The run's exit code. Raises the ranks' first error; an echo of a killed rank is not it.
+
+    `positions` says where the ranks last waited for long.
+    """
     if not exit_codes:
         return 0
     if failures and not failures[0].echo:
         raise _error_of(failures[0])
     if interrupted:
         return INTERRUPTED
-    told = [failure for failure in failures if failure.kind == PeerFailure.__name__]
+    told = [failure for failure in failures if failure.kind == PeerFailure.__name__] or failures
     if told and all(code in (-signal.SIGTERM, told[0].exit_code) for code in exit_codes.values()):
-        # The agent ended the rank that failed before it could say why; the others had been told.
+        # The agent ended the rank that failed before it could say why; the others had been told,
+        # or waited for it until the time-out.
         raise _error_of(told[0])
     for rank, code in exit_codes.items():
         if code < 0:
-            raise LaunchError(_describe_signal(rank, -code))
+            raise LaunchError(_describe_signal(rank, -code, positions))
     if failures:
         raise _error_of(failures[0])
     return next(iter(exit_codes.values()))
@@ -140,11 +149,12 @@ def _error_of(failure: RankFailure) -> GrpoReplayError:
     return error
 
 
-def _describe_signal(rank: int, number: int) -> str:
+def _describe_signal(rank: int, number: int, positions: str) -> str:
     name = signal.Signals(number).name
     why = "; the kernel does that when host memory runs out (see dmesg)" if number == 9 else ""
+    waited = f" They were waiting: {positions}." if positions else ""
     return (
-        f"rank {rank} was killed by {name}{why}. The other ranks were stopped; "
+        f"rank {rank} was killed by {name}{why}.{waited} The other ranks were stopped; "
         "resume from the last checkpoint with --resume"
     )
 

@@ -191,6 +191,15 @@ def has_joined() -> bool:
     return _joined is not None
 
 
+def own_connection(timeout_seconds: float) -> dist.Store:
+    """The store of `join_run` over another connection, for a thread: on a shared one it would wait
+    while the main thread waits in the store."""
+    assert _joined is not None
+    store: dist.Store = _joined[1].clone()
+    store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
+    return store
+
+
 def claim_report(is_echo: bool) -> bool:
     """Whether this rank is the first to report a failure. An echo (this rank only lost contact)
     never claims when the store is gone: its host was the one that failed."""

@@ -81,6 +81,12 @@ def _other_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
     if recipe.engine.offload_optimizer and recipe.engine.zero_stage == 0:
         yield "engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0"
+    if recipe.hang_report_seconds >= recipe.engine.timeout_seconds:
+        yield (
+            f"engine.hang_report_seconds {recipe.engine.hang_report_seconds:g} is not less than "
+            f"engine.timeout_seconds {recipe.engine.timeout_seconds:g}: the run would fail before "
+            "it reports where it hangs; lower the first or raise the second"
+        )
     servers = recipe.sampling.servers
     if recipe.sampling.backend == "vllm_server" and bool(servers.urls) == bool(servers.launch):
         yield (

@@ -302,6 +302,8 @@ class EngineSection(Section):
     """torch's CPU threads; cores / ranks if null."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest wait in a collective before the run fails."""
+    hang_report_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Time in one place after which every rank logs where it is; `timeout_seconds` / 6 if null."""
 
 
 class RunSection(Section):
@@ -410,6 +412,11 @@ class RecipeSections(Section):
     def replays(self) -> bool:
         """Whether this recipe ever draws from the buffer."""
         return self.replay.replays
+
+    @property
+    def hang_report_seconds(self) -> float:
+        """`engine.hang_report_seconds`, or its default."""
+        return self.engine.hang_report_seconds or self.engine.timeout_seconds / 6
 
     @property
     def logprob_gap_limit(self) -> float:

@@ -33,7 +33,7 @@ class _AttemptLog(logging.FileHandler):
 
 
 class RunDirectory:
-    """Paths and small files of one run. Only rank 0 writes."""
+    """Paths and small files of one run. Only rank 0 writes, but for each rank's own log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,16 +179,22 @@ class RunDirectory:
 
     def next_attempt(self) -> int:
         """1 for the first start of this run, then counting."""
-        return 1 + len(list((self.path / "log").glob("attempt_*.log")))
+        logs = (self.path / "log").glob("attempt_*.log")
+        return 1 + sum(".rank_" not in log.name for log in logs)
 
-    def open_log(self, attempt: int) -> Path:
-        """Send this process's logging to the attempt's file, and return its path.
+    def open_log(self, attempt: int, rank: int = 0) -> Path:
+        """Send this process's logging to the rank's file of the attempt, and return its path.
 
         An earlier run's file in this process gets no more. The last one stays open, for what goes
         wrong after the run.
         """
-        path = self.path / "log" / f"attempt_{attempt:03d}.log"
-        handler = _AttemptLog(path, encoding="utf-8")
+        own = f".rank_{rank}" if rank > 0 else ""
+        path = self.path / "log" / f"attempt_{attempt:03d}{own}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handler = _AttemptLog(path, encoding="utf-8")
+        except OSError as error:
+            raise self._unwritable(error) from error
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         for earlier in [h for h in root.handlers if isinstance(h, _AttemptLog)]:

@@ -13,8 +13,10 @@ from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.buffer.snapshot import restore_snapshot, write_snapshot
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
+from grpo_replay.distributed.hang_watch import STORE_SECONDS, HangWatch
 from grpo_replay.distributed.interruption import Interruption
 from grpo_replay.distributed.processes import initialize_processes
+from grpo_replay.distributed.rendezvous import has_joined, own_connection
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import load_policy, load_tokenizer, resolve_model_path
 from grpo_replay.errors import CheckpointError
@@ -80,12 +82,20 @@ def run_training(recipe: Recipe, run_path: Path, resume: bool, observer: Observe
     comm, device = initialize_processes(recipe)
     # Ranks that a launcher started apart would name a directory after different times.
     run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
-    with ExitStack() as stack:
+    with ExitStack() as stack, _watch(recipe, comm):
         session = Session(recipe, comm, device, run_dir, observer, stack)
-        session.open(resume)
+        with comm.position.stage("opening"):
+            session.open(resume)
         interruption = Interruption()
         with interruption.caught():
             return session.run(interruption)
+
+
+def _watch(recipe: Recipe, comm: Comm) -> AbstractContextManager[object]:
+    """While this lasts, a rank that stays in one place for long is reported by all."""
+    if comm.world_size == 1 or not has_joined():
+        return nullcontext()
+    return HangWatch(comm, own_connection(STORE_SECONDS), recipe.hang_report_seconds)
 
 
 class Session:
@@ -104,6 +114,7 @@ class Session:
         self.run_dir, self.observer, self.stack = run_dir, observer, stack
         self.trackers: list[Tracker] = []
         self.evaluation: EvaluationPlan | None = None
+        self.attempt = 0  # counted on rank 0
         self.trainer: Trainer
 
     def open(self, resume: bool) -> None:
@@ -112,9 +123,11 @@ class Session:
         self.stack.callback(self.run_dir.unlock)
         found, notices = run_collectively(comm, lambda: self._prepare_directory(resume))
         checkpoint = self._seen_by_all(found)
+        self._open_other_logs()
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
         scorer = self.stack.enter_context(RewardScorer.open(recipe.reward))
+        comm.position.note("prompts")
         prompts = run_collectively(
             comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed)
         )
@@ -125,7 +138,9 @@ class Session:
             )
         if recipe.eval.benchmarks:
             self.evaluation = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
+        comm.position.note("engine")
         engine = self._open_engine(checkpoint, state, tokenizer)
+        comm.position.note("sampler")
         sampler = open_sampler(recipe, self._model_path(engine), comm, self.run_dir.path / "log")
         self.stack.callback(sampler.close)
         buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
@@ -192,9 +207,16 @@ class Session:
         return checkpoint
 
     def _open_log(self) -> None:
-        attempt = self.run_dir.next_attempt()
-        self.run_dir.open_log(attempt)
-        self.run_dir.write_environment(attempt, environment_facts(self.comm.world_size))
+        self.attempt = self.run_dir.next_attempt()
+        self.run_dir.open_log(self.attempt)
+        self.run_dir.write_environment(self.attempt, environment_facts(self.comm.world_size))
+
+    def _open_other_logs(self) -> None:
+        """The logs of the ranks other than 0, next to its own."""
+        attempt, rank = self.comm.broadcast_json(self.attempt), self.comm.rank
+        run_collectively(
+            self.comm, lambda: None if rank == 0 else self.run_dir.open_log(attempt, rank)
+        )
 
     def _open_engine(
         self, checkpoint: Path | None, state: RunState, tokenizer: Any
@@ -246,7 +268,8 @@ class Session:
             if self.comm.is_main:
                 self._record(metrics, report)
             if last or stop or step % recipe.checkpoint.every_steps == 0:
-                self._checkpoint()
+                with self.comm.position.stage("checkpoint"):
+                    self._checkpoint()
             if stop and not last:
                 return RunResult(self.run_dir.path, step, True, None)
         summary = None
@@ -269,7 +292,7 @@ class Session:
         if self.comm.is_main:
             self.observer.on_status(f"evaluating step {step}")
         parts = self.trainer.parts
-        with self._evaluation_scorer() as scorer:
+        with self.comm.position.stage("evaluation"), self._evaluation_scorer() as scorer:
             report = evaluate(
                 parts.sampler,
                 parts.tokenizer,
@@ -278,7 +301,7 @@ class Session:
                 scorer,
                 model={"run": self.run_dir.path.name, "step": step},
             )
-        parts.sampler.sleep()
+            parts.sampler.sleep()
         if report is None:
             return None
         report.write(path)
@@ -313,9 +336,12 @@ class Session:
             self.run_dir.flush_metrics()
             begin_checkpoint(temporary)
         comm.barrier()
+        comm.position.note("engine state")
         parts.engine.save(temporary / "engine")
+        comm.position.note("model")
         parts.engine.save_model(temporary / "model")
         comm.barrier()
+        comm.position.note("completing it")
         if comm.is_main:
             write_text_whole(
                 temporary / "model" / "README.md",

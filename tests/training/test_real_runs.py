@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,13 +13,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hang_program import HANG_STEP, SLOW_STEP
 
 SHORT = [
     "run.steps=5", "sampling.prompts_per_step=4", "replay.warmup_steps=2", "eval.benchmarks=[]",
     "checkpoint.every_steps=2", "tracking.report_to=[]", "engine.threads_per_process=1",
+    "batch.max_tokens_per_microbatch=60",
 ]  # fmt: skip
 WORDS = [word for override in SHORT for word in ("--set", override)]
 PORT = 20_000 + os.getpid() % 20_000
+REPORT_SECONDS, TIMEOUT_SECONDS = 2, 20
 VARYING = ("step_time", "cost/mu", "cost/gamma")
 
 
@@ -202,3 +206,79 @@ def test_two_nodes_train_one_run_through_torchrun(whole, tmp_path):
     assert [each.returncode for each in nodes] == [0, 0], outputs
     assert metrics(run) == metrics(whole)
     assert outputs[1][0] == ""
+
+
+HANG_PROGRAM = Path(__file__).parents[1] / "support" / "hang_program.py"
+PART = "training, update 1 of 2, micro-batch 2 of "
+RANK_0_HANGS = rf"rank 0 at step {HANG_STEP}, {PART}\d+ for (\d+) s"
+RANK_1_HANGS = rf"rank 1 at step {HANG_STEP}, training, update 1 of 2, in gather for (\d+) s"
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory):
+    """(the finished command, its run directory): rank 1 was slow in one step, and in a later one
+    it skipped the reduction of the gradients."""
+    run = tmp_path_factory.mktemp("hung") / "run"
+    limits = [f"engine.hang_report_seconds={REPORT_SECONDS}",
+              f"engine.timeout_seconds={TIMEOUT_SECONDS}"]  # fmt: skip
+    words = [*WORDS, *(word for limit in limits for word in ("--set", limit))]
+    done = subprocess.run(
+        [sys.executable, str(HANG_PROGRAM), "train", "tiny", "--num-processes", "2",
+         "--output-dir", str(run), *words],
+        capture_output=True, text=True, timeout=280,
+        env=environment() | {"HANG_TEST": str(run),
+                             "PYTHONPATH": f"{HANG_PROGRAM.parent}:{HANG_PROGRAM.parents[2]}"},
+    )  # fmt: skip
+    return done, run
+
+
+def reports(run: Path, name: str) -> list[str]:
+    """The records of a log that report a wait, stack included."""
+    text = (run / "log" / name).read_text()
+    records = re.split(r"(?=^\d{4}-\d\d-\d\d )", text, flags=re.MULTILINE)
+    return [
+        record
+        for record in records
+        if "WARNING grpo_replay.distributed.hang_watch: waiting" in record
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "function"),
+    [(0, "attempt_001.log", "_backward"), (1, "attempt_001.rank_1.log", "gather")],
+)
+def test_each_rank_of_a_hang_logs_in_time_where_all_are_and_its_own_stack(
+    hung, rank, name, function
+):
+    first = next(text for text in reports(hung[1], name) if f"at step {HANG_STEP}" in text)
+    for pattern in (RANK_0_HANGS, RANK_1_HANGS):
+        assert REPORT_SECONDS <= int(re.search(pattern, first)[1]) < 2 * REPORT_SECONDS
+    assert f"Stack of rank {rank}:\n" in first
+    assert f", in {function}\n" in first.split("in run_training")[1]
+
+
+def test_the_error_at_the_time_out_says_where_the_ranks_were(hung):
+    done, _ = hung
+    (printed,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "lost contact with another rank" in printed and "Last seen: " in printed
+    for pattern in (RANK_0_HANGS, RANK_1_HANGS):
+        assert int(re.search(pattern, printed)[1]) >= TIMEOUT_SECONDS - 1
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 4
+
+
+def test_a_hang_leaves_no_process_behind(hung):
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            left += [process] if process.environ().get("HANG_TEST") == str(hung[1]) else []
+    assert left == []
+
+
+def test_a_slow_rank_is_reported_and_the_run_is_the_run_without_it(whole, hung):
+    _, run = hung
+    slow = [text for text in reports(run, "attempt_001.rank_1.log") if "in planted" in text]
+    assert len(slow) == 1 and re.search(rf"at step {SLOW_STEP}, {PART}", slow[0])
+    assert metrics(run) == metrics(whole)[: HANG_STEP - 1]
+    weights = "checkpoints/step_000002/model/model.safetensors"
+    assert SLOW_STEP == 2 and (run / weights).read_bytes() == (whole / weights).read_bytes()
