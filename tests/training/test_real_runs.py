@@ -277,8 +277,10 @@ def test_a_hang_leaves_no_process_behind(hung):
 
 def test_a_slow_rank_is_reported_and_the_run_is_the_run_without_it(whole, hung):
     _, run = hung
-    slow = [text for text in reports(run, "attempt_001.rank_1.log") if "in planted" in text]
-    assert len(slow) == 1 and re.search(rf"at step {SLOW_STEP}, {PART}", slow[0])
+    place = f"at step {SLOW_STEP}, {PART}"
+    (slow,) = [text for text in reports(run, "attempt_001.rank_1.log") if place in text]
+    assert "time.sleep(SLOW_SECONDS)" in slow
+    assert f"rank 1 goes on: step {SLOW_STEP}, " in (run / "log/attempt_001.rank_1.log").read_text()
     assert metrics(run) == metrics(whole)[: HANG_STEP - 1]
     weights = "checkpoints/step_000002/model/model.safetensors"
     assert SLOW_STEP == 2 and (run / weights).read_bytes() == (whole / weights).read_bytes()
