@@ -66,8 +66,9 @@ def test_two_ranks_update_as_one_rank_does(output, processes, name):
     two = torch.load(output / "updates.pt")[name]
     one = results_of(processes, case)
     if case.model.get("dtype") == "bfloat16":
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.05)
-        assert two["loss"] == pytest.approx(one["loss"], rel=0.02, abs=1e-3)
+        assert two["grad_norm"][0] == pytest.approx(one["grad_norm"][0], rel=0.02)
+        assert two["loss"][0] == pytest.approx(one["loss"][0], rel=1e-3)
+        assert two["loss"][1] == pytest.approx(one["loss"][1], rel=0.1)  # after a bf16 update
         assert relative(two["parameters"], one["parameters"]) < 2e-3
         return
     assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
@@ -149,8 +150,11 @@ def test_a_state_is_restored_from_and_on_three_ranks(output, processes, tmp_path
 
 
 def test_deepspeed_s_thresholds_change_no_bit_of_a_run(output):
+    """But the last of the norm's, whose squares are summed by optimizer sub-group."""
     one, other = (FinishedRun(output / n, small_recipe(**RUN)) for n in ("run", "scaled"))
-    assert one.timeless_metrics == other.timeless_metrics
+    for a, b in zip(one.timeless_metrics, other.timeless_metrics, strict=True):
+        assert a.pop("grad_norm") == pytest.approx(b.pop("grad_norm"), rel=1e-14)
+        assert a == b
     assert same_files(one.path, other.path, "rollouts") == 6
     assert same_files(one.path, other.path, "draws") == 6
     assert same_weights(one.weights(), other.weights())
