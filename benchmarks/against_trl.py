@@ -3,11 +3,14 @@
     pip install trl==1.16.0                      # in an environment of its own
     python benchmarks/against_trl.py             # 32 rollouts a step, two minutes
     python benchmarks/against_trl.py --same-step # one update, no hopeless prompts: equal weights?
+    python benchmarks/against_trl.py --device cuda --shape qwen3-0.6b
 
 Both trainers get the same random Qwen3, prompts, completions (of uneven length), rewards, loss
 (clipped, token mean), optimizer and rows per micro-batch, in fp32; the sampler is canned, so that
 what is timed is scoring, advantages, old log-probs, updates and logs. Replay is off. Each round
-runs both, in processes of their own; the first step of each is left out.
+runs both, in processes of their own; the first step of each is left out. With `--device cuda` both
+compute in bf16 on fp32 weights (ours under ZeRO-3, TRL's under autocast), with gradient
+checkpointing, and memory is torch's peak of live tensors.
 """
 
 import argparse
@@ -41,9 +44,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4, help="longest rows in a micro-batch")
     parser.add_argument("--updates", type=int, default=2, help="optimizer updates a step")
     parser.add_argument("--hopeless", type=float, default=0.25, help="share of all-wrong groups")
+    parser.add_argument("--shape", help="a published one (qwen3-0.6b), instead of the next three")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=16_384)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--same-step", action="store_true", help="compare the weights afterwards")
     parser.add_argument("--json", type=Path, help="keep the numbers in this file")
@@ -92,17 +97,18 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     from grpo_replay.recipe import ModelSection
 
     heads = options.hidden // 64
+    small = {
+        "num_hidden_layers": options.layers, "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden, "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // 2, 1), "head_dim": 64,
+        "vocab_size": options.vocabulary,
+    }  # fmt: skip
     section = ModelSection(
-        path="builtin:qwen3-0.6b",
+        path=f"builtin:{options.shape or 'qwen3-0.6b'}",
         random_init=True,
         tokenizer="builtin:bytes",
-        config_overrides={
-            "num_hidden_layers": options.layers, "hidden_size": options.hidden,
-            "intermediate_size": 3 * options.hidden, "num_attention_heads": heads,
-            "num_key_value_heads": max(heads // 2, 1), "head_dim": 64,
-            "vocab_size": options.vocabulary,
-        },
-    )  # fmt: skip
+        config_overrides={} if options.shape else small,
+    )
     load_policy(section, seed=0).save_pretrained(folder)
     load_tokenizer(section).save_pretrained(folder)
 
@@ -110,19 +116,39 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
 class Meter:
     """Wall and CPU seconds of each step, and the peak of memory over where it began, MiB."""
 
-    def __init__(self) -> None:
-        self._start = resident("VmRSS")
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        self._start = 0.0 if self._cuda else resident("VmRSS")
         self._marks: list[tuple[float, float]] = []
 
     def mark(self) -> None:
         """A step begins (or the last one is over)."""
+        if self._cuda:
+            import torch
+
+            torch.cuda.synchronize()
         self._marks.append((time.perf_counter(), time.process_time()))
         if len(self._marks) == 2:  # the first step is over
+            self._reset_peak()
+
+    def _reset_peak(self) -> None:
+        if self._cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+        else:
             Path("/proc/self/clear_refs").write_text("5")
+
+    def _peak_mib(self) -> float:
+        if self._cuda:
+            import torch
+
+            return torch.cuda.max_memory_allocated() / 2**20
+        return resident("VmHWM") - self._start
 
     def result(self) -> dict[str, Any]:
         wall, cpu = (np.diff(column)[1:].tolist() for column in zip(*self._marks, strict=True))
-        return {"wall": wall, "cpu": cpu, "peak_mib": resident("VmHWM") - self._start}
+        return {"wall": wall, "cpu": cpu, "peak_mib": self._peak_mib()}
 
 
 def resident(name: str) -> float:
@@ -152,7 +178,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     tokenizer = load_tokenizer(recipe.model)
     run_dir = RunDirectory(Path(tempfile.mkdtemp(dir=folder)) / "run")
     run_dir.create(recipe)
-    meter = Meter()
+    meter = Meter(options.device)
     engine = DeepSpeedEngine(recipe, load_policy(recipe.model, 0), tokenizer, comm, device)
     with RewardScorer.open(recipe.reward) as scorer:
         parts = Parts(
@@ -172,9 +198,13 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def recipe_of(options: argparse.Namespace, folder: Path, data: Path) -> dict[str, Any]:
     longest = options.prompt_tokens + options.max_tokens
+    on_gpu = options.device == "cuda"
     return {
         "name": "against-trl",
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "model": {
+            "path": str(folder / "model"), "dtype": "bfloat16" if on_gpu else "float32",
+            "gradient_checkpointing": on_gpu,
+        },
         "prompts": {
             "source": str(data), "problem_field": "prompt", "id_field": "prompt_id",
             "template": "plain", "user_template": "{problem}", "shuffle": False,
@@ -194,7 +224,10 @@ def recipe_of(options: argparse.Namespace, folder: Path, data: Path) -> dict[str
         },
         "loss": {"dual_clip": None},
         "optimizer": {"learning_rate": LEARNING_RATE, "weight_decay": 0.0},
-        "engine": {"device": "cpu", "zero_stage": 0, "threads_per_process": options.threads},
+        "engine": {
+            "device": options.device, "zero_stage": 3 if on_gpu else 0,
+            "threads_per_process": options.threads,
+        },
         "run": {"steps": options.steps + 1},
     }  # fmt: skip
 
@@ -234,7 +267,7 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    meter = Meter()
+    meter = Meter(options.device)
     step = 0
 
     def canned(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -251,11 +284,12 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [grade(text, gold, {}) for text, gold in zip(completions, answer, strict=True)]
 
+    on_gpu = options.device == "cuda"
     parts = options.prompts * GROUP // options.rows
     config = GRPOConfig(
-        output_dir=str(folder / "trl-run"), use_cpu=True, bf16=False, report_to=[],
+        output_dir=str(folder / "trl-run"), use_cpu=not on_gpu, bf16=on_gpu, report_to=[],
         save_strategy="no", logging_steps=1, disable_tqdm=True, shuffle_dataset=False,
-        max_steps=options.updates * (options.steps + 1), gradient_checkpointing=False,
+        max_steps=options.updates * (options.steps + 1), gradient_checkpointing=on_gpu,
         per_device_train_batch_size=options.rows, steps_per_generation=parts,
         gradient_accumulation_steps=parts // options.updates, num_generations=GROUP,
         max_completion_length=options.max_tokens, temperature=1.0, beta=0.0, loss_type="dapo",
@@ -292,8 +326,10 @@ def run_contender(name: str, options: argparse.Namespace, folder: Path) -> dict[
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(here),
         "OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1", "DS_ACCELERATOR": "cpu",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
     }  # fmt: skip
+    if options.device == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
