@@ -22,8 +22,9 @@ def compare_with_trl(context: Context) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"against_trl.py ended with {done.returncode}: {done.stderr[-3000:]}")
-    first_line = done.stdout.splitlines()[0]
-    record.note(first_line)
+    for line in done.stdout.splitlines():
+        if "completion tokens in" in line:
+            record.note(line)
     rounds = json.loads(file.read_text())["rounds"]
     for name in rounds[0]:
         record.row("a step", {

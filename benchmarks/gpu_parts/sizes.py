@@ -58,8 +58,8 @@ TOY = Size(
     name="toy", device="cpu",
     config_overrides={name: _toy_shape(i + 1) for i, name in enumerate(MODELS)},
     packs=(64, 128, 256), row_tokens=64, updates=2, chunks=(8, 64), requests=32,
-    prompt_tokens=8, completion_tokens=24, vllm_share=0.4, moving_rate=1e-3, cycles=2, prompts_per_step=4,
-    group_size=4, checkpoint_gib=0.1,
+    prompt_tokens=8, completion_tokens=24, vllm_share=0.4, moving_rate=1e-3, cycles=2,
+    prompts_per_step=4, group_size=4, checkpoint_gib=0.1,
     trl=(
         "--steps", "1", "--rounds", "1", "--prompts", "2", "--prompt-tokens", "8",
         "--max-tokens", "24", "--layers", "1", "--hidden", "64", "--vocabulary", "512",
@@ -68,18 +68,19 @@ TOY = Size(
 
 
 def make_recipe(
-    size: Size, model: str = MODELS[0], *, prompt: int, completion: int, pack: int,
+    size: Size, shape: str = MODELS[0], *, prompt: int, completion: int, pack: int,
     **sections: Mapping[str, Any],
 ) -> "Recipe":  # fmt: skip
-    """As the shipped recipes train: ZeRO-3, bf16, gradient checkpointing; random weights."""
+    """As the shipped recipes train: ZeRO-3, bf16, gradient checkpointing; random weights of a
+    published shape."""
     from grpo_replay.recipe import resolve_recipe
 
     base = {
         "name": f"gpu-{size.name}",
         "model": {
-            "path": f"builtin:{model}", "random_init": True, "tokenizer": "builtin:bytes",
+            "path": f"builtin:{shape}", "random_init": True, "tokenizer": "builtin:bytes",
             "dtype": "bfloat16", "gradient_checkpointing": True,
-            "config_overrides": dict(size.config_overrides.get(model, {})),
+            "config_overrides": dict(size.config_overrides.get(shape, {})),
         },
         "prompts": {"template": "plain", "user_template": "{problem}", "max_prompt_length": prompt},
         "sampling": {

@@ -58,14 +58,14 @@ def measure_chunk(context: Context, chunk: int) -> float:
         rows = [replace(row, behavior_logprobs=lp) for row, lp in zip(rows, logprobs, strict=True)]
         meter.reset()
         updates = [timed(size.device, lambda: engine.update(rows)) for _ in range(size.updates + 1)]
-        memory = meter.read()
+        memory = beside_prediction(meter, recipe, size.device)
     first, last = updates[0][0], updates[-1][0]
     middle = statistics.median(seconds for _, seconds in updates[1:])
     record.row("chunks", {
         "chunk_tokens": chunk, "micro_batches": first.micro_batches, "seconds": middle,
         "tokens_per_second": sum(lengths) / middle, "first_grad_norm": first.grad_norm,
         "first_loss": first.loss, "last_loss": last.loss, **memory,
-        **predictions(recipe, size.device), "left_when_closed_gib": allocated_gib(size.device),
+        "left_when_closed_gib": allocated_gib(size.device),
     })  # fmt: skip
     record.check(f"chunks of {chunk}: the loss falls", last.loss < first.loss)
     return first.grad_norm
@@ -109,7 +109,7 @@ def measure_packs(context: Context, model: str) -> None:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                row |= {"out_of_memory": True, **predictions(recipe, size.device)}
+                row |= {"out_of_memory": True, "predicted_gib": predicted_gib(recipe, size.device)}
                 record.row("packs", row)
                 record.note(f"out of memory at packs of {pack} tokens; larger ones left out")
                 return
@@ -138,7 +138,7 @@ def measure_pack(
                 "the engine did not take the budget set here"
             )
         seconds.append(took)
-    memory = meter.read()
+    memory = beside_prediction(meter, recipe, size.device)
     middle = statistics.median(seconds[1:])
     completions = sum(len(row.completion_token_ids) for row in rows)
     tflops = training_flops(shape, lengths, completions) / middle / 1e12
@@ -146,7 +146,7 @@ def measure_pack(
         "rows": f"{len(rows) // MICRO_BATCHES} x {lengths[0]}", "seconds": middle,
         "tokens_per_second": sum(lengths) / middle, "tflops": tflops,
         "mfu_percent": 100 * tflops / peak if peak else None,
-        **memory, **predictions(recipe, size.device),
+        **memory,
     }  # fmt: skip
 
 
@@ -192,10 +192,17 @@ def shape_of(recipe: "Recipe") -> "ModelShape":
     return model_shape(load_config(recipe.model))
 
 
-def predictions(recipe: "Recipe", device: str) -> dict[str, float]:
+def beside_prediction(meter: PeakMemory, recipe: "Recipe", device: str) -> dict[str, float | None]:
+    """What was measured, what the dry run says, and by how much the latter is off."""
+    measured, predicted = meter.read(), predicted_gib(recipe, device)
+    off = 100 * (predicted / measured["peak_gib"] - 1) if measured["peak_gib"] else None
+    return {**measured, "predicted_gib": predicted, "prediction_off_percent": off}
+
+
+def predicted_gib(recipe: "Recipe", device: str) -> float:
     """The dry run's peak of the engine, without the context that torch does not count."""
     memory = predicted_memory(recipe, device)
-    return {"predicted_gib": (memory.peak - memory.base) / GIB}
+    return (memory.peak - memory.base) / GIB
 
 
 def predicted_memory(recipe: "Recipe", device: str) -> "EngineMemory":
