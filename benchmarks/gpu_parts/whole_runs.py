@@ -133,6 +133,8 @@ def compare_steps(context: Context, whole: list[dict], resumed: list[dict]) -> N
     record.check(
         "the resumed run has every step once", steps == [row["step"] for row in whole], steps
     )
+    if len(whole) != len(resumed):
+        return
     for once, again in zip(whole[CHECKPOINT_EVERY:], resumed[CHECKPOINT_EVERY:], strict=True):
         record.row("after the checkpoint", {
             "step": once["step"], "loss": once["loss"], "loss_resumed": again["loss"],

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from gpu_parts import devices, environment, training, workload  # noqa: E402
+from gpu_parts import devices, environment, sampling, training, whole_runs, workload  # noqa: E402
 from gpu_parts.catalogue import PARTS, Part, find_part  # noqa: E402
 from gpu_parts.record import Context, Record, Skipped  # noqa: E402
 from gpu_parts.report import read_results, to_markdown, write_report  # noqa: E402
@@ -330,6 +330,65 @@ def test_the_cuda_paths_call_what_torch_has(tmp_path, monkeypatch):
     recipe = training.row_recipe(FULL, MODELS[2], 32_768)
     assert 60 < training.predicted_memory(recipe, "cuda").at_rest / gib < 120
     assert training.timed("cuda", lambda: 5)[0] == 5
+
+
+def test_whole_steps_sample_with_transformers_where_vllm_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(whole_runs, "missing_modules", lambda names: list(names))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent))))
+    found = context(tmp_path, requests=8)
+    whole_runs.take_steps(found)
+    result = found.record.result
+    assert result["figures"]["sampler"] == "hf"
+    assert [row["step"] for row in result["tables"]["steps"]] == [1, 2, 3, 4, 5]
+    assert len(result["checks"]) == 4 and all(check["holds"] for check in result["checks"]), result
+
+
+# What a check refuses
+
+
+def broken(record: Record) -> list[str]:
+    return [check["claim"] for check in record.result["checks"] if not check["holds"]]
+
+
+def test_a_cycle_with_stale_weights_or_a_stale_version_is_found(tmp_path):
+    recipe = sampling.sampling_recipe(TOY, eager=True)
+    first = {"cycle": 1, "versions": [0], "gap_mean_nats": 0.001, "moved_by_update_nats": 0.08}
+    good = {"cycle": 2, "versions": [1], "gap_mean_nats": 0.002, "moved_by_update_nats": 0.06}
+    record = context(tmp_path).record
+    sampling.check_cycle(record, recipe, first, None)
+    sampling.check_cycle(record, recipe, good, first)
+    assert broken(record) == [] and len(record.result["checks"]) == 5
+    sampling.check_cycle(record, recipe, {**good, "gap_mean_nats": 0.08}, first)
+    assert broken(record) == ["cycle 2: mean gap under half of what the last update moved"]
+    record = context(tmp_path).record
+    sampling.check_cycle(record, recipe, {**good, "versions": [0, 1], "gap_mean_nats": 0.2}, None)
+    assert broken(record) == [
+        "cycle 2: completions are of version 1", "cycle 2: mean gap within 0.1 nats",
+    ]  # fmt: skip
+
+
+def test_a_resumed_run_that_differs_or_lost_a_step_is_found(tmp_path):
+    whole = [
+        {"step": step, "loss": step / 10, "grad_norm": 1.0, "step_time": 5.0, "x_seconds": 1.0}
+        for step in (1, 2, 3, 4)
+    ]
+    slower = [row | {"step_time": 6.0, "x_seconds": 2.0} for row in whole]
+    found = context(tmp_path)
+    whole_runs.compare_steps(found, whole, slower)
+    assert broken(found.record) == []
+    whole_runs.compare_steps(found, whole, [*slower[:3], slower[3] | {"loss": 0.5}])
+    assert broken(found.record) == ["the same metrics, bit for bit"]
+    found = context(tmp_path)
+    whole_runs.compare_steps(found, whole, slower[:3])
+    assert broken(found.record)[0] == "the resumed run has every step once"
+
+
+def test_an_error_while_closing_is_found():
+    quiet = "Using None for EOS token id\nINFO closing"
+    assert whole_runs.errors_in(quiet) == []
+    assert whole_runs.errors_in(f"{quiet}\nRuntimeError: CUDA error: invalid argument") == [
+        "RuntimeError: CUDA error: invalid argument"
+    ]
 
 
 # All of it
