@@ -113,10 +113,10 @@ def one_cycle(
     size = context.size
     requests = requests_of(size, step=number + 1)
     completions, generating = timed(size.device, lambda: list(sampler.generate(requests)))
-    awake = free_gib(size.device)
+    awake, host_awake = free_gib(size.device), free_gib("cpu")
     _, sleeping = timed(size.device, sampler.sleep)
     release()
-    asleep = free_gib(size.device)
+    asleep, host_asleep = free_gib(size.device), free_gib("cpu")
     rows = rows_of(requests, completions)
     gap = gap_in_nats(engine.logprobs(rows), rows)
     _, training = timed(size.device, lambda: engine.update(rows))
@@ -129,7 +129,8 @@ def one_cycle(
         "tokens_per_second": sum(len(c.token_ids) for c in completions) / generating,
         "gap_mean_nats": float(gap.mean()), "gap_max_nats": float(gap.max()),
         "moved_by_update_nats": float(moved.mean()), "free_awake_gib": awake,
-        "free_asleep_gib": asleep, "sleep_seconds": sleeping, "update_seconds": training,
+        "free_asleep_gib": asleep, "free_reloaded_gib": free_gib(size.device),
+        "host_taken_by_sleep_gib": host_awake - host_asleep, "sleep_seconds": sleeping, "update_seconds": training,
         "wake_and_reload_seconds": reloading,
     }  # fmt: skip
     context.record.row("cycles", row)
