@@ -130,8 +130,8 @@ def one_cycle(
         "gap_mean_nats": float(gap.mean()), "gap_max_nats": float(gap.max()),
         "moved_by_update_nats": float(moved.mean()), "free_awake_gib": awake,
         "free_asleep_gib": asleep, "free_reloaded_gib": free_gib(size.device),
-        "host_taken_by_sleep_gib": host_awake - host_asleep, "sleep_seconds": sleeping, "update_seconds": training,
-        "wake_and_reload_seconds": reloading,
+        "host_taken_by_sleep_gib": host_awake - host_asleep, "sleep_seconds": sleeping,
+        "update_seconds": training, "wake_and_reload_seconds": reloading,
     }  # fmt: skip
     context.record.row("cycles", row)
     return row
