@@ -62,11 +62,16 @@ def release() -> None:
 
 
 def free_gib(device: str) -> float:
-    """Free memory of the GPU, over all processes; of the machine on a CPU."""
+    """Free memory of the GPU, over all processes; on a CPU the machine's less this process's."""
     if device == "cuda":
         import torch
 
         return torch.cuda.mem_get_info()[0] / GIB
+    return device_capacity(device) / GIB - _status_gib("VmRSS")
+
+
+def host_available_gib() -> float:
+    """Over all processes: memory pinned for a GPU need not count as this process's."""
     import psutil
 
     return psutil.virtual_memory().available / GIB

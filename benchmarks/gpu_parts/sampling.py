@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_parts.devices import GIB, device_capacity, free_gib, release
+from gpu_parts.devices import GIB, device_capacity, free_gib, host_available_gib, release
 from gpu_parts.record import Context, Record
 from gpu_parts.sizes import MODELS, Size, make_recipe
 from gpu_parts.training import timed
@@ -113,10 +113,10 @@ def one_cycle(
     size = context.size
     requests = requests_of(size, step=number + 1)
     completions, generating = timed(size.device, lambda: list(sampler.generate(requests)))
-    awake, host_awake = free_gib(size.device), free_gib("cpu")
+    awake, host_awake = free_gib(size.device), host_available_gib()
     _, sleeping = timed(size.device, sampler.sleep)
     release()
-    asleep, host_asleep = free_gib(size.device), free_gib("cpu")
+    asleep, host_asleep = free_gib(size.device), host_available_gib()
     rows = rows_of(requests, completions)
     gap = gap_in_nats(engine.logprobs(rows), rows)
     _, training = timed(size.device, lambda: engine.update(rows))

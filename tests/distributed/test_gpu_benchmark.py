@@ -236,6 +236,12 @@ def test_the_peak_rate_is_the_given_one_or_the_tables():
     assert devices.peak_tflops("NVIDIA H200", 500.0) == 500
 
 
+def test_free_memory_on_a_cpu_falls_by_what_this_process_takes():
+    before = devices.free_gib("cpu")
+    held = torch.ones(2**26)  # 0.25 GiB
+    assert before - devices.free_gib("cpu") == pytest.approx(0.25, abs=0.05), held.sum()
+
+
 def test_packs_are_full_and_two_to_an_update():
     for size in (FULL, TOY):
         shape = training.shape_of(training.row_recipe(size, MODELS[0], min(size.packs)))
