@@ -21,16 +21,17 @@ LEAK_GIB = 0.5
 
 
 def measure_memory(context: Context) -> None:
-    """Free memory as engine and sampler open, generate, sleep and close."""
+    """Memory of the device, free and used (CUDA's context included), as engine and sampler open,
+    generate, sleep and close."""
     size, record = context.size, context.record
     recipe = sampling_recipe(size, eager=True)
     plan = planned(recipe, size)
-    free_before = free_gib(size.device)
+    capacity = device_capacity(size.device) / GIB
 
     def stage(name: str, predicted: float | None) -> None:
         free = free_gib(size.device)
         record.row("free memory", {
-            "stage": name, "free_gib": free, "taken_gib": free_before - free,
+            "stage": name, "free_gib": free, "used_gib": capacity - free,
             "predicted_gib": predicted,
         })  # fmt: skip
 
