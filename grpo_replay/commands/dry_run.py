@@ -93,6 +93,12 @@ def _step_table(report: Mapping[str, Any]) -> Table:
          f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"),
     ):  # fmt: skip
         table.add_row(label, str(value))
+    for key, label in (
+        ("offloaded_host_gib_per_rank", "offloaded to host memory, GiB per rank"),
+        ("sampler_host_gib_per_rank", "sleeping sampler in host memory, GiB per rank"),
+    ):
+        if storage[key]:
+            table.add_row(label, str(storage[key]))
     for label, value in _sampler_rows(report):
         table.add_row(label, value)
     return table

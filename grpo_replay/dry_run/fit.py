@@ -106,7 +106,7 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
             "lower them"
         )
     rows = max(1, recipe.batch.max_tokens_per_microbatch // longest)
-    forward = trace.forward_memory(recipe, rows, longest, completion)
+    forward = trace.forward_memory(recipe, rows, longest, completion, on_cuda)
     zero = recipe.engine.zero
     setting = EngineSetting(
         zero_stage=recipe.engine.zero_stage,
@@ -130,7 +130,7 @@ def plan_sampler(recipe: Recipe, shape: ModelShape, on_cuda: bool, capacity: int
     if sampling.backend == "vllm" and on_cuda:
         return vllm_memory(
             shape, size, capacity, vllm.gpu_memory_utilization, vllm.tensor_parallel_size,
-            vllm.sleep_mode,
+            vllm.sleep_mode, graphs=not vllm.enforce_eager,
         )  # fmt: skip
     if sampling.backend == "vllm":
         cache = GIB * int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))

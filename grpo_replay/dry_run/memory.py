@@ -28,8 +28,13 @@ PROCESS = int(0.41 * GIB)
 """A CPU rank around a negligible model: Python, torch, transformers, DeepSpeed (measured)."""
 PROCESS_ZERO = int(0.455 * GIB)
 """The same with ZeRO 1 to 3, whose optimizers load more (measured)."""
-VLLM_OVERHEAD = int(1.5 * GIB)
-"""vLLM's CUDA graphs and profile run beside weights and cache (assumed, not measured)."""
+VLLM_GRAPHS = int(1.0 * GIB)
+"""vLLM's CUDA graphs (assumed; logs show 0.5 GiB for an 8B model and 1.6 GiB for 27B)."""
+VLLM_BUFFERS = int(0.5 * GIB)
+"""What else vLLM holds outside its own allocator, and its profile run (assumed)."""
+PINNED_ROUNDING = 1.5
+"""Pinned host memory per byte of weights: torch rounds every block up to a power of two. By
+arithmetic over vLLM's fused tensors 1.34 for Qwen3-4B, 1.40 for 1.7B and 1.63 for 0.6B."""
 
 
 class ForwardMemory(NamedTuple):
@@ -193,26 +198,40 @@ def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients:
 @dataclass(frozen=True, slots=True)
 class SamplerMemory:
     """Bytes that a sampler adds to one rank's device, awake and while training, and how many
-    tokens its cache holds (None: as many as are asked for; no limit but memory)."""
+    tokens its cache holds (None: as many as are asked for; no limit but memory). `host` is the
+    host memory in which its weights wait after an evaluation."""
 
     awake: int
     asleep: int
     cache_tokens: int | None
+    host: int = 0
 
 
 def vllm_memory(
     shape: ModelShape, dtype_bytes: int, capacity: int, share: float, tensor_parallel: int,
-    sleeps: bool,
+    sleeps: bool, graphs: bool = True,
 ) -> SamplerMemory:  # fmt: skip
-    """vLLM takes `share` of the device; what weights and overhead leave is KV cache.
+    """vLLM takes `share` of the device; what weights, counters and overhead leave is KV cache.
 
-    `cache_tokens` is 0 or less if the weights do not fit. Asleep it keeps its CUDA context only.
+    `cache_tokens` is 0 or less if the weights do not fit. Asleep, everything outside vLLM's own
+    allocator stays: its CUDA graphs and buffers.
     """
     awake = int(share * capacity)
-    weights = dtype_bytes * shape.parameters // tensor_parallel
+    overhead = VLLM_BUFFERS + (VLLM_GRAPHS if graphs else 0)
+    weights = dtype_bytes * shape.parameters // tensor_parallel + _vllm_counters(shape, capacity)
     per_token = dtype_bytes * shape.kv_elements_per_token // tensor_parallel
-    tokens = (awake - weights - VLLM_OVERHEAD) // per_token
-    return SamplerMemory(awake, 0 if sleeps else awake, int(tokens))
+    tokens = (awake - weights - overhead) // per_token
+    if not sleeps:
+        return SamplerMemory(awake, awake, int(tokens))
+    return SamplerMemory(awake, overhead, int(tokens), host=int(PINNED_ROUNDING * weights))
+
+
+def _vllm_counters(shape: ModelShape, capacity: int) -> int:
+    """Token counts of repetition penalties, which the V2 runner allocates with the weights though
+    nobody asks for a penalty: 4 bytes and a bit per word of the vocabulary for each of 1,024
+    requests, or 256 below 70 GiB (vLLM 0.32, v1/worker/gpu/sample/penalties.py)."""
+    requests = 1024 if capacity >= 70 * GIB else 256
+    return requests * (4 * shape.vocabulary + 4 * -(-shape.vocabulary // 32))
 
 
 def hf_memory(

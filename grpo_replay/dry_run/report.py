@@ -82,6 +82,8 @@ def _report(recipe: Recipe, gpu_memory_gib: float | None) -> DryRunReport:
             )
     except ModelError as error:
         findings.unchecked.append(f"sizes of the model: {error}")
+    else:
+        _note_attention(known, hardware, findings)
     step, replay = describe_step(recipe), describe_replay(recipe)
     _note_assumptions(recipe, hardware, findings)
     fits = None if plan is None else fits_in(recipe, plan, hardware.capacity)
@@ -150,6 +152,17 @@ def _describe_sampler(recipe: Recipe, plan: EnginePlan) -> dict[str, Any]:
     }
 
 
+def _note_attention(recipe: Recipe, hardware: Hardware, findings: Findings) -> None:
+    from grpo_replay.engine.attention_kernel import float32_warning
+    from grpo_replay.engine.models import load_config
+
+    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+    config, on_cuda = load_config(recipe.model), hardware.device == "cuda"
+    warning = float32_warning(recipe.model, config, longest, on_cuda)
+    if warning is not None:
+        findings.assumptions.append(warning)
+
+
 def _note_assumptions(recipe: Recipe, hardware: Hardware, findings: Findings) -> None:
     findings.assumptions += [
         f"{SURVIVING_SHARE:.0%} of rollouts are in groups with unequal rewards (paper A: 34, 44 "
@@ -160,7 +173,12 @@ def _note_assumptions(recipe: Recipe, hardware: Hardware, findings: Findings) ->
     if hardware.assumed:
         findings.assumptions.append(f"GPUs of {to_gib(hardware.capacity):g} GiB")
     if hardware.device == "cuda":
-        findings.assumptions.append(
-            "1 GiB for CUDA's context and NCCL"
-            + (", 1.5 GiB for vLLM's graphs" if recipe.sampling.backend == "vllm" else "")
-        )
+        findings.assumptions.append(f"1 GiB for CUDA's context and NCCL{_vllm_assumption(recipe)}")
+
+
+def _vllm_assumption(recipe: Recipe) -> str:
+    if recipe.sampling.backend != "vllm":
+        return ""
+    graphs = "" if recipe.sampling.vllm.enforce_eager else "1 GiB for vLLM's graphs and "
+    stay = ", which stay while it sleeps" if recipe.sampling.vllm.sleep_mode else ""
+    return f", {graphs}0.5 GiB for vLLM's buffers{stay}"

@@ -83,6 +83,8 @@ def describe_storage(
         "checkpoints_gib_most": None if checkpoint is None
         else round(checkpoint * (recipe.checkpoint.keep + 1), 3),
         "offloaded_host_gib_per_rank": None if plan is None else to_gib(plan.engine.host),
+        "sampler_host_gib_per_rank": None if plan is None
+        else to_gib(plan.sampler.host if recipe.eval.benchmarks else 0),
     }  # fmt: skip
 
 

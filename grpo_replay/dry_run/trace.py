@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_replay.dry_run.memory import ForwardMemory, ModelShape
+from grpo_replay.engine.attention_kernel import has_whole_scores
 from grpo_replay.engine.models import DTYPES, load_config
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.recipe import Recipe
@@ -113,7 +114,9 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     )
 
 
-def forward_memory(recipe: Recipe, rows: int, length: int, completion: int) -> ForwardMemory:
+def forward_memory(
+    recipe: Recipe, rows: int, length: int, completion: int, on_cuda: bool = False
+) -> ForwardMemory:
     """Peak of one micro-batch of `rows` x `length` tokens, `completion` of each trained on.
 
     Two shallow copies of the model are traced and extrapolated: the peak is linear in the number
@@ -121,20 +124,27 @@ def forward_memory(recipe: Recipe, rows: int, length: int, completion: int) -> F
     """
     config = load_config(recipe.model)
     few, more = (min(each, config.num_hidden_layers) for each in _TRACED_LAYERS)
-    first = _trace(recipe, config, few, rows, length, completion)
+    whole = has_whole_scores(recipe.model, config, on_cuda)
+    first = _trace(recipe, config, few, rows, length, completion, whole)
     if few == more:
         return first
-    second = _trace(recipe, config, more, rows, length, completion)
+    second = _trace(recipe, config, more, rows, length, completion, whole)
     steps = (config.num_hidden_layers - few) / (more - few)
     return ForwardMemory(*(int(a + (b - a) * steps) for a, b in zip(first, second, strict=True)))
 
 
 def _trace(
-    recipe: Recipe, config: PreTrainedConfig, layers: int, rows: int, length: int, completion: int
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    layers: int,
+    rows: int,
+    length: int,
+    completion: int,
+    whole_scores: bool = False,
 ) -> ForwardMemory:
     shallow = _with_layers(config, layers)
-    eager = recipe.model.attn_implementation == "eager"
-    model = _meta_model(shallow, DTYPES[recipe.model.dtype], _EAGER if eager else _FUSED)
+    attention = _EAGER if whole_scores else _FUSED
+    model = _meta_model(shallow, DTYPES[recipe.model.dtype], attention)
     if recipe.model.gradient_checkpointing:
         # Restoring the random state has no meaning on the meta device.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})

@@ -100,6 +100,9 @@ class VllmSection(Section):
     if null."""
     enforce_eager: bool = False
     """Do not capture CUDA graphs."""
+    async_scheduling: bool | None = None
+    """Schedule the next token while the GPU computes this one; vLLM's choice if null (on with a
+    GPU, always off on a CPU)."""
     enable_prefix_caching: bool = True
     """Share the prompt's KV cache within a group; reset at every weight sync."""
     sleep_mode: bool = True

@@ -30,10 +30,12 @@ def refuse_impossible(
 
 
 class WeightState:
-    """Whether a sampler has weights to sample from: it is open, and the last update is whole."""
+    """Whether a sampler has weights to sample from: it is open, the last update is whole, and they
+    were not discarded since."""
 
     def __init__(self) -> None:
         self._incomplete: int | None = None
+        self._discarded = False
         self._closed = False
 
     def begin(self, version: int, held: int) -> None:
@@ -51,7 +53,12 @@ class WeightState:
         """The version of the update that began, which is whole now."""
         version, self._incomplete = self._incomplete, None
         assert version is not None, "no update began"
+        self._discarded = False
         return version
+
+    def discard(self) -> None:
+        """The sampler went to sleep without its weights: a whole update must come first."""
+        self._discarded = True
 
     def close(self) -> None:
         self._closed = True
@@ -62,10 +69,15 @@ class WeightState:
 
     def refuse_incomplete(self) -> None:
         """Raises SamplerError if there is nothing to sample from: an update began and did not
-        complete, or the sampler is closed."""
+        complete, the weights were discarded, or the sampler is closed."""
         self.refuse_closed()
         if self._incomplete is not None:
             raise SamplerError(
                 f"the update to weights of version {self._incomplete} was left incomplete; load a "
                 "complete set before generating"
+            )
+        if self._discarded:
+            raise SamplerError(
+                "the weights were discarded when the sampler went to sleep; load a complete set "
+                "before generating"
             )

@@ -163,9 +163,11 @@ class HfSampler:
         refuse_problems(checked.problems, version)
         self.policy_version = self._weights.complete()
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = True) -> None:
         """Move the weights to host memory if they are on a GPU."""
         model = self._open_model()
+        if not keep_weights:
+            self._weights.discard()
         if self._device.type == "cuda":
             model.to("cpu")
             torch.cuda.empty_cache()

@@ -23,8 +23,11 @@ class Sampler(Protocol):
         tensors are gathered one bucket at a time. Tied tensors appear under every name."""
         ...
 
-    def sleep(self) -> None:
-        """Free device memory until the next `load_weights` or `generate`; may do nothing."""
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free device memory until the next `load_weights` or `generate`; may free nothing.
+
+        With `keep_weights` false a `load_weights` must come next: `generate` raises SamplerError
+        before it. Weights that are kept may take host memory."""
         ...
 
     def close(self) -> None:

@@ -7,6 +7,8 @@ form one engine, and `generate` is then collective.
 
 import gc
 import json
+import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,10 +40,13 @@ from grpo_replay.sampling.vllm_requests import (
     sampling_parameters,
 )
 from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
+from grpo_replay.sampling.vllm_sleep import VLLM_ERRORS, SleepState
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors, RequestKey
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
+
+logger = logging.getLogger(__name__)
 
 
 class VllmLocalSampler:
@@ -62,8 +67,7 @@ class VllmLocalSampler:
         self._tensor_parallel_size = config.parallel_config.tensor_parallel_size
         self._max_model_len = config.model_config.max_model_len
         self._vocabulary = config.model_config.get_vocab_size()
-        self._can_sleep = bool(config.model_config.enable_sleep_mode)
-        self._sleeping: set[str] = set()
+        self._memory = SleepState(engine)
         self._weights = WeightState()
         self.policy_version = 0
         engine.set_weight_version("0")
@@ -88,13 +92,13 @@ class VllmLocalSampler:
 
         With tensor parallelism, collective over all ranks. Raises RecipeError for a request longer
         than the engine has room for, SamplerError for an impossible one, for a log-prob that is
-        not finite, after `close`, or if a weight update was left incomplete.
+        not finite, if the engine does not wake, after `close`, or without complete weights.
         """
         self._weights.refuse_incomplete()
         engine = self._open_engine()
         for request in requests:
             check_request(request, self._max_model_len, self._vocabulary)
-        self._wake("weights", "kv_cache")
+        self._memory.wake("weights", "kv_cache")
         everything, offset = self._requests_of_engine(requests)
         wanted = range(offset, offset + len(requests))
         return self._run(engine, everything, wanted)
@@ -170,13 +174,15 @@ class VllmLocalSampler:
         complete update. SamplerError if `version` does not increase. Collective."""
         self._weights.begin(version, self.policy_version)
         engine = self._open_engine()
-        self._wake("weights")
         checked = CheckedWeights(named_tensors, self._expected)
         refusals = []
         try:
+            self._memory.wake("weights")
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
-        except (RuntimeError, ValueError, AssertionError) as error:
+        except VLLM_ERRORS as error:
             refusals.append(f"vLLM refused them: {error}")
+        except SamplerError as error:
+            refusals.append(str(error))
         finally:
             checked.drain()
         problems = [*checked.problems, *refusals]
@@ -186,19 +192,14 @@ class VllmLocalSampler:
         engine.set_weight_version(str(version))
         self.policy_version = self._weights.complete()
 
-    def sleep(self) -> None:
-        """Free the weights' and the cache's GPU memory until the next `load_weights` or `generate`;
-        the weights wait in host memory. Does nothing on a CPU or with sleep_mode false."""
-        engine = self._open_engine()
-        if self._can_sleep and not self._sleeping:
-            engine.sleep(level=1)
-            self._sleeping = {"weights", "kv_cache"}
-
-    def _wake(self, *tags: str) -> None:
-        for tag in tags:
-            if tag in self._sleeping:
-                self._open_engine().wake_up([tag])
-                self._sleeping.remove(tag)
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Free the GPU memory of cache and weights until the next `load_weights` or `generate`.
+        Weights that are kept wait in pinned host memory; without them `generate` is refused until
+        the next `load_weights`. Frees nothing on a CPU or with sleep_mode false."""
+        self._open_engine()
+        if not keep_weights:
+            self._weights.discard()
+        self._memory.sleep(keep_weights)
 
     def close(self) -> None:
         """Free the engine. The process group stays, whoever made it. May be called twice."""
@@ -206,6 +207,12 @@ class VllmLocalSampler:
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        try:
+            # vLLM would free what is asleep a second time, and the driver complain on stderr.
+            self._memory.wake("weights", "kv_cache")
+        except SamplerError as error:
+            logger.warning("closing a sampler that sleeps: %s", error)
+        del self._memory
         engine.model_executor.shutdown()
         del engine
         gc.unfreeze()
@@ -230,6 +237,8 @@ def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict
     return {
         "distributed_executor_backend": "external_launcher" if world_size > 1 else None,
         "enable_sleep_mode": on_gpu and recipe.sampling.vllm.sleep_mode,
+        # Of the groups in which the ranks of one engine exchange activations.
+        "distributed_timeout_seconds": math.ceil(recipe.engine.timeout_seconds),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
@@ -255,7 +264,7 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
             engine = LLMEngine.from_engine_args(
                 EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS
             )
-        except (ValueError, RuntimeError) as error:
+        except VLLM_ERRORS as error:
             raise SamplerError(
                 f"sampling.backend vllm: the engine did not start: {error}; "
                 "see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first)"

@@ -62,6 +62,7 @@ def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dic
         "max_model_len": model_length(recipe, section),
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": vllm.enable_prefix_caching,
+        "async_scheduling": vllm.async_scheduling,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "tensor_parallel_size": vllm.tensor_parallel_size,

@@ -17,8 +17,14 @@ from grpo_replay.distributed.hang_watch import STORE_SECONDS, HangWatch
 from grpo_replay.distributed.interruption import Interruption
 from grpo_replay.distributed.processes import initialize_processes
 from grpo_replay.distributed.rendezvous import has_joined, own_connection
+from grpo_replay.engine.attention_kernel import float32_warning
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-from grpo_replay.engine.models import load_policy, load_tokenizer, resolve_model_path
+from grpo_replay.engine.models import (
+    load_config,
+    load_policy,
+    load_tokenizer,
+    resolve_model_path,
+)
 from grpo_replay.errors import CheckpointError
 from grpo_replay.evaluation.comparison import are_comparable
 from grpo_replay.evaluation.curve import plot_curve
@@ -136,6 +142,10 @@ class Session:
                 f"{prompts.skipped_too_long} prompts are longer than prompts.max_prompt_length "
                 f"{recipe.prompts.max_prompt_length} and were left out; {len(prompts)} remain"
             )
+        longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+        config = load_config(recipe.model)
+        if warning := float32_warning(recipe.model, config, longest, self.device.type == "cuda"):
+            notices.append(warning)
         if recipe.eval.benchmarks:
             self.evaluation = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
         comm.position.note("engine")
@@ -301,7 +311,7 @@ class Session:
                 scorer,
                 model={"run": self.run_dir.path.name, "step": step},
             )
-            parts.sampler.sleep()
+            parts.sampler.sleep()  # with its weights: the next step samples before any push
         if report is None:
             return None
         report.write(path)

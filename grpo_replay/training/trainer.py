@@ -121,7 +121,8 @@ class Trainer:
                 text = self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 completions[key], texts[key] = completion, text
                 self.parts.scorer.submit(key, text, prompt.answer, prompt.row)
-            self.parts.sampler.sleep()
+            # Every step ends with a push, also one that trained on nothing: see `sync_weights`.
+            self.parts.sampler.sleep(keep_weights=False)
         with self._stage("reward"):
             verdicts = self.parts.scorer.results()
             rollouts = assemble_rollouts(

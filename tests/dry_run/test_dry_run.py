@@ -35,7 +35,17 @@ def test_the_4b_plan_on_eight_gpus_of_80_gib():
     # master weights and moments, and the gradient shards that ZeRO-3 holds
     assert memory["optimizer_gib"] == pytest.approx(14 * parameters / ranks / 2**30, abs=1e-3)
     assert memory["gradients_gib"] == memory["parameters_gib"]
-    assert memory["sampler_awake_gib"] == 48 and memory["sampler_asleep_gib"] == 0
+    assert memory["sampler_awake_gib"] == 48 and memory["sampler_asleep_gib"] == 1.5
+    training = memory["phases_gib"]["forward_backward"]
+    assert training == pytest.approx(
+        1.5 + sum(memory[f"{name}_gib"] for name in (
+            "base", "parameters", "gradients", "optimizer", "gathered", "bucket", "activations",
+            "backward_work",
+        )), abs=0.01,
+    )  # fmt: skip
+    # after an evaluation: bf16 weights and counters of 1,024 requests, rounded up by torch
+    pinned = 1.5 * (2 * parameters + 1024 * 4 * (151_936 + 151_936 / 32)) / 2**30
+    assert report["storage"]["sampler_host_gib_per_rank"] == pytest.approx(pinned, abs=0.01)
     # 36 layers, one bf16 hidden state of 2,560 per token of two rows of 9,216, and the last ones
     assert memory["activations_gib"] > 36 * 2 * 2560 * 18_432 / 2**30
     assert report["sampler"]["longest_rollouts_at_once"] >= 8
@@ -72,6 +82,15 @@ def test_the_buffer_takes_what_plan_says_it_takes(capsys):
     assert plan["current"]["memory_bytes"] == pytest.approx(said, rel=1e-6)
     most = stored_bytes(2560, 1024, 8192) / 2**30
     assert report["storage"]["buffer_memory_gib_most"] == pytest.approx(most, abs=1e-3)
+
+
+def test_a_sampler_that_is_never_evaluated_with_copies_nothing_to_host_memory():
+    report = report_of("qwen3-4b", "eval.benchmarks=[]", gpu=80)
+    assert report["storage"]["sampler_host_gib_per_rank"] == 0
+    eager = report_of("qwen3-4b", "sampling.vllm.enforce_eager=true", gpu=80)
+    assert eager["memory"]["sampler_asleep_gib"] == 0.5
+    assert "0.5 GiB for vLLM's buffers, which stay while it sleeps" in str(eager["assumptions"])
+    assert "graphs" not in str(eager["assumptions"])
 
 
 def test_plain_grpo_stores_nothing_and_fifo_fills_its_capacity():

@@ -1,6 +1,7 @@
 """The memory model: hand-worked shards, a trace held against what must be there, a real engine."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from grpo_replay.dry_run.memory import (
     GIB,
     PROCESS,
     PROCESS_ZERO,
-    VLLM_OVERHEAD,
+    VLLM_BUFFERS,
+    VLLM_GRAPHS,
     EngineSetting,
     ForwardMemory,
     ModelShape,
@@ -98,12 +100,26 @@ def test_a_reference_copy_is_whole_on_every_rank():
 
 def test_vllm_turns_what_is_left_of_its_share_into_cache():
     memory = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=True)
-    assert memory.awake == 5 * GIB and memory.asleep == 0
-    assert memory.cache_tokens == (5 * GIB - 2000 - VLLM_OVERHEAD) // 128
-    assert vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=False).asleep == 5 * GIB
+    counters = 256 * (4 * SHAPE.vocabulary + 4 * math.ceil(SHAPE.vocabulary / 32))
+    overhead = VLLM_GRAPHS + VLLM_BUFFERS
+    assert memory.awake == 5 * GIB
+    assert memory.cache_tokens == (5 * GIB - 2000 - counters - overhead) // 128
     assert vllm_memory(SHAPE, 2, GIB, 0.5, 1, sleeps=True).cache_tokens < 0
     twice = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 2, sleeps=True).cache_tokens
-    assert twice >= 2 * memory.cache_tokens
+    assert twice >= 2 * memory.cache_tokens - counters // 64 - 1
+    large = vllm_memory(SHAPE, 2, 80 * GIB, 0.5, 1, sleeps=True)
+    assert large.cache_tokens == (40 * GIB - 2000 - 4 * counters - overhead) // 128
+
+
+def test_a_sleeping_vllm_keeps_its_graphs_and_the_host_its_weights():
+    asleep = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=True)
+    assert asleep.asleep == VLLM_GRAPHS + VLLM_BUFFERS
+    assert 1.5 * 2000 <= asleep.host < 1.5 * 2000 + 10**6
+    eager = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=True, graphs=False)
+    assert eager.asleep == VLLM_BUFFERS
+    assert eager.cache_tokens > asleep.cache_tokens
+    awake = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=False)
+    assert (awake.asleep, awake.host) == (5 * GIB, 0)
 
 
 def test_the_hf_sampler_holds_a_second_copy_and_a_cache_of_all_rows():

@@ -148,9 +148,14 @@ def test_a_sleeping_sampler_wakes_and_a_closed_one_says_so(model):
     before = completions(sampler)
     sampler.sleep()
     assert completions(sampler) == before
+    sampler.sleep(keep_weights=False)
+    with pytest.raises(SamplerError, match="discarded"):
+        sampler.generate(make_requests())
+    sampler.load_weights(all_names(model), 1)
+    assert completions(sampler) == before
     sampler.close()
     sampler.close()
     with pytest.raises(SamplerError, match="closed"):
         sampler.generate(make_requests())
     with pytest.raises(SamplerError, match="closed"):
-        sampler.load_weights(all_names(model), 1)
+        sampler.load_weights(all_names(model), 2)

@@ -22,6 +22,18 @@ def test_nothing_is_sampled_between_the_begin_and_the_end_of_an_update():
     weights.refuse_incomplete()
 
 
+def test_nothing_is_sampled_from_weights_that_were_discarded():
+    weights = WeightState()
+    weights.discard()
+    with pytest.raises(SamplerError, match=r"discarded when the sampler went to sleep; load a"):
+        weights.refuse_incomplete()
+    weights.begin(1, held=0)
+    with pytest.raises(SamplerError, match="version 1 was left incomplete"):
+        weights.refuse_incomplete()
+    weights.complete()
+    weights.refuse_incomplete()
+
+
 @pytest.mark.parametrize("offered", [3, 2, 0, -1])
 def test_a_version_that_does_not_increase_leaves_the_sampler_as_it_was(offered):
     weights = WeightState()

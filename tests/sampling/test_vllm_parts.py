@@ -165,6 +165,37 @@ def test_a_server_is_started_as_an_engine_would_be(tied):
     assert on_gpu["gpu_memory_utilization"] == 0.6 and on_gpu["enforce_eager"] is False
 
 
+def test_what_vllm_switches_on_for_gpus_can_be_switched_off(tied):
+    """docs/sampling.md names these; the model runner is chosen in the environment."""
+    off = {"async_scheduling": False, "enforce_eager": True, "sleep_mode": False}
+    recipe = tiny_recipe(tied.folder, vllm=off)
+    arguments = engine_arguments(recipe, recipe.model, on_gpu=True)
+    assert (arguments["async_scheduling"], arguments["enforce_eager"]) == (False, True)
+    command = server_command(arguments, "127.0.0.1", 8300, "folder")
+    assert {"--no-async-scheduling", "--enforce-eager"} <= set(command)
+    default = tiny_recipe(tied.folder)
+    arguments = engine_arguments(default, default.model, on_gpu=True)
+    command = server_command(arguments, "127.0.0.1", 8300, "folder")
+    assert arguments["async_scheduling"] is None
+    assert not any("async-scheduling" in word for word in command), "vLLM's own choice"
+
+
+@pytest.mark.vllm
+def test_every_argument_is_one_that_vllm_has(tied):
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    from grpo_replay.sampling.vllm_local import _colocation_arguments
+
+    recipe = tiny_recipe(tied.folder)
+    arguments = engine_arguments(recipe, recipe.model, on_gpu=True)
+    arguments |= _colocation_arguments(recipe, world_size=2, on_gpu=True)
+    assert len(arguments) > 12
+    assert not arguments.keys() - {field.name for field in fields(EngineArgs)}
+    assert arguments["distributed_timeout_seconds"] == recipe.engine.timeout_seconds
+
+
 def test_room_is_derived_and_bounded_by_the_model(tied):
     recipe = tiny_recipe(tied.folder)
     assert model_length(recipe, recipe.model) == 200 + 24

@@ -20,6 +20,8 @@ from grpo_replay.sampling.server import guard as server_guard
 from grpo_replay.sampling.vllm_settings import set_environment
 
 MODEL_NAME = "policy"
+ON_BY_DEFAULT = ("enable_prefix_caching", "async_scheduling")
+"""EngineArgs that a server has to be told to leave off."""
 LOG_LINES = 15
 POLL_SECONDS = 0.3
 STOP_SECONDS = 20.0
@@ -101,7 +103,7 @@ def server_command(
         if value is True:
             command.append(f"--{option}")
         elif value is False:
-            if name == "enable_prefix_caching":  # the only one that is on by default
+            if name in ON_BY_DEFAULT:
                 command.append(f"--no-{option}")
         elif value is not None:
             command += [f"--{option}", str(value)]

@@ -205,8 +205,10 @@ class VllmServerSampler:
             if server.url in reasons:
                 self._pool.lose(server, reasons[server.url])
 
-    def sleep(self) -> None:
-        """Does nothing: the servers have devices of their own."""
+    def sleep(self, keep_weights: bool = True) -> None:
+        """Frees nothing: the servers have devices of their own."""
+        if not keep_weights:
+            self._weights.discard()
 
     def close(self) -> None:
         """Stop launched servers and remove weight files. May be called twice."""

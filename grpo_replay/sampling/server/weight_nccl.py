@@ -4,8 +4,10 @@ Rank 0 of the trainer and every worker of every server form one NCCL group, in w
 broadcasts the tensors. Needs CUDA on both sides and a direct network path between them.
 """
 
+import ipaddress
+import logging
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,14 +15,19 @@ from urllib.parse import urlsplit
 import torch
 
 from grpo_replay.engine.weight_names import ExpectedWeights
-from grpo_replay.errors import SamplerError
+from grpo_replay.errors import SamplerError, first_line
 from grpo_replay.sampling.server.http_client import Refused, Unreachable
-from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
+
+logger = logging.getLogger(__name__)
+
+DEVICE = "cuda"
+"""Where the tensors of a version are when they are broadcast."""
 
 
 class NcclTransfer:
     """Implements `weight_transfer.Transfer`. The group is formed at the first version, and again
-    whenever a server has been dropped."""
+    whenever a server has been dropped; the one before it is left first, on both sides."""
 
     def __init__(
         self, expected: ExpectedWeights, bucket_bytes: int, timeout_seconds: float
@@ -28,9 +35,10 @@ class NcclTransfer:
         self._expected = expected
         self._bucket_bytes = bucket_bytes
         self._timeout_seconds = timeout_seconds
-        self._members: tuple[str, ...] = ()
+        self._client: _FanOutClient | None = None
         self._engine: Any = None
         self._source: Any = None
+        self._failure: Exception | None = None  # of a server, while it received
 
     def stage(
         self,
@@ -39,16 +47,20 @@ class NcclTransfer:
         servers: Sequence[VllmServer],
     ) -> None:
         try:
-            if self._members != tuple(server.url for server in servers):
+            if self._client is None or self._client.urls != [server.url for server in servers]:
                 self._form_group(servers)
             for server in servers:
                 server.pause(self._timeout_seconds)
             self._source.tensors = named_tensors
             self._engine.send_weights()
-        except (Refused, Unreachable, RuntimeError, ValueError) as error:
-            # The other ends may still wait inside a broadcast: the group cannot be used again.
+        except (Refused, Unreachable, RuntimeError, ValueError, AssertionError) as error:
+            # The other ends may still wait inside a broadcast: the group cannot be used again,
+            # and they cannot be asked to leave it.
+            self._client = None
+            self._abort()
+            reason = first_line(self._failure or error)
             raise SamplerError(
-                f"policy version {version} did not reach the vLLM servers over NCCL: {error}; "
+                f"policy version {version} did not reach the vLLM servers over NCCL: {reason}; "
                 "restart the servers and resume, or use sampling.servers.weight_transfer folder"
             ) from error
 
@@ -60,8 +72,27 @@ class NcclTransfer:
             self._source.tensors = ()
 
     def close(self) -> None:
-        self._engine = None
-        self._members = ()
+        self._leave_group(self._client)
+        self._client = None
+
+    def _leave_group(self, client: "_FanOutClient | None") -> None:
+        """Free the communicators of the servers of `client`, and this side's."""
+        if client is not None:
+            try:
+                client.leave_group()
+            except (Refused, Unreachable) as error:
+                logger.warning("a server keeps its NCCL communicator: %s", first_line(error))
+        self._abort()
+
+    def _give_up(self, failure: Exception) -> None:
+        self._failure = failure
+        self._abort()
+
+    def _abort(self) -> None:
+        """Free this side's communicator; a broadcast on it that waits for the others ends."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
 
     def _form_group(self, servers: Sequence[VllmServer]) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import (
@@ -69,13 +100,13 @@ class NcclTransfer:
             NCCLTrainerWeightTransferEngine,
         )
 
-        client = _FanOutClient(servers, self._timeout_seconds)
-        if self._members:
-            client.leave_group()
+        client = _FanOutClient(servers, self._timeout_seconds, self._give_up)
+        if self._client is not None:
+            self._leave_group(client)  # a server that was dropped is not asked
         self._source = _streaming_source(self._expected)
         self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
             NCCLTrainerInitInfo(
-                master_address=local_address(servers[0].url),
+                master_address=meeting_address([local_address(server.url) for server in servers]),
                 master_port=_free_port(),
                 world_size=1 + sum(client.world_sizes),
                 packed_buffer_size_bytes=self._bucket_bytes,
@@ -84,16 +115,27 @@ class NcclTransfer:
             client=client,
             source=self._source,
         )
-        self._members = tuple(server.url for server in servers)
+        self._client = client
 
 
 class _FanOutClient:
     """vLLM's VLLMWeightSyncClient for several servers: every call goes to all of them at once, and
-    each server's workers get ranks of their own in the group."""
+    each server's workers get ranks of their own in the group.
 
-    def __init__(self, servers: Sequence[VllmServer], timeout_seconds: float) -> None:
+    `give_up` is called as soon as a server fails to receive: NCCL itself would wait for it for
+    ever.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[VllmServer],
+        timeout_seconds: float,
+        give_up: Callable[[Exception], None],
+    ) -> None:
+        self.urls = [server.url for server in servers]
         self._servers = servers
         self._timeout_seconds = timeout_seconds
+        self._give_up = give_up
         self.world_sizes = [server.world_size() for server in servers]
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -105,18 +147,29 @@ class _FanOutClient:
         self._post("/start_weight_update", [None] * len(self._servers))
 
     def update_weights(self, update_info: Any) -> None:
-        self._post("/update_weights", [{"update_info": update_info}] * len(self._servers))
+        bodies = [{"update_info": update_info}] * len(self._servers)
+        self._post("/update_weights", bodies, on_failure=self._give_up)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._post("/finish_weight_update", [None] * len(self._servers))
 
     def leave_group(self) -> None:
-        self._post("/shutdown_weight_transfer_engine", [None] * len(self._servers))
+        path, seconds = "/shutdown_weight_transfer_engine", CONTROL_SECONDS
+        self._post(path, [None] * len(self._servers), timeout_seconds=seconds)
 
-    def _post(self, path: str, bodies: Sequence[Any]) -> None:
+    def _post(
+        self,
+        path: str,
+        bodies: Sequence[Any],
+        on_failure: Callable[[Exception], None] = lambda _: None,
+        timeout_seconds: float | None = None,
+    ) -> None:
         def post(server: VllmServer, body: Any) -> None:
             try:
-                server.http.post(path, body, self._timeout_seconds)
+                server.http.post(path, body, timeout_seconds or self._timeout_seconds)
+            except (Refused, Unreachable) as error:
+                on_failure(error)
+                raise
             finally:
                 server.http.release()
 
@@ -135,6 +188,13 @@ def local_address(url: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))
         return probe.getsockname()[0]
+
+
+def meeting_address(addresses: Sequence[str]) -> str:
+    """Where the group meets, given this machine's address towards each server: one that the others
+    reach too. ["127.0.0.1", "10.0.0.7"] gives "10.0.0.7": a server here reaches both."""
+    others = [each for each in addresses if not ipaddress.ip_address(each).is_loopback]
+    return (others or list(addresses))[0]
 
 
 def _free_port() -> int:
@@ -156,6 +216,6 @@ def _streaming_source(expected: ExpectedWeights) -> Any:
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in self.tensors:
-                yield name, tensor.to("cuda", expected.dtype).contiguous()
+                yield name, tensor.to(DEVICE, expected.dtype).contiguous()
 
     return StreamingSource()

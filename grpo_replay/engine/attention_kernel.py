@@ -1,0 +1,40 @@
+"""When torch's attention on a GPU is not fused: float32 with grouped key and value heads.
+
+torch's flash kernel takes half precision only, its memory-efficient kernel no grouped heads
+(torch.nn.functional.scaled_dot_product_attention, `enable_gqa`), and transformers passes grouped
+heads as they are where there is no mask (integrations/sdpa_attention.py), as here. What is left
+computes whole score matrices.
+"""
+
+from transformers import PreTrainedConfig
+
+from grpo_replay.recipe import ModelSection
+
+SCORE_BYTES = 4
+WORTH_SAYING_BYTES = 2**30
+
+
+def has_whole_scores(model: ModelSection, config: PreTrainedConfig, on_cuda: bool) -> bool:
+    """Whether the trainer's attention holds a score for every pair of tokens."""
+    if model.attn_implementation == "eager":
+        return True
+    heads = config.num_attention_heads
+    grouped = getattr(config, "num_key_value_heads", None) not in (None, heads)
+    return on_cuda and model.dtype == "float32" and grouped
+
+
+def float32_warning(
+    model: ModelSection, config: PreTrainedConfig, longest: int, on_cuda: bool
+) -> str | None:
+    """What to say of a float32 policy on a GPU whose rollouts have up to `longest` tokens; None if
+    its scores take less than 1 GiB a layer, or do not exist. Eager attention was asked for."""
+    if model.attn_implementation == "eager" or not has_whole_scores(model, config, on_cuda):
+        return None
+    size = config.num_attention_heads * longest**2 * SCORE_BYTES
+    if size < WORTH_SAYING_BYTES:
+        return None
+    return (
+        f"model.dtype float32 on a GPU: torch has no fused attention for it, so one rollout of "
+        f"{longest:,} tokens takes {size / 2**30:.1f} GiB of scores a layer "
+        f"({config.num_attention_heads} heads); set model.dtype bfloat16, or sample shorter ones"
+    )
