@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from grpo_replay.dry_run.report import dry_run
+from grpo_replay.dry_run.report import DEFAULT_OUTPUT, dry_run
 from grpo_replay.recipe import Recipe
 
 _MEMORY_ROWS = (
@@ -27,9 +28,15 @@ _MEMORY_ROWS = (
 )
 
 
-def run(recipe: Recipe, as_json: bool = False, gpu_memory_gib: float | None = None) -> None:
+def run(
+    recipe: Recipe,
+    as_json: bool = False,
+    gpu_memory_gib: float | None = None,
+    output_dir: str | None = None,
+) -> None:
     """Print what the recipe would take."""
-    report = dry_run(recipe, gpu_memory_gib).to_json()
+    place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
+    report = dry_run(recipe, gpu_memory_gib, place).to_json()
     if as_json:
         print(json.dumps(report, indent=1))
         return

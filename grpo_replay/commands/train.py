@@ -31,7 +31,7 @@ def run(
     if dry_run:
         from grpo_replay.commands.dry_run import run as report
 
-        report(recipe, as_json=as_json, gpu_memory_gib=gpu_memory_gib)
+        report(recipe, as_json, gpu_memory_gib, output_dir)
         return 0
     if gpu_memory_gib is not None:
         raise UsageError("--gpu-memory-gib goes with --dry-run; a run takes the GPUs it finds")

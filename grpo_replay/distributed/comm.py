@@ -5,7 +5,7 @@ Payloads are bytes (JSON or Arrow IPC), never pickles. One process needs no proc
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from grpo_replay.distributed.position import Position
@@ -102,32 +102,43 @@ class Comm:
         return buffer.numpy().tobytes()
 
     @_marked
-    def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
-        """`payloads[rank]` of rank 0's list, on each rank."""
+    def scatter(self, payloads: Iterable[memoryview] | None) -> memoryview:
+        """The rank-th of rank 0's payloads, on each rank. Rank 0 takes them one by one as it sends
+        them: given a generator, it never holds them all. They must be writable (torch's rule)."""
         if self.world_size == 1:
             assert payloads is not None
-            return payloads[0]
+            return next(iter(payloads))
+        if not self.is_main:
+            return self._receive()
+        assert payloads is not None
+        mine = memoryview(b"")
+        for rank, payload in enumerate(payloads):
+            if rank == self.rank:
+                mine = payload
+            else:
+                self._send(payload, rank)
+        return mine
+
+    def _send(self, payload: memoryview, rank: int) -> None:
         import torch
         import torch.distributed as dist
 
-        sizes = torch.zeros(self.world_size, dtype=torch.int64)
-        if self.is_main:
-            assert payloads is not None
-            sizes[:] = torch.tensor([len(payload) for payload in payloads])
-        dist.broadcast(sizes, src=0, group=self._group)
-        longest = int(sizes.max())
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        pieces = None
-        if self.is_main:
-            assert payloads is not None
-            pieces = []
-            for payload in payloads:
-                piece = torch.zeros(longest, dtype=torch.uint8)
-                if payload:
-                    piece[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-                pieces.append(piece)
-        dist.scatter(mine, pieces, src=0, group=self._group)
-        return mine.numpy()[: int(sizes[self.rank])].tobytes()
+        size = torch.tensor([len(payload)], dtype=torch.int64)
+        dist.send(size, dst=rank, group=self._group)
+        if payload:
+            dist.send(torch.frombuffer(payload, dtype=torch.uint8), dst=rank, group=self._group)
+
+    def _receive(self) -> memoryview:
+        """What rank 0 sends."""
+        import torch
+        import torch.distributed as dist
+
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, src=0, group=self._group)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        if len(payload):
+            dist.recv(payload, src=0, group=self._group)
+        return memoryview(payload.numpy())
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank."""

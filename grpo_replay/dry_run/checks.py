@@ -9,14 +9,16 @@ import importlib.util
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from grpo_replay.dry_run.memory import to_gib
 from grpo_replay.errors import GrpoReplayError
 from grpo_replay.recipe import Recipe
+from grpo_replay.storage.atomic import free_bytes
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.storage.versions import installed_version
 
@@ -43,6 +45,26 @@ def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
     tokenizer = _check_tokenizer(recipe, findings)
     _check_weights(recipe, findings)
     _check_prompts(recipe, tokenizer, findings)
+
+
+def note_room(
+    storage: Mapping[str, Any], output_dir: Path, device: str, findings: Findings
+) -> None:
+    """Add what is wrong with the room for checkpoints where the run would go."""
+    one, most = storage["checkpoint_gib"], storage["checkpoints_gib_most"]
+    if one is None:
+        return
+    free, wrong = to_gib(free_bytes(output_dir)), _elsewhere_or_problem(device, findings)
+    if free < one:
+        wrong.append(
+            f"room on disk: a checkpoint takes {one} GiB, {output_dir} has {free} GiB free"
+        )
+    elif free < most:
+        tight = findings.assumptions if wrong is findings.problems else findings.unchecked
+        tight.append(
+            f"room on disk: all checkpoints kept and one being written take {most} GiB, "
+            f"{output_dir} has {free} GiB free"
+        )
 
 
 def hub_is_reachable() -> bool:
@@ -108,7 +130,7 @@ def _check_versions(findings: Findings) -> None:
 def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
     import torch
 
-    missing = _missing_packages(device, findings)
+    missing = _elsewhere_or_problem(device, findings)
     if device == "cuda":
         found, wanted = torch.cuda.device_count(), recipe.engine.num_processes
         if found < wanted:
@@ -129,9 +151,9 @@ def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
         )
 
 
-def _missing_packages(device: str, findings: Findings) -> list[str]:
-    """Where to note a package that is not here. A recipe for GPUs that are not here will run on
-    another machine, with packages of its own."""
+def _elsewhere_or_problem(device: str, findings: Findings) -> list[str]:
+    """Where to note what this machine lacks. A recipe for GPUs that are not here will run on
+    another one, with packages and disks of its own."""
     import torch
 
     elsewhere = device == "cuda" and torch.cuda.device_count() == 0
@@ -139,7 +161,7 @@ def _missing_packages(device: str, findings: Findings) -> list[str]:
 
 
 def _check_trackers(recipe: Recipe, device: str, findings: Findings) -> None:
-    _missing_packages(device, findings).extend(missing_trackers(recipe))
+    _elsewhere_or_problem(device, findings).extend(missing_trackers(recipe))
 
 
 def _check_reward(recipe: Recipe, findings: Findings) -> None:
@@ -168,7 +190,10 @@ def _check_reward(recipe: Recipe, findings: Findings) -> None:
 
 
 def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
+    from grpo_replay.engine.deepspeed_config import notices_of_precision
+
     engine, tensor = recipe.engine, recipe.sampling.vllm.tensor_parallel_size
+    findings.assumptions += notices_of_precision(recipe)
     if recipe.sampling.backend == "vllm" and engine.num_processes % tensor:
         findings.problems.append(
             f"sampling.vllm.tensor_parallel_size {tensor} does not divide engine.num_processes "

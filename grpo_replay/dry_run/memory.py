@@ -259,6 +259,15 @@ def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float
     return rollouts * (4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens + 256)
 
 
+def checkpoint_bytes(parameters: int, dtype_bytes: int, zero_stage: int) -> int:
+    """Size of a checkpoint without the buffer: the parameters in model/, and in engine/ below
+    ZeRO-3 (which rounds them from its fp32 master weights); once, over all ranks, Adam's moments
+    and, unless the parameters are fp32 and whole, the master weights."""
+    copies = 1 if zero_stage == 3 else 2
+    has_masters = dtype_bytes < FP32 or zero_stage > 0
+    return parameters * (copies * dtype_bytes + MOMENTS + (FP32 if has_masters else 0))
+
+
 def to_gib(size: float) -> float:
     """GiB to three places."""
     return round(size / GIB, 3)

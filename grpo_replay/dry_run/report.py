@@ -5,9 +5,15 @@ prompts, but no weights, and starts no ranks. What could not be looked at is in 
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from grpo_replay.dry_run.checks import Findings, cache_only_if_unreachable, check_parts
+from grpo_replay.dry_run.checks import (
+    Findings,
+    cache_only_if_unreachable,
+    check_parts,
+    note_room,
+)
 from grpo_replay.dry_run.fit import (
     EnginePlan,
     Hardware,
@@ -22,6 +28,7 @@ from grpo_replay.dry_run.memory import ModelShape, to_gib
 from grpo_replay.dry_run.sizes import (
     MEAN_COMPLETION_SHARE,
     SURVIVING_SHARE,
+    describe_host_copies,
     describe_network,
     describe_replay,
     describe_step,
@@ -29,6 +36,8 @@ from grpo_replay.dry_run.sizes import (
 )
 from grpo_replay.errors import ModelError
 from grpo_replay.recipe import Recipe
+
+DEFAULT_OUTPUT = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +68,19 @@ class DryRunReport:
         }
 
 
-def dry_run(recipe: Recipe, gpu_memory_gib: float | None = None) -> DryRunReport:
-    """The report. `gpu_memory_gib` plans for GPUs of that size, whether they are here or not.
+def dry_run(
+    recipe: Recipe, gpu_memory_gib: float | None = None, output_dir: Path = DEFAULT_OUTPUT
+) -> DryRunReport:
+    """The report. `gpu_memory_gib` plans for GPUs of that size, whether they are here or not; room
+    for checkpoints is looked for where `output_dir` is, or would be.
 
     Raises RecipeError for settings that the model's configuration cannot take.
     """
     with cache_only_if_unreachable():
-        return _report(recipe, gpu_memory_gib)
+        return _report(recipe, gpu_memory_gib, output_dir)
 
 
-def _report(recipe: Recipe, gpu_memory_gib: float | None) -> DryRunReport:
+def _report(recipe: Recipe, gpu_memory_gib: float | None, output_dir: Path) -> DryRunReport:
     findings = Findings()
     hardware = find_hardware(recipe, gpu_memory_gib)
     check_parts(recipe, hardware.device, findings)
@@ -82,9 +94,12 @@ def _report(recipe: Recipe, gpu_memory_gib: float | None) -> DryRunReport:
             )
     except ModelError as error:
         findings.unchecked.append(f"sizes of the model: {error}")
-    else:
+    if plan is not None:
         _note_attention(known, hardware, findings)
+        findings.assumptions += describe_host_copies(known, plan.shape, hardware)
     step, replay = describe_step(recipe), describe_replay(recipe)
+    storage = describe_storage(recipe, replay, plan)
+    note_room(storage, output_dir, hardware.device, findings)
     _note_assumptions(recipe, hardware, findings)
     fits = None if plan is None else fits_in(recipe, plan, hardware.capacity)
     change = None
@@ -98,7 +113,7 @@ def _report(recipe: Recipe, gpu_memory_gib: float | None) -> DryRunReport:
         sampler=None if plan is None else _describe_sampler(recipe, plan),
         step=step,
         replay=replay,
-        storage=describe_storage(recipe, replay, plan),
+        storage=storage,
         network=None if plan is None else describe_network(recipe, plan.shape),
         fits=fits,
         first_change=change,

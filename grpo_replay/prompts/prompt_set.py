@@ -94,15 +94,20 @@ class _TokenisedPrompts:
 
 
 def load_prompts(
-    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", seed: int
+    section: PromptsSection,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    whole_rows: bool = True,
 ) -> PromptSet:
     """The prompts that the section names, rendered and tokenised; `seed` fixes their order.
+    Without `whole_rows` a prompt's row has the fields that the section names, and no others are
+    read: what only a reward function of the user's own looks at.
 
     Raises DatasetError for a source that cannot be read, a row without a problem or an answer,
     an id given twice, or when no prompt is left after the length limit; RecipeError for a
     template that cannot be rendered.
     """
-    rows, id_field = _open_source(section, seed)
+    rows, id_field = _open_source(section, seed, whole_rows)
     if len(rows) == 0:
         raise DatasetError(f"prompts.source {section.source!r} has no rows")
     problems = _checked(rows, section.problem_field, _problem_text)
@@ -162,7 +167,9 @@ def _problem_text(value: Any) -> str:
     return value
 
 
-def _open_source(section: PromptsSection, seed: int) -> tuple[ProblemRows, str | None]:
+def _open_source(
+    section: PromptsSection, seed: int, whole_rows: bool
+) -> tuple[ProblemRows, str | None]:
     """The rows, and the field with their ids (None: the row number is the id)."""
     source = section.source
     if source == "builtin:tiny":
@@ -173,10 +180,12 @@ def _open_source(section: PromptsSection, seed: int) -> tuple[ProblemRows, str |
         raise DatasetError(
             f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"
         )
+    named = (section.problem_field, section.answer_field, section.id_field)
+    fields = None if whole_rows else [field for field in named if field is not None]
     if is_local_source(source):
-        return read_local_rows(source, section.limit), section.id_field
+        return read_local_rows(source, section.limit, fields), section.id_field
     rows = read_hub_rows(
-        source, section.config_name, section.split, section.revision, section.limit
+        source, section.config_name, section.split, section.revision, section.limit, fields
     )
     return rows, section.id_field
 

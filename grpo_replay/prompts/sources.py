@@ -60,10 +60,12 @@ class MappingRows:
 
 
 class TableRows:
-    """Rows of an Arrow table, turned into Python values only when asked for."""
+    """Rows of an Arrow table, turned into Python values only when asked for. `names` are all
+    columns of the source, of which the table may hold some."""
 
-    def __init__(self, table: pa.Table, source: str) -> None:
+    def __init__(self, table: pa.Table, source: str, names: Sequence[str] | None = None) -> None:
         self._table, self._source = table, source
+        self._names = table.column_names if names is None else names
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -72,9 +74,8 @@ class TableRows:
         return self._table.slice(index, 1).to_pylist()[0]
 
     def column(self, field: str) -> list[Any]:
-        names = self._table.column_names
-        if field not in names:
-            raise DatasetError(f"{self._source}: no column {field!r}{_among(field, names)}")
+        if field not in self._table.column_names:
+            raise DatasetError(f"{self._source}: no column {field!r}{_among(field, self._names)}")
         return self._table.column(field).to_pylist()
 
     def place(self, index: int) -> str:
@@ -87,8 +88,11 @@ def is_local_source(source: str) -> bool:
     return source.endswith(suffixes) or source.startswith(("/", ".", "~")) or Path(source).exists()
 
 
-def read_local_rows(source: str, limit: int | None = None) -> ProblemRows:
-    """The first `limit` rows (all if None) of a JSONL or Parquet file.
+def read_local_rows(
+    source: str, limit: int | None = None, fields: Sequence[str] | None = None
+) -> ProblemRows:
+    """The first `limit` rows (all if None) of a JSONL or Parquet file, with these fields alone (all
+    if None) as far as a row has them.
 
     Raises DatasetError naming file and line for whatever cannot be read.
     """
@@ -97,16 +101,22 @@ def read_local_rows(source: str, limit: int | None = None) -> ProblemRows:
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise DatasetError(f"{source} {kind}; name a .jsonl or .parquet file, or a hub dataset id")
     if path.suffix in PARQUET_SUFFIXES:
-        return TableRows(_parquet_table(path, limit), source)
+        return _parquet_rows(path, source, limit, fields)
     if path.suffix in JSONL_SUFFIXES:
-        return _jsonl_rows(path, source, limit)
+        return _jsonl_rows(path, source, limit, fields)
     raise DatasetError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
 
 
 def read_hub_rows(
-    source: str, config_name: str | None, split: str, revision: str | None, limit: int | None
+    source: str,
+    config_name: str | None,
+    split: str,
+    revision: str | None,
+    limit: int | None,
+    fields: Sequence[str] | None = None,
 ) -> ProblemRows:
-    """The first `limit` rows of a split of a Hugging Face dataset, from the cache or the hub.
+    """The first `limit` rows of a split of a Hugging Face dataset, from the cache or the hub, with
+    these fields alone (all if None). The library maps its files; they are not read into memory.
 
     Raises DatasetError, saying what to download, if it cannot be had.
     """
@@ -124,18 +134,28 @@ def read_hub_rows(
         ) from error
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
-    return TableRows(dataset.with_format("arrow")[:], f"{source}[{split}]")
+    names = dataset.column_names
+    if fields is not None:
+        dataset = dataset.select_columns([name for name in names if name in fields])
+    return TableRows(dataset.with_format("arrow")[:], f"{source}[{split}]", names)
 
 
-def _parquet_table(path: Path, limit: int | None) -> pa.Table:
+def _parquet_rows(
+    path: Path, source: str, limit: int | None, fields: Sequence[str] | None
+) -> TableRows:
+    """A Parquet file has to be decoded, so that every column that is read takes memory."""
     try:
-        table = pq.read_table(path, memory_map=True)
+        names = pq.read_schema(path, memory_map=True).names
+        wanted = None if fields is None else [name for name in names if name in fields]
+        table = pq.read_table(path, memory_map=True, columns=wanted)
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
-    return table if limit is None else table.slice(0, limit)
+    return TableRows(table if limit is None else table.slice(0, limit), source, names)
 
 
-def _jsonl_rows(path: Path, source: str, limit: int | None) -> MappingRows:
+def _jsonl_rows(
+    path: Path, source: str, limit: int | None, fields: Sequence[str] | None
+) -> MappingRows:
     rows: list[Mapping[str, Any]] = []
     lines: list[int] = []
     for number, text in _numbered_lines(path, source):
@@ -149,6 +169,8 @@ def _jsonl_rows(path: Path, source: str, limit: int | None) -> MappingRows:
             raise DatasetError(
                 f"{source}:{number}: found a {type(row).__name__}; every line is one JSON object"
             )
+        if fields is not None and all(field in row for field in fields):
+            row = {field: row[field] for field in fields}  # else whole, for the message
         rows.append(row)
         lines.append(number)
     return MappingRows(rows, source, lines)

@@ -123,7 +123,8 @@ class ServersSection(Section):
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Longest wait for a server to become healthy."""
     request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Longest wait for one completion."""
+    """Longest time in which a server with requests outstanding generates no token, or does not take
+    new weights; then it is lost. How long a completion takes is not limited."""
     max_retries: Annotated[int, Field(ge=0)] = 2
     """Further tries of a failed request, on another server if there is one."""
     max_in_flight: Positive = 256
@@ -318,6 +319,10 @@ class RunSection(Section):
     """`sync`: generate, update, push weights. `async` is not available yet."""
     sync_every_steps: Positive = 1
     """Training steps between weight pushes to the sampler."""
+    stop_grace_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Time between SIGTERM and SIGKILL where the run is, such as N of Slurm's `--signal=TERM@N`. A
+    run whose step and checkpoint take longer says so. If null, 30 under Slurm, torchrun and
+    DeepSpeed's launcher, and no limit elsewhere."""
 
 
 class CheckpointSection(Section):

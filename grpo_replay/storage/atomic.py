@@ -3,12 +3,18 @@
 import errno
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import OutputDirectoryError
+
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+_TORCH_ERROR = re.compile(r"iostream error|inline_container|PytorchStreamWriter")
 
 
 @contextmanager
@@ -70,6 +76,45 @@ def flush_tree(folder: Path) -> None:
         if not path.is_symlink():
             _flush(path)
     _flush(folder)
+
+
+def flush_files(paths: Iterable[Path]) -> None:
+    """Have these files on disk."""
+    for path in paths:
+        _flush(path)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write where `path` is, or would be."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def bytes_below(folder: Path) -> int:
+    """Size of the files in a folder that may be changing; 0 if there is none."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(place, name)).st_size
+    return total
+
+
+def describe_full_disk(error: BaseException) -> str | None:
+    """What an error says of a disk that is full or does not take what is written; None if it is
+    about something else. Only Python raises an OSError for it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        from_rust = _RUST_ERROR.search(str(seen))  # safetensors and tokenizers
+        number = int(from_rust[1]) if from_rust else getattr(seen, "errno", None)
+        if number in _FULL_DISK:
+            return os.strerror(number)
+        if isinstance(seen, RuntimeError) and _TORCH_ERROR.search(str(seen)):
+            return f"torch says {str(seen).splitlines()[0]!r}"
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 def _flush(path: Path) -> None:

@@ -9,16 +9,24 @@ A checkpoint without a manifest that matches its files is not a checkpoint.
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import CheckpointError
 from grpo_replay.storage.atomic import flush_tree, point_link, rename_folder, write_json_whole
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT_VERSION = 1
+MOST_READERS = 8
+"""Files hashed at once: more only compete for the disk."""
+
+FileFacts = dict[str, dict[str, Any]]
+"""`bytes` and `sha256` of files, by their path in the checkpoint."""
 
 
 @dataclass(slots=True)
@@ -76,12 +84,17 @@ def begin_checkpoint(temporary: Path) -> None:
     temporary.mkdir(parents=True)
 
 
-def complete_checkpoint(temporary: Path, state: RunState, keep: int) -> Path:
-    """Write state and manifest, flush, rename, point `latest` there, then drop old ones."""
+def complete_checkpoint(
+    temporary: Path, state: RunState, keep: int, known: FileFacts | None = None
+) -> Path:
+    """Write state and manifest, flush, rename, point `latest` there, then drop old ones. `known`
+    are facts of files that need not be read again."""
     checkpoints = temporary.parent
     write_json_whole(temporary / STATE, asdict(state))
     flush_tree(temporary)
-    write_json_whole(temporary / MANIFEST, {"files": _file_facts(temporary)})
+    facts = dict(known or {})
+    facts |= file_facts(temporary, [name for name in _file_names(temporary) if name not in facts])
+    write_json_whole(temporary / MANIFEST, {"files": dict(sorted(facts.items()))})
     final = checkpoints / checkpoint_name(state.step)
     rename_folder(temporary, final)
     point_latest(final)
@@ -130,7 +143,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint / MANIFEST}: expected an object with 'files'")
     if STATE not in manifest["files"]:
         raise CheckpointError(f"{checkpoint / MANIFEST} does not list {STATE}: it was changed")
-    facts = _file_facts(checkpoint)
+    facts = file_facts(checkpoint, _file_names(checkpoint))
     for name, expected in manifest["files"].items():
         found = facts.pop(name, None)
         if found is None:
@@ -158,12 +171,30 @@ def read_json(path: Path, meaning: str) -> Any:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
 
 
-def _file_facts(folder: Path) -> dict[str, dict[str, Any]]:
-    return {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+def file_facts(folder: Path, names: Sequence[str]) -> FileFacts:
+    """Size and SHA-256 of files in `folder`, as many read at once as there are cores."""
+
+    def facts_of(name: str) -> dict[str, Any]:
+        path = folder / name
+        return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+    # hashlib lets other threads run while it computes. The largest first, lest one be left last.
+    by_size = sorted(names, key=lambda name: -(folder / name).stat().st_size)
+    with ThreadPoolExecutor(max_workers=min(available_cores(), MOST_READERS)) as pool:
+        return dict(zip(by_size, pool.map(facts_of, by_size), strict=True))
+
+
+def checkpoint_bytes_on_disk(checkpoint: Path) -> int:
+    """The size of a checkpoint's files."""
+    return sum((checkpoint / name).stat().st_size for name in _file_names(checkpoint))
+
+
+def _file_names(folder: Path) -> list[str]:
+    return [
+        str(path.relative_to(folder))
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST
-    }
+    ]
 
 
 def _sha256(path: Path) -> str:

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.buffer.snapshot import restore_snapshot, write_snapshot
+from grpo_replay.buffer.snapshot import restore_snapshot
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.distributed.hang_watch import STORE_SECONDS, HangWatch
 from grpo_replay.distributed.interruption import Interruption
+from grpo_replay.distributed.long_work import run_on_main
 from grpo_replay.distributed.processes import initialize_processes
 from grpo_replay.distributed.rendezvous import has_joined, own_connection
+from grpo_replay.dry_run.memory import checkpoint_bytes
 from grpo_replay.engine.attention_kernel import float32_warning
+from grpo_replay.engine.deepspeed_config import notices_of_precision
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import (
     load_config,
@@ -32,21 +35,20 @@ from grpo_replay.evaluation.evaluate import EvaluationPlan, evaluate, plan_evalu
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import Recipe
-from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.scorer import BUILTIN_FUNCTIONS, RewardScorer
 from grpo_replay.sampling.opening import open_sampler
-from grpo_replay.storage.atomic import write_json_whole, write_text_whole
+from grpo_replay.storage.atomic import write_json_whole
 from grpo_replay.storage.checkpoint import (
     RunState,
-    begin_checkpoint,
-    complete_checkpoint,
     find_checkpoint,
     point_latest,
     read_state,
-    temporary_folder,
 )
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts
 from grpo_replay.storage.tracking import Tracker, open_trackers
+from grpo_replay.training.checkpoint_writer import notices_of_room, write_checkpoint
 from grpo_replay.training.model_card import model_card
+from grpo_replay.training.stop_grace import grace_seconds, notice_of_grace
 from grpo_replay.training.summary import summarise_run
 from grpo_replay.training.trainer import Parts, Trainer
 
@@ -122,20 +124,25 @@ class Session:
         self.evaluation: EvaluationPlan | None = None
         self.attempt = 0  # counted on rank 0
         self.trainer: Trainer
+        self._checkpoint_bytes = 0
+        self._longest_step_seconds = 0.0
+        self._told_of_grace = False
 
     def open(self, resume: bool) -> None:
         """Prepare the directory, load everything, and restore the last checkpoint if resuming."""
         recipe, comm = self.recipe, self.comm
         self.stack.callback(self.run_dir.unlock)
-        found, notices = run_collectively(comm, lambda: self._prepare_directory(resume))
+        prepared = run_on_main(comm, lambda: self._prepare_directory(resume))
+        found, notices = prepared or (None, [])
         checkpoint = self._seen_by_all(found)
         self._open_other_logs()
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
         scorer = self.stack.enter_context(RewardScorer.open(recipe.reward))
+        own_reward = recipe.reward.function not in BUILTIN_FUNCTIONS
         comm.position.note("prompts")
         prompts = run_collectively(
-            comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed)
+            comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed, own_reward)
         )
         if prompts.skipped_too_long:
             notices.append(
@@ -150,6 +157,8 @@ class Session:
             self.evaluation = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
         comm.position.note("engine")
         engine = self._open_engine(checkpoint, state, tokenizer)
+        notices += run_collectively(comm, self._notices_of_room)
+        notices += notices_of_precision(recipe)
         comm.position.note("sampler")
         sampler = open_sampler(recipe, self._model_path(engine), comm, self.run_dir.path / "log")
         self.stack.callback(sampler.close)
@@ -173,11 +182,9 @@ class Session:
             self.observer.on_start(recipe, self.run_dir.path, state, notices)
 
     def _prepare_directory(self, resume: bool) -> tuple[Path | None, list[str]]:
-        """Create the directory, or take it back to its last checkpoint; returns that and notices.
-        Only rank 0 touches it."""
+        """Create the directory, or take it back to its last checkpoint, which is read in full;
+        returns that and notices. Only rank 0 does."""
         run_dir = self.run_dir
-        if not self.comm.is_main:
-            return None, []
         if not resume:
             run_dir.create(self.recipe)
             self._open_log()
@@ -198,6 +205,12 @@ class Session:
         if checkpoint is None:
             notices.append("the run had no checkpoint yet: it starts again from its first step")
         return checkpoint, notices
+
+    def _notices_of_room(self) -> list[str]:
+        if not self.comm.is_main:
+            return []
+        keep = self.recipe.checkpoint.keep
+        return notices_of_room(self.run_dir.checkpoints, keep, self._checkpoint_bytes)
 
     def _seen_by_all(self, found: Path | None) -> Path | None:
         """The checkpoint that rank 0 found whole, on every rank, each of which must see it."""
@@ -233,6 +246,11 @@ class Session:
     ) -> DeepSpeedEngine:
         recipe = self.recipe
         model = load_policy(recipe.model, recipe.run.seed)
+        self._checkpoint_bytes = checkpoint_bytes(
+            sum(parameter.numel() for parameter in model.parameters()),
+            model.dtype.itemsize,
+            recipe.engine.zero_stage,
+        )
         engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
         if checkpoint is not None:
@@ -270,11 +288,14 @@ class Session:
         if state.step == 0 and recipe.eval.at_start:
             self._evaluate(0)
         while state.step < recipe.run.steps:
+            step_started = time.perf_counter()
             metrics = self.trainer.train_step()
             step, last = state.step, state.step == recipe.run.steps
             stop = any(self.comm.all_gather_json(interruption.requested))
             report = self._evaluate(step) if self._evaluation_is_due(step, last) else None
             state.wall_seconds = seconds_before + time.perf_counter() - started
+            step_seconds = time.perf_counter() - step_started
+            self._longest_step_seconds = max(self._longest_step_seconds, step_seconds)
             if self.comm.is_main:
                 self._record(metrics, report)
             if last or stop or step % recipe.checkpoint.every_steps == 0:
@@ -334,32 +355,29 @@ class Session:
             tracker.log(metrics["step"], metrics)
         self.observer.on_step(metrics)
         for notice in self.trainer.notices:
-            logger.warning(notice)
-            self.observer.on_notice(notice)
+            self._notify(notice)
         self.trainer.notices.clear()
 
+    def _notify(self, notice: str) -> None:
+        logger.warning(notice)
+        self.observer.on_notice(notice)
+
     def _checkpoint(self) -> None:
-        state, comm = self.trainer.state, self.comm
-        parts = self.trainer.parts
-        temporary = temporary_folder(self.run_dir.checkpoints, state.step)
-        if comm.is_main:
-            self.run_dir.flush_metrics()
-            begin_checkpoint(temporary)
-        comm.barrier()
-        comm.position.note("engine state")
-        parts.engine.save(temporary / "engine")
-        comm.position.note("model")
-        parts.engine.save_model(temporary / "model")
-        comm.barrier()
-        comm.position.note("completing it")
-        if comm.is_main:
-            write_text_whole(
-                temporary / "model" / "README.md",
-                model_card(self.recipe, state, self._base_and_last()),
-            )
-            write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
-            complete_checkpoint(temporary, state, self.recipe.checkpoint.keep)
-        comm.barrier()
+        state = self.trainer.state
+        started = time.perf_counter()
+        write_checkpoint(
+            self.trainer.parts,
+            state,
+            self._checkpoint_bytes,
+            lambda: model_card(self.recipe, state, self._base_and_last()),
+        )
+        seconds = time.perf_counter() - started
+        logger.info("checkpoint of step %d: %.1f s", state.step, seconds)
+        grace = grace_seconds(self.recipe.run.stop_grace_seconds)
+        notice = notice_of_grace(grace, self._longest_step_seconds, seconds)
+        if notice and self.comm.is_main and not self._told_of_grace:
+            self._told_of_grace = True
+            self._notify(notice)
 
     def _base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
         """The evaluations of the base model and of the current step, where there are any; not the

@@ -74,7 +74,14 @@ def test_ranks_of_one_node_form_one_run_and_only_rank_0_speaks():
     ]
 
 
+def test_ranks_wait_for_rank_0_for_longer_than_a_collective_may_take():
+    done = run_toy("launch", 2, "long-work", TOY_TIMEOUT="2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["done [7, None], True"]
+
+
 FAILURES = {
+    "long-work-fails": (3, "the shards are of another run (on rank 0 of 2)"),
     "setup-fails": (3, "train.jsonl:7: no field 'answer' (on rank 1 of 2)"),
     "crash-on-1": (3, "row 12 is broken"),
     "bug-on-1": (1, "rank 1: KeyError: 'surprise'"),

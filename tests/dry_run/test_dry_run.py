@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from grpo_replay.dry_run.checks import hub_is_reachable
-from grpo_replay.dry_run.fit import candidate_changes, plan_sampler
+from grpo_replay.dry_run import checks
+from grpo_replay.dry_run.checks import Findings, hub_is_reachable, note_room
+from grpo_replay.dry_run.fit import Hardware, candidate_changes, plan_sampler
 from grpo_replay.dry_run.memory import GIB, ModelShape, SamplerMemory, stored_bytes
 from grpo_replay.dry_run.report import dry_run
+from grpo_replay.dry_run.sizes import describe_host_copies
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import load_recipe
+from grpo_replay.storage.atomic import free_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -346,6 +349,47 @@ def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
     printed = [line for line in done.stdout.splitlines() if not line.startswith("unchecked")]
     assert len(printed) > 30
     assert "\n".join(printed) in scaling_page()
+
+
+def storage_of(one: float | None, most: float | None) -> dict:
+    return {"checkpoint_gib": one, "checkpoints_gib_most": most}
+
+
+def test_room_for_checkpoints_is_looked_for_where_the_run_would_go(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(checks, "free_bytes", lambda path: asked.append(path) or int(100 * GIB))
+    place = tmp_path / "not" / "yet"
+    for one, most, kind in ((120, 480, "problems"), (60, 240, "assumptions"), (20, 80, None)):
+        findings = Findings()
+        note_room(storage_of(one, most), place, "cpu", findings)
+        said = {name: getattr(findings, name) for name in ("problems", "assumptions", "unchecked")}
+        assert [name for name, found in said.items() if found] == ([kind] if kind else [])
+    findings = Findings()
+    note_room(storage_of(None, None), place, "cpu", findings)
+    assert findings == Findings()
+    assert asked == [place] * 3
+
+
+def test_free_room_is_that_of_the_nearest_folder_there_is(tmp_path):
+    assert free_bytes(tmp_path / "not" / "yet") == pytest.approx(free_bytes(tmp_path), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "overrides, why",
+    [
+        ([], None),
+        (["model.dtype=float32"], "stored in bfloat16, not in model.dtype float32"),
+        (["model.random_init=true"], "a random initialisation is made there"),
+    ],
+)
+def test_whole_copies_in_host_memory_are_told(overrides, why):
+    recipe = load_recipe("qwen3-4b", ["model.path=builtin:qwen3-4b", *overrides])
+    shape = ModelShape(4 * 10**9, 0, 0, True, 0, 0, 0, 0, 0, None)
+    told = describe_host_copies(recipe, shape, Hardware("cuda", 8, 0, False))
+    assert [why in each for each in told] == [True] * (why is not None)
+    assert describe_host_copies(recipe, shape, Hardware("cpu", 8, 0, False)) == []
+    if "model.dtype=float32" in overrides:
+        assert told[0].startswith("119.209 GiB of host memory")  # 8 · 4e9 · 4 bytes
 
 
 def test_the_network_table_in_the_documentation_is_the_dry_runs():

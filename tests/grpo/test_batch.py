@@ -1,6 +1,6 @@
 """From a composed batch to micro-batches: who is in which update, on which rank, at which index."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from grpo_replay.grpo.batch import (
     MicroBatch,
     TrainRow,
     _from_bytes,
+    _plan,
     _to_bytes,
     logprob_row,
     mini_batch_indices,
@@ -144,17 +145,40 @@ def test_padding_and_positions_match_a_naive_construction(lengths, budget, world
         assert m.token_weights_R.tolist() == [row.token_weight for row in chosen]
 
 
-def test_micro_batches_survive_the_wire_bit_for_bit():
-    plan = plan_microbatches([make_row(p, c) for p, c in [(3, 4), (1, 0), (9, 2)]], 14, 2)
-    for rank in plan:
-        back = _from_bytes(_to_bytes(rank))
-        assert len(back) == len(rank)
-        for before, after in zip(rank, back, strict=True):
-            for field in fields(MicroBatch):
-                a, b = getattr(before, field.name), getattr(after, field.name)
-                assert (a.dtype, a.shape) == (b.dtype, b.shape)
-                assert a.tobytes() == b.tobytes()
-    assert _from_bytes(_to_bytes([])) == []
+def assert_same_bits(found: list[MicroBatch], expected: list[MicroBatch]) -> None:
+    assert len(found) == len(expected)
+    for before, after in zip(expected, found, strict=True):
+        for field in fields(MicroBatch):
+            a, b = getattr(before, field.name), getattr(after, field.name)
+            assert (field.name, a.dtype, a.shape) == (field.name, b.dtype, b.shape)
+            assert a.tobytes() == b.tobytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(50, 400), st.integers(1, 4))
+def test_ranks_build_from_the_wire_what_rank_0_would_have_built_bit_for_bit(
+    lengths, budget, world_size
+):
+    rows = [make_row(prompt, completion, seed) for seed, (prompt, completion) in enumerate(lengths)]
+    expected = plan_microbatches(rows, budget, world_size)
+    for groups, whole in zip(_plan(rows, budget, world_size), expected, strict=True):
+        assert_same_bits(_from_bytes(_to_bytes(groups, rows)), whole)
+    assert _from_bytes(_to_bytes([], rows)) == []
+
+
+def test_a_token_travels_in_4_bytes_and_4_more_for_each_log_prob_that_is_not_zero():
+    rows = [make_row(1000, 9000, seed) for seed in range(4)]
+    plain = [logprob_row(row.prompt_token_ids, row.completion_token_ids) for row in rows]
+    without_reference = [replace(row, reference_logprobs=np.zeros(9000, "f")) for row in rows]
+    for given_rows, bytes_per_row in (
+        (plain, 4 * 10_000),
+        (without_reference, 4 * 10_000 + 4 * 9000),
+        (rows, 4 * 10_000 + 8 * 9000),
+    ):
+        (groups,) = _plan(given_rows, 20_000, 1)
+        payload = _to_bytes(groups, given_rows)
+        assert 4 * bytes_per_row < len(payload) < 4 * bytes_per_row + 4000
+        assert_same_bits(_from_bytes(payload), plan_microbatches(given_rows, 20_000, 1)[0])
 
 
 def make_rollout(

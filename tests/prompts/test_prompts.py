@@ -42,8 +42,9 @@ def numbered(count, **more):
 
 
 def refused(path, tokenizer, match, error=DatasetError, **changes):
-    with pytest.raises(error, match=match):
-        load_prompts(section(path, **changes), tokenizer, 0)
+    for whole_rows in (True, False):
+        with pytest.raises(error, match=match):
+            load_prompts(section(path, **changes), tokenizer, 0, whole_rows)
 
 
 def test_a_prompt_carries_text_tokens_answer_and_row(jsonl, tokenizer):
@@ -253,8 +254,28 @@ def test_a_hub_dataset_is_read_through_datasets(tokenizer, tmp_path, monkeypatch
     assert len(prompts) == 8
     assert [p.answer for p in prompts.take(0, 8)] == [str(i + 1) for i in range(8)]
     assert prompts.take(3, 1)[0].row == {"problem": "3+1", "answer": "4"}
+    (named,) = load_prompts(hub.model_copy(update={"answer_field": "problem"}), tokenizer, 0,
+                            whole_rows=False).take(3, 1)  # fmt: skip
+    assert (named.answer, named.row) == ("3+1", {"problem": "3+1"})
     refused("owner/name", tokenizer, r"owner/name\[train\]: no column 'x'", answer_field="x",
             config_name="main", revision="abc")  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_fields_that_nobody_looks_at_are_not_read(jsonl, tokenizer, tmp_path, suffix):
+    rows = numbered(3, uid=1, solution="long " * 100)
+    rows = [row | {"uid": str(i)} for i, row in enumerate(rows)]
+    path = jsonl(*rows)
+    if suffix == "parquet":
+        path = str(tmp_path / "problems.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    named = section(path, id_field="uid", shuffle=False)
+    whole = load_prompts(named, tokenizer, 0).take(0, 3)
+    part = load_prompts(named, tokenizer, 0, whole_rows=False).take(0, 3)
+    assert [dict(p.row) for p in whole] == rows
+    for row, prompt, same in zip(rows, part, whole, strict=True):
+        assert dict(prompt.row) == {name: row[name] for name in ("problem", "answer", "uid")}
+        assert (prompt.prompt_id, prompt.text) == (same.prompt_id, same.text)
 
 
 def test_the_tiny_set_has_ids_of_its_own():

@@ -17,6 +17,9 @@ class FakeServer:
         self.logprob = -0.5
         self.statuses: list[int] = []  # of the next completions; then 200
         self.seconds = 0.0
+        self.health_seconds = 0.0
+        self.generates: bool | None = True  # None: does not count tokens
+        self.generated = 0
         self.served = 0
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
@@ -26,6 +29,10 @@ class FakeServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
+                if self.path == "/metrics":
+                    self._send(200, server._metrics().encode())
+                    return
+                time.sleep(server.health_seconds * (self.path == "/health"))
                 answers = {"/health": None, "/weight_info": {"weight_version": server.label}}
                 self._answer(200, answers[self.path])
 
@@ -34,7 +41,9 @@ class FakeServer:
                 self._answer(*server._complete(body))
 
             def _answer(self, status: int, value: Any) -> None:
-                payload = b"" if value is None else json.dumps(value).encode()
+                self._send(status, b"" if value is None else json.dumps(value).encode())
+
+            def _send(self, status: int, payload: bytes) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(payload)))
                 self.end_headers()
@@ -46,6 +55,16 @@ class FakeServer:
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def _metrics(self) -> str:
+        """As Prometheus prints a counter."""
+        if self.generates is None:
+            return ""
+        self.generated += 100 * (self.generates and self.in_flight > 0)
+        name = "vllm:generation_tokens_total"
+        return (
+            f'# TYPE {name} counter\n{name}{{engine="0",model_name="policy"}} {self.generated}.0\n'
+        )
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         with self._lock:

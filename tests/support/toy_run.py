@@ -20,7 +20,8 @@ from grpo_replay.distributed.failures import (
     run_collectively,
 )
 from grpo_replay.distributed.launch import launch_ranks
-from grpo_replay.errors import DatasetError, GrpoReplayError
+from grpo_replay.distributed.long_work import run_on_main
+from grpo_replay.errors import CheckpointError, DatasetError, GrpoReplayError
 
 TIMEOUT_SECONDS = float(os.environ.get("TOY_TIMEOUT", "30"))
 
@@ -116,6 +117,24 @@ def wait_for_others(comm: Comm) -> int:
         time.sleep(0.02)
 
 
+def long_work(comm: Comm) -> int:
+    """Rank 0 works for longer than a collective may wait (TOY_TIMEOUT)."""
+    polls = []
+    done = run_on_main(comm, lambda: time.sleep(3 * TIMEOUT_SECONDS) or 7, lambda: polls.append(1))
+    everyone = comm.all_gather_json(done)
+    print(f"done {everyone}, {len(polls) > 0}")
+    return 0
+
+
+def long_work_fails(comm: Comm) -> int:
+    def work() -> None:
+        time.sleep(0.5)
+        raise CheckpointError("the shards are of another run")
+
+    run_on_main(comm, work, poll_seconds=0.1)
+    raise AssertionError("unreachable")
+
+
 def until_signal(comm: Comm) -> int:
     """Like the trainer: a signal asks all ranks to stop after the step; exit 130."""
     received = []
@@ -137,6 +156,8 @@ MODES = {
     "crash-on-1": crash_on_1,
     "bug-on-1": bug_on_1,
     "killed-on-1": killed_on_1,
+    "long-work": long_work,
+    "long-work-fails": long_work_fails,
     "until-signal": until_signal,
     "hang": wait_for_others,
 }

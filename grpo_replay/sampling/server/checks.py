@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.server.http_client import Refused, Unreachable
-from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
+from grpo_replay.sampling.server.routes import CONTROL_SECONDS, TOKEN_COUNTER, VllmServer
 
 HOW_TO_START = (
     "start it with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
@@ -116,6 +116,8 @@ def _setting_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
     dtype = model["dtype"].removeprefix("torch.")
     if dtype != wanted.dtype:
         yield f"its dtype is {dtype}, not {wanted.dtype}"
+    if server.generated_tokens(CONTROL_SECONDS) is None:
+        yield f"it does not count tokens ({TOKEN_COUNTER} in /metrics): --disable-log-stats is set"
     if model["quantization"] is not None:
         yield f"its weights are quantized ({model['quantization']})"
     transfer = (settings["weight_transfer_config"] or {}).get("backend")

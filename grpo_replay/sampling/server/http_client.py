@@ -47,11 +47,16 @@ class HttpClient:
 
     def get(self, path: str, timeout_seconds: float) -> Any:
         """The JSON answer, or None if the body is empty. Raises Unreachable or Refused."""
-        return self._exchange("GET", path, None, timeout_seconds)
+        return _parsed(path, self._exchange("GET", path, None, timeout_seconds))
 
-    def post(self, path: str, body: Any, timeout_seconds: float) -> Any:
-        """The JSON answer, or None if the body is empty. Raises Unreachable or Refused."""
-        return self._exchange("POST", path, body, timeout_seconds)
+    def get_text(self, path: str, timeout_seconds: float) -> str:
+        """The answer as text. Raises Unreachable or Refused."""
+        return self._exchange("GET", path, None, timeout_seconds).decode("utf-8", "replace")
+
+    def post(self, path: str, body: Any, timeout_seconds: float | None) -> Any:
+        """The JSON answer, or None if the body is empty; without a time limit, however long it
+        takes. Raises Unreachable or Refused."""
+        return _parsed(path, self._exchange("POST", path, body, timeout_seconds))
 
     def cut(self) -> None:
         """Break every connection, so that threads that wait for an answer stop waiting."""
@@ -66,8 +71,8 @@ class HttpClient:
                 except OSError:
                     continue  # the server was faster
 
-    def _exchange(self, method: str, path: str, body: Any, timeout_seconds: float) -> Any:
-        deadline = time.monotonic() + timeout_seconds
+    def _exchange(self, method: str, path: str, body: Any, timeout_seconds: float | None) -> bytes:
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         payload = None if body is None else json.dumps(body).encode()
         reused = getattr(self._mine, "connection", None) is not None
         cuts = self._cuts
@@ -85,13 +90,10 @@ class HttpClient:
             raise Unreachable(f"{type(error).__name__} at {path}: {error}") from error
         if status != 200:
             raise Refused(status, _error_message(answer))
-        try:
-            return json.loads(answer) if answer else None
-        except ValueError as error:
-            raise Unreachable(f"{path} did not answer in JSON: {answer[:100]!r}") from error
+        return answer
 
     def _send(
-        self, method: str, path: str, payload: bytes | None, deadline: float
+        self, method: str, path: str, payload: bytes | None, deadline: float | None
     ) -> tuple[int, bytes]:
         connection = self._connection(deadline)
         try:
@@ -107,7 +109,7 @@ class HttpClient:
             self._drop(connection)
             raise
 
-    def _connection(self, deadline: float) -> http.client.HTTPConnection:
+    def _connection(self, deadline: float | None) -> http.client.HTTPConnection:
         connection = getattr(self._mine, "connection", None)
         if connection is None:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
@@ -133,7 +135,16 @@ class HttpClient:
             self._drop(connection)
 
 
-def _remaining(deadline: float) -> float:
+def _parsed(path: str, answer: bytes) -> Any:
+    try:
+        return json.loads(answer) if answer else None
+    except ValueError as error:
+        raise Unreachable(f"{path} did not answer in JSON: {answer[:100]!r}") from error
+
+
+def _remaining(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

@@ -8,25 +8,29 @@ they take requests from one queue, so a faster server serves more of them.
 import logging
 import queue
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from grpo_replay.errors import GrpoReplayError, SamplerError
-from grpo_replay.sampling.server.http_client import Refused, TooSlow, Unreachable
+from grpo_replay.sampling.server.http_client import Refused, Unreachable
+from grpo_replay.sampling.server.progress import HEALTH_SECONDS, ServerProgress
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)
 
-HEALTH_SECONDS = 5.0
-"""Longest wait for a server that failed a request to say that it is well."""
+JOIN_SECONDS = 5.0
+"""Longest wait for a thread whose connection was cut."""
+LOOKS_PER_LIMIT = 4
+"""How often a server is looked at within `request_timeout_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
     in_flight_per_server: int
     request_timeout_seconds: float
+    """Longest time in which a server with requests outstanding generates nothing."""
     max_retries: int
     drop_lost: bool
     """Go on with the other servers when one is lost; otherwise stop."""
@@ -109,8 +113,13 @@ class _Work:
         self._probing = {server.url: threading.Lock() for server in pool.servers}
         seats = pool.live() * pool.settings.in_flight_per_server
         dealt = [(server, self._pending.popleft()) for server in seats[: len(requests)]]
+        self._outstanding = Counter(server.url for server, _ in dealt)
         self._threads = [
             threading.Thread(target=self._serve, args=each, daemon=True) for each in dealt
+        ]
+        self._threads += [
+            threading.Thread(target=self._watch, args=(server,), daemon=True)
+            for server in pool.live()
         ]
         for thread in self._threads:
             thread.start()
@@ -131,18 +140,23 @@ class _Work:
             for server in self._pool.servers:
                 server.http.cut()
         for thread in self._threads:
-            thread.join(HEALTH_SECONDS)
+            thread.join(JOIN_SECONDS)
 
     def _serve(self, server: VllmServer, first: _Job) -> None:
         job: _Job | None = first
         try:
             while job is not None:
                 self._work_on(job, server)
+                self._count(server, -1)
                 job = self._take(server)
         except Exception as error:  # would end this thread alone, and leave the caller waiting
             self._finish(error)
         finally:
             server.http.release()
+
+    def _count(self, server: VllmServer, change: int) -> None:
+        with self._changed:
+            self._outstanding[server.url] += change
 
     def _take(self, server: VllmServer) -> _Job | None:
         """The next request for this server; None when there is nothing left for it to do."""
@@ -154,14 +168,14 @@ class _Work:
                 for index, job in enumerate(self._pending):
                     if server.url not in job.failed_at or live <= job.failed_at:
                         del self._pending[index]
+                        self._outstanding[server.url] += 1
                         return job
                 self._changed.wait()
         return None
 
     def _work_on(self, job: _Job, server: VllmServer) -> None:
-        timeout = self._pool.settings.request_timeout_seconds
         try:
-            completion = server.complete(job.request, self._stop_token_ids, timeout)
+            completion = server.complete(job.request, self._stop_token_ids)
             self._check_version(completion, server)
         except (Refused, Unreachable) as error:
             self._failed(job, server, error)
@@ -220,14 +234,39 @@ class _Work:
         with self._probing[server.url]:
             if server.url in self._pool.lost:
                 return
-            if isinstance(error, TooSlow):
-                reason = (
-                    f"{error}; raise sampling.servers.request_timeout_seconds if it is only slow"
-                )
-            else:
-                reason = self._illness(server, error)
-            if reason:
+            if reason := self._illness(server, error):
                 self._pool.lose(server, reason)
+
+    def _watch(self, server: VllmServer) -> None:
+        """Lose a server that generates nothing for too long, and cut what waits for it."""
+        limit = self._pool.settings.request_timeout_seconds
+        progress = ServerProgress(server, limit)
+        try:
+            while self._goes_on(server, limit / LOOKS_PER_LIMIT):
+                if progress.stalled_seconds(self._outstanding[server.url]) <= limit:
+                    continue
+                if self._goes_on(server, 0.0):
+                    self._pool.lose(
+                        server,
+                        f"it generated no token for {limit:g} s with "
+                        f"{self._outstanding[server.url]} requests outstanding "
+                        "(sampling.servers.request_timeout_seconds)",
+                    )
+        except Exception as error:
+            self._results.put(error)
+        finally:
+            server.http.release()
+        if server.url in self._pool.lost:
+            server.http.cut()
+
+    def _goes_on(self, server: VllmServer, seconds: float) -> bool:
+        """Wait, and say whether the server is still waited for then."""
+
+        def over() -> bool:
+            return self._cancelled or self._unfinished <= 0 or server.url in self._pool.lost
+
+        with self._changed:
+            return not self._changed.wait_for(over, seconds)
 
     def _illness(self, server: VllmServer, error: Refused | Unreachable) -> str | None:
         try:

@@ -19,6 +19,8 @@ from grpo_replay.types import Completion, GenerationRequest
 CONTROL_SECONDS = 30.0
 """Longest wait for a route that does no work."""
 
+TOKEN_COUNTER = "vllm:generation_tokens_total"
+
 
 class VllmServer:
     """Methods raise http_client's Unreachable or Refused; `complete` also SamplerError."""
@@ -39,6 +41,13 @@ class VllmServer:
         """Returns if the server says that it is well."""
         self.http.get("/health", timeout_seconds)
 
+    def generated_tokens(self, timeout_seconds: float) -> float | None:
+        """Tokens that the server has generated since it started, for anybody, by its Prometheus
+        counter; None if it does not count (`--disable-log-stats`)."""
+        lines = self.http.get_text("/metrics", timeout_seconds).splitlines()
+        counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(TOKEN_COUNTER)]
+        return sum(map(float, counts)) if counts else None
+
     def models(self) -> list[dict[str, Any]]:
         """The models it serves; the first is the one that `complete` samples."""
         return self.http.get("/v1/models", CONTROL_SECONDS)["data"]
@@ -57,15 +66,14 @@ class VllmServer:
         """Workers of the server: tensor, pipeline and data parallel."""
         return self.http.get("/get_world_size", CONTROL_SECONDS)["world_size"]
 
-    def complete(
-        self, request: GenerationRequest, stop_token_ids: Sequence[int], timeout_seconds: float
-    ) -> Completion:
-        """The checked completion of one request."""
+    def complete(self, request: GenerationRequest, stop_token_ids: Sequence[int]) -> Completion:
+        """The checked completion of one request, however long it takes: cutting the connections
+        ends the wait."""
         body = {
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_parameters(request, stop_token_ids),
         }
-        answer = self.http.post("/inference/v1/generate", body, timeout_seconds)
+        answer = self.http.post("/inference/v1/generate", body, None)
         sampled = answer["choices"][0]
         place = f"completion {tuple(request.key)} from {self.url}"
         spans = sampled["weight_versions"] or []

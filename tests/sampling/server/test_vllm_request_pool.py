@@ -63,7 +63,7 @@ def test_every_server_begins_with_its_share_however_threads_are_scheduled(fakes,
         return answers[server.url]
 
     request = make_requests(count=1)[0]
-    answers = {server.url: complete(server, request, STOP, 5.0) for server in pool.servers}
+    answers = {server.url: complete(server, request, STOP) for server in pool.servers}
     monkeypatch.setattr(VllmServer, "complete", instantly)
     for count, shares in ((8, (4, 4)), (7, (4, 3)), (1, (1, 0))):
         asked.clear()
@@ -166,6 +166,49 @@ def test_a_server_that_is_gone_stops_or_is_dropped(fakes):
     servers[1].stop()
     with pytest.raises(SamplerError, match=f"the last vLLM server, {servers[1].url}, is lost"):
         list(pool.run(make_requests(count=8), STOP, 0))
+
+
+@pytest.mark.timeout(30)
+def test_a_completion_may_take_as_long_as_the_server_generates(fakes):
+    servers = fakes(2)
+    servers[0].seconds = 2.5
+    pool = make_pool(servers, request_timeout_seconds=0.4)
+    assert len(list(pool.run(make_requests(count=3), STOP, 0))) == 3
+    assert pool.lost == {}, "neither the slow one nor the one that was idle meanwhile"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("drop_lost", [True, False])
+def test_a_server_that_generates_nothing_for_too_long_is_lost(fakes, drop_lost):
+    servers = fakes(2)
+    servers[0].seconds, servers[0].generates = 8.0, False
+    pool = make_pool(servers, request_timeout_seconds=0.4, drop_lost=drop_lost)
+    started = time.monotonic()
+    if drop_lost:
+        assert len(list(pool.run(make_requests(count=6), STOP, 0))) == 6
+    else:
+        with pytest.raises(SamplerError, match=f"{servers[0].url} is lost: it generated no token"):
+            list(pool.run(make_requests(count=6), STOP, 0))
+    assert time.monotonic() - started < 6, "what waited for it was cut"
+    assert list(pool.lost) == [servers[0].url]
+    assert "no token for 0.4 s with 3 requests outstanding" in pool.lost[servers[0].url]
+
+
+@pytest.mark.timeout(60)
+def test_a_busy_server_that_is_late_to_say_that_it_is_well_is_kept(fakes):
+    (server,) = fakes(1)
+    server.statuses, server.health_seconds = [503], 6.0
+    pool = make_pool([server])
+    assert len(list(pool.run(make_requests(count=1), STOP, 0))) == 1
+    assert pool.lost == {}
+
+
+def test_a_server_that_counts_no_tokens_is_told_from_one_that_generated_none(fakes):
+    (server,) = fakes(1)
+    client = VllmServer(server.url, "run")
+    assert client.generated_tokens(5.0) == 0.0
+    server.generates = None
+    assert client.generated_tokens(5.0) is None
 
 
 def test_an_abandoned_iterator_ends_its_threads(fakes):

@@ -181,12 +181,12 @@ def test_a_taken_port_is_an_error_that_names_it(tied):
 
 
 def test_a_server_that_hangs_is_replaced_by_the_other(tied, pair):
-    with http_sampler(tied, pair, on_failure="drop", request_timeout_seconds=12) as sampler:
+    with http_sampler(tied, pair, on_failure="drop", request_timeout_seconds=20) as sampler:
         requests = make_requests(count=48)
         with frozen(pair[1]):
             started = time.monotonic()
             completions = list(sampler.generate(requests))
-            assert time.monotonic() - started < 60
+            assert time.monotonic() - started < 90
             assert list(sampler._pool.lost) == [pair[1].url]
             version = push(sampler, changed(tied, 37))
             assert {c.policy_version for c in sampler.generate(requests)} == {version}
@@ -196,7 +196,9 @@ def test_a_server_that_hangs_is_replaced_by_the_other(tied, pair):
 def test_a_server_that_hangs_stops_the_run_in_time(tied, pair):
     with http_sampler(tied, pair, request_timeout_seconds=5) as sampler, frozen(pair[1]):
         started = time.monotonic()
-        with pytest.raises(SamplerError, match=rf"{pair[1].url} is lost: no answer .* within 5 s"):
+        with pytest.raises(
+            SamplerError, match=rf"{pair[1].url} is lost: it generated no token for 5 s"
+        ):
             list(sampler.generate(make_requests(count=48)))
         assert time.monotonic() - started < 30
 
