@@ -240,15 +240,44 @@ def plan(
     survival: Annotated[
         float | None, typer.Option(help="Share of rollouts that survive the zero-variance filter.")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="W: machines that generate; needs --trainers.")
+    ] = None,
+    trainers: Annotated[
+        int | None, typer.Option(min=1, help="T: machines that train; prints γ for each (W, T).")
+    ] = None,
+    generated: Annotated[
+        int | None, typer.Option(min=1, help="K_gen: rollouts that the W machines generated.")
+    ] = None,
+    trained: Annotated[
+        int | None, typer.Option(min=1, help="K_train: rollouts that the T machines trained on.")
+    ] = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write J over (x, y) as PNG or SVG.")
+    ] = None,
+    curves: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Only write x*, y* and J over μ, a and ρ as PNG or SVG."),
     ] = None,
     overrides: Overrides = None,
     as_json: Json = False,
 ) -> None:
     """Choose buffer size and replay ratio by paper B's theory."""
-    from grpo_replay.commands.plan import run
+    from grpo_replay.commands.plan import run, run_curves, run_machines
 
+    if curves is not None:
+        run_curves(curves, {
+            "RECIPE": recipe, "--from-run": from_run, "--set": overrides, "--mu": mu, "--rho": rho,
+            "--growth": growth, "--survival": survival, "--workers": workers, "--plot": plot,
+        })  # fmt: skip
+        return
+    if any(each is not None for each in (workers, trainers, generated, trained)):
+        run_machines(
+            recipe, from_run, tuple(overrides or ()), workers=workers, trainers=trainers,
+            generated=generated, trained=trained, mu=mu, as_json=as_json,
+            ignored={"rho": rho, "growth": growth, "survival": survival, "plot": plot},
+        )  # fmt: skip
+        return
     run(
         recipe, from_run, tuple(overrides or ()), mu=mu, rho=rho, growth=growth,
         survival=survival, plot=plot, as_json=as_json,

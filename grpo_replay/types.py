@@ -90,7 +90,8 @@ class Rollout:
     """One completion with everything frozen at its birth. The unit of replay.
 
     `advantage` and `behavior_logprobs` are None for a rollout whose group was dropped
-    (`kept` False). Ages are in training steps: `step - birth_step`.
+    (`kept` False). `group_reward_std` is exactly 0 if all rewards of the group are equal. Ages are
+    in training steps: `step - birth_step`.
     """
 
     rollout_id: int

@@ -1,6 +1,6 @@
 """What can be drawn, and the draw: one law for single rollouts and for whole queries."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -14,23 +14,27 @@ from grpo_replay.recipe import ReplaySection
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Everything that could be drawn: priorities p (float64 [N], before the exponent) and group
-    ids (int64 [N]); the rollouts of one group are adjacent."""
+    """Everything that could be drawn: priorities p (float64 [N], before the exponent), group ids
+    (int64 [N]) and whether it was ever drawn (bool [N]); the rollouts of one group are adjacent."""
 
     priority_N: np.ndarray
     group_id_N: np.ndarray
+    used_N: np.ndarray
 
     def __add__(self, other: "Candidates") -> "Candidates":
         return Candidates(
-            np.concatenate([self.priority_N, other.priority_N]),
-            np.concatenate([self.group_id_N, other.group_id_N]),
+            *(
+                np.concatenate([getattr(self, field.name), getattr(other, field.name)])
+                for field in fields(self)
+            )
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picks:
     """Indices into the candidates in the order drawn, each with its first-draw probability (of
-    its query, at query unit), and the breadth of the law over all candidates."""
+    its query, at query unit), and the breadth of the law over all candidates. With `unused_first`
+    a law is over what was never drawn, or over the rest; the breadth is that of the first."""
 
     indices: np.ndarray  # int64
     probabilities: np.ndarray  # float64
@@ -46,13 +50,12 @@ def pick(
     If there are fewer units than asked, there are only so many picks, with replacement too.
     A query's priority is the mean of its members'.
     """
-    if settings.unit == "rollout":
-        return _pick_units(candidates.priority_N, count, settings, rng)
+    if settings.unit == "rollout" or candidates.group_id_N.size == 0:
+        return _pick_units(candidates.priority_N, candidates.used_N, count, settings, rng)
     starts_Q, sizes_Q = query_spans(candidates.group_id_N)
-    if starts_Q.size == 0:
-        return _pick_units(candidates.priority_N, 0, settings, rng)
     priority_Q = np.add.reduceat(candidates.priority_N, starts_Q) / sizes_Q
-    queries = _pick_units(priority_Q, count, settings, rng)
+    used_Q = np.logical_or.reduceat(candidates.used_N, starts_Q)
+    queries = _pick_units(priority_Q, used_Q, count, settings, rng)
     sizes = sizes_Q[queries.indices]
     return Picks(
         indices=_members(starts_Q[queries.indices], sizes),
@@ -81,6 +84,29 @@ def check_groups_adjacent(group_id_N: np.ndarray) -> None:
 
 
 def _pick_units(
+    priority_U: np.ndarray,
+    used_U: np.ndarray,
+    count: int,
+    settings: ReplaySection,
+    rng: np.random.Generator,
+) -> Picks:
+    """Units drawn under one law; with `unused_first` under one over what was never drawn, and
+    under another over the rest if that is too little."""
+    if not settings.unused_first:
+        return _pick_by_law(priority_U, count, settings, rng)
+    first, second = np.flatnonzero(~used_U), np.flatnonzero(used_U)
+    if first.size == 0:
+        first, second = second, first
+    head = _pick_by_law(priority_U[first], count, settings, rng)
+    tail = _pick_by_law(priority_U[second], count - head.indices.size, settings, rng)
+    return replace(
+        head,
+        indices=np.concatenate([first[head.indices], second[tail.indices]]),
+        probabilities=np.concatenate([head.probabilities, tail.probabilities]),
+    )
+
+
+def _pick_by_law(
     priority_U: np.ndarray, count: int, settings: ReplaySection, rng: np.random.Generator
 ) -> Picks:
     law = draw_law(priority_U, settings.priority_exponent)

@@ -44,6 +44,14 @@ def frozen(rollout: Rollout) -> Rollout:
     return replace(rollout, completion_text="") if rollout.completion_text else rollout
 
 
+def is_correct(rollout: Rollout) -> bool:
+    """Better than its group, or of a group that is all correct: for rewards that take two values,
+    exactly the correct ones."""
+    if rollout.group_reward_std == 0:
+        return rollout.group_correct > 0
+    return rollout.advantage is not None and rollout.advantage > 0
+
+
 def _check_complete(rollout: Rollout) -> None:
     if not rollout.kept or rollout.advantage is None or rollout.behavior_logprobs is None:
         raise ValueError(

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_replay.buffer.columns import ColumnQueue
 from grpo_replay.buffer.drawing import Candidates, check_groups_adjacent, pick, query_spans
-from grpo_replay.buffer.insertion import check_insertable, frozen
+from grpo_replay.buffer.insertion import check_insertable, frozen, is_correct
 from grpo_replay.buffer.priorities import rollout_priorities
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.types import Draw, Rollout
@@ -28,7 +28,7 @@ _DTYPES: Mapping[str, Any] = {
     "group_id": np.int64,
     "birth_step": np.int64,
     "priority": np.float64,
-    "positive": np.bool_,
+    "correct": np.bool_,
     "times_used": np.int32,
     "last_used_step": np.int64,
     "rollout": np.object_,
@@ -70,7 +70,7 @@ class ReplayBuffer:
 
     def column(self, name: str) -> np.ndarray:
         """A read-only view of one column, oldest first: rollout_id, group_id, birth_step,
-        priority, positive, times_used, last_used_step. Valid until the buffer changes."""
+        priority, correct, times_used, last_used_step. Valid until the buffer changes."""
         view = self._columns[name].view()
         view.flags.writeable = False
         return view
@@ -109,7 +109,8 @@ class ReplayBuffer:
 
     def candidates(self) -> Candidates:
         """What a draw from the buffer can draw."""
-        return Candidates(self._columns["priority"], self._columns["group_id"])
+        columns = self._columns
+        return Candidates(columns["priority"], columns["group_id"], columns["times_used"] > 0)
 
     def draw(
         self, count: int, step: int, rng: np.random.Generator, fresh: Sequence[Rollout] = ()
@@ -226,8 +227,7 @@ class ReplayBuffer:
             "group_id": np.array([rollout.group_id for rollout in rollouts]),
             "birth_step": np.array([rollout.birth_step for rollout in rollouts]),
             "priority": self._priorities_of(rollouts),
-            # Better than its group: for two-valued rewards, exactly the correct ones.
-            "positive": np.array([rollout.advantage > 0 for rollout in rollouts]),
+            "correct": np.array([is_correct(rollout) for rollout in rollouts]),
             "times_used": times_used,
             "last_used_step": np.where(times_used > 0, step, NEVER_USED),
             "rollout": payload,
@@ -237,7 +237,8 @@ class ReplayBuffer:
         group_id_N = np.array([rollout.group_id for rollout in rollouts], dtype=np.int64)
         if self.settings.unit == "query":
             check_groups_adjacent(group_id_N)
-        return Candidates(self._priorities_of(rollouts), group_id_N)
+        never_drawn = np.zeros(len(rollouts), dtype=np.bool_)
+        return Candidates(self._priorities_of(rollouts), group_id_N, never_drawn)
 
     def _priorities_of(self, rollouts: Sequence[Rollout]) -> np.ndarray:
         return rollout_priorities(
@@ -277,14 +278,14 @@ class ReplayBuffer:
         return excess
 
     def _positive_bias_keeps(self) -> np.ndarray:
-        """The freshest (1-δ)N, and the freshest δN positive ones outside them; bool [N]."""
+        """The freshest (1-δ)N, and the freshest δN correct ones outside them; bool [N]."""
         capacity = self.settings.capacity_rollouts
-        positives = round(self.settings.positive_fraction * capacity)
-        outside = max(len(self) - (capacity - positives), 0)
+        reserved = round(self.settings.positive_fraction * capacity)
+        outside = max(len(self) - (capacity - reserved), 0)
         keeps_N = np.ones(len(self), dtype=np.bool_)
         keeps_N[:outside] = False
-        correct = np.flatnonzero(self._columns["positive"][:outside])
-        keeps_N[correct[max(correct.size - positives, 0) :]] = True
+        correct = np.flatnonzero(self._columns["correct"][:outside])
+        keeps_N[correct[max(correct.size - reserved, 0) :]] = True
         return keeps_N
 
     def _record_use(self, indices: np.ndarray, step: int) -> None:

@@ -1,6 +1,7 @@
 """`grpo-replay plan`: how long to keep rollouts, and how often to train on them."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -9,15 +10,30 @@ from rich.console import Console
 
 from grpo_replay.errors import UsageError
 from grpo_replay.inspection.source import open_source
+from grpo_replay.planning.curves import plot_curves
 from grpo_replay.planning.design import PlanInputs, make_plan
 from grpo_replay.planning.estimate import RunEstimates, estimate_from_run
+from grpo_replay.planning.machines import (
+    all_splits,
+    print_splits,
+    split_document,
+    split_machines,
+)
 from grpo_replay.planning.panels import plan_document, print_plan
 from grpo_replay.planning.plot import plot_plan
-from grpo_replay.planning.theory import Growth, PowerGrowth, RatioGrowth, check_growth
+from grpo_replay.planning.theory import (
+    Growth,
+    PowerGrowth,
+    RatioGrowth,
+    check_growth,
+    check_inputs,
+    cost_ratio_from_counts,
+)
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.recipe.published import COST_RATIO, assumed_cost_ratio, assumed_survival
 from grpo_replay.terminal.plot_style import check_plot_path
 
-DEFAULT_MU = 5.28
+DEFAULT_MU = COST_RATIO["Qwen2.5-7B"]
 DEFAULT_RHO = 0.1
 DEFAULT_GROWTH = 0.2
 
@@ -85,6 +101,70 @@ def run(
         print_plan(plan, Console(highlight=False))
 
 
+def run_curves(path: str, ignored: Mapping[str, Any] | None = None) -> None:
+    """Write the theory's optimum over its parameters. Raises UsageError for another file type, and
+    for a value among the `ignored` options."""
+    for name, value in (ignored or {}).items():
+        if value:
+            raise UsageError(f"plan --curves shows all of μ, a and ρ: leave {name} out")
+    check_plot_path(Path(path), (".png", ".svg"))
+    plot_curves(Path(path))
+
+
+def run_machines(
+    recipe: str | None = None,
+    from_run: str | None = None,
+    overrides: tuple[str, ...] = (),
+    *,
+    workers: int | None,
+    trainers: int | None,
+    generated: int | None = None,
+    trained: int | None = None,
+    mu: float | None = None,
+    as_json: bool = False,
+    ignored: Mapping[str, Any] | None = None,
+) -> None:
+    """Print γ for every way to share W + T machines out. Raises UsageError, also for a value among
+    the `ignored` options, which γ does not depend on."""
+    for name, value in (ignored or {}).items():
+        if value is not None:
+            raise UsageError(
+                f"plan --{name} {value}: γ by workers and trainers does not depend on it; leave it "
+                "out, or leave --workers and --trainers out"
+            )
+    if workers is None or trainers is None:
+        raise UsageError("plan: --workers and --trainers are given together (paper B's W and T)")
+    if (generated is None) != (trained is None):
+        raise UsageError("plan: --generated and --trained are given together (K_gen and K_train)")
+    if mu is not None and generated is not None:
+        raise UsageError("plan: μ comes from --mu or from --generated and --trained, not from both")
+    resolved, estimates = _read(recipe, from_run, overrides)
+    source = "given"
+    if generated is not None and trained is not None:
+        mu = cost_ratio_from_counts(trained, generated, workers, trainers)
+        source = f"({trained:,}/{trainers})/({generated:,}/{workers})"
+    elif mu is None:
+        choice = _inputs(resolved, estimates, None, None, None, None)
+        mu, source = choice.mu, choice.sources["mu"]
+    check_inputs(mu, DEFAULT_RHO)
+    buffer = _buffer_of(resolved)
+    asked = split_machines(mu, workers, trainers, *buffer)
+    splits = all_splits(mu, workers + trainers, *buffer)
+    if as_json:
+        document = split_document(mu, source, asked, splits)
+        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        print_splits(mu, source, asked, splits, Console(highlight=False))
+
+
+def _buffer_of(recipe: Recipe | None) -> tuple[int | None, float | None]:
+    """N and the rollouts of one update of a FIFO recipe; nothing for others."""
+    if recipe is None or not recipe.replays or recipe.replay.composition != "buffer_only":
+        return None, None
+    drawn = recipe.replay.ratio * recipe.rollouts_per_step
+    return recipe.replay.capacity_rollouts, drawn / recipe.batch.updates_per_step
+
+
 def _read(
     recipe: str | None, from_run: str | None, overrides: tuple[str, ...]
 ) -> tuple[Recipe | None, RunEstimates | None]:
@@ -104,15 +184,23 @@ def _inputs(
 ) -> PlanInputs:
     """The assumptions, each with where it came from."""
     seen = estimates or RunEstimates()
+    if survival is not None and survival < 1 and recipe and not recipe.replay.drop_zero_variance:
+        raise UsageError(
+            f"--survival {survival}: replay.drop_zero_variance is false in this recipe, so every "
+            "rollout is stored; leave --survival out"
+        )
+    cost_ratio, survivors = (DEFAULT_MU, "paper B's 7B model"), (1.0, "no group is dropped")
+    if recipe is not None:
+        cost_ratio, survivors = assumed_cost_ratio(recipe), assumed_survival(recipe)
     longest = recipe.sampling.max_completion_length if recipe else 2000
     half = "half of the longest" if recipe else "half of 2,000"
     generated = recipe.rollouts_per_step if recipe and not estimates else None
     table: dict[str, Choice[Any]] = {
         #                  given, measured, assumed and why
-        "mu": Choice(mu, seen.mu, DEFAULT_MU, "paper B's 7B model"),
+        "mu": Choice(mu, seen.mu, *cost_ratio),
         "rho": Choice(rho, None, DEFAULT_RHO, "a run cannot tell"),
         "growth": _growth(growth, estimates),
-        "survival": Choice(survival, seen.survival, 1.0, "no group is dropped"),
+        "survival": Choice(survival, seen.survival, *survivors),
         "rollouts_per_step": Choice(
             generated, seen.rollouts_per_step, 256, "32 prompts of 8", given_by="from the recipe"
         ),

@@ -285,7 +285,7 @@ def _check_hub_columns(recipe: Recipe, findings: Findings) -> None:
             findings.problems.append(
                 f"prompts.{name} {key!r}: {section.source} has {', '.join(info.features)}"
             )
-    if info.splits and section.split not in info.splits:
+    if info.splits and section.split.partition("[")[0] not in info.splits:
         findings.problems.append(
             f"prompts.split {section.split!r}: {section.source} has {', '.join(info.splits)}"
         )

@@ -26,7 +26,7 @@ PUBLISHED = {
     f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
     for size in ("0.6b", "1.7b", "4b")
     for suffix in ("", "-base")
-}
+} | {"qwen/qwen2.5-7b": "builtin:qwen2.5-7b"}
 """Hub ids whose sizes are known without a download."""
 
 
@@ -79,7 +79,7 @@ def find_hardware(recipe: Recipe, gpu_memory_gib: float | None) -> Hardware:
 
 
 def with_known_model(recipe: Recipe) -> Recipe:
-    """The recipe, with a published Qwen3 id replaced by its shipped configuration."""
+    """The recipe, with a published Qwen id replaced by its shipped configuration."""
     shipped = PUBLISHED.get(recipe.model.path.lower())
     if shipped is None:
         return recipe

@@ -27,7 +27,6 @@ from grpo_replay.dry_run.fit import (
 from grpo_replay.dry_run.memory import ModelShape, to_gib
 from grpo_replay.dry_run.sizes import (
     MEAN_COMPLETION_SHARE,
-    SURVIVING_SHARE,
     describe_host_copies,
     describe_network,
     describe_replay,
@@ -36,6 +35,7 @@ from grpo_replay.dry_run.sizes import (
 )
 from grpo_replay.errors import ModelError
 from grpo_replay.recipe import Recipe
+from grpo_replay.recipe.published import assumed_survival
 
 DEFAULT_OUTPUT = Path("runs")
 
@@ -179,9 +179,9 @@ def _note_attention(recipe: Recipe, hardware: Hardware, findings: Findings) -> N
 
 
 def _note_assumptions(recipe: Recipe, hardware: Hardware, findings: Findings) -> None:
+    survival, why = assumed_survival(recipe)
     findings.assumptions += [
-        f"{SURVIVING_SHARE:.0%} of rollouts are in groups with unequal rewards (paper A: 34, 44 "
-        "and 49 %); completions are "
+        f"{survival:.1%} of rollouts are in groups that are kept ({why}); completions are "
         f"{MEAN_COMPLETION_SHARE:.0%} of the longest on average",
         "memory is for a micro-batch full of the longest rollouts",
     ]

@@ -12,9 +12,8 @@ from grpo_replay.dry_run.memory import (
     to_gib,
 )
 from grpo_replay.recipe import Recipe
+from grpo_replay.recipe.published import assumed_survival
 
-SURVIVING_SHARE = 0.44
-"""Share of rollouts in groups with unequal rewards: paper A saw 0.34, 0.44 and 0.49."""
 MEAN_COMPLETION_SHARE = 0.3
 """Mean completion over the longest one: paper A's base models, 2,000-2,450 of 8,192 tokens."""
 MEAN_PROMPT_SHARE = 0.15
@@ -26,7 +25,7 @@ def describe_step(recipe: Recipe) -> dict[str, Any]:
     generated = recipe.rollouts_per_step
     completion = recipe.sampling.max_completion_length
     mean_tokens = MEAN_COMPLETION_SHARE * completion
-    survivors = generated * SURVIVING_SHARE
+    survivors = generated * assumed_survival(recipe)[0]
     replayed = 0.0
     if recipe.replays:
         replayed = recipe.replay.ratio * survivors
@@ -53,7 +52,7 @@ def describe_replay(recipe: Recipe) -> dict[str, Any]:
                 "first_replay_step": None, "horizon_steps": None}  # fmt: skip
     births = replay.max_age_steps if replay.max_age_steps is not None else recipe.run.steps
     most = births * generated
-    expected = births * generated * SURVIVING_SHARE
+    expected = births * generated * assumed_survival(recipe)[0]
     first = replay.warmup_steps + 1
     if replay.composition != "buffer_only":
         first = max(2, first)  # nothing is replayed in the step it was born

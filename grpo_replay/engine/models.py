@@ -25,7 +25,7 @@ from grpo_replay.engine.byte_tokenizer import byte_tokenizer
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
 
-BUILTIN_MODELS = ("tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
+BUILTIN_MODELS = ("tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
 """Names after `builtin:` of model.path. Only `tiny` has weights and a tokenizer."""
 
 BYTE_TOKENIZER = "builtin:bytes"

@@ -25,7 +25,8 @@ class Benchmark:
     """A set of problems with verifiable answers, and where it is read from.
 
     `source` is a hub dataset, a file, or "builtin". `samples` is k, completions per problem;
-    `problems` how many the published set has.
+    `problems` how many the published set has. A `temperature` of its own goes before that of the
+    recipe. In `eval.data_folder` its file is called `file_stem`, or else as the benchmark.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Benchmark:
     id_field: str | None = None
     split: str = "train"
     problems: int | None = None
+    temperature: float | None = None
+    file_stem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +69,41 @@ _PAPER = (
     _math_arena("hmmt_feb25", "HMMT-F25", "hmmt_feb_2025", 30),
     _math_arena("hmmt_feb26", "HMMT-F26", "hmmt_feb_2026", 33),
 )
+
+
+def _paper_b(name: str, title: str, source: str, split: str, **fields: str) -> Sequence[Benchmark]:
+    """One set at both of paper B's settings: pass@1 at T = 0.1, and pass@k at T = 1."""
+    settings = (("pass1", "T 0.1", 1, 0.1), ("passk", "T 1", 16, 1.0))
+    return [
+        Benchmark(
+            f"{name}_{suffix}", f"{title}, {words}", source, samples, split=split, problems=500,
+            temperature=temperature, **fields,
+        )
+        for suffix, words, samples, temperature in settings
+    ]  # fmt: skip
+
+
+_PAPER_B = (
+    *_paper_b(
+        *("math", "MATH", "HuggingFaceH4/MATH-500", "test"),
+        id_field="unique_id",
+        file_stem="math500",
+    ),
+    # The set has one split; recipes of paper B train on the rest of it.
+    *_paper_b(
+        *("openr1", "OpenR1", "open-r1/OpenR1-Math-220k", "train[-500:]"),
+        id_field="uuid",
+        file_stem="openr1",
+    ),
+)
 _TINY = tuple(
     Benchmark(name, name, "builtin", 4, id_field="problem_id") for name in TINY_BENCHMARKS
 )
 
-BENCHMARKS: Mapping[str, Benchmark] = {b.name: b for b in (*_PAPER, *_TINY)}
+BENCHMARKS: Mapping[str, Benchmark] = {b.name: b for b in (*_PAPER, *_PAPER_B, *_TINY)}
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "paper": tuple(b.name for b in _PAPER),
+    "paper_b": tuple(b.name for b in _PAPER_B),
     "tiny": tuple(b.name for b in _TINY),
 }
 
@@ -166,7 +197,8 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
     if settings.data_folder is None:
         return None
     folder = Path(settings.data_folder)
-    candidates = [folder / f"{benchmark.name}{suffix}" for suffix in FILE_SUFFIXES]
+    stem = benchmark.file_stem or benchmark.name
+    candidates = [folder / f"{stem}{suffix}" for suffix in FILE_SUFFIXES]
     for path in candidates:
         if path.is_file():
             return path
@@ -178,10 +210,11 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
 
 def _what_to_download(benchmark: Benchmark) -> str:
     fields = [benchmark.id_field, benchmark.problem_field, benchmark.answer_field]
+    stem = benchmark.file_stem or benchmark.name
     return (
         f"Download dataset {benchmark.source} where there is access (hf download --repo-type "
         f"dataset {benchmark.source} --local-dir DIR), put the rows of its split "
-        f"{benchmark.split!r} into {benchmark.name}.jsonl or {benchmark.name}.parquet with the "
+        f"{benchmark.split!r} into {stem}.jsonl or {stem}.parquet with the "
         f"fields {', '.join(field for field in fields if field)}, and name the folder of that "
         "file as eval.data_folder (--data-folder)"
     )

@@ -94,10 +94,11 @@ class _Law:
 
 
 def _laws(benchmark: Benchmark, settings: EvalSection) -> Iterable[_Law]:
-    own = 1 if settings.temperature == 0 else benchmark.samples
+    temperature = settings.temperature if benchmark.temperature is None else benchmark.temperature
+    own = 1 if temperature == 0 else benchmark.samples
     for sample in range(settings.samples or own):
         wave = settings.seed + sample // WAVE_SAMPLES
-        yield _Law(sample, False, wave, settings.temperature, settings.top_p)
+        yield _Law(sample, False, wave, temperature, settings.top_p)
     if settings.greedy:
         yield _Law(0, True, settings.seed, 0.0, 1.0)
 
@@ -133,6 +134,7 @@ def _settings_document(
             "file": None if file is None else str(file),
             "problems_sha256": _digest(problems_of[benchmark.name]),
             "seeds": sorted({law.base_seed for law in laws}),
+            **({} if benchmark.temperature is None else {"temperature": benchmark.temperature}),
         }
 
     return {

@@ -43,7 +43,8 @@ def assemble_rollouts(
     first_rollout_id: int,
     first_group_id: int,
 ) -> list[Rollout]:
-    """Rollouts of whole groups, by rollout id. `kept` is False where all rewards are equal.
+    """Rollouts of whole groups, by rollout id. Where all rewards are equal, `kept` is False, or
+    with `replay.drop_zero_variance` false the advantage is 0.
 
     Ids are consecutive over the prompts of the step: group `first_group_id + prompt_index`,
     rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
@@ -55,7 +56,9 @@ def assemble_rollouts(
         keys = [RequestKey(step, prompt_index, index) for index in range(group_size)]
         rewards_G = np.array([verdicts[key].reward for key in keys])
         group = group_advantages(rewards_G, recipe.advantage.std, recipe.advantage.epsilon)
-        kept = group.advantages_G is not None
+        advantages_G = group.advantages_G
+        if advantages_G is None and not recipe.replay.drop_zero_variance:
+            advantages_G = np.zeros(group_size, dtype=np.float32)
         correct = int((rewards_G >= recipe.reward.correct).sum())
         for key in keys:
             completion, verdict = completions[key], verdicts[key]
@@ -75,13 +78,13 @@ def assemble_rollouts(
                     behavior_logprobs=None,
                     sampler_logprobs=completion.sampler_logprobs,
                     reward=float(np.float32(verdict.reward)),  # as it is stored
-                    advantage=float(group.advantages_G[index]) if kept else None,
+                    advantage=None if advantages_G is None else float(advantages_G[index]),
                     group_reward_mean=group.mean,
                     group_reward_std=group.std,
                     group_correct=correct,
                     finish_reason=completion.finish_reason,
                     verdict=verdict.status,
-                    kept=kept,
+                    kept=advantages_G is not None,
                 )
             )
     return rollouts

@@ -30,6 +30,7 @@ from grpo_replay.inspection.summary import (
     Occupancy,
     Population,
     Quantiles,
+    RunUses,
     StalenessRow,
 )
 from grpo_replay.inspection.warn import find_warnings
@@ -79,6 +80,7 @@ def summarise(source: Source) -> Inspection:
         ),
         priority=_quantiles(stored.priority),
         times_used=_counts(stored.times_used),
+        uses_over_run=uses_over_run(log, draws, settings),
         last_use=last_use(draws, settings) if len(draws) else None,
         draw_law=next_draw_law(stored, settings),
         populations=_populations(log, stored, replayed),
@@ -206,6 +208,21 @@ def _counts(values: np.ndarray) -> tuple[CountRow, ...]:
     return tuple(CountRow(int(value), int(n)) for value, n in zip(unique, counts, strict=True))
 
 
+def uses_over_run(
+    log: RolloutColumns, draws: DrawColumns, settings: ReplaySection
+) -> RunUses | None:
+    """Uses of every survivor of the log: its draws, and its birth step where that trained on all
+    fresh ones."""
+    kept = log.take(log.kept)
+    if not len(kept):
+        return None
+    rows = find_rows(kept.rollout_id, draws.rollout_id)
+    uses = np.bincount(rows[rows >= 0], minlength=len(kept))
+    all_train = not settings.replays or settings.composition == "fresh_anchored"
+    uses += all_train | (kept.birth_step <= settings.warmup_steps)
+    return RunUses(_counts(uses), float(uses.mean()))
+
+
 def last_use(draws: DrawColumns, settings: ReplaySection) -> LastUse:
     """Steps since last use over all draws (paper B).
 
@@ -226,7 +243,11 @@ def last_use(draws: DrawColumns, settings: ReplaySection) -> LastUse:
 
 
 def next_draw_law(stored: RolloutColumns, settings: ReplaySection) -> DrawLaw:
-    """The law of the next draw, if it were made from what is stored now."""
+    """The law of the next draw, if it were made from what is stored now; with `unused_first` over
+    what was never drawn, if there is any."""
+    never_drawn = stored.times_used == 0
+    if settings.unused_first and never_drawn.any():
+        stored = stored.take(never_drawn)
     priority_U = stored.priority
     if settings.unit == "query" and len(stored):
         starts, sizes = query_spans(stored.group_id)
@@ -265,7 +286,7 @@ def population(name: str, rows: RolloutColumns) -> Population:
         prompts=int((uses > 0).sum()),
         largest_prompt=largest,
         largest_prompt_share=float(uses.max() / len(rows)),
-        correct_share=float((rows.advantage > 0).mean()) if signal else None,
+        correct_share=float(rows.correct.mean()) if signal else None,
         abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
         tokens_mean=float(rows.tokens.mean()),
         tokens_median=median,

@@ -154,15 +154,19 @@ def draw_magnitude(axes: Any, seen: Inspection) -> None:
 
 
 def draw_reuse(axes: Any, seen: Inspection) -> None:
-    """How often stored rollouts were drawn, and how long ago their last use was, as shares."""
-    left = _capped([(row.value, row.rollouts) for row in seen.times_used])
+    """How often rollouts were used over the run (a snapshot alone: how often stored ones were
+    drawn), and how long ago their last use was, as shares."""
+    run = seen.uses_over_run
+    counts = seen.times_used if run is None else run.counts
+    left = _capped([(row.value, row.rollouts) for row in counts])
     gaps = seen.last_use.gaps if seen.last_use else ()
     right = _capped([(row.value, row.rollouts) for row in gaps])
     new = seen.last_use.new if seen.last_use else 0
     labels = list(dict.fromkeys([*left, *right]))
     labels.sort(key=lambda label: int(label.rstrip("+")))
     places = np.arange(len(labels))
-    sides = (("draws of stored", left, 0, STORED, -1),) + (
+    name = "draws of stored" if run is None else "uses over the run"
+    sides = ((name, left, 0, STORED, -1),) + (
         (("steps since last use", right, new, REPLAYED, 1),) if seen.last_use else ()
     )
     for name, counts, extra, colour, side in sides:
@@ -173,7 +177,7 @@ def draw_reuse(axes: Any, seen: Inspection) -> None:
             axes.bar(len(labels) + 0.21, 100 * extra / total, 0.42, color=colour)
     ticks = [*labels, "new"] if new else labels
     axes.set_xticks(np.arange(len(ticks)), ticks)
-    axes.set_xlabel("draws, or training steps")
+    axes.set_xlabel("uses, or training steps")
     axes.set_ylabel("share (%)")
     _legend_above(axes)
 

@@ -146,7 +146,7 @@ def _populations(seen: Inspection) -> Panel | None:
         ("rollouts", lambda p: f"{p.rollouts:,}"),
         ("prompts", lambda p: f"{p.prompts:,}"),
         ("top prompt's share", lambda p: f"{p.largest_prompt_share:.1%}"),
-        ("correct (A > 0)", lambda p: _share(p.correct_share)),
+        ("correct", lambda p: _share(p.correct_share)),
         ("mean |advantage|", lambda p: _maybe(p.abs_advantage_mean, ".2f")),
         ("tokens, mean", lambda p: f"{p.tokens_mean:,.0f}"),
         ("  median", lambda p: f"{p.tokens_median:,.0f}"),
@@ -221,7 +221,11 @@ def _reuse(seen: Inspection) -> Panel | None:
     right = count_table("since last use", gaps, REPLAYED)
     grid = Table.grid(padding=(0, 2))
     grid.add_row(left, right)
-    return _panel("reuse: of what is stored, and at every use", grid)
+    body: RenderableType = grid
+    if (run := seen.uses_over_run) is not None:
+        words = f"over the run: {run.mean:.2f} uses a rollout, {run.never_share:.1%} never used"
+        body = Group(grid, Text(words, style="dim"))
+    return _panel("reuse: of what is stored, and at every use", body)
 
 
 def _by_age(seen: Inspection) -> Panel | None:

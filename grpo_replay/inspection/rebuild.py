@@ -45,7 +45,7 @@ def bare_rollouts(columns: RolloutColumns) -> list[Rollout]:
             advantage=float(columns.advantage[i]),
             group_reward_mean=0.0,
             group_reward_std=float(columns.group_std[i]),
-            group_correct=0,
+            group_correct=int(columns.group_correct[i]),
             finish_reason="length" if columns.truncated[i] else "stop",
             verdict="",
             kept=True,

@@ -23,6 +23,7 @@ SCALARS = (
     "reward",
     "advantage",
     "group_reward_std",
+    "group_correct",
     "finish_reason",
     "completion_token_ids",
 )
@@ -39,7 +40,8 @@ class RolloutColumns:
     birth_step: np.ndarray  # int64
     reward: np.ndarray  # float64
     advantage: np.ndarray  # float64, NaN if the group was dropped
-    group_std: np.ndarray  # float64
+    group_std: np.ndarray  # float64, exactly 0 if all rewards of the group are equal
+    group_correct: np.ndarray  # int32, correct rollouts of the group
     tokens: np.ndarray  # int32, of the completion
     truncated: np.ndarray  # bool
     kept: np.ndarray  # bool
@@ -51,6 +53,12 @@ class RolloutColumns:
 
     def __len__(self) -> int:
         return len(self.rollout_id)
+
+    @property
+    def correct(self) -> np.ndarray:
+        """bool [N]: better than its group, or of a group that is all correct; False for the rest
+        of what was dropped."""
+        return (self.advantage > 0) | ((self.group_std == 0) & (self.group_correct > 0))
 
     def take(self, rows: np.ndarray) -> "RolloutColumns":
         """The rows of a mask or an index array."""
@@ -95,6 +103,7 @@ _DTYPES = {
     "reward": np.float64,
     "advantage": np.float64,
     "group_std": np.float64,
+    "group_correct": np.int32,
     "tokens": np.int32,
     "truncated": np.bool_,
     "kept": np.bool_,
@@ -117,6 +126,7 @@ def _scalars(batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         "reward": array("reward", np.float64),
         "advantage": array("advantage", np.float64),
         "group_std": array("group_reward_std", np.float64),
+        "group_correct": array("group_correct", np.int32),
         "tokens": list_lengths(batch.column("completion_token_ids")).to_numpy(zero_copy_only=False),
         "truncated": pc.equal(batch.column("finish_reason"), "length").to_numpy(
             zero_copy_only=False

@@ -63,6 +63,21 @@ class LastUse:
 
 
 @dataclass(frozen=True, slots=True)
+class RunUses:
+    """How often each survivor of the run was trained on up to now, gone ones included (paper B's
+    replay ratio). Training on a rollout at its birth is a use."""
+
+    counts: tuple[CountRow, ...]
+    mean: float
+
+    @property
+    def never_share(self) -> float:
+        """Share of survivors that were never trained on."""
+        never = sum(row.rollouts for row in self.counts if row.value == 0)
+        return never / sum(row.rollouts for row in self.counts)
+
+
+@dataclass(frozen=True, slots=True)
 class Quantiles:
     minimum: float
     quarter: float
@@ -92,7 +107,7 @@ class Population:
     prompts: int
     largest_prompt: str
     largest_prompt_share: float
-    correct_share: float | None  # advantage > 0; None where groups were dropped
+    correct_share: float | None  # None where groups were dropped
     abs_advantage_mean: float | None
     tokens_mean: float
     tokens_median: float
@@ -116,6 +131,7 @@ class Inspection:
     abs_advantage: tuple[Bin, ...]
     priority: Quantiles | None
     times_used: tuple[CountRow, ...]
+    uses_over_run: RunUses | None  # None without a rollout log, or without survivors
     last_use: LastUse | None
     draw_law: DrawLaw
     populations: tuple[Population, ...]

@@ -6,7 +6,7 @@ with other rewards. Everything here holds generation fixed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.inspection.rebuild import bare_rollouts, find_rows
 from grpo_replay.inspection.rollout_columns import RolloutColumns, read_draws, read_log
 from grpo_replay.inspection.source import Source
-from grpo_replay.recipe import Recipe, parse_overrides, resolve_recipe
+from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
 from grpo_replay.terminal.progress import tracked
 
 REPEATS = 5
@@ -41,7 +41,7 @@ class DrawStatistics:
     age_p95: float | None
     abs_advantage_mean: float | None  # of what was replayed
     abs_advantage_share: float | None  # Σ|A| replayed / Σ|A| trained on
-    correct_share: float | None  # advantage > 0, of what was replayed
+    correct_share: float | None  # of what was replayed
     uses_mean: float | None  # draws per survivor, over the run
     never_drawn_share: float | None  # survivors that were never drawn
     prompts_replayed: float  # distinct
@@ -132,6 +132,7 @@ def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
     """Statistics of one pass of the log through the buffer and composer of `recipe`."""
     rng = np.random.default_rng(seed)
     settings, group_size = recipe.replay, recipe.sampling.group_size
+    log = kept_under(log, settings)
     buffer = ReplayBuffer(settings, group_size)
     rollouts = bare_rollouts(log.take(log.kept))
     kept_rows = np.flatnonzero(log.kept)
@@ -163,6 +164,14 @@ def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
         stored=stored,
     )
     return statistics(log, trained)
+
+
+def kept_under(log: RolloutColumns, settings: ReplaySection) -> RolloutColumns:
+    """The log as a run with these settings keeps it: without the groups whose rewards are all
+    equal, or with them, at advantage 0."""
+    if settings.drop_zero_variance:
+        return replace(log, kept=log.group_std > 0)
+    return replace(log, kept=np.ones(len(log), dtype=bool), advantage=np.nan_to_num(log.advantage))
 
 
 def _logged(source: Source, log: RolloutColumns, recipe: Recipe) -> _Trained:
@@ -208,7 +217,7 @@ def statistics(log: RolloutColumns, trained: _Trained) -> DrawStatistics:
         age_p95=float(np.quantile(ages, 0.95)) if some else None,
         abs_advantage_mean=float(magnitude[replayed].mean()) if some else None,
         abs_advantage_share=float(replayed_mass / mass) if some and mass > 0 else None,
-        correct_share=float((log.advantage[replayed] > 0).mean()) if some else None,
+        correct_share=float(log.correct[replayed].mean()) if some else None,
         uses_mean=float(uses.mean()) if fresh_count else None,
         never_drawn_share=float((uses == 0).mean()) if fresh_count else None,
         prompts_replayed=float(len(np.unique(log.prompt[replayed]))),

@@ -150,6 +150,8 @@ def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, dict[st
             "capacity_rollouts": max(math.ceil(x * survivors), inputs.rollouts_per_step),
             "ratio": y * inputs.survival,
             "max_age_steps": None,
+            # The numbers hold for what the filter leaves; the preset itself drops nothing.
+            "drop_zero_variance": inputs.survival < 1,
         },
         "ours": {
             "preset": "ours",

@@ -70,6 +70,8 @@ def _number(value: float) -> str:
 def _setting(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 

@@ -209,6 +209,17 @@ def _nearly_unbounded(mu: float, rho: float) -> float:
     return 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
 
 
+def balanced_replay_ratio(mu: float, workers: int, trainers: int) -> float:
+    """y = μ·T/W: uses of a rollout when W inference workers and T trainers never wait."""
+    return mu * trainers / workers
+
+
+def cost_ratio_from_counts(trained: float, generated: float, workers: int, trainers: int) -> float:
+    """μ = (K_train/T)/(K_gen/W): rollouts that one trainer trained on over rollouts that one worker
+    generated in the same time, both always busy."""
+    return (trained / trainers) / (generated / workers)
+
+
 def relative_compute(y: float, mu: float) -> float:
     """γ = (1 + W/T)/(1 + μ): compute of one step relative to no buffer at equal batch size.
 

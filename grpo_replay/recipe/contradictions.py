@@ -44,10 +44,29 @@ def _replay_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
     if replay.composition == "buffer_only" and replay.ratio == 0:
         yield "replay.ratio 0 with replay.composition 'buffer_only' would train on nothing"
+    if replay.unused_first and replay.with_replacement:
+        yield (
+            "replay.unused_first with replay.with_replacement: a draw uses what it takes, so it "
+            "cannot take it again before the others; set replay.with_replacement false"
+        )
     if replay.positive_fraction > 0 and replay.unit == "query":
         yield (
             "replay.positive_fraction with replay.unit 'query': the positive-bias buffer keeps "
             "single rollouts; use replay.unit rollout"
+        )
+
+
+def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    every = recipe.run.sync_every_steps
+    if recipe.loss.behavior_logprobs != "sampler":
+        yield (
+            f"run.sync_every_steps {every} with loss.behavior_logprobs 'trainer': between pushes "
+            "the trainer is not the policy that sampled; set loss.behavior_logprobs sampler"
+        )
+    if recipe.eval.benchmarks and recipe.eval.every_steps and recipe.eval.every_steps % every:
+        yield (
+            f"eval.every_steps {recipe.eval.every_steps} is no multiple of run.sync_every_steps "
+            f"{every}: the sampler evaluates, and between pushes it holds an older policy"
         )
 
 
@@ -59,11 +78,8 @@ def _other_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
     if recipe.run.mode == "async":
         yield "run.mode 'async' is not available yet: use sync"
-    elif recipe.run.sync_every_steps != 1:
-        yield (
-            f"run.sync_every_steps {recipe.run.sync_every_steps} with run.mode 'sync', which "
-            "pushes the weights after every step: set it to 1"
-        )
+    elif recipe.run.sync_every_steps > 1:
+        yield from _lag_contradictions(recipe)
     if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
         yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
     if recipe.model.config_overrides and not recipe.model.random_init:

@@ -12,6 +12,9 @@ from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.sections import Section
 
+_PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
+_PAPER_B = {"with_replacement": True, "drop_zero_variance": False}
+
 REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"enabled": False},
     "ours": {
@@ -19,18 +22,21 @@ REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "unit": "rollout",
         "priority": "abs_advantage",
         "composition": "fresh_anchored",
+        **_PAPER_A,
     },
     "uniform": {
         "enabled": True,
         "unit": "query",
         "priority": "uniform",
         "composition": "pool",
+        **_PAPER_A,
     },
     "group_std": {
         "enabled": True,
         "unit": "query",
         "priority": "group_std",
         "composition": "pool",
+        **_PAPER_A,
     },
     "fifo": {
         "enabled": True,
@@ -39,9 +45,11 @@ REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
         "composition": "buffer_only",
         "max_age_steps": None,
         "warmup_steps": 0,
+        **_PAPER_B,
     },
 }
-"""What each preset decides (paper A, section 5; `fifo`: paper B)."""
+"""What each preset decides (paper A, section 5; `fifo`: paper B). `grpo` leaves the zero-variance
+filter alone, so that it is the baseline of the recipe it is set in."""
 
 
 def shipped_recipes_folder() -> Path:

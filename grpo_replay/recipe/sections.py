@@ -28,7 +28,8 @@ class Section(BaseModel):
 class ModelSection(Section):
     path: str = "builtin:tiny"
     """Hugging Face id, local folder, `builtin:tiny`, or (with `random_init`) a published
-    configuration that ships with the package: `builtin:qwen3-0.6b`, `-1.7b`, `-4b`."""
+    configuration that ships with the package: `builtin:qwen3-0.6b`, `-1.7b`, `-4b`,
+    `builtin:qwen2.5-7b`."""
     revision: str | None = None
     """Git revision on the hub."""
     tokenizer: str | None = None
@@ -56,7 +57,7 @@ class PromptsSection(Section):
     revision: str | None = None
     """Git revision on the hub."""
     split: str = "train"
-    """Split of a hub dataset."""
+    """Split of a hub dataset, or a part of one: `train[:-500]` is all but the last 500 rows."""
     problem_field: str = "problem"
     """Column with the problem statement."""
     answer_field: str = "answer"
@@ -189,7 +190,8 @@ class AdvantageSection(Section):
 
 class ReplaySection(Section):
     preset: Literal["grpo", "uniform", "group_std", "ours", "fifo"] = "ours"
-    """Decides `enabled`, `unit`, `priority` and `composition`; `fifo` also age and warm-up."""
+    """Decides `enabled`, `unit`, `priority` and `composition`, and (all but `grpo`)
+    `with_replacement` and `drop_zero_variance`; `fifo` also age and warm-up."""
     enabled: bool = True
     """Whether anything is stored or drawn."""
     unit: Literal["rollout", "query"] = "rollout"
@@ -213,6 +215,11 @@ class ReplaySection(Section):
     """Most rollouts stored, first in first out."""
     with_replacement: bool = False
     """Draw with replacement."""
+    unused_first: bool = False
+    """Draw what was never drawn before anything else (paper B); needs `with_replacement: false`."""
+    drop_zero_variance: bool = True
+    """Leave groups whose rewards are all equal out of training and buffer, with any preset. If
+    false they are trained on and stored with advantage 0 (paper B)."""
     positive_fraction: Fraction = 0.0
     """δ of the positive-bias buffer (paper B): keep the freshest (1-δ)·N plus the freshest δ·N
     correct ones outside them."""
@@ -318,7 +325,8 @@ class RunSection(Section):
     mode: Literal["sync", "async"] = "sync"
     """`sync`: generate, update, push weights. `async` is not available yet."""
     sync_every_steps: Positive = 1
-    """Training steps between weight pushes to the sampler."""
+    """Training steps between weight pushes to the sampler. Above 1 it samples with a policy up to
+    so many steps less one old, on purpose (paper B); needs `loss.behavior_logprobs: sampler`."""
     stop_grace_seconds: Annotated[float, Field(gt=0)] | None = None
     """Time between SIGTERM and SIGKILL where the run is, such as N of Slurm's `--signal=TERM@N`. A
     run whose step and checkpoint take longer says so. If null, 30 under Slurm, torchrun and
@@ -336,7 +344,7 @@ class CheckpointSection(Section):
 
 class EvalSection(Section):
     benchmarks: list[str] = Field(default_factory=list)
-    """Benchmarks or groups by name: `tiny`, `paper`, `math500`, …; empty for none."""
+    """Benchmarks or groups by name: `tiny`, `paper`, `paper_b`, `math500`, …; empty for none."""
     every_steps: Positive | None = None
     """Training steps between evaluations; null for none in between."""
     at_start: bool = True

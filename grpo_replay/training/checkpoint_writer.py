@@ -52,6 +52,8 @@ def write_checkpoint(
         with removed_if_unwritable(temporary):
             write_text_whole(temporary / "model" / "README.md", model_card())
             write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
+            if parts.pushed is not None and parts.pushed.version != state.policy_version:
+                parts.pushed.save(temporary)
             complete_checkpoint(temporary, state, parts.recipe.checkpoint.keep, facts)
 
     run_collectively(comm, begin)

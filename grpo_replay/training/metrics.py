@@ -59,7 +59,7 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
     return {
         "reward": float(rewards_N.mean()),
         "reward_std": float(stds.mean()),
-        "frac_reward_zero_std": 1.0 - sum(rollout.kept for rollout in rollouts) / len(rollouts),
+        "frac_reward_zero_std": float(np.mean([r.group_reward_std == 0 for r in rollouts])),
         "completions/mean_length": float(lengths_N.mean()),
         "completions/min_length": int(lengths_N.min()),
         "completions/max_length": int(lengths_N.max()),

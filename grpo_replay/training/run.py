@@ -37,6 +37,7 @@ from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import BUILTIN_FUNCTIONS, RewardScorer
 from grpo_replay.sampling.opening import open_sampler
+from grpo_replay.sampling.protocol import Sampler
 from grpo_replay.storage.atomic import write_json_whole
 from grpo_replay.storage.checkpoint import (
     RunState,
@@ -51,6 +52,7 @@ from grpo_replay.training.model_card import model_card
 from grpo_replay.training.stop_grace import grace_seconds, notice_of_grace
 from grpo_replay.training.summary import summarise_run
 from grpo_replay.training.trainer import Parts, Trainer
+from grpo_replay.training.weight_sync import PushedWeights, read_pushed_weights, sync_weights
 
 logger = logging.getLogger(__name__)
 
@@ -160,19 +162,19 @@ class Session:
         notices += run_collectively(comm, self._notices_of_room)
         notices += notices_of_precision(recipe)
         comm.position.note("sampler")
-        sampler = open_sampler(recipe, self._model_path(engine), comm, self.run_dir.path / "log")
+        path = self._model_path(engine, resumed=checkpoint is not None)
+        sampler = open_sampler(recipe, path, comm, self.run_dir.path / "log")
         self.stack.callback(sampler.close)
         buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
+        lags = recipe.run.mode == "sync" and recipe.run.sync_every_steps > 1
+        pushed = PushedWeights() if lags and comm.is_main else None
         if checkpoint:
-            sampler.load_weights(
-                engine.named_full_tensors(recipe.sampling.sync_bucket_mib * 2**20),
-                state.policy_version,
-            )
+            self._restore_sampler(checkpoint, engine, sampler, pushed, state.policy_version)
             if comm.is_main:
                 notices.extend(self._restore_buffer(checkpoint, buffer))
         state.world_size, state.zero_stage = comm.world_size, recipe.engine.zero_stage
         parts = Parts(
-            recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir
+            recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir, pushed
         )
         self.trainer = Trainer(parts, state)
         if comm.is_main:
@@ -264,15 +266,36 @@ class Session:
             engine.load(checkpoint / "engine")
         return engine
 
-    def _model_path(self, engine: DeepSpeedEngine) -> str:
+    def _restore_sampler(
+        self,
+        checkpoint: Path,
+        engine: DeepSpeedEngine,
+        sampler: Sampler,
+        pushed: PushedWeights | None,
+        version: int,
+    ) -> None:
+        """Give the sampler the checkpoint's policy, or what it held if it lagged behind it."""
+        lags = self.recipe.run.sync_every_steps > 1
+        older = read_pushed_weights(checkpoint) if lags else None
+        if older is None:
+            bucket_mib = self.recipe.sampling.sync_bucket_mib
+            sync_weights(engine, sampler, version, bucket_mib, pushed)
+            return
+        weights, held = older
+        if held > 0:  # it was opened with version 0
+            tensors = iter(weights.items())
+            sampler.load_weights(pushed.keep(tensors, held) if pushed else tensors, held)
+
+    def _model_path(self, engine: DeepSpeedEngine, resumed: bool) -> str:
         """What the sampler opens: the recipe's model, or for a random initialisation the folder
-        to which it was written."""
+        to which it was written when the run began."""
         if not self.recipe.model.random_init:
             return resolve_model_path(self.recipe.model.path)
         if self.recipe.sampling.backend == "hf":
             return self.recipe.model.path
         folder = self.run_dir.path / "initial_model"
-        engine.save_model(folder)
+        if not (resumed and folder.is_dir()):
+            engine.save_model(folder)
         return str(folder)
 
     def _restore_buffer(self, checkpoint: Path, buffer: ReplayBuffer) -> list[str]:
@@ -323,6 +346,7 @@ class Session:
         if self.comm.is_main:
             self.observer.on_status(f"evaluating step {step}")
         parts = self.trainer.parts
+        self._catch_up()
         with self.comm.position.stage("evaluation"), self._evaluation_scorer() as scorer:
             report = evaluate(
                 parts.sampler,
@@ -339,6 +363,14 @@ class Session:
         plot_curve(path.parent)
         self.observer.on_evaluation(step, report)
         return report
+
+    def _catch_up(self) -> None:
+        """Let a sampler that lags hold the policy that is evaluated. It can lag only after the last
+        step (see `recipe.contradictions`), when nothing more is sampled to train on."""
+        parts, version = self.trainer.parts, self.trainer.state.policy_version
+        if parts.sampler.policy_version != version:
+            bucket_mib = self.recipe.sampling.sync_bucket_mib
+            sync_weights(parts.engine, parts.sampler, version, bucket_mib)
 
     def _evaluation_scorer(self) -> AbstractContextManager[RewardScorer]:
         """The run's own scorer if it grades as evaluations do, else one with its limits."""

@@ -46,6 +46,7 @@ from grpo_replay.training.metrics import (
 )
 from grpo_replay.training.weight_sync import (
     LogprobGap,
+    PushedWeights,
     gap_sample,
     measure_gap,
     refuse_gap,
@@ -69,6 +70,8 @@ class Parts:
     tokenizer: Any
     buffer: ReplayBuffer
     run_dir: RunDirectory
+    pushed: PushedWeights | None = None
+    """What a lagging sampler holds, on rank 0; None if every step pushes."""
 
 
 class Trainer:
@@ -121,8 +124,8 @@ class Trainer:
                 text = self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 completions[key], texts[key] = completion, text
                 self.parts.scorer.submit(key, text, prompt.answer, prompt.row)
-            # Every step ends with a push, also one that trained on nothing: see `sync_weights`.
-            self.parts.sampler.sleep(keep_weights=False)
+            # A step that ends with a push brings the sampler its weights, also if nothing trained.
+            self.parts.sampler.sleep(keep_weights=not self._push_is_due())
         with self._stage("reward"):
             verdicts = self.parts.scorer.results()
             rollouts = assemble_rollouts(
@@ -135,7 +138,8 @@ class Trainer:
         self, generated: Sequence[Rollout], step: int
     ) -> tuple[list[Rollout], LogprobGap | None]:
         """Behaviour log-probs at birth, from the policy that sampled; and the proof that sampler
-        and trainer are the same policy. Returns the survivors, and the gap, on rank 0."""
+        and trainer are the same policy, unless the sampler lags on purpose. Returns the survivors,
+        and the gap, on rank 0."""
         frozen_by_trainer = self.recipe.loss.behavior_logprobs == "trainer"
         with self._stage("logprob"):
             sample = gap_sample(generated, every_survivor=frozen_by_trainer)
@@ -144,8 +148,9 @@ class Trainer:
         if not self.comm.is_main:
             return [], None
         gap = measure_gap(sample, logprobs)
-        limit = self.recipe.logprob_gap_limit
-        refuse_gap(gap, limit, step, self.parts.sampler.policy_version)
+        version = self.parts.sampler.policy_version
+        if version == self.state.policy_version:
+            refuse_gap(gap, self.recipe.logprob_gap_limit, step, version)
         if frozen_by_trainer:
             frozen = {r.rollout_id: lp for r, lp in zip(sample, logprobs, strict=True)}
         else:
@@ -206,15 +211,17 @@ class Trainer:
             )
 
     def sync_weights(self) -> None:
-        """Push the new policy to the sampler, as the next version."""
-        with self._stage("sync"):
-            sync_weights(
-                self.parts.engine,
-                self.parts.sampler,
-                self.state.policy_version + 1,
-                self.recipe.sampling.sync_bucket_mib,
-            )
-        self.state.policy_version += 1
+        """Push the new policy, which is the next version, to the sampler; or only every
+        `run.sync_every_steps`-th version."""
+        version = self.state.policy_version + 1
+        if self._push_is_due():
+            parts, bucket_mib = self.parts, self.recipe.sampling.sync_bucket_mib
+            with self._stage("sync"):
+                sync_weights(parts.engine, parts.sampler, version, bucket_mib, parts.pushed)
+        self.state.policy_version = version
+
+    def _push_is_due(self) -> bool:
+        return (self.state.policy_version + 1) % self.recipe.run.sync_every_steps == 0
 
     def _count(self, step: int, generated: Sequence[Rollout], batch: ComposedBatch) -> None:
         state, settings = self.state, self.recipe.sampling

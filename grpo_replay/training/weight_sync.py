@@ -1,14 +1,23 @@
-"""Pushing the policy to the sampler, and the proof that it arrived."""
+"""Pushing the policy to the sampler, and the proof that it arrived.
 
-from collections.abc import Sequence
+With `run.sync_every_steps` above 1 the sampler lags on purpose (a stand-in for asynchrony, paper
+B): between pushes it samples with an older policy than the trainer's.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from grpo_replay.engine.protocol import Engine
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.sampling.protocol import Sampler
-from grpo_replay.types import Rollout
+from grpo_replay.types import NamedTensors, Rollout
+
+if TYPE_CHECKING:
+    import torch
 
 GAP_SAMPLE_ROLLOUTS = 64
 """The gap is measured on at least so many fresh rollouts of every step, or on all."""
@@ -23,9 +32,60 @@ class LogprobGap:
     tokens: int
 
 
-def sync_weights(engine: Engine, sampler: Sampler, version: int, bucket_mib: int) -> None:
-    """Make the sampler hold the engine's policy, as `version`. Collective."""
-    sampler.load_weights(engine.named_full_tensors(bucket_mib * 2**20), version)
+SAMPLER_WEIGHTS = "sampler_weights.safetensors"
+"""File of a checkpoint between two pushes: the older weights that the sampler holds."""
+
+
+class PushedWeights:
+    """A copy of what a lagging sampler holds, in host memory, for checkpoints between pushes.
+
+    `version` is its policy version; version 0 is the initial model, of which no copy is needed.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def keep(self, tensors: NamedTensors, version: int) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Pass the tensors on, and hold copies of them once all have passed."""
+        kept = {}
+        for name, tensor in tensors:
+            kept[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            yield name, tensor
+        self.version, self._tensors = version, kept
+
+    def save(self, folder: Path) -> None:
+        """Write them into a checkpoint's folder."""
+        from safetensors.torch import save_file
+
+        metadata = {"policy_version": str(self.version)}
+        save_file(self._tensors, folder / SAMPLER_WEIGHTS, metadata)
+
+
+def read_pushed_weights(folder: Path) -> tuple[dict[str, "torch.Tensor"], int] | None:
+    """What `PushedWeights.save` wrote into a checkpoint, and its version; None if it is not
+    there, the sampler having been in step."""
+    from safetensors import safe_open
+
+    path = folder / SAMPLER_WEIGHTS
+    if not path.exists():
+        return None
+    with safe_open(path, framework="pt") as file:
+        version = int(file.metadata()["policy_version"])
+        return {name: file.get_tensor(name) for name in file.keys()}, version  # noqa: SIM118
+
+
+def sync_weights(
+    engine: Engine,
+    sampler: Sampler,
+    version: int,
+    bucket_mib: int,
+    pushed: PushedWeights | None = None,
+) -> None:
+    """Make the sampler hold the engine's policy, as `version`. Collective. `pushed` keeps a copy
+    (on the rank that has one)."""
+    tensors = engine.named_full_tensors(bucket_mib * 2**20)
+    sampler.load_weights(tensors if pushed is None else pushed.keep(tensors, version), version)
 
 
 def gap_sample(rollouts: Sequence[Rollout], every_survivor: bool = True) -> list[Rollout]:

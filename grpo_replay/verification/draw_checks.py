@@ -26,9 +26,11 @@ class DrawChecks:
         self.units = Tally("drawn units", "whole queries, none twice in a step without replacement")
         self.probabilities = Tally("probabilities", "P = p^alpha / sum p^alpha recomputed")
 
-    def check(self, step: int, candidates: list[int], survivors: int) -> list[int]:
+    def check(
+        self, step: int, candidates: list[int], survivors: int, used: np.ndarray
+    ) -> list[int]:
         """Check the draw of one step from `candidates` (rows, oldest first); returns the drawn
-        rows that exist. `survivors` is B'."""
+        rows that exist. `survivors` is B'; `used[row]` says whether a row was ever drawn."""
         draws = self.draws(step)
         units = self._units(candidates)
         asked = self._asked(step, survivors)
@@ -44,7 +46,9 @@ class DrawChecks:
             f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "
             f"(asked {asked}, {len(units)} there)",
         )
-        self._check_law(step, draws, units, drawn)
+        self.effective_sample_size = None
+        for members, picked in self._classes(step, units, drawn, used):
+            self._check_law(step, draws, units, members, picked)
         return rows
 
     def draws(self, step: int) -> Columns:
@@ -119,24 +123,54 @@ class DrawChecks:
             self.units.expect(len(set(drawn)) == len(drawn), f"step {step}: a unit was drawn twice")
         return drawn
 
+    def _classes(
+        self, step: int, units: list[list[int]], drawn: list[int], used: np.ndarray
+    ) -> list[tuple[list[int], list[int]]]:
+        """The units that one law holds for, with the drawn ones in order: all of them, or what was
+        never drawn and then the rest. Indices into `units`."""
+        if not self.settings.unused_first:
+            return [(list(range(len(units))), drawn)]
+        old = {index for index, unit in enumerate(units) if used[unit].any()}
+        never = [index for index in range(len(units)) if index not in old]
+        first = [index for index in drawn if index not in old]
+        in_order = drawn[: len(first)] == first
+        self.units.expect(
+            in_order and len(first) == min(len(drawn), len(never)),
+            f"step {step}: drew {len(drawn) - len(first)} {self.settings.unit} unit(s) that were "
+            f"drawn before, though {len(never) - len(first)} never drawn were left, or before them",
+        )
+        return [(never, first), (sorted(old), drawn[len(first) :] if in_order else [])]
+
     def _check_law(
-        self, step: int, draws: Columns, units: list[list[int]], drawn: list[int]
+        self,
+        step: int,
+        draws: Columns,
+        units: list[list[int]],
+        members: list[int],
+        drawn: list[int],
     ) -> None:
-        self.effective_sample_size = None
+        """Probabilities and draws against the law over the units `members`."""
         if not drawn:
             return
-        weight_U = self._weights(units)
-        probability_U = weight_U / weight_U.sum()
-        self.effective_sample_size = float(1 / (probability_U**2).sum())
-        index_of = {row: index for index, unit in enumerate(units) for row in unit}
+        weight_M = self._weights([units[index] for index in members])
+        probability_M = weight_M / weight_M.sum()
+        if self.effective_sample_size is None:
+            self.effective_sample_size = float(1 / (probability_M**2).sum())
+        place = {unit: position for position, unit in enumerate(members)}
+        expected_of = {row: probability_M[place[unit]] for unit in drawn for row in units[unit]}
         for rollout_id, found in zip(draws["rollout_id"], draws["probability"], strict=True):
-            expected = probability_U[index_of[self.row_of[int(rollout_id)]]]
+            row = self.row_of[int(rollout_id)]
+            if row not in expected_of:
+                continue  # of the other class
+            expected = expected_of[row]
             self.probabilities.expect(
                 abs(found - expected) <= _PROBABILITY_TOLERANCE * expected,
                 f"step {step}, rollout {rollout_id}: probability {found!r}, recomputed "
                 f"{float(expected)!r}",
             )
-        self.draw_test.add(weight_U, np.array(drawn), self.settings.with_replacement)
+        self.draw_test.add(
+            weight_M, np.array([place[unit] for unit in drawn]), self.settings.with_replacement
+        )
 
     def _weights(self, units: list[list[int]]) -> np.ndarray:
         """p^α of each unit, p being the mean over its rollouts, scaled to a largest of 1."""

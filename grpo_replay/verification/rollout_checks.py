@@ -48,9 +48,38 @@ def check_groups(run: RunFiles) -> Check:
     return tally.result()
 
 
+def check_versions(run: RunFiles) -> Check:
+    """The version of the weights that sampled each rollout, where the recipe decides it: in sync
+    mode that of the last push, every k-th step, before the rollout's step."""
+    tally = Tally("policy versions", "sampled by the weights of the last push before the step")
+    if run.recipe.run.mode != "sync":
+        return tally.result()
+    every = run.recipe.run.sync_every_steps
+    logged = {int(line["step"]): line.get("sampler/policy_version") for line in run.metrics}
+    for step, rows in run.rows_of_step.items():
+        expected = (step - 1) // every * every
+        for name in ("policy_version", "policy_version_end"):
+            found = run.rollouts[name][rows]
+            tally.expect_all(
+                found == expected,
+                lambda i, step=step, name=name, found=found, first=rows.start, at=expected: (
+                    f"step {step}: rollout {run.rollouts['rollout_id'][first + i]} has {name} "
+                    f"{found[i]}, the last push was {at}"
+                ),
+            )
+        tally.expect(
+            logged[step] in (expected, None),
+            f"step {step}: sampler/policy_version {logged[step]}, the last push was {expected}",
+        )
+    return tally.result()
+
+
 def check_advantages(run: RunFiles) -> list[Check]:
     """Group statistics, kept flags and advantages against the rewards, group by group."""
-    kept = Tally("kept flags", "kept exactly where a group's rewards differ; nulls only elsewhere")
+    rule = (
+        "where a group's rewards differ" if run.recipe.replay.drop_zero_variance else "everywhere"
+    )
+    kept = Tally("kept flags", f"kept exactly {rule}; nulls only elsewhere")
     statistics = Tally("group statistics", "mean, standard deviation and correct count recomputed")
     advantages = Tally("advantages", "(r - mean) / (std + epsilon) recomputed from the rewards")
     for step, rows in run.rows_of_step.items():
@@ -66,6 +95,7 @@ def _check_group(
     columns, section = run.rollouts, run.recipe.advantage
     rewards = [float(reward) for reward in columns["reward"][members]]
     differ = max(rewards) != min(rewards)
+    keeps = differ or not run.recipe.replay.drop_zero_variance
     mean = math.fsum(rewards) / len(rewards)
     freedom = len(rewards) - (section.std == "sample")
     std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / max(freedom, 1)) if differ else 0
@@ -82,18 +112,18 @@ def _check_group(
             f"{here}: group_correct {columns['group_correct'][row]}, recomputed {correct}",
         )
         kept.expect(
-            columns["kept"][row] == differ,
+            columns["kept"][row] == keeps,
             f"{here}: kept is {columns['kept'][row]}, but rewards are {rewards}",
         )
         logprobs, tokens = columns["behavior_logprobs"][row], columns["completion_token_ids"][row]
         kept.expect(
-            logprobs == (tokens if differ else -1),
+            logprobs == (tokens if keeps else -1),
             f"{here}: {logprobs} behaviour log-probs (-1: null) for {tokens} tokens",
         )
-        if not differ:
+        if not keeps:
             kept.expect(columns["advantage_is_null"][row], f"{here}: dropped, but has an advantage")
             continue
-        expected = (reward - mean) / (std + section.epsilon)
+        expected = (reward - mean) / (std + section.epsilon) if differ else 0.0
         adv.expect(
             _close(columns["advantage"][row], expected),
             f"{here}: advantage {columns['advantage'][row]}, recomputed {expected:.7g}",

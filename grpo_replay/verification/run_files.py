@@ -18,6 +18,7 @@ from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table,
 
 _COLUMNS = (
     *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "reward"),
+    *("policy_version", "policy_version_end"),
     *("advantage", "group_reward_mean", "group_reward_std", "group_correct", "kept"),
     *("completion_token_ids", "behavior_logprobs", "sampler_logprobs", "tokens"),
 )

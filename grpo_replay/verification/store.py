@@ -59,8 +59,13 @@ class Store:
         reserved = round(self.settings.positive_fraction * capacity)
         window = capacity - reserved
         newest_first = self.rows[::-1]
-        outside = [row for row in newest_first[window:] if self.rollouts["advantage"][row] > 0]
+        outside = [row for row in newest_first[window:] if self._is_correct(row)]
         return (newest_first[:window] + outside[:reserved])[::-1]
+
+    def _is_correct(self, row: int) -> bool:
+        if self.rollouts["group_reward_std"][row] == 0:  # all of the group are right, or none
+            return bool(self.rollouts["group_correct"][row] > 0)
+        return bool(self.rollouts["advantage"][row] > 0)
 
     def _newest_queries(self, capacity: int) -> list[int]:
         kept: list[int] = []

@@ -17,6 +17,7 @@ from grpo_replay.verification.rollout_checks import (
     check_files,
     check_groups,
     check_trained,
+    check_versions,
 )
 from grpo_replay.verification.run_files import RunFiles, read_run
 from grpo_replay.verification.snapshot_checks import check_snapshot
@@ -27,7 +28,8 @@ def verify_run(run_dir: Path) -> VerifyReport:
     """One line per check, in the order of the algorithm. Raises SnapshotError or RecipeError if
     the files cannot be read."""
     run = read_run(Path(run_dir))
-    checks = [check_files(run), check_groups(run), *check_advantages(run), check_trained(run)]
+    checks = [check_files(run), check_groups(run), check_versions(run), *check_advantages(run)]
+    checks.append(check_trained(run))
     return VerifyReport(len(run.steps), (*checks, *_Replay(run).checks()))
 
 
@@ -65,7 +67,7 @@ class _Replay:
             if self.settings.composition == "buffer_only":
                 evicted += self.store.insert(fresh)
         pool = fresh if self.settings.composition == "pool" else []
-        drawn = self.draws.check(step, self.store.rows + pool, len(fresh))
+        drawn = self.draws.check(step, self.store.rows + pool, len(fresh), self.store.uses > 0)
         self.store.record(drawn, step)
         if self.active:
             if self.settings.composition != "buffer_only":

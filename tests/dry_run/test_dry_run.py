@@ -64,7 +64,7 @@ def test_what_a_step_of_paper_a_takes():
     assert step["surviving_rollouts_expected"] == 113
     assert (step["replayed_rollouts_expected"], step["trained_rollouts_expected"]) == (56, 169)
     assert replay["first_replay_step"] == 21 and replay["horizon_steps"] == 10
-    assert replay["stored_rollouts_expected"] == 1126 and not replay["capacity_binds"]
+    assert replay["stored_rollouts_expected"] == 1127 and not replay["capacity_binds"]
     assert replay["stored_rollouts_most"] == 2560
     # ids and two log-probs of 8,192 tokens, prompts of 1,024 ids, objects; no text
     most = 2560 * (12 * 8192 + 4 * 1024 + 1000) / 2**30

@@ -114,6 +114,12 @@ def test_published_configurations_ship(name):
     assert config.tie_word_embeddings
 
 
+def test_the_published_qwen2_5_ships_with_a_head_of_its_own():
+    config = load_config(random_section(path="builtin:qwen2.5-7b", config_overrides={}))
+    assert (config.model_type, config.vocab_size) == ("qwen2", 152_064)
+    assert not config.tie_word_embeddings
+
+
 def test_a_saved_folder_loads_bit_for_bit(folder):
     saved = load_policy(random_section(), 3).state_dict()
     loaded = load_policy(ModelSection(path=str(folder)), 9).state_dict()

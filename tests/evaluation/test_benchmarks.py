@@ -26,6 +26,7 @@ def load(word: str, **others):
 
 def test_groups_expand_in_order_and_nothing_comes_twice():
     assert names("paper") == ["math500", "aime25", "aime26", "hmmt_feb25", "hmmt_feb26"]
+    assert names("paper_b") == ["math_pass1", "math_passk", "openr1_pass1", "openr1_passk"]
     assert len(names("tiny")) == 5
     assert names("aime25", "paper", "aime25")[0] == "aime25"
     assert len(names("aime25", "paper", "aime25")) == 5

@@ -1,10 +1,12 @@
 """The evaluator on the real tiny model: right numbers, resumable, the same on one and two ranks."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from zlib import crc32
 
@@ -223,3 +225,48 @@ def test_a_report_reads_back_as_it_was_and_damage_is_named(tmp_path, uninterrupt
     (tmp_path / "copy.parquet").write_bytes(b"PAR1")
     with pytest.raises(EvaluationFileError, match=r"copy\.parquet"):
         read_report(tmp_path / "copy.json")
+
+
+# --- paper B's two settings in one evaluation -----------------------------------------------------
+
+
+def test_one_evaluation_has_pass_at_1_at_a_low_and_pass_at_k_at_full_temperature(
+    tokenizer, tmp_path
+):
+    """The real evaluator on the tiny model: `paper_b` reads each set once and samples it twice."""
+    from grpo_replay.tiny.problems import benchmark_problems
+
+    for stem, name, field in (("math500", "tiny_add", "unique_id"), ("openr1", "tiny_mul", "uuid")):
+        rows = [{**row, field: row["problem_id"]} for row in benchmark_problems(name)[:5]]
+        (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    planned = plan(
+        tokenizer, benchmarks=["paper_b"], data_folder=str(tmp_path), samples=None,
+        temperature=0.1, top_p=0.95, greedy=False,
+    )  # fmt: skip
+    sampler = HfSampler.open(recipe(), str(BASE_DIR))
+    with RewardScorer.open(recipe().reward.model_copy(update={"function": "minerva"})) as scorer:
+        report = evaluate(sampler, tokenizer, planned, Comm(), scorer)
+    laws = {}
+    for each in planned.samples:
+        law = (each.request.temperature, each.request.top_p)
+        laws.setdefault(each.benchmark, Counter())[law] += 1
+    assert laws == {
+        "math_pass1": {(0.1, 0.95): 5}, "math_passk": {(1.0, 0.95): 80},
+        "openr1_pass1": {(0.1, 0.95): 5}, "openr1_passk": {(1.0, 0.95): 80},
+    }  # fmt: skip
+    rows = report.samples.to_pylist()
+    assert Counter(row["benchmark"] for row in rows) == {
+        k: sum(v.values()) for k, v in laws.items()
+    }
+    assert set(report.accuracies()) == {*laws, "mean"}
+    described = report.settings["benchmarks"]
+    assert {name: described[name]["temperature"] for name in described} == {
+        "math_pass1": 0.1, "math_passk": 1.0, "openr1_pass1": 0.1, "openr1_passk": 1.0,
+    }  # fmt: skip
+    digests = {name: each["problems_sha256"] for name, each in described.items()}
+    assert digests["math_pass1"] == digests["math_passk"] != digests["openr1_pass1"]
+    texts = {
+        temperature: len({row["completion_text"] for row in rows if row["benchmark"] == name})
+        for name, temperature in (("math_pass1", 0.1), ("math_passk", 1.0))
+    }
+    assert texts[1.0] > texts[0.1]

@@ -88,8 +88,9 @@ def test_magnitudes_have_one_bin_per_value_of_a_small_group(runs, preset):
         if row["kept"] and stored
     ]
     bins = inspect(runs[preset]).abs_advantage
-    # k of 4 correct: √(1/3), 1, √3.
-    assert [round(b.low, 3) for b in bins] == ([0.577, 1.0, 1.732] if stored else [])
+    # k of 4 correct: √(1/3), 1, √3; FIFO keeps the groups of equal rewards as well.
+    values = [*([0.0] if preset == "fifo" else []), 0.577, 1.0, 1.732]
+    assert [round(b.low, 3) for b in bins] == (values if stored else [])
     for b in bins:
         assert b.low == b.high
         assert b.kept == sum(abs(value - b.low) < 1e-3 for value in kept)
@@ -185,7 +186,7 @@ def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
         assert population.tokens_p95 == pytest.approx(by_hand.quantile(lengths, 0.95))
         truncated = sum(row["finish_reason"] == "length" for row in rows)
         assert population.truncated_share == pytest.approx(truncated / len(rows))
-        if name == "generated":
+        if name == "generated" and preset != "fifo":  # FIFO drops nothing
             assert population.correct_share is None
         else:
             right = sum(row["verdict"] == "correct" for row in rows)
@@ -286,3 +287,21 @@ def test_a_rebuilt_buffer_that_is_not_the_runs_is_admitted(tmp_path):
 def test_groups_are_whole_in_the_synthetic_run(runs):
     stored = by_hand.stored_rows(runs["uniform"], LAST)
     assert set(Counter(row["group_id"] for row in stored).values()) == {GROUP_SIZE}
+
+
+@pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo", "grpo"])
+def test_uses_over_the_run_count_every_survivor_gone_ones_included(runs, preset):
+    rows = [row for row in by_hand.rows_of(runs[preset] / "rollouts") if row["kept"]]
+    uses = Counter({row["rollout_id"]: 0 for row in rows})
+    for draw in by_hand.rows_of(runs[preset] / "draws"):
+        uses[draw["rollout_id"]] += 1
+    warmup = inspect(runs[preset]).settings["warmup_steps"]
+    for row in rows:
+        uses[row["rollout_id"]] += preset in ("ours", "grpo") or row["birth_step"] <= warmup
+    seen = inspect(runs[preset])
+    expected = Counter(uses.values())
+    assert {row.value: row.rollouts for row in seen.uses_over_run.counts} == expected
+    assert seen.uses_over_run.mean == pytest.approx(sum(uses.values()) / len(rows))
+    assert seen.uses_over_run.never_share == pytest.approx(expected[0] / len(rows))
+    # More than what is stored now, which is all that times_used counts.
+    assert sum(expected.values()) > sum(row.rollouts for row in seen.times_used)

@@ -102,6 +102,7 @@ def test_statistics_of_a_hand_made_run():
         reward=np.array([1.0, -1.0, 1.0, 1.0]),
         advantage=np.array([1.0, -1.0, np.nan, np.nan]),
         group_std=np.array([1.0, 1.0, 0.0, 0.0]),
+        group_correct=np.array([1, 1, 2, 2], dtype=np.int32),
         tokens=np.array([10, 20, 5, 5], dtype=np.int32),
         truncated=np.zeros(4, bool),
         kept=np.array([True, True, False, False]),

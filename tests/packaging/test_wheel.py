@@ -65,9 +65,9 @@ def test_the_published_configurations_are_there(installed):
     code = (
         "from grpo_replay.engine.models import load_config\n"
         "from grpo_replay.recipe import ModelSection\n"
-        "for size in ('0.6b', '1.7b', '4b'):\n"
-        "    section = ModelSection(path=f'builtin:qwen3-{size}', random_init=True,\n"
+        "for name in ('qwen3-0.6b', 'qwen3-1.7b', 'qwen3-4b', 'qwen2.5-7b'):\n"
+        "    section = ModelSection(path=f'builtin:{name}', random_init=True,\n"
         "                           tokenizer='builtin:bytes')\n"
         "    print(load_config(section).hidden_size)"
     )
-    assert _run(installed, code).split() == ["1024", "2048", "2560"]
+    assert _run(installed, code).split() == ["1024", "2048", "2560", "3584"]

@@ -34,6 +34,27 @@ def test_the_same_layer_may_override_its_preset():
     assert (recipe.replay.unit, recipe.replay.composition) == ("query", "fresh_anchored")
 
 
+def test_a_preset_decides_replacement_and_filter_against_earlier_layers_only():
+    paper_b = {"with_replacement": True, "drop_zero_variance": False}
+    assert replay_of({"preset": "fifo"}) == paper_b
+    assert replay_of({"with_replacement": False}, {"preset": "fifo"}) == paper_b
+    later = replay_of({"preset": "fifo"}, {"with_replacement": False})
+    assert later == {"with_replacement": False, "drop_zero_variance": False}
+    same = replay_of({"preset": "fifo", "drop_zero_variance": True})
+    assert same == {"with_replacement": True, "drop_zero_variance": True}
+    for preset in ("ours", "uniform", "group_std"):
+        back = replay_of({"preset": "fifo"}, {"preset": preset})
+        assert back == {"with_replacement": False, "drop_zero_variance": True}
+    # The baseline without replay keeps or drops groups as the recipe it is set in.
+    assert replay_of({"preset": "fifo"}, {"preset": "grpo"})["drop_zero_variance"] is False
+    assert replay_of({"preset": "ours"}, {"preset": "grpo"})["drop_zero_variance"] is True
+
+
+def replay_of(*sections):
+    replay = resolve_recipe([{"replay": section} for section in sections]).replay
+    return {name: getattr(replay, name) for name in ("with_replacement", "drop_zero_variance")}
+
+
 def test_the_default_recipe_replays():
     recipe = resolve_recipe([{}])
     assert recipe.replays
@@ -94,6 +115,10 @@ REFUSED = {
     "positive bias of queries": (
         ["replay.preset=uniform", "replay.positive_fraction=0.2"],
         "positive_fraction.*query",
+    ),
+    "used before the unused": (
+        ["replay.preset=fifo", "replay.unused_first=true"],
+        "unused_first.*with_replacement false",
     ),
     "rewards upside down": (["reward.correct=-2"], "reward.correct -2.*greater"),
     "a budget below one rollout": (

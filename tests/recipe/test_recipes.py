@@ -10,8 +10,9 @@ import grpo_replay
 from grpo_replay.recipe import Recipe, load_recipe, recipe_to_yaml, shipped_recipes_folder
 
 QWEN_RECIPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
-OTHERS = ("fifo-qwen3-0.6b", "two-gpus", "tiny")
-MINE = (*QWEN_RECIPES, "fifo-qwen3-0.6b", "two-gpus")
+FIFO_RECIPES = ("fifo-qwen3-0.6b", "fifo-qwen2.5-7b", "fifo-tiny")
+OTHERS = (*FIFO_RECIPES, "two-gpus", "tiny")
+MINE = (*QWEN_RECIPES, *FIFO_RECIPES, "two-gpus")
 
 
 def leaf(recipe: Recipe, path: str):
@@ -167,12 +168,66 @@ def test_each_baseline_is_one_override_that_changes_nothing_else(name, override)
 
 def test_overrides_named_in_the_headers_load():
     words = 0
-    for name in MINE:
+    for name in (*QWEN_RECIPES, "two-gpus"):
         text = header(name)
         for override in re.findall(r"[a-z_]+\.[a-z_]+=[\w.]+", text):
             load_recipe(name, [override])
             words += 1
-    assert words >= 30
+    assert words >= 20
+
+
+def arms(name: str) -> list[tuple[str, ...]]:
+    """The overrides of each line of a header that begins with --set."""
+    lines = re.findall(r"^#\s+(--set .*)$", header(name), re.MULTILINE)
+    return [tuple(re.findall(r"--set (\S+)", line)) for line in lines]
+
+
+@pytest.mark.parametrize("name, count", [("fifo-qwen3-0.6b", 14), ("fifo-qwen2.5-7b", 5),
+                                         ("fifo-tiny", 7)])  # fmt: skip
+def test_every_arm_in_the_header_of_a_fifo_recipe_loads(name, count):
+    found = arms(name)
+    assert len(found) == count
+    for overrides in found:
+        assert load_recipe(name, overrides) != load_recipe(name), overrides
+
+
+def batch_sizes(recipe: Recipe) -> set[int]:
+    """Rollouts of the updates of one step, once the buffer is full."""
+    replay, generated = recipe.replay, recipe.rollouts_per_step
+    total = round(replay.ratio * generated) if recipe.replays else generated
+    small, larger = divmod(total, recipe.batch.updates_per_step)
+    return {small, small + (larger > 0)}
+
+
+def test_the_arms_of_paper_b_are_those_that_their_lines_say():
+    name = "fifo-qwen3-0.6b"
+    recipes = [load_recipe(name, overrides) for overrides in arms(name)]
+    assert {frozenset(batch_sizes(recipe)) for recipe in recipes} == {frozenset({60})}
+    replayed = [recipe for recipe in recipes if recipe.replays]
+    assert {r.replay.capacity_rollouts for r in replayed} == {64, 84, 128, 256, 4608}
+    ratios = {recipe.replay.ratio for recipe in replayed}
+    assert ratios == {2.25, 3.75, 5.625, 17.5}
+    assert {recipe.replay.ratio * recipe.rollouts_per_step % 60 for recipe in replayed} == {0.0}
+    large = [recipe for recipe in replayed if recipe.replay.capacity_rollouts == 4608]
+    assert [(r.replay.positive_fraction, r.loss.kind) for r in large] == [
+        (0.5, "clipped"), (0.0, "asymre"),
+    ]  # fmt: skip
+    (plain,) = [recipe for recipe in recipes if not recipe.replays]
+    assert not plain.replay.drop_zero_variance
+    assert plain.run.steps * plain.batch.updates_per_step == load_recipe(name).run.steps
+
+
+def test_the_7b_recipe_has_the_replay_ratio_of_five_workers_and_three_trainers():
+    from grpo_replay.planning.theory import balanced_replay_ratio
+
+    name = "fifo-qwen2.5-7b"
+    recipe = load_recipe(name)
+    drawn = recipe.replay.ratio * recipe.rollouts_per_step
+    assert (recipe.replay.capacity_rollouts, drawn) == (84, 51.0)
+    assert recipe.replay.ratio == pytest.approx(balanced_replay_ratio(5.28, 5, 3), rel=0.01)
+    assert "x = N/R = 5.25, y = B/R = 3.1875" in header(name)
+    (plain,) = [r for r in map(lambda o: load_recipe(name, o), arms(name)) if not r.replays]
+    assert batch_sizes(plain) == {51, 52}
 
 
 PAPER_B = {
@@ -184,6 +239,11 @@ PAPER_B = {
     "optimizer.learning_rate": 3.37e-7,
     "optimizer.weight_decay": 0.0,
     "prompts.source": "open-r1/OpenR1-Math-220k",
+    "prompts.split": "train[:-500]",
+    "loss.dual_clip": None,
+    "loss.aggregation": "token_mean",
+    "advantage.epsilon": 1e-6,
+    "optimizer.max_grad_norm": 1.0,
     "replay.preset": "fifo",
     "replay.unit": "rollout",
     "replay.priority": "uniform",
@@ -191,17 +251,27 @@ PAPER_B = {
     "replay.max_age_steps": None,
     "replay.warmup_steps": 0,
     "replay.capacity_rollouts": 84,
-    "replay.with_replacement": False,
+    "replay.with_replacement": True,
+    "replay.unused_first": False,
+    "replay.drop_zero_variance": False,
     "replay.positive_fraction": 0.0,
+    "eval.benchmarks": ["paper_b"],
     "eval.temperature": 0.1,
     "eval.top_p": 0.95,
-    "eval.samples": 1,
+    "eval.samples": None,
+}
+OF_7B = {
+    "optimizer.learning_rate": 6.8e-8,
+    "model.path": "Qwen/Qwen2.5-7B",
+    "engine.num_processes": 8,
 }
 
 
-@pytest.mark.parametrize("path", PAPER_B)
-def test_the_fifo_recipe_holds_paper_b(path):
-    assert leaf(load_recipe("fifo-qwen3-0.6b"), path) == PAPER_B[path]
+@pytest.mark.parametrize("name", ["fifo-qwen3-0.6b", "fifo-qwen2.5-7b"])
+def test_the_fifo_recipes_hold_paper_b(name):
+    recipe = load_recipe(name)
+    expected = PAPER_B | (OF_7B if name == "fifo-qwen2.5-7b" else {})
+    assert {path: leaf(recipe, path) for path in expected} == expected
 
 
 def test_the_fifo_recipe_trains_on_batches_of_60_at_the_horizon_it_names():
@@ -223,6 +293,18 @@ PUBLISHED_PARAMETERS = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
 }
+
+
+def test_the_7b_configuration_has_the_published_parameter_count_and_an_untied_head():
+    import torch
+
+    folder = Path(grpo_replay.__file__).parent / "models" / "qwen2.5-7b"
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert (config.model_type, config.vocab_size) == ("qwen2", 152_064)
+    assert sum(p.numel() for p in model.parameters()) == 7_615_616_512
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)

@@ -49,11 +49,18 @@ def make_rollout(
 
 
 def make_group(
-    first_id: int, group_id: int, birth_step: int, rewards_G: Sequence[float]
+    first_id: int,
+    group_id: int,
+    birth_step: int,
+    rewards_G: Sequence[float],
+    drop_zero_variance: bool = True,
 ) -> list[Rollout]:
-    """One prompt's rollouts with true group statistics; not kept if the rewards are equal."""
+    """One prompt's rollouts with true group statistics; if the rewards are equal, not kept, or
+    kept with advantage 0."""
     group = group_advantages(rewards_G)
     advantages_G = group.advantages_G
+    if advantages_G is None and not drop_zero_variance:
+        advantages_G = np.zeros(len(rewards_G), np.float32)
     return [
         make_rollout(
             first_id + i,

@@ -58,7 +58,8 @@ def _run_step(
     for g in range(PROMPTS):
         rewards = np.where(rng.random(G) < chance, 1.0, -1.0)
         first, group = PROMPTS * G * step + G * g, PROMPTS * step + g
-        generated += make_group(first, group, step, rewards.tolist())
+        drop = recipe.replay.drop_zero_variance
+        generated += make_group(first, group, step, rewards.tolist(), drop)
     fresh = [rollout for rollout in generated if rollout.kept]
     buffer.evict(step)
     insert_before_draw(buffer, fresh, step)

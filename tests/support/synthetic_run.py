@@ -115,7 +115,7 @@ class SyntheticRun:
         return {
             "step": step,
             "reward": float(np.mean([rollout.reward for rollout in generated])),
-            "frac_reward_zero_std": 1 - len(fresh) / len(generated),
+            "frac_reward_zero_std": float(np.mean([r.group_reward_std == 0 for r in generated])),
             "fresh/rollouts": len(fresh),
             "fresh/clip_fraction": 0.001,
             "replay/rollouts": len(replayed),
@@ -146,7 +146,10 @@ class SyntheticRun:
     def group(self, step: int, index: int, prompt: int, correct_G: np.ndarray) -> list[Rollout]:
         rewards_G = np.where(correct_G, 1.0, -1.0)
         group = group_advantages(rewards_G)
-        kept = group.advantages_G is not None
+        advantages_G = group.advantages_G
+        if advantages_G is None and not self.recipe.replay.drop_zero_variance:
+            advantages_G = np.zeros(len(correct_G), np.float32)
+        kept = advantages_G is not None
         members = []
         for i, correct in enumerate(correct_G):
             tokens = int(self.rng.integers(3, 40))
@@ -166,7 +169,7 @@ class SyntheticRun:
                     behavior_logprobs=logprobs if kept else None,
                     sampler_logprobs=logprobs.copy(),
                     reward=float(rewards_G[i]),
-                    advantage=float(group.advantages_G[i]) if kept else None,
+                    advantage=float(advantages_G[i]) if kept else None,
                     group_reward_mean=group.mean,
                     group_reward_std=group.std,
                     group_correct=int(correct_G.sum()),

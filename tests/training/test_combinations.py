@@ -153,9 +153,19 @@ SENSELESS = {
 }  # fmt: skip
 
 
-def test_a_sync_run_does_not_ignore_a_push_interval():
-    with pytest.raises(RecipeError, match=r"sync_every_steps 4 with run\.mode 'sync'"):
+def test_a_sampler_that_lags_needs_its_own_log_probs_and_evaluations_after_pushes():
+    with pytest.raises(RecipeError, match=r"set loss\.behavior_logprobs sampler"):
         small_recipe(run={"sync_every_steps": 4})
+    sections = {
+        "run": {"sync_every_steps": 4, "steps": 20},
+        "loss": {"behavior_logprobs": "sampler"},
+        "eval": {"benchmarks": ["tiny"], "every_steps": 6},
+    }
+    with pytest.raises(
+        RecipeError, match=r"every_steps 6 is no multiple of run\.sync_every_steps 4"
+    ):
+        small_recipe(**sections)
+    assert small_recipe(**{**sections, "eval": {"benchmarks": ["tiny"], "every_steps": 8}})
 
 
 @pytest.mark.parametrize("name", SENSELESS)

@@ -175,7 +175,7 @@ def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
 def test_a_sampler_that_misses_an_update_is_refused(tmp_path, processes, monkeypatch):
     monkeypatch.setattr(
         "grpo_replay.training.trainer.sync_weights",
-        lambda engine, sampler, version, bucket_mib: setattr(sampler, "policy_version", version),
+        lambda engine, sampler, version, *_: setattr(sampler, "policy_version", version),
     )
     with pytest.raises(LogprobGapError, match="weight sync"):
         run_small(tmp_path / "run", optimizer={"learning_rate": 3e-2})

@@ -17,7 +17,15 @@ from grpo_replay.verification.draw_test import rosenblatt, uniform_p_value
 from grpo_replay.verification.verify import verify_run
 
 CHECKS = [
-    *("files", "groups", "kept flags", "group statistics", "advantages", "trained"),
+    *(
+        "files",
+        "groups",
+        "policy versions",
+        "kept flags",
+        "group statistics",
+        "advantages",
+        "trained",
+    ),
     *("stored when drawn", "draw counts", "drawn units", "ages", "probabilities", "draw law"),
     *("metrics", "snapshots"),
 ]
@@ -39,7 +47,12 @@ RUNS = {
     "fresh-anchored queries": QUERY,
     "queries, tight capacity": {**QUERY, "capacity_rollouts": 30, "with_replacement": True},
     "fifo": FIFO,
-    "fifo, positive bias": {**FIFO, "positive_fraction": 0.2},
+    "fifo, zero variance dropped": {**FIFO, "drop_zero_variance": True},
+    "fifo, without replacement": {**FIFO, "with_replacement": False},
+    "fifo, unused first": {**FIFO, "with_replacement": False, "unused_first": True},
+    "fifo, positive bias": {**FIFO, "positive_fraction": 0.5},
+    "queries, unused first": {**QUERY, "unused_first": True, "ratio": 1.5},
+    "ours, zero variance kept": {"drop_zero_variance": False},
     "fifo, age limit": {**FIFO, "max_age_steps": 2},
     "grpo": {"preset": "grpo", "enabled": False},
     "ratio 0": {"ratio": 0.0},
@@ -70,7 +83,7 @@ def test_a_right_run_passes_every_check(name, tmp_path):
     assert (compared["snapshots"] > 60) == replays
     document = json.loads(json.dumps(report.to_json()))
     assert document["passed"] is True
-    assert len(document["checks"]) == len(CHECKS) == 14
+    assert len(document["checks"]) == len(CHECKS) == 15
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +160,13 @@ def test_one_changed_probability_is_named(run):
 def test_a_dropped_rollout_row_is_named(run):
     drop_row(rollouts_at(run, 12), row=5)
     assert "step 12, group 73: completion indices [0, 2, 3]" in detail(run, "groups")
+
+
+@pytest.mark.parametrize("column", ["policy_version", "policy_version_end"])
+def test_a_changed_policy_version_is_named(run, column):
+    edit(rollouts_at(run, 12), column, lambda version: version - 1)
+    assert failed(run) == {"policy versions"}
+    assert f"has {column} 10, the last push was 11" in detail(run, "policy versions")
 
 
 def test_a_missing_file_is_named(run):
