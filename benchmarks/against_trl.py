@@ -237,6 +237,7 @@ class CannedSampler:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.policy_version = 0
+        self.stop_token_ids = ()
         self._options = options
 
     def generate(self, requests: Sequence[Any]) -> Iterator[Any]:

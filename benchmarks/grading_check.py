@@ -3,7 +3,8 @@
     python benchmarks/grading_check.py PROBLEMS.jsonl        # fields: solution, answer
 
 Every solution should be correct against its own answer and wrong against the next problem's; each
-exception is printed. Every verdict is held against math-verify called directly.
+exception is printed. Every verdict of `math_verify_boxed` and `math_verify` is held against
+math-verify called directly, on the last box of the last 500 characters or on the whole solution.
 """
 
 import argparse
@@ -13,15 +14,19 @@ from pathlib import Path
 
 import math_verify
 
-from grpo_replay.recipe import RewardSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
+from grpo_replay.rewards.boxes import boxed_answer
 from grpo_replay.rewards.math_verify import in_environment
 from grpo_replay.rewards.scorer import RewardScorer
 
 
-def direct(text: str, answer: str) -> bool:
+def direct(verifier: str, text: str, answer: str) -> bool:
+    operand = boxed_answer(text) if verifier == "math_verify_boxed" else text
+    if operand is None:
+        return False
     gold = math_verify.parse(in_environment(answer))
-    prediction = math_verify.parse(in_environment(text))
-    return math_verify.verify(gold, prediction) if gold and prediction else text == answer
+    prediction = math_verify.parse(in_environment(operand))
+    return math_verify.verify(gold, prediction) if gold and prediction else operand == answer
 
 
 def main() -> int:
@@ -34,7 +39,7 @@ def main() -> int:
         for row, other in zip(rows, rows[1:] + rows[:1], strict=True)
     ]
     different = 0
-    for name in ("math_verify", "minerva"):
+    for name in BUILTIN_VERIFIERS:
         with RewardScorer.open(RewardSection(function=name)) as scorer:
             verdicts = scorer.score([(text, answer, None) for text, answer in own + shifted])
         correct = [verdict.status == "correct" for verdict in verdicts]
@@ -45,10 +50,11 @@ def main() -> int:
                 print(f"  not accepted: {row['solution'][-80:]!r} for {row['answer']!r}")
             if others[index]:
                 print(f"  accepted: answer {row['answer']!r} for {shifted[index][1]!r}")
-        if name == "math_verify":
-            expected = [direct(text, answer) for text, answer in own + shifted]
-            different = sum(a != b for a, b in zip(correct, expected, strict=True))
-            print(f"  {different} of {len(expected)} verdicts differ from the direct call")
+        if name.startswith("math_verify"):
+            expected = [direct(name, text, answer) for text, answer in own + shifted]
+            found = sum(a != b for a, b in zip(correct, expected, strict=True))
+            print(f"  {found} of {len(expected)} verdicts differ from the direct call")
+            different += found
     return int(different > 0)
 
 

@@ -119,32 +119,55 @@ def evaluate(
     greedy: Annotated[
         bool | None, typer.Option("--greedy/--no-greedy", help="Evaluate greedily as well, or not.")
     ] = None,
+    grade_with: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="VERIFIER",
+            help="Another verifier of the same completions, reported beside eval.reward; may be "
+            "repeated. With --compare: the one whose verdicts are compared.",
+        ),
+    ] = None,
     num_processes: Annotated[int | None, typer.Option(min=1, help="Ranks on this node.")] = None,
     overrides: Overrides = None,
+    regrade: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A.json",
+            help="Add the verdicts of --grade-with to this report without sampling, instead.",
+        ),
+    ] = None,
     compare: Annotated[
         tuple[str, str] | None,
         typer.Option(metavar="A.json B.json", help="Paired test of two reports, instead."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a checkpoint on benchmarks, or compare two evaluations."""
+    """Evaluate a checkpoint on benchmarks, regrade an evaluation, or compare two."""
     from grpo_replay.commands import eval as command
     from grpo_replay.errors import UsageError
 
+    others = {
+        "--ckpt": ckpt, "--recipe": recipe, "--benchmark": benchmarks, "--k": k,
+        "--backend": backend, "--data-folder": data_folder, "--greedy": greedy,
+        "--num-processes": num_processes, "--set": overrides,
+    }  # fmt: skip
+    given = [name for name, value in others.items() if value not in (None, [])]
     if compare is not None:
-        others = {
-            "--ckpt": ckpt, "--recipe": recipe, "--benchmark": benchmarks, "--k": k,
-            "--output": output, "--backend": backend, "--data-folder": data_folder,
-            "--greedy": greedy, "--num-processes": num_processes, "--set": overrides,
-        }  # fmt: skip
-        if given := [name for name, value in others.items() if value not in (None, [])]:
-            raise UsageError(
-                f"--compare reads two reports as they are: {', '.join(given)} would change nothing"
-            )
-        command.run_comparison(*compare, as_json=as_json)
+        command.refuse_with_comparison(given, output, regrade, grade_with or ())
+        verifier = grade_with[0] if grade_with else None
+        command.run_comparison(*compare, as_json=as_json, verifier=verifier)
+        return
+    if regrade is not None:
+        from grpo_replay.commands.regrade import refuse_with_regrading, run_regrading
+
+        refuse_with_regrading(given, grade_with or ())
+        run_regrading(regrade, grade_with or (), output, as_json=as_json)
         return
     if ckpt is None:
-        raise UsageError("eval needs --ckpt DIR|HF_ID, or --compare A.json B.json")
+        raise UsageError(
+            "eval needs --ckpt DIR|HF_ID, --regrade A.json --grade-with VERIFIER, or --compare "
+            "A.json B.json"
+        )
     options = command.EvalOptions(
         ckpt=ckpt,
         recipe=recipe,
@@ -154,6 +177,7 @@ def evaluate(
         backend=backend,
         data_folder=data_folder,
         greedy=greedy,
+        grade_with=tuple(grade_with or ()),
         num_processes=num_processes,
         overrides=tuple(overrides or ()),
         as_json=as_json,
@@ -216,12 +240,19 @@ def aes(
     ] = None,
     gain: Annotated[float, typer.Option(help="Weight of an accuracy gain.")] = 3.0,
     loss: Annotated[float, typer.Option(help="Weight of an accuracy loss.")] = 5.0,
+    grade_with: Annotated[
+        str | None,
+        typer.Option(metavar="VERIFIER", help="Whose verdicts to take; eval.reward's by default."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Accuracy-efficiency score of candidates against one reference."""
     from grpo_replay.commands.aes import run
 
-    run(reference, files or (), candidates or (), gain=gain, loss=loss, as_json=as_json)
+    run(
+        reference, files or (), candidates or (), gain=gain, loss=loss, verifier=grade_with,
+        as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command()

@@ -21,7 +21,7 @@ from grpo_replay.evaluation.aes import (
     score_reports,
 )
 from grpo_replay.evaluation.comparison import differences
-from grpo_replay.evaluation.report import read_report
+from grpo_replay.evaluation.report import read_report_graded_by
 from grpo_replay.evaluation.results import Interval
 from grpo_replay.evaluation.tables import plain_table, print_table, tokens
 
@@ -32,10 +32,12 @@ def run(
     candidates: Sequence[str] = (),
     gain: float = GAIN,
     loss: float = LOSS,
+    verifier: str | None = None,
     as_json: bool = False,
 ) -> None:
     """Print AES of evaluation `files`, or of `candidates` NAME=ACC,TOKENS, against `reference`,
-    an evaluation file or ACC,TOKENS. Raises UsageError if numbers and files are mixed."""
+    an evaluation file or ACC,TOKENS; files as `verifier` graded them, or their own. Raises
+    UsageError if numbers and files are mixed."""
     for name, value in (("--gain", gain), ("--loss", loss)):
         if not 0 <= value < math.inf:
             raise UsageError(f"{name} {value}: expected a finite number of at least 0")
@@ -50,7 +52,9 @@ def run(
         )
     notes: dict[str, list[str]] = {}
     if files:
-        point, scores, notes = _from_files(reference, files, gain, loss)
+        point, scores, notes = _from_files(reference, files, gain, loss, verifier)
+    elif verifier is not None:
+        raise UsageError(f"--grade-with {verifier}: plain numbers were graded elsewhere")
     else:
         point = Point("reference", *_numbers(reference, "--reference"))
         scores = score_points(point, [_candidate(word) for word in candidates], gain, loss)
@@ -110,7 +114,7 @@ def _short_names(names: Sequence[str]) -> list[str]:
 
 
 def _from_files(
-    reference: str, files: Sequence[str], gain: float, loss: float
+    reference: str, files: Sequence[str], gain: float, loss: float, verifier: str | None
 ) -> tuple[Point, list[AesScore], dict[str, list[str]]]:
     """The reference, the scores, and what else differs, by candidate."""
     if not Path(reference).exists() and "," in reference:
@@ -118,8 +122,8 @@ def _from_files(
             f"--reference {reference} is numbers, but candidates are files: give the reference's "
             "evaluation file, or all as numbers (--candidate NAME=ACC,TOKENS)"
         )
-    report = read_report(Path(reference))
-    candidates = [(file, read_report(Path(file))) for file in files]
+    report = read_report_graded_by(Path(reference), verifier)
+    candidates = [(file, read_report_graded_by(Path(file), verifier)) for file in files]
     scores = score_reports((reference, report), candidates, gain, loss)
     notes = {file: found for file, each in candidates if (found := differences(report, each))}
     return point_of(reference, report), scores, notes

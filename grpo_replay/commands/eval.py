@@ -23,12 +23,17 @@ from grpo_replay.evaluation.output import (
     page_path,
     write_output,
 )
-from grpo_replay.evaluation.report import EvaluationReport, read_report, samples_path
+from grpo_replay.evaluation.report import (
+    EvaluationReport,
+    read_report_graded_by,
+    samples_path,
+)
 from grpo_replay.evaluation.tables import (
     COMPARISON_LEGEND,
-    LEGEND,
     comparison_table,
     heading,
+    legend,
+    length_table,
     print_table,
     terminal_tables,
 )
@@ -55,6 +60,7 @@ class EvalOptions:
     backend: str | None = None
     data_folder: str | None = None
     greedy: bool | None = None
+    grade_with: Sequence[str] = ()
     num_processes: int | None = None
     overrides: Sequence[str] = ()
     as_json: bool = False
@@ -84,13 +90,29 @@ def run(options: EvalOptions) -> int:
         report = _evaluate(recipe, source, output, environment.world_size)
     if report is not None:
         write_output(report, output)
-        _print_report(report, output, options.as_json)
+        print_report(report, output, options.as_json)
     return 0
 
 
-def run_comparison(path_a: str, path_b: str, as_json: bool = False) -> None:
-    """Print how the second evaluation differs from the first, with a paired test."""
-    a, b = read_report(Path(path_a)), read_report(Path(path_b))
+def refuse_with_comparison(
+    given: Sequence[str], output: str | None, regrade: str | None, verifiers: Sequence[str]
+) -> None:
+    """Raises UsageError for options that `--compare` would ignore."""
+    also = [name for name, value in (("--output", output), ("--regrade", regrade)) if value]
+    if ignored := [*given, *also]:
+        raise UsageError(
+            f"--compare reads two reports as they are: {', '.join(ignored)} would change nothing"
+        )
+    if len(verifiers) > 1:
+        raise UsageError("--compare takes one --grade-with: the verdicts to compare")
+
+
+def run_comparison(
+    path_a: str, path_b: str, as_json: bool = False, verifier: str | None = None
+) -> None:
+    """Print how the second evaluation differs from the first, with a paired test; both graded by
+    `verifier`, or by their own."""
+    a, b = (read_report_graded_by(Path(path), verifier) for path in (path_a, path_b))
     results = compare(path_a, a, path_b, b)
     if as_json:
         document = {
@@ -98,6 +120,7 @@ def run_comparison(path_a: str, path_b: str, as_json: bool = False) -> None:
             "b": {"file": path_b, "model": b.model},
             "benchmarks": {name: asdict(r) for name, r in results.items() if name != "mean"},
             "mean": asdict(results["mean"]),
+            "graded_by": a.settings.get("reward"),
             "differences": differences(a, b),
         }
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
@@ -105,6 +128,7 @@ def run_comparison(path_a: str, path_b: str, as_json: bool = False) -> None:
     console = Console(highlight=False, markup=False)
     console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
     print_table(console, comparison_table(results))
+    print_table(console, length_table(results))
     console.print(COMPARISON_LEGEND)
     for sentence in differences(a, b):
         console.print(sentence)
@@ -161,6 +185,7 @@ def _option_layer(options: EvalOptions) -> dict[str, Any]:
         "samples": options.k,
         "data_folder": options.data_folder,
         "greedy": options.greedy,
+        "other_rewards": list(options.grade_with) or None,
     }
     layer: dict[str, Any] = {"eval": {k: v for k, v in evaluation.items() if v is not None}}
     if options.backend is not None:
@@ -220,7 +245,8 @@ def _evaluate(
         return evaluate_model(recipe, source, generations, world_size, on_progress, stack)
 
 
-def _print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
+def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
+    """The tables, or the JSON document, on stdout."""
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         return
@@ -228,7 +254,7 @@ def _print_report(report: EvaluationReport, output: Path, as_json: bool) -> None
     console.print(heading(report), soft_wrap=True)
     for table in terminal_tables(report):
         print_table(console, table)
-    console.print(LEGEND)
+    console.print(legend(report))
     for name, result in report.sampled.benchmarks.items():
         if result.unparsable_answers:
             bad = ", ".join(result.unparsable_answers)

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from grpo_replay.dry_run.memory import to_gib
-from grpo_replay.errors import GrpoReplayError
+from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.atomic import free_bytes
 from grpo_replay.storage.tracking import missing_trackers
@@ -166,11 +166,11 @@ def _check_trackers(recipe: Recipe, device: str, findings: Findings) -> None:
 
 def _check_reward(recipe: Recipe, findings: Findings) -> None:
     """A function of the user's own is loaded, where training would load it: in a worker."""
+    from grpo_replay.recipe import BUILTIN_VERIFIERS
     from grpo_replay.rewards.process import VerifierProcess, WorkerGone, WorkerLate
-    from grpo_replay.rewards.scorer import BUILTIN_FUNCTIONS
 
     function = recipe.reward.function
-    if function in BUILTIN_FUNCTIONS:
+    if function in BUILTIN_VERIFIERS:
         return
     worker = VerifierProcess(function, recipe.reward.memory_limit_mib)
     try:
@@ -178,7 +178,7 @@ def _check_reward(recipe: Recipe, findings: Findings) -> None:
     except ImportError as error:
         findings.problems.append(
             f"reward.function {function!r} cannot be loaded: {error}; expected "
-            f"{', '.join(BUILTIN_FUNCTIONS)}, or module:function importable from the current "
+            f"{', '.join(BUILTIN_VERIFIERS)}, or module:function importable from the current "
             "folder or the environment"
         )
     except (WorkerGone, WorkerLate):
@@ -208,9 +208,16 @@ def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
 def _check_tokenizer(recipe: Recipe, findings: Findings) -> Any:
     """The tokenizer, or None."""
     from grpo_replay.engine.models import load_tokenizer
+    from grpo_replay.engine.stop_tokens import find_stop_tokens
 
     name = recipe.model.tokenizer or recipe.model.path
-    return _attempt(lambda: load_tokenizer(recipe.model), name, "tokenizer", findings)
+    tokenizer = _attempt(lambda: load_tokenizer(recipe.model), name, "tokenizer", findings)
+    if tokenizer is not None and recipe.sampling.stop_tokens is not None:
+        try:
+            find_stop_tokens(recipe, recipe.model, tokenizer)
+        except RecipeError as error:
+            findings.problems.append(str(error))
+    return tokenizer
 
 
 def _check_weights(recipe: Recipe, findings: Findings) -> None:

@@ -1,7 +1,7 @@
 """From per-sample rows to results: means, rates, bootstrap intervals over problems."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -18,6 +18,33 @@ from grpo_replay.evaluation.statistics import (
     resampled_mean,
     standard_error,
 )
+
+
+def summarise_both(
+    samples: pa.Table, resamples: int, bad_answers: Collection[str]
+) -> tuple[Results, Results | None]:
+    """Results of the sampled rows, and of the greedy ones; None if there are none.
+
+    `bad_answers` are the reference answers that could not be parsed.
+    """
+    unparsable = _problems_with(samples, bad_answers)
+    sampled, greedy = (
+        samples.filter(pc.equal(samples["greedy"], is_greedy)) for is_greedy in (False, True)
+    )
+    return (
+        summarise(sampled, resamples, unparsable),
+        summarise(greedy, resamples, unparsable) if len(greedy) else None,
+    )
+
+
+def _problems_with(samples: pa.Table, answers: Collection[str]) -> dict[str, list[str]]:
+    """The ids of the problems with these reference answers, by benchmark, each once, in order."""
+    columns = (samples[name].to_pylist() for name in ("benchmark", "problem_id", "answer"))
+    found: dict[str, dict[str, None]] = {}
+    for benchmark, problem_id, answer in zip(*columns, strict=True):
+        if answer in answers:
+            found.setdefault(benchmark, {})[problem_id] = None
+    return {benchmark: list(ids) for benchmark, ids in found.items()}
 
 
 def summarise(

@@ -3,8 +3,7 @@
 Every rank appends shards of its own to one folder; evaluations that run at the same time may share
 it. A row is found by the digest of all that determines it besides the model: prompt tokens, seed,
 temperature, top-p and token limit; the folder belongs to one model on one version of one backend,
-on one kind of device in one precision, with one tokenizer, whose end-of-sequence token ends a
-completion.
+on one kind of device in one precision, with one tokenizer and one choice of stop tokens.
 """
 
 import hashlib
@@ -62,6 +61,9 @@ def generations_folder(parent: Path, model_sha256: str, recipe: Recipe) -> Path:
     words = [model_sha256[:16], *_sampler_words(recipe), recipe.sampled_dtype]
     if recipe.model.tokenizer is not None:  # not the model's own, which the SHA-256 covers
         words.append(re.sub(r"\W+", "_", recipe.model.tokenizer))
+    if recipe.sampling.stop_tokens is not None:  # not those that the model's files name
+        stop = json.dumps(sorted(set(recipe.sampling.stop_tokens))).encode()
+        words.append(f"stop_{hashlib.sha256(stop).hexdigest()[:8]}")
     return parent / "-".join(words)
 
 

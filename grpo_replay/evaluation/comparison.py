@@ -11,16 +11,30 @@ import pyarrow.compute as pc
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aggregate import ProblemTable, benchmark_draws, per_problem
 from grpo_replay.evaluation.report import EvaluationReport
-from grpo_replay.evaluation.results import Interval
+from grpo_replay.evaluation.results import BenchmarkResult, Interval, MeanResult
 from grpo_replay.evaluation.statistics import interval, resampled_mean, sign_flip_p_value
 
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),
-    *("system_prompt", "user_template", "max_problems"),
+    *("system_prompt", "user_template", "max_problems", "stop_tokens"),
 )
 """Settings that must agree, or a comparison would be of them and not of the models."""
 
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
+
+
+@dataclass(frozen=True, slots=True)
+class LengthChange:
+    """Mean completion tokens of A and B, and (B - A)/A; None where there is none to average, or A
+    is 0."""
+
+    a: float | None
+    b: float | None
+    change: float | None
+
+    @classmethod
+    def of(cls, a: float | None, b: float | None) -> "LengthChange":
+        return cls(a, b, (b - a) / a if a and b is not None else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +44,8 @@ class PairedResult:
     Intervals are 95 % paired bootstrap intervals over problems (None for a single problem);
     `p_value` is two-sided, from sign flips of the problems' differences. Problems are better or
     worse in B by their share of correct samples; samples of the same problem and number are paired
-    for `correct_to_wrong` and `wrong_to_correct`.
+    for `correct_to_wrong` and `wrong_to_correct`. Lengths are those of the reports: of all samples,
+    of correct and of incorrect ones pooled (paper A, table 6).
     """
 
     accuracy_a: float
@@ -44,6 +59,9 @@ class PairedResult:
     problems_worse: int
     correct_to_wrong: int
     wrong_to_correct: int
+    length: LengthChange
+    length_correct: LengthChange
+    length_incorrect: LengthChange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +92,15 @@ def compare(
             )
     pairs = [_Pair.of(name, a, b) for name in a.sampled.benchmarks]
     drawn = [pair.resampled() for pair in pairs]
-    results = {pair.name: _result([pair], one) for pair, one in zip(pairs, drawn, strict=True)}
-    return {**results, "mean": _result(pairs, _mean_over_benchmarks(drawn))}
+    found_a, found_b = a.sampled, b.sampled
+    results = {
+        pair.name: _result(
+            [pair], one, found_a.benchmarks[pair.name], found_b.benchmarks[pair.name]
+        )
+        for pair, one in zip(pairs, drawn, strict=True)
+    }
+    mean = _result(pairs, _mean_over_benchmarks(drawn), found_a.mean, found_b.mean)
+    return {**results, "mean": mean}
 
 
 def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
@@ -196,8 +221,12 @@ class _Pair:
         )
 
 
-def _result(pairs: Sequence[_Pair], drawn: Resampled) -> PairedResult:
-    """B against A on one benchmark, or on the unweighted mean over several."""
+_Found = BenchmarkResult | MeanResult
+
+
+def _result(pairs: Sequence[_Pair], drawn: Resampled, a: _Found, b: _Found) -> PairedResult:
+    """B against A on one benchmark, or on the unweighted mean over several; `a` and `b` are what
+    the reports found there."""
     differences = [pair.difference_N for pair in pairs]
     flips = [_flips(pair.correct_a, pair.correct_b) for pair in pairs]
     rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])
@@ -213,6 +242,9 @@ def _result(pairs: Sequence[_Pair], drawn: Resampled) -> PairedResult:
         problems_worse=sum(int((each < 0).sum()) for each in differences),
         correct_to_wrong=sum(lost for lost, _ in flips),
         wrong_to_correct=sum(won for _, won in flips),
+        length=LengthChange.of(a.mean_tokens, b.mean_tokens),
+        length_correct=LengthChange.of(a.mean_tokens_correct, b.mean_tokens_correct),
+        length_incorrect=LengthChange.of(a.mean_tokens_incorrect, b.mean_tokens_incorrect),
     )
 
 

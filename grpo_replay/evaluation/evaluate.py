@@ -15,16 +15,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.evaluation.aggregate import summarise
+from grpo_replay.evaluation.aggregate import summarise_both
 from grpo_replay.evaluation.cache import (
     Generation,
     GenerationWriter,
@@ -32,7 +31,6 @@ from grpo_replay.evaluation.cache import (
     request_digest,
 )
 from grpo_replay.evaluation.report import EvaluationReport
-from grpo_replay.evaluation.results import Results
 from grpo_replay.evaluation.samples import SAMPLE_SCHEMA, merge, to_bytes
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample, plan_evaluation
 from grpo_replay.rewards.scorer import RewardScorer
@@ -94,7 +92,8 @@ def evaluate(
         return None
     samples = merge(payloads, [benchmark.name for benchmark in plan.benchmarks])
     bad_answers = {answer for answers in unparsable_by_rank for answer in answers}
-    return _report(plan, samples, bad_answers, dict(model or {}))
+    settings = plan.document | {"stop_tokens": _stop_tokens(sampler, tokenizer)}
+    return _report(plan, settings, samples, bad_answers, dict(model or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,21 +200,18 @@ def _rank_of(planned: PlannedSample, comm: Comm) -> int:
 
 
 def _report(
-    plan: EvaluationPlan, samples: pa.Table, bad_answers: set[str], model: dict[str, Any]
+    plan: EvaluationPlan,
+    settings: dict[str, Any],
+    samples: pa.Table,
+    bad_answers: set[str],
+    model: dict[str, Any],
 ) -> EvaluationReport:
-    unparsable: dict[str, list[str]] = {}
-    for planned in plan.samples:
-        ids = unparsable.setdefault(planned.benchmark, [])
-        if planned.problem.answer in bad_answers and planned.problem.problem_id not in ids[-1:]:
-            ids.append(planned.problem.problem_id)
+    sampled, greedy = summarise_both(samples, plan.settings.bootstrap_samples, bad_answers)
+    return EvaluationReport(model, settings, _versions(plan), sampled, greedy, samples)
 
-    def results(greedy: bool) -> Results:
-        chosen = samples.filter(pc.equal(samples["greedy"], greedy))
-        return summarise(chosen, plan.settings.bootstrap_samples, unparsable)
 
-    greedy = results(greedy=True) if plan.settings.greedy else None
-    report = EvaluationReport(model, plan.document, _versions(plan), results(greedy=False), greedy)
-    return replace(report, samples=samples)
+def _stop_tokens(sampler: Sampler, tokenizer: Any) -> list[str]:
+    return [str(each) for each in tokenizer.convert_ids_to_tokens(list(sampler.stop_token_ids))]
 
 
 def _versions(plan: EvaluationPlan) -> dict[str, str]:

@@ -13,9 +13,11 @@ PLAIN_LINES = 10
 
 
 @contextmanager
-def open_progress(world_size: int) -> Iterator[Callable[[Progress], None]]:
+def open_progress(
+    world_size: int, doing: str = "evaluating"
+) -> Iterator[Callable[[Progress], None]]:
     """What to call with every `Progress` of rank 0."""
-    what = "evaluating" if world_size == 1 else f"evaluating (rank 0 of {world_size})"
+    what = doing if world_size == 1 else f"{doing} (rank 0 of {world_size})"
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         yield _PlainLines(console, what)

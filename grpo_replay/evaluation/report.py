@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isclose
 from pathlib import Path
 from statistics import fmean
@@ -15,11 +15,14 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aggregate import ProblemTable, per_problem
-from grpo_replay.evaluation.results import BenchmarkResult, Count, Results
-from grpo_replay.evaluation.samples import read_samples, write_samples
+from grpo_replay.evaluation.results import BenchmarkResult, Count, OtherGrading, Results, Whole
+from grpo_replay.evaluation.samples import graded_by, read_samples, write_samples
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+
+READABLE_VERSIONS = (2, SCHEMA_VERSION)
+"""Version 2 has no `other_gradings` and does not name the stop tokens."""
 
 
 @pydantic_dataclass
@@ -32,13 +35,15 @@ class _Settings:
 
 _SETTINGS = TypeAdapter(_Settings)
 _RESULTS = TypeAdapter(Results)
+_COUNTS = TypeAdapter(dict[str, Whole])
 _MAPPING = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationReport:
-    """What an evaluation found. `greedy` is None unless it was asked for. `samples` are the
-    per-sample rows; None where the report was read without them, and on ranks other than 0."""
+    """What an evaluation found. `greedy` is None unless it was asked for; `other_gradings` are by
+    verifier. `samples` are the per-sample rows; None where the report was read without them, and on
+    ranks other than 0."""
 
     model: dict[str, Any]
     settings: dict[str, Any]
@@ -46,6 +51,28 @@ class EvaluationReport:
     sampled: Results
     greedy: Results | None = None
     samples: pa.Table | None = None
+    other_gradings: dict[str, OtherGrading] = field(default_factory=dict)
+
+    @property
+    def verifier(self) -> str:
+        """The verifier of `sampled` and `greedy`."""
+        return str(self.settings["reward"])
+
+    def graded_by(self, verifier: str) -> "EvaluationReport":
+        """The report as if `verifier`, one of `other_gradings` or its own, were its own; without
+        the others."""
+        alone = replace(self, other_gradings={})
+        if verifier == self.verifier:
+            return alone
+        other = self.other_gradings[verifier]
+        return replace(
+            alone,
+            settings={**self.settings, "reward": verifier},
+            versions={**self.versions, **other.versions},
+            sampled=other.sampled,
+            greedy=other.greedy,
+            samples=None if self.samples is None else graded_by(self.samples, verifier),
+        )
 
     def accuracies(self) -> dict[str, float]:
         """avg@k of every benchmark as a fraction, and `mean`."""
@@ -66,8 +93,16 @@ class EvaluationReport:
             "model": self.model,
             "settings": self.settings,
             "versions": self.versions,
-            **asdict(self.sampled),
-            "greedy": None if self.greedy is None else asdict(self.greedy),
+            **_results_to_json(self.sampled, self.greedy),
+            "other_gradings": {
+                verifier: {
+                    **_results_to_json(other.sampled, other.greedy),
+                    "gained": other.gained,
+                    "lost": other.lost,
+                    "versions": other.versions,
+                }
+                for verifier, other in self.other_gradings.items()
+            },
         }
 
     @classmethod
@@ -75,13 +110,18 @@ class EvaluationReport:
         """The inverse of `to_json`. Raises KeyError or ValueError if it is something else, or
         contradicts itself."""
         _SETTINGS.validate_python(document["settings"])
-        greedy = document["greedy"]
+        sampled, greedy = _both_from_json(document)
+        others = {} if document["schema_version"] == 2 else document["other_gradings"]
         return cls(
             model=_MAPPING.validate_python(document["model"]),
             settings=document["settings"],
             versions=_MAPPING.validate_python(document["versions"]),
-            sampled=_results_from_json(document),
-            greedy=None if greedy is None else _results_from_json(greedy),
+            sampled=sampled,
+            greedy=greedy,
+            other_gradings={
+                verifier: _grading_from_json(each, sampled)
+                for verifier, each in _MAPPING.validate_python(others).items()
+            },
         )
 
     def write(self, path: Path) -> None:
@@ -110,7 +150,7 @@ def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
     except (OSError, ValueError) as error:
         raise EvaluationFileError(f"{path}: not a readable evaluation file: {error}") from error
     found = document.get("schema_version") if isinstance(document, dict) else None
-    if found != SCHEMA_VERSION:
+    if found not in READABLE_VERSIONS:
         raise EvaluationFileError(
             f"{path}: not an evaluation file of this version (schema_version is {found!r}, "
             f"expected {SCHEMA_VERSION}): make one with grpo-replay eval"
@@ -137,9 +177,46 @@ def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
     return replace(report, samples=rows)
 
 
+def read_report_graded_by(path: Path, verifier: str | None) -> EvaluationReport:
+    """The report at `path`, graded by one of its verifiers; by its own if None.
+
+    Raises EvaluationFileError if it is missing or something else, or was not graded by it.
+    """
+    report = read_report(path)
+    if verifier is None:
+        return report
+    known = [report.verifier, *report.other_gradings]
+    if verifier not in known:
+        raise EvaluationFileError(
+            f"{path} is graded by {', '.join(known)}, not by {verifier}: add that, without "
+            f"sampling again, with grpo-replay eval --regrade {path} --grade-with {verifier}"
+        )
+    return report.graded_by(verifier)
+
+
 def _damaged(path: Path, what: str) -> EvaluationFileError:
     return EvaluationFileError(
         f"{path}: damaged evaluation file: {what}; restore it from a copy, or evaluate again"
+    )
+
+
+def _results_to_json(sampled: Results, greedy: Results | None) -> dict[str, Any]:
+    return {**asdict(sampled), "greedy": None if greedy is None else asdict(greedy)}
+
+
+def _both_from_json(document: Mapping[str, Any]) -> tuple[Results, Results | None]:
+    greedy = document["greedy"]
+    return _results_from_json(document), None if greedy is None else _results_from_json(greedy)
+
+
+def _grading_from_json(document: Mapping[str, Any], own: Results) -> OtherGrading:
+    document = _MAPPING.validate_python(document)
+    sampled, greedy = _both_from_json(document)
+    if sampled.mean.benchmarks != own.mean.benchmarks:
+        raise ValueError("other_gradings have other benchmarks than the report")
+    gained, lost = (_COUNTS.validate_python(document[key]) for key in ("gained", "lost"))
+    return OtherGrading(
+        sampled, greedy, gained, lost, _MAPPING.validate_python(document["versions"])
     )
 
 
@@ -160,7 +237,9 @@ def _results_from_json(document: Mapping[str, Any]) -> Results:
 
 
 def _refuse_other_rows(report: EvaluationReport, rows: pa.Table) -> None:
-    """Raises ValueError unless the report's means are those of the rows."""
+    """Raises ValueError unless the report's means are those of the rows, under every grading."""
+    for verifier in report.other_gradings:
+        _refuse_other_rows(report.graded_by(verifier), graded_by(rows, verifier))
     for results, greedy in ((report.sampled, False), (report.greedy, True)):
         chosen = rows.filter(pc.equal(rows["greedy"], greedy))
         names = set(results.benchmarks) if results else set()

@@ -77,3 +77,19 @@ class Results:
         """Standard errors of `accuracies`."""
         each = {name: result.avg_at_k_stderr for name, result in self.benchmarks.items()}
         return {**each, "mean": self.mean.avg_at_k_stderr}
+
+
+@dataclass(frozen=True, slots=True)
+class OtherGrading:
+    """The completions of a report, graded by another verifier than its own.
+
+    `gained` and `lost` count each benchmark's samples, greedy ones left out, that are correct to
+    this verifier and not to the report's own, and the other way round. `versions` are those of the
+    packages that graded.
+    """
+
+    sampled: Results
+    greedy: Results | None
+    gained: dict[str, Whole]
+    lost: dict[str, Whole]
+    versions: dict[str, str]

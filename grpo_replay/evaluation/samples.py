@@ -31,8 +31,34 @@ SAMPLE_SCHEMA = pa.schema(
     ],
     metadata={_VERSION_KEY: SCHEMA_VERSION},
 )
+"""After these may come one text column for each other verifier, see `verdict_column`."""
 
 _KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "ascending")]
+
+
+def verdict_column(verifier: str) -> str:
+    """The name of the column with the verdicts of a verifier other than the report's own."""
+    return f"verdict_{verifier}"
+
+
+def with_verdicts(samples: pa.Table, verifier: str, verdicts: Sequence[str]) -> pa.Table:
+    """The rows with the verdicts of another verifier beside their own, instead of any it had."""
+    name = verdict_column(verifier)
+    if name in samples.column_names:
+        samples = samples.drop_columns([name])
+    return samples.append_column(name, pa.array(verdicts, pa.string()))
+
+
+def graded_by(samples: pa.Table, verifier: str) -> pa.Table:
+    """The rows with the verdicts of another verifier in the place of their own. Raises ValueError
+    if they have none of it."""
+    name = verdict_column(verifier)
+    if name not in samples.column_names:
+        raise ValueError(f"it has no column {name!r}")
+    verdicts = samples[name]
+    samples = samples.set_column(samples.column_names.index("verdict"), "verdict", verdicts)
+    correct = pc.equal(verdicts, "correct")
+    return samples.set_column(samples.column_names.index("correct"), "correct", correct)
 
 
 def to_bytes(table: pa.Table) -> bytes:
@@ -78,11 +104,19 @@ def check_samples_file(path: Path) -> None:
             f"{path}: a per-sample file of version {version}, expected {SCHEMA_VERSION}: evaluate "
             "again"
         )
-    if not schema.equals(SAMPLE_SCHEMA):
+    if not _is_of_this_version(schema):
         raise EvaluationFileError(
             f"{path}: its columns are {', '.join(schema.names)}; per-sample files of this "
             f"version have {', '.join(SAMPLE_SCHEMA.names)}: evaluate again"
         )
+
+
+def _is_of_this_version(schema: pa.Schema) -> bool:
+    own, others = list(schema)[: len(SAMPLE_SCHEMA)], list(schema)[len(SAMPLE_SCHEMA) :]
+    prefix = verdict_column("")
+    return own == list(SAMPLE_SCHEMA) and all(
+        field.name.startswith(prefix) and field.type == pa.string() for field in others
+    )
 
 
 def _unreadable(path: Path, error: Exception) -> EvaluationFileError:

@@ -10,6 +10,7 @@ from grpo_replay.engine.models import load_tokenizer, resolve_model_path
 from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.evaluate import Progress, evaluate, plan_evaluation
 from grpo_replay.evaluation.model_source import ModelSource, model_sha256, used_revision
+from grpo_replay.evaluation.regrading import add_gradings
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
@@ -45,7 +46,7 @@ def evaluate_model(
         "recipe": recipe.name,
         "dtype": recipe.sampled_dtype,
     }
-    return evaluate(
+    report = evaluate(
         sampler,
         tokenizer,
         plan,
@@ -55,6 +56,9 @@ def evaluate_model(
         generations_folder=generations_folder(generations, sha256, recipe),
         on_progress=on_progress if comm.is_main else None,
     )
+    if report is None:
+        return None
+    return add_gradings(report, recipe.eval.other_rewards, recipe.reward)
 
 
 def _open_comm(recipe: Recipe, world_size: int) -> Comm:

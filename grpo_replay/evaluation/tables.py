@@ -12,15 +12,25 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from grpo_replay.evaluation.comparison import PairedResult
+from grpo_replay.evaluation.comparison import LengthChange, PairedResult
 from grpo_replay.evaluation.report import EvaluationReport
-from grpo_replay.evaluation.results import BenchmarkResult, Interval, MeanResult, Results
+from grpo_replay.evaluation.results import (
+    BenchmarkResult,
+    Interval,
+    MeanResult,
+    OtherGrading,
+    Results,
+)
 
 Row = Sequence[str]
 LEGEND = (
     "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems (too narrow near 0 and "
     "100 %); tokens: mean completion length, also of right and of wrong answers; cut: reached the "
     "length limit; none: nothing in it could be read as an answer."
+)
+GRADING_LEGEND = (
+    "gained, lost: samples that are correct only to the other verifier, or only to the report's "
+    "own (mean: of all benchmarks)."
 )
 PAGE_TITLE = "# Evaluation of"
 WIDEST = 10_000  # columns; a table asks for fewer
@@ -59,6 +69,9 @@ def heading(report: EvaluationReport) -> str:
         f"T {settings['temperature']:g}, top-p {settings['top_p']:g}",
         f"at most {settings['max_completion_length']:,} tokens",
     ]
+    if "stop_tokens" in settings:  # not in files of version 2
+        words.append(f"ends at {' or '.join(settings['stop_tokens'])}")
+    words.append(f"graded by {report.verifier}")
     return " · ".join(words)
 
 
@@ -89,11 +102,38 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
     return plain_table("B against A, paired over problems", header, rows)
 
 
+def length_table(results: Mapping[str, PairedResult]) -> Table:
+    """Mean tokens of A and B and their relative difference: of all answers, of right and of wrong
+    ones."""
+    header = ("benchmark", *("A", "B", "Δ %") * 3)
+    rows = [
+        (
+            name,
+            *_length_cells(result.length),
+            *_length_cells(result.length_correct),
+            *_length_cells(result.length_incorrect),
+        )
+        for name, result in results.items()
+    ]
+    return plain_table("mean tokens: all answers · right ones · wrong ones", header, rows)
+
+
+def _length_cells(length: LengthChange) -> Row:
+    change = "–" if length.change is None else f"{100 * length.change:+.1f}"
+    return tokens(length.a), tokens(length.b), change
+
+
 COMPARISON_LEGEND = (
     "accuracies and differences in %, with 95 % paired bootstrap intervals; p: two-sided, from "
     "sign flips over problems; tokens: B minus A; better, worse: problems; lost, won: samples that "
-    "went from correct to wrong and from wrong to correct."
+    "went from correct to wrong and from wrong to correct; right and wrong answers: each model's "
+    "own, pooled over samples (mean: of all benchmarks)."
 )
+
+
+def legend(report: EvaluationReport) -> str:
+    """What the columns of a report's tables are."""
+    return f"{LEGEND} {GRADING_LEGEND}" if report.other_gradings else LEGEND
 
 
 def markdown(report: EvaluationReport) -> str:
@@ -103,7 +143,7 @@ def markdown(report: EvaluationReport) -> str:
         f"{PAGE_TITLE} {model.get('name', 'a model')}",
         "",
         *_markdown_sections(report),
-        LEGEND,
+        legend(report),
         "",
         "## Settings",
         "",
@@ -137,6 +177,9 @@ def _unparsable(results: Results) -> list[str]:
 
 def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]]]:
     contents = [("accuracy", _accuracy_rows(report)), ("length", _length_rows(report))]
+    for verifier, other in report.other_gradings.items():
+        title = f"{verifier} (other) beside {report.verifier} (own)"
+        contents.insert(-1, (title, _grading_rows(report, other)))
     if any(result.k > 1 for result in report.sampled.benchmarks.values()):
         contents.append(("pass@j", _pass_rows(report)))
     return contents
@@ -166,6 +209,25 @@ def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         for name, title, r in _titled(report)
     ]
     return (*header, *(("greedy",) if greedy else ())), rows
+
+
+def _grading_rows(report: EvaluationReport, other: OtherGrading) -> tuple[Row, list[Row]]:
+    header = ("benchmark", "avg@k own", "other", "pass@k own", "other", "gained", "lost")
+    each: dict[str, BenchmarkResult | MeanResult] = {**other.sampled.benchmarks}
+    each["mean"] = other.sampled.mean
+    rows: list[Row] = [
+        (
+            title,
+            *(percent(own.avg_at_k), percent(each[name].avg_at_k)),
+            *(percent(own.pass_at_k), percent(each[name].pass_at_k)),
+            *(
+                str(sum(counts.values()) if name == "mean" else counts[name])
+                for counts in (other.gained, other.lost)
+            ),
+        )
+        for name, title, own in _titled(report)
+    ]
+    return header, rows
 
 
 def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:

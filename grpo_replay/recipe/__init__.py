@@ -18,6 +18,7 @@ from grpo_replay.recipe.layers import (
 )
 from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.sections import (
+    BUILTIN_VERIFIERS,
     AdvantageSection,
     BatchSection,
     CheckpointSection,
@@ -39,6 +40,7 @@ from grpo_replay.recipe.sections import (
 )
 
 __all__ = [
+    "BUILTIN_VERIFIERS",
     "REPLAY_PRESETS",
     "AdvantageSection",
     "BatchSection",

@@ -76,6 +76,12 @@ def _other_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"reward.correct {recipe.reward.correct} must be greater than reward.incorrect "
             f"{recipe.reward.incorrect}"
         )
+    verifiers = [recipe.eval.reward, *recipe.eval.other_rewards]
+    for verifier in sorted({each for each in verifiers if verifiers.count(each) > 1}):
+        yield (
+            f"eval.other_rewards (--grade-with) names {verifier}, which grades already "
+            f"(eval.reward is {recipe.eval.reward}): name another verifier, each once"
+        )
     if recipe.run.mode == "async":
         yield "run.mode 'async' is not available yet: use sync"
     elif recipe.run.sync_every_steps > 1:

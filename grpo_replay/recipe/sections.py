@@ -1,7 +1,7 @@
 """The sections of a recipe: keys, types, bounds, defaults, and what each means."""
 
 import string
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -13,6 +13,10 @@ PAPER_USER_TEMPLATE = (
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+BuiltinVerifier = Literal["math_verify_boxed", "math_verify", "minerva"]
+BUILTIN_VERIFIERS: tuple[str, ...] = get_args(BuiltinVerifier)
+"""The verifiers that need no code of the user's: of training rewards and of evaluations."""
 
 
 class Section(BaseModel):
@@ -150,6 +154,11 @@ class SamplingSection(Section):
     distribution: there is no top-p or top-k here."""
     max_completion_length: Positive = 8192
     """Longest completion in tokens (TRL: max_completion_length)."""
+    stop_tokens: Annotated[list[str], Field(min_length=1)] | None = None
+    """Tokens that end a completion, by their text, in training and in evaluation:
+    `[<|endoftext|>]`. If null, every one that the model's files name (the tokenizer's EOS, those of
+    generation_config.json and config.json), and Qwen's `<|endoftext|>` and `<|im_end|>` where the
+    tokenizer has them."""
     max_batch_rollouts: Positive = 1024
     """Rows that the `hf` backend decodes at once."""
     logprob_gap_limit: Annotated[float, Field(gt=0.0)] | None = None
@@ -166,7 +175,8 @@ class SamplingSection(Section):
 
 class RewardSection(Section):
     function: str = "minerva"
-    """`math_verify`, `minerva`, or `module:function` called as
+    """`minerva` (paper A's in training), `math_verify_boxed` (paper A's in evaluation),
+    `math_verify`, or `module:function` called as
     `f(completion: str, answer: str, row: dict) -> float`."""
     correct: float = 1.0
     """Reward of a correct answer."""
@@ -373,8 +383,11 @@ class EvalSection(Section):
     """Use only the first so many problems of each benchmark, for a quick look."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Of the first wave of eight samples; the second has the next, and so on."""
-    reward: Literal["math_verify", "minerva"] = "math_verify"
-    """Verifier."""
+    reward: BuiltinVerifier = "math_verify_boxed"
+    """Verifier. `math_verify_boxed` grades the last box of the trailing 500 characters (paper A),
+    `math_verify` whatever math-verify finds in the whole completion."""
+    other_rewards: list[BuiltinVerifier] = Field(default_factory=list)
+    """Further verifiers of the same completions, reported beside the first (`--grade-with`)."""
     bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
     """Resamples behind the confidence intervals."""
 

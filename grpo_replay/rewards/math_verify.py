@@ -1,12 +1,14 @@
-"""The `math_verify` verifier: math-verify's default extractor on both sides (paper A, evaluation).
+"""The verifiers that use math-verify, with its default extractor on both sides (paper A,
+evaluation).
 
-Gold answer and prediction are each wrapped in a math environment if they are not in one, parsed,
-and compared with `verify(gold, prediction)`, in that order; the raw strings are compared if either
-fails to parse. Nothing here decides a verdict that math-verify would decide otherwise: it is asked
-less often, because equal LaTeX is parsed once and equal pairs are compared once, and it takes less
-time (`two_stage`, `difference`). What differs is what math-verify gives up: a formula that exhausts
-its stack or its five seconds may be judged here. Runs in the main thread of a worker, where
-math-verify's own five-second alarms work.
+`math_verify_boxed` takes the last box of the trailing 500 characters for the prediction,
+`math_verify` the whole completion. Gold answer and prediction are each wrapped in a math
+environment if they are not in one, parsed, and compared with `verify(gold, prediction)`, in that
+order; the raw strings are compared if either fails to parse. Nothing here decides a verdict that
+math-verify would decide otherwise: it is asked less often, because equal LaTeX is parsed once and
+equal pairs are compared once, and it takes less time (`two_stage`, `difference`). What differs is
+what math-verify gives up: a formula that exhausts its stack or its five seconds may be judged here.
+Runs in the main thread of a worker, where math-verify's own five-second alarms work.
 """
 
 import logging
@@ -22,6 +24,7 @@ import math_verify.grader
 import math_verify.parser
 
 from grpo_replay.rewards import two_stage
+from grpo_replay.rewards.boxes import boxed_answer
 from grpo_replay.rewards.difference import simplify_unless_not_zero
 
 REMEMBERED = 20_000
@@ -62,9 +65,14 @@ class _Troubles(logging.Handler):
 
 class SymbolicGrader:
     """math-verify that remembers what it parsed and compared, and that wastes less time. One per
-    process: what it changes in math-verify's modules holds for all of it."""
+    process: what it changes in math-verify's modules holds for all of it.
 
-    def __init__(self) -> None:
+    With `boxed`, the prediction is `boxed_answer(completion)`, and a completion without one is
+    unparsable; otherwise it is the whole completion.
+    """
+
+    def __init__(self, boxed: bool = False) -> None:
+        self._boxed = boxed
         self._troubles = _Troubles()
         logger = logging.getLogger("math_verify")
         logger.addHandler(self._troubles)
@@ -91,11 +99,14 @@ class SymbolicGrader:
         gold = self._parse_gold(answer)
         if self._troubles:  # an answer that could not be parsed in time may be the next time
             self._parse_gold.cache_clear()
-        prediction = _parse(completion)
+        operand = boxed_answer(completion) if self._boxed else completion
+        if operand is None:
+            return "unparsable", bool(gold)
+        prediction = _parse(operand)
         if gold and prediction:
             correct = self._verify(answer, gold, prediction)
         else:
-            correct = completion == answer
+            correct = operand == answer
         return self._status(correct, bool(prediction)), bool(gold)
 
     def _verify(self, answer: str, gold: list[Any], prediction: list[Any]) -> bool:

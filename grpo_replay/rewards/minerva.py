@@ -7,8 +7,7 @@ removed, fraction and root shorthand expanded, commas between digits stripped. I
 
 import re
 
-TAIL_CHARACTERS = 500
-"""Only a box that lies wholly within the last so many characters counts."""
+from grpo_replay.rewards.boxes import boxed_answer
 
 _REWRITES = (
     ("an ", ""),
@@ -58,27 +57,6 @@ _PATTERNS = (
 )
 
 
-def last_box(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` of `text`, braces balanced.
-
-    None if there is no box or if the last one is never closed.
-    """
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    begin = start + len("\\boxed{")
-    depth = 1
-    for position in range(begin, len(text)):
-        character = text[position]
-        if character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return text[begin:position]
-    return None
-
-
 def normalise(answer: str) -> str:
     """`answer` in the form that is compared: what follows the last `=`, cleaned up."""
     answer = answer.split("=")[-1]
@@ -95,7 +73,7 @@ def normalise(answer: str) -> str:
 
 def grade(completion: str, answer: str) -> str:
     """ "correct", "incorrect", or "unparsable" when the tail of `completion` holds no box."""
-    boxed = last_box(completion[-TAIL_CHARACTERS:])
+    boxed = boxed_answer(completion)
     if boxed is None:
         return "unparsable"
     return "correct" if normalise(boxed) == normalise(answer) else "incorrect"

@@ -95,8 +95,7 @@ class VerifierPool:
                 process.reap()
                 raise RecipeError(
                     f"reward.function {self._function!r} cannot be loaded: {error}; expected "
-                    "math_verify, minerva, or module:function importable from the current folder "
-                    "or the environment"
+                    "module:function importable from the current folder or the environment"
                 ) from error
             except (WorkerGone, WorkerLate):
                 process.reap()

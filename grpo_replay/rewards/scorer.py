@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.recipe import RewardSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards import wire
 from grpo_replay.rewards.pool import VerifierPool
 from grpo_replay.types import Verdict
 
-BUILTIN_FUNCTIONS = ("math_verify", "minerva")
 CACHED_ANSWERS = 200_000
 """Graded (completion, answer) pairs remembered, by digest: some 60 MB when full."""
 
@@ -47,7 +46,7 @@ class RewardScorer:
         self.unparsable_answers: set[str] = set()
         """Reference answers that math-verify could not parse, so far."""
         self._section = section
-        self._builtin = section.function in BUILTIN_FUNCTIONS
+        self._builtin = section.function in BUILTIN_VERIFIERS
         self._changed = threading.Condition()
         self._failure: Exception | None = None
         self._submitted: list[tuple[Hashable, _Graded]] = []
@@ -189,10 +188,10 @@ class RewardScorer:
 def _check_function(function: str) -> None:
     module, separator, name = function.partition(":")
     names = [*module.split("."), *name.split(".")]
-    if function in BUILTIN_FUNCTIONS or (separator and all(map(str.isidentifier, names))):
+    if function in BUILTIN_VERIFIERS or (separator and all(map(str.isidentifier, names))):
         return
     raise RecipeError(
-        f"reward.function {function!r} is not a verifier: use {', '.join(BUILTIN_FUNCTIONS)}, "
+        f"reward.function {function!r} is not a verifier: use {', '.join(BUILTIN_VERIFIERS)}, "
         "or module:function, such as my_rewards:score"
     )
 

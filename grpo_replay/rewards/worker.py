@@ -82,16 +82,14 @@ def _graded(grader: Grader, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_grader(function: str) -> Grader:
-    if function == "math_verify":
-        from grpo_replay.rewards.math_verify import SymbolicGrader
-
-        return _symbolic(SymbolicGrader())
-    if function == "minerva":
-        return _minerva
-    return _users(function)
+    return BUILTINS[function]() if function in BUILTINS else _users(function)
 
 
-def _symbolic(grader: Any) -> Grader:
+def _symbolic(boxed: bool) -> Grader:
+    from grpo_replay.rewards.math_verify import SymbolicGrader
+
+    grader = SymbolicGrader(boxed)
+
     def grade(task: dict[str, Any]) -> dict[str, Any]:
         status, gold_parsed = grader.grade(task["text"], task["answer"])
         return {"status": status, "gold_parsed": gold_parsed}
@@ -103,6 +101,14 @@ def _minerva(task: dict[str, Any]) -> dict[str, Any]:
     from grpo_replay.rewards.minerva import grade
 
     return {"status": grade(task["text"], task["answer"])}
+
+
+BUILTINS: dict[str, Callable[[], Grader]] = {
+    "math_verify_boxed": lambda: _symbolic(boxed=True),
+    "math_verify": lambda: _symbolic(boxed=False),
+    "minerva": lambda: _minerva,
+}
+"""How each of `recipe.BUILTIN_VERIFIERS` is opened."""
 
 
 def _users(function: str) -> Grader:

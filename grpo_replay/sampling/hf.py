@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from grpo_replay.engine.models import (
     DTYPES,
-    eos_token_ids,
     load_policy,
     load_tokenizer,
     section_at,
 )
+from grpo_replay.engine.stop_tokens import find_stop_tokens
 from grpo_replay.engine.weight_names import (
     CheckedWeights,
     named_weights,
@@ -47,7 +47,7 @@ class HfSampler:
         _refuse_partial_attention(model)
         model.set_attn_implementation(DECODE_ATTENTION)
         self._model: PreTrainedModel | None = model.to(device).eval().requires_grad_(False)
-        self._eos_ids = tuple(eos_ids)
+        self.stop_token_ids = tuple(eos_ids)
         self._pad_id = pad_id
         self._max_batch_rollouts = max_batch_rollouts
         self._device = torch.device(device)
@@ -65,7 +65,7 @@ class HfSampler:
         on_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
         return cls(
             model,
-            eos_token_ids(section, tokenizer),
+            find_stop_tokens(recipe, section, tokenizer),
             tokenizer.pad_token_id,
             recipe.sampling.max_batch_rollouts,
             torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu",
@@ -117,7 +117,7 @@ class HfSampler:
         self, model: PreTrainedModel, chosen: Sequence[GenerationRequest]
     ) -> Iterator[FinishedRow]:
         try:
-            batch = DecodingBatch(model, chosen, self._eos_ids, self._pad_id)
+            batch = DecodingBatch(model, chosen, self.stop_token_ids, self._pad_id)
             while batch.alive:
                 yield from batch.advance()
         except torch.OutOfMemoryError as error:

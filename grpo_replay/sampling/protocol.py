@@ -10,9 +10,11 @@ class Sampler(Protocol):
     """Generates completions with its own copy of the weights.
 
     `policy_version` is the version of the last complete `load_weights`; versions never go back.
+    `stop_token_ids` are the tokens that end a completion, ascending.
     """
 
     policy_version: int
+    stop_token_ids: tuple[int, ...]
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, in any order, exactly one for each request."""

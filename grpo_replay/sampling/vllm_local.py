@@ -18,7 +18,8 @@ import torch
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
-from grpo_replay.engine.models import eos_token_ids, load_tokenizer, section_at
+from grpo_replay.engine.models import load_tokenizer, section_at
+from grpo_replay.engine.stop_tokens import find_stop_tokens
 from grpo_replay.engine.weight_names import (
     CheckedWeights,
     ExpectedWeights,
@@ -81,7 +82,7 @@ class VllmLocalSampler:
         """
         section = section_at(recipe.model, model_path)
         on_gpu = recipe.engine.device != "cpu" and torch.cuda.is_available()
-        stop_token_ids = eos_token_ids(section, load_tokenizer(section))
+        stop_token_ids = find_stop_tokens(recipe, section, load_tokenizer(section))
         arguments = engine_arguments(recipe, section, on_gpu)
         arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
         engine = _start_engine(arguments, on_gpu)

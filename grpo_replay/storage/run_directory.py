@@ -168,6 +168,11 @@ class RunDirectory:
             file.write(json.dumps(metrics, allow_nan=False) + "\n")
             file.flush()
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The metrics of every training step so far, in order."""
+        lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
     def flush_metrics(self) -> None:
         """Have the metrics so far on disk, before a checkpoint that relies on them."""
         if self.metrics_path.exists():

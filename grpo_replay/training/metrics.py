@@ -54,12 +54,15 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
     rewards_N = np.array([rollout.reward for rollout in rollouts])
     lengths_N = np.array([len(rollout.completion_token_ids) for rollout in rollouts])
     stds = np.array([rollout.group_reward_std for rollout in rollouts])[::group_size]
+    correct = np.array([rollout.group_correct for rollout in rollouts])[::group_size]
     truncated = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     verdicts = Counter(rollout.verdict for rollout in rollouts)
     return {
         "reward": float(rewards_N.mean()),
         "reward_std": float(stds.mean()),
         "frac_reward_zero_std": float(np.mean([r.group_reward_std == 0 for r in rollouts])),
+        "groups/all_correct_fraction": float((correct == group_size).mean()),
+        "groups/all_wrong_fraction": float((correct == 0).mean()),
         "completions/mean_length": float(lengths_N.mean()),
         "completions/min_length": int(lengths_N.min()),
         "completions/max_length": int(lengths_N.max()),

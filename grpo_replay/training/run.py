@@ -32,10 +32,11 @@ from grpo_replay.errors import CheckpointError
 from grpo_replay.evaluation.comparison import are_comparable
 from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.evaluate import EvaluationPlan, evaluate, plan_evaluation
+from grpo_replay.evaluation.regrading import add_gradings
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.prompts.prompt_set import load_prompts
-from grpo_replay.recipe import Recipe
-from grpo_replay.rewards.scorer import BUILTIN_FUNCTIONS, RewardScorer
+from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
+from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.opening import open_sampler
 from grpo_replay.sampling.protocol import Sampler
 from grpo_replay.storage.atomic import write_json_whole
@@ -141,7 +142,7 @@ class Session:
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
         scorer = self.stack.enter_context(RewardScorer.open(recipe.reward))
-        own_reward = recipe.reward.function not in BUILTIN_FUNCTIONS
+        own_reward = recipe.reward.function not in BUILTIN_VERIFIERS
         comm.position.note("prompts")
         prompts = run_collectively(
             comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed, own_reward)
@@ -172,6 +173,7 @@ class Session:
             self._restore_sampler(checkpoint, engine, sampler, pushed, state.policy_version)
             if comm.is_main:
                 notices.extend(self._restore_buffer(checkpoint, buffer))
+        notices.append(_describe_stop_tokens(sampler, tokenizer))
         state.world_size, state.zero_stage = comm.world_size, recipe.engine.zero_stage
         parts = Parts(
             recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir, pushed
@@ -181,6 +183,8 @@ class Session:
             self.trackers = open_trackers(recipe, self.run_dir.path, state.step + 1)
             for tracker in self.trackers:
                 self.stack.callback(tracker.close)
+            for notice in notices:
+                logger.info(notice)
             self.observer.on_start(recipe, self.run_dir.path, state, notices)
 
     def _prepare_directory(self, resume: bool) -> tuple[Path | None, list[str]]:
@@ -328,7 +332,8 @@ class Session:
                 return RunResult(self.run_dir.path, step, True, None)
         summary = None
         if self.comm.is_main:
-            summary = summarise_run(recipe, state, *self._base_and_last())
+            steps = self.run_dir.read_metrics()
+            summary = summarise_run(recipe, state, *self._base_and_last(), steps)
             write_json_whole(self.run_dir.summary_path, summary)
         return RunResult(self.run_dir.path, state.step, False, summary)
 
@@ -359,6 +364,7 @@ class Session:
             parts.sampler.sleep()  # with its weights: the next step samples before any push
         if report is None:
             return None
+        report = add_gradings(report, self.recipe.eval.other_rewards, self.recipe.reward)
         report.write(path)
         plot_curve(path.parent)
         self.observer.on_evaluation(step, report)
@@ -422,3 +428,10 @@ class Session:
         if first and last and not are_comparable(first, last):
             return None, last
         return first, last
+
+
+def _describe_stop_tokens(sampler: Sampler, tokenizer: Any) -> str:
+    ids = sampler.stop_token_ids
+    texts = tokenizer.convert_ids_to_tokens(list(ids))
+    named = " or ".join(f"{text} ({each})" for text, each in zip(texts, ids, strict=True))
+    return f"completions end at {named}; sampling.stop_tokens chooses others"

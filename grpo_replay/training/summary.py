@@ -1,11 +1,18 @@
 """summary.json: what came of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
+
+RUN_MEANS = (
+    *("fresh/rollouts", "fresh/clip_fraction", "replay/clip_fraction"),
+    *("groups/all_correct_fraction", "groups/all_wrong_fraction"),
+)
+"""Metrics of which the summary has the mean over the run (paper A, tables 2 and 8)."""
 
 
 def summarise_run(
@@ -13,8 +20,10 @@ def summarise_run(
     state: RunState,
     base: EvaluationReport | None,
     final: EvaluationReport | None,
+    metrics: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Totals, and held-out accuracy before and after; null where nothing was evaluated."""
+    """Totals, held-out accuracy before and after (null where nothing was evaluated), and means over
+    the training steps, whose `metrics` these are."""
     return {
         "recipe": recipe.name,
         "preset": recipe.replay.preset,
@@ -29,8 +38,15 @@ def summarise_run(
         "generated_tokens": state.generated_tokens,
         "trained_tokens": state.trained_tokens,
         "replayed_rollouts": state.replayed_rollouts,
+        "means": {name: _mean(name, metrics) for name in RUN_MEANS},
         "checkpoint": f"checkpoints/{checkpoint_name(state.step)}",
     }
+
+
+def _mean(name: str, metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """Over the steps in which the metric is defined, each counted once; None if there is none."""
+    values = [step[name] for step in metrics if step.get(name) is not None]
+    return fmean(values) if values else None
 
 
 def _of(report: EvaluationReport | None, read: Callable[[EvaluationReport], Any]) -> Any:

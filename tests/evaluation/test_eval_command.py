@@ -153,7 +153,7 @@ def test_without_a_recipe_the_settings_are_the_papers_for_its_smaller_models():
     assert recipe.eval.benchmarks == ["paper"]
     assert (recipe.eval.temperature, recipe.eval.top_p) == (0.6, 0.8)
     assert recipe.sampling.max_completion_length == 8192
-    assert recipe.eval.reward == "math_verify"
+    assert recipe.eval.reward == "math_verify_boxed"
 
 
 def test_a_checkpoint_brings_its_weights_and_its_tokenizer(run_folder):

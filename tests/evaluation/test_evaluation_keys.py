@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from grpo_replay.commands.eval import _print_report
+from grpo_replay.commands.eval import print_report
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.evaluation.cache import request_digest
 from grpo_replay.evaluation.comparison import SAME_SETTINGS
@@ -37,9 +37,14 @@ class Bytes:
     def decode(self, token_ids: Sequence[int], **_: Any) -> str:
         return bytes(token_ids).decode()
 
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        return [repr(bytes([each])) for each in token_ids]
+
 
 class SaysTwo:
     """A sampler that has one answer to everything."""
+
+    stop_token_ids = (0,)
 
     def generate(self, requests: Sequence[GenerationRequest]):
         for request in requests:
@@ -106,7 +111,7 @@ def test_the_settings_of_a_report_are_those_of_the_plan(tmp_path):
     law = {"temperature": 0.6, "top_p": 0.7, "max_completion_length": 33, "max_problems": 2}
     document = plan(tmp_path, **law, reward="minerva").document
     template = {"template": "plain", "system_prompt": None, "user_template": "{problem}="}
-    found = {key: document[key] for key in SAME_SETTINGS}
+    found = {key: document[key] for key in SAME_SETTINGS if key != "stop_tokens"}  # the sampler's
     assert found == {**law, **template, "reward": "minerva"}
 
 
@@ -198,5 +203,5 @@ def test_two_ranks_say_how_much_each_has_and_name_unparsable_answers(tmp_path, c
     assert read_report(tmp_path / "e.json").sampled == reports[0].sampled
     page = markdown(reports[0])
     assert "- mine: math-verify cannot parse the reference answer of p1\n" in page
-    _print_report(reports[0], tmp_path / "e.json", as_json=False)
+    print_report(reports[0], tmp_path / "e.json", as_json=False)
     assert "mine: the reference answers of p1 cannot be parsed" in capsys.readouterr().out

@@ -1,12 +1,15 @@
 """The shipped recipes: each loads, says what it is, and holds the papers' settings."""
 
 import re
+import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_replay
+from grpo_replay.grpo.batch import mini_batch_indices
 from grpo_replay.recipe import Recipe, load_recipe, recipe_to_yaml, shipped_recipes_folder
 
 QWEN_RECIPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
@@ -105,7 +108,7 @@ PAPER_A = {
     "eval.benchmarks": ["paper"],
     "eval.temperature": 0.6,
     "eval.top_p": 0.8,
-    "eval.reward": "math_verify",
+    "eval.reward": "math_verify_boxed",
 }
 """Paper A's table of hyperparameters, sections 3 to 5 and its appendix."""
 
@@ -164,6 +167,41 @@ def test_each_baseline_is_one_override_that_changes_nothing_else(name, override)
         assert getattr(baseline.replay, field) == getattr(ours.replay, field)
     assert baseline.model_copy(update={"replay": ours.replay}) == ours
     assert override.split("=")[1] in header(name)
+
+
+SURVIVORS = {"qwen3-0.6b": 86.5, "qwen3-1.7b": 112.7, "qwen3-4b": 124.9}
+"""Paper A: rollouts out of 256 that the zero-variance filter leaves."""
+
+
+def readings(name: str) -> list[list[str]]:
+    """The overrides of each `--set` line below "Other readings of the paper" in the header."""
+    _, below = header(name).split("# Other readings of the paper")
+    lines = [line for line in below.splitlines() if line.startswith("#   --set")]
+    return [shlex.split(line[1:])[1::2] for line in lines]
+
+
+@pytest.mark.parametrize("name", QWEN_RECIPES)
+def test_the_other_readings_of_the_paper_are_named_and_do_what_they_say(name):
+    literal, prompts, stop = (load_recipe(name, words) for words in readings(name))
+    ours = load_recipe(name)
+    rng = np.random.default_rng(0)
+    updates = {"grpo": SURVIVORS[name], "replay": 1.5 * SURVIVORS[name]}
+    for method, expected in (("grpo", 1), ("replay", 2)):
+        parts = mini_batch_indices(round(updates[method]), literal.batch, rng)
+        assert len(parts) == expected and max(map(len, parts)) <= 128
+        assert len(mini_batch_indices(round(updates[method]), ours.batch, rng)) == 2
+    assert literal.model_copy(update={"batch": ours.batch}) == ours
+
+    assert (prompts.sampling.prompts_per_step, prompts.rollouts_per_step) == (256, 2048)
+    assert prompts.batch.mini_batch_rollouts == 128 * prompts.sampling.group_size
+    kept = {"sampling": ours.sampling, "batch": ours.batch}
+    assert prompts.model_copy(update=kept) == ours
+    bound = 60 * prompts.rollouts_per_step * SURVIVORS[name] / 256
+    assert prompts.replay.capacity_rollouts < bound  # at τ_max = 60, as the header says
+    assert prompts.replay.capacity_rollouts > 10 * prompts.rollouts_per_step
+
+    assert stop.sampling.stop_tokens == ["<|endoftext|>"] and ours.sampling.stop_tokens is None
+    assert stop.model_copy(update={"sampling": ours.sampling}) == ours
 
 
 def test_overrides_named_in_the_headers_load():

@@ -2,7 +2,8 @@
 
 import pytest
 
-from grpo_replay.rewards.minerva import grade, last_box, normalise
+from grpo_replay.rewards.boxes import last_box
+from grpo_replay.rewards.minerva import grade, normalise
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,19 @@ def test_only_the_stop_tokens_asked_for_end_a_completion(opened, monkeypatch):
     assert {c.token_ids[-1] for c in completions if _stopped(c)} == {STOP_TOKENS[1]}
 
 
+def test_the_recipe_chooses_the_stop_tokens(tied):
+    from grpo_replay.sampling.vllm_local import VllmLocalSampler
+
+    recipe = tiny_recipe(tied.folder, stop_tokens=["7"])
+    sampler = VllmLocalSampler.open(recipe, str(tied.folder), Comm())
+    completions = list(sampler.generate(make_requests(count=48)))
+    sampler.close()
+    (only,) = sampler.stop_token_ids
+    assert {c.token_ids[-1] for c in completions if _stopped(c)} == {only}
+    assert not any(only in c.token_ids[:-1] for c in completions)
+    assert any(set(STOP_TOKENS) & set(c.token_ids.tolist()) for c in completions)
+
+
 def _stopped(completion) -> bool:
     return completion.finish_reason == "stop"
 

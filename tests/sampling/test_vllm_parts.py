@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from server_helpers import free_ports
-from tiny_policy import changed, named_tensors, tiny_recipe
+from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.weight_names import CheckedWeights, expected_weights
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.sampling.server import guard as server_guard
@@ -308,3 +309,19 @@ def _alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_recipe_chooses_the_stop_tokens_of_servers(tied, monkeypatch):
+    """Seen before any server is asked."""
+    from grpo_replay.sampling.server.sampler import VllmServerSampler
+
+    opened = []
+    monkeypatch.setattr(VllmServerSampler, "_take_resources", lambda self, *_: opened.append(self))
+    monkeypatch.setattr(VllmServerSampler, "_connect", lambda self, _: 1 / 0)
+    monkeypatch.setattr(VllmServerSampler, "close", lambda self: None)
+    settings = {"backend": "vllm_server", "servers": {"urls": ["http://127.0.0.1:1"]}}
+    for words, expected in (({}, STOP_TOKENS), ({"stop_tokens": ["7"]}, (12,))):
+        recipe = tiny_recipe(tied.folder, **settings, **words)
+        with pytest.raises(ZeroDivisionError):
+            VllmServerSampler.open(recipe, str(tied.folder), Comm())
+        assert opened[-1].stop_token_ids == expected

@@ -27,6 +27,7 @@ def recipe() -> Recipe:
 class CountingSampler:
     def __init__(self, sampler: HfSampler) -> None:
         self.sampler, self.count = sampler, 0
+        self.stop_token_ids = sampler.stop_token_ids
 
     def generate(self, requests):
         for completion in self.sampler.generate(requests):
@@ -38,6 +39,7 @@ def main() -> None:
     output, rank, ranks, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     cache.FLUSH_ROWS = 16
+    cache.FLUSH_SECONDS = 3600.0  # on a busy machine too, a shard has as many rows
     group = None
     if ranks > 1:
         store = torch.distributed.FileStore(f"{output}.store", ranks)

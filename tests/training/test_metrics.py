@@ -45,13 +45,15 @@ def test_generation_metrics_by_hand():
     rollouts = [
         make_rollout(0, 4),
         make_rollout(1, 8, reward=-1.0, verdict="incorrect", finish_reason="length"),
-        make_rollout(2, 1, std=0.0),
-        make_rollout(3, 7, std=0.0),
+        make_rollout(2, 1, std=0.0, group_correct=2),
+        make_rollout(3, 7, std=0.0, group_correct=2),
     ]
     assert generation_metrics(rollouts, group_size=2) == {
         "reward": 0.5,
         "reward_std": 0.5,
         "frac_reward_zero_std": 0.5,
+        "groups/all_correct_fraction": 0.5,
+        "groups/all_wrong_fraction": 0.0,
         "completions/mean_length": 5.0,
         "completions/min_length": 1,
         "completions/max_length": 8,

@@ -15,12 +15,12 @@ import torch
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.engine.models import (
-    eos_token_ids,
     load_config,
     load_policy,
     load_tokenizer,
     section_at,
 )
+from grpo_replay.engine.stop_tokens import find_stop_tokens
 from grpo_replay.engine.weight_names import (
     CheckedWeights,
     ExpectedWeights,
@@ -81,7 +81,7 @@ class VllmServerSampler:
         on_gpu = recipe.engine.device != "cpu" and torch.cuda.is_available()
         arguments = engine_arguments(recipe, section, on_gpu)
         expected = expected_weights(section)
-        stop_token_ids = eos_token_ids(section, load_tokenizer(section))
+        stop_token_ids = find_stop_tokens(recipe, section, load_tokenizer(section))
         wanted = Wanted.of(load_config(section), arguments, settings.weight_transfer)
         sampler = cls(wanted, stop_token_ids, expected, comm)
         try:

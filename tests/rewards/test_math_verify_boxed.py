@@ -1,0 +1,88 @@
+"""The `math_verify_boxed` verifier: the last box of the trailing 500 characters, by math-verify."""
+
+import random
+from typing import get_args
+
+import pytest
+from test_symbolic import PIECES, directly
+
+from grpo_replay.recipe import BUILTIN_VERIFIERS, EvalSection, RewardSection
+from grpo_replay.rewards.math_verify import SymbolicGrader
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.worker import BUILTINS
+
+FAR = "We check the result once more. " * 17  # 527 characters
+
+
+@pytest.fixture(scope="module")
+def scorers():
+    with (
+        RewardScorer.open(RewardSection(function="math_verify_boxed")) as boxed,
+        RewardScorer.open(RewardSection(function="math_verify")) as whole,
+    ):
+        yield boxed, whole
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "boxed", "whole"),
+    [
+        # The three of paper A's rule that a whole-completion reading gets wrong:
+        ("The answer is 5.", "5", "unparsable", "correct"),
+        ("so we get $x = 5$ and then we", "5", "unparsable", "correct"),
+        ("\\boxed{5} " + FAR, "5", "unparsable", "correct"),
+        # What is in the box is parsed, not compared as text:
+        ("so \\boxed{0.5}", "\\frac{1}{2}", "correct", "correct"),
+        ("so $\\boxed{\\frac{10}{20}}$.", "1/2", "correct", "correct"),
+        ("so \\boxed{$7$}", "7", "correct", "correct"),
+        # The last of several boxes decides:
+        ("\\boxed{4} is wrong. It is \\boxed{5}", "5", "correct", "correct"),
+        ("\\boxed{4}, or rather \\boxed{5}", "5", "correct", "incorrect"),  # read as a pair
+        ("\\boxed{5}, or rather \\boxed{4}", "5", "incorrect", "incorrect"),
+        ("\\boxed{5}, or rather \\boxed{4", "5", "unparsable", "correct"),
+        ("\\boxed{5} " + FAR + "\\boxed{4}", "5", "incorrect", "incorrect"),
+        # An operand that does not parse is compared as it stands:
+        ("so \\boxed{}", "5", "unparsable", "unparsable"),
+        ("so \\boxed{}", "", "correct", "unparsable"),
+        ("", "5", "unparsable", "unparsable"),
+    ],
+)
+def test_the_two_readings_of_one_completion(scorers, completion, answer, boxed, whole):
+    found = [scorer.score([(completion, answer, None)])[0] for scorer in scorers]
+    assert [verdict.status for verdict in found] == [boxed, whole]
+    assert [verdict.reward for verdict in found] == [
+        1.0 if status == "correct" else -1.0 for status in (boxed, whole)
+    ]
+
+
+def test_a_box_must_lie_wholly_within_the_last_500_characters():
+    grader = SymbolicGrader(boxed=True)
+    for length, status in ((491, "correct"), (492, "unparsable")):
+        completion = "so \\boxed{5}" + "." * length  # the box has 9 characters
+        assert grader.grade(completion, "5") == (status, True)
+
+
+def test_the_operand_is_graded_as_math_verify_grades_it_in_a_math_environment():
+    grader = SymbolicGrader(boxed=True)
+    pieces = [piece for piece in PIECES if piece not in ("(", "")]
+    others = random.Random(0).choices(PIECES, k=200)
+    pairs = [(f"${a}$", a) for a in pieces]
+    pairs += [(f"${a}$", b) for a, b in zip(pieces * 10, others)]
+    boxes = [(f"Thus \\boxed{{{a[1:-1]}}} cm.", b) for a, b in pairs]
+    expected = directly(pairs)
+    assert [grader.grade(*pair)[0] == "correct" for pair in boxes] == expected
+    assert len(expected) == len(pieces) + 200 and len(pieces) <= sum(expected) + 3 < 60
+
+
+def test_an_answer_that_cannot_be_parsed_is_said_with_a_box_and_without():
+    grader = SymbolicGrader(boxed=True)
+    assert grader.grade("no box", "")[1] is grader.grade("\\boxed{5}", "")[1] is False
+
+
+def test_every_verifier_of_the_one_list_can_be_chosen_and_is_served():
+    assert get_args(EvalSection.model_fields["reward"].annotation) == BUILTIN_VERIFIERS
+    assert set(BUILTINS) == set(BUILTIN_VERIFIERS)
+    assert BUILTIN_VERIFIERS == ("math_verify_boxed", "math_verify", "minerva")
+    for name in BUILTIN_VERIFIERS:
+        with RewardScorer.open(RewardSection(function=name, workers=1)) as scorer:
+            (verdict,) = scorer.score([("so \\boxed{5}", "5", None)])
+        assert verdict.status == "correct", name

@@ -1,0 +1,101 @@
+"""Which tokens end a completion: chosen by the recipe, the same for training and evaluation."""
+
+import json
+
+import pytest
+
+from grpo_replay.commands.eval import EvalOptions, run, run_comparison
+from grpo_replay.dry_run.checks import Findings, check_parts
+from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.engine.models import load_tokenizer
+from grpo_replay.engine.stop_tokens import find_stop_tokens
+from grpo_replay.errors import EvaluationFileError, RecipeError
+from grpo_replay.evaluation.cache import generations_folder
+from grpo_replay.evaluation.report import read_report
+from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
+
+QWEN = ModelSection(path="builtin:qwen3-0.6b", tokenizer="builtin:bytes", random_init=True)
+FAST = ("eval.max_problems=20", "eval.samples=2", "eval.greedy=false", "eval.bootstrap_samples=100")
+
+
+@pytest.fixture(scope="module")
+def qwen_tokenizer():
+    """As in a Qwen base model: the EOS is <|endoftext|>, and <|im_end|> is another token."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>", "<|im_start|>"]}
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("stop_tokens", "texts"),
+    [
+        (None, {"<|endoftext|>", "<|im_end|>"}),
+        (["<|endoftext|>"], {"<|endoftext|>"}),
+        (["<|im_end|>"], {"<|im_end|>"}),
+        (["<|im_end|>", "<|endoftext|>", "<|im_end|>"], {"<|endoftext|>", "<|im_end|>"}),
+    ],
+)
+def test_the_recipe_chooses_and_by_default_both_end_a_qwen_completion(
+    qwen_tokenizer, stop_tokens, texts
+):
+    recipe = resolve_recipe([{"sampling": {"stop_tokens": stop_tokens}}])
+    ids = find_stop_tokens(recipe, QWEN, qwen_tokenizer)
+    assert list(ids) == sorted(qwen_tokenizer.convert_tokens_to_ids(list(texts)))
+
+
+def test_a_text_that_is_no_token_is_refused_also_before_the_run():
+    recipe = load_recipe("tiny", ["sampling.stop_tokens=[<eo>]"])
+    message = r"sampling.stop_tokens: '<eo>' is not a token .*did you mean '<eos>'.*would be <eos>"
+    with pytest.raises(RecipeError, match=message):
+        find_stop_tokens(recipe, recipe.model, load_tokenizer(recipe.model))
+    findings = Findings()
+    check_parts(recipe, "cpu", findings)
+    assert any("'<eo>' is not a token" in problem for problem in findings.problems)
+    with pytest.raises(RecipeError, match=r"sampling\.stop_tokens"):
+        load_recipe("tiny", ["sampling.stop_tokens=[]"])
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory):
+    """The tiny base, which ends its answers with a brace and then <eos>, under both choices."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    for name, words in (("eos", ()), ("brace", ('sampling.stop_tokens=["}"]',))):
+        output = str(folder / f"{name}.json")
+        options = {"benchmarks": ["tiny_add"], "overrides": (*FAST, *words)}
+        run(EvalOptions("builtin:tiny", output=output, **options))
+    return folder
+
+
+def test_every_length_shifts_with_the_stop_token(evaluations):
+    eos, brace = (read_report(evaluations / f"{name}.json") for name in ("eos", "brace"))
+    assert eos.settings["stop_tokens"] == ["<eos>"]
+    assert brace.settings["stop_tokens"] == ["}"]
+    boxed = [
+        (one["tokens"], other["tokens"])
+        for one, other in zip(eos.samples.to_pylist(), brace.samples.to_pylist(), strict=True)
+        if one["completion_text"].endswith("}") and one["finish_reason"] == "stop"
+    ]
+    assert len(boxed) > 30 and all(one == other + 1 for one, other in boxed)
+    assert eos.accuracies() == brace.accuracies()
+
+
+def test_evaluations_with_other_stop_tokens_do_not_compare(evaluations):
+    paths = [str(evaluations / f"{name}.json") for name in ("eos", "brace")]
+    with pytest.raises(EvaluationFileError, match=r"stop_tokens \['<eos>'\], but .* \['}'\]"):
+        run_comparison(*paths)
+
+
+def test_the_page_says_what_ends_a_completion(evaluations):
+    page = (evaluations / "brace.md").read_text()
+    assert '- stop_tokens: `["}"]`' in page.splitlines()
+    assert "stop_tokens" in json.loads((evaluations / "eos.json").read_text())["settings"]
+
+
+def test_completions_that_ended_elsewhere_are_not_found_again(tmp_path):
+    words = [[], ['sampling.stop_tokens=["}"]'], ["sampling.stop_tokens=[<eos>]"]]
+    folders = [generations_folder(tmp_path, "0" * 64, load_recipe("tiny", w)) for w in words]
+    assert len(set(folders)) == 3
+    twice = load_recipe("tiny", ['sampling.stop_tokens=["}", "}"]'])
+    assert generations_folder(tmp_path, "0" * 64, twice) == folders[1]
