@@ -1,4 +1,4 @@
-"""Histograms as tables of counts and bars, for the terminal."""
+"""Histograms for the terminal: tables of counts with bars."""
 
 import math
 from collections.abc import Sequence
@@ -18,31 +18,27 @@ def plain_table() -> Table:
 def paired_bars(
     heading: str, rows: Sequence[tuple[str, int, int]], names: tuple[str, str]
 ) -> Table:
-    """Two histograms side by side, each scaled to its own largest count."""
+    """Two histograms side by side. Each is scaled to its own largest count."""
     table = plain_table()
     table.add_column(heading, justify="right", style="dim")
     width = 11
     for name, colour in zip(names, (STORED, REPLAYED), strict=True):
         table.add_column(name, justify="right", style=colour)
         table.add_column("", style=colour, width=width)
-    largest = [max((row[i] for row in rows), default=0) for i in (1, 2)]
+    largest_first = max((first for _, first, _ in rows), default=0)
+    largest_second = max((second for _, _, second in rows), default=0)
     for label, first, second in rows:
-        table.add_row(
-            label,
-            f"{first:,}",
-            bar(first, largest[0], width),
-            f"{second:,}",
-            bar(second, largest[1], width),
-        )
+        bars = (bar(first, largest_first, width), bar(second, largest_second, width))
+        table.add_row(label, f"{first:,}", bars[0], f"{second:,}", bars[1])
     return table
 
 
-def merge_rows(rows: Sequence[tuple[int, int, int]], most: int) -> list[tuple[str, int, int]]:
-    """(label, first, second) with neighbouring values merged into at most `most` equal spans."""
+def merge_rows(rows: Sequence[tuple[int, int, int]], limit: int) -> list[tuple[str, int, int]]:
+    """(label, first, second), with adjacent values merged into at most `limit` equal spans."""
     if not rows:
         return []
     low, high = rows[0][0], rows[-1][0]
-    span = math.ceil((high - low + 1) / most)
+    span = math.ceil((high - low + 1) / limit)
     merged = []
     for start in range(low, high + 1, span):
         inside = [row for row in rows if start <= row[0] < start + span]
@@ -52,10 +48,10 @@ def merge_rows(rows: Sequence[tuple[int, int, int]], most: int) -> list[tuple[st
     return merged
 
 
-def cap_counts(rows: Sequence[CountRow], most: int) -> list[tuple[str, int]]:
-    """(label, count) with everything from the last shown value on in one row."""
-    shown = [(str(row.value), row.rollouts) for row in rows[: most - 1]]
-    rest = rows[most - 1 :]
+def cap_counts(rows: Sequence[CountRow], limit: int) -> list[tuple[str, int]]:
+    """At most `limit` pairs (label, count). The last one sums all larger values."""
+    shown = [(str(row.value), row.rollouts) for row in rows[: limit - 1]]
+    rest = rows[limit - 1 :]
     if len(rest) == 1:
         shown.append((str(rest[0].value), rest[0].rollouts))
     elif rest:
@@ -74,8 +70,8 @@ def count_table(heading: str, rows: Sequence[tuple[str, int]], colour: str) -> T
     return table
 
 
-def thin_ages(ages: Sequence[int], most: int) -> list[int]:
-    """At most `most` ages, the first and the last among them, evenly spread."""
-    if len(ages) <= most:
+def thin_ages(ages: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` evenly spaced ages, including the first and the last."""
+    if len(ages) <= limit:
         return list(ages)
-    return sorted({ages[round(i * (len(ages) - 1) / (most - 1))] for i in range(most)})
+    return sorted({ages[round(i * (len(ages) - 1) / (limit - 1))] for i in range(limit)})

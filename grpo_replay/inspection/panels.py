@@ -1,4 +1,4 @@
-"""The screen of inspect-buffer: panels that a person reads in ten seconds."""
+"""The screen of inspect-buffer: a heading, warnings and panels."""
 
 import math
 from collections.abc import Iterable
@@ -20,11 +20,11 @@ from grpo_replay.inspection.histograms import (
     plain_table,
     thin_ages,
 )
-from grpo_replay.inspection.summary import Bin, Inspection, plural
+from grpo_replay.inspection.summary import Bin, Inspection, first_and_last, plural
 from grpo_replay.terminal.bars import bar, sparkline
 
 PANEL_WIDTH = 57
-_ROWS = 12  # of a histogram, before neighbours are merged
+_ROWS = 12  # maximum rows of a histogram; more are merged
 
 
 def print_inspection(seen: Inspection, console: Console) -> None:
@@ -45,17 +45,17 @@ def _heading(seen: Inspection) -> Text:
     text.append(f"\n{describe_settings(seen)}", style="dim not bold")
     if seen.rebuilt:
         text.append(
-            "\nno checkpoint of this step: its buffer is rebuilt from the rollout log",
+            "\nno checkpoint at this step; buffer rebuilt from the rollout log",
             style="dim not bold",
         )
     return text
 
 
 def describe_settings(seen: Inspection) -> str:
-    """The replay section in one line."""
+    """The replay settings in one line."""
     settings = seen.settings
     if not seen.replays:
-        return f"preset {settings['preset']}: this recipe never replays"
+        return f"preset {settings['preset']}: this recipe does not replay"
     age = settings["max_age_steps"]
     priority = settings["priority"].replace("abs_advantage", "|advantage|")
     law = priority if priority == "uniform" else f"{priority}^{settings['priority_exponent']:g}"
@@ -69,7 +69,7 @@ def describe_settings(seen: Inspection) -> str:
 
 def _verdict(seen: Inspection) -> Text:
     if not seen.warnings:
-        return Text("✓ nothing looks unhealthy", style="green")
+        return Text("✓ no warnings", style="green")
     text = Text()
     for i, warning in enumerate(seen.warnings):
         text.append("\n" if i else "")
@@ -155,7 +155,7 @@ def _populations(seen: Inspection) -> Panel | None:
     )
     for label, cell in lines:
         table.add_row(label, *(cell(rows) for rows in seen.populations))
-    return _panel("who is in there", table)
+    return _panel("populations", table)
 
 
 def _colour(name: str) -> str:
@@ -166,12 +166,12 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _maybe(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+def _maybe(value: float | None, format_spec: str) -> str:
+    return "–" if value is None else format(value, format_spec)
 
 
 def staleness_panel(seen: Inspection) -> Panel | None:
-    """Ages of what is stored beside ages at use; None if nothing is or was."""
+    """Ages of stored rollouts next to ages at use; None if nothing was stored or replayed."""
     if not seen.staleness:
         return None
     rows = merge_rows([(r.age_steps, r.stored, r.replayed) for r in seen.staleness], _ROWS)
@@ -270,19 +270,14 @@ TREND_LABELS = {
 
 
 def trends_table(seen: Inspection, width: int) -> Table:
-    """One line per metric: first and last value (means of an eighth of the run), and its course."""
+    """One line per metric: mean of the first and last eighth of the run, and a sparkline."""
     table = plain_table()
-    for name, justify in (("", "left"), ("first", "right"), ("", "left"), ("last", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)
+    for name in ("", "first", "", "last"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for metric, points in seen.trends.items():
-        values = [value for _, value in points]
-        part = max(1, len(values) // 8)
-        table.add_row(
-            TREND_LABELS[metric],
-            _short(sum(values[:part]) / part),
-            Text(sparkline(values, max(12, width)), style="cyan"),
-            _short(sum(values[-part:]) / part),
-        )
+        first, last = first_and_last(points)
+        course = sparkline([value for _, value in points], max(12, width))
+        table.add_row(TREND_LABELS[metric], _short(first), Text(course, style="cyan"), _short(last))
     return table
 
 

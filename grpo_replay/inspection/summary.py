@@ -4,7 +4,7 @@ Ages are in training steps; "replayed" counts rows of the draw log up to the ins
 the pool composition, a fresh rollout that was drawn (age 0) is trained on as fresh, not replayed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,5 +143,12 @@ class Inspection:
 
 
 def plural(unit: str) -> str:
-    """Units of replay in words: rollouts, queries."""
+    """The plural of a unit of replay: rollouts or queries."""
     return "queries" if unit == "query" else f"{unit}s"
+
+
+def first_and_last(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Mean value of the first eighth and of the last eighth of a (step, value) series."""
+    values = [value for _, value in points]
+    eighth = max(1, len(values) // 8)
+    return sum(values[:eighth]) / eighth, sum(values[-eighth:]) / eighth

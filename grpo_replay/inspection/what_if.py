@@ -74,9 +74,9 @@ class _Trained:
     row: np.ndarray  # int64
     age: np.ndarray  # int64
     replayed: np.ndarray  # bool
-    ess: list[float]
-    entropies: list[float]
-    stored: list[int]
+    ess: Sequence[float]
+    entropies: Sequence[float]
+    stored: Sequence[float]
 
 
 def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
@@ -139,8 +139,12 @@ def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
     births = log.birth_step[kept_rows]
     row_of = dict(zip(log.rollout_id[kept_rows].tolist(), kept_rows.tolist(), strict=True))
     steps, generated = np.unique(log.birth_step, return_counts=True)
-    rows, ages, replayed = [], [], []
-    ess, entropies, stored = [], [], []
+    rows: list[int] = []
+    ages: list[np.ndarray] = []
+    replayed: list[np.ndarray] = []
+    ess: list[float] = []
+    entropies: list[float] = []
+    stored: list[int] = []
     for step, count in zip(steps.tolist(), generated.tolist(), strict=True):
         first, last = np.searchsorted(births, [step, step + 1])
         fresh = rollouts[first:last]
@@ -241,7 +245,7 @@ def _deviation(values: Sequence[float]) -> float | None:
 def _across(
     runs: Sequence[DrawStatistics], combine: Callable[[Sequence[float]], float | None]
 ) -> DrawStatistics:
-    values = {}
+    values: dict[str, Any] = {}
     for field in fields(DrawStatistics):
         known = [getattr(run, field.name) for run in runs]
         values[field.name] = None if None in known else combine(known)

@@ -1,4 +1,4 @@
-"""What people see whatever the command: quiet libraries, progress, bars, plot style.
+"""Terminal output shared by all commands: progress, bars, library logging and plot style.
 
-Imports errors alone.
+Imports only `errors`.
 """

@@ -1,4 +1,4 @@
-"""Bars and lines made of characters, for the terminal."""
+"""Bars and sparklines made of Unicode characters."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def bar(value: float, largest: float, width: int) -> str:
-    """A bar of at most `width` cells, in eighths of a cell; anything above 0 shows."""
+    """A bar of at most `width` cells, in eighths of a cell; at least one eighth if value > 0."""
     if largest <= 0 or value <= 0:
         return ""
     eighths = max(1, round(8 * width * min(1.0, value / largest)))
@@ -16,7 +16,7 @@ def bar(value: float, largest: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` over at most `width` cells, each the mean of its share, from lowest to highest."""
+    """A sparkline of at most `width` cells. Each cell is a mean of consecutive values."""
     if not values:
         return ""
     cells = min(width, len(values))

@@ -1,22 +1,27 @@
-"""How figures look: column width, fonts that stay legible there, colours that everyone can tell."""
+"""Style shared by all figures: column width, font sizes and a colour-blind-safe palette."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_replay.errors import UsageError
 
-COLUMN_INCHES = 3.3
-"""Width of one column of a paper."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.typing import RcKeyType
 
-# Okabe and Ito's palette: distinguishable with every common colour blindness and in grey.
+COLUMN_INCHES = 3.3
+"""Width of one column of a two-column paper."""
+
+# From the palette of Okabe and Ito, which stays distinguishable under colour blindness.
 STORED = "#0072B2"
 REPLAYED = "#E69F00"
 FRESH = "#009E73"
 WARN = "#D55E00"
 GREY = "#6F6F6F"
 
-_SETTINGS = {
+_SETTINGS: "dict[RcKeyType, Any]" = {
     "font.family": "DejaVu Sans",
     "font.size": 7,
     "axes.titlesize": 7.5,
@@ -44,15 +49,15 @@ _SETTINGS = {
     "lines.markersize": 2.5,
     "figure.dpi": 100,
     "savefig.dpi": 300,
-    # Text stays text in SVG: small files, searchable, and the browser's own fonts.
+    # Keep text as text in SVG: smaller, searchable files that use the browser's fonts.
     "svg.fonttype": "none",
     "svg.hashsalt": "grpo-replay",
 }
 
 
 @contextmanager
-def figure_style():
-    """matplotlib with our settings and no display; yields `matplotlib.figure.Figure`."""
+def figure_style() -> "Iterator[type[Figure]]":
+    """Apply our matplotlib settings; yields the `Figure` class, which needs no display."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -61,17 +66,18 @@ def figure_style():
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure as PNG (300 dpi) or SVG, by the file's ending.
+    """Write a figure as PNG (300 dpi) or SVG, depending on the file extension.
 
-    Raises UsageError for another ending, or a folder that does not exist.
+    Raises UsageError for another extension, or if the folder does not exist.
     """
     check_plot_path(path, (".png", ".svg"))
     metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
     figure.savefig(path, metadata=metadata)
 
 
-def check_plot_path(path: Path, endings: tuple[str, ...]) -> None:
-    if path.suffix.lower() not in endings:
-        raise UsageError(f"--plot {path}: the file must end in {', '.join(endings)}")
+def check_plot_path(path: Path, extensions: tuple[str, ...]) -> None:
+    """Raises UsageError for another extension, or if the folder does not exist."""
+    if path.suffix.lower() not in extensions:
+        raise UsageError(f"--plot {path}: the file must end in {', '.join(extensions)}")
     if not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: there is no folder {path.parent}; create it first")
+        raise UsageError(f"--plot {path}: folder {path.parent} does not exist; create it first")

@@ -1,40 +1,47 @@
-"""Progress on stderr for whatever turns out to take longer than two seconds."""
+"""Progress on stderr for operations that take longer than two seconds."""
 
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Item = TypeVar("Item")
 
-PATIENCE_SECONDS = 2.0
+DELAY_SECONDS = 2.0
 
 
-def tracked(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """The items, in order. After two seconds: a bar on a terminal, else one plain line."""
+def tracked(items: Sequence[Item], description: str) -> Iterator[Item]:
+    """Yield the items in order, and report progress once this takes longer than two seconds.
+
+    Progress is a bar if stderr is a terminal, otherwise one plain line.
+    """
     start = time.monotonic()
-    bar = task = None
-    said = False
+    progress: Progress | None = None
+    announced = False
     try:
         for done, item in enumerate(items):
-            if not said and time.monotonic() - start > PATIENCE_SECONDS:
-                said = True
-                bar, task = _announce(what, len(items))
-            if bar is not None:
-                bar.update(task, completed=done)
+            if not announced and time.monotonic() - start > DELAY_SECONDS:
+                announced = True
+                progress = _announce(description, len(items))
+            if progress is not None:
+                progress.update(progress.task_ids[0], completed=done)
             yield item
     finally:
-        if bar is not None:
-            bar.stop()
+        if progress is not None:
+            progress.stop()
 
 
-def _announce(what: str, total: int):
+def _announce(description: str, total: int) -> "Progress | None":
     if not sys.stderr.isatty():
-        print(f"{what}: {total:,} in all", file=sys.stderr)
-        return None, None
+        print(f"{description}: {total:,} in total", file=sys.stderr)
+        return None
     from rich.console import Console
     from rich.progress import Progress
 
-    bar = Progress(console=Console(stderr=True), transient=True)
-    bar.start()
-    return bar, bar.add_task(what, total=total)
+    progress = Progress(console=Console(stderr=True), transient=True)
+    progress.add_task(description, total=total)
+    progress.start()
+    return progress

@@ -1,4 +1,4 @@
-"""Keeping the chatter of the libraries out of the terminal: it goes to the run's log."""
+"""Redirects warnings and log records of libraries from the terminal to the run's log."""
 
 import logging
 import os
@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_CHATTY = ("DeepSpeed", "deepspeed", "torch", "transformers", "datasets", "vllm", "filelock")
+_LIBRARIES = ("DeepSpeed", "deepspeed", "torch", "transformers", "datasets", "vllm", "filelock")
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """While this lasts, warnings and log records of the libraries go to the log file alone."""
+    """Send warnings and log records of libraries to the log file only, inside this context."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
@@ -30,7 +30,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def warnings_on_stderr() -> Iterator[None]:
-    """While this lasts, our own warnings are printed: for commands that keep no log."""
+    """Print our own warnings inside this context, for commands that write no log file."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(logging.Formatter("warning: %(message)s"))
@@ -43,10 +43,12 @@ def warnings_on_stderr() -> Iterator[None]:
 
 
 def send_to_log() -> None:
-    """Take the libraries' own handlers away, so that the run's log gets what they say. To be
-    called again after importing them, when their loggers exist."""
+    """Remove the libraries' own handlers, so that their records reach the run's log.
+
+    Call it again after importing a library: its loggers exist only then.
+    """
     for name in list(logging.root.manager.loggerDict):
-        if name.split(".")[0] in _CHATTY:
+        if name.split(".")[0] in _LIBRARIES:
             library = logging.getLogger(name)
             library.handlers.clear()
             library.propagate = True

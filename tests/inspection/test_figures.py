@@ -51,6 +51,26 @@ def test_there_is_a_panel_for_everything_that_has_data(runs):
     assert list(panels_of(summarise(open_source(runs["grpo"])))) == []
 
 
+def test_the_page_has_the_numbers_of_every_table(runs):
+    inspection = summarise(open_source(runs["ours"]))
+    root = ElementTree.fromstring(
+        "<page>"
+        + "".join(re.findall(r"<table>.*?</table>", render_page(inspection), re.S))
+        + "</page>"
+    )
+    tables = [[[cell.text or "" for cell in row] for row in table.iter("tr")] for table in root]
+    populations, by_age, trends = tables
+    assert [row[:2] for row in populations[1:]] == [
+        [rows.name, f"{rows.rollouts:,}"] for rows in inspection.populations
+    ]
+    assert populations[1][4] == "–"  # dropped groups: undefined among all generated rollouts
+    assert [row[1] for row in by_age[1:]] == [f"{row.uses:,}" for row in inspection.by_age.values()]
+    assert [row[0] for row in by_age[1:]] == ["fresh", "1", "2", "3", "4", "5"]
+    assert len(trends) == 1 + len(inspection.trends)
+    for table in tables:
+        assert {len(row) for row in table} == {len(table[0])}
+
+
 def test_the_page_loads_nothing_from_anywhere(runs):
     page = render_page(summarise(open_source(runs["ours"])))
     assert page.count("<svg") == 7

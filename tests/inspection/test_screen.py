@@ -55,9 +55,9 @@ def test_the_screen_says_how_full_and_how_old(runs):
 
 def test_a_run_that_never_replays_shows_what_there_is(runs):
     text = screen(runs["grpo"])
-    assert "this recipe never replays" in text
-    assert "nothing looks unhealthy" in text
-    assert "occupancy" not in text and "who is in there" in text
+    assert "this recipe does not replay" in text
+    assert "no warnings" in text
+    assert "occupancy" not in text and "populations" in text
 
 
 def test_a_run_before_its_first_survivor_has_a_screen(tmp_path):
@@ -87,10 +87,10 @@ def test_sparklines_rise_with_the_values():
 def test_progress_speaks_only_when_something_takes_long(monkeypatch, capsys):
     assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("grpo_replay.terminal.progress.PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr("grpo_replay.terminal.progress.DELAY_SECONDS", -1.0)
     assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
     captured = capsys.readouterr()
-    assert captured.err == "reading: 3 in all\n" and captured.out == ""
+    assert captured.err == "reading: 3 in total\n" and captured.out == ""
 
 
 def test_merged_rows_lose_nothing():

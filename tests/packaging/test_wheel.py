@@ -45,6 +45,16 @@ def test_the_shipped_recipes_are_those_of_the_checkout(installed):
     assert _run(installed, code).split("\n")[:-1] == [f"{name} {name}" for name in expected]
 
 
+def test_the_template_of_the_page_is_there(installed):
+    code = (
+        "from jinja2 import Environment, PackageLoader\n"
+        "loader = PackageLoader('grpo_replay', 'inspection')\n"
+        "print(Environment(loader=loader).get_template('page.html').filename)"
+    )
+    found = Path(_run(installed, code).strip())
+    assert found == installed / "grpo_replay" / "inspection" / "page.html"
+
+
 def test_the_tiny_base_loads(installed):
     code = (
         "import grpo_replay, os\n"
