@@ -1,4 +1,4 @@
-"""One rollout's life: its birth and group, each use, and how it left the buffer."""
+"""The life of one rollout: its group, each use, and how it left the buffer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ import pyarrow.compute as pc
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import OUTCOME_COLUMNS
-from grpo_replay.inspection.column_reader import iter_columns, schema_of
+from grpo_replay.inspection.column_reader import Kind, iter_columns, schema_of
 from grpo_replay.inspection.rebuild import replay_storage, survivors_for
 from grpo_replay.inspection.source import Source
+from grpo_replay.recipe import Recipe
 
 _MEMBER = ("rollout_id", "completion_index", "reward", "advantage", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One time the rollout was drawn."""
+    """One draw of the rollout."""
 
     step: int
     age_steps: int
@@ -30,20 +31,20 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Everything the files know about one rollout."""
+    """Everything the files record about one rollout."""
 
-    rollout: Mapping[str, Any]  # its row; token ids as lists
-    prompt_text: str | None  # None where the run has no tokenizer at hand
-    group: tuple[Mapping[str, Any], ...]  # its members, itself included
-    fresh_outcome: Mapping[str, Any] | None  # None if it was not trained on at its birth
+    rollout: Mapping[str, Any]  # its row; token ids are lists
+    prompt_text: str | None  # None if no checkpoint has a tokenizer
+    group: tuple[Mapping[str, Any], ...]  # all members, including this rollout
+    fresh_outcome: Mapping[str, Any] | None  # None if it was not trained on as fresh
     uses: tuple[Use, ...]
-    fate: str  # in plain words
+    fate: str  # one sentence
 
 
 def read_life(source: Source, rollout_id: int) -> Life:
     """The life of one rollout up to the inspected step.
 
-    Raises SnapshotError if neither the rollout log nor the snapshot has it.
+    Raises SnapshotError if the rollout is in neither the rollout log nor the snapshot.
     """
     row, group = _find(source, rollout_id)
     logged = bool(source.rollout_files)
@@ -59,25 +60,24 @@ def read_life(source: Source, rollout_id: int) -> Life:
 
 
 def _find(source: Source, rollout_id: int) -> tuple[dict, list[dict]]:
-    """The rollout's row and its group's rows, from the log or else from the snapshot."""
-    places: list[tuple[str, Path]] = [("rollouts", path) for _, path in source.rollout_files]
-    if not places and source.snapshot is not None:
-        places = [("buffer", source.snapshot)]
-    low = high = None
-    for kind, path in places:
+    """The row of the rollout and the rows of its group, from the log or else the snapshot."""
+    files: list[tuple[Kind, Path]] = [("rollouts", path) for _, path in source.rollout_files]
+    if not files and source.snapshot is not None:
+        files = [("buffer", source.snapshot)]
+    seen: list[int] = []  # smallest and largest id of every batch
+    for kind, path in files:
         for batch in iter_columns(path, kind, ("rollout_id", "group_id")):
             ids = batch.column(0).to_numpy()
             if ids.size:
-                low = min(ids.min(), ids.min() if low is None else low)
-                high = max(ids.max(), ids.max() if high is None else high)
-            place = np.flatnonzero(ids == rollout_id)
-            if place.size:
-                return _rows(kind, path, rollout_id, batch.column(1)[int(place[0])].as_py())
-    known = f"; ids run from {low} to {high}" if low is not None else ""
+                seen += [int(ids.min()), int(ids.max())]
+            found = np.flatnonzero(ids == rollout_id)
+            if found.size:
+                return _rows(kind, path, rollout_id, batch.column(1)[int(found[0])].as_py())
+    known = f"; ids run from {min(seen)} to {max(seen)}" if seen else ""
     raise SnapshotError(f"{source.path}: no rollout {rollout_id} up to step {source.step}{known}")
 
 
-def _rows(kind: str, path: Path, rollout_id: int, group_id: int) -> tuple[dict, list[dict]]:
+def _rows(kind: Kind, path: Path, rollout_id: int, group_id: int) -> tuple[dict, list[dict]]:
     names = schema_of(kind).names
     members: list[dict] = []
     for batch in iter_columns(path, kind, names):
@@ -90,8 +90,8 @@ def _uses(source: Source, rollout_id: int) -> tuple[Use, ...]:
     uses: list[Use] = []
     for _, path in source.draw_files:
         for batch in iter_columns(path, "draws", names):
-            mine = batch.filter(pc.equal(batch.column(0), rollout_id))
-            for row in mine.to_pylist():
+            matching = batch.filter(pc.equal(batch.column(0), rollout_id))
+            for row in matching.to_pylist():
                 outcome = {name: row[name] for name in OUTCOME_COLUMNS}
                 uses.append(Use(row["step"], row["age_steps"], row["probability"], outcome))
     return tuple(uses)
@@ -99,26 +99,28 @@ def _uses(source: Source, rollout_id: int) -> tuple[Use, ...]:
 
 def _fate(source: Source, row: Mapping[str, Any]) -> str:
     if not row["kept"]:
-        return "never stored: all rewards of its group are equal, so it carries no signal"
+        return "never stored: all rewards of its group are equal, so there is no learning signal"
     recipe = source.recipe
     if recipe is None or not source.rollout_files:
-        return "stored when the snapshot was written"
+        return "stored at the time of the snapshot"
     if not recipe.replays:
         return "never stored: this run does not replay"
-    left = _eviction_step(source, row["rollout_id"], row["birth_step"])
-    if left is None:
+    evicted = _eviction_step(source, recipe, row["rollout_id"], row["birth_step"])
+    if evicted is None:
         return f"still stored after step {source.step}"
-    age = left - row["birth_step"]
+    age = evicted - row["birth_step"]
     limit = recipe.replay.max_age_steps
-    why = f"max_age_steps {limit}" if limit is not None and age >= limit else "the capacity"
-    return f"evicted at the end of step {left}, at age {age}, by {why}"
+    reason = f"max_age_steps {limit}" if limit is not None and age >= limit else "the capacity"
+    return f"evicted at the end of step {evicted}, at age {age}, by {reason}"
 
 
-def _eviction_step(source: Source, rollout_id: int, birth_step: int) -> int | None:
-    """The step after which the rollout is no longer stored; None if it still is."""
-    settings = source.recipe.replay
+def _eviction_step(
+    source: Source, recipe: Recipe, rollout_id: int, birth_step: int
+) -> int | None:
+    """The step at whose end the rollout was evicted; None if it is still stored."""
+    settings = recipe.replay
     steps, log = survivors_for(source, birth_step, settings)
-    buffer = ReplayBuffer(settings, source.recipe.sampling.group_size)
+    buffer = ReplayBuffer(settings, recipe.sampling.group_size)
     for step in replay_storage(buffer, log, steps):
         if step >= birth_step and not (buffer.column("rollout_id") == rollout_id).any():
             return step
@@ -126,13 +128,13 @@ def _eviction_step(source: Source, rollout_id: int, birth_step: int) -> int | No
 
 
 def _prompt_text(source: Source, token_ids: list[int]) -> str | None:
-    """The prompt decoded by the tokenizer saved with the run's newest checkpoint."""
+    """The prompt, decoded with the tokenizer of the newest checkpoint."""
     if source.run_dir is None:
         return None
     found = sorted(source.run_dir.glob("checkpoints/step_*/model/tokenizer.json"))
     if not found:
         return None
-    # Comes with transformers, but loads in milliseconds.
+    # Imported here: only `--show` needs it. It loads in milliseconds, unlike transformers.
     from tokenizers import Tokenizer
 
     return Tokenizer.from_file(str(found[-1])).decode(token_ids, skip_special_tokens=False)

@@ -1,6 +1,6 @@
-"""Single rollouts out of a run or a snapshot, filtered: for the list, one life, and export."""
+"""Single rollouts of a run or a snapshot, optionally filtered: for `--where` and `--export`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,45 +27,75 @@ USES = (
     ("last_used_step", pa.int64()),
     ("stored", pa.bool_()),  # in the buffer after the inspected step
 )
-_NEEDS = {
-    "age_steps": "birth_step",
-    "completion_tokens": "completion_token_ids",
-    "prompt_tokens": "prompt_token_ids",
-    "abs_advantage": "advantage",
-    **{name: "rollout_id" for name, _ in USES},
-}
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedColumn:
+    """A column computed from one column of the file."""
+
+    base: str
+    compute: Callable[[pa.Array], pa.Array]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSource:
-    """The rollouts behind a source: the whole log of a run, or what a snapshot stores."""
+    """The rollouts of a source: the whole log of a run, or what a snapshot stores."""
 
     kind: Kind
     files: tuple[Path, ...]
     step: int
-    schema: pa.Schema  # of the rows: the file's columns and the derived ones
-    draws: DrawColumns | None
-    stored_ids: np.ndarray | None
+    schema: pa.Schema  # columns of the file, then the derived columns
+    derived: Mapping[str, DerivedColumn]
 
 
 def open_rows(source: Source) -> RowSource:
-    """All generated rollouts of a run (with their uses), or the stored ones of a checkpoint or
-    snapshot. Raises SnapshotError for files that cannot be read."""
+    """All generated rollouts of a run with their uses, or the stored rollouts of a checkpoint or
+    snapshot. Raises SnapshotError if a file cannot be read."""
     if source.kind != "run" and source.snapshot is not None:
         step = source.step
         if step is None:
             step = read_snapshot_facts(source.snapshot)["step"]
         schema = pa.schema([*schema_of("buffer"), *DERIVED])
-        return RowSource("buffer", (source.snapshot,), step, schema, None, None)
-    schema = pa.schema([*schema_of("rollouts"), *DERIVED, *USES])
+        return RowSource("buffer", (source.snapshot,), step, schema, _derived(step))
+    step = source.step or 0
     return RowSource(
         kind="rollouts",
         files=tuple(path for _, path in source.rollout_files),
-        step=source.step or 0,
-        schema=schema,
-        draws=read_draws(source.draw_files),
-        stored_ids=_stored_ids(source),
+        step=step,
+        schema=pa.schema([*schema_of("rollouts"), *DERIVED, *USES]),
+        derived={**_derived(step), **_uses(read_draws(source.draw_files), _stored_ids(source))},
     )
+
+
+def _derived(step: int) -> dict[str, DerivedColumn]:
+    return {
+        "age_steps": DerivedColumn("birth_step", lambda births: pc.subtract(step, births)),
+        "completion_tokens": DerivedColumn("completion_token_ids", list_lengths),
+        "prompt_tokens": DerivedColumn("prompt_token_ids", list_lengths),
+        "abs_advantage": DerivedColumn("advantage", pc.abs),
+    }
+
+
+def _uses(draws: DrawColumns, stored_ids: np.ndarray) -> dict[str, DerivedColumn]:
+    def times_used(ids: pa.Array) -> pa.Array:
+        rows = find_rows(ids.to_numpy(), draws.rollout_id)
+        return pa.array(np.bincount(rows[rows >= 0], minlength=len(ids)).astype(np.int32))
+
+    def last_used_step(ids: pa.Array) -> pa.Array:
+        rows = find_rows(ids.to_numpy(), draws.rollout_id)
+        found = rows >= 0
+        last = np.full(len(ids), NEVER, dtype=np.int64)
+        np.maximum.at(last, rows[found], draws.step[found])
+        return pa.array(last, mask=last == NEVER)
+
+    def stored(ids: pa.Array) -> pa.Array:
+        return pa.array(np.isin(ids.to_numpy(), stored_ids))
+
+    return {
+        "times_used": DerivedColumn("rollout_id", times_used),
+        "last_used_step": DerivedColumn("rollout_id", last_used_step),
+        "stored": DerivedColumn("rollout_id", stored),
+    }
 
 
 def _stored_ids(source: Source) -> np.ndarray:
@@ -80,40 +110,20 @@ def _stored_ids(source: Source) -> np.ndarray:
 def iter_rows(
     rows: RowSource, columns: Sequence[str], where: Filter | None = None
 ) -> Iterator[pa.Table]:
-    """Tables of `columns` (in this order) of the rollouts that pass the filter, file by file."""
-    wanted = [*columns, *(sorted(where.columns - set(columns)) if where else ())]
-    present = set(schema_of(rows.kind).names)
-    read = list(dict.fromkeys(n if n in present else _NEEDS[n] for n in wanted))
+    """Tables of `columns`, in this order, of the rollouts that pass the filter, batch by batch."""
+    needed = [*columns, *(sorted(where.columns - set(columns)) if where else ())]
+    bases = [rows.derived[name].base if name in rows.derived else name for name in needed]
     for path in tracked(rows.files, "reading rollouts"):
-        for batch in iter_columns(path, rows.kind, read):
-            table = pa.table({name: _column(rows, batch, name, present) for name in wanted})
+        for batch in iter_columns(path, rows.kind, list(dict.fromkeys(bases))):
+            table = pa.table({name: _column(rows, batch, name) for name in needed})
             if where is not None:
                 table = table.filter(where.expression)
             if table.num_rows:
                 yield table.select(list(columns))
 
 
-def _column(rows: RowSource, batch: pa.RecordBatch, name: str, present: set[str]) -> pa.Array:
-    if name in present:
+def _column(rows: RowSource, batch: pa.RecordBatch, name: str) -> pa.Array:
+    derived = rows.derived.get(name)
+    if derived is None:
         return batch.column(name)
-    base = batch.column(_NEEDS[name])
-    if name == "age_steps":
-        return pc.subtract(rows.step, base)
-    if name in ("completion_tokens", "prompt_tokens"):
-        return list_lengths(base)
-    if name == "abs_advantage":
-        return pc.abs(base)
-    ids = base.to_numpy()
-    if name == "stored":
-        return pa.array(np.isin(ids, rows.stored_ids))
-    return _use_column(rows.draws, ids, name)
-
-
-def _use_column(draws: DrawColumns, ids: np.ndarray, name: str) -> pa.Array:
-    rows = find_rows(ids, draws.rollout_id)
-    hit = rows >= 0
-    if name == "times_used":
-        return pa.array(np.bincount(rows[hit], minlength=len(ids)).astype(np.int32))
-    last = np.full(len(ids), NEVER, dtype=np.int64)
-    np.maximum.at(last, rows[hit], draws.step[hit])
-    return pa.array(last, mask=last == NEVER)
+    return derived.compute(batch.column(derived.base))

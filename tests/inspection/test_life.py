@@ -47,7 +47,7 @@ def test_fates_are_told_apart(runs):
     source = open_source(runs["ours"])
     dropped = next(row["rollout_id"] for row in rows if not row["kept"])
     newest = next(row["rollout_id"] for row in reversed(rows) if row["kept"])
-    assert "carries no signal" in read_life(source, dropped).fate
+    assert "no learning signal" in read_life(source, dropped).fate
     assert read_life(source, dropped).fresh_outcome is None
     assert read_life(source, newest).fate == "still stored after step 24"
     assert "does not replay" in read_life(open_source(runs["grpo"]), _kept(runs["grpo"])).fate
