@@ -114,9 +114,7 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
     return f"evicted at the end of step {evicted}, at age {age}, by {reason}"
 
 
-def _eviction_step(
-    source: Source, recipe: Recipe, rollout_id: int, birth_step: int
-) -> int | None:
+def _eviction_step(source: Source, recipe: Recipe, rollout_id: int, birth_step: int) -> int | None:
     """The step at whose end the rollout was evicted; None if it is still stored."""
     settings = recipe.replay
     steps, log = survivors_for(source, birth_step, settings)

@@ -4,11 +4,17 @@
     verdict in ('timeout', 'crash') or not stored
     completion_text contains 'boxed' and last_used_step is not null
 
-It is parsed here into an Arrow expression; nothing of it is ever evaluated as code. Names are
-columns; text is in single or double quotes; numbers may be negative or in scientific notation.
+The filter is parsed into an Arrow expression and never evaluated as code. Names are columns, text
+is in single or double quotes, numbers may be negative or in scientific notation.
+
+A parser of our own: `ast` would read the `\\b` of '\\boxed' as an escape, knows neither `=`,
+`is null` nor `contains`, and its syntax errors do not say what is allowed; pyarrow parses no text,
+and DuckDB would be a new dependency.
 """
 
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,8 +30,15 @@ _TOKEN = re.compile(
     r"|(?P<symbol><=|>=|==|!=|<>|[=<>(),]))"
 )
 _KEYWORDS = {"and", "or", "not", "in", "is", "null", "contains", "true", "false"}
-_COMPARISONS = {"=": "==", "==": "==", "!=": "!=", "<>": "!=", "<": "<", "<=": "<=", ">": ">"} | {
-    ">=": ">="
+_COMPARISONS: dict[str, Callable[[Any, Any], pc.Expression]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<>": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
 }
 
 
@@ -33,12 +46,17 @@ _COMPARISONS = {"=": "==", "==": "==", "!=": "!=", "<>": "!=", "<": "<", "<=": "
 class _Token:
     kind: str  # number, text, word, symbol, end
     text: str
-    at: int  # position in the filter
+    position: int  # in the filter, characters
+
+    @property
+    def keyword(self) -> str | None:
+        word = self.text.lower()
+        return word if self.kind == "word" and word in _KEYWORDS else None
 
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A parsed filter: the Arrow expression, and the columns that it needs."""
+    """A parsed filter: the Arrow expression and the columns it reads."""
 
     expression: pc.Expression
     columns: frozenset[str]
@@ -47,7 +65,7 @@ class Filter:
 def parse_where(text: str, schema: pa.Schema) -> Filter:
     """The filter over the columns of `schema`.
 
-    Raises UsageError that points at the character: unknown column, wrong type, bad syntax.
+    Raises UsageError, pointing at the character, for an unknown column, a wrong type or bad syntax.
     """
     parser = _Parser(text, schema)
     expression = parser.parse()
@@ -55,55 +73,52 @@ def parse_where(text: str, schema: pa.Schema) -> Filter:
 
 
 class _Parser:
+    """Recursive descent: `or` binds weakest, then `and`, then `not`."""
+
     def __init__(self, text: str, schema: pa.Schema) -> None:
         self.text = text
         self.schema = schema
         self.columns: set[str] = set()
-        self.tokens = self._tokens()
-        self.position = 0
+        self.tokens = self._tokenize()
+        self.index = 0
 
     def parse(self) -> pc.Expression:
         expression = self._or()
-        if self._now.kind != "end":
-            self._fail(self._now, f"{self._now.text!r} is not expected here: use and, or, or stop")
+        if self._token.kind != "end":
+            self._fail(self._token, f"unexpected {self._token.text!r}: use and, or, or stop")
         return expression
 
-    def _tokens(self) -> list[_Token]:
-        tokens, at, end = [], 0, len(self.text.rstrip())
-        while at < end:
-            match = _TOKEN.match(self.text, at)
+    def _tokenize(self) -> list[_Token]:
+        tokens, position, end = [], 0, len(self.text.rstrip())
+        while position < end:
+            match = _TOKEN.match(self.text, position)
             if match is None:
-                start = at + len(self.text[at:]) - len(self.text[at:].lstrip())
-                what = (
-                    "this quote is never closed" if self.text[start] in "'\"" else "not understood"
-                )
-                self._fail(_Token("symbol", self.text[start], start), what)
+                start = end - len(self.text[position:end].lstrip())
+                quote = self.text[start] in "'\""
+                message = "this quote is never closed" if quote else "not understood"
+                self._fail(_Token("symbol", self.text[start], start), message)
             kind = str(match.lastgroup)
             tokens.append(_Token(kind, match.group(kind), match.start(kind)))
-            at = match.end()
+            position = match.end()
         return [*tokens, _Token("end", "the end", end)]
 
     @property
-    def _now(self) -> _Token:
-        return self.tokens[self.position]
+    def _token(self) -> _Token:
+        return self.tokens[self.index]
 
     def _next(self) -> _Token:
-        token = self._now
-        self.position += 1
+        token = self._token
+        self.index += 1
         return token
 
-    def _is(self, *words: str) -> bool:
-        return self._now.kind in ("word", "symbol") and self._now.text.lower() in words
+    def _accept(self, text: str) -> bool:
+        found = self._token.kind in ("word", "symbol") and self._token.text.lower() == text
+        self.index += found
+        return found
 
-    def _accept(self, *words: str) -> bool:
-        if self._is(*words):
-            self.position += 1
-            return True
-        return False
-
-    def _expect(self, word: str) -> None:
-        if not self._accept(word):
-            self._fail(self._now, f"expected {word!r}, found {self._now.text!r}")
+    def _expect(self, text: str) -> None:
+        if not self._accept(text):
+            self._fail(self._token, f"expected {text!r}, found {self._token.text!r}")
 
     def _or(self) -> pc.Expression:
         left = self._and()
@@ -127,111 +142,96 @@ class _Parser:
         return self._condition()
 
     def _condition(self) -> pc.Expression:
-        token = self._now
+        start = self._token
         column = self._column()
+        field, kind = pc.field(column), self.schema.field(column).type
         if self._accept("is"):
-            missing = not self._accept("not")
+            negated = self._accept("not")
             self._expect("null")
-            return pc.is_null(pc.field(column)) if missing else ~pc.is_null(pc.field(column))
+            return field.is_valid() if negated else field.is_null()
         if self._accept("contains"):
-            return self._contains(token, column)
-        negated = self._accept("not")
-        if self._accept("in"):
-            inside = pc.field(column).isin(self._literals(column))
-            # A null is neither inside nor outside, as in SQL.
-            return ~inside & ~pc.is_null(pc.field(column)) if negated else inside
-        if negated:
-            self._fail(self._now, f"expected 'in' after 'not', found {self._now.text!r}")
-        if self._now.text in _COMPARISONS and self._now.kind == "symbol":
-            return self._comparison(column)
-        if pa.types.is_boolean(self._type(column)):
-            return pc.field(column)
+            if not pa.types.is_string(kind):
+                self._fail(start, f"contains is for text, and {column!r} is {kind}")
+            return pc.match_substring(field, str(self._literal(column)))
+        if self._accept("not"):
+            if self._token.keyword != "in":
+                self._fail(self._token, f"expected 'in' after 'not', found {self._token.text!r}")
+            # As in SQL, a null is neither in the list nor outside it.
+            return ~self._in(column) & field.is_valid()
+        if self._token.keyword == "in":
+            return self._in(column)
+        if self._token.text in _COMPARISONS and self._token.kind == "symbol":
+            return _COMPARISONS[self._next().text](field, self._operand(column))
+        if pa.types.is_boolean(kind):
+            return field
         self._fail(
-            self._now,
+            self._token,
             f"expected a comparison after {column!r} (=, !=, <, <=, >, >=, in, is null, "
-            f"contains), found {self._now.text!r}",
+            f"contains), found {self._token.text!r}",
         )
 
-    def _contains(self, token: _Token, column: str) -> pc.Expression:
-        if not pa.types.is_string(self._type(column)):
-            self._fail(token, f"contains is for text, and {column!r} is {self._type(column)}")
-        return pc.match_substring(pc.field(column), str(self._literal(column)))
-
-    def _comparison(self, column: str) -> pc.Expression:
-        operator = _COMPARISONS[self._next().text]
-        at = self._now
-        field = pc.field(column)
-        if at.kind == "word" and at.text.lower() not in _KEYWORDS:
-            other_column = self._column()
-            if _family(self._type(column)) != _family(self._type(other_column)):
-                self._fail(at, f"{column!r} and {other_column!r} cannot be compared")
-            value: Any = pc.field(other_column)
-        else:
-            value = pc.scalar(self._literal(column))
-        return {
-            "==": field == value,
-            "!=": field != value,
-            "<": field < value,
-            "<=": field <= value,
-            ">": field > value,
-            ">=": field >= value,
-        }[operator]
-
-    def _column(self) -> str:
-        token = self._next()
-        if token.kind != "word" or token.text.lower() in _KEYWORDS:
-            self._fail(token, f"expected the name of a column, found {token.text!r}")
-        if token.text not in self.schema.names:
-            hint = did_you_mean(token.text, self.schema.names)
-            names = [field.name for field in self.schema if not pa.types.is_list(field.type)]
-            self._fail(token, f"no column {token.text!r}{hint}; there are {', '.join(names)}")
-        if pa.types.is_list(self.schema.field(token.text).type):
-            self._fail(
-                token,
-                f"{token.text!r} is a list; filter on prompt_tokens or completion_tokens, its "
-                "length",
-            )
-        self.columns.add(token.text)
-        return token.text
-
-    def _type(self, column: str) -> pa.DataType:
-        return self.schema.field(column).type
-
-    def _literals(self, column: str) -> pa.Array:
-        start = self._now
+    def _in(self, column: str) -> pc.Expression:
+        self._expect("in")
+        start, kind = self._token, self.schema.field(column).type
         self._expect("(")
         values = [self._literal(column)]
         while self._accept(","):
             values.append(self._literal(column))
         self._expect(")")
-        kind = self._type(column)
         if pa.types.is_integer(kind) and any(value != int(value) for value in values):
             self._fail(start, f"{column!r} is {kind}, which cannot be one of these")
-        return pa.array(values, kind)
+        return pc.field(column).isin(pa.array(values, kind))
+
+    def _operand(self, column: str) -> pc.Expression:
+        """The right-hand side of a comparison: another column or a literal."""
+        token = self._token
+        if token.kind != "word" or token.keyword:
+            return pc.scalar(self._literal(column))
+        other = self._column()
+        if self._family(column) != self._family(other):
+            self._fail(token, f"{column!r} and {other!r} cannot be compared")
+        return pc.field(other)
+
+    def _column(self) -> str:
+        token = self._next()
+        if token.kind != "word" or token.keyword:
+            self._fail(token, f"expected the name of a column, found {token.text!r}")
+        if token.text not in self.schema.names:
+            hint = did_you_mean(token.text, self.schema.names)
+            names = [field.name for field in self.schema if not pa.types.is_list(field.type)]
+            self._fail(token, f"no column {token.text!r}{hint}; the columns are {', '.join(names)}")
+        if pa.types.is_list(self.schema.field(token.text).type):
+            self._fail(
+                token,
+                f"{token.text!r} is a list; filter by its length instead, with prompt_tokens or "
+                "completion_tokens",
+            )
+        self.columns.add(token.text)
+        return token.text
 
     def _literal(self, column: str) -> Any:
         token = self._next()
-        wanted = _family(self._type(column))
-        value: Any = None
+        wanted = self._family(column)
         if token.kind == "number":
-            value = float(token.text) if re.search(r"[.eE]", token.text) else int(token.text)
+            found = "a number"
+            value: Any = (float if re.search(r"[.eE]", token.text) else int)(token.text)
         elif token.kind == "text":
-            value = token.text[1:-1]
-        elif token.kind == "word" and token.text.lower() in ("true", "false"):
-            value = token.text.lower() == "true"
-        if value is None:
-            hint = "; write 'is null'" if token.text.lower() == "null" else ""
+            found, value = "text in quotes", token.text[1:-1]
+        elif token.keyword in ("true", "false"):
+            found, value = "true or false", token.keyword == "true"
+        else:
+            hint = "; write 'is null'" if token.keyword == "null" else ""
             self._fail(token, f"expected {wanted}, found {token.text!r}{hint}")
-        found = {bool: "true or false", str: "text in quotes"}.get(type(value), "a number")
         if found != wanted:
             self._fail(token, f"{column!r} is compared with {wanted}, found {token.text}")
         return value
 
+    def _family(self, column: str) -> str:
+        """What a column can be compared with, in words."""
+        kind = self.schema.field(column).type
+        if pa.types.is_boolean(kind):
+            return "true or false"
+        return "text in quotes" if pa.types.is_string(kind) else "a number"
+
     def _fail(self, token: _Token, message: str) -> NoReturn:
-        raise UsageError(f"--where: {message}\n  {self.text}\n  {' ' * token.at}^")
-
-
-def _family(kind: pa.DataType) -> str:
-    if pa.types.is_boolean(kind):
-        return "true or false"
-    return "text in quotes" if pa.types.is_string(kind) else "a number"
+        raise UsageError(f"--where: {message}\n  {self.text}\n  {' ' * token.position}^")
