@@ -1,4 +1,4 @@
-"""`grpo-replay inspect-buffer`: see what a replay buffer holds and what it did."""
+"""`grpo-replay inspect-buffer`: show the content and history of a replay buffer."""
 
 import json
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ def run(
     verify: bool = False,
     changes: Sequence[str] = (),
 ) -> int:
-    """Print what was asked for; returns the exit status (3 if a verification failed).
+    """Print the requested output; returns the exit status (3 if a verification failed).
 
-    Raises UsageError for options that do not go together, SnapshotError for bad files.
+    Raises UsageError for options that cannot be combined, SnapshotError for invalid files.
     """
     _check_options(show, where, export, verify, changes, plot)
     source = open_source(path, step)
@@ -69,7 +69,7 @@ def _check_options(
     }
     used = [name for name, given in asked.items() if given]
     if len(used) > 1:
-        raise UsageError(f"{' and '.join(used)} answer different questions: use one at a time")
+        raise UsageError(f"{' and '.join(used)} cannot be combined; use one at a time")
     if plot is not None:
         check_plot_path(Path(plot), (".png", ".svg", ".html"))
 
@@ -79,26 +79,26 @@ def _print_json(document: Any) -> None:
 
 
 def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -> None:
-    seen = summarise(source)
+    inspection = summarise(source)
     if plot is not None:
-        _plot(seen, Path(plot))
+        _plot(inspection, Path(plot))
     if as_json:
-        _print_json(views.inspection_document(seen))
+        _print_json(views.inspection_document(inspection))
     elif plot is None:
         from grpo_replay.inspection.panels import print_inspection
 
-        print_inspection(seen, console)
+        print_inspection(inspection, console)
 
 
-def _plot(seen: Inspection, path: Path) -> None:
+def _plot(inspection: Inspection, path: Path) -> None:
     if path.suffix.lower() == ".html":
         from grpo_replay.inspection.page import write_page
 
-        write_page(seen, path)
+        write_page(inspection, path)
     else:
         from grpo_replay.inspection.figures import plot_inspection
 
-        plot_inspection(seen, path)
+        plot_inspection(inspection, path)
     Console(stderr=True, highlight=False).print(f"wrote {path}")
 
 
@@ -138,7 +138,7 @@ def _rows(
 
 
 def _matches(rows: RowSource, chosen: Filter | None) -> tuple[list[dict[str, Any]], int]:
-    """The first matching rows, and the number of all."""
+    """The first matching rows, and the number of all matching rows."""
     columns = [name for name in views.LISTED if name in rows.schema.names]
     listed: list[dict[str, Any]] = []
     total = 0
@@ -154,7 +154,7 @@ def _verify(source: Source, console: Console, as_json: bool) -> int:
 
     if source.run_dir is None:
         raise SnapshotError(
-            f"{source.path}: --verify recomputes a run from its rollout log: give a run directory"
+            f"{source.path}: --verify recomputes a run from its rollout log; give a run directory"
         )
     report = verify_run(source.run_dir)
     if as_json:

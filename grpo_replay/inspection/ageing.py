@@ -1,4 +1,4 @@
-"""What came of rollouts by the age at which they were trained on."""
+"""Outcome of training on rollouts, by their age at use."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ OUTCOME_COLUMNS = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var",
 
 @dataclass(frozen=True, slots=True)
 class AgeOutcome:
-    """Token-weighted outcome of every rollout trained on at one age (training steps)."""
+    """Token-weighted outcome of all uses at one age (training steps)."""
 
     uses: int
     tokens: int
-    clip_fraction: float  # share of tokens whose gradient the clip removed
+    clip_fraction: float  # share of tokens whose gradient was removed by clipping
     log_ratio_mean: float  # nats, policy minus behaviour
     log_ratio_square: float  # nats², mean square of the log-ratio
     approx_kl: float  # nats per token (k3)
@@ -31,32 +31,32 @@ class AgeOutcome:
 
 
 def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
-    """Outcomes by age in training steps; age 0 are the fresh rollouts of rollouts/ together with
-    draws of age 0. Empty if the run logged nothing; ages that trained no token are left out."""
+    """Outcomes by age in training steps. Age 0 is fresh rollouts: those of rollouts/ and draws at
+    age 0. Empty if the run logged nothing. Ages at which no token was trained on are left out."""
     sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(6))
-    drawn_at_birth: dict[int, np.ndarray] = {}
+    drawn_fresh: dict[int, np.ndarray] = {}
     for step, path in tracked(source.draw_files, "reading outcomes of draws"):
         for batch in iter_columns(path, "draws", ("rollout_id", "age_steps", *OUTCOME_COLUMNS)):
             ids, ages = (column.to_numpy() for column in batch.columns[:2])
-            drawn_at_birth[step] = np.append(drawn_at_birth.get(step, []), ids[ages == 0])
+            drawn_fresh[step] = np.append(drawn_fresh.get(step, []), ids[ages == 0])
             _add(sums, ages, [_floats(column) for column in batch.columns[2:]])
     for step, path in tracked(source.rollout_files, "reading outcomes of fresh rollouts"):
         for batch in iter_columns(path, "rollouts", ("rollout_id", *OUTCOME_COLUMNS)):
             tokens, *others = (_floats(column) for column in batch.columns[1:])
-            # The pool's and FIFO's own draws of a step's rollouts are in draws/ already.
-            tokens[np.isin(batch.column(0).to_numpy(), drawn_at_birth.get(step, []))] = np.nan
+            # With pool and FIFO, fresh rollouts that were drawn are already counted in draws/.
+            tokens[np.isin(batch.column(0).to_numpy(), drawn_fresh.get(step, []))] = np.nan
             _add(sums, np.zeros(batch.num_rows, dtype=np.int64), [tokens, *others])
     return {age: _outcome(total) for age, total in sorted(sums.items()) if total[1] > 0}
 
 
 def _floats(column: pa.Array) -> np.ndarray:
-    """float64, NaN for null."""
+    """The column as float64, with NaN for null."""
     return np.array(column.cast("float64").to_numpy(zero_copy_only=False))
 
 
 def _add(sums: dict[int, np.ndarray], ages: np.ndarray, columns: list[np.ndarray]) -> None:
     tokens, clip, mean, var, kl = columns
-    # A dropped group has no outcome (null), and an empty completion no tokens to average over.
+    # Dropped groups have no outcome (null); empty completions have no tokens to average over.
     valid = np.isfinite(tokens) & (tokens > 0) & np.isfinite(mean)
     square = var + mean**2
     parts = np.stack(

@@ -1,4 +1,4 @@
-"""Reading our Parquet files column by column, in bounded memory."""
+"""Reads columns of our Parquet files in batches, with bounded memory."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA, SC
 Kind = Literal["rollouts", "draws", "buffer"]
 
 BATCH_ROWS = 8_192
-"""Rows decoded at once: with 1,000 tokens a rollout, one list column takes 32 MiB."""
+"""Rows decoded at a time. At 1,000 tokens per rollout, one list column takes 32 MiB."""
 
 _FORMATS = {
     "rollouts": (SCHEMA_VERSION, ROLLOUT_FILE_SCHEMA),
@@ -30,17 +30,17 @@ def schema_of(kind: Kind) -> pa.Schema:
 def iter_columns(
     path: Path, kind: Kind, names: Sequence[str], batch_rows: int = BATCH_ROWS
 ) -> Iterator[pa.RecordBatch]:
-    """Record batches of these columns, in this order, in file order.
+    """Record batches of the named columns, with columns in this order and rows in file order.
 
-    Raises SnapshotError for a file that is missing, empty, cut short, damaged or of another kind.
+    Raises SnapshotError if the file is missing, empty, truncated, damaged or of another kind.
     """
     version, schema = _FORMATS[kind]
     with open_parquet(path, kind, version, schema) as file:
         for batch in file.iter_batches(batch_size=batch_rows, columns=list(names)):
-            # Columns come in the file's order, not in the order asked for.
+            # Parquet returns columns in file order.
             yield batch.select(list(names))
 
 
 def list_lengths(column: pa.Array) -> pa.Array:
-    """int32 lengths of a list column."""
+    """Lengths of the lists in a column, int32."""
     return pc.cast(pc.list_value_length(column), pa.int32())

@@ -1,4 +1,4 @@
-"""From a source to an `Inspection`: every number of the screen, computed here."""
+"""Computes an `Inspection` from a source: every number on the screen."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -57,14 +57,14 @@ _DISTINCT = 16
 
 
 def summarise(source: Source) -> Inspection:
-    """The inspection of a source. Raises SnapshotError for a file that cannot be read."""
+    """The inspection of a source. Raises SnapshotError if a file cannot be read."""
     settings, group_size, facts = _settings(source)
     stored, rebuilt = _stored(source, settings, group_size)
     step = source.step if source.step is not None else facts["step"]
     log = read_log(source.rollout_files)
     draws = read_draws(source.draw_files)
-    replays_of_old = draws.replayed(settings.composition)
-    replayed = _of_draws(log, stored, replays_of_old)
+    replay_draws = draws.replayed(settings.composition)
+    replayed = _of_draws(log, stored, replay_draws)
     inspection = Inspection(
         path=str(source.path),
         kind=source.kind,
@@ -74,7 +74,7 @@ def summarise(source: Source) -> Inspection:
         replays=settings.replays,
         rebuilt=rebuilt,
         occupancy=_occupancy(stored, log, settings, step, facts),
-        staleness=staleness_rows(step - stored.birth_step, replays_of_old.age),
+        staleness=staleness_rows(step - stored.birth_step, replay_draws.age),
         abs_advantage=magnitude_bins(
             *(np.abs(rows.advantage) for rows in (log.take(log.kept), stored, replayed))
         ),
@@ -86,35 +86,35 @@ def summarise(source: Source) -> Inspection:
         populations=_populations(log, stored, replayed),
         by_age=outcomes_by_age(source),
         trends=_trends(source.metrics, settings.replays),
-        replayed_rollouts=len(replays_of_old),
+        replayed_rollouts=len(replay_draws),
         trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
     )
-    doubts = list(_doubts(source, inspection))
-    return replace(inspection, warnings=(*doubts, *find_warnings(inspection)))
+    warnings = (*_rebuild_warnings(source, inspection), *find_warnings(inspection))
+    return replace(inspection, warnings=warnings)
 
 
-def _doubts(source: Source, seen: Inspection) -> Iterator[str]:
-    """Where the rebuilt buffer cannot be what the run had."""
+def _rebuild_warnings(source: Source, inspection: Inspection) -> Iterator[str]:
+    """A warning if the rebuilt buffer differs in size from the one the run logged."""
     logged = source.metrics[-1].get("buffer/rollouts") if source.metrics else None
-    stored = seen.occupancy.stored_rollouts
-    if seen.rebuilt and logged is not None and logged != stored:
+    stored = inspection.occupancy.stored_rollouts
+    if inspection.rebuilt and logged is not None and logged != stored:
         yield (
-            f"The buffer rebuilt for step {seen.step} holds {stored:,} rollouts, the run logged "
-            f"{logged:,}: it was resumed with an empty buffer or other settings. Inspect a "
-            "checkpoint instead."
+            f"The buffer rebuilt for step {inspection.step} has {stored:,} rollouts, but the run "
+            f"logged {logged:,}: the run was resumed with an empty buffer or other settings. "
+            "Inspect a checkpoint instead."
         )
 
 
 def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
-    """The replay section, G and the snapshot's facts; those of the snapshot win."""
+    """Replay settings, group size and snapshot metadata. The snapshot takes precedence."""
     facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
     if facts:
         return ReplaySection.model_validate(facts["settings"]), facts["group_size"], facts
     if source.recipe is None:
         raise SnapshotError(
-            f"{source.path}: neither a snapshot (buffer.parquet) nor a recipe.yaml to say what "
-            "the buffer was: nothing to inspect"
+            f"{source.path}: found neither a snapshot (buffer.parquet) nor recipe.yaml with the "
+            "replay settings; give the directory of a run"
         )
     return source.recipe.replay, source.recipe.sampling.group_size, facts
 
@@ -130,7 +130,7 @@ def _stored(
 
 
 def _of_draws(log: RolloutColumns, stored: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
-    """The drawn rollouts, one row per use; without a rollout log, those that are still stored."""
+    """The drawn rollouts, one row per use. Without a rollout log: only those still stored."""
     known = log if len(log) else stored
     rows = find_rows(known.rollout_id, draws.rollout_id)
     return known.take(rows[rows >= 0])
@@ -165,7 +165,7 @@ def _occupancy(
 
 
 def staleness_rows(stored_ages: np.ndarray, replayed_ages: np.ndarray) -> tuple[StalenessRow, ...]:
-    """One row per age from 0 to the oldest; () if there is nothing."""
+    """One row per age from 0 to the largest age; empty if there are no rollouts."""
     if stored_ages.size + replayed_ages.size == 0:
         return ()
     rows = 1 + max(int(ages.max()) for ages in (stored_ages, replayed_ages) if ages.size)
@@ -175,8 +175,9 @@ def staleness_rows(stored_ages: np.ndarray, replayed_ages: np.ndarray) -> tuple[
 
 
 def magnitude_bins(kept: np.ndarray, stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
-    """One bin per value if there are at most 16 different ones (|A| of groups of G takes few),
-    else twelve equal bins from 0 to the largest; () if nothing is stored or replayed."""
+    """One bin per value if there are at most 16 distinct values (|A| has few for a fixed group
+    size), otherwise 12 equal bins from 0 to the maximum; empty if nothing was stored or replayed.
+    """
     if stored.size + replayed.size == 0:
         return ()
     groups = (kept, stored, replayed)
@@ -233,8 +234,8 @@ def uses_over_run(
 def last_use(draws: DrawColumns, settings: ReplaySection) -> LastUse:
     """Steps since last use over all draws (paper B).
 
-    Where fresh rollouts are trained on as such (fresh-anchored, and warm-up), a first draw is
-    counted from the birth; elsewhere it is new.
+    If all fresh rollouts are trained on (fresh-anchored, and during warm-up), the gap of a first
+    draw is counted from birth. Otherwise a first draw is new.
     """
     order = np.lexsort((draws.step, draws.rollout_id))
     ids, steps, ages = draws.rollout_id[order], draws.step[order], draws.age[order]
@@ -282,7 +283,7 @@ def _populations(
 
 
 def population(name: str, rows: RolloutColumns) -> Population:
-    """Statistics of at least one rollout."""
+    """Statistics of a non-empty set of rollouts."""
     uses = np.bincount(rows.prompt)
     largest = min(rows.prompt_ids[code] for code in np.flatnonzero(uses == uses.max()))
     signal = bool(rows.kept.all())
@@ -305,7 +306,7 @@ def population(name: str, rows: RolloutColumns) -> Population:
 def _trends(
     metrics: tuple[Mapping[str, Any], ...], replaying: bool
 ) -> dict[str, tuple[tuple[int, float], ...]]:
-    """Metrics over training; without replay, those of the buffer are left out."""
+    """Metrics over training. Without replay, replay and buffer metrics are left out."""
     names = [name for name in TRENDS if replaying or not name.startswith(("replay/", "buffer/"))]
     series = {
         name: tuple(
@@ -317,7 +318,7 @@ def _trends(
 
 
 def _tokens_ratio(metrics: tuple[Mapping[str, Any], ...]) -> float | None:
-    """Tokens trained on per token generated, over the run; None if the ledger is not there."""
+    """Tokens trained on per token generated over the run; None without cost metrics."""
     trained = sum(line.get("cost/trained_tokens") or 0 for line in metrics)
     generated = sum(line.get("cost/generated_tokens") or 0 for line in metrics)
     return trained / generated if generated else None

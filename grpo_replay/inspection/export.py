@@ -1,4 +1,4 @@
-"""Rollouts out of a run or snapshot: Parquet, JSONL, or a folder that `datasets` loads."""
+"""Exports rollouts as Parquet, as JSONL, or as a folder that `datasets` loads."""
 
 import json
 import os
@@ -28,43 +28,43 @@ tags:
 # {title}
 
 {count:,} rollouts exported by grpo-replay{filter}. Columns: docs/buffer.md of grpo-replay.
-Advantages, rewards and log-probabilities are those of each rollout's birth; ages are in training
-steps at step {step}.
+Rewards, advantages and log-probabilities are those computed when a rollout was generated. Ages are
+in training steps, at step {step}.
 """
 
 
 def export_rows(rows: RowSource, where: Filter | None, target: Path, filter_text: str) -> int:
-    """Write the rollouts that pass the filter; returns how many.
+    """Write the rollouts that pass the filter, one batch at a time; returns their number.
 
-    The ending decides: .parquet, .jsonl, or none for a Hugging Face dataset folder. Memory is
-    that of one batch. Raises UsageError for another ending, OutputDirectoryError if the target is
-    there already.
+    The extension selects the format: .parquet, .jsonl, or none for a Hugging Face dataset folder.
+    Raises UsageError for another extension, OutputDirectoryError if the target exists.
     """
     _check_target(target)
-    columns = rows.schema.names
-    tables = iter_rows(rows, columns, where)
+    tables = iter_rows(rows, rows.schema.names, where)
     if target.suffix == ".jsonl":
-        return _into_place(target, lambda path: _write_jsonl(path, tables))
+        return _write_atomically(target, lambda path: _write_jsonl(path, tables))
     schema = rows.schema.remove_metadata()
     if target.suffix == ".parquet":
-        return _into_place(target, lambda path: _write_parquet(path, schema, tables))
+        return _write_atomically(target, lambda path: _write_parquet(path, schema, tables))
     return _write_folder(target, rows, schema, tables, filter_text)
 
 
 def _check_target(target: Path) -> None:
     if target.suffix not in (".parquet", ".jsonl", ""):
         raise UsageError(
-            f"--export {target}: the ending must be .parquet or .jsonl, or there must be none "
-            "(a folder for datasets.load_dataset)"
+            f"--export {target}: the extension must be .parquet or .jsonl, or absent (a folder for "
+            "datasets.load_dataset)"
         )
     if target.exists():
-        raise OutputDirectoryError(f"--export {target}: it exists already; choose another name")
+        raise OutputDirectoryError(f"--export {target}: already exists; choose another name")
     if not target.parent.is_dir():
-        raise OutputDirectoryError(f"--export {target}: there is no folder {target.parent}")
+        raise OutputDirectoryError(
+            f"--export {target}: folder {target.parent} does not exist; create it first"
+        )
 
 
-def _into_place(target: Path, write: Callable[[Path], int]) -> int:
-    """`write` to a name beside the target, then rename: a killed export leaves no half file."""
+def _write_atomically(target: Path, write: Callable[[Path], int]) -> int:
+    """Write to a temporary name, then rename: an interrupted export leaves no partial file."""
     with written_whole(target) as temporary:
         return write(temporary)
 
@@ -95,8 +95,8 @@ def _write_folder(
     (temporary / "data").mkdir(parents=True)
     try:
         count = _write_parquet(temporary / "data" / "train-00000-of-00001.parquet", schema, tables)
-        said = f" with the filter `{filter_text}`" if filter_text else ""
-        card = _CARD.format(title=target.name, count=count, filter=said, step=rows.step)
+        note = f" with the filter `{filter_text}`" if filter_text else ""
+        card = _CARD.format(title=target.name, count=count, filter=note, step=rows.step)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         os.replace(temporary, target)
     finally:

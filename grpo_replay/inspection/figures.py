@@ -1,4 +1,4 @@
-"""Figures of an inspection: one axes per question, at the width of one column of a paper."""
+"""Figures of an inspection: one panel per question, as wide as one column of a paper."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ _PANEL_INCHES = 1.35
 
 
 def panels_of(seen: Inspection) -> dict[str, Drawing]:
-    """The drawings that have something to show, by title, in reading order."""
+    """The panels that have data, by title, in reading order."""
     found: dict[str, Drawing] = {}
     if seen.staleness:
         found["Staleness"] = draw_staleness
@@ -42,14 +42,14 @@ def panels_of(seen: Inspection) -> dict[str, Drawing]:
 
 
 def plot_inspection(seen: Inspection, path: Path) -> None:
-    """All panels as one figure, stacked, PNG or SVG. Raises UsageError for another ending."""
+    """All panels stacked in one PNG or SVG figure. Raises UsageError for another extension."""
     drawings = panels_of(seen)
     with figure_style() as figure_class:
         rows = max(1, len(drawings))
         figure = figure_class(figsize=(COLUMN_INCHES, _PANEL_INCHES * rows), layout="constrained")
         axes = figure.subplots(rows, 1, squeeze=False)[:, 0]
         if not drawings:
-            _say_nothing(axes[0])
+            _draw_empty(axes[0])
         for axis, (title, draw) in zip(axes, drawings.items(), strict=False):
             draw(axis, seen)
             axis.set_title(title)
@@ -57,7 +57,7 @@ def plot_inspection(seen: Inspection, path: Path) -> None:
 
 
 def panel_svg(seen: Inspection, title: str, draw: Drawing) -> str:
-    """One panel as an SVG element, to stand in a page."""
+    """One panel as an SVG element for an HTML page."""
     import io
 
     with figure_style() as figure_class:
@@ -70,13 +70,13 @@ def panel_svg(seen: Inspection, title: str, draw: Drawing) -> str:
 
 
 def _unique_ids(svg: str, prefix: str) -> str:
-    """Ids of several figures in one page must differ, or clip paths get mixed up."""
+    """Prefix the ids, because figures in one page must not share ids of clip paths."""
     for mark in ('id="', 'href="#', "url(#"):
         svg = svg.replace(mark, f"{mark}{prefix}-")
     return svg
 
 
-def _say_nothing(axes: Any) -> None:
+def _draw_empty(axes: Any) -> None:
     axes.text(0.5, 0.5, "nothing stored or replayed", ha="center", color=GREY)
     axes.set_axis_off()
 
@@ -106,7 +106,7 @@ def draw_staleness(axes: Any, seen: Inspection) -> None:
 def _paired(
     axes: Any, places: np.ndarray, left: tuple[str, np.ndarray], replayed: np.ndarray
 ) -> None:
-    """Shares of a population and of replayed rollouts, side by side."""
+    """Shares of one population next to shares of the replayed rollouts."""
     width = 0.42
     sides = ((*left, STORED, -1), ("replayed", replayed, REPLAYED, 1))
     for name, counts, colour, side in sides:
@@ -119,7 +119,7 @@ def _paired(
 
 
 def _short_count(count: int) -> str:
-    """At most five characters, so that the legend stays clear of the title."""
+    """At most five characters, to keep the legend clear of the title."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if count >= limit:
             return f"{count / limit:.3g}{unit}"
@@ -127,7 +127,7 @@ def _short_count(count: int) -> str:
 
 
 def _legend_above(axes: Any) -> None:
-    """Beside the title, where it never covers data."""
+    """A legend next to the title, where it does not cover data."""
     axes.legend(
         loc="lower right",
         bbox_to_anchor=(1.0, 0.98),
@@ -182,11 +182,11 @@ def draw_reuse(axes: Any, seen: Inspection) -> None:
     _legend_above(axes)
 
 
-def _capped(rows: Sequence[tuple[int, int]], most: int = 9) -> dict[str, int]:
-    """Counts by label, with everything from `most` on under one label."""
+def _capped(rows: Sequence[tuple[int, int]], limit: int = 9) -> dict[str, int]:
+    """Counts by label, with all values from `limit` up under one label."""
     counts: dict[str, int] = {}
     for value, count in rows:
-        label = f"{most}+" if value >= most else str(value)
+        label = f"{limit}+" if value >= limit else str(value)
         counts[label] = counts.get(label, 0) + count
     return counts
 
@@ -222,7 +222,9 @@ def draw_occupancy(axes: Any, seen: Inspection) -> None:
     if capacity is not None and capacity <= 2 * max(stored):
         axes.axhline(capacity, color=GREY, linestyle=":", linewidth=0.9, label="capacity")
     if expected is not None and seen.settings["max_age_steps"] is not None:
-        axes.axhline(expected, color=REPLAYED, linestyle="--", linewidth=0.9, label="age allows")
+        axes.axhline(
+            expected, color=REPLAYED, linestyle="--", linewidth=0.9, label="expected from age"
+        )
     axes.set_ylim(bottom=0)
     axes.set_xlabel("training step")
     axes.set_ylabel("rollouts")
@@ -248,7 +250,7 @@ def draw_clip_trend(axes: Any, seen: Inspection) -> None:
 
 
 def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the `window` values on either side, fewer at the ends."""
+    """Moving mean over `window` values on either side, fewer at the ends."""
     sums = np.append(0.0, np.cumsum(values))
     low = np.maximum(np.arange(len(values)) - window, 0)
     high = np.minimum(np.arange(len(values)) + window + 1, len(values))

@@ -1,4 +1,4 @@
-"""The buffer as it was after any step, rebuilt from the rollout log by the buffer's own code."""
+"""Rebuilds the buffer after any step from the rollout log, with the code of the buffer itself."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -18,7 +18,7 @@ from grpo_replay.recipe import ReplaySection
 from grpo_replay.types import ComposedBatch, Draw, Rollout
 
 NO_ROW = -1
-"""What `find_rows` says of an id that is not there."""
+"""Returned by `find_rows` for an unknown id."""
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
 _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
@@ -26,7 +26,7 @@ _NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Dra
 
 
 def bare_rollouts(columns: RolloutColumns) -> list[Rollout]:
-    """Rollouts without tokens: all that storing, eviction and the draw look at."""
+    """Rollouts without tokens, with every field that insertion, eviction and draws read."""
     return [
         Rollout(
             rollout_id=int(columns.rollout_id[i]),
@@ -55,12 +55,14 @@ def bare_rollouts(columns: RolloutColumns) -> list[Rollout]:
 
 
 def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> RolloutColumns:
-    """What the buffer holds after `source.step`: its rollouts, oldest first, with priorities and
-    uses. Raises SnapshotError if the run logged no rollouts."""
+    """The rollouts stored after `source.step`, oldest first, with priorities and uses.
+
+    Raises SnapshotError if the run logged no rollouts.
+    """
     if not source.rollout_files:
         raise SnapshotError(
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
-            "buffer from (tracking.log_rollouts was off); choose a step with a checkpoint"
+            "buffer from (tracking.log_rollouts is off); choose a step with a checkpoint"
         )
     steps, log = survivors_for(source, source.step or 0, settings)
     buffer = ReplayBuffer(settings, group_size)
@@ -72,8 +74,8 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
 def survivors_for(
     source: Source, step: int, settings: ReplaySection
 ) -> tuple[list[int], RolloutColumns]:
-    """The logged steps, in order, from the first whose rollouts can still matter at `step`
-    (nothing outlives its age), and their survivors."""
+    """The logged steps, ascending, from the first that can have rollouts stored at `step` under the
+    age limit, and their survivors."""
     start = 0 if settings.max_age_steps is None else step - settings.max_age_steps
     files = [file for file in source.rollout_files if file[0] >= start]
     log = read_log(files)
@@ -83,8 +85,10 @@ def survivors_for(
 def replay_storage(
     buffer: ReplayBuffer, survivors: RolloutColumns, steps: Iterable[int]
 ) -> Iterator[int]:
-    """Insert and evict what each step did; yields the step when `buffer` is as it was after it.
-    Nothing is drawn, so uses are not counted."""
+    """Repeat the insertions and evictions of each step; yields the step after applying it.
+
+    Nothing is drawn, so uses are not counted.
+    """
     for step in steps:
         fresh = bare_rollouts(survivors.take(survivors.birth_step == step))
         buffer.evict(step)
@@ -105,7 +109,7 @@ def _with_uses(buffer: ReplayBuffer, log: RolloutColumns, draws: DrawColumns) ->
 
 
 def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Row of each wanted id in `ids_N` (distinct, any order), NO_ROW where it is not there."""
+    """Row of each wanted id in `ids_N` (distinct, in any order); NO_ROW for an unknown id."""
     wanted = np.asarray(wanted_M, dtype=np.int64)
     if len(ids_N) == 0:
         return np.full(wanted.shape, NO_ROW, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""The scalar columns of many rollouts as numpy arrays: what every summary is computed from.
+"""Scalar columns of many rollouts as numpy arrays, from which every summary is computed.
 
-Only these columns are read, a batch of rows at a time, so a million stored rollouts cost their
-scalars (about 100 bytes each) and one batch of token ids, never all tokens at once.
+Files are read one batch of rows at a time: memory holds the scalars (about 100 bytes per rollout)
+and one batch of token ids.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ SCALARS = (
     "completion_token_ids",
 )
 NEVER = -1
-"""`last_used_step` of a rollout that was never drawn."""
+"""The value of `last_used_step` for a rollout that was never drawn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class RolloutColumns:
         return (self.advantage > 0) | ((self.group_std == 0) & (self.group_correct > 0))
 
     def take(self, rows: np.ndarray) -> "RolloutColumns":
-        """The rows of a mask or an index array."""
+        """The rows selected by a mask or an index array."""
         arrays = {
             field.name: getattr(self, field.name)[rows]
             for field in fields(self)
@@ -71,7 +71,7 @@ class RolloutColumns:
 
 
 class _Collector:
-    """Gathers batches into RolloutColumns; prompt ids become codes in order of appearance."""
+    """Collects batches into RolloutColumns. Prompt ids are coded in order of appearance."""
 
     def __init__(self) -> None:
         self._parts: list[dict[str, np.ndarray]] = [
@@ -139,7 +139,7 @@ def _scalars(batch: pa.RecordBatch) -> dict[str, np.ndarray]:
 
 
 def no_rollouts() -> RolloutColumns:
-    """The columns of nothing."""
+    """Columns without rows."""
     return _Collector().columns()
 
 
@@ -158,7 +158,7 @@ def read_stored(path: Path) -> RolloutColumns:
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
-    """Every rollout of the rollout log, dropped ones included. Raises SnapshotError."""
+    """Every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
     collector = _Collector()
     for batch in _log_batches(files):
         collector.add(_scalars(batch), batch.column("prompt_id"))
@@ -172,19 +172,17 @@ def _log_batches(files: Sequence[tuple[int, Path]]) -> Iterator[pa.RecordBatch]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawColumns:
-    """Every draw of a run, aligned arrays [M] in the order drawn."""
+    """All draws of a run: aligned arrays [M], in draw order."""
 
     step: np.ndarray  # int64
     rollout_id: np.ndarray  # int64
     age: np.ndarray  # int64, training steps
-    probability: np.ndarray  # float64
-    tokens: np.ndarray  # int64, trained on; 0 for an empty completion
 
     def __len__(self) -> int:
         return len(self.step)
 
     def replayed(self, composition: str) -> "DrawColumns":
-        """The draws of stored rollouts: all, except fresh ones (age 0) out of the pool."""
+        """The draws that are replays: all draws, or with the pool composition those of age > 0."""
         if composition != "pool":
             return self
         old = self.age > 0
@@ -193,17 +191,10 @@ class DrawColumns:
 
 def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
     """Every draw of the draw log. Raises SnapshotError."""
-    names = ("step", "rollout_id", "age_steps", "probability", "tokens")
-    parts: list[list[np.ndarray]] = [[np.zeros(0)] for _ in names]
+    names = ("step", "rollout_id", "age_steps")
+    parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in names]
     for _, path in tracked(files, "reading draws"):
         for batch in iter_columns(path, "draws", names):
             for part, column in zip(parts, batch.columns, strict=True):
-                part.append(pc.fill_null(column, 0).to_numpy(zero_copy_only=False))
-    step, rollout_id, age, probability, tokens = (np.concatenate(part) for part in parts)
-    return DrawColumns(
-        step.astype(np.int64),
-        rollout_id.astype(np.int64),
-        age.astype(np.int64),
-        probability,
-        tokens.astype(np.int64),
-    )
+                part.append(column.to_numpy())
+    return DrawColumns(*(np.concatenate(part) for part in parts))

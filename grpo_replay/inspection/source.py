@@ -1,4 +1,4 @@
-"""What PATH is (a run, a checkpoint or a snapshot), and which of its files belong to a step."""
+"""Opens PATH as a run, a checkpoint or a snapshot, and finds its files up to a step."""
 
 import json
 import re
@@ -18,13 +18,13 @@ _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 class Source:
     """The files behind an inspection, as of training step `step`.
 
-    `snapshot` is the buffer written at exactly that step, None if it has to be rebuilt from the
-    rollout log. A snapshot on its own has neither run directory nor recipe.
+    `snapshot` is the buffer written at exactly that step, or None if the buffer must be rebuilt
+    from the rollout log. A snapshot outside a run has no run directory and no recipe.
     """
 
     path: Path
     kind: Literal["run", "checkpoint", "snapshot"]
-    step: int | None  # None for a snapshot whose step its file has to tell
+    step: int | None  # None if only the metadata of the snapshot has it
     snapshot: Path | None
     run_dir: Path | None
     recipe: Recipe | None
@@ -34,9 +34,9 @@ class Source:
 
 
 def open_source(path: str | Path, step: int | None = None) -> Source:
-    """The source behind PATH, as of `step` (the last one if None).
+    """The source at PATH, as of `step` (default: the last step).
 
-    Raises SnapshotError if PATH is none of the three, or has no such step.
+    Raises SnapshotError if PATH is not a run, checkpoint or snapshot, or does not have the step.
     """
     path = Path(path)
     if path.is_dir():
@@ -46,7 +46,7 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
             return _open_run(path, step)
         raise SnapshotError(
             f"{path}: neither a run directory (metrics.jsonl, rollouts/, checkpoints/) nor a "
-            f"checkpoint (state.json, buffer.parquet); it holds {_listing(path)}"
+            f"checkpoint (state.json, buffer.parquet); it contains {_listing(path)}"
         )
     if path.is_file():
         return _open_snapshot(path, step)
@@ -74,13 +74,15 @@ def _is_checkpoint(folder: Path) -> bool:
 def _open_run(run_dir: Path, step: int | None) -> Source:
     metrics = read_metrics(run_dir / "metrics.jsonl")
     rollout_files = step_files(run_dir / "rollouts")
-    # A step that is being written has its rollouts on disk before its line of metrics.
+    # While a step is written, its rollouts are on disk before its line of metrics.
     known = [int(line["step"]) for line in metrics] or [at for at, _ in rollout_files]
     snapshots = checkpoint_snapshots(run_dir)
     if not known:
         known = sorted(snapshots)
     if not known:
-        raise SnapshotError(f"{run_dir}: the run has no finished step yet: nothing to inspect")
+        raise SnapshotError(
+            f"{run_dir}: the run has not finished a step yet; there is nothing to inspect"
+        )
     at = known[-1] if step is None else step
     if at not in known:
         raise SnapshotError(f"{run_dir}: no step {at}; the run has steps {known[0]} to {known[-1]}")
@@ -91,14 +93,13 @@ def _open_checkpoint(folder: Path, step: int | None) -> Source:
     folder = folder.resolve()
     if not (folder / "manifest.json").exists() and (folder / "state.json").exists():
         raise SnapshotError(
-            f"{folder}: the checkpoint has no manifest.json: it was never completed. Use the one "
-            "before it"
+            f"{folder}: the checkpoint is incomplete (no manifest.json); use the previous one"
         )
     at = _checkpoint_step(folder)
     if step is not None and at is not None and step != at:
         raise SnapshotError(
-            f"{folder}: this is the checkpoint of step {at}, not of step {step}; give the run's "
-            "directory to look at other steps"
+            f"{folder}: this is the checkpoint of step {at}, not of step {step}; pass the run "
+            "directory to inspect other steps"
         )
     snapshot = folder / "buffer.parquet"
     return _source(
@@ -111,8 +112,8 @@ def _open_snapshot(path: Path, step: int | None) -> Source:
     at = _checkpoint_step(folder)
     if step is not None and at != step:
         raise SnapshotError(
-            f"{path}: --step {step} needs a run directory; a snapshot is one moment"
-            + (f" (step {at})" if at is not None else "")
+            f"{path}: --step {step} needs a run directory; a snapshot has a single step"
+            + (f" ({at})" if at is not None else "")
         )
     return _source(path, "snapshot", at, path, _run_of(folder))
 
@@ -123,13 +124,15 @@ def _checkpoint_step(folder: Path) -> int | None:
         try:
             return int(json.loads(state.read_text(encoding="utf-8"))["step"])
         except (ValueError, KeyError, TypeError, OSError) as error:
-            raise SnapshotError(f"{state}: cannot be read as a checkpoint's state") from error
+            raise SnapshotError(
+                f"{state}: not a valid checkpoint state (a JSON object with a step)"
+            ) from error
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
 
 def _run_of(checkpoint: Path) -> Path | None:
-    """The run directory that a checkpoint folder lies in, None if it was moved elsewhere."""
+    """The run directory that contains a checkpoint folder; None if the folder was moved."""
     if checkpoint.parent.name != "checkpoints":
         return None
     run_dir = checkpoint.parent.parent
@@ -163,7 +166,7 @@ def _source(
 
 
 def step_files(folder: Path) -> tuple[tuple[int, Path], ...]:
-    """(step, file) of every `step_*.parquet` in a folder, ascending; () if there is no folder."""
+    """(step, file) of every `step_*.parquet` in a folder, ascending; empty without a folder."""
     if not folder.is_dir():
         return ()
     matches = ((_STEP_FILE.fullmatch(file.name), file) for file in folder.iterdir())
@@ -171,7 +174,7 @@ def step_files(folder: Path) -> tuple[tuple[int, Path], ...]:
 
 
 def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
-    """buffer.parquet of every complete checkpoint, by step."""
+    """The buffer.parquet of every complete checkpoint, by step."""
     folder = run_dir / "checkpoints"
     if not folder.is_dir():
         return {}
@@ -185,21 +188,21 @@ def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
 
 
 def read_run_recipe(run_dir: Path) -> Recipe | None:
-    """The resolved recipe of a run, None if it has none. Raises SnapshotError if it is invalid."""
+    """The resolved recipe of a run; None without recipe.yaml. Raises SnapshotError if invalid."""
     path = run_dir / "recipe.yaml"
     if not path.exists():
         return None
     try:
         return resolve_recipe([read_recipe_layer(path)], source=str(path))
     except RecipeError as error:
-        raise SnapshotError(f"the run's recipe cannot be read: {error}") from error
+        raise SnapshotError(f"the recipe of the run is invalid: {error}") from error
 
 
 def read_metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """The lines of metrics.jsonl, in file order; () if there is none.
+    """The lines of metrics.jsonl, in file order; empty if there is no file.
 
-    A last line without its newline is still being written and is left out. Raises SnapshotError
-    naming file and line for anything else that is no JSON object with a step.
+    A last line without a newline is still being written and is skipped. Raises SnapshotError,
+    naming the file and the line, for any other line that is not a JSON object with a step.
     """
     if not path.exists():
         return ()

@@ -1,7 +1,7 @@
-"""What inspect-buffer reports: frozen values, computed in `compute`, shown elsewhere.
+"""Data types of an inspection. `compute` fills them; panels, figures, page and JSON show them.
 
 Ages are in training steps; "replayed" counts rows of the draw log up to the inspected step. With
-the pool composition, a fresh rollout that was drawn (age 0) is trained on as fresh, not replayed.
+the pool composition, draws at age 0 count as fresh, not as replayed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from grpo_replay.inspection.ageing import AgeOutcome
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How full the buffer is, and how full it should be."""
+    """The size of the buffer, with its limits."""
 
     stored_rollouts: int
     capacity_rollouts: int | None  # None: a run without replay settings
     stored_groups: int
     stored_tokens: int  # completion tokens
-    survivors_per_step: float | None  # B', mean over the last τ_max steps; None without a run
-    expected_rollouts: float | None  # at rest: min(capacity, τ_max·B'); None if unknown
+    survivors_per_step: float | None  # B': mean over the last τ_max steps; None without a log
+    expected_rollouts: float | None  # min(capacity, τ_max·B'); None if unknown
     evicted_by_age: int | None
     evicted_by_capacity: int | None
 
@@ -34,9 +34,8 @@ class StalenessRow:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Counts of values in [low, high) (the last bin of a histogram includes its end), or of the
-    value `low` if low equals high. `kept` counts the survivors of the whole run: what the draw
-    could choose from, over time."""
+    """Counts of values in [low, high), or of the single value `low` if low equals high. The last
+    bin of a histogram includes `high`. `kept` counts all survivors of the run."""
 
     low: float
     high: float
@@ -47,7 +46,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class CountRow:
-    """`rollouts` that have `value` (a number of uses, or a gap in steps)."""
+    """Number of rollouts with a value: a number of uses, or a gap in training steps."""
 
     value: int
     rollouts: int
@@ -55,8 +54,8 @@ class CountRow:
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """Steps between a use and the use before it (paper B): 0 if drawn twice in one batch; `new`
-    counts first uses. Training on a rollout at its birth is a use."""
+    """Training steps since the previous use (paper B); 0 if drawn twice in one batch. `new` counts
+    first uses. Training on a rollout at birth is a use."""
 
     new: int
     gaps: tuple[CountRow, ...]
@@ -89,7 +88,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class DrawLaw:
-    """The law of a draw from what is stored now: `units` are rollouts, or queries."""
+    """Distribution of the next draw from the stored rollouts. A unit is a rollout or a query."""
 
     unit: str
     units: int
@@ -117,7 +116,7 @@ class Population:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything one screen shows."""
+    """All numbers of an inspection."""
 
     path: str
     kind: str
@@ -125,7 +124,7 @@ class Inspection:
     recipe_name: str | None
     settings: Mapping[str, Any]  # the replay section
     replays: bool
-    rebuilt: bool  # the stored part comes from the rollout log, not from a snapshot
+    rebuilt: bool  # the buffer was rebuilt from the rollout log
     occupancy: Occupancy
     staleness: tuple[StalenessRow, ...]
     abs_advantage: tuple[Bin, ...]

@@ -1,4 +1,4 @@
-"""What inspect-buffer prints besides its screen: comparison, list, one life, verification; JSON."""
+"""The other outputs of inspect-buffer: JSON, and --what-if, --where, --show, --verify."""
 
 import dataclasses
 import math
@@ -33,9 +33,9 @@ _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("replayed_per_fresh", "replayed per survivor", ".3f"),
     ("age_mean", "age at use, mean steps", ".2f"),
     ("age_p95", "age at use, 95th percentile", ".1f"),
-    ("abs_advantage_mean", "|A| of what is replayed, mean", ".3f"),
-    ("abs_advantage_share", "share of |A| mass that is replayed", ".1%"),
-    ("correct_share", "correct among replayed", ".1%"),
+    ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
+    ("abs_advantage_share", "replayed share of total |A|", ".1%"),
+    ("correct_share", "correct replayed rollouts", ".1%"),
     ("uses_mean", "draws per survivor", ".3f"),
     ("never_drawn_share", "survivors never drawn", ".1%"),
     ("prompts_replayed", "prompts replayed", ",.0f"),
@@ -46,13 +46,13 @@ _STATISTICS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def inspection_document(seen: Inspection) -> dict[str, Any]:
-    """The inspection as JSON values; the three names that tools rely on come first."""
-    document = json_values(dataclasses.asdict(seen))
+def inspection_document(inspection: Inspection) -> dict[str, Any]:
+    """The inspection as JSON values. The three keys that tools rely on come first."""
+    document = json_values(dataclasses.asdict(inspection))
     first = {
-        "step": seen.step,
-        "stored_rollouts": seen.occupancy.stored_rollouts,
-        "capacity_rollouts": seen.settings["capacity_rollouts"],
+        "step": inspection.step,
+        "stored_rollouts": inspection.occupancy.stored_rollouts,
+        "capacity_rollouts": inspection.settings["capacity_rollouts"],
     }
     document["by_age"] = [{"age_steps": int(age), **row} for age, row in document["by_age"].items()]
     document["trends"] = {
@@ -63,7 +63,7 @@ def inspection_document(seen: Inspection) -> dict[str, Any]:
 
 
 def json_values(value: Any) -> Any:
-    """The value with tuples as lists and anything that is not finite as null."""
+    """The value with tuples as lists and non-finite numbers as None."""
     if isinstance(value, Mapping):
         return {key: json_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -81,31 +81,33 @@ def print_what_if(result: WhatIf, console: Console) -> None:
     table.add_column("as logged", justify="right")
     table.add_column("same settings, simulated", justify="right")
     table.add_column("changed, simulated", justify="right", style="green")
-    for name, label, form in _STATISTICS:
+    for name, label, format_spec in _STATISTICS:
         table.add_row(
             label,
-            _cell(result.logged, None, name, form),
-            _cell(result.same, result.same_error, name, form),
-            _cell(result.changed, result.changed_error, name, form),
+            _cell(result.logged, None, name, format_spec),
+            _cell(result.same, result.same_error, name, format_spec),
+            _cell(result.changed, result.changed_error, name, format_spec),
         )
     console.print(table)
-    console.print("[dim]± is the standard deviation over five replays of the log[/dim]")
-    console.print(f"[yellow]What this cannot know.[/yellow] {result.cannot_know}")
+    console.print("[dim]± is the standard deviation over five simulations[/dim]")
+    console.print(f"[yellow]Limits.[/yellow] {result.cannot_know}")
 
 
-def _cell(values: DrawStatistics, errors: DrawStatistics | None, name: str, form: str) -> str:
+def _cell(
+    values: DrawStatistics, errors: DrawStatistics | None, name: str, format_spec: str
+) -> str:
     value = getattr(values, name)
     if value is None:
         return "–"
     error = getattr(errors, name) if errors is not None else None
-    # A law without freedom differs between replays by rounding alone.
+    # Deterministic statistics differ between simulations by rounding only.
     if error is None or error <= 1e-9 * abs(value):
-        return format(value, form)
-    return f"{value:{form}} ± {error:{form}}"
+        return format(value, format_spec)
+    return f"{value:{format_spec}} ± {error:{format_spec}}"
 
 
 def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) -> None:
-    """The first rows that passed a filter, and how many there are."""
+    """The first rows that pass a filter, and the number of all that do."""
     if rows:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in rows[0]:
@@ -113,7 +115,7 @@ def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) 
         for row in rows:
             table.add_row(*(_short(value) for value in row.values()))
         console.print(table)
-    shown = f", the first {len(rows)} shown" if total > len(rows) else ""
+    shown = f"; the first {len(rows)} are shown" if total > len(rows) else ""
     console.print(f"{total:,} rollouts match{shown}")
 
 
@@ -139,7 +141,7 @@ def print_life(life: Life, console: Console) -> None:
     )
     console.print("\n[bold]prompt[/bold]")
     if life.prompt_text is None:
-        console.print(f"[dim]token ids (no tokenizer at hand)[/dim] {rollout['prompt_token_ids']}")
+        console.print(f"[dim]token ids (no tokenizer found)[/dim] {rollout['prompt_token_ids']}")
     else:
         console.print(escape(life.prompt_text))
     console.print("\n[bold]completion[/bold]")
@@ -162,17 +164,17 @@ def _group_table(life: Life) -> Table:
     for name in ("rollout_id", "reward", "advantage", "verdict"):
         table.add_column(name, justify="left" if name == "verdict" else "right")
     for member in life.group:
-        here = member["rollout_id"] == rollout["rollout_id"]
+        shown = member["rollout_id"] == rollout["rollout_id"]
         table.add_row(
             *(_short(member[name]) for name in ("rollout_id", "reward", "advantage", "verdict")),
-            style="bold" if here else "dim",
+            style="bold" if shown else "dim",
         )
     return table
 
 
 def _life_table(life: Life) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("step", "age", "P of the draw", "clipped", "log-ratio", "KL, nats"):
+    for name in ("step", "age", "probability", "clipped", "log-ratio", "KL, nats"):
         table.add_column(name, justify="right")
     if life.fresh_outcome is not None:
         birth = str(life.rollout["birth_step"])
@@ -197,8 +199,8 @@ def _outcome_cells(outcome: Mapping[str, Any]) -> tuple[str, str, str]:
 def print_verification(report: Any, console: Console) -> None:
     """One line per check of a `VerifyReport`."""
     table = Table(box=None, pad_edge=False)
-    for name, justify in (("", "left"), ("check", "left"), ("compared", "right"), ("", "left")):
-        table.add_column(name, justify=justify)
+    for name in ("", "check", "compared", ""):
+        table.add_column(name, justify="right" if name == "compared" else "left")
     for check in report.checks:
         mark = "[green]✓[/green]" if check.passed else "[red]✗[/red]"
         table.add_row(mark, check.name, f"{check.checked:,}", escape(check.detail))
@@ -207,4 +209,4 @@ def print_verification(report: Any, console: Console) -> None:
     if failed:
         console.print(f"[red]{failed} of {len(report.checks)} checks failed[/red]")
     else:
-        console.print(f"[green]{report.steps} steps are the algorithm of the recipe[/green]")
+        console.print(f"[green]{report.steps} steps match the algorithm of the recipe[/green]")

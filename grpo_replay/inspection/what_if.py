@@ -1,8 +1,7 @@
-"""The run's rollout log through another buffer: what would have been stored, drawn, trained on.
+"""Replays the rollout log of a run through a buffer with other replay settings.
 
-The buffer and the composer are the trainer's own, with another replay section. What this cannot
-know: another draw would have trained another policy, which would have generated other rollouts,
-with other rewards. Everything here holds generation fixed.
+The buffer and the composer are those of the trainer. Generation is held fixed: with other draws a
+real run would have trained another policy, which would have sampled other rollouts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,25 +20,25 @@ from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_r
 from grpo_replay.terminal.progress import tracked
 
 REPEATS = 5
-"""Times the log is replayed with other random draws, to show the sampling error."""
+"""Number of simulations with different random draws, which give the standard deviation."""
 
 CANNOT_KNOW = (
-    "Generation is held fixed: the log's rollouts, rewards and advantages are used as they are. "
-    "A run with these settings would have trained another policy on these draws and sampled other "
-    "rollouts from it, so this says what the buffer would have done, not what the model would "
-    "have learnt; clip fractions, KL and accuracy need a real run."
+    "Generation is held fixed: rollouts, rewards and advantages are those of the log. A real run "
+    "with these settings would have trained another policy on these draws and sampled other "
+    "rollouts from it. The simulation predicts the buffer and its draws; clip fraction, KL and "
+    "accuracy need a real run."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DrawStatistics:
-    """What was trained on, over a whole run. None where nothing was replayed."""
+    """Statistics of the rollouts trained on, over a whole run. None if undefined without replay."""
 
     replayed_rollouts: float
     replayed_per_fresh: float | None
     age_mean: float | None  # training steps at use
     age_p95: float | None
-    abs_advantage_mean: float | None  # of what was replayed
+    abs_advantage_mean: float | None  # of replayed rollouts
     abs_advantage_share: float | None  # Σ|A| replayed / Σ|A| trained on
     correct_share: float | None  # of what was replayed
     uses_mean: float | None  # draws per survivor, over the run
@@ -47,7 +46,7 @@ class DrawStatistics:
     prompts_replayed: float  # distinct
     ess_mean: float | None  # 1/ΣP² of the draw, in rollouts or queries
     entropy_mean: float | None  # nats, of the draw
-    stored_mean: float | None  # rollouts at rest
+    stored_mean: float | None  # rollouts in the buffer at the end of a step
     trained_tokens_per_generated: float | None
 
 
@@ -55,8 +54,8 @@ class DrawStatistics:
 class WhatIf:
     """The run as logged, its own settings simulated, and the changed settings simulated.
 
-    Simulated statistics are means over `REPEATS` replays; `*_error` are their standard deviations
-    (0 where a law has no freedom)."""
+    Simulated statistics are means over `REPEATS` simulations. `*_error` are the standard
+    deviations, 0 for deterministic statistics."""
 
     changes: Mapping[str, Any]
     logged: DrawStatistics
@@ -69,7 +68,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trained:
-    """Everything trained on in a run: rows into the log, aligned arrays."""
+    """All rollouts trained on in a run, as rows of the log; aligned arrays."""
 
     row: np.ndarray  # int64
     age: np.ndarray  # int64
@@ -88,7 +87,7 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
     recipe = source.recipe
     if recipe is None or not source.rollout_files:
         raise SnapshotError(
-            f"{source.path}: --what-if replays a run's rollout log: give a run directory with "
+            f"{source.path}: --what-if replays the rollout log of a run; give a run directory with "
             "recipe.yaml and rollouts/ (tracking.log_rollouts: true)"
         )
     other = changed_recipe(recipe, changes)
@@ -110,26 +109,26 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
 def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     """The recipe with `key=value` changes in its replay section; `replay.key` is accepted too.
 
-    A preset brings its unit, priority and composition, as in a recipe.
+    A preset sets its unit, priority and composition, as in a recipe.
     """
     words = []
     for word in changes:
         key = word.partition("=")[0].strip()
         if "." in key and not key.startswith("replay."):
             raise UsageError(
-                f"--what-if {word}: only replay settings can be replayed through the log, such as "
-                "max_age_steps=5; for anything else train again"
+                f"--what-if {word}: only replay settings can be simulated, for example "
+                "max_age_steps=5; other settings need a new run"
             )
         words.append(word if key.startswith("replay.") else f"replay.{word}")
     base = recipe.model_dump(mode="json")
-    # The preset of the run must not override what the run itself overrode.
+    # The preset comes first, so that it does not replace settings the run changed.
     preset = base["replay"].pop("preset")
     layers = [{"replay": {"preset": preset}}, base, parse_overrides(words)]
     return resolve_recipe(layers, source="--what-if")
 
 
 def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
-    """Statistics of one pass of the log through the buffer and composer of `recipe`."""
+    """Statistics of one simulation: the log through the buffer and composer of `recipe`."""
     rng = np.random.default_rng(seed)
     settings, group_size = recipe.replay, recipe.sampling.group_size
     log = kept_under(log, settings)
@@ -179,7 +178,7 @@ def kept_under(log: RolloutColumns, settings: ReplaySection) -> RolloutColumns:
 
 
 def _logged(source: Source, log: RolloutColumns, recipe: Recipe) -> _Trained:
-    """What the run itself trained on, from its draw log and its fresh survivors."""
+    """The rollouts that the run trained on, from its draw log and fresh survivors."""
     draws = read_draws(source.draw_files)
     drawn = find_rows(log.rollout_id, draws.rollout_id)
     known = drawn >= 0
@@ -206,7 +205,7 @@ def _series(source: Source, name: str) -> list[float]:
 
 
 def statistics(log: RolloutColumns, trained: _Trained) -> DrawStatistics:
-    """Draw statistics from what was trained on."""
+    """Draw statistics of the rollouts trained on."""
     replayed, ages = trained.row[trained.replayed], trained.age[trained.replayed]
     fresh_count = int(log.kept.sum())
     magnitude = np.abs(np.nan_to_num(log.advantage))

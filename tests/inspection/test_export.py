@@ -1,4 +1,4 @@
-"""Export: what is written is what was there, in formats that others read."""
+"""An export has the rows and values of the source, in formats that other tools read."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from grpo_replay.errors import OutputDirectoryError, SnapshotError, UsageError
 pytest_plugins = "inspected_runs"
 
 
-def test_parquet_holds_every_rollout_of_the_run(runs, tmp_path, capsys):
+def test_parquet_has_every_rollout_of_the_run(runs, tmp_path, capsys):
     target = tmp_path / "all.parquet"
     run(str(runs["ours"]), export=str(target))
     exported = pq.read_table(target).to_pylist()
@@ -25,7 +25,7 @@ def test_parquet_holds_every_rollout_of_the_run(runs, tmp_path, capsys):
     assert sum(row["stored"] for row in exported) == len(by_hand.stored_rows(runs["ours"], 24))
 
 
-def test_jsonl_holds_what_passes_the_filter(runs, tmp_path, capsys):
+def test_jsonl_has_the_rollouts_that_pass_the_filter(runs, tmp_path, capsys):
     target = tmp_path / "some.jsonl"
     run(str(runs["ours"]), where="kept and reward = 1", export=str(target), as_json=True)
     lines = [json.loads(line) for line in target.read_text().splitlines()]
@@ -47,22 +47,22 @@ def test_a_folder_opens_as_a_hugging_face_dataset(runs, tmp_path):
     assert "92 rollouts" in (target / "README.md").read_text()
 
 
-def test_nothing_selected_is_a_file_with_no_rows(runs, tmp_path):
+def test_an_empty_selection_is_a_file_without_rows(runs, tmp_path):
     target = tmp_path / "none.parquet"
     run(str(runs["ours"]), where="reward > 5", export=str(target))
     assert pq.read_table(target).num_rows == 0
     assert "advantage" in pq.read_schema(target).names
 
 
-def test_export_refuses_to_overwrite_and_says_which_endings_there_are(runs, tmp_path):
+def test_export_refuses_to_overwrite_and_names_the_extensions(runs, tmp_path):
     taken = tmp_path / "taken.parquet"
     taken.write_text("mine")
-    with pytest.raises(OutputDirectoryError, match="exists already"):
+    with pytest.raises(OutputDirectoryError, match="already exists"):
         run(str(runs["ours"]), export=str(taken))
     assert taken.read_text() == "mine"
     with pytest.raises(UsageError, match=r"\.parquet or \.jsonl"):
         run(str(runs["ours"]), export=str(tmp_path / "rollouts.csv"))
-    with pytest.raises(OutputDirectoryError, match="no folder"):
+    with pytest.raises(OutputDirectoryError, match="does not exist"):
         run(str(runs["ours"]), export=str(tmp_path / "missing" / "a.jsonl"))
 
 

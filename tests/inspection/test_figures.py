@@ -1,4 +1,4 @@
-"""Figures and the page: complete, self-contained, and without console errors in a browser."""
+"""Figures and the HTML page: complete, self-contained, without console errors in a browser."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ def test_png_is_one_column_wide_at_300_dpi(runs, tmp_path, preset, capsys):
     assert captured.out == "" and "wrote" in captured.err
 
 
-def test_svg_keeps_its_text_and_names_units(runs, tmp_path):
+def test_svg_has_live_text_with_units(runs, tmp_path):
     path = tmp_path / "figure.svg"
     run(str(runs["ours"]), plot=str(path))
     text = path.read_text()
@@ -45,7 +45,7 @@ def test_svg_keeps_its_text_and_names_units(runs, tmp_path):
     assert (tmp_path / "again.svg").read_text() == text  # no dates, no random ids
 
 
-def test_there_is_a_panel_for_everything_that_has_data(runs):
+def test_only_panels_with_data_are_drawn(runs):
     ours = summarise(open_source(runs["ours"]))
     assert len(panels_of(ours)) == 7
     assert list(panels_of(summarise(open_source(runs["grpo"])))) == []
@@ -71,17 +71,17 @@ def test_the_page_has_the_numbers_of_every_table(runs):
         assert {len(row) for row in table} == {len(table[0])}
 
 
-def test_the_page_loads_nothing_from_anywhere(runs):
+def test_the_page_loads_no_external_resource(runs):
     page = render_page(summarise(open_source(runs["ours"])))
     assert page.count("<svg") == 7
-    # Names of XML namespaces are no addresses to load from.
+    # XML namespace names are not loaded.
     links = re.findall(r'(?:src|href|xlink:href)\s*=\s*"([^"#][^"]*)"', page)
     assert set(links) <= {"data:,"}
     assert "<script" not in page and "@import" not in page
     assert "default-src 'none'" in page
 
 
-def test_ids_of_figures_do_not_collide(runs):
+def test_ids_of_figures_are_unique_in_the_page(runs):
     page = render_page(summarise(open_source(runs["ours"])))
     ids = re.findall(r'\bid="([^"]+)"', page)
     assert len(ids) > 100
@@ -90,7 +90,7 @@ def test_ids_of_figures_do_not_collide(runs):
     assert referenced <= set(ids)
 
 
-def test_text_from_a_run_cannot_become_markup(tmp_path):
+def test_text_from_a_run_is_escaped(tmp_path):
     made = write_synthetic_run(tmp_path / "<script>alert(1)</script>", "ours", steps=6)
     page = render_page(summarise(open_source(made.folder)))
     assert "<script>" not in page
@@ -113,14 +113,14 @@ FLAGS = [
 
 
 def browse(page: Path, what: str) -> tuple[str, list[str]]:
-    """What the browser printed, and what was wrong: console errors and loads from elsewhere."""
+    """The output of the browser, and its errors: console errors and hosts it loaded from."""
     log = page.parent / "net.json"
     profile = f"--user-data-dir={page.parent / 'profile'}"
     command = [BROWSER, *FLAGS, profile, f"--log-net-log={log}", what, page.as_uri()]
     seen = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     errors = [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
     hosts = re.findall(r'"url":"https?://([^/"]+)', log.read_text())
-    # The browser itself asks its maker for updates and lists.
+    # The browser itself contacts its vendor for updates.
     foreign = {host for host in hosts if not re.search(r"\b(google|googleapis|gvt1)\.com", host)}
     return seen.stdout, [*errors, *sorted(foreign)]
 
@@ -150,7 +150,7 @@ def test_the_page_opens_in_a_browser_without_errors_or_network(runs, tmp_path, p
         "<link rel='stylesheet' href='https://example.org/style.css'>",
     ],
 )
-def test_an_error_or_a_load_from_elsewhere_would_be_caught(tmp_path, body):
+def test_the_browser_check_finds_errors_and_external_loads(tmp_path, body):
     page = tmp_path / "bad.html"
     page.write_text(f"<!DOCTYPE html><title>bad</title>{body}")
     assert browse(page, "--dump-dom")[1] != []

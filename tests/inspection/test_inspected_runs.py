@@ -1,4 +1,4 @@
-"""Inspection of runs that the trainer made: a tiny run of each preset, same checks as elsewhere.
+"""Inspection of runs made by the trainer: a tiny run per preset, with the checks of test_summary.
 
 pytest -m slow tests/inspection/test_inspected_runs.py        about three minutes on two cores
 """
@@ -60,7 +60,7 @@ def real(tmp_path_factory) -> dict[str, Path]:
     return {preset: train(folder / preset, preset) for preset in PRESETS}
 
 
-def test_the_checks_are_those_of_the_synthetic_runs():
+def test_all_checks_of_the_synthetic_runs_are_collected():
     assert len(CHECKS) == 8
 
 
@@ -84,7 +84,7 @@ def test_a_real_rollout_shows_its_prompt(real, capsys):
     assert "no tokenizer" not in capsys.readouterr().out
 
 
-def test_a_shorter_age_does_what_the_what_if_said(real, tmp_path):
+def test_a_run_with_a_shorter_age_matches_the_what_if(real, tmp_path):
     predicted = what_if(open_source(real["ours"]), ["max_age_steps=2"])
     actual = what_if(open_source(train(tmp_path / "run", "ours", max_age_steps=2)), []).logged
     assert actual.age_p95 == predicted.changed.age_p95 == 2.0

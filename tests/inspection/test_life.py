@@ -1,4 +1,4 @@
-"""One rollout's life, against the files it is told from."""
+"""The life of a rollout, compared with the rows of the files."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ from grpo_replay.inspection.source import open_source
 pytest_plugins = "inspected_runs"
 
 
-def test_a_life_has_every_use_and_its_end(runs):
+def test_a_life_lists_every_use_and_the_eviction(runs):
     draws = by_hand.rows_of(runs["ours"] / "draws")
     rollout_id, count = Counter(row["rollout_id"] for row in draws).most_common(1)[0]
     assert count > 1
@@ -34,7 +34,7 @@ def test_a_life_has_every_use_and_its_end(runs):
     assert life.fresh_outcome["tokens"] == len(life.rollout["completion_token_ids"])
 
 
-def test_a_group_is_shown_whole(runs):
+def test_a_life_lists_the_whole_group(runs):
     rows = by_hand.rows_of(runs["ours"] / "rollouts")
     life = read_life(open_source(runs["ours"]), 300)
     group = [row for row in rows if row["group_id"] == rows[300]["group_id"]]
@@ -42,7 +42,7 @@ def test_a_group_is_shown_whole(runs):
     assert [member["reward"] for member in life.group] == [row["reward"] for row in group]
 
 
-def test_fates_are_told_apart(runs):
+def test_each_fate_is_described(runs):
     rows = by_hand.rows_of(runs["ours"] / "rollouts")
     source = open_source(runs["ours"])
     dropped = next(row["rollout_id"] for row in rows if not row["kept"])
@@ -60,7 +60,7 @@ def _kept(run_dir) -> int:
     return next(row["rollout_id"] for row in rows if row["kept"])
 
 
-def test_fifo_evicts_when_the_snapshots_say_so(runs):
+def test_fifo_evictions_agree_with_the_snapshots(runs):
     stored = {row["rollout_id"] for row in by_hand.stored_rows(runs["fifo"], 12)}
     source = open_source(runs["fifo"])
     for rollout_id in sorted(stored)[::16]:
@@ -70,7 +70,7 @@ def test_fifo_evicts_when_the_snapshots_say_so(runs):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_storage_stepped_through_the_log_is_that_of_the_run(runs, preset):
+def test_storage_rebuilt_from_the_log_has_the_logged_size(runs, preset):
     source = open_source(runs[preset])
     settings = source.recipe.replay
     steps, survivors = survivors_for(source, 1, settings)
@@ -80,8 +80,8 @@ def test_storage_stepped_through_the_log_is_that_of_the_run(runs, preset):
     assert stored == logged and len(stored) == 24
 
 
-def test_only_steps_that_can_still_matter_are_read(runs):
-    source = open_source(runs["ours"])  # rollouts leave after five steps
+def test_only_steps_within_the_age_limit_are_read(runs):
+    source = open_source(runs["ours"])  # rollouts are evicted after five steps
     steps, survivors = survivors_for(source, 20, source.recipe.replay)
     assert steps == [15, 16, 17, 18, 19, 20, 21, 22, 23, 24]
     assert survivors.kept.all() and survivors.birth_step.min() == 15
@@ -89,13 +89,13 @@ def test_only_steps_that_can_still_matter_are_read(runs):
     assert survivors_for(fifo, 20, fifo.recipe.replay)[0] == list(range(1, 25))
 
 
-def test_ids_that_are_not_there_have_no_row():
+def test_unknown_ids_have_no_row():
     ids = np.array([7, 3, 9])
     assert find_rows(ids, [9, 4, 7]).tolist() == [2, NO_ROW, 0]
     assert find_rows(ids[:0], [9, 4]).tolist() == [NO_ROW, NO_ROW]
 
 
-def test_a_snapshot_knows_the_rollout_but_not_its_text(runs, tmp_path, capsys):
+def test_a_snapshot_has_the_rollout_but_not_its_text(runs, tmp_path, capsys):
     copy = tmp_path / "buffer.parquet"
     copy.write_bytes((runs["ours"] / "checkpoints/step_000024/buffer.parquet").read_bytes())
     rollout_id = by_hand.stored_rows(runs["ours"], 24)[0]["rollout_id"]
@@ -104,7 +104,7 @@ def test_a_snapshot_knows_the_rollout_but_not_its_text(runs, tmp_path, capsys):
     assert f"rollout {rollout_id}" in text and "not stored in a snapshot" in text
 
 
-def test_the_life_prints_and_is_json(runs, capsys):
+def test_the_life_as_text_and_as_json(runs, capsys):
     run(str(runs["ours"]), show=300)
     text = capsys.readouterr().out
     assert "The answer is \\boxed{" in text
@@ -114,7 +114,7 @@ def test_the_life_prints_and_is_json(runs, capsys):
     assert document["rollout"]["rollout_id"] == 300 and document["uses"] == []
 
 
-def test_an_unknown_id_is_named_with_those_there_are(runs):
+def test_an_unknown_id_raises_with_the_range_of_ids(runs):
     with pytest.raises(
         SnapshotError, match="no rollout 99999 up to step 24; ids run from 0 to 767"
     ):

@@ -25,7 +25,7 @@ def screen(path, width: int = 118) -> str:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_json_has_what_tools_rely_on(runs, preset, capsys):
+def test_json_has_the_keys_that_tools_rely_on(runs, preset, capsys):
     run(str(runs[preset]), as_json=True)
     captured = capsys.readouterr()
     document = json.loads(captured.out)
@@ -45,7 +45,7 @@ def test_every_line_fits_the_terminal(runs, preset, width):
     assert f"preset {preset}" in text
 
 
-def test_the_screen_says_how_full_and_how_old(runs):
+def test_the_screen_shows_occupancy_and_ages(runs):
     text = screen(runs["ours"])
     assert "occupancy: 92 rollouts stored" in text
     assert "100.0% of τ_max·B' ≈ 92" in text
@@ -53,7 +53,7 @@ def test_the_screen_says_how_full_and_how_old(runs):
     assert "step 24" in text and "One prompt dominates" in text
 
 
-def test_a_run_that_never_replays_shows_what_there_is(runs):
+def test_a_run_without_replay_shows_the_remaining_panels(runs):
     text = screen(runs["grpo"])
     assert "this recipe does not replay" in text
     assert "no warnings" in text
@@ -73,7 +73,7 @@ def test_markup_in_a_prompt_id_is_text(tmp_path):
 @pytest.mark.parametrize(
     "value, expected", [(0, ""), (8, "████"), (4, "██"), (3, "█▌"), (0.001, "▏"), (99, "████")]
 )
-def test_bars_are_in_eighths_and_never_hide_a_count(value, expected):
+def test_bars_are_in_eighths_and_show_every_positive_count(value, expected):
     assert bar(value, 8, 4) == expected
 
 
@@ -84,7 +84,7 @@ def test_sparklines_rise_with_the_values():
     assert sparkline([], 8) == ""
 
 
-def test_progress_speaks_only_when_something_takes_long(monkeypatch, capsys):
+def test_progress_is_shown_only_for_slow_operations(monkeypatch, capsys):
     assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("grpo_replay.terminal.progress.DELAY_SECONDS", -1.0)
@@ -93,7 +93,7 @@ def test_progress_speaks_only_when_something_takes_long(monkeypatch, capsys):
     assert captured.err == "reading: 3 in total\n" and captured.out == ""
 
 
-def test_merged_rows_lose_nothing():
+def test_merged_rows_keep_the_totals():
     rows = [(age, age + 1, 2 * age) for age in range(61)]
     merged = merge_rows(rows, 12)
     assert len(merged) <= 12
@@ -102,7 +102,7 @@ def test_merged_rows_lose_nothing():
     assert sum(row[2] for row in merged) == sum(row[2] for row in rows)
 
 
-def test_thinned_ages_keep_both_ends():
+def test_thinned_ages_keep_the_first_and_the_last():
     ages = thin_ages(range(0, 61), 12)
     assert len(ages) == 12 and ages[0] == 0 and ages[-1] == 60
     assert thin_ages([0, 3, 9], 12) == [0, 3, 9]

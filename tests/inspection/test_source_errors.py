@@ -1,4 +1,4 @@
-"""PATH that is not what it should be: a clear error that names the file, never a traceback."""
+"""An invalid PATH raises an error that names the file."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ pytest_plugins = "inspected_runs"
 
 @pytest.fixture
 def copy(runs, tmp_path):
-    """A run that a test may damage."""
+    """A copy of a run, which a test may damage."""
     return shutil.copytree(runs["ours"], tmp_path / "run")
 
 
@@ -25,17 +25,17 @@ def refused(path, match: str, **options) -> None:
     assert error.value.exit_code == 3
 
 
-def test_nothing_there(tmp_path):
+def test_a_missing_path(tmp_path):
     refused(tmp_path / "missing", "no such file or directory. Give a run directory")
 
 
-def test_a_folder_of_other_things(tmp_path):
+def test_a_folder_that_is_not_a_run(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
-    refused(tmp_path, "neither a run directory .* it holds notes.txt")
+    refused(tmp_path, "neither a run directory .* it contains notes.txt")
 
 
 def test_an_empty_folder(tmp_path):
-    refused(tmp_path, "it holds nothing")
+    refused(tmp_path, "it contains nothing")
 
 
 def test_an_empty_file(tmp_path):
@@ -59,7 +59,7 @@ def test_a_file_of_another_kind(copy):
 
 
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.95])
-def test_a_snapshot_cut_short(copy, share):
+def test_a_truncated_snapshot(copy, share):
     path = copy / "checkpoints" / "step_000024" / "buffer.parquet"
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -75,19 +75,19 @@ def test_a_damaged_page(copy):
     refused(copy, "step_000015.parquet")
 
 
-def test_a_checkpoint_that_was_never_completed(copy):
+def test_an_incomplete_checkpoint(copy):
     (copy / "checkpoints" / "step_000024" / "manifest.json").unlink()
-    refused(copy / "checkpoints" / "step_000024", "no manifest.json: it was never completed")
+    refused(copy / "checkpoints" / "step_000024", "incomplete .no manifest.json")
     run(str(copy))  # the run itself is rebuilt from its log
 
 
-def test_a_step_that_the_run_does_not_have(copy):
+def test_an_unknown_step(copy):
     refused(copy, "no step 99; the run has steps 1 to 24", step=99)
     refused(copy / "checkpoints" / "step_000012", "step 12, not of step 13", step=13)
     refused(copy / "checkpoints/step_000012/buffer.parquet", "--step 3 needs a run", step=3)
 
 
-def test_metrics_that_are_not_metrics(copy):
+def test_an_invalid_line_of_metrics(copy):
     path = copy / "metrics.jsonl"
     lines = path.read_text().splitlines()
     lines[4] = "{not json"
@@ -95,22 +95,22 @@ def test_metrics_that_are_not_metrics(copy):
     refused(copy, r"metrics.jsonl:5: not a line of metrics")
 
 
-def test_a_state_that_is_not_a_state(copy):
+def test_an_invalid_checkpoint_state(copy):
     (copy / "checkpoints" / "step_000024" / "state.json").write_text("[]")
-    refused(copy / "checkpoints" / "step_000024", "state.json: cannot be read")
+    refused(copy / "checkpoints" / "step_000024", "state.json: not a valid checkpoint state")
 
 
-def test_a_recipe_of_another_world(copy):
+def test_an_invalid_recipe(copy):
     (copy / "recipe.yaml").write_text("nonsense: 1\n")
-    refused(copy, "the run's recipe cannot be read: .*unknown key 'nonsense'")
+    refused(copy, "the recipe of the run is invalid: .*unknown key 'nonsense'")
 
 
-def test_a_run_that_has_not_finished_a_step(tmp_path):
+def test_a_run_without_a_finished_step(tmp_path):
     (tmp_path / "rollouts").mkdir()
-    refused(tmp_path, "no finished step yet")
+    refused(tmp_path, "has not finished a step yet")
 
 
-def test_a_run_without_logs_and_without_its_checkpoint(copy):
+def test_a_run_without_logs_and_checkpoint(copy):
     shutil.rmtree(copy / "rollouts")
     shutil.rmtree(copy / "checkpoints" / "step_000012")
     refused(copy, "no rollouts/ to rebuild the buffer from", step=12)
@@ -125,13 +125,13 @@ def test_a_newer_schema_is_refused(copy):
     refused(path, "schema version 2 is newer")
 
 
-def test_options_that_do_not_go_together(runs):
+def test_options_that_cannot_be_combined(runs):
     for options in (
         {"show": 1, "where": "kept"},
         {"verify": True, "changes": ["ratio=1"]},
         {"plot": "a.png", "export": "b.jsonl"},
     ):
-        with pytest.raises(UsageError, match="use one at a time"):
+        with pytest.raises(UsageError, match="cannot be combined; use one at a time"):
             run(str(runs["ours"]), **options)
     with pytest.raises(UsageError, match=r"must end in \.png, \.svg, \.html"):
         run(str(runs["ours"]), plot="figure.pdf")
@@ -139,15 +139,15 @@ def test_options_that_do_not_go_together(runs):
         run(str(runs["ours"]), plot="/nowhere/figure.png")
 
 
-def test_verify_wants_a_run(copy, tmp_path):
+def test_verify_needs_a_run(copy, tmp_path):
     lonely = tmp_path / "lonely.parquet"
     lonely.write_bytes((copy / "checkpoints/step_000024/buffer.parquet").read_bytes())
     refused(lonely, "give a run directory", verify=True)
 
 
-def test_a_sound_run_verifies_and_a_changed_one_does_not(copy, capsys):
+def test_verify_passes_for_a_run_and_fails_for_changed_draws(copy, capsys):
     assert run(str(copy), verify=True) == 0
-    assert "steps are the algorithm of the recipe" in capsys.readouterr().out
+    assert "steps match the algorithm of the recipe" in capsys.readouterr().out
     path = copy / "draws" / "step_000020.parquet"
     table = pq.read_table(path)
     ages = pa.array([age + 1 for age in table.column("age_steps").to_pylist()], pa.int64())

@@ -1,4 +1,4 @@
-"""Every number of the screen, held against plain loops over the Parquet rows."""
+"""Every number of the screen, compared with plain loops over the Parquet rows."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def inspect(run: Path, **options) -> Inspection:
     return summarise(open_source(run, **options))
 
 
-def same_but_for_place(first: Inspection, second: Inspection) -> bool:
+def same_content(first: Inspection, second: Inspection) -> bool:
     def content(seen: Inspection) -> dict:
         values = asdict(seen)
         for name in ("path", "kind", "rebuilt", "warnings"):
@@ -40,7 +40,7 @@ def same_but_for_place(first: Inspection, second: Inspection) -> bool:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_staleness_counts_the_rows(runs, preset):
+def test_staleness_counts_rows_by_age(runs, preset):
     seen = inspect(runs[preset])
     stored = Counter(LAST - row["birth_step"] for row in by_hand.stored_rows(runs[preset], LAST))
     replayed = Counter(row["age_steps"] for row in by_hand.replayed_rows(runs[preset], preset))
@@ -74,7 +74,7 @@ def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_magnitudes_have_one_bin_per_value_of_a_small_group(runs, preset):
+def test_small_groups_have_one_bin_per_advantage_magnitude(runs, preset):
     stored = [abs(row["advantage"]) for row in by_hand.stored_rows(runs[preset], LAST)]
     advantage_of = {
         row["rollout_id"]: row["advantage"] for row in by_hand.rows_of(runs[preset] / "rollouts")
@@ -99,7 +99,7 @@ def test_magnitudes_have_one_bin_per_value_of_a_small_group(runs, preset):
     assert sum(b.stored for b in bins) == len(stored)
 
 
-def test_magnitudes_that_take_many_values_are_binned():
+def test_many_advantage_magnitudes_are_binned():
     rng = np.random.default_rng(0)
     kept, stored, replayed = (rng.uniform(0, top, 500) for top in (2.0, 2.4, 1.0))
     bins = magnitude_bins(kept, stored, replayed)
@@ -112,7 +112,7 @@ def test_magnitudes_that_take_many_values_are_binned():
 
 
 @pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo"])
-def test_the_law_of_the_next_draw_is_that_of_the_stored_priorities(runs, preset):
+def test_the_next_draw_follows_the_stored_priorities(runs, preset):
     seen = inspect(runs[preset])
     stored = by_hand.stored_rows(runs[preset], LAST)
     priorities = [row["priority"] for row in stored]
@@ -131,7 +131,7 @@ def test_the_law_of_the_next_draw_is_that_of_the_stored_priorities(runs, preset)
 
 
 @pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo"])
-def test_uses_are_counted_as_paper_b_defines_them(runs, preset):
+def test_steps_since_last_use_follow_paper_b(runs, preset):
     seen = inspect(runs[preset])
     draws = by_hand.rows_of(runs[preset] / "draws")
     rollouts = by_hand.rows_of(runs[preset] / "rollouts")
@@ -147,7 +147,7 @@ def test_uses_are_counted_as_paper_b_defines_them(runs, preset):
     assert {row.value: row.rollouts for row in seen.times_used} == dict(times)
 
 
-def test_a_rollout_drawn_twice_in_one_batch_was_last_used_zero_steps_ago(tmp_path):
+def test_the_gap_of_a_second_draw_in_one_batch_is_zero(tmp_path):
     run = write_synthetic_run(tmp_path / "run", "fifo", steps=8, with_replacement=True, ratio=3.0)
     seen = inspect(run.folder)
     draws = by_hand.rows_of(run.folder / "draws")
@@ -207,7 +207,7 @@ def test_outcomes_by_age_are_token_means(runs, preset):
             assert getattr(row, name) == pytest.approx(value), (age, name)
 
 
-def test_trends_are_the_lines_of_the_metrics(runs):
+def test_trends_are_the_logged_metrics(runs):
     lines = [json.loads(line) for line in (runs["ours"] / "metrics.jsonl").read_text().splitlines()]
     seen = inspect(runs["ours"])
     for name, points in seen.trends.items():
@@ -221,33 +221,33 @@ def test_trends_are_the_lines_of_the_metrics(runs):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_checkpoint_shows_what_the_run_showed_at_that_step(runs, preset):
+def test_a_checkpoint_equals_the_run_at_that_step(runs, preset):
     checkpoint = inspect(runs[preset] / "checkpoints" / "step_000012")
     run = inspect(runs[preset], step=12)
     assert checkpoint.kind == "checkpoint" and run.kind == "run"
     assert checkpoint.step == run.step == 12
-    assert same_but_for_place(checkpoint, run)
+    assert same_content(checkpoint, run)
 
 
 @pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo"])
-def test_a_buffer_rebuilt_from_the_log_is_the_one_that_was_saved(tmp_path, preset):
+def test_a_buffer_rebuilt_from_the_log_equals_the_saved_one(tmp_path, preset):
     run = write_synthetic_run(tmp_path / "run", preset)
     saved = inspect(run.folder)
     folder = run.folder / "checkpoints" / "step_000024"
     os.rename(folder, tmp_path / "elsewhere")
     rebuilt = inspect(run.folder)
     assert rebuilt.rebuilt and not saved.rebuilt
-    assert same_but_for_place(rebuilt, saved)
+    assert same_content(rebuilt, saved)
 
 
-def test_the_positive_bias_buffer_is_rebuilt_too(tmp_path):
+def test_a_positive_bias_buffer_can_be_rebuilt(tmp_path):
     run = write_synthetic_run(tmp_path / "run", "fifo", positive_fraction=0.5)
     saved = inspect(run.folder)
     os.rename(run.folder / "checkpoints", tmp_path / "elsewhere")
-    assert same_but_for_place(inspect(run.folder), saved)
+    assert same_content(inspect(run.folder), saved)
 
 
-def test_a_snapshot_on_its_own_needs_no_run(runs, tmp_path):
+def test_a_snapshot_can_be_inspected_without_its_run(runs, tmp_path):
     source = runs["ours"] / "checkpoints" / "step_000024" / "buffer.parquet"
     lonely = tmp_path / "saved.parquet"
     lonely.write_bytes(source.read_bytes())
@@ -261,7 +261,7 @@ def test_a_snapshot_on_its_own_needs_no_run(runs, tmp_path):
     assert seen.trends == {} and seen.by_age == {} and seen.last_use is None
 
 
-def test_a_run_in_progress_is_seen_up_to_its_last_whole_line(tmp_path):
+def test_a_run_in_progress_is_shown_up_to_its_last_complete_line(tmp_path):
     run = write_synthetic_run(tmp_path / "run", "ours", steps=10)
     path = run.folder / "metrics.jsonl"
     text = path.read_text()
@@ -272,7 +272,7 @@ def test_a_run_in_progress_is_seen_up_to_its_last_whole_line(tmp_path):
     assert seen.occupancy.stored_rollouts == int(seen.trends["buffer/rollouts"][-1][1])
 
 
-def test_a_rebuilt_buffer_that_is_not_the_runs_is_admitted(tmp_path):
+def test_a_rebuilt_buffer_of_another_size_gives_a_warning(tmp_path):
     run = write_synthetic_run(tmp_path / "run", "ours", steps=9)
     path = run.folder / "metrics.jsonl"
     lines = path.read_text().splitlines()
@@ -284,7 +284,7 @@ def test_a_rebuilt_buffer_that_is_not_the_runs_is_admitted(tmp_path):
     )
 
 
-def test_groups_are_whole_in_the_synthetic_run(runs):
+def test_the_synthetic_run_stores_complete_groups(runs):
     stored = by_hand.stored_rows(runs["uniform"], LAST)
     assert set(Counter(row["group_id"] for row in stored).values()) == {GROUP_SIZE}
 

@@ -1,4 +1,4 @@
-"""The what-if: the run's own settings give the run's own draws, others give what they would."""
+"""What-if: the settings of a run reproduce its draws; other settings match runs with them."""
 
 import json
 from dataclasses import asdict, fields
@@ -16,7 +16,7 @@ from grpo_replay.inspection.what_if import DrawStatistics, changed_recipe, simul
 pytest_plugins = "inspected_runs"
 
 STEPS = 60
-# Draws vary between replays of one log; counts that the law fixes do not.
+# Draws vary between simulations of one log; these counts are deterministic.
 FIXED = ("replayed_rollouts", "replayed_per_fresh", "uses_mean", "stored_mean", "age_p95")
 
 
@@ -35,7 +35,7 @@ def long_runs(tmp_path_factory):
 
 
 def simulated(source, recipe, count: int = 24) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of every statistic over replays with other draws."""
+    """Mean and standard deviation of every statistic over simulations with different draws."""
     log = read_log(source.rollout_files)
     results = [asdict(simulate(log, recipe, seed)) for seed in range(1000, 1000 + count)]
     return {
@@ -56,13 +56,13 @@ def test_the_runs_own_settings_reproduce_its_draws(long_runs, preset):
     for name, (mean, deviation) in simulated(source, source.recipe).items():
         if logged[name] is None:
             continue
-        # 4.5 standard deviations of one replay: a right law fails once in 10^5.
+        # 4.5 standard deviations of one simulation: a correct draw fails once in 10^5.
         assert logged[name] == pytest.approx(mean, abs=4.5 * deviation + 1e-9), name
         checked += 1
     assert checked >= 12
 
 
-def test_a_wrong_law_would_be_seen(long_runs):
+def test_wrong_priorities_do_not_reproduce_the_draws(long_runs):
     source = open_source(long_runs["ours"])
     logged = asdict(what_if(source, []).logged)
     other = changed_recipe(source.recipe, ["priority_exponent=4"])
@@ -70,7 +70,7 @@ def test_a_wrong_law_would_be_seen(long_runs):
     assert abs(logged["abs_advantage_mean"] - mean) > 4.5 * deviation
 
 
-def test_a_shorter_age_changes_the_draws_as_a_run_with_it_does(long_runs):
+def test_a_shorter_age_predicts_the_draws_of_real_runs(long_runs):
     predicted = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"]).changed
     real = [asdict(what_if(open_source(long_runs[f"tau2-{seed}"]), []).logged) for seed in range(4)]
     for name in ("age_mean", "abs_advantage_mean", "never_drawn_share", "uses_mean"):
@@ -82,7 +82,7 @@ def test_a_shorter_age_changes_the_draws_as_a_run_with_it_does(long_runs):
     assert predicted.age_p95 == 2.0
 
 
-def test_what_the_law_fixes_has_no_error(long_runs):
+def test_deterministic_statistics_have_no_error(long_runs):
     result = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"])
     for name in FIXED:
         assert getattr(result.same_error, name) == pytest.approx(0.0, abs=1e-12), name
@@ -139,7 +139,7 @@ def test_statistics_of_a_hand_made_run():
     )
 
 
-def test_a_run_without_replay_can_be_asked_what_replay_would_do(runs):
+def test_replay_can_be_simulated_for_a_run_without_it(runs):
     result = what_if(
         open_source(runs["grpo"]), ["preset=ours", "max_age_steps=5", "warmup_steps=3"]
     )
@@ -149,7 +149,7 @@ def test_a_run_without_replay_can_be_asked_what_replay_would_do(runs):
     assert result.changes["preset"] == ["grpo", "ours"]
 
 
-def test_a_run_is_held_to_what_it_overrode(tmp_path):
+def test_changed_settings_keep_the_overrides_of_the_run(tmp_path):
     run = write_synthetic_run(tmp_path / "run", "fifo", steps=8, max_age_steps=2)
     recipe = open_source(run.folder).recipe
     assert changed_recipe(recipe, []).replay == recipe.replay
@@ -157,7 +157,7 @@ def test_a_run_is_held_to_what_it_overrode(tmp_path):
     assert changed_recipe(recipe, ["preset=ours"]).replay.composition == "fresh_anchored"
 
 
-def test_wrong_keys_and_values_are_refused(runs):
+def test_invalid_keys_and_values_raise(runs):
     source = open_source(runs["ours"])
     with pytest.raises(RecipeError, match="did you mean 'max_age_steps'"):
         what_if(source, ["max_age_step=5"])
@@ -178,7 +178,7 @@ def _copied(path, folder):
     return target
 
 
-def test_the_comparison_prints_and_says_what_it_cannot_know(runs, capsys, monkeypatch):
+def test_the_comparison_prints_its_limits(runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     run(str(runs["ours"]), changes=["max_age_steps=2", "priority_exponent=1"])
     text = capsys.readouterr().out

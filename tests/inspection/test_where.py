@@ -1,4 +1,4 @@
-"""The filter language: what it selects, what it refuses, and where it points."""
+"""The filter language: selected rows, errors and their positions."""
 
 import by_hand
 import pytest
@@ -71,7 +71,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("text", CASES)
-def test_a_filter_selects_what_python_selects(rows, plain, text):
+def test_a_filter_selects_the_same_rows_as_python(rows, plain, text):
     expected = [row["rollout_id"] for row in plain if CASES[text](row)]
     assert selected(rows, text) == expected
     if text not in ("reward > 1000", "policy_version_end = policy_version"):
@@ -105,7 +105,7 @@ def test_a_filter_selects_what_python_selects(rows, plain, text):
         ("__import__('os') = 1", 0, "no column '__import__'"),
     ],
 )
-def test_what_is_wrong_is_pointed_at(rows, text, at, message):
+def test_an_error_points_at_its_position(rows, text, at, message):
     with pytest.raises(UsageError) as error:
         parse_where(text, rows.schema)
     first, shown, pointer = str(error.value).split("\n")
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_pointed_at(rows, text, at, message):
     assert pointer.index("^") - 2 == at
 
 
-def test_a_snapshot_is_filtered_by_its_own_columns(runs):
+def test_a_snapshot_can_be_filtered_by_its_own_columns(runs):
     rows = open_rows(open_source(runs["ours"] / "checkpoints" / "step_000024" / "buffer.parquet"))
     stored = by_hand.stored_rows(runs["ours"], 24)
     expected = [row["rollout_id"] for row in stored if row["priority"] > 1 and row["times_used"]]

@@ -47,12 +47,11 @@ def test_the_shipped_recipes_are_those_of_the_checkout(installed):
 
 def test_the_template_of_the_page_is_there(installed):
     code = (
-        "from jinja2 import Environment, PackageLoader\n"
+        "from jinja2 import PackageLoader\n"
         "loader = PackageLoader('grpo_replay', 'inspection')\n"
-        "print(Environment(loader=loader).get_template('page.html').filename)"
+        "print(loader.list_templates())"
     )
-    found = Path(_run(installed, code).strip())
-    assert found == installed / "grpo_replay" / "inspection" / "page.html"
+    assert "page.html" in _run(installed, code)
 
 
 def test_the_tiny_base_loads(installed):
