@@ -106,7 +106,7 @@ def _occupancy(seen: Inspection) -> Panel | None:
         lines.append(_level(stored, occupancy.expected_rollouts, rule))
     facts = f"{occupancy.stored_groups:,} groups · {occupancy.stored_tokens:,} completion tokens"
     if occupancy.survivors_per_step is not None:
-        facts += f"\nB' ≈ {occupancy.survivors_per_step:.1f} survivors a step"
+        facts += f"\nB' ≈ {occupancy.survivors_per_step:.1f} survivors per step"
     if occupancy.evicted_by_age is not None:
         facts += (
             f"\nevicted so far: {occupancy.evicted_by_age:,} by age, "
