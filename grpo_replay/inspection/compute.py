@@ -200,15 +200,8 @@ def magnitude_bins(kept: np.ndarray, stored: np.ndarray, replayed: np.ndarray) -
 def _quantiles(values: np.ndarray) -> Quantiles | None:
     if values.size == 0:
         return None
-    low, quarter, median, three_quarters, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1])
-    return Quantiles(
-        minimum=float(low),
-        quarter=float(quarter),
-        median=float(median),
-        three_quarters=float(three_quarters),
-        maximum=float(high),
-        mean=float(values.mean()),
-    )
+    points = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
+    return Quantiles(*points, float(values.mean()))
 
 
 def _counts(values: np.ndarray) -> tuple[CountRow, ...]:

@@ -222,9 +222,7 @@ def draw_occupancy(axes: Any, seen: Inspection) -> None:
     if capacity is not None and capacity <= 2 * max(stored):
         axes.axhline(capacity, color=GREY, linestyle=":", linewidth=0.9, label="capacity")
     if expected is not None and seen.settings["max_age_steps"] is not None:
-        axes.axhline(
-            expected, color=REPLAYED, linestyle="--", linewidth=0.9, label="expected"
-        )
+        axes.axhline(expected, color=REPLAYED, linestyle="--", linewidth=0.9, label="expected")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("training step")
     axes.set_ylabel("rollouts")
