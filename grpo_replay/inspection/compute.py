@@ -201,7 +201,8 @@ def _quantiles(values: np.ndarray) -> Quantiles | None:
     if values.size == 0:
         return None
     points = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
-    return Quantiles(*points, float(values.mean()))
+    numbers = [*points, float(values.mean())]
+    return Quantiles(*numbers)
 
 
 def _counts(values: np.ndarray) -> tuple[CountRow, ...]:
