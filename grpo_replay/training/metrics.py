@@ -89,7 +89,7 @@ def batch_metrics(
     replayed = [int(i) for i in np.flatnonzero(batch.replayed_N)]
     fresh = [int(i) for i in np.flatnonzero(~batch.replayed_N)]
     ages = batch.ages_N[replayed]
-    positive = [batch.rollouts[i].advantage > 0 for i in replayed]
+    positive = [(batch.rollouts[i].advantage or 0.0) > 0 for i in replayed]
     drew = len(batch.draw.rollouts) > 0
     return {
         "entropy": _token_mean(outcomes, "entropy"),

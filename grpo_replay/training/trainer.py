@@ -1,11 +1,11 @@
 """The training loop: paper A's Algorithm 1, one line per stage (see `Trainer.train_step`).
 
-Departures from textbook GRPO: every rollout's behaviour log-probs are computed once, at birth;
-what is trained on is composed of fresh and stored rollouts; nothing about a rollout is recomputed
-when it is replayed.
+Departures from textbook GRPO: the behaviour log-probs of a rollout are computed once, at birth;
+a batch is composed of fresh and stored rollouts; nothing about a rollout is recomputed when it is
+replayed. docs/algorithm.md names the function and the test of every equation.
 
 Rank 0 owns the buffer, the draw and the files. The other ranks sample, score and train their
-share: on them, lists that rank 0 owns are empty.
+share; on them, the lists of rollouts are empty.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,17 +32,13 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.protocol import Sampler
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training.metrics import (
-    Stopwatch,
-    batch_metrics,
-    buffer_metrics,
-    cost_metrics,
-    generation_metrics,
-    null_where_not_finite,
-    sampler_metrics,
-    update_metrics,
+from grpo_replay.training.metrics import Stopwatch
+from grpo_replay.training.step_record import (
+    StepRecord,
+    count_step,
+    step_metrics,
+    write_step_files,
 )
 from grpo_replay.training.weight_sync import (
     LogprobGap,
@@ -59,7 +55,7 @@ DRAW_STREAM, SPLIT_STREAM = 1, 2  # purposes of the per-step random streams
 
 @dataclass(slots=True)
 class Parts:
-    """What a trainer is made of. All of it real: tests swap the sizes, not the parts."""
+    """The components of a trainer."""
 
     recipe: Recipe
     comm: Comm
@@ -71,11 +67,11 @@ class Parts:
     buffer: ReplayBuffer
     run_dir: RunDirectory
     pushed: PushedWeights | None = None
-    """What a lagging sampler holds, on rank 0; None if every step pushes."""
+    """The weights that a lagging sampler holds, on rank 0; None if every step pushes."""
 
 
 class Trainer:
-    """Runs training steps. `state` and the buffer are all it remembers between them."""
+    """Runs training steps. Only `state` and the buffer persist between them."""
 
     def __init__(self, parts: Parts, state: RunState) -> None:
         self.parts = parts
@@ -83,25 +79,35 @@ class Trainer:
         self.comm = parts.comm
         self.buffer = parts.buffer
         self.state = state
-        self.notices: list[str] = []  # sentences for the user, to be taken by whoever drives
+        self.notices: list[str] = []  # messages for the user; the caller shows and clears them
         self._clock = Stopwatch()
 
     def train_step(self) -> dict[str, Any]:
-        """One step of Algorithm 1; returns its metrics on rank 0, nothing elsewhere."""
+        """One step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other ranks."""
         self._clock = Stopwatch()
         step = self.state.step + 1
         self.comm.position.begin_step(step)
         generated = self.sample_and_score(step)
         fresh, gap = self.freeze_behavior(generated, step)
-        batch = self.compose(fresh, len(generated), step)
+        self.buffer.evict(step)
+        insert_before_draw(self.buffer, fresh, step)
+        batch = compose_batch(self.buffer, fresh, step, len(generated), self._draw_stream(step))
         results, outcomes = self.update(batch, step)
-        self.insert(fresh, batch, step)
+        insert_after_update(self.buffer, fresh, step, batch)
         self.sync_weights()
-        self._count(step, generated, batch)
+        count_step(self.state, self.recipe, generated, batch)
         if not self.comm.is_main:
             return {}
-        self._write_logs(step, generated, fresh, batch, outcomes)
-        return self._metrics(step, generated, fresh, gap, batch, results, outcomes)
+        assert gap is not None
+        record = StepRecord(step, generated, fresh, gap, batch, results, outcomes)
+        self._warn_if_capacity_binds(step)
+        if self.recipe.tracking.log_rollouts:
+            write_step_files(self.parts.run_dir.path, self.recipe, record)
+        buffer = self.buffer.stats(step)
+        return step_metrics(self.recipe, self.state, record, buffer, self._clock.read())
+
+    def _draw_stream(self, step: int) -> np.random.Generator:
+        return stream(self.recipe.run.seed, step, DRAW_STREAM)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -110,7 +116,7 @@ class Trainer:
 
     def sample_and_score(self, step: int) -> list[Rollout]:
         """Take prompts, sample G completions of each, score them as they finish, and compute
-        group advantages. All rollouts of the step, on rank 0."""
+        group advantages. Returns all rollouts of the step on rank 0."""
         comm, settings = self.comm, self.recipe.sampling
         prompts = self.parts.prompts.take(self.state.prompt_cursor, settings.prompts_per_step)
         mine = {i: p for i, p in enumerate(prompts) if i % comm.world_size == comm.rank}
@@ -127,7 +133,8 @@ class Trainer:
             # A step that ends with a push brings the sampler its weights, also if nothing trained.
             self.parts.sampler.sleep(keep_weights=not self._push_is_due())
         with self._stage("reward"):
-            verdicts = self.parts.scorer.results()
+            graded = self.parts.scorer.results()
+            verdicts = {key: graded[key] for key in completions}
             rollouts = assemble_rollouts(
                 mine, completions, texts, verdicts, step, self.recipe,
                 self.state.next_rollout_id, self.state.next_group_id,
@@ -137,9 +144,9 @@ class Trainer:
     def freeze_behavior(
         self, generated: Sequence[Rollout], step: int
     ) -> tuple[list[Rollout], LogprobGap | None]:
-        """Behaviour log-probs at birth, from the policy that sampled; and the proof that sampler
-        and trainer are the same policy, unless the sampler lags on purpose. Returns the survivors,
-        and the gap, on rank 0."""
+        """Compute the behaviour log-probs at birth, under the policy that sampled, and check that
+        sampler and trainer hold the same policy (unless the sampler lags on purpose). Returns the
+        survivors and the gap on rank 0."""
         frozen_by_trainer = self.recipe.loss.behavior_logprobs == "trainer"
         with self._stage("logprob"):
             sample = gap_sample(generated, every_survivor=frozen_by_trainer)
@@ -157,17 +164,11 @@ class Trainer:
             frozen = {r.rollout_id: r.sampler_logprobs for r in generated}
         return with_behavior_logprobs(generated, frozen), gap
 
-    def compose(self, fresh: Sequence[Rollout], generated: int, step: int) -> ComposedBatch:
-        """Evict what is too old, draw, and compose fresh and drawn (paper A, steps 2 to 4)."""
-        self.buffer.evict(step)
-        insert_before_draw(self.buffer, fresh, step)
-        rng = stream(self.recipe.run.seed, step, DRAW_STREAM)
-        return compose_batch(self.buffer, fresh, step, generated, rng)
-
     def update(
         self, batch: ComposedBatch, step: int
     ) -> tuple[list[UpdateResult], list[RolloutOutcome]]:
-        """The optimizer updates of the step; per rollout of the batch, what its update saw."""
+        """Make the optimizer updates of the step. Returns them, and the outcome of every rollout
+        of the batch."""
         rng = stream(self.recipe.run.seed, step, SPLIT_STREAM)
         parts = mini_batch_indices(len(batch.rollouts), self.recipe.batch, rng)
         results: list[UpdateResult] = []
@@ -194,15 +195,13 @@ class Trainer:
         rows = train_rows(rollouts, reference, self.recipe.loss, longest)
         return engine.update(rows if is_main else None)
 
-    def insert(self, fresh: Sequence[Rollout], batch: ComposedBatch, step: int) -> None:
-        """Store the fresh survivors, evict what would be too old at the next step (step 5)."""
-        insert_after_update(self.buffer, fresh, step, batch)
+    def _warn_if_capacity_binds(self, step: int) -> None:
+        """Say once that the capacity evicts before the age limit does. Without an age limit the
+        capacity is meant to bind."""
         settings = self.recipe.replay
-        # Without an age limit the capacity is meant to bind.
-        unexpected = (
-            settings.max_age_steps is not None and self.buffer.stats(step).evicted_by_capacity
-        )
-        if unexpected and not self.state.capacity_warned:
+        if settings.max_age_steps is None or self.state.capacity_warned:
+            return
+        if self.buffer.stats(step).evicted_by_capacity:
             self.state.capacity_warned = True
             self.notices.append(
                 f"step {step}: replay.capacity_rollouts {settings.capacity_rollouts} binds: "
@@ -222,67 +221,3 @@ class Trainer:
 
     def _push_is_due(self) -> bool:
         return (self.state.policy_version + 1) % self.recipe.run.sync_every_steps == 0
-
-    def _count(self, step: int, generated: Sequence[Rollout], batch: ComposedBatch) -> None:
-        state, settings = self.state, self.recipe.sampling
-        state.step = step
-        state.prompt_cursor += settings.prompts_per_step
-        state.next_rollout_id += self.recipe.rollouts_per_step
-        state.next_group_id += settings.prompts_per_step
-        state.generated_tokens += sum(len(r.completion_token_ids) for r in generated)
-        state.trained_tokens += sum(len(r.completion_token_ids) for r in batch.rollouts)
-        state.processed_tokens += sum(
-            len(r.prompt_token_ids) + len(r.completion_token_ids) for r in generated
-        )
-        state.replayed_rollouts += int(batch.replayed_N.sum())
-
-    def _write_logs(
-        self,
-        step: int,
-        generated: Sequence[Rollout],
-        fresh: Sequence[Rollout],
-        batch: ComposedBatch,
-        outcomes: Sequence[RolloutOutcome],
-    ) -> None:
-        if not self.recipe.tracking.log_rollouts:
-            return
-        survivors = {rollout.rollout_id: rollout for rollout in fresh}
-        at_birth = {
-            rollout.rollout_id: outcome
-            for rollout, age, outcome in zip(batch.rollouts, batch.ages_N, outcomes, strict=True)
-            if age == 0
-        }
-        folder = self.parts.run_dir.path
-        write_rollouts(
-            step_path(folder / "rollouts", step),
-            [survivors.get(rollout.rollout_id, rollout) for rollout in generated],
-            at_birth,
-        )
-        if self.recipe.replays:
-            drawn = len(batch.draw.rollouts)
-            outcomes_of_draw = outcomes[len(outcomes) - drawn :]
-            write_draws(step_path(folder / "draws", step), step, batch.draw, outcomes_of_draw)
-
-    def _metrics(
-        self,
-        step: int,
-        generated: Sequence[Rollout],
-        fresh: Sequence[Rollout],
-        gap: LogprobGap,
-        batch: ComposedBatch,
-        results: Sequence[UpdateResult],
-        outcomes: Sequence[RolloutOutcome],
-    ) -> dict[str, Any]:
-        return null_where_not_finite(
-            {
-                "step": step,
-                **generation_metrics(generated, self.recipe.sampling.group_size),
-                **update_metrics(results, self.recipe.loss.beta),
-                **batch_metrics(batch, outcomes, len(fresh)),
-                **buffer_metrics(self.buffer.stats(step)),
-                **sampler_metrics(gap, generated[0].policy_version),
-                **cost_metrics(self._clock.read(), generated, batch.rollouts),
-                "num_tokens": self.state.processed_tokens,
-                "learning_rate": self.recipe.optimizer.learning_rate,
-            }
-        )

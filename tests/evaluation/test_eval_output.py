@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli import app
 from grpo_replay.commands.eval import EvalOptions, run
+from grpo_replay.commands.train_display import Display
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.evaluation import cache
@@ -29,7 +30,9 @@ from grpo_replay.evaluation.model_source import find_model, model_sha256, used_r
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.evaluation.tables import comparison_table, markdown, print_table
 from grpo_replay.recipe import EvalSection, load_recipe
-from grpo_replay.training.run import Session
+from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.training.run_evaluation import RunEvaluation
+from grpo_replay.training.trainer import Parts
 
 FAST = ("eval.max_problems=3", "eval.samples=1", "eval.greedy=false")
 
@@ -247,7 +250,7 @@ def test_a_run_whose_benchmarks_changed_draws_only_what_is_alike(tmp_path):
 def test_training_evaluates_with_the_recipes_verifier_limits():
     recipe = load_recipe("tiny", ["reward.function=minerva", "reward.workers=3",
                                   "reward.time_limit_seconds=7"])  # fmt: skip
-    session = Session(recipe, Comm(), None, None, None, None)
-    with session._evaluation_scorer() as scorer:
+    parts = Parts(recipe, Comm(), *[None] * 7)
+    with RunEvaluation(parts, RunState(), None, Display())._scorer() as scorer:
         found = scorer._section
     assert (found.function, found.workers, found.time_limit_seconds) == ("math_verify", 3, 7)

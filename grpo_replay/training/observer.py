@@ -1,0 +1,29 @@
+"""Progress events of a run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.checkpoint import RunState
+
+
+class Observer(Protocol):
+    """Receives progress events; a no-op on non-zero ranks."""
+
+    def on_start(self, recipe: Recipe, run_dir: Path, state: RunState, notices: list[str]) -> None:
+        """Everything is loaded. `notices` are messages for the user."""
+        ...
+
+    def on_evaluation(self, step: int, report: EvaluationReport) -> None: ...
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_notice(self, text: str) -> None:
+        """A message for the user."""
+        ...
+
+    def on_status(self, text: str) -> None:
+        """Long work begins."""
+        ...

@@ -1,0 +1,85 @@
+"""The evaluations of a run, before, during and after training."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from grpo_replay.evaluation.comparison import are_comparable
+from grpo_replay.evaluation.curve import plot_curve
+from grpo_replay.evaluation.evaluate import EvaluationPlan, evaluate
+from grpo_replay.evaluation.regrading import add_gradings
+from grpo_replay.evaluation.report import EvaluationReport, read_report
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.training.observer import Observer
+from grpo_replay.training.trainer import Parts
+from grpo_replay.training.weight_sync import sync_weights
+
+
+class RunEvaluation:
+    """Evaluates the policy of a run into its eval/ folder. Without a plan it does nothing."""
+
+    def __init__(
+        self, parts: Parts, state: RunState, plan: EvaluationPlan | None, observer: Observer
+    ) -> None:
+        self.parts, self.state, self.plan, self.observer = parts, state, plan, observer
+        self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
+
+    def is_due(self, step: int, last: bool) -> bool:
+        every = self.recipe.eval.every_steps
+        return (last and self.recipe.eval.at_end) or (every is not None and step % every == 0)
+
+    def evaluate(self, step: int) -> EvaluationReport | None:
+        """Evaluate the current policy into eval/, or read the report if it is there already.
+        Returns the report on rank 0. Collective."""
+        if self.plan is None:
+            return None
+        path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
+        if self.comm.broadcast_json(path.exists()):
+            return read_report(path, with_samples=False) if self.comm.is_main else None
+        if self.comm.is_main:
+            self.observer.on_status(f"evaluating step {step}")
+        parts = self.parts
+        self._catch_up()
+        with self.comm.position.stage("evaluation"), self._scorer() as scorer:
+            report = evaluate(
+                parts.sampler,
+                parts.tokenizer,
+                self.plan,
+                self.comm,
+                scorer,
+                model={"run": self.run_dir.path.name, "step": step},
+            )
+            parts.sampler.sleep()  # with its weights: the next step samples before any push
+        if report is None:
+            return None
+        report = add_gradings(report, self.recipe.eval.other_rewards, self.recipe.reward)
+        report.write(path)
+        plot_curve(path.parent)
+        self.observer.on_evaluation(step, report)
+        return report
+
+    def _catch_up(self) -> None:
+        """Push the policy to a sampler that lags. It can lag only after the last step (see
+        `recipe.contradictions`), when no more training rollouts are sampled."""
+        parts, version = self.parts, self.state.policy_version
+        if parts.sampler.policy_version != version:
+            bucket_mib = self.recipe.sampling.sync_bucket_mib
+            sync_weights(parts.engine, parts.sampler, version, bucket_mib)
+
+    def _scorer(self) -> AbstractContextManager[RewardScorer]:
+        """The run's own scorer if it grades as evaluations do, else one with its limits."""
+        reward, function = self.recipe.reward, self.recipe.eval.reward
+        if reward.function == function:
+            return nullcontext(self.parts.scorer)
+        return RewardScorer.open(reward.model_copy(update={"function": function}))
+
+    def base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
+        """The reports of the base model and of the current step; None where there is none. The
+        base's is left out if a changed recipe made the two incomparable."""
+        folder = self.run_dir.path / "eval"
+        paths = [folder / f"step_{step:06d}.json" for step in (0, self.state.step)]
+        first, last = (
+            read_report(path, with_samples=False) if path.exists() else None for path in paths
+        )
+        if first and last and not are_comparable(first, last):
+            return None, last
+        return first, last

@@ -1,0 +1,97 @@
+"""The files, metrics and counters of one training step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.buffer import BufferStats
+from grpo_replay.engine.protocol import UpdateResult
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.training.metrics import (
+    batch_metrics,
+    buffer_metrics,
+    cost_metrics,
+    generation_metrics,
+    null_where_not_finite,
+    sampler_metrics,
+    update_metrics,
+)
+from grpo_replay.training.weight_sync import LogprobGap
+from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRecord:
+    """One training step on rank 0. `fresh` are the survivors among `generated`; `outcomes[i]`
+    belongs to rollout i of the batch."""
+
+    step: int
+    generated: Sequence[Rollout]
+    fresh: Sequence[Rollout]
+    gap: LogprobGap
+    batch: ComposedBatch
+    results: Sequence[UpdateResult]
+    outcomes: Sequence[RolloutOutcome]
+
+
+def count_step(
+    state: RunState, recipe: Recipe, generated: Sequence[Rollout], batch: ComposedBatch
+) -> None:
+    """Advance the counters of the run by one step. Token counts are complete on rank 0 only."""
+    settings = recipe.sampling
+    state.step += 1
+    state.prompt_cursor += settings.prompts_per_step
+    state.next_rollout_id += recipe.rollouts_per_step
+    state.next_group_id += settings.prompts_per_step
+    state.generated_tokens += sum(len(r.completion_token_ids) for r in generated)
+    state.trained_tokens += sum(len(r.completion_token_ids) for r in batch.rollouts)
+    state.processed_tokens += sum(
+        len(r.prompt_token_ids) + len(r.completion_token_ids) for r in generated
+    )
+    state.replayed_rollouts += int(batch.replayed_N.sum())
+
+
+def write_step_files(run_folder: Path, recipe: Recipe, record: StepRecord) -> None:
+    """Write the step's rollouts, and its draws if the recipe replays."""
+    survivors = {rollout.rollout_id: rollout for rollout in record.fresh}
+    batch = record.batch
+    at_birth = {
+        rollout.rollout_id: outcome
+        for rollout, age, outcome in zip(batch.rollouts, batch.ages_N, record.outcomes, strict=True)
+        if age == 0
+    }
+    write_rollouts(
+        step_path(run_folder / "rollouts", record.step),
+        [survivors.get(rollout.rollout_id, rollout) for rollout in record.generated],
+        at_birth,
+    )
+    if recipe.replays:
+        drawn = len(batch.draw.rollouts)
+        outcomes = record.outcomes[len(record.outcomes) - drawn :]
+        write_draws(step_path(run_folder / "draws", record.step), record.step, batch.draw, outcomes)
+
+
+def step_metrics(
+    recipe: Recipe,
+    state: RunState,
+    record: StepRecord,
+    buffer: BufferStats,
+    seconds: dict[str, float],
+) -> dict[str, Any]:
+    """The row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage."""
+    return null_where_not_finite(
+        {
+            "step": record.step,
+            **generation_metrics(record.generated, recipe.sampling.group_size),
+            **update_metrics(record.results, recipe.loss.beta),
+            **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
+            **buffer_metrics(buffer),
+            **sampler_metrics(record.gap, record.generated[0].policy_version),
+            **cost_metrics(seconds, record.generated, record.batch.rollouts),
+            "num_tokens": state.processed_tokens,
+            "learning_rate": recipe.optimizer.learning_rate,
+        }
+    )
