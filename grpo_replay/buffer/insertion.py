@@ -40,7 +40,8 @@ def frozen(rollout: Rollout) -> Rollout:
         rollout.behavior_logprobs,
         rollout.sampler_logprobs,
     ):
-        array.flags.writeable = False
+        if array is not None:
+            array.flags.writeable = False
     return replace(rollout, completion_text="") if rollout.completion_text else rollout
 
 

@@ -37,10 +37,16 @@ def _check_uses(columns: Columns, store: Store, step: int, tally: Tally) -> None
         "last_used_step": store.last_use[store.rows],
     }
     for name, values in expected.items():
-        tally.expect_all(
-            columns[name] == values,
-            lambda i, name=name, values=values: (
-                f"checkpoint {step}, rollout {columns['rollout_id'][i]}: {name} "
-                f"{columns[name][i]}, recomputed {values[i]}"
-            ),
-        )
+        _check_column(columns, name, values, step, tally)
+
+
+def _check_column(
+    columns: Columns, name: str, expected_N: np.ndarray, step: int, tally: Tally
+) -> None:
+    ids, found_N = columns["rollout_id"], columns[name]
+    tally.expect_all(
+        found_N == expected_N,
+        lambda i: (
+            f"checkpoint {step}, rollout {ids[i]}: {name} {found_N[i]}, recomputed {expected_N[i]}"
+        ),
+    )

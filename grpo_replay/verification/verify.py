@@ -97,7 +97,7 @@ class _Replay:
             return
         found = line[name]
         same = found == expected
-        if None not in (found, expected):
+        if found is not None and expected is not None:
             same = abs(found - expected) <= 1e-9 * max(1.0, abs(expected))
         self.metrics.expect(same, f"step {step}: {name} {found}, recomputed {expected}")
 
