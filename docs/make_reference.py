@@ -23,7 +23,7 @@ def recipe_reference() -> str:
     lines = [
         "# Recipe reference",
         "",
-        "Generated from `grpo_replay/recipe/sections.py` by `docs/make_reference.py`.",
+        "Generated from the sections in `grpo_replay/recipe/` by `docs/make_reference.py`.",
         "",
         "A recipe is a YAML file; `--set section.key=value` overrides any key. Precedence:",
         "defaults < file < `--set`. Unknown keys are refused. A run keeps the resolved one.",

@@ -1,11 +1,22 @@
-"""The recipe: every setting of a run, validated, in data order.
+"""The recipe: every setting of a run, validated.
 
-`load_recipe` returns a `Recipe` from a YAML file (or the name of a shipped one) and `--set`
-overrides. Precedence: defaults < file < `--set`. A replay preset decides unit, priority,
-composition and on/off; it overrides what earlier layers said about them, and the same or a later
-layer may override it again. Importing this package loads neither torch nor transformers.
+`load_recipe` reads a YAML file (or a shipped recipe by its name) and `--set` overrides. Precedence:
+defaults < file < `--set`. A replay preset sets several keys of `replay`; it overrides lower layers,
+and the same or a higher layer may override it. Imports errors and types; neither torch nor
+transformers.
 """
 
+from grpo_replay.recipe.base import Section
+from grpo_replay.recipe.engine_sections import EngineSection, OptimizerSection, ZeroSection
+from grpo_replay.recipe.grpo_sections import (
+    BUILTIN_VERIFIERS,
+    AdvantageSection,
+    BatchSection,
+    LossSection,
+    ReplaySection,
+    RewardSection,
+)
+from grpo_replay.recipe.input_sections import ModelSection, PromptsSection
 from grpo_replay.recipe.layers import (
     REPLAY_PRESETS,
     find_recipe,
@@ -17,27 +28,13 @@ from grpo_replay.recipe.layers import (
     shipped_recipes_folder,
 )
 from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.recipe.sections import (
-    BUILTIN_VERIFIERS,
-    AdvantageSection,
-    BatchSection,
+from grpo_replay.recipe.run_sections import (
     CheckpointSection,
-    EngineSection,
     EvalSection,
-    LossSection,
-    ModelSection,
-    OptimizerSection,
-    PromptsSection,
-    ReplaySection,
-    RewardSection,
     RunSection,
-    SamplingSection,
-    Section,
-    ServersSection,
     TrackingSection,
-    VllmSection,
-    ZeroSection,
 )
+from grpo_replay.recipe.sampling_sections import SamplingSection, ServersSection, VllmSection
 
 __all__ = [
     "BUILTIN_VERIFIERS",

@@ -9,8 +9,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from grpo_replay.errors import RecipeError, did_you_mean
+from grpo_replay.recipe.base import Section
 from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.recipe.sections import Section
 
 _PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
 _PAPER_B = {"with_replacement": True, "drop_zero_variance": False}
@@ -219,4 +219,6 @@ def _explain(error: ValidationError, source: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    return {list: "list", str: "text"}.get(type(value), type(value).__name__)
+    if isinstance(value, str):
+        return "text"
+    return type(value).__name__

@@ -1,0 +1,88 @@
+"""The run around the training loop: steps, checkpoints, evaluation and tracking."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from grpo_replay.recipe.base import Positive, Section
+from grpo_replay.recipe.grpo_sections import BuiltinVerifier
+
+
+class RunSection(Section):
+    steps: Positive = 200
+    """Number of training steps."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Seed of everything random, except evaluation (`eval.seed`)."""
+    mode: Literal["sync", "async"] = "sync"
+    """`sync` generates, updates and pushes weights in turn. `async` is not available yet."""
+    sync_every_steps: Positive = 1
+    """Training steps between weight pushes to the sampler. With k > 1 the sampler's policy is up to
+    k - 1 steps old, on purpose (paper B); this needs `loss.behavior_logprobs: sampler`."""
+    stop_grace_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Time between SIGTERM and SIGKILL on your cluster, for example N of Slurm's `--signal=TERM@N`.
+    The run warns if a step and a checkpoint take longer. If null, 30 under Slurm, torchrun and
+    DeepSpeed's launcher, and no limit elsewhere."""
+
+
+class CheckpointSection(Section):
+    every_steps: Positive = 50
+    """Training steps between checkpoints. The last step always writes one."""
+    keep: Annotated[int, Field(ge=2)] = 3
+    """Number of newest checkpoints to keep (TRL: save_total_limit)."""
+    restore_buffer: bool = True
+    """Restore the replay buffer on resume. If false, it starts empty."""
+
+
+class EvalSection(Section):
+    benchmarks: list[str] = Field(default_factory=list)
+    """Names of benchmarks or groups: `tiny`, `paper`, `paper_b`, `math500`, … No evaluation if
+    empty."""
+    every_steps: Positive | None = None
+    """Training steps between evaluations. If null, only at the start and at the end."""
+    at_start: bool = True
+    """Evaluate the base model before the first step."""
+    at_end: bool = True
+    """Evaluate after the last step."""
+    samples: Positive | None = None
+    """k, completions per problem. Each benchmark's own k if null."""
+    temperature: Annotated[float, Field(ge=0)] = 0.6
+    """Sampling temperature. 0 decodes greedily."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Top-p (nucleus sampling)."""
+    max_completion_length: Positive | None = None
+    """Maximum completion length in tokens. `sampling.max_completion_length` if null."""
+    greedy: bool = False
+    """Also decode one greedy completion per problem, reported next to the sampled results."""
+    data_folder: str | None = None
+    """Local folder with a file `<benchmark>.jsonl` or `<benchmark>.parquet` per benchmark, read
+    instead of the hub."""
+    problem_field: str = "problem"
+    """Column with the problem, for benchmarks given as a file (`my.jsonl`, `my.parquet`)."""
+    answer_field: str = "answer"
+    """Column with the reference answer, for benchmarks given as a file."""
+    id_field: str | None = None
+    """Column with a unique id, for benchmarks given as a file. The row number if null."""
+    max_problems: Positive | None = None
+    """Use only this many problems from the start of each benchmark, for a quick look."""
+    seed: Annotated[int, Field(ge=0)] = 42
+    """Seed of the first eight samples of a problem. Each further eight use the next seed."""
+    reward: BuiltinVerifier = "math_verify_boxed"
+    """Verifier. `math_verify_boxed` grades the last boxed answer in the final 500 characters
+    (paper A); `math_verify` grades whatever math-verify finds in the whole completion."""
+    other_rewards: list[BuiltinVerifier] = Field(default_factory=list)
+    """Further verifiers that grade the same completions, reported next to the first
+    (`--grade-with`)."""
+    bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
+    """Number of bootstrap resamples for the confidence intervals."""
+
+
+class TrackingSection(Section):
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
+    """Trackers to report to, in addition to metrics.jsonl, which is always written (TRL:
+    report_to)."""
+    project: str = "grpo-replay"
+    """Project name at W&B and trackio."""
+    run_name: str | None = None
+    """Run name at the trackers. The name of the output directory if null."""
+    log_rollouts: bool = True
+    """Write rollouts/ and draws/."""
