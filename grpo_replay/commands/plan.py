@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
+from grpo_replay.dry_run.assumptions import COST_RATIO, assumed_cost_ratio, assumed_survival
 from grpo_replay.errors import UsageError
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.curves import plot_curves
@@ -30,7 +31,6 @@ from grpo_replay.planning.theory import (
     cost_ratio_from_counts,
 )
 from grpo_replay.recipe import Recipe, load_recipe
-from grpo_replay.recipe.published import COST_RATIO, assumed_cost_ratio, assumed_survival
 from grpo_replay.terminal.plot_style import check_plot_path
 
 DEFAULT_MU = COST_RATIO["Qwen2.5-7B"]

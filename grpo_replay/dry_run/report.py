@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_replay.dry_run.assumptions import assumed_survival
 from grpo_replay.dry_run.checks import (
     Findings,
     cache_only_if_unreachable,
@@ -35,7 +36,6 @@ from grpo_replay.dry_run.sizes import (
 )
 from grpo_replay.errors import ModelError
 from grpo_replay.recipe import Recipe
-from grpo_replay.recipe.published import assumed_survival
 
 DEFAULT_OUTPUT = Path("runs")
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_replay.dry_run.assumptions import assumed_survival
 from grpo_replay.dry_run.fit import DTYPE_BYTES, EnginePlan, Hardware
 from grpo_replay.dry_run.memory import (
     ModelShape,
@@ -12,7 +13,6 @@ from grpo_replay.dry_run.memory import (
     to_gib,
 )
 from grpo_replay.recipe import Recipe
-from grpo_replay.recipe.published import assumed_survival
 
 MEAN_COMPLETION_SHARE = 0.3
 """Mean completion over the longest one: paper A's base models, 2,000-2,450 of 8,192 tokens."""

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from grpo_replay.commands.plan import run, run_curves, run_machines
+from grpo_replay.dry_run.assumptions import assumed_cost_ratio, assumed_survival
 from grpo_replay.errors import UsageError
 from grpo_replay.planning.curves import optimum_curve
 from grpo_replay.planning.theory import cost_ratio_from_counts, relative_compute
 from grpo_replay.recipe import load_recipe
-from grpo_replay.recipe.published import assumed_cost_ratio, assumed_survival
 
 
 def machines(capsys, **options):
