@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay.buffer.snapshot import SCHEMA_VERSION, SNAPSHOT_SCHEMA
+from grpo_replay.buffer.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.storage.parquet import write_parquet
 
@@ -97,7 +97,7 @@ def write_snapshot(path: Path, rollouts: int, tokens: int) -> None:
     }
     metadata = {b"grpo_replay.buffer": json.dumps(facts).encode()}
     tables = chunks(rollouts, tokens)
-    write_parquet(path, "buffer", SCHEMA_VERSION, SNAPSHOT_SCHEMA, tables, metadata)
+    write_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA, tables, metadata)
 
 
 def measure(path: Path) -> dict[str, float]:

@@ -19,7 +19,7 @@ from grpo_replay.errors import SnapshotError
 from grpo_replay.storage.parquet import open_parquet, write_parquet
 from grpo_replay.storage.rollout_log import ROLLOUT_SCHEMA, rollouts_to_table, table_to_rollouts
 
-SCHEMA_VERSION = 1
+SNAPSHOT_VERSION = 1
 _FACTS_KEY = b"grpo_replay.buffer"
 _CHUNK_ROLLOUTS = 4096  # rows converted at once, and of one row group: bounds memory
 _COUNTERS = ("evicted_by_age", "evicted_by_capacity", "evicted_at")
@@ -55,19 +55,19 @@ def write_snapshot(path: Path, buffer: ReplayBuffer, step: int) -> None:
         **{name: state[name] for name in _COUNTERS},
     }
     metadata = {_FACTS_KEY: json.dumps(facts).encode()}
-    write_parquet(path, "buffer", SCHEMA_VERSION, SNAPSHOT_SCHEMA, _tables(state), metadata)
+    write_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA, _tables(state), metadata)
 
 
 def read_snapshot_facts(path: Path) -> dict[str, Any]:
     """A snapshot's metadata, without its rollouts: `step`, `group_size`, `settings` (the replay
     section) and the counters of `get_state`. Raises SnapshotError."""
-    with open_parquet(path, "buffer", SCHEMA_VERSION, SNAPSHOT_SCHEMA) as file:
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
         return _read_facts(path, file.schema_arrow.metadata)
 
 
 def read_snapshot(path: Path) -> Snapshot:
     """The snapshot in a file. Raises SnapshotError if it is missing, damaged or foreign."""
-    with open_parquet(path, "buffer", SCHEMA_VERSION, SNAPSHOT_SCHEMA) as file:
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
         facts = _read_facts(path, file.schema_arrow.metadata)
         columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
         rollouts = []

@@ -19,9 +19,9 @@ from grpo_replay.evaluation.results import BenchmarkResult, Count, OtherGrading,
 from grpo_replay.evaluation.samples import graded_by, read_samples, write_samples
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
-SCHEMA_VERSION = 3
+REPORT_VERSION = 3
 
-READABLE_VERSIONS = (2, SCHEMA_VERSION)
+READABLE_VERSIONS = (2, REPORT_VERSION)
 """Version 2 has no `other_gradings` and does not name the stop tokens."""
 
 
@@ -89,7 +89,7 @@ class EvaluationReport:
     def to_json(self) -> dict[str, Any]:
         """The JSON document, without the per-sample rows."""
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": REPORT_VERSION,
             "model": self.model,
             "settings": self.settings,
             "versions": self.versions,
@@ -153,7 +153,7 @@ def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
     if found not in READABLE_VERSIONS:
         raise EvaluationFileError(
             f"{path}: not an evaluation file of this version (schema_version is {found!r}, "
-            f"expected {SCHEMA_VERSION}): make one with grpo-replay eval"
+            f"expected {REPORT_VERSION}): make one with grpo-replay eval"
         )
     try:
         report = EvaluationReport.from_json(document)

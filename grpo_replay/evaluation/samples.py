@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.storage.atomic import written_whole
 
-SCHEMA_VERSION = "2"
+SAMPLES_VERSION = "2"
 
 _VERSION_KEY = "grpo_replay_evaluation_samples"
 
@@ -29,7 +29,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("verdict", pa.string()),
         ("correct", pa.bool_()),
     ],
-    metadata={_VERSION_KEY: SCHEMA_VERSION},
+    metadata={_VERSION_KEY: SAMPLES_VERSION},
 )
 """After these may come one text column for each other verifier, see `verdict_column`."""
 
@@ -98,10 +98,10 @@ def check_samples_file(path: Path) -> None:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
-    version = (schema.metadata or {}).get(_VERSION_KEY.encode(), SCHEMA_VERSION.encode()).decode()
-    if version != SCHEMA_VERSION:
+    version = (schema.metadata or {}).get(_VERSION_KEY.encode(), SAMPLES_VERSION.encode()).decode()
+    if version != SAMPLES_VERSION:
         raise EvaluationFileError(
-            f"{path}: a per-sample file of version {version}, expected {SCHEMA_VERSION}: evaluate "
+            f"{path}: a per-sample file of version {version}, expected {SAMPLES_VERSION}: evaluate "
             "again"
         )
     if not _is_of_this_version(schema):

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from grpo_replay.buffer import snapshot
 from grpo_replay.storage.parquet import open_parquet
-from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA, SCHEMA_VERSION
+from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA, ROLLOUT_LOG_VERSION
 
 Kind = Literal["rollouts", "draws", "buffer"]
 
@@ -17,9 +17,9 @@ BATCH_ROWS = 8_192
 """Rows decoded at a time. At 1,000 tokens per rollout, one list column takes 32 MiB."""
 
 _FORMATS = {
-    "rollouts": (SCHEMA_VERSION, ROLLOUT_FILE_SCHEMA),
-    "draws": (SCHEMA_VERSION, DRAW_SCHEMA),
-    "buffer": (snapshot.SCHEMA_VERSION, snapshot.SNAPSHOT_SCHEMA),
+    "rollouts": (ROLLOUT_LOG_VERSION, ROLLOUT_FILE_SCHEMA),
+    "draws": (ROLLOUT_LOG_VERSION, DRAW_SCHEMA),
+    "buffer": (snapshot.SNAPSHOT_VERSION, snapshot.SNAPSHOT_SCHEMA),
 }
 
 

@@ -21,7 +21,7 @@ from grpo_replay.storage.atomic import flush_tree, point_link, rename_folder, wr
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT_VERSION = 1
+CHECKPOINT_VERSION = 1
 MOST_READERS = 8
 """Files hashed at once: more only compete for the disk."""
 
@@ -50,7 +50,7 @@ class RunState:
     capacity_warned: bool = False
     world_size: int = 1
     zero_stage: int = 0
-    format_version: int = FORMAT_VERSION
+    format_version: int = CHECKPOINT_VERSION
 
     @classmethod
     def from_json(cls, value: Any, place: Path) -> "RunState":
@@ -60,10 +60,10 @@ class RunState:
                 f"{place}: expected the keys {', '.join(sorted(names))}; this checkpoint was "
                 "written by another version, or the file was changed"
             )
-        if value["format_version"] != FORMAT_VERSION:
+        if value["format_version"] != CHECKPOINT_VERSION:
             raise CheckpointError(
                 f"{place}: checkpoint format {value['format_version']}, this version reads "
-                f"{FORMAT_VERSION}"
+                f"{CHECKPOINT_VERSION}"
             )
         return cls(**value)
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from grpo_replay.storage.parquet import read_parquet, write_parquet
 from grpo_replay.types import Draw, Rollout, RolloutOutcome
 
-SCHEMA_VERSION = 1
+ROLLOUT_LOG_VERSION = 1
 
 ROLLOUT_SCHEMA = pa.schema(
     [
@@ -131,7 +131,7 @@ def write_rollouts(
     table = rollouts_to_table(rollouts)
     seen = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
     whole = pa.table([*table.columns, *seen], schema=ROLLOUT_FILE_SCHEMA)
-    write_parquet(path, "rollouts", SCHEMA_VERSION, ROLLOUT_FILE_SCHEMA, [whole])
+    write_parquet(path, "rollouts", ROLLOUT_LOG_VERSION, ROLLOUT_FILE_SCHEMA, [whole])
 
 
 def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOutcome]) -> None:
@@ -147,7 +147,7 @@ def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOut
         *_outcome_columns(outcomes),
     ]
     whole = pa.table(columns, schema=DRAW_SCHEMA)
-    write_parquet(path, "draws", SCHEMA_VERSION, DRAW_SCHEMA, [whole])
+    write_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA, [whole])
 
 
 def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -155,12 +155,12 @@ def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.T
     schema = ROLLOUT_FILE_SCHEMA
     if columns is not None:
         schema = pa.schema([schema.field(name) for name in columns])
-    return read_parquet(path, "rollouts", SCHEMA_VERSION, schema)
+    return read_parquet(path, "rollouts", ROLLOUT_LOG_VERSION, schema)
 
 
 def read_draw_table(path: Path) -> pa.Table:
     """A draws/ file, in DRAW_SCHEMA. Raises SnapshotError."""
-    return read_parquet(path, "draws", SCHEMA_VERSION, DRAW_SCHEMA)
+    return read_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA)
 
 
 def _to_array(field: pa.Field, values: list[Any]) -> pa.Array:

@@ -359,8 +359,8 @@ def test_a_newer_file_asks_for_an_upgrade(kind, tmp_path, monkeypatch):
     reader, writer = READERS[kind]
     path = tmp_path / "f.parquet"
     with monkeypatch.context() as newer:
-        newer.setattr(rollout_log, "SCHEMA_VERSION", 2)
-        newer.setattr("grpo_replay.buffer.snapshot.SCHEMA_VERSION", 2)
+        newer.setattr(rollout_log, "ROLLOUT_LOG_VERSION", 2)
+        newer.setattr("grpo_replay.buffer.snapshot.SNAPSHOT_VERSION", 2)
         writer(path)
     with pytest.raises(SnapshotError, match=r"version 2 is newer.*up to 1.*upgrade"):
         reader(path)
