@@ -1,4 +1,4 @@
-"""Settings that are valid alone and contradict each other."""
+"""Settings that are valid alone but contradict each other."""
 
 from collections.abc import Iterable
 
@@ -6,30 +6,29 @@ from grpo_replay.recipe.sections import RecipeSections
 
 
 def find_contradictions(recipe: RecipeSections) -> list[str]:
-    """One sentence for each, with what to set instead."""
-    return [*_replay_contradictions(recipe), *_other_contradictions(recipe)]
+    """One message per contradiction, each with what to set instead; empty if there are none."""
+    return [
+        *_replay_size_contradictions(recipe),
+        *_replay_draw_contradictions(recipe),
+        *_algorithm_contradictions(recipe),
+        *_engine_contradictions(recipe),
+    ]
 
 
-def _replay_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
     replay = recipe.replay
-    if replay.preset == "grpo" and replay.enabled:
+    if not replay.enabled:
+        return
+    if replay.preset == "grpo":
         yield (
             "replay.enabled is true with replay.preset 'grpo', which never replays: "
             "choose another preset (ours, uniform, group_std, fifo)"
         )
-    if not replay.enabled:
-        return
-    if replay.priority == "abs_advantage" and replay.unit == "query":
-        yield (
-            "replay.priority 'abs_advantage' with replay.unit 'query': |advantage| belongs to a "
-            "rollout, and its mean over a group says the same as group_std; "
-            "use replay.priority group_std or uniform, or replay.unit rollout"
-        )
     if replay.capacity_rollouts < recipe.rollouts_per_step:
         yield (
-            f"replay.capacity_rollouts {replay.capacity_rollouts} is less than one step's "
-            f"rollouts, {recipe.rollouts_per_step} (sampling.prompts_per_step · group_size): "
-            "what was just generated would be evicted; raise it"
+            f"replay.capacity_rollouts {replay.capacity_rollouts} is less than the rollouts of "
+            f"one step, {recipe.rollouts_per_step} (sampling.prompts_per_step · group_size): "
+            "rollouts of the current step would be evicted; raise it"
         )
     if replay.ratio > 0 and replay.warmup_steps >= recipe.run.steps:
         yield (
@@ -43,16 +42,52 @@ def _replay_contradictions(recipe: RecipeSections) -> Iterable[str]:
             "which draws from the first step on: set replay.warmup_steps 0"
         )
     if replay.composition == "buffer_only" and replay.ratio == 0:
-        yield "replay.ratio 0 with replay.composition 'buffer_only' would train on nothing"
+        yield (
+            "replay.ratio 0 with replay.composition 'buffer_only' would train on nothing: set "
+            "replay.ratio above 0"
+        )
+
+
+def _replay_draw_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    replay = recipe.replay
+    if not replay.enabled:
+        return
+    if replay.priority == "abs_advantage" and replay.unit == "query":
+        yield (
+            "replay.priority 'abs_advantage' with replay.unit 'query': |advantage| belongs to a "
+            "rollout, and its mean over a group carries the same information as group_std; "
+            "use replay.priority group_std or uniform, or replay.unit rollout"
+        )
     if replay.unused_first and replay.with_replacement:
         yield (
-            "replay.unused_first with replay.with_replacement: a draw uses what it takes, so it "
-            "cannot take it again before the others; set replay.with_replacement false"
+            "replay.unused_first with replay.with_replacement: a rollout that was just drawn "
+            "counts as used and cannot be drawn again before the others; set "
+            "replay.with_replacement false"
         )
     if replay.positive_fraction > 0 and replay.unit == "query":
         yield (
             "replay.positive_fraction with replay.unit 'query': the positive-bias buffer keeps "
             "single rollouts; use replay.unit rollout"
+        )
+
+
+def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    if recipe.reward.correct <= recipe.reward.incorrect:
+        yield (
+            f"reward.correct {recipe.reward.correct} must be greater than reward.incorrect "
+            f"{recipe.reward.incorrect}"
+        )
+    if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
+        yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
+    if recipe.run.mode == "async":
+        yield "run.mode 'async' is not available yet: use sync"
+    elif recipe.run.sync_every_steps > 1:
+        yield from _lag_contradictions(recipe)
+    verifiers = [recipe.eval.reward, *recipe.eval.other_rewards]
+    for verifier in sorted({each for each in verifiers if verifiers.count(each) > 1}):
+        yield (
+            f"eval.other_rewards (--grade-with) names {verifier} more than once, or it is already "
+            f"eval.reward ({recipe.eval.reward}): name each verifier once"
         )
 
 
@@ -65,51 +100,33 @@ def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
     if recipe.eval.benchmarks and recipe.eval.every_steps and recipe.eval.every_steps % every:
         yield (
-            f"eval.every_steps {recipe.eval.every_steps} is no multiple of run.sync_every_steps "
-            f"{every}: the sampler evaluates, and between pushes it holds an older policy"
+            f"eval.every_steps {recipe.eval.every_steps} is not a multiple of "
+            f"run.sync_every_steps {every}: the sampler runs the evaluation, and between pushes "
+            "it holds an older policy; choose a multiple"
         )
 
 
-def _other_contradictions(recipe: RecipeSections) -> Iterable[str]:
-    if recipe.reward.correct <= recipe.reward.incorrect:
-        yield (
-            f"reward.correct {recipe.reward.correct} must be greater than reward.incorrect "
-            f"{recipe.reward.incorrect}"
-        )
-    verifiers = [recipe.eval.reward, *recipe.eval.other_rewards]
-    for verifier in sorted({each for each in verifiers if verifiers.count(each) > 1}):
-        yield (
-            f"eval.other_rewards (--grade-with) names {verifier}, which grades already "
-            f"(eval.reward is {recipe.eval.reward}): name another verifier, each once"
-        )
-    if recipe.run.mode == "async":
-        yield "run.mode 'async' is not available yet: use sync"
-    elif recipe.run.sync_every_steps > 1:
-        yield from _lag_contradictions(recipe)
-    if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
-        yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
+def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    engine, servers = recipe.engine, recipe.sampling.servers
     if recipe.model.config_overrides and not recipe.model.random_init:
         yield "model.config_overrides needs model.random_init: true (weights fix the shapes)"
     longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
     if recipe.batch.max_tokens_per_microbatch < longest:
         yield (
             f"batch.max_tokens_per_microbatch {recipe.batch.max_tokens_per_microbatch} is less "
-            f"than one longest rollout, {longest} tokens (prompts.max_prompt_length + "
+            f"than the longest possible rollout, {longest} tokens (prompts.max_prompt_length + "
             "sampling.max_completion_length): raise it or lower those"
         )
-    if recipe.engine.offload_parameters and recipe.engine.zero_stage != 3:
-        yield (
-            f"engine.offload_parameters needs engine.zero_stage 3, not {recipe.engine.zero_stage}"
-        )
-    if recipe.engine.offload_optimizer and recipe.engine.zero_stage == 0:
+    if engine.offload_parameters and engine.zero_stage != 3:
+        yield f"engine.offload_parameters needs engine.zero_stage 3, not {engine.zero_stage}"
+    if engine.offload_optimizer and engine.zero_stage == 0:
         yield "engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0"
-    if recipe.hang_report_seconds >= recipe.engine.timeout_seconds:
+    if recipe.hang_report_seconds >= engine.timeout_seconds:
         yield (
-            f"engine.hang_report_seconds {recipe.engine.hang_report_seconds:g} is not less than "
-            f"engine.timeout_seconds {recipe.engine.timeout_seconds:g}: the run would fail before "
-            "it reports where it hangs; lower the first or raise the second"
+            f"engine.hang_report_seconds {recipe.hang_report_seconds:g} is not less than "
+            f"engine.timeout_seconds {engine.timeout_seconds:g}: the run would fail before it "
+            "reports where it hangs; lower the first or raise the second"
         )
-    servers = recipe.sampling.servers
     if recipe.sampling.backend == "vllm_server" and bool(servers.urls) == bool(servers.launch):
         yield (
             "sampling.backend 'vllm_server' needs either sampling.servers.urls or "

@@ -1,4 +1,4 @@
-"""Recipes from files, presets and `--set` words: found, read, merged, validated, explained."""
+"""Recipes from files, presets and `--set` overrides: find, read, merge, validate."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -48,8 +48,8 @@ REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_PAPER_B,
     },
 }
-"""What each preset decides (paper A, section 5; `fifo`: paper B). `grpo` leaves the zero-variance
-filter alone, so that it is the baseline of the recipe it is set in."""
+"""The values that each preset sets (paper A, section 5; `fifo`: paper B). `grpo` does not set
+`drop_zero_variance`, so that it is the baseline of any recipe."""
 
 
 def shipped_recipes_folder() -> Path:
@@ -60,9 +60,9 @@ def shipped_recipes_folder() -> Path:
 
 
 def find_recipe(name_or_path: str) -> Path:
-    """The recipe file for a path or the name of a shipped recipe.
+    """The file of a recipe, given its path or the name of a shipped recipe.
 
-    Raises RecipeError, listing the shipped names, if there is none.
+    Raises RecipeError, with the shipped names, if there is none.
     """
     path = Path(name_or_path)
     if path.is_file():
@@ -72,7 +72,7 @@ def find_recipe(name_or_path: str) -> Path:
         return shipped[name_or_path]
     hint = did_you_mean(name_or_path, shipped)
     raise RecipeError(
-        f"no recipe {name_or_path!r}: neither a file nor a shipped recipe{hint}; "
+        f"no recipe {name_or_path!r}: not a file and not a shipped recipe{hint}; "
         f"shipped: {', '.join(shipped)}"
     )
 
@@ -86,7 +86,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe_layer(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises RecipeError naming file and line."""
+    """Read the mapping in a YAML file. Raises RecipeError with file and line."""
     try:
         layer = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -103,7 +103,7 @@ def read_recipe_layer(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested mapping of `--set section.key=value` words; values are YAML."""
+    """The nested mapping of `--set section.key=value` overrides. Values are YAML."""
     layer: dict[str, Any] = {}
     for word in overrides:
         key, separator, text = word.partition("=")
@@ -124,7 +124,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_text(key: str) -> bool:
-    """Whether a setting holds text, or text or nothing."""
+    """True if the type of a setting is `str` or `str | None`."""
     section: Any = Recipe
     for part in key.split("."):
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
@@ -144,7 +144,7 @@ def _yaml_value(text: str, is_text: bool) -> Any:
 
 
 def _text_value(text: str) -> str | None:
-    # A revision of digits is no number, a field called `on` no truth value, `{problem}` no mapping.
+    # Keep text settings as text: a numeric revision, a field called `on`, the template `{problem}`.
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -153,7 +153,7 @@ def _text_value(text: str) -> str | None:
 
 
 def resolve_recipe(layers: Sequence[Mapping[str, Any]], source: str = "recipe") -> Recipe:
-    """The recipe of layers from lowest to highest precedence. Raises RecipeError."""
+    """The validated recipe of `layers`, lowest precedence first. Raises RecipeError."""
     merged: dict[str, Any] = {}
     for layer in layers:
         _check_keys(layer, Recipe, (), source)
@@ -169,7 +169,7 @@ def resolve_recipe(layers: Sequence[Mapping[str, Any]], source: str = "recipe") 
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
-    """The resolved recipe as YAML; loading it gives the same recipe."""
+    """The resolved recipe as YAML. Loading it gives the same recipe."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
@@ -202,9 +202,7 @@ def _check_keys(
         inner = fields[key].annotation
         if isinstance(inner, type) and issubclass(inner, Section):
             if not isinstance(value, Mapping):
-                raise RecipeError(
-                    f"{source}: {place} is a section with keys of its own, found {value!r}"
-                )
+                raise RecipeError(f"{source}: {place} is a section and needs keys, found {value!r}")
             _check_keys(value, inner, (*at, str(key)), source)
 
 

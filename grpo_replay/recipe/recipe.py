@@ -1,4 +1,4 @@
-"""The recipe as a whole: sections that do not contradict each other."""
+"""The complete recipe, checked for contradictions between sections."""
 
 from pydantic import model_validator
 
@@ -7,7 +7,7 @@ from grpo_replay.recipe.sections import RecipeSections
 
 
 class Recipe(RecipeSections):
-    """A run, fully described."""
+    """All settings of a run, valid together."""
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> "Recipe":

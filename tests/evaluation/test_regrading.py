@@ -183,7 +183,7 @@ def test_the_command_line_grades_while_it_samples_and_afterwards_alike(tmp_path,
         (["--regrade", "e.json", "--grade-with", "math_verify_boxed"], "it grades already"),
         (["--regrade", "e.json", "--grade-with", "minerva", "--k", "3"], "--k would change"),
         (["--compare", "e.json", "e.json", "--regrade", "e.json"], "--regrade would change"),
-        (["--ckpt", "builtin:tiny", "--grade-with", "math_verify"], "grades already"),
+        (["--ckpt", "builtin:tiny", "--grade-with", "math_verify"], "name each verifier once"),
     ],
 )
 def test_what_would_be_ignored_or_does_not_exist_is_refused(

@@ -162,7 +162,7 @@ def test_a_sampler_that_lags_needs_its_own_log_probs_and_evaluations_after_pushe
         "eval": {"benchmarks": ["tiny"], "every_steps": 6},
     }
     with pytest.raises(
-        RecipeError, match=r"every_steps 6 is no multiple of run\.sync_every_steps 4"
+        RecipeError, match=r"every_steps 6 is not a multiple of run\.sync_every_steps 4"
     ):
         small_recipe(**sections)
     assert small_recipe(**{**sections, "eval": {"benchmarks": ["tiny"], "every_steps": 8}})
