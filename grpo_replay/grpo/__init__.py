@@ -1,4 +1,4 @@
-"""The mathematics of GRPO: advantages, rollouts, batch, loss, seeds.
+"""The mathematics of GRPO: advantages, rollouts, batches, loss and seeds.
 
-Imports storage, recipe, types and errors; torch only in `loss`.
+Imports storage, distributed, recipe, types and errors. Only `loss` imports torch.
 """

@@ -4,8 +4,8 @@
 rewards that take two values, `|A_correct| = √((G-k)/k)` and `|A_incorrect| = √(k/(G-k))`, up to
 ε_σ; these closed forms need the population standard deviation.
 
-Every number returned is exact in float32, the precision of the rollout files: what is trained on
-is what is logged, and a buffer restored from disk has the same priorities to the bit.
+Every number returned is exact in float32, the precision of the rollout files. The logged values are
+the trained ones, and a buffer restored from disk has the same priorities bit for bit.
 """
 
 import math
@@ -21,8 +21,8 @@ from grpo_replay.errors import NonFiniteError
 class GroupAdvantage:
     """Statistics of one group, in units of the reward.
 
-    `advantages_G` (float32 [G]) is None if all rewards are equal: the group carries no signal and
-    is dropped; then `std` is exactly 0. Example: rewards [1, 1, 1, -1] have mean 0.5, std √0.75
+    `advantages_G` (float32 [G]) is None if all rewards are equal: the group has no signal and is
+    dropped. `std` is then exactly 0. Example: rewards [1, 1, 1, -1] have mean 0.5, std √0.75
     and advantages [√(1/3), √(1/3), √(1/3), -√3], up to ε.
     """
 
@@ -36,8 +36,8 @@ def group_advantages(
 ) -> GroupAdvantage:
     """Mean, standard deviation and advantages of one group of G ≥ 2 rewards.
 
-    Whether a group carries signal is decided by comparing its float32 rewards, never by a
-    tolerance on σ_g. Sums are exactly rounded, so permuting a group permutes its advantages.
+    A group has no signal if its float32 rewards are equal; σ_g is not compared with a tolerance.
+    Sums are exactly rounded, so permuting a group permutes its advantages.
     Raises NonFiniteError for a reward that is not finite.
     """
     if std not in ("population", "sample"):

@@ -1,6 +1,6 @@
-"""From a composed batch to micro-batches: mini-batch split, token weights, packing, balance.
+"""From a composed batch to micro-batches: mini-batches, token weights, packing, load balancing.
 
-numpy only. Rank 0 plans for all ranks; every rank gets the same number of micro-batches.
+numpy only. Rank 0 plans for all ranks. Every rank gets the same number of micro-batches.
 """
 
 import io
@@ -16,11 +16,12 @@ from grpo_replay.types import Rollout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainRow:
-    """One rollout as the engine sees it.
+    """One rollout of a mini-batch, as the engine needs it.
 
-    `coefficient` multiplies the rollout's surrogate (the frozen advantage, or AsymRE's
-    `r - (V + δV)`); `token_weight` is the share of each of its tokens in the mini-batch's loss.
-    Both are 0 for a row that only needs log-probs. `rollout_id` is for messages; -1 if unknown.
+    `coefficient` multiplies the loss of its tokens (the frozen advantage, or AsymRE's
+    `r - (V + δV)`). `token_weight` is the weight of each of its tokens in the mini-batch loss
+    (`token_weights`). Both are 0 for a row that only needs log-probs. `rollout_id` is for error
+    messages; -1 if unknown.
     """
 
     prompt_token_ids: np.ndarray  # int32 [P]
@@ -40,9 +41,9 @@ class TrainRow:
 class MicroBatch:
     """Rows padded on the right to one length, and their completion tokens flattened row by row.
 
-    Causal attention never looks right, so padding needs no mask. `positions_C` index the flat
-    [R·L] positions whose hidden state predicts `target_ids_C`. `rows_R` are indices into the
-    mini-batch; an empty rank runs a micro-batch with `rows_R == [-1]` and zero weight.
+    Causal attention never looks right, so padding needs no mask. `positions_C` are indices into the
+    flattened [R·L] positions, whose hidden states predict `target_ids_C`. `rows_R` are indices into
+    the mini-batch. A rank without rows runs a micro-batch with `rows_R == [-1]` and weight 0.
     """
 
     rows_R: np.ndarray  # int64
@@ -67,8 +68,8 @@ def mini_batch_indices(
 ) -> list[np.ndarray]:
     """A random split of `count` rollouts into even parts, one per optimizer update.
 
-    `updates_per_step` parts, or ceil(count / mini_batch_rollouts). Parts differ by at most one
-    rollout; none is empty, so there are fewer parts than asked when there are fewer rollouts.
+    `updates_per_step` parts, or ceil(count / mini_batch_rollouts). Part sizes differ by at most
+    one. No part is empty: with fewer rollouts than `updates_per_step` there are fewer parts.
     """
     if count == 0:
         return []
@@ -86,7 +87,7 @@ def token_weights(
 
     The denominator is that of the whole mini-batch, over all ranks and micro-batches:
     `token_mean` 1 / Σ T, `sequence_mean` 1 / (N·T_i), `constant` 1 / (N·max_completion_length)
-    (Dr. GRPO). AsymRE weighs whole-rollout log-probs: 1 / N.
+    (Dr. GRPO). AsymRE weights the log-prob of a whole rollout: 1 / N.
     """
     count = len(lengths_N)
     if count == 0:
@@ -114,7 +115,7 @@ def train_rows(
     settings: LossSection,
     max_completion_length: int,
 ) -> list[TrainRow]:
-    """The rows of one mini-batch, with its denominator in their token weights."""
+    """The rows of one mini-batch. Their token weights contain its normalisation."""
     lengths_N = np.array([len(rollout.completion_token_ids) for rollout in rollouts])
     weights_N = token_weights(lengths_N, settings, max_completion_length)
     rows = []
@@ -139,11 +140,11 @@ def train_rows(
 def plan_microbatches(
     rows: Sequence[TrainRow], max_tokens: int, world_size: int
 ) -> list[list[MicroBatch]]:
-    """Micro-batches for each rank: equally many, tokens balanced, each within the budget.
+    """Micro-batches for each rank: the same number per rank, with balanced numbers of tokens.
 
-    Rows are dealt from longest to shortest in snake order, so that ranks get like lengths; each
-    rank packs neighbours, whose padded size (rows times longest) stays within `max_tokens`. A
-    single row beyond the budget gets a micro-batch of its own.
+    Rows are dealt to the ranks from longest to shortest in snake order, so that all ranks get
+    similar lengths. Each rank packs neighbouring rows while the padded size (rows times longest)
+    is at most `max_tokens`. A row longer than that gets a micro-batch of its own.
     """
     return [
         [_micro_batch(group, [rows[index] for index in group]) for group in groups]
@@ -152,7 +153,7 @@ def plan_microbatches(
 
 
 def _plan(rows: Sequence[TrainRow], max_tokens: int, world_size: int) -> list[list[list[int]]]:
-    """Row numbers of each micro-batch of each rank; an empty list keeps a rank in step."""
+    """Row indices of each micro-batch of each rank. An empty list is a micro-batch without rows."""
     longest_first = sorted(range(len(rows)), key=lambda i: (-rows[i].length_tokens, i))
     dealt: list[list[int]] = [[] for _ in range(world_size)]
     for position, index in enumerate(longest_first):
@@ -199,7 +200,7 @@ def _micro_batch(indices: Sequence[int] | np.ndarray, chosen: Sequence[TrainRow]
 
 
 def _empty_micro_batch() -> MicroBatch:
-    """One token of zero weight, for a rank that must keep step with the others."""
+    """One token of weight 0, for a rank that has no rows but takes part in the collectives."""
     zero, zero_f = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
     return MicroBatch(
         rows_R=np.array([-1]),
@@ -219,8 +220,8 @@ def scatter_microbatches(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of rank 0's rows. Collective.
 
-    What follows from the rows (padding, positions, targets) is computed where it is used: 4 bytes
-    travel per token, and 4 per log-prob of a completion token unless a row's are all zero.
+    Padding, positions and targets are computed on the receiving rank. A token costs 4 bytes of
+    traffic; each kind of log-prob 4 bytes per completion token, or nothing if all are zero.
     """
     if comm.world_size == 1:
         assert rows is not None
@@ -228,7 +229,7 @@ def scatter_microbatches(
     payloads = None
     if comm.is_main:
         assert rows is not None
-        # One rank's at a time: rank 0 never holds all of them.
+        # A generator: rank 0 holds the payload of one rank at a time.
         payloads = (_to_bytes(groups, rows) for groups in _plan(rows, max_tokens, comm.world_size))
     return _from_bytes(comm.scatter(payloads))
 

@@ -1,8 +1,9 @@
-"""The policy loss and what it saw of each rollout. Pure functions of tensors.
+"""The policy loss per token, and its statistics per rollout. Pure functions of tensors.
 
-Departures from a textbook PPO loss: the ratio is anchored at the behaviour policy cached with
-each rollout, for fresh and replayed alike; weights per token come from outside, so that the
-denominator is that of the whole mini-batch whatever the micro-batches.
+Two differences from a textbook PPO loss. The denominator of the ratio is the behaviour policy
+cached with each rollout, fresh or replayed. The functions here return losses per token: the engine
+multiplies them by the weights of `batch.token_weights` and sums, so that the normalisation is that
+of the whole mini-batch, independent of micro-batches and ranks.
 """
 
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ import torch
 
 from grpo_replay.recipe import LossSection
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond every clip, and finite in fp32
+LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond any clip threshold, and finite in fp32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLoss:
-    """`losses_C` to be weighted and summed; `clipped_C` is True where the clip removed the
-    gradient; `log_ratios_C` are policy minus behaviour, unclamped, detached."""
+    """`losses_C` before weighting; `clipped_C` is True where the clip removed the gradient;
+    `log_ratios_C` are policy minus behaviour log-probs, unclamped, detached."""
 
     losses_C: torch.Tensor
     clipped_C: torch.Tensor
@@ -52,7 +53,7 @@ def clipped_surrogate(
 def asymmetric_reinforce(
     logprobs_C: torch.Tensor, behavior_logprobs_C: torch.Tensor, coefficients_C: torch.Tensor
 ) -> TokenLoss:
-    """-(r - (V + δV))·log π per token (paper B, AsymRE): no importance ratio, nothing clipped."""
+    """-(r - (V + δV))·log π per token (paper B, AsymRE), without importance ratio or clipping."""
     log_ratios_C = (logprobs_C - behavior_logprobs_C).detach()
     clipped_C = torch.zeros_like(log_ratios_C, dtype=torch.bool)
     return TokenLoss(-coefficients_C * logprobs_C, clipped_C, log_ratios_C)
@@ -72,7 +73,7 @@ def token_loss(
     coefficients_C: torch.Tensor,
     settings: LossSection,
 ) -> TokenLoss:
-    """The recipe's loss per token, KL term included."""
+    """The loss per token that `settings` select, KL term included."""
     if settings.kind == "asymre":
         return asymmetric_reinforce(logprobs_C, behavior_logprobs_C, coefficients_C)
     result = clipped_surrogate(logprobs_C, behavior_logprobs_C, coefficients_C, settings)
@@ -86,8 +87,8 @@ ROW_STATISTICS = (
     "loss", "tokens", "clipped", "log_ratio", "log_ratio_squared",
     "approx_kl", "ratio", "log_ratio_max", "entropy", "reference_kl",
 )  # fmt: skip
-"""Columns of `row_statistics`: sums over a row's tokens, but for the maximum; `loss` is the sum
-of weighted token losses, the row's share of the mini-batch loss."""
+"""Columns of `row_statistics`: sums over a row's tokens, and the maximum for `log_ratio_max`.
+`loss` sums the weighted token losses: the row's share of the mini-batch loss."""
 
 
 def row_statistics(

@@ -1,7 +1,7 @@
-"""From completions and verdicts to rollouts: ids, group statistics, advantages, the filter."""
+"""Rollouts from completions and verdicts: ids, group statistics, advantages, the filter."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey,
 def group_requests(
     prompts: Mapping[int, Prompt], step: int, recipe: Recipe
 ) -> list[GenerationRequest]:
-    """G requests for each prompt (by its index within the step), each with its own seed."""
+    """G requests per prompt, each with its own seed. `prompts` maps the index within the step."""
     return [
         GenerationRequest(
             key=key,
@@ -43,8 +43,8 @@ def assemble_rollouts(
     first_rollout_id: int,
     first_group_id: int,
 ) -> list[Rollout]:
-    """Rollouts of whole groups, by rollout id. Where all rewards are equal, `kept` is False, or
-    with `replay.drop_zero_variance` false the advantage is 0.
+    """Rollouts of whole groups, by rollout id. A group with equal rewards has `kept` False, or
+    advantage 0 if `replay.drop_zero_variance` is false.
 
     Ids are consecutive over the prompts of the step: group `first_group_id + prompt_index`,
     rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
@@ -54,44 +54,74 @@ def assemble_rollouts(
     rollouts = []
     for prompt_index, prompt in sorted(prompts.items()):
         keys = [RequestKey(step, prompt_index, index) for index in range(group_size)]
-        rewards_G = np.array([verdicts[key].reward for key in keys])
-        group = group_advantages(rewards_G, recipe.advantage.std, recipe.advantage.epsilon)
-        advantages_G = group.advantages_G
-        if advantages_G is None and not recipe.replay.drop_zero_variance:
-            advantages_G = np.zeros(group_size, dtype=np.float32)
-        correct = int((rewards_G >= recipe.reward.correct).sum())
-        for key in keys:
-            completion, verdict = completions[key], verdicts[key]
-            index = key.completion_index
-            rollouts.append(
-                Rollout(
-                    rollout_id=first_rollout_id + prompt_index * group_size + index,
-                    group_id=first_group_id + prompt_index,
-                    prompt_id=prompt.prompt_id,
-                    completion_index=index,
-                    birth_step=step,
-                    policy_version=completion.policy_version,
-                    policy_version_end=completion.policy_version_end,
-                    prompt_token_ids=prompt.token_ids,
-                    completion_token_ids=completion.token_ids,
-                    completion_text=texts[key],
-                    behavior_logprobs=None,
-                    sampler_logprobs=completion.sampler_logprobs,
-                    reward=float(np.float32(verdict.reward)),  # as it is stored
-                    advantage=None if advantages_G is None else float(advantages_G[index]),
-                    group_reward_mean=group.mean,
-                    group_reward_std=group.std,
-                    group_correct=correct,
-                    finish_reason=completion.finish_reason,
-                    verdict=verdict.status,
-                    kept=advantages_G is not None,
-                )
+        group = _score_group([verdicts[key].reward for key in keys], recipe)
+        rollouts += [
+            _rollout(
+                prompt, completions[key], texts[key], verdicts[key], group,
+                rollout_id=first_rollout_id + prompt_index * group_size + key.completion_index,
+                group_id=first_group_id + prompt_index,
             )
+            for key in keys
+        ]  # fmt: skip
     return rollouts
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _ScoredGroup:
+    """What the rollouts of one group share. `advantages_G` is None if the group is dropped."""
+
+    mean: float
+    std: float
+    correct: int
+    advantages_G: np.ndarray | None
+
+
+def _score_group(rewards: Sequence[float], recipe: Recipe) -> _ScoredGroup:
+    rewards_G = np.array(rewards)
+    group = group_advantages(rewards_G, recipe.advantage.std, recipe.advantage.epsilon)
+    advantages_G = group.advantages_G
+    if advantages_G is None and not recipe.replay.drop_zero_variance:
+        advantages_G = np.zeros(len(rewards_G), dtype=np.float32)
+    correct = int((rewards_G >= recipe.reward.correct).sum())
+    return _ScoredGroup(group.mean, group.std, correct, advantages_G)
+
+
+def _rollout(
+    prompt: Prompt,
+    completion: Completion,
+    text: str,
+    verdict: Verdict,
+    group: _ScoredGroup,
+    rollout_id: int,
+    group_id: int,
+) -> Rollout:
+    index = completion.key.completion_index
+    return Rollout(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        prompt_id=prompt.prompt_id,
+        completion_index=index,
+        birth_step=completion.key.step,
+        policy_version=completion.policy_version,
+        policy_version_end=completion.policy_version_end,
+        prompt_token_ids=prompt.token_ids,
+        completion_token_ids=completion.token_ids,
+        completion_text=text,
+        behavior_logprobs=None,
+        sampler_logprobs=completion.sampler_logprobs,
+        reward=float(np.float32(verdict.reward)),  # as it is stored
+        advantage=None if group.advantages_G is None else float(group.advantages_G[index]),
+        group_reward_mean=group.mean,
+        group_reward_std=group.std,
+        group_correct=group.correct,
+        finish_reason=completion.finish_reason,
+        verdict=verdict.status,
+        kept=group.advantages_G is not None,
+    )
+
+
 def gather_rollouts(comm: Comm, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Every rank's rollouts by rollout id, on rank 0; empty elsewhere."""
+    """All ranks' rollouts, ordered by rollout id, on rank 0; empty on other ranks. Collective."""
     if comm.world_size == 1:
         return list(rollouts)
     gathered = comm.gather(rollouts_to_bytes(rollouts))
@@ -104,7 +134,8 @@ def gather_rollouts(comm: Comm, rollouts: Sequence[Rollout]) -> list[Rollout]:
 def with_behavior_logprobs(
     rollouts: Sequence[Rollout], logprobs: Mapping[int, np.ndarray]
 ) -> list[Rollout]:
-    """The survivors, with behaviour log-probs by rollout id, frozen from here on."""
+    """The survivors with their behaviour log-probs, which `logprobs` maps by rollout id. They never
+    change afterwards."""
     return [
         replace(rollout, behavior_logprobs=logprobs[rollout.rollout_id])
         for rollout in rollouts
