@@ -1,9 +1,7 @@
-"""The replay buffer: priorities and the draw law, storage and eviction, snapshots.
+"""The replay buffer: priorities, draws, insertion, eviction, composition and snapshots.
 
-numpy and pyarrow only. Layers, each knowing the one before it: `priorities` (floats), `drawing`
-(what can be drawn, and the draw), `columns` (storage), `insertion` (what may enter),
-`replay_buffer`, `snapshot` (files), `compose` (what a step trains on). Imports storage and what is
-below.
+In order of imports: `priorities`, `drawing`, `columns`, `insertion`, `replay_buffer`, `snapshot`,
+`compose`. Imports storage, recipe, types and errors; numpy and pyarrow, no torch.
 """
 
 from grpo_replay.buffer.replay_buffer import BufferStats, ReplayBuffer

@@ -1,4 +1,4 @@
-"""Columns that grow at the tail and shrink at the head, in amortised constant time per row."""
+"""Numpy columns with rows appended at the tail and dropped at the head."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ _SMALLEST_ALLOCATION = 1024
 class ColumnQueue:
     """Aligned numpy columns in insertion order, oldest row first.
 
-    Rows are appended at the tail and dropped at the head; reallocation leaves as much room as
-    there are rows, so each row is copied once on average and memory stays within about twice
-    what is stored (plus the old copy while it moves).
+    Appending and dropping a row take amortised constant time: reallocation doubles the space, so
+    that each row is copied once on average. Memory is at most about twice that of the stored rows,
+    plus the old copy during a reallocation.
     """
 
     def __init__(self, dtypes: Mapping[str, np.dtype | type]) -> None:
@@ -29,7 +29,7 @@ class ColumnQueue:
         return self._arrays[name][self._head : self._tail]
 
     def append(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Add rows at the tail; every column must be there, with the same length."""
+        """Add rows at the tail. `columns` has every column, all of the same length."""
         (count,) = {len(columns[name]) for name in self._dtypes}
         if self._tail + count > len(next(iter(self._arrays.values()))):
             self._reallocate(2 * (len(self) + count))
@@ -43,7 +43,7 @@ class ColumnQueue:
         self._head += count
 
     def remove(self, removed_N: np.ndarray) -> int:
-        """Remove the rows where `removed_N` is True; returns how many."""
+        """Remove the rows where `removed_N` is True. Returns their number."""
         count = int(np.count_nonzero(removed_N))
         if count == 0:
             return 0
@@ -65,7 +65,7 @@ class ColumnQueue:
         self._arrays, self._head, self._tail = arrays, 0, count
 
     def _release(self, start: int, end: int) -> None:
-        # An object column would keep what was removed alive.
+        # References in an object column would keep removed objects alive.
         for name, dtype in self._dtypes.items():
             if dtype.kind == "O":
                 self._arrays[name][start:end] = None

@@ -1,12 +1,12 @@
-"""What a training step trains on (paper A, Algorithm 1, steps 2 to 5; paper B, section 4).
+"""The batch of a training step (paper A, Algorithm 1, steps 2 to 5; paper B, section 4).
 
-The trainer's lines, in this order, for every composition:
+The trainer calls these functions in this order, for every composition:
 
     buffer.evict(step)
-    insert_before_draw(buffer, fresh, step)                                  # buffer_only
+    insert_before_draw(buffer, fresh, step)                 # acts for buffer_only
     batch = compose_batch(buffer, fresh, step, generated, rng)
-    ...                                                                      # the updates
-    insert_after_update(buffer, fresh, step, batch)                          # the others
+    ...                                                     # optimizer updates
+    insert_after_update(buffer, fresh, step, batch)         # acts for the other compositions
 
 | composition    | trains on                                   | drawn units                  |
 |----------------|---------------------------------------------|------------------------------|
@@ -14,12 +14,12 @@ The trainer's lines, in this order, for every composition:
 | pool           | a draw from fresh and buffer, under one law | round((1+r)·B'), …/G         |
 | buffer_only    | a draw from the buffer, fresh ones included | round(r·R), round(r·R/G)     |
 
-B' = fresh survivors, R = rollouts generated in the step, G = group size, r = `replay.ratio`; the
-second count is that of queries, at query unit. `round` is Python's: halves go to the even
-neighbour (r = 0.5 and B' = 113 draw 56). If there are fewer than asked, all that can be drawn is.
+B' = fresh survivors, R = rollouts generated in the step, G = group size, r = `replay.ratio`. The
+second count is the number of queries drawn when `replay.unit` is query. `round` is Python's: halves
+round to even (r = 0.5 and B' = 113 draw 56). If fewer can be drawn, all of them are.
 
-Without replay (`enabled` false or r = 0) and during warm-up every step trains on all fresh
-survivors. A step with B' = 0 trains on nothing, except that buffer_only still draws.
+Without replay (`enabled` false or r = 0) and during the warm-up, a step trains on all fresh
+survivors. A step with B' = 0 trains on nothing, except with buffer_only, which still draws.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from grpo_replay.types import ComposedBatch, Draw, Rollout
 
 
 def insert_before_draw(buffer: ReplayBuffer, fresh: Sequence[Rollout], step: int) -> None:
-    """Store the fresh survivors before the draw, if the composition is buffer_only."""
+    """Store the fresh survivors before the draw if the composition is buffer_only."""
     if buffer.settings.replays and buffer.settings.composition == "buffer_only":
         buffer.insert(fresh, step)
 
@@ -45,9 +45,9 @@ def compose_batch(
     generated: int,
     rng: np.random.Generator,
 ) -> ComposedBatch:
-    """The batch of `step`, made of its fresh survivors (ordered by group) and a draw.
+    """The batch of `step`, from its fresh survivors (ordered by group) and a draw.
 
-    `generated` is R, dropped groups included. `rng` is used only by steps that draw.
+    `generated` is R, dropped groups included. Only steps that draw use `rng`.
     """
     settings = buffer.settings
     if not settings.replays or step <= settings.warmup_steps:
@@ -67,8 +67,8 @@ def compose_batch(
 def insert_after_update(
     buffer: ReplayBuffer, fresh: Sequence[Rollout], step: int, batch: ComposedBatch
 ) -> None:
-    """Store the fresh survivors (unless they are in already), then evict what would be too old
-    at the next step. Fresh rollouts that the pool's draw took enter with those uses."""
+    """Store the fresh survivors unless buffer_only already has, then evict rollouts that would be
+    too old at the next step. A pool draw also draws fresh rollouts; they enter with these uses."""
     if not buffer.settings.replays:
         return
     if buffer.settings.composition != "buffer_only":
@@ -79,7 +79,7 @@ def insert_after_update(
 
 
 def draw_count(settings: ReplaySection, group_size: int, base: int) -> int:
-    """Units (rollouts or queries) to draw. `base` is B', or R for buffer_only."""
+    """Number of units (rollouts or queries) to draw. `base` is B', or R for buffer_only."""
     per_rollout = 1 + settings.ratio if settings.composition == "pool" else settings.ratio
     rollouts = per_rollout * base
     return round(rollouts / group_size) if settings.unit == "query" else round(rollouts)
@@ -99,6 +99,6 @@ def _check_born_before(buffer: ReplayBuffer, step: int) -> None:
     newest = buffer.column("birth_step")
     if len(newest) and newest.max() >= step:
         raise ValueError(
-            f"the buffer holds a rollout born at step {newest.max()} before the draw of step "
-            f"{step}: nothing is replayed in its birth step"
+            f"before the draw of step {step} the buffer holds a rollout born at step "
+            f"{newest.max()}: a rollout must not be replayed in its birth step"
         )

@@ -1,4 +1,4 @@
-"""What can be drawn, and the draw: one law for single rollouts and for whole queries."""
+"""Candidates for a draw, and draws of single rollouts or whole queries."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -14,8 +14,8 @@ from grpo_replay.recipe import ReplaySection
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Everything that could be drawn: priorities p (float64 [N], before the exponent), group ids
-    (int64 [N]) and whether it was ever drawn (bool [N]); the rollouts of one group are adjacent."""
+    """The rollouts that can be drawn: priority p (float64 [N], before the exponent), group id
+    (int64 [N]) and whether it was ever drawn (bool [N]). Rollouts of a group are adjacent."""
 
     priority_N: np.ndarray
     group_id_N: np.ndarray
@@ -32,9 +32,10 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picks:
-    """Indices into the candidates in the order drawn, each with its first-draw probability (of
-    its query, at query unit), and the breadth of the law over all candidates. With `unused_first`
-    a law is over what was never drawn, or over the rest; the breadth is that of the first."""
+    """Indices into the candidates in the order drawn, each with its first-draw probability (that of
+    its query when `replay.unit` is query), and effective sample size and entropy of the
+    distribution. `unused_first` draws from two distributions, one over the rollouts never drawn and
+    one over the others; effective sample size and entropy are those of the first one used."""
 
     indices: np.ndarray  # int64
     probabilities: np.ndarray  # float64
@@ -45,10 +46,10 @@ class Picks:
 def pick(
     candidates: Candidates, count: int, settings: ReplaySection, rng: np.random.Generator
 ) -> Picks:
-    """`count` units drawn from the candidates: rollouts, or queries with all their rollouts.
+    """Draw `count` units from the candidates: rollouts, or queries with all their rollouts.
 
-    If there are fewer units than asked, there are only so many picks, with replacement too.
-    A query's priority is the mean of its members'.
+    At most as many units are drawn as there are candidates, also with replacement. The priority of
+    a query is the mean over its rollouts.
     """
     if settings.unit == "rollout" or candidates.group_id_N.size == 0:
         return _pick_units(candidates.priority_N, candidates.used_N, count, settings, rng)
@@ -66,7 +67,7 @@ def pick(
 
 
 def query_spans(group_id_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First index and size of each run of equal group ids, int64 [Q] each."""
+    """Start index and length of each run of equal group ids, int64 [Q] each."""
     if group_id_N.size == 0:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     starts = np.concatenate([[0], np.flatnonzero(group_id_N[1:] != group_id_N[:-1]) + 1])
@@ -74,7 +75,7 @@ def query_spans(group_id_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_groups_adjacent(group_id_N: np.ndarray) -> None:
-    """Raises ValueError if the rollouts of a group are not next to each other."""
+    """Raises ValueError if the rollouts of a group are not adjacent."""
     starts, _ = query_spans(group_id_N)
     ids, runs = np.unique(group_id_N[starts], return_counts=True)
     if (runs > 1).any():
@@ -90,8 +91,8 @@ def _pick_units(
     settings: ReplaySection,
     rng: np.random.Generator,
 ) -> Picks:
-    """Units drawn under one law; with `unused_first` under one over what was never drawn, and
-    under another over the rest if that is too little."""
+    """Draw from all units; with `unused_first` from the units never drawn, then, if those are too
+    few, from the others."""
     if not settings.unused_first:
         return _pick_by_law(priority_U, count, settings, rng)
     first, second = np.flatnonzero(~used_U), np.flatnonzero(used_U)
@@ -121,6 +122,6 @@ def _pick_by_law(
 
 
 def _members(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """start, start + 1, … for each run, concatenated."""
+    """start, start + 1, … of each run, concatenated."""
     within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return np.repeat(starts, sizes) + within

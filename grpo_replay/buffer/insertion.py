@@ -1,4 +1,4 @@
-"""What may enter the buffer, and in which form."""
+"""Checks before rollouts enter the buffer, and the form in which they are stored."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,8 +13,8 @@ from grpo_replay.types import Rollout
 def check_insertable(
     rollouts: Sequence[Rollout], step: int, stored: ColumnQueue, unit: str
 ) -> None:
-    """Raises ValueError unless all are survivors with behaviour log-probs, born at or before
-    `step`, new to the buffer and (unit "query") ordered by group."""
+    """Raises ValueError unless all rollouts are survivors with behaviour log-probs, born at or
+    before `step`, not yet stored and, if `unit` is "query", ordered by group."""
     for rollout in rollouts:
         _check_complete(rollout)
         if rollout.birth_step > step:
@@ -33,7 +33,7 @@ def check_insertable(
 
 
 def frozen(rollout: Rollout) -> Rollout:
-    """The rollout without its text, its arrays read-only."""
+    """The rollout without its text, with read-only arrays."""
     for array in (
         rollout.prompt_token_ids,
         rollout.completion_token_ids,
@@ -46,8 +46,8 @@ def frozen(rollout: Rollout) -> Rollout:
 
 
 def is_correct(rollout: Rollout) -> bool:
-    """Better than its group, or of a group that is all correct: for rewards that take two values,
-    exactly the correct ones."""
+    """True if the advantage is positive or the whole group is correct. For rewards with two values
+    these are exactly the correct rollouts."""
     if rollout.group_reward_std == 0:
         return rollout.group_correct > 0
     return rollout.advantage is not None and rollout.advantage > 0
@@ -67,5 +67,5 @@ def _check_complete(rollout: Rollout) -> None:
 
 
 def _overlap(new: np.ndarray, stored: np.ndarray) -> bool:
-    """Whether an id is in both; quick for ids that grow, as those of a run do."""
+    """True if an id is in both. Fast if the new ids are larger, as in a run."""
     return bool(stored.size and new.min() <= stored.max() and np.isin(new, stored).any())

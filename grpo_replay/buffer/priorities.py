@@ -1,6 +1,6 @@
-"""Priorities, and the law of a draw (paper A, section 4): `P(i) = p_i^α / Σ_j p_j^α`.
+"""Priorities and draw probabilities (paper A, section 4): `P(i) = p_i^α / Σ_j p_j^α`.
 
-Everything is float64 and computed from logarithms, so that no exponent overflows.
+Computed in float64 from logarithms, so that no exponent overflows.
 """
 
 import math
@@ -29,10 +29,10 @@ def rollout_priorities(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawLaw:
-    """The first-draw law over N candidates.
+    """The distribution of the first draw from N candidates.
 
-    `log_weight_N` is `α (ln p_i - max_j ln p_j)`, so its largest value is 0 and a candidate that
-    can never be drawn has -inf; `weight_N` is its exponential and `total` the weights' sum.
+    `log_weight_N` is `α (ln p_i - max_j ln p_j)`: its maximum is 0, and it is -inf for candidates
+    that are never drawn. `weight_N` is its exponential, `total` the sum of the weights.
     """
 
     log_weight_N: np.ndarray
@@ -41,18 +41,18 @@ class DrawLaw:
 
     @property
     def probability_N(self) -> np.ndarray:
-        """P(i), float64 [N]. Weights more than e^-745 below the largest give 0."""
+        """P(i), float64 [N]. 0 for log-weights below -745, where exp underflows."""
         return self.weight_N / self.total
 
     @property
     def effective_sample_size(self) -> float:
-        """`1 / Σ P²`: N if uniform, 1 if one candidate has all the mass, 0 if there is none."""
-        # Not a BLAS product: its rounding depends on the number of threads.
+        """`1 / Σ P²`: N if uniform, 1 if one candidate has all the mass, 0 without candidates."""
+        # No BLAS dot product: its rounding depends on the number of threads.
         return self.total**2 / float(np.square(self.weight_N).sum()) if self.total else 0.0
 
     @property
     def entropy(self) -> float:
-        """`-Σ P ln P` in nats: ln N if uniform; 0 if there is no candidate."""
+        """`-Σ P ln P` in nats: ln N if uniform, 0 without candidates."""
         if not self.total:
             return 0.0
         finite = np.where(self.weight_N > 0, self.log_weight_N, 0.0)
@@ -60,10 +60,11 @@ class DrawLaw:
 
 
 def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
-    """The law `P ∝ p^α`. With α = 0 it is exactly uniform, zero priorities included; with α > 0 a
-    priority of 0 is never drawn.
+    """The distribution `P ∝ p^α`. With α = 0 it is exactly uniform, zero priorities included. With
+    α > 0 a candidate of priority 0 is never drawn.
 
-    Raises RecipeError if α > 0 and every priority is 0, which needs `replay.priority_epsilon: 0`.
+    Raises RecipeError if α > 0 and all priorities are 0; only `replay.priority_epsilon: 0` allows
+    that.
     """
     priority_N = np.asarray(priority_N, dtype=np.float64)
     if priority_N.size and not (np.isfinite(priority_N).all() and priority_N.min() >= 0):
@@ -85,29 +86,29 @@ def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
 
 
 def draw_without_replacement(law: DrawLaw, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Indices int64 [≤ count], distinct, in the order drawn; fewer if fewer can be drawn.
+    """Distinct indices in the order drawn, int64 [≤ count]; fewer if fewer can be drawn.
 
-    The law is that of successive draws, each from what is left, renormalised: that of
-    `Generator.choice(replace=False, p=P)`. Exponential clocks with rates w_i ring in exactly this
-    order (the minimum of clocks is i with probability w_i / Σ w, and clocks have no memory), so
-    one pass of `ln E_i - ln w_i` and a partial sort do it. What has no weight rings at infinity.
+    The distribution is that of successive draws, each from the remaining candidates with
+    renormalised probabilities, as in `Generator.choice(replace=False, p=P)`. Implemented as
+    Gumbel-top-k (Efraimidis–Spirakis): the `count` smallest keys `ln E_i - ln w_i`, in increasing
+    order, with E_i exponential. Candidates of weight 0 have key infinity and are never drawn.
     """
     count = min(count, int(np.count_nonzero(law.log_weight_N > -np.inf)))
     if count <= 0:
         return np.zeros(0, dtype=np.int64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ring_N = np.log(rng.standard_exponential(law.log_weight_N.size)) - law.log_weight_N
-    first = np.argpartition(ring_N, count - 1)[:count]
-    return first[np.argsort(ring_N[first], kind="stable")].astype(np.int64, copy=False)
+        key_N = np.log(rng.standard_exponential(law.log_weight_N.size)) - law.log_weight_N
+    first = np.argpartition(key_N, count - 1)[:count]
+    return first[np.argsort(key_N[first], kind="stable")].astype(np.int64, copy=False)
 
 
 def draw_with_replacement(law: DrawLaw, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Indices int64 [count] of independent draws; none if there is no candidate."""
+    """Indices of independent draws, int64 [count]; empty without candidates."""
     if count <= 0 or law.total == 0:
         return np.zeros(0, dtype=np.int64)
     cumulative_N = np.cumsum(law.weight_N)
     targets = rng.random(count) * cumulative_N[-1]
     indices = np.searchsorted(cumulative_N, targets, side="right")
-    # Rounding can put a target on the very end of the range.
+    # Rounding can place a target at the end of the range.
     last = int(np.flatnonzero(law.weight_N)[-1])
     return np.minimum(indices, last).astype(np.int64, copy=False)

@@ -1,10 +1,10 @@
-"""The replay buffer: rollouts in insertion order, bounded by age and by capacity (paper A,
-section 4; positive-bias variant: paper B).
+"""The replay buffer: rollouts in insertion order, bounded by age and capacity (paper A, section 4;
+positive-bias variant: paper B).
 
-Stored with every rollout: everything frozen at its birth, its priority, and its uses. A use is a
-draw: `times_used` is the number of the rollout's rows in draws/, and does not count the birth step
-in which all fresh survivors train. The completion's text is not stored (rollouts/ has it). Ages are
-in training steps. The generator is passed to `draw` and belongs to the caller.
+The buffer stores the values frozen at a rollout's birth, its priority and its uses. A use is a
+draw: `times_used` is the number of the rollout's rows in draws/, and does not count training as a
+fresh rollout in its birth step. The text of the completion is not stored; rollouts/ has it. Ages
+are in training steps. The caller owns the random generator and passes it to `draw`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from grpo_replay.recipe import ReplaySection
 from grpo_replay.types import Draw, Rollout
 
 NEVER_USED = -1
-"""`last_used_step` of a rollout that was never drawn (null in files)."""
+"""`last_used_step` of a rollout that was never drawn. Null in files."""
 
 _DTYPES: Mapping[str, Any] = {
     "rollout_id": np.int64,
@@ -37,7 +37,7 @@ _DTYPES: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class BufferStats:
-    """The buffer at one step. Means and maxima are None if nothing is stored."""
+    """Statistics of the buffer at one step. Means and maxima are None if the buffer is empty."""
 
     rollouts: int
     age_mean: float | None
@@ -45,15 +45,15 @@ class BufferStats:
     evicted: int  # in this step, by age and by capacity
     priority_mean: float | None  # of p, before the exponent
     times_used_mean: float | None
-    evicted_by_capacity: int  # since the buffer was made; > 0 means that the capacity binds
+    evicted_by_capacity: int  # since the start of the run; > 0 if the capacity was reached
 
 
 class ReplayBuffer:
-    """Rollouts that can be drawn again.
+    """Stored rollouts that can be drawn again.
 
-    At query unit a query (the rollouts of one group) enters, leaves and is drawn as a whole: its
-    rollouts must be inserted together and adjacent, they share a birth step, and capacity evicts
-    whole oldest groups. At rollout unit, capacity may split a group; what is left is drawn alone.
+    If `replay.unit` is query, a query (the rollouts of one group) is inserted, evicted and drawn as
+    a whole: its rollouts must be inserted together and adjacent, and capacity evicts whole groups,
+    oldest first. If it is rollout, capacity may evict part of a group; the rest can still be drawn.
     """
 
     def __init__(self, settings: ReplaySection, group_size: int) -> None:
@@ -62,10 +62,10 @@ class ReplayBuffer:
         self._columns = ColumnQueue(_DTYPES)
         self._evicted_by_age = 0
         self._evicted_by_capacity = 0
-        self._evicted_at = (0, 0)  # step, and what it evicted
+        self._evicted_at = (0, 0)  # step, number of rollouts evicted in it
 
     def __len__(self) -> int:
-        """Rollouts stored."""
+        """Number of stored rollouts."""
         return len(self._columns)
 
     def column(self, name: str) -> np.ndarray:
@@ -76,18 +76,18 @@ class ReplayBuffer:
         return view
 
     def rollouts(self) -> tuple[Rollout, ...]:
-        """What is stored, oldest first."""
+        """The stored rollouts, oldest first."""
         return tuple(self._columns["rollout"])
 
     def insert(
         self, rollouts: Sequence[Rollout], step: int, times_used_N: np.ndarray | None = None
     ) -> int:
-        """Store rollouts born at or before `step`; returns how many the capacity evicted.
+        """Store rollouts born at or before `step`. Returns how many the capacity evicted.
 
-        `times_used_N` counts draws that came before the insertion (pool composition draws from
-        fresh rollouts too), all in `step`. The arrays of the rollouts become read-only. Raises
-        ValueError for a dropped rollout, a missing advantage or behaviour log-prob, a birth in the
-        future, a second insertion, or (query unit) a group that is not adjacent.
+        `times_used_N` counts draws in `step` before the insertion: the pool composition also draws
+        fresh rollouts. The arrays of the rollouts become read-only. Raises ValueError for a dropped
+        rollout, a missing advantage or behaviour log-prob, a birth in the future, a second
+        insertion, and, if `replay.unit` is query, a group that is not adjacent.
         """
         if not rollouts:
             return 0
@@ -99,26 +99,26 @@ class ReplayBuffer:
         return evicted
 
     def evict(self, step: int) -> int:
-        """Remove every rollout with `step - birth_step > max_age_steps`; returns how many."""
+        """Remove rollouts with `step - birth_step > max_age_steps`. Returns their number."""
         return self._evict_born_before(step, step)
 
     def evict_ahead(self, step: int) -> int:
-        """Remove, at the end of `step`, what would be too old at `step + 1`; returns how many.
-        At rest the buffer then holds at most `max_age_steps` births."""
+        """At the end of `step`, remove rollouts that would be too old at `step + 1`. Returns their
+        number. Between steps the buffer then holds rollouts of at most `max_age_steps` births."""
         return self._evict_born_before(step, step + 1)
 
     def candidates(self) -> Candidates:
-        """What a draw from the buffer can draw."""
+        """The candidates of a draw from the buffer."""
         columns = self._columns
         return Candidates(columns["priority"], columns["group_id"], columns["times_used"] > 0)
 
     def draw(
         self, count: int, step: int, rng: np.random.Generator, fresh: Sequence[Rollout] = ()
     ) -> Draw:
-        """`count` units (rollouts or queries) drawn from the buffer and `fresh` under one law.
+        """Draw `count` units (rollouts or queries) from the buffer and `fresh` together.
 
-        Nothing is removed. Uses of stored rollouts are recorded here; those of fresh ones are
-        recorded when they are inserted. Empty if nothing can be drawn.
+        No rollout is removed. Uses of stored rollouts are recorded here, uses of fresh ones when
+        they are inserted. The draw is empty if there are no candidates.
         """
         stored = len(self)
         if count <= 0 or stored + len(fresh) == 0:
@@ -139,7 +139,7 @@ class ReplayBuffer:
         )
 
     def stats(self, step: int) -> BufferStats:
-        """The state at `step`, whose evictions so far are counted."""
+        """Statistics at `step`, with the evictions of `step` so far."""
         evicted = self._evicted_at[1] if self._evicted_at[0] == step else 0
         if len(self) == 0:
             return BufferStats(0, None, None, evicted, None, None, self._evicted_by_capacity)
@@ -155,7 +155,7 @@ class ReplayBuffer:
         )
 
     def get_state(self) -> dict[str, Any]:
-        """Everything needed to go on: rollouts, columns (copies) and counters."""
+        """The complete state: rollouts, copies of the columns, and counters."""
         return {
             "rollouts": self.rollouts(),
             "priority": self._columns["priority"].copy(),
@@ -169,12 +169,12 @@ class ReplayBuffer:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Become the buffer that `get_state` described.
+        """Replace the contents by a state from `get_state`.
 
-        Priorities are computed from the rollouts under this buffer's own settings, so a run may be
-        resumed with another `replay.priority`; under the same settings they must equal the saved
-        ones to the bit. A smaller capacity evicts at once. Raises ValueError for a state that
-        contradicts itself; the buffer is then unchanged.
+        Priorities are recomputed from the rollouts under this buffer's settings, so that a run can
+        be resumed with another `replay.priority`. Under the same settings they must equal the saved
+        ones bit for bit. A smaller capacity evicts at once. Raises ValueError for an inconsistent
+        state; the buffer is then unchanged.
         """
         restored = ReplayBuffer(self.settings, self.group_size)
         rollouts = state["rollouts"]
@@ -191,27 +191,27 @@ class ReplayBuffer:
         self._evicted_at = tuple(state["evicted_at"])
 
     def check_valid(self) -> tuple[bool, str]:
-        """Whether the buffer keeps its promises, and if not, the first broken one."""
+        """(True, "") if all invariants hold, otherwise False and the first violated one."""
         ids = self._columns["rollout_id"]
         uses = self._columns["times_used"]
         last_used = self._columns["last_used_step"]
         births = self._columns["birth_step"]
         used = last_used != NEVER_USED
         rollouts = self._columns["rollout"]
-        promises = {
+        holds = {
             "more rollouts than the capacity": len(self) <= self.settings.capacity_rollouts,
             "a rollout is stored twice": np.unique(ids).size == ids.size,
-            "an id is not its rollout's": all(
+            "an id in the column differs from its rollout's": all(
                 rollout.rollout_id == i for rollout, i in zip(rollouts, ids, strict=True)
             ),
-            "a priority is not finite or below 0": bool(
+            "a priority is negative or not finite": bool(
                 (np.isfinite(self._columns["priority"]) & (self._columns["priority"] >= 0)).all()
             ),
             "times_used and last_used_step disagree": bool(((uses > 0) == used).all()),
             "a rollout was used before its birth": bool((last_used[used] >= births[used]).all()),
         }
-        broken = [promise for promise, kept in promises.items() if not kept]
-        return not broken, broken[0] if broken else ""
+        violated = [violation for violation, fine in holds.items() if not fine]
+        return not violated, violated[0] if violated else ""
 
     def _new_columns(
         self, rollouts: Sequence[Rollout], step: int, times_used_N: np.ndarray | None
@@ -254,7 +254,7 @@ class ReplayBuffer:
             and state["priority_epsilon"] == self.settings.priority_epsilon
         )
         if same_law and not np.array_equal(state["priority"], self._columns["priority"]):
-            raise ValueError("saved priorities are not those of the saved advantages")
+            raise ValueError("the saved priorities do not match the saved advantages")
 
     def _evict_born_before(self, step: int, now: int) -> int:
         if self.settings.max_age_steps is None:
@@ -278,7 +278,7 @@ class ReplayBuffer:
         return excess
 
     def _positive_bias_keeps(self) -> np.ndarray:
-        """The freshest (1-δ)N, and the freshest δN correct ones outside them; bool [N]."""
+        """The newest (1-δ)N rollouts, and the newest δN correct ones among the older; bool [N]."""
         capacity = self.settings.capacity_rollouts
         reserved = round(self.settings.positive_fraction * capacity)
         outside = max(len(self) - (capacity - reserved), 0)

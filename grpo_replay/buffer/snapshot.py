@@ -1,8 +1,8 @@
-"""The buffer as a Parquet file: buffer.parquet of a checkpoint (schema version 1).
+"""The buffer as a Parquet file: buffer.parquet in a checkpoint (schema version 1).
 
-One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text`, and
-`priority`, `times_used`, `last_used_step` (null if never drawn). The metadata hold the step, the
-replay settings and the counters, as JSON. No pickle.
+One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text`, then
+`priority`, `times_used` and `last_used_step` (null if never drawn). The file's metadata contain the
+step, the replay settings and the counters as JSON. Nothing is pickled.
 """
 
 import json
@@ -21,7 +21,7 @@ from grpo_replay.storage.rollout_log import ROLLOUT_SCHEMA, rollouts_to_table, t
 
 SNAPSHOT_VERSION = 1
 _FACTS_KEY = b"grpo_replay.buffer"
-_CHUNK_ROLLOUTS = 4096  # rows converted at once, and of one row group: bounds memory
+_CHUNK_ROLLOUTS = 4096  # rows converted at once, and rows per row group: limits memory
 _COUNTERS = ("evicted_by_age", "evicted_by_capacity", "evicted_at")
 
 _USE_FIELDS = [
@@ -36,8 +36,8 @@ SNAPSHOT_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A buffer read from a file: `state` is for `ReplayBuffer.set_state`; `settings` are the
-    replay section it was made under, and `step` the last one it had seen."""
+    """A buffer read from a file. `state` is for `ReplayBuffer.set_state`, `settings` is the replay
+    section of its run, and `step` the last training step before it was written."""
 
     step: int
     group_size: int
@@ -46,7 +46,7 @@ class Snapshot:
 
 
 def write_snapshot(path: Path, buffer: ReplayBuffer, step: int) -> None:
-    """Write the buffer as it is after `step`. Reading it back gives the same state, bit for bit."""
+    """Write the buffer after `step`. Reading the file gives the same state bit for bit."""
     state = buffer.get_state()
     facts = {
         "step": step,
@@ -66,7 +66,7 @@ def read_snapshot_facts(path: Path) -> dict[str, Any]:
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """The snapshot in a file. Raises SnapshotError if it is missing, damaged or foreign."""
+    """Read a snapshot. Raises SnapshotError if it is missing, damaged or another kind of file."""
     with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
         facts = _read_facts(path, file.schema_arrow.metadata)
         columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
@@ -92,9 +92,9 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def restore_snapshot(path: Path, buffer: ReplayBuffer) -> int:
-    """The step of the snapshot, after `buffer` became what it holds.
+    """Load a snapshot into `buffer` and return its step.
 
-    Raises SnapshotError if the file cannot be read or its content contradicts itself.
+    Raises SnapshotError if the file cannot be read or its content is inconsistent.
     """
     snapshot = read_snapshot(path)
     try:
@@ -124,8 +124,8 @@ def _check_complete(path: Path, batch: pa.RecordBatch) -> None:
     for name in SNAPSHOT_SCHEMA.names:
         if name != "last_used_step" and batch.column(name).null_count:
             raise SnapshotError(
-                f"{path}: column {name} has a null, which no stored rollout has; restore the file "
-                "from a copy"
+                f"{path}: column {name} contains a null, which stored rollouts never have; restore "
+                "the file from a copy"
             )
 
 
@@ -136,11 +136,13 @@ def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
         missing |= {"priority", "priority_epsilon"} - set(facts.get("settings", ()))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise SnapshotError(
-            f"{path}: its metadata have no readable {_FACTS_KEY.decode()} ({error}); restore the "
+            f"{path}: its metadata has no readable {_FACTS_KEY.decode()} ({error}); restore the "
             "file from a copy"
         ) from error
     if missing:
-        raise SnapshotError(f"{path}: its metadata lack {', '.join(sorted(missing))}")
+        raise SnapshotError(
+            f"{path}: its metadata lacks {', '.join(sorted(missing))}; restore the file from a copy"
+        )
     return facts
 
 

@@ -230,7 +230,7 @@ def test_a_snapshot_that_was_edited_is_refused(tmp_path):
     index = table.column_names.index("advantage")
     edited = pa.array([0.5] * table.num_rows, pa.float32())
     pq.write_table(table.set_column(index, table.schema.field(index), edited), path)
-    with pytest.raises(SnapshotError, match=r"buffer\.parquet: saved priorities.*restore"):
+    with pytest.raises(SnapshotError, match=r"buffer\.parquet: the saved priorities.*restore"):
         restore_snapshot(path, ReplayBuffer(drawn_buffer().settings, 4))
 
 
