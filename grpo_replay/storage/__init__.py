@@ -1,4 +1,4 @@
-"""What a run leaves on disk: directory, checkpoints, rollout log, Parquet, trackers.
+"""The files of a run: run directory, checkpoints, rollout log, Parquet, atomic writes, trackers.
 
-Imports recipe, types and errors; no torch.
+Imports distributed, recipe, types and errors; torch only inside functions.
 """

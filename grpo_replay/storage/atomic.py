@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, also after a power cut."""
+"""Atomic writes: a file or folder is complete or absent, even after a power failure."""
 
 import errno
 import json
@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ _TORCH_ERROR = re.compile(r"iostream error|inline_container|PytorchStreamWriter"
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """The temporary name under which to write; flushed and renamed to `path` at the end, removed
-    after an error."""
+    """Yields a temporary path to write to. The file is then flushed and renamed to `path`, or
+    removed after an error."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -34,35 +34,35 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def named_if_unwritable(path: Path) -> Iterator[None]:
-    """An OSError becomes an OutputDirectoryError that says what could not be written."""
+    """Turn an OSError into an OutputDirectoryError that names `path`."""
     try:
         yield
     except OSError as error:
         raise OutputDirectoryError(
             f"{path} cannot be written ({error.strerror or error}): free space there, make its "
-            "folder writable, or name another place"
+            "folder writable, or choose another path"
         ) from error
 
 
 def write_text_whole(path: Path, text: str) -> None:
-    """Write text as UTF-8."""
+    """Write text atomically, as UTF-8."""
     with written_whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json_whole(path: Path, value: Any) -> None:
-    """Write indented JSON in ASCII. Raises ValueError for numbers that are not finite."""
+    """Write indented ASCII JSON atomically. Raises ValueError for numbers that are not finite."""
     write_text_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def rename_folder(folder: Path, name: Path) -> None:
-    """Rename a folder, and have the new name on disk."""
+    """Rename a folder and flush its parent, so that the new name is on disk."""
     os.rename(folder, name)
     _flush(name.parent)
 
 
 def point_link(link: Path, target: str) -> None:
-    """Make the symbolic link `link` name `target`, in one step."""
+    """Point the symbolic link `link` at `target`, atomically."""
     temporary = link.with_name(link.name + ".tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -71,7 +71,7 @@ def point_link(link: Path, target: str) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Have every file and folder below `folder`, and itself, on disk."""
+    """Flush `folder` and all files and folders below it to disk."""
     for path in folder.rglob("*"):
         if not path.is_symlink():
             _flush(path)
@@ -79,32 +79,22 @@ def flush_tree(folder: Path) -> None:
 
 
 def flush_files(paths: Iterable[Path]) -> None:
-    """Have these files on disk."""
+    """Flush these files to disk."""
     for path in paths:
         _flush(path)
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write where `path` is, or would be."""
+    """Free bytes for this user on the file system of `path`, which need not exist yet."""
     place = path.absolute()
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
 
 
-def bytes_below(folder: Path) -> int:
-    """Size of the files in a folder that may be changing; 0 if there is none."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += os.stat(os.path.join(place, name)).st_size
-    return total
-
-
 def describe_full_disk(error: BaseException) -> str | None:
-    """What an error says of a disk that is full or does not take what is written; None if it is
-    about something else. Only Python raises an OSError for it."""
+    """The message of an error caused by a full disk or a failed write; None for other errors.
+    Needed because only Python raises an OSError for these; Rust and C++ libraries do not."""
     seen: BaseException | None = error
     while seen is not None:
         from_rust = _RUST_ERROR.search(str(seen))  # safetensors and tokenizers
@@ -121,7 +111,7 @@ def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some network file systems flush files but no folders
+    except OSError as error:  # some network file systems cannot flush folders
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:

@@ -1,9 +1,9 @@
-"""Checkpoints: written beside, completed by a manifest, renamed into place.
+"""Checkpoints: written to a temporary folder, completed by a manifest, renamed into place.
 
     checkpoints/step_000100/  model/  engine/  buffer.parquet  state.json  manifest.json
     checkpoints/latest -> step_000100
 
-A checkpoint without a manifest that matches its files is not a checkpoint.
+A checkpoint is valid only if its manifest matches its files.
 """
 
 import hashlib
@@ -23,18 +23,19 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 CHECKPOINT_VERSION = 1
 MOST_READERS = 8
-"""Files hashed at once: more only compete for the disk."""
+"""Maximum number of files hashed at once. More would only compete for the disk."""
 
 FileFacts = dict[str, dict[str, Any]]
-"""`bytes` and `sha256` of files, by their path in the checkpoint."""
+"""`bytes` and `sha256` of each file, by its path in the checkpoint."""
 
 
 @dataclass(slots=True)
 class RunState:
-    """Every counter of a run. Randomness needs no state: each stream is a function of
+    """All counters of a run. Random generators need no state: each stream is computed from
     (run.seed, step, purpose).
 
-    `policy_version` is that of the weights in `model/`; `prompt_cursor` counts prompts taken.
+    `policy_version` is the version of the weights in `model/`. `prompt_cursor` is the number of
+    prompts taken so far.
     """
 
     step: int = 0
@@ -58,7 +59,7 @@ class RunState:
         if not isinstance(value, dict) or set(value) != names:
             raise CheckpointError(
                 f"{place}: expected the keys {', '.join(sorted(names))}; this checkpoint was "
-                "written by another version, or the file was changed"
+                "written by another version of grpo-replay, or the file was changed"
             )
         if value["format_version"] != CHECKPOINT_VERSION:
             raise CheckpointError(
@@ -73,12 +74,12 @@ def checkpoint_name(step: int) -> str:
 
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
-    """Where a checkpoint is filled before it is completed."""
+    """The folder in which a checkpoint is written before it is renamed."""
     return checkpoints / f".tmp-{checkpoint_name(step)}"
 
 
 def begin_checkpoint(temporary: Path) -> None:
-    """Make the temporary folder, empty."""
+    """Create the temporary folder, empty."""
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
@@ -87,8 +88,8 @@ def begin_checkpoint(temporary: Path) -> None:
 def complete_checkpoint(
     temporary: Path, state: RunState, keep: int, known: FileFacts | None = None
 ) -> Path:
-    """Write state and manifest, flush, rename, point `latest` there, then drop old ones. `known`
-    are facts of files that need not be read again."""
+    """Write state and manifest, flush, rename, update `latest`, then remove all but the newest
+    `keep` checkpoints. `known` has the facts of files that need not be read again."""
     checkpoints = temporary.parent
     write_json_whole(temporary / STATE, asdict(state))
     flush_tree(temporary)
@@ -104,14 +105,14 @@ def complete_checkpoint(
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Complete or damaged, oldest first."""
+    """All checkpoints, complete or damaged, oldest first."""
     return sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
 
 
 def find_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest checkpoint, verified; None if there is none.
+    """The newest checkpoint, after verification; None if there is none.
 
-    Raises CheckpointError if the newest is damaged, and names the one before it.
+    Raises CheckpointError if it is damaged. The message names the newest complete one before it.
     """
     found = list_checkpoints(checkpoints)
     if not found:
@@ -133,12 +134,14 @@ def _offer_previous(older: list[Path]) -> str:
             f". The one before it, {checkpoint.name}, is complete: remove the damaged folder to "
             "resume from there"
         )
-    return ". There is no complete one before it: start a new run"
+    return ". No complete checkpoint is before it: start a new run"
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
     """Check every file against the manifest. Raises CheckpointError naming the first bad one."""
-    manifest = read_json(checkpoint / MANIFEST, "it was cut short or is no checkpoint")
+    manifest = read_json(
+        checkpoint / MANIFEST, "the checkpoint is incomplete, or the folder is not a checkpoint"
+    )
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"{checkpoint / MANIFEST}: expected an object with 'files'")
     if STATE not in manifest["files"]:
@@ -157,12 +160,14 @@ def verify_checkpoint(checkpoint: Path) -> None:
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """The counters of a checkpoint. Raises CheckpointError."""
-    return RunState.from_json(read_json(checkpoint / STATE, "no state"), checkpoint / STATE)
+    """Read the counters of a checkpoint. Raises CheckpointError."""
+    return RunState.from_json(
+        read_json(checkpoint / STATE, "the checkpoint has no state"), checkpoint / STATE
+    )
 
 
 def read_json(path: Path, meaning: str) -> Any:
-    """The JSON in a file. Raises CheckpointError saying what its absence means."""
+    """Read a JSON file. Raises CheckpointError; `meaning` explains a missing file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -172,20 +177,20 @@ def read_json(path: Path, meaning: str) -> Any:
 
 
 def file_facts(folder: Path, names: Sequence[str]) -> FileFacts:
-    """Size and SHA-256 of files in `folder`, as many read at once as there are cores."""
+    """Size and SHA-256 of files in `folder`, read in parallel."""
 
     def facts_of(name: str) -> dict[str, Any]:
         path = folder / name
         return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
-    # hashlib lets other threads run while it computes. The largest first, lest one be left last.
+    # hashlib releases the GIL. The largest file goes first, so that it is not left for the end.
     by_size = sorted(names, key=lambda name: -(folder / name).stat().st_size)
     with ThreadPoolExecutor(max_workers=min(available_cores(), MOST_READERS)) as pool:
         return dict(zip(by_size, pool.map(facts_of, by_size), strict=True))
 
 
 def checkpoint_bytes_on_disk(checkpoint: Path) -> int:
-    """The size of a checkpoint's files."""
+    """Total size of a checkpoint's files."""
     return sum((checkpoint / name).stat().st_size for name in _file_names(checkpoint))
 
 
@@ -203,5 +208,5 @@ def _sha256(path: Path) -> str:
 
 
 def point_latest(checkpoint: Path) -> None:
-    """Make the symbolic link `latest` beside a checkpoint name it."""
+    """Point the symbolic link `latest`, in the same folder, at a checkpoint."""
     point_link(checkpoint.with_name("latest"), checkpoint.name)

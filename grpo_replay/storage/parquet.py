@@ -1,4 +1,4 @@
-"""Parquet files of our own: written whole or not at all, and refused if they are anything else."""
+"""Parquet files of grpo-replay: atomic writes; reads that check kind, version and columns."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +22,9 @@ def write_parquet(
     tables: Iterable[pa.Table],
     metadata: dict[bytes, bytes] | None = None,
 ) -> None:
-    """Write tables of one schema, zstd-compressed with page checksums; kind and schema version go
-    into the metadata. The file appears under its name only when it is complete and flushed. Raises
-    OutputDirectoryError if the disk is full or the folder is not writable."""
+    """Write tables of one schema atomically, zstd-compressed with page checksums, with kind and
+    schema version in the metadata. Raises OutputDirectoryError if the disk is full or the folder
+    is not writable."""
     marks = {_KIND_KEY: kind.encode(), _VERSION_KEY: str(version).encode(), **(metadata or {})}
     try:
         with (
@@ -46,8 +46,8 @@ def write_parquet(
 def open_parquet(
     path: Path, kind: str, version: int, schema: pa.Schema
 ) -> Iterator[pq.ParquetFile]:
-    """The open file, after its kind, version and columns were checked. Raises SnapshotError, also
-    for damage that only shows while the caller reads."""
+    """Open a file and check its kind, version and columns. Raises SnapshotError, also for damage
+    that is found while the caller reads."""
     path = Path(path)
     if not path.is_file():
         raise SnapshotError(f"{path}: no such file; expected a {kind} file")
@@ -66,7 +66,7 @@ def open_parquet(
 
 
 def read_parquet(path: Path, kind: str, version: int, schema: pa.Schema) -> pa.Table:
-    """All rows, with the columns of `schema`. Raises SnapshotError."""
+    """Read all rows, with the columns of `schema`. Raises SnapshotError."""
     with open_parquet(path, kind, version, schema) as file:
         return file.read(columns=schema.names).cast(schema)
 

@@ -1,9 +1,8 @@
 """Rollouts and draws as Arrow tables and Parquet files (schema version 1).
 
-One Arrow layout serves three purposes: the wire format between ranks (`rollouts_to_bytes`), the
-step logs (rollouts/step_000012.parquet, draws/step_000012.parquet), and the buffer's snapshot (see
-`buffer.snapshot`). Undefined values are null, never NaN. Files are zstd-compressed with page
-checksums, and written to a temporary name, flushed and renamed.
+The Arrow schema of a rollout has three uses: messages between ranks (`rollouts_to_bytes`), the step
+logs (rollouts/step_000012.parquet, draws/step_000012.parquet), and the buffer's snapshot
+(`buffer.snapshot`). Undefined values are null, never NaN.
 """
 
 import math
@@ -43,7 +42,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("kept", pa.bool_()),
     ]
 )
-"""A rollout, frozen at birth. `advantage` and `behavior_logprobs` are null if its group was
+"""A rollout as frozen at birth. `advantage` and `behavior_logprobs` are null if its group was
 dropped (`kept` false)."""
 
 OUTCOME_SCHEMA = pa.schema(
@@ -58,7 +57,7 @@ OUTCOME_SCHEMA = pa.schema(
         ("entropy", pa.float64()),
     ]
 )
-"""What the update saw of a rollout; all null if it was not trained on."""
+"""Statistics of the update that trained on a rollout. All null if it was not trained on."""
 
 DRAW_SCHEMA = pa.schema(
     [
@@ -69,14 +68,14 @@ DRAW_SCHEMA = pa.schema(
         *OUTCOME_SCHEMA,
     ]
 )
-"""One row per drawn rollout, in the order drawn; `probability` is the first-draw P (of its query,
-at query unit)."""
+"""One row per drawn rollout, in the order drawn. `probability` is its first-draw probability, or
+that of its query if `replay.unit` is query."""
 
 ROLLOUT_FILE_SCHEMA = pa.schema([*ROLLOUT_SCHEMA, *OUTCOME_SCHEMA])
 
 
 def rollouts_to_table(rollouts: Sequence[Rollout]) -> pa.Table:
-    """The rollouts in ROLLOUT_SCHEMA, in order. Nothing is lost: raises ValueError for a reward,
+    """The rollouts as a table with ROLLOUT_SCHEMA, in order. Raises ValueError for a reward,
     advantage or group statistic that is not finite or not exact in float32."""
     arrays = [
         _to_array(field, [getattr(rollout, field.name) for rollout in rollouts])
@@ -86,9 +85,9 @@ def rollouts_to_table(rollouts: Sequence[Rollout]) -> pa.Table:
 
 
 def table_to_rollouts(table: pa.Table) -> list[Rollout]:
-    """The rollouts of a table with the columns of ROLLOUT_SCHEMA, others being ignored. Without
-    `completion_text`, texts are empty. Arrays are read-only copies, so that keeping one rollout
-    does not keep the table."""
+    """The rollouts of a table with the columns of ROLLOUT_SCHEMA; other columns are ignored.
+    Without a column `completion_text` the texts are empty. Arrays are read-only copies, so that a
+    rollout does not keep the whole table in memory."""
     rollouts: list[Rollout] = []
     for batch in table.to_batches():
         columns = {
@@ -105,7 +104,7 @@ def table_to_rollouts(table: pa.Table) -> list[Rollout]:
 
 
 def rollouts_to_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """The rollouts as one Arrow IPC stream, to travel between ranks."""
+    """The rollouts as an Arrow IPC stream, for messages between ranks."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, ROLLOUT_SCHEMA) as writer:
         writer.write_table(rollouts_to_table(rollouts))
@@ -113,7 +112,7 @@ def rollouts_to_bytes(rollouts: Sequence[Rollout]) -> bytes:
 
 
 def bytes_to_rollouts(payload: bytes) -> list[Rollout]:
-    """The inverse of `rollouts_to_bytes`, bit for bit."""
+    """The inverse of `rollouts_to_bytes`; the values are the same bit for bit."""
     return table_to_rollouts(pa.ipc.open_stream(payload).read_all())
 
 
@@ -125,9 +124,9 @@ def step_path(folder: Path, step: int) -> Path:
 def write_rollouts(
     path: Path, rollouts: Sequence[Rollout], outcomes: Mapping[int, RolloutOutcome]
 ) -> None:
-    """Write every rollout of a step, dropped ones included, in the order of generation: its
-    survivors are inserted in this order, which `verify_run` relies on. `outcomes` maps the ids of
-    rollouts that were trained on as fresh."""
+    """Write all rollouts of a step, dropped ones included, in the order in which survivors are
+    inserted into the buffer; `verify_run` relies on this order. `outcomes` maps the ids of rollouts
+    that were trained on as fresh."""
     table = rollouts_to_table(rollouts)
     seen = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
     whole = pa.table([*table.columns, *seen], schema=ROLLOUT_FILE_SCHEMA)
@@ -135,7 +134,7 @@ def write_rollouts(
 
 
 def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOutcome]) -> None:
-    """Write what a step drew, in the order drawn; `outcomes[i]` is that of `draw.rollouts[i]`."""
+    """Write the draw of a step, in the order drawn. `outcomes[i]` belongs to `draw.rollouts[i]`."""
     count = len(draw.rollouts)
     if len(outcomes) != count:
         raise ValueError(f"step {step}: {len(outcomes)} outcomes for {count} drawn rollouts")
@@ -151,7 +150,7 @@ def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOut
 
 
 def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """A rollouts/ file, in ROLLOUT_FILE_SCHEMA or only the columns named. Raises SnapshotError."""
+    """Read a rollouts/ file: all columns, or only those named. Raises SnapshotError."""
     schema = ROLLOUT_FILE_SCHEMA
     if columns is not None:
         schema = pa.schema([schema.field(name) for name in columns])
@@ -159,7 +158,7 @@ def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.T
 
 
 def read_draw_table(path: Path) -> pa.Table:
-    """A draws/ file, in DRAW_SCHEMA. Raises SnapshotError."""
+    """Read a draws/ file. Raises SnapshotError."""
     return read_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA)
 
 
@@ -178,8 +177,8 @@ def _check_exact(name: str, values: list[float | None]) -> None:
     storable = exact & np.isfinite(defined)
     if not storable.all():
         raise ValueError(
-            f"{name} {defined[~storable][0]!r} is not finite, or not exact in float32, in which it "
-            "is stored: round it when the rollout is made"
+            f"{name} {defined[~storable][0]!r} is not finite or not exact in float32, the stored "
+            "precision: round it when the rollout is made"
         )
 
 

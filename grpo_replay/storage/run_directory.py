@@ -1,7 +1,7 @@
-"""A run's directory: who may write there, what is in it, and how it goes back to a step.
+"""A run's directory: its lock, its files, and how a resume goes back to a step.
 
-Every file of a step is written before the step's checkpoint. So going back to a checkpoint means
-removing what came after it; nothing that belongs to the checkpoint can be missing.
+All files of a step are written before the step's checkpoint. To go back to a checkpoint it is
+therefore enough to remove later files; nothing that belongs to the checkpoint can be missing.
 """
 
 import fcntl
@@ -29,11 +29,11 @@ _STEP_NAME = re.compile(r"step_(\d+)")
 
 
 class _AttemptLog(logging.FileHandler):
-    """The log of one attempt at a run; a process has at most one."""
+    """The log file of one attempt. A process has at most one open."""
 
 
 class RunDirectory:
-    """Paths and small files of one run. Only rank 0 writes, but for each rank's own log."""
+    """Paths and small files of one run. Only rank 0 writes, except for each rank's own log."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,13 +45,13 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        """Whether a run was ever started here."""
+        """True if a run was started here before."""
         return self.recipe_path.exists() or self.metrics_path.exists()
 
     def lock(self) -> None:
-        """Keep other processes out until this one ends, however it ends.
+        """Lock the directory until this process ends, in whatever way it ends.
 
-        Raises OutputDirectoryError if another process is at work here.
+        Raises OutputDirectoryError if another process holds the lock.
         """
         try:
             self._lock = (self.path / LOCK).open("a+")
@@ -70,13 +70,13 @@ class RunDirectory:
         self._lock.flush()
 
     def unlock(self) -> None:
-        """Let others in. May be called without a lock."""
+        """Release the lock, if held."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def refuse_occupied(self) -> None:
-        """Raises OutputDirectoryError if there is anything where a new run should go."""
+        """Raises OutputDirectoryError if the directory of a new run already contains files."""
         if self.path.exists() and (not self.path.is_dir() or self._files()):
             found = "another run" if self.exists else "other files"
             remedy = ", or continue that run with --resume" if self.exists else ""
@@ -89,18 +89,18 @@ class RunDirectory:
         return [path for path in self.path.iterdir() if path.name != LOCK]
 
     def create(self, recipe: Recipe) -> None:
-        """Make the directory of a new run. Raises OutputDirectoryError if it is occupied."""
+        """Create the directory of a new run. Raises OutputDirectoryError if it is occupied."""
         self.refuse_occupied()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise self._unwritable(error) from error
         self.lock()
-        self.refuse_occupied()  # who started at the same moment may have been first
+        self.refuse_occupied()  # another process may have created files before we got the lock
         self._write_opening(recipe)
 
     def reopen(self, recipe: Recipe, step: int) -> list[str]:
-        """Go back to the end of `step` (0: the start); returns what changed in the recipe."""
+        """Go back to the end of `step` (0: the start). Returns the changes of the recipe."""
         changes = self._recipe_changes(recipe)
         self._truncate_metrics(step)
         for folder in STEP_FOLDERS:
@@ -127,7 +127,7 @@ class RunDirectory:
     def _unwritable(self, error: OSError) -> OutputDirectoryError:
         return OutputDirectoryError(
             f"output directory {self.path} cannot be written: {error}; choose another "
-            "--output-dir, or make room or change its permissions"
+            "--output-dir, free space, or change its permissions"
         )
 
     def _recipe_changes(self, recipe: Recipe) -> list[str]:
@@ -137,7 +137,7 @@ class RunDirectory:
             before = resolve_recipe([read_recipe_layer(self.recipe_path)], str(self.recipe_path))
         except RecipeError as error:
             raise OutputDirectoryError(
-                f"{self.path} cannot be resumed: its recipe.yaml is not valid any more: {error}"
+                f"{self.path} cannot be resumed: its recipe.yaml is no longer valid: {error}"
             ) from error
         old, new = flatten(before.model_dump()), flatten(recipe.model_dump())
         return [
@@ -152,7 +152,7 @@ class RunDirectory:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
-                break  # a line cut short by a kill is the last one
+                break  # an incomplete last line, from a kill during the write
             if row["step"] <= step:
                 kept.append(line + "\n")
         if len(kept) != step:
@@ -174,7 +174,7 @@ class RunDirectory:
         return [json.loads(line) for line in lines]
 
     def flush_metrics(self) -> None:
-        """Have the metrics so far on disk, before a checkpoint that relies on them."""
+        """Flush the metrics to disk, before a checkpoint that relies on them."""
         if self.metrics_path.exists():
             with self.metrics_path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -183,15 +183,15 @@ class RunDirectory:
         write_json_whole(self.path / "environment.json", {"attempt": attempt, **facts})
 
     def next_attempt(self) -> int:
-        """1 for the first start of this run, then counting."""
+        """Number of the next attempt, from 1."""
         logs = (self.path / "log").glob("attempt_*.log")
         return 1 + sum(".rank_" not in log.name for log in logs)
 
     def open_log(self, attempt: int, rank: int = 0) -> Path:
-        """Send this process's logging to the rank's file of the attempt, and return its path.
+        """Send this process's logging to the rank's log file of the attempt, and return its path.
 
-        An earlier run's file in this process gets no more. The last one stays open, for what goes
-        wrong after the run.
+        Log files of earlier runs in this process are closed. This one stays open after the run, for
+        errors that come later.
         """
         own = f".rank_{rank}" if rank > 0 else ""
         path = self.path / "log" / f"attempt_{attempt:03d}{own}.log"
@@ -211,7 +211,7 @@ class RunDirectory:
 
 
 def environment_facts(world_size: int) -> dict[str, Any]:
-    """Versions, hardware, git commit and command of this attempt."""
+    """Package versions, hardware, git commit and command of this attempt."""
     import torch
 
     packages = ("torch", "transformers", "deepspeed", *VLLM_PACKAGES, "datasets",
@@ -231,7 +231,7 @@ def environment_facts(world_size: int) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """The commit of this checkout; None for an installed package, or where git is missing."""
+    """The git commit of this checkout; None for an installed package or without git."""
 
     def git(*words: str) -> str | None:
         try:
@@ -242,13 +242,13 @@ def _git_commit() -> str | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    # A virtual environment inside somebody's repository is not part of it.
+    # An installed package may lie inside another git repository without being part of it.
     tracked = git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     return git("rev-parse", "HEAD") if tracked else None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys to leaves."""
+    """A nested mapping as one level: dotted keys to leaf values."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""Trackers: TensorBoard, Weights & Biases and trackio behind one interface."""
+"""Experiment trackers behind one interface: TensorBoard, Weights & Biases and trackio."""
 
 import importlib
 import importlib.util
@@ -11,14 +11,14 @@ from grpo_replay.recipe import Recipe
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record the numbers of a step; what is None is left out."""
+        """Record the numbers of a step. Values that are None are skipped."""
         ...
 
     def close(self) -> None: ...
 
 
 class TensorBoardTracker:
-    """Event files in RUN/tensorboard. After a resume, what came after `first_step` is hidden."""
+    """Event files in RUN/tensorboard. After a resume, events from `first_step` on are hidden."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +35,7 @@ class TensorBoardTracker:
 
 
 class HostedTracker:
-    """W&B or trackio, whose interfaces agree in what we use."""
+    """W&B or trackio. Both have the same functions that we call."""
 
     def __init__(self, module: Any, recipe: Recipe, run_name: str) -> None:
         self._module = module
@@ -54,17 +54,17 @@ class HostedTracker:
 
 
 def missing_trackers(recipe: Recipe) -> list[str]:
-    """One sentence for each tracker that the recipe names and that is not installed."""
+    """One message per tracker that the recipe names and that is not installed."""
     return [
         f"tracking.report_to names {name!r}, which is not installed: "
-        f"pip install 'grpo-replay[{name}]', or take it out"
+        f"pip install 'grpo-replay[{name}]', or remove it from the list"
         for name in recipe.tracking.report_to
         if name != "tensorboard" and importlib.util.find_spec(name) is None
     ]
 
 
 def open_trackers(recipe: Recipe, run_dir: Path, first_step: int) -> list[Tracker]:
-    """The trackers that the recipe names, all of which must be installed."""
+    """Open the trackers that the recipe names. All must be installed."""
     trackers: list[Tracker] = []
     for name in recipe.tracking.report_to:
         if name == "tensorboard":

