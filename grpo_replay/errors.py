@@ -1,4 +1,4 @@
-"""The exception tree. Every error a user can meet is one of these, and knows its exit code.
+"""The exception tree. Every error reported to the user is one of these and has an exit code.
 
     GrpoReplayError                1
     ├── UsageError                 2   a wrong option or argument
@@ -10,11 +10,11 @@
     │   ├── CheckpointError        3   a checkpoint that is missing, partial or damaged
     │   ├── EvaluationFileError    3   an evaluation report
     │   └── OutputDirectoryError   3   an output directory that is occupied or not writable
-    └── SafetyStop                 4   training stopped before it could do harm
+    └── SafetyStop                 4   training stopped to avoid wrong results
         ├── NonFiniteError         4   a loss or gradient that is not finite
-        ├── LogprobGapError        4   the sampler is not the policy
+        ├── LogprobGapError        4   sampler and trainer log-probs differ too much
         ├── SamplerError           4   a sampler failed and could not be recovered
-        └── LaunchError            4   ranks that cannot form one run
+        └── LaunchError            4   ranks that cannot form a run
 
 A message names the place, the value found, what is allowed, and what to do.
 """
@@ -23,11 +23,11 @@ import difflib
 from collections.abc import Iterable
 
 INTERRUPTED = 130
-"""The exit status of a command that SIGINT or SIGTERM stopped in good order."""
+"""Exit status of a command that stopped cleanly after SIGINT or SIGTERM."""
 
 
 class GrpoReplayError(Exception):
-    """Anything this package reports to its user; `exit_code` is the process's exit status."""
+    """Base class of all errors reported to the user. `exit_code` is the exit status."""
 
     exit_code = 1
 
@@ -89,12 +89,12 @@ class LaunchError(SafetyStop):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the error's class if it has none."""
+    """The first line of an error's message, or the name of its class if the message is empty."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'ratio'?)`, or nothing if no known word is close."""
+    """` (did you mean 'ratio'?)`, or an empty string if no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

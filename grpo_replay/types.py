@@ -1,4 +1,4 @@
-"""The values that flow from stage to stage: frozen, numpy only, one name per quantity.
+"""The data types passed between the stages of training: frozen, numpy only.
 
 Shape key (suffixes of names, and in comments):
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
-"""Weights on their way: names, each with its full tensor."""
+"""Pairs of a parameter name and its full tensor, for weight transfers."""
 
 
 class RequestKey(NamedTuple):
@@ -48,7 +48,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One completion to sample. `seed` is a function of run seed and key (see `seeding`)."""
+    """A request to sample one completion. `seed` depends only on the run seed and `key`."""
 
     key: RequestKey
     prompt_token_ids: np.ndarray  # int32 [P]
@@ -60,11 +60,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a sampler returns for one request.
+    """A sampler's response to one request.
 
-    `token_ids` includes the end-of-sequence token if one was sampled; `sampler_logprobs` are of
-    the distribution sampled from (temperature applied). `finish_reason` is "stop" (EOS) or
-    "length" (truncated). The policy versions are those of the first and last sampled token.
+    `token_ids` includes the end-of-sequence token if one was sampled. `sampler_logprobs` are
+    log-probs of the distribution sampled from, temperature applied. `finish_reason` is "stop"
+    (EOS) or "length" (truncated). The two policy versions are those of the first and the last
+    sampled token.
     """
 
     key: RequestKey
@@ -77,9 +78,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verifier's answer. `status` is "correct", "incorrect", "unparsable" (no answer found),
-    "timeout", "memory" or "crash"; the last three earn the incorrect reward and are counted.
-    For a `module:function` reward, status is "scored"."""
+    """A verifier's result. `status` is "correct", "incorrect", "unparsable" (no answer found),
+    "timeout", "memory" or "crash"; the last three get the reward of an incorrect answer. For a
+    `module:function` reward it is "scored"."""
 
     reward: float
     status: str
@@ -87,11 +88,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """One completion with everything frozen at its birth. The unit of replay.
+    """One completion and everything computed at its birth, frozen. The unit of replay.
 
-    `advantage` and `behavior_logprobs` are None for a rollout whose group was dropped
-    (`kept` False). `group_reward_std` is exactly 0 if all rewards of the group are equal. Ages are
-    in training steps: `step - birth_step`.
+    `advantage` and `behavior_logprobs` are None if the rollout's group was dropped (`kept` False).
+    `group_reward_std` is exactly 0 if all rewards of the group are equal. The age of a rollout is
+    `step - birth_step`, in training steps.
     """
 
     rollout_id: int
@@ -118,17 +119,17 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """What one draw took from the buffer (or from the pool of fresh and stored rollouts).
+    """The rollouts drawn in one step, from the buffer or from fresh and stored rollouts together.
 
     `rollouts[i]` was drawn with first-draw probability `probabilities[i]` (float64 [N]) at age
-    `ages[i]` (int64 [N], training steps). With replacement, a rollout may appear twice.
+    `ages[i]` (int64 [N], training steps). With replacement, a rollout may appear more than once.
     """
 
     rollouts: tuple[Rollout, ...]
     probabilities: np.ndarray
     ages: np.ndarray
-    effective_sample_size: float  # 1 / Σ P², over everything that could have been drawn
-    entropy: float  # -Σ P ln P in nats, likewise
+    effective_sample_size: float  # 1 / Σ P², over all candidates
+    entropy: float  # -Σ P ln P in nats, over all candidates
 
     @classmethod
     def empty(cls) -> "Draw":
@@ -137,10 +138,10 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ComposedBatch:
-    """What one training step trains on: rollouts, and which of them were drawn.
+    """The rollouts of one training step, and which of them are replayed.
 
-    `replayed_N[i]` is True if `rollouts[i]` came from the buffer with age > 0 (for `buffer_only`:
-    from the buffer at any age); `draw` holds probabilities and ages of what was drawn.
+    `replayed_N[i]` is True if `rollouts[i]` was drawn at an age above 0, or, for `buffer_only`, at
+    any age. `draw` has the probabilities and ages of all drawn rollouts.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -151,10 +152,11 @@ class ComposedBatch:
 
 @dataclass(frozen=True, slots=True)
 class RolloutOutcome:
-    """What one update saw of one rollout, over its T completion tokens, before the update's step.
+    """Statistics of one rollout's T completion tokens in one update, before the optimizer step.
 
-    Log-ratios are policy minus behaviour, unclamped, in nats. `approx_kl` is the mean of
-    `ratio - 1 - log_ratio` (k3). `clip_fraction` counts tokens whose gradient the clip removed.
+    Log-ratios are policy minus behaviour log-probs, unclamped, in nats. `approx_kl` is the mean of
+    `ratio - 1 - log_ratio` (k3). `clip_fraction` is the share of tokens whose gradient the clip
+    removed.
     """
 
     tokens: int

@@ -1,4 +1,4 @@
-"""Prompts: where rows come from, how they are rendered, in which order.
+"""Prompts: sources of problems, rendering and order.
 
-Imports recipe, tiny, types and errors; no torch.
+Imports grpo (seeds), recipe, tiny, types and errors; no torch.
 """

@@ -1,6 +1,6 @@
-"""Prompts: problems rendered, tokenised once, and handed out in a seeded order.
+"""Prompts: problems that are rendered and tokenised once, then visited in a seeded order.
 
-The order is a pure function of (seed, cursor), so a run resumes from the cursor alone.
+The order depends only on (seed, cursor), so that a run resumes from the cursor alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ORDER_STREAM = 0x70726F6D
-"""Names the stream of epoch orders among the run's streams ("prom")."""
+"""Identifies the random stream of epoch orders ("prom" in ASCII)."""
 
 BUILTIN_SOURCES = ("builtin:tiny",)
 BATCH_PROMPTS = 2048
@@ -32,7 +32,7 @@ BATCH_PROMPTS = 2048
 
 
 class PromptSet:
-    """Prompts of a run. `skipped_too_long` counts those over `max_prompt_length`, left out."""
+    """The prompts of a run. `skipped_too_long` counts skipped ones over `max_prompt_length`."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class PromptSet:
         return len(self._prompts.row_numbers)
 
     def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
-        """The prompts at places `cursor` … `cursor + count - 1` of the run's endless order.
+        """The prompts at positions `cursor` … `cursor + count - 1` of the run's endless order.
 
-        Places count from 0. Epoch e, places e·n to (e+1)·n - 1 of n prompts, visits every prompt
-        once: in a new permutation seeded by (seed, e), or in file order without shuffling.
+        Positions count from 0. With n prompts, epoch e has positions e·n to (e+1)·n - 1 and visits
+        every prompt once: in a permutation seeded by (seed, e), or in file order without shuffling.
         """
         if cursor < 0 or count < 0:
             raise ValueError(f"take(cursor={cursor}, count={count}): both must be at least 0")
-        return tuple(self._prompt(place) for place in range(cursor, cursor + count))
+        return tuple(self._prompt(position) for position in range(cursor, cursor + count))
 
-    def _prompt(self, place: int) -> Prompt:
-        epoch, offset = divmod(place, len(self))
+    def _prompt(self, position: int) -> Prompt:
+        epoch, offset = divmod(position, len(self))
         index = int(self._order(epoch)[offset])
         prompts = self._prompts
         return Prompt(
@@ -83,7 +83,7 @@ class PromptSet:
 
 
 class _TokenisedPrompts:
-    """Columns of equal length: what is known of every prompt that is kept."""
+    """Columns of equal length with the data of every prompt that is kept."""
 
     def __init__(self) -> None:
         self.row_numbers: list[int] = []
@@ -99,13 +99,13 @@ def load_prompts(
     seed: int,
     whole_rows: bool = True,
 ) -> PromptSet:
-    """The prompts that the section names, rendered and tokenised; `seed` fixes their order.
-    Without `whole_rows` a prompt's row has the fields that the section names, and no others are
-    read: what only a reward function of the user's own looks at.
+    """The prompts of the section's source, rendered and tokenised. `seed` determines their order.
+    If `whole_rows` is false, rows have only the fields that the section names, and no others are
+    read; only reward functions written by the user need the others.
 
-    Raises DatasetError for a source that cannot be read, a row without a problem or an answer,
-    an id given twice, or when no prompt is left after the length limit; RecipeError for a
-    template that cannot be rendered.
+    Raises DatasetError for a source that cannot be read, a row without problem or answer, a
+    duplicate id, or if all prompts are over the length limit, and RecipeError for a template that
+    cannot be rendered.
     """
     rows, id_field = _open_source(section, seed, whole_rows)
     if len(rows) == 0:
@@ -135,7 +135,7 @@ def load_prompts(
 def render_prompt(
     section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", problem: str
 ) -> tuple[str, np.ndarray]:
-    """Text and token ids (int32 [P]) of one problem under the section's template.
+    """Text and token ids (int32 [P]) of one problem, rendered with the section's template.
 
     Raises RecipeError if the template cannot be rendered.
     """
@@ -143,9 +143,9 @@ def render_prompt(
 
 
 def answer_text(value: Any) -> str:
-    """A reference answer as text: text unchanged, an integer as its digits.
+    """A reference answer as text. Text is unchanged; an integer becomes its digits.
 
-    Raises ValueError, saying what was found, for anything else and for blank text.
+    Raises ValueError with the value found for other types and for blank text.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -170,7 +170,7 @@ def _problem_text(value: Any) -> str:
 def _open_source(
     section: PromptsSection, seed: int, whole_rows: bool
 ) -> tuple[ProblemRows, str | None]:
-    """The rows, and the field with their ids (None: the row number is the id)."""
+    """The rows, and the field with their ids. None: the row number is the id."""
     source = section.source
     if source == "builtin:tiny":
         from grpo_replay.tiny.problems import train_problems
@@ -209,7 +209,7 @@ def _unique_ids(rows: ProblemRows, id_field: str | None) -> list[str]:
         first = first_with.setdefault(each, index)
         if first != index:
             raise DatasetError(
-                f"{rows.place(index)}: id {each!r} in field {id_field!r} was already given at "
+                f"{rows.place(index)}: id {each!r} in field {id_field!r} is also the id of "
                 f"{rows.place(first)}; ids must be unique"
             )
     return ids
@@ -223,7 +223,7 @@ def _rendered(
         batch = problems[start : start + BATCH_PROMPTS]
         users = [section.user_template.format(problem=problem) for problem in batch]
         texts = _chat_texts(section, tokenizer, users) if chat else users
-        # A chat template writes its own special tokens; plain text gets the tokenizer's.
+        # A chat template contains its special tokens; for plain text the tokenizer adds them.
         encoded = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
         for text, ids in zip(texts, encoded["input_ids"], strict=True):
             yield text, np.array(ids, dtype=np.int32)
@@ -235,7 +235,7 @@ def _chat_texts(
     if not tokenizer.chat_template:
         raise RecipeError(
             "prompts.template 'chat': the tokenizer has no chat template; set prompts.template "
-            "plain, or model.tokenizer to one that has"
+            "plain, or model.tokenizer to a tokenizer with a chat template"
         )
     system: list[Mapping[str, str]] = []
     if section.system_prompt is not None:
@@ -247,6 +247,6 @@ def _chat_texts(
         return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise RecipeError(
-            f"prompts.template 'chat': the tokenizer's chat template failed: {error}; if it takes "
-            "no system message, set prompts.system_prompt null"
+            f"prompts.template 'chat': the tokenizer's chat template failed: {error}; if it "
+            "does not support system messages, set prompts.system_prompt null"
         ) from error

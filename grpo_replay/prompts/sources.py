@@ -1,6 +1,6 @@
-"""Rows of problems, from a local JSONL or Parquet file, the hub, or a shipped set.
+"""Rows of problems from a local JSONL or Parquet file, the hub, or a built-in set.
 
-A source only reads; what a row must hold is decided by who asks for its columns.
+Sources only read. The caller checks the values.
 """
 
 import json
@@ -18,7 +18,7 @@ PARQUET_SUFFIXES = (".parquet",)
 
 
 class ProblemRows(Protocol):
-    """Rows by index (0-based), a column of all of them, and where a row came from."""
+    """Access to rows by index (0-based), to whole columns, and to the place of a row."""
 
     def __len__(self) -> int: ...
 
@@ -29,12 +29,12 @@ class ProblemRows(Protocol):
         ...
 
     def place(self, index: int) -> str:
-        """Where a reader finds the row, such as `problems.jsonl:12`."""
+        """The place of the row for error messages, for example `problems.jsonl:12`."""
         ...
 
 
 class MappingRows:
-    """Rows that are already mappings; `lines[i]` is the line of row i, 1-based."""
+    """Rows held as mappings. `lines[i]` is the line number of row i, 1-based."""
 
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], source: str, lines: Sequence[int] | None = None
@@ -60,8 +60,8 @@ class MappingRows:
 
 
 class TableRows:
-    """Rows of an Arrow table, turned into Python values only when asked for. `names` are all
-    columns of the source, of which the table may hold some."""
+    """Rows of an Arrow table, converted to Python values on access. `names` are all columns of the
+    source; the table may have only some of them."""
 
     def __init__(self, table: pa.Table, source: str, names: Sequence[str] | None = None) -> None:
         self._table, self._source = table, source
@@ -83,7 +83,7 @@ class TableRows:
 
 
 def is_local_source(source: str) -> bool:
-    """Whether `source` names a file on this machine (by its suffix, or because it exists)."""
+    """True if `source` is a local file, by its suffix or because it exists."""
     suffixes = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES)
     return source.endswith(suffixes) or source.startswith(("/", ".", "~")) or Path(source).exists()
 
@@ -91,10 +91,10 @@ def is_local_source(source: str) -> bool:
 def read_local_rows(
     source: str, limit: int | None = None, fields: Sequence[str] | None = None
 ) -> ProblemRows:
-    """The first `limit` rows (all if None) of a JSONL or Parquet file, with these fields alone (all
-    if None) as far as a row has them.
+    """The first `limit` rows (all if None) of a JSONL or Parquet file, with only these fields (all
+    if None).
 
-    Raises DatasetError naming file and line for whatever cannot be read.
+    Raises DatasetError with file and line if something cannot be read.
     """
     path = Path(source).expanduser()
     if not path.is_file():
@@ -116,9 +116,9 @@ def read_hub_rows(
     fields: Sequence[str] | None = None,
 ) -> ProblemRows:
     """The first `limit` rows of a split of a Hugging Face dataset, from the cache or the hub, with
-    these fields alone (all if None). The library maps its files; they are not read into memory.
+    only these fields (all if None). The library memory-maps its files.
 
-    Raises DatasetError, saying what to download, if it cannot be had.
+    Raises DatasetError, with the command to download it, if the dataset is not available.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -127,10 +127,10 @@ def read_hub_rows(
         dataset = datasets.load_dataset(source, config_name, split=split, revision=revision)
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise DatasetError(
-            f"dataset {source!r} (config {config_name}, split {split!r}) is neither in the local "
-            f"cache nor could it be fetched from the hub: {first_line(error)}. Where there is a "
-            f"network, run `hf download --repo-type dataset {source} --local-dir DIR` and set "
-            "prompts.source to the .parquet or .jsonl file in DIR"
+            f"dataset {source!r} (config {config_name}, split {split!r}) is not in the local "
+            f"cache and cannot be fetched from the hub: {first_line(error)}. On a machine with "
+            f"network access, run `hf download --repo-type dataset {source} --local-dir DIR` and "
+            "set prompts.source to the .parquet or .jsonl file in DIR"
         ) from error
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
@@ -143,7 +143,7 @@ def read_hub_rows(
 def _parquet_rows(
     path: Path, source: str, limit: int | None, fields: Sequence[str] | None
 ) -> TableRows:
-    """A Parquet file has to be decoded, so that every column that is read takes memory."""
+    """Rows of a Parquet file. Only `fields` are read: every column read takes memory."""
     try:
         names = pq.read_schema(path, memory_map=True).names
         wanted = None if fields is None else [name for name in names if name in fields]
@@ -170,14 +170,14 @@ def _jsonl_rows(
                 f"{source}:{number}: found a {type(row).__name__}; every line is one JSON object"
             )
         if fields is not None and all(field in row for field in fields):
-            row = {field: row[field] for field in fields}  # else whole, for the message
+            row = {field: row[field] for field in fields}  # else keep all, for the error
         rows.append(row)
         lines.append(number)
     return MappingRows(rows, source, lines)
 
 
 def _numbered_lines(path: Path, source: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their 1-based numbers."""
+    """Non-blank lines with their 1-based numbers."""
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as file:
