@@ -176,7 +176,7 @@ def test_ids_come_from_their_field_and_must_be_unique(jsonl, tokenizer):
     prompts = load_prompts(section(jsonl(*rows), id_field="uid", shuffle=False), tokenizer, 0)
     assert [p.prompt_id for p in prompts.take(0, 3)] == ["a", "7", "c"]
     rows.append({"problem": "q", "answer": "1", "uid": "7"})
-    refused(jsonl(*rows), tokenizer, r"jsonl:4: id '7' .* at .*jsonl:2; ids must", id_field="uid")
+    refused(jsonl(*rows), tokenizer, r"jsonl:4: id '7' .* also the id of .*jsonl:2; ids must", id_field="uid")
 
 
 def test_limit_takes_the_first_rows(jsonl, tokenizer):

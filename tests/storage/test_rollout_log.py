@@ -277,7 +277,7 @@ def test_a_null_where_there_must_be_a_value_is_refused(tmp_path, column):
         return table.set_column(index, table.schema.field(index), empty)
 
     rewritten(path, nulls)
-    with pytest.raises(SnapshotError, match=rf"buffer\.parquet: column {column} has a null"):
+    with pytest.raises(SnapshotError, match=rf"buffer\.parquet: column {column} contains a null"):
         restore_snapshot(path, ReplayBuffer(buffer.settings, 4))
 
 
