@@ -1,2 +1,2 @@
-"""An independent recomputation of a run from its files: shares no code with what made them, but
-for the recipe and the file readers. Imports storage and what is below; no torch."""
+"""Recomputes a finished run from its files, independently: shares only the recipe and the file
+readers with the code that wrote them. Imports storage, recipe, types and errors; no torch."""

@@ -1,4 +1,4 @@
-"""Checks of draws/: what was drawn, out of what, how many, with which probability."""
+"""Checks of draws/: candidates, number of draws, ages and probabilities."""
 
 import numpy as np
 
@@ -8,11 +8,11 @@ from grpo_replay.verification.report import Check, Tally
 from grpo_replay.verification.run_files import Columns, RunFiles
 from grpo_replay.verification.store import queries
 
-_PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in another order differ by 1e-13
+_PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
 
 
 class DrawChecks:
-    """The checks of a run's draws, fed step by step with what could have been drawn."""
+    """The checks of a run's draws. `check` is called for every step with the candidates."""
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
@@ -21,16 +21,18 @@ class DrawChecks:
         self.draw_test = DrawTest()
         self.effective_sample_size: float | None = None  # of the step checked last
         self.ages = Tally("ages", _age_statement(self.settings))
-        self.counts = Tally("draw counts", "round(r B') units, or all there are if fewer")
-        self.stored = Tally("stored when drawn", "each draw was in the buffer (or pool) then")
+        self.counts = Tally("draw counts", "round(r B') units, or all candidates if fewer")
+        self.stored = Tally(
+            "stored when drawn", "each drawn rollout was in the buffer (or pool) at that step"
+        )
         self.units = Tally("drawn units", "whole queries, none twice in a step without replacement")
         self.probabilities = Tally("probabilities", "P = p^alpha / sum p^alpha recomputed")
 
     def check(
         self, step: int, candidates: list[int], survivors: int, used: np.ndarray
     ) -> list[int]:
-        """Check the draw of one step from `candidates` (rows, oldest first); returns the drawn
-        rows that exist. `survivors` is B'; `used[row]` says whether a row was ever drawn."""
+        """Check the draw of one step from `candidates` (rows, oldest first). Returns the drawn rows
+        that exist. `survivors` is B'; `used[row]` is True for rows drawn before."""
         draws = self.draws(step)
         units = self._units(candidates)
         asked = self._asked(step, survivors)
@@ -44,23 +46,23 @@ class DrawChecks:
         self.counts.expect(
             len(drawn) == expected,
             f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "
-            f"(asked {asked}, {len(units)} there)",
+            f"(asked {asked} of {len(units)} candidates)",
         )
         self.effective_sample_size = None
-        for members, picked in self._classes(step, units, drawn, used):
-            self._check_law(step, draws, units, members, picked)
+        for members, picked in self._distributions(step, units, drawn, used):
+            self._check_probabilities(step, draws, units, members, picked)
         return rows
 
     def draws(self, step: int) -> Columns:
-        """The columns of the step's draws/ file; no rows if there is none."""
+        """The columns of the step's draws/ file, empty if there is none."""
         return self.run.draws_of_step.get(step, _NO_DRAWS)
 
     def results(self) -> list[Check]:
         tallies = (self.stored, self.counts, self.units, self.ages, self.probabilities)
-        return [*(tally.result() for tally in tallies), self._law()]
+        return [*(tally.result() for tally in tallies), self._distribution_test()]
 
     def _asked(self, step: int, survivors: int) -> int:
-        """Units to draw, by the recipe."""
+        """Number of units to draw according to the recipe."""
         settings = self.settings
         if not (settings.enabled and settings.ratio > 0) or step <= settings.warmup_steps:
             return 0
@@ -77,11 +79,14 @@ class DrawChecks:
             return queries(candidates, self.run.rollouts)
         return [[row] for row in candidates]
 
-    def _check_known(self, step: int, draws: Columns, rows: list[int], there: set[int]) -> bool:
+    def _check_known(
+        self, step: int, draws: Columns, rows: list[int], candidates: set[int]
+    ) -> bool:
         known = True
         for rollout_id, row in zip(draws["rollout_id"], rows, strict=True):
             known &= self.stored.expect(
-                row in there, f"step {step}: rollout {rollout_id} was drawn but not stored then"
+                row in candidates,
+                f"step {step}: rollout {rollout_id} was drawn but not stored then",
             )
         return known
 
@@ -106,7 +111,7 @@ class DrawChecks:
             )
 
     def _split_into_units(self, step: int, rows: list[int], units: list[list[int]]) -> list[int]:
-        """Indices of the drawn units, in order."""
+        """Indices of the drawn units, in the order drawn."""
         unit_of = {row: index for index, unit in enumerate(units) for row in unit}
         drawn, position = [], 0
         while position < len(rows):
@@ -123,11 +128,12 @@ class DrawChecks:
             self.units.expect(len(set(drawn)) == len(drawn), f"step {step}: a unit was drawn twice")
         return drawn
 
-    def _classes(
+    def _distributions(
         self, step: int, units: list[list[int]], drawn: list[int], used: np.ndarray
     ) -> list[tuple[list[int], list[int]]]:
-        """The units that one law holds for, with the drawn ones in order: all of them, or what was
-        never drawn and then the rest. Indices into `units`."""
+        """The units of each distribution that the step drew from, with its draws in order. One over
+        all units, or with `unused_first` one over the units never drawn and one over the others.
+        Indices into `units`."""
         if not self.settings.unused_first:
             return [(list(range(len(units))), drawn)]
         old = {index for index, unit in enumerate(units) if used[unit].any()}
@@ -136,12 +142,12 @@ class DrawChecks:
         in_order = drawn[: len(first)] == first
         self.units.expect(
             in_order and len(first) == min(len(drawn), len(never)),
-            f"step {step}: drew {len(drawn) - len(first)} {self.settings.unit} unit(s) that were "
-            f"drawn before, though {len(never) - len(first)} never drawn were left, or before them",
+            f"step {step}: drew {len(drawn) - len(first)} used {self.settings.unit} unit(s) "
+            f"while {len(never) - len(first)} never drawn remained, or before those",
         )
         return [(never, first), (sorted(old), drawn[len(first) :] if in_order else [])]
 
-    def _check_law(
+    def _check_probabilities(
         self,
         step: int,
         draws: Columns,
@@ -149,7 +155,7 @@ class DrawChecks:
         members: list[int],
         drawn: list[int],
     ) -> None:
-        """Probabilities and draws against the law over the units `members`."""
+        """Check probabilities and draws against the distribution over the units `members`."""
         if not drawn:
             return
         weight_M = self._weights([units[index] for index in members])
@@ -161,7 +167,7 @@ class DrawChecks:
         for rollout_id, found in zip(draws["rollout_id"], draws["probability"], strict=True):
             row = self.row_of[int(rollout_id)]
             if row not in expected_of:
-                continue  # of the other class
+                continue  # drawn from the other distribution
             expected = expected_of[row]
             self.probabilities.expect(
                 abs(found - expected) <= _PROBABILITY_TOLERANCE * expected,
@@ -173,7 +179,7 @@ class DrawChecks:
         )
 
     def _weights(self, units: list[list[int]]) -> np.ndarray:
-        """p^α of each unit, p being the mean over its rollouts, scaled to a largest of 1."""
+        """p^α of each unit, with p the mean over its rollouts, scaled to a maximum of 1."""
         columns, settings = self.run.rollouts, self.settings
         if settings.priority == "abs_advantage":
             p_N = np.abs(columns["advantage"].astype(np.float64)) + settings.priority_epsilon
@@ -187,7 +193,7 @@ class DrawChecks:
             p_U = p_N[[unit[0] for unit in units]]
         return (p_U / p_U.max()) ** settings.priority_exponent
 
-    def _law(self) -> Check:
+    def _distribution_test(self) -> Check:
         tally = Tally("draw law", "")
         parts = []
         for order, (count, p_value) in self.draw_test.p_values().items():
@@ -195,7 +201,7 @@ class DrawChecks:
             parts.append(words)
             tally.expect(p_value >= FALSE_ALARM / len(DrawTest.ORDERS), words)
             tally.checked = count
-        tally.statement = f"{'; '.join(parts)} (a right run fails once in {1 / FALSE_ALARM:,.0f})"
+        tally.statement = f"{'; '.join(parts)} (a correct run fails once in {1 / FALSE_ALARM:,.0f})"
         return tally.result()
 
 

@@ -1,11 +1,11 @@
-"""Are the draws those of the stated law? A test on the draws alone.
+"""A statistical test that the draws follow the stated distribution.
 
-Order the candidates of a step in any way that does not depend on the draw. If draw j came from
-weights w over what was left, then `u_j = (W_j + v w_j) / Σ w` is uniform on (0, 1) and independent
-of the draws before it, where W_j is the weight left below the drawn one, w_j its own, and v an
-independent uniform number (Rosenblatt's transform, randomised for a discrete law; without
-replacement, what was drawn before is taken out). All u of a run together are held against the
-uniform law by Kolmogorov and Smirnov.
+Order the candidates of a step in any way that does not depend on the draw. If draw j is from the
+remaining candidates with weights w, then `u_j = (W_j + v w_j) / Σ w` is uniform on (0, 1) and
+independent of earlier draws. W_j is the remaining weight below the drawn candidate, w_j its own
+weight, and v an independent uniform number. This is Rosenblatt's transform, randomised for a
+discrete distribution; without replacement, earlier draws are removed. A Kolmogorov-Smirnov test
+compares all u of a run with the uniform distribution.
 """
 
 import math
@@ -13,15 +13,15 @@ import math
 import numpy as np
 
 FALSE_ALARM = 1e-6
-"""Chance that a run which followed its law fails, over both orders together."""
+"""Probability that a correct run fails, over both orders together."""
 
 _SEED = 20260604
-_BLOCK = 512  # draws compared with all earlier ones at once: bounds memory
+_BLOCK = 512  # draws compared with all earlier ones at once: limits memory
 
 
 class DrawTest:
-    """Collects a run's draws under two orders of the candidates: by priority, which sees a wrong
-    exponent or priority, and by age, which sees a preference for old or new."""
+    """Collects a run's draws under two orders of the candidates. The order by priority detects a
+    wrong exponent or priority; the order by age detects a preference for old or new rollouts."""
 
     ORDERS = ("priority", "age")
 
@@ -30,7 +30,7 @@ class DrawTest:
         self._uniforms: dict[str, list[np.ndarray]] = {order: [] for order in self.ORDERS}
 
     def add(self, weight_U: np.ndarray, drawn: np.ndarray, with_replacement: bool) -> None:
-        """One step: weights of all units, oldest first, and the drawn ones in order."""
+        """Add a step: weights of all units, oldest first, and indices of the draws in order."""
         orders = {
             "priority": np.argsort(weight_U, kind="stable"),
             "age": np.arange(len(weight_U)),
@@ -54,20 +54,20 @@ class DrawTest:
 def rosenblatt(
     weight_U: np.ndarray, ranks_K: np.ndarray, v_K: np.ndarray, with_replacement: bool
 ) -> np.ndarray:
-    """u_j in [0, 1] of K draws, by their ranks in the order of `weight_U`. K² operations."""
+    """u_j in [0, 1] of K draws, given their ranks in the order of `weight_U`. K² operations."""
     own_K = weight_U[ranks_K]
     below_K = (np.cumsum(weight_U) - weight_U)[ranks_K]
     left_K = np.full(len(ranks_K), weight_U.sum())
     if not with_replacement:
         below_K = below_K - _taken_below(ranks_K, own_K)
         left_K = left_K - np.concatenate([[0.0], np.cumsum(own_K)[:-1]])
-    # Rounding can leave the last of many draws with slightly less than its own weight.
+    # By rounding, the last of many draws can have slightly less than its own weight left.
     left_K = np.maximum(left_K, np.maximum(below_K, 0.0) + own_K)
     return np.clip((below_K + v_K * own_K) / left_K, 0.0, 1.0)
 
 
 def _taken_below(ranks_K: np.ndarray, own_K: np.ndarray) -> np.ndarray:
-    """Per draw, the weight of earlier draws that ranked below it."""
+    """For each draw, the total weight of earlier draws with a lower rank."""
     taken = np.zeros(len(ranks_K))
     for start in range(0, len(ranks_K), _BLOCK):
         rows = np.arange(start, min(start + _BLOCK, len(ranks_K)))
@@ -78,8 +78,8 @@ def _taken_below(ranks_K: np.ndarray, own_K: np.ndarray) -> np.ndarray:
 
 
 def uniform_p_value(u_N: np.ndarray) -> float:
-    """Kolmogorov-Smirnov p-value of u against the uniform law on (0, 1), with Stephens' correction
-    for finite N; 1 if N is 0."""
+    """Kolmogorov-Smirnov p-value of u against the uniform distribution on (0, 1), with Stephens'
+    correction for finite N. 1 if N is 0."""
     if u_N.size == 0:
         return 1.0
     ordered, n = np.sort(u_N), u_N.size

@@ -1,4 +1,4 @@
-"""What was checked, how often, and what failed."""
+"""The report of a verification: checks, number of comparisons, failures."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ _NAMED_FAILURES = 5
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report. `checked` counts single comparisons; a check that had nothing to
-    compare has passed, with 0."""
+    """One line of the report. `checked` is the number of comparisons; with none the check has
+    passed."""
 
     name: str
     passed: bool
@@ -22,7 +22,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Every check of a run, in order."""
+    """All checks of a run, in order."""
 
     steps: int
     checks: tuple[Check, ...]
@@ -32,7 +32,7 @@ class VerifyReport:
         return all(check.passed for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON document: passed, steps and the checks."""
+        """The report as a JSON object: `passed`, `steps` and `checks`."""
         return {
             "passed": self.passed,
             "steps": self.steps,
@@ -49,7 +49,7 @@ class VerifyReport:
 
 
 class Tally:
-    """Counts the comparisons of one check and remembers the first that failed."""
+    """Counts the comparisons of one check and keeps the first failures."""
 
     def __init__(self, name: str, statement: str) -> None:
         self.name = name
@@ -60,7 +60,7 @@ class Tally:
         self._failures: list[str] = []
 
     def expect(self, holds: bool, failure: str) -> bool:
-        """Count one comparison; returns whether it held."""
+        """Count one comparison. Returns `holds`."""
         self.checked += 1
         if not holds:
             self.failed += 1
@@ -69,7 +69,7 @@ class Tally:
         return bool(holds)
 
     def expect_all(self, holds_N: np.ndarray, failure: Callable[[int], str]) -> None:
-        """Count N comparisons; `failure(i)` words the i-th."""
+        """Count N comparisons. `failure(i)` is the message for the i-th."""
         self.checked += len(holds_N)
         wrong = np.flatnonzero(~holds_N)
         self.failed += len(wrong)

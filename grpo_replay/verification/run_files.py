@@ -1,4 +1,4 @@
-"""What a run left behind, as arrays: rollouts/, draws/, metrics.jsonl, recipe.yaml, checkpoints."""
+"""The files of a run as arrays: rollouts/, draws/, metrics.jsonl, recipe.yaml, checkpoints."""
 
 import json
 import re
@@ -40,8 +40,9 @@ Columns = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunFiles:
-    """One run. `rollouts` are columns over all steps, in file order; of a list column, its length
-    (-1 if null). `rows_of_step[t]` is the slice of step t. Null numbers are NaN (or -1)."""
+    """One run. `rollouts` has the columns of all steps, in file order. A list column contains the
+    lengths of the lists (-1 if null). Null numbers are NaN, or -1 in columns of counts.
+    `rows_of_step[t]` is the slice of step t."""
 
     folder: Path
     recipe: Recipe
@@ -55,7 +56,7 @@ class RunFiles:
         return [int(line["step"]) for line in self.metrics]
 
     def behavior_logprobs_of_step(self, step: int) -> dict[int, bytes]:
-        """The bits of the behaviour log-probs at birth, by rollout id."""
+        """The bytes of the behaviour log-probs at birth, by rollout id."""
         columns = ["rollout_id", "behavior_logprobs"]
         return _logprob_bits(read_rollout_table(step_path(self.folder / "rollouts", step), columns))
 
@@ -66,9 +67,9 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """The files of a run. Raises SnapshotError if they are missing or damaged.
+    """Read the files of a run. Raises SnapshotError if they are missing or damaged.
 
-    Files of steps that metrics.jsonl does not list (a run that was interrupted) are left out.
+    Files of steps that metrics.jsonl does not list are skipped: the run was interrupted there.
     """
     recipe_path, metrics_path = folder / "recipe.yaml", folder / "metrics.jsonl"
     for path in (recipe_path, metrics_path, folder / "rollouts"):
@@ -90,7 +91,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def read_snapshot_columns(path: Path) -> tuple[Columns, dict[int, bytes]]:
-    """Ids, priorities and uses of a snapshot (-1: never used), and its behaviour log-probs."""
+    """Ids, priorities and uses of a snapshot (-1: never used), and behaviour log-probs as bytes."""
     table = read_parquet(path, "buffer", _SNAPSHOT_VERSION, _SNAPSHOT_COLUMNS)
     columns = {
         "rollout_id": table["rollout_id"].to_numpy(),
@@ -110,7 +111,7 @@ def _read_metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
         except (ValueError, KeyError, TypeError) as error:
             raise SnapshotError(
                 f"{path}:{number}: not a JSON object with a step ({error}); resume the run, which "
-                "rewrites what is unfinished, or restore the file"
+                "rewrites unfinished lines, or restore the file"
             ) from error
         lines.append(line)
     return tuple(lines)

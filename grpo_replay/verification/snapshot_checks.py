@@ -1,4 +1,4 @@
-"""Checks of checkpoints: the buffer that was saved is the one that the logs imply."""
+"""Checks of checkpoints: the saved buffer is the one recomputed from the logs."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from grpo_replay.verification.store import Store
 
 
 def check_snapshot(run: RunFiles, store: Store, step: int, path: Path, tally: Tally) -> None:
-    """Content in order, uses, and behaviour log-probs unchanged since birth, to the bit."""
+    """Check content, order and uses, and behaviour log-probs bit for bit against those at birth."""
     columns, bits = read_snapshot_columns(path)
     expected_ids = run.rollouts["rollout_id"][store.rows].tolist()
     if not tally.expect(

@@ -1,7 +1,7 @@
-"""What the buffer held at any time, rebuilt from rollouts/ and the rules alone.
+"""The contents of the buffer at each step, recomputed from rollouts/ and the recipe.
 
-Rows are indices into the run's rollout columns, oldest first. Written for obviousness: it is the
-second opinion on `grpo_replay.buffer`, and shares nothing with it.
+Rows are indices into the run's rollout columns, oldest first. A deliberately simple second
+implementation of `grpo_replay.buffer`, with which it shares no code.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from grpo_replay.verification.run_files import Columns
 
 
 class Store:
-    """Rows stored now, with their uses; every change returns how many rows it evicted."""
+    """The stored rows and their uses. `evict` and `insert` return the number of evicted rows."""
 
     def __init__(self, rollouts: Columns, settings: ReplaySection) -> None:
         self.rollouts = rollouts
@@ -21,13 +21,13 @@ class Store:
         self.last_use = np.full(len(rollouts["rollout_id"]), -1, dtype=np.int64)
 
     def copy(self) -> "Store":
-        """An independent copy of what is stored (uses are shared)."""
+        """A copy with the same rows, without their uses."""
         other = Store(self.rollouts, self.settings)
         other.rows = list(self.rows)
         return other
 
     def evict(self, now: int) -> int:
-        """Drop what is older than `max_age_steps` at step `now`."""
+        """Remove rows older than `max_age_steps` at step `now`."""
         if self.settings.max_age_steps is None:
             return 0
         births = self.rollouts["birth_step"]
@@ -35,7 +35,7 @@ class Store:
         return self._keep(young)
 
     def insert(self, fresh: list[int]) -> int:
-        """Append rows, then drop what exceeds the capacity."""
+        """Append rows, then evict those over the capacity."""
         self.rows = self.rows + fresh
         capacity = self.settings.capacity_rollouts
         if self.settings.positive_fraction > 0:
@@ -45,7 +45,7 @@ class Store:
         return self._keep(self.rows[-capacity:])
 
     def record(self, rows: list[int], step: int) -> None:
-        """Count one use per row and mark the step."""
+        """Count one use per row, at `step`."""
         for row in rows:
             self.uses[row] += 1
             self.last_use[row] = step
@@ -63,7 +63,7 @@ class Store:
         return (newest_first[:window] + outside[:reserved])[::-1]
 
     def _is_correct(self, row: int) -> bool:
-        if self.rollouts["group_reward_std"][row] == 0:  # all of the group are right, or none
+        if self.rollouts["group_reward_std"][row] == 0:  # all correct, or none
             return bool(self.rollouts["group_correct"][row] > 0)
         return bool(self.rollouts["advantage"][row] > 0)
 
@@ -77,7 +77,7 @@ class Store:
 
 
 def queries(rows: list[int], rollouts: Columns) -> list[list[int]]:
-    """The rows of each group, in the order in which groups first appear."""
+    """The rows of each group. Groups are in the order of their first row."""
     by_group: dict[int, list[int]] = {}
     for row in rows:
         by_group.setdefault(int(rollouts["group_id"][row]), []).append(row)

@@ -1,9 +1,10 @@
-"""`verify_run`: is a finished run the algorithm that its recipe states?
+"""`verify_run`: check that a finished run followed the algorithm of its recipe.
 
-Recomputes from the run's files alone (rollouts/, draws/, metrics.jsonl, recipe.yaml, and the
-buffer.parquet of its checkpoints), with code of its own: advantages, kept flags, what was stored
-at each step, ages, draw counts, first-draw probabilities, uses; and holds the draws against the
-stated law with a test that a right run fails once in a million (`verification.draw_test`).
+Recomputes advantages, kept flags, the buffer at each step, ages, draw counts, first-draw
+probabilities and uses from the run's files (rollouts/, draws/, metrics.jsonl, recipe.yaml, and the
+buffer.parquet of its checkpoints), without the code that wrote them. A statistical test compares
+the draws with the stated distribution; a correct run fails it once in a million
+(`verification.draw_test`).
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from grpo_replay.verification.store import Store
 
 
 def verify_run(run_dir: Path) -> VerifyReport:
-    """One line per check, in the order of the algorithm. Raises SnapshotError or RecipeError if
+    """All checks of a run, in the order of the algorithm. Raises SnapshotError or RecipeError if
     the files cannot be read."""
     run = read_run(Path(run_dir))
     checks = [check_files(run), check_groups(run), check_versions(run), *check_advantages(run)]
@@ -34,7 +35,7 @@ def verify_run(run_dir: Path) -> VerifyReport:
 
 
 class _Replay:
-    """Goes through the run step by step beside a store of its own."""
+    """Replays the run step by step with its own store."""
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
@@ -102,8 +103,8 @@ class _Replay:
         self.metrics.expect(same, f"step {step}: {name} {found}, recomputed {expected}")
 
     def _restart_if_emptied(self, step: int, fresh: list[int], line: Mapping[str, Any]) -> None:
-        """A run resumed with `checkpoint.restore_buffer: false` began again with an empty buffer;
-        the logged buffer size says where."""
+        """Empty the store where a run was resumed with `checkpoint.restore_buffer: false`. The
+        logged buffer size shows where that was."""
         if self.run.recipe.checkpoint.restore_buffer or not self.store.rows:
             return
         found = line.get("buffer/rollouts")
@@ -114,7 +115,7 @@ class _Replay:
 
 
 def _size_after(store: Store, step: int, fresh: list[int]) -> int:
-    """Rollouts that `store` would hold at the end of `step`."""
+    """Number of rollouts in `store` after evicting, inserting `fresh` and evicting in `step`."""
     store.evict(step)
     store.insert(fresh)
     store.evict(step + 1)
