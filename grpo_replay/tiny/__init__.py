@@ -1,4 +1,5 @@
-"""The embedded laboratory: what `grpo-replay train tiny` trains, and on which problems."""
+"""The tiny task of `grpo-replay train tiny`: base model, tokenizer and arithmetic problems. Imports
+nothing of the package; torch only in `make_base`."""
 
 from pathlib import Path
 

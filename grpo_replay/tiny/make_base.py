@@ -1,12 +1,12 @@
-"""Make the base model of the embedded laboratory.
+"""Make the base model of the tiny task.
 
     python -m grpo_replay.tiny.make_base --output DIR
 
-A seeded supervised warm-up on the worked answers of an imperfect pupil (`pupil.py`), to every
-problem that is not held out. One thread, a few minutes. The folder it writes opens with
-`AutoModelForCausalLM.from_pretrained`; `recipe.json` in it records every constant of the warm-up
-and the SHA-256 of the weights. The same machine gives the same bits; another kind of processor
-may round otherwise and give a model that is equal in all but its last digits.
+Trains a model from scratch, with a fixed seed, on the worked answers of an imperfect pupil
+(`pupil.py`) to all problems that are not held out. Takes a few minutes on one thread. The output
+folder loads with `AutoModelForCausalLM.from_pretrained`; its `recipe.json` records all constants
+and the SHA-256 of the weights. The same machine gives the same bits. Another type of processor may
+round differently, and the weights then differ in their last digits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Architecture:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Every constant of the supervised warm-up."""
+    """All constants of the supervised warm-up."""
 
     seed: int = 1
     steps: int = 1600
@@ -60,7 +60,7 @@ class WarmUp:
 
 
 def build_model(architecture: Architecture) -> Qwen3ForCausalLM:
-    """An untrained fp32 model with tied embeddings; torch's random state decides the weights."""
+    """An untrained fp32 model with tied embeddings. Weights come from torch's random state."""
     config = Qwen3Config(
         vocab_size=len(VOCABULARY),
         **asdict(architecture),
@@ -86,7 +86,7 @@ class Lessons:
         self.tokenizer = build_tokenizer(warm_up.architecture.max_position_embeddings)
 
     def batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and labels (-100 where nothing is learnt), both (size, longest), int64."""
+        """Token ids and labels, both int64 (size, longest). Labels are -100 outside the answers."""
         names = self.rng.integers(len(BENCHMARKS), size=size)
         rows = [self._worked_problem(BENCHMARKS[i]) for i in names]
         longest = max(len(prompt) + len(answer) for prompt, answer in rows)
@@ -151,9 +151,9 @@ pipeline_tag: text-generation
 # The tiny base of grpo-replay
 
 A Qwen3-architecture model of {parameters:,} parameters that answers arithmetic problems the way an
-imperfect pupil does. It is the starting point of `grpo-replay train tiny` and useful for nothing
-else: most of its mistakes are systematic (forgotten carries, left to right instead of products
-first, misremembered products), so that there is something for reinforcement learning to put right.
+imperfect pupil does. It is the starting point of `grpo-replay train tiny` and has no other use.
+Most of its mistakes are systematic (forgotten carries, left to right instead of products first,
+misremembered products), so that reinforcement learning can correct them.
 
 - Prompt: `{PROMPT_TEMPLATE}`, for example `47+38=`. No chat template.
 - Completion: brief work, then `\\boxed{{...}}`, then `{EOS}`; for example `15,8\\boxed{{85}}{EOS}`.

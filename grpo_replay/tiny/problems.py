@@ -1,6 +1,6 @@
-"""Arithmetic problems of the embedded laboratory: five tiny benchmarks, graded easy to hard.
+"""Arithmetic problems of the tiny task: five small benchmarks, from easy to hard.
 
-| benchmark    | problem   | what it takes                                             |
+| benchmark    | problem   | steps to the answer                                       |
 |--------------|-----------|-----------------------------------------------------------|
 | `tiny_add`   | `47+38`   | a sum of two digits, and its carry                        |
 | `tiny_sub`   | `52-38`   | a difference of two digits, and its borrow                |
@@ -9,8 +9,7 @@
 | `tiny_pair`  | `7*8-3*9` | two products, then a difference with its borrow and sign  |
 
 Every benchmark has its own held-out problems, the same for every seed. No training problem is a
-held-out one, nor a held-out one with the operands of a sum or a product exchanged.
-Only numpy is needed here.
+held-out problem, also not with the operands of a sum or product exchanged. Needs only numpy.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ TRAIN_PROBLEMS = 512
 """Training problems of each benchmark."""
 
 HELD_OUT_SEED = 20260604
-"""Seed of the held-out problems, which no caller can change."""
+"""Seed of the held-out problems. Fixed, so that they are the same in every run."""
 
 PROMPT_TEMPLATE = "{problem}="
-"""A prompt is this template filled with the text of the problem."""
+"""Template of a prompt."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """One benchmark: how a problem is written, where its operands lie, what the answer is."""
+    """One benchmark: the format of a problem, the ranges of its operands, and its answer."""
 
     text: str  # format string over the operands
     low: tuple[int, ...]  # smallest operands, inclusive
@@ -75,7 +74,7 @@ _FAMILIES: dict[str, _Family] = {
 
 
 def train_problems(seed: int = 0) -> list[dict[str, str]]:
-    """`TRAIN_PROBLEMS` problems of every benchmark, shuffled together; the seed chooses them.
+    """`TRAIN_PROBLEMS` problems of each benchmark, shuffled together. The seed selects them.
 
     A row has `problem` ("47+38"), `answer` ("85"), `benchmark` ("tiny_add") and `problem_id`
     ("tiny_add:47+38"), all strings. No row is a held-out problem of any benchmark.
@@ -90,7 +89,7 @@ def train_problems(seed: int = 0) -> list[dict[str, str]]:
 
 
 def benchmark_problems(name: str) -> list[dict[str, str]]:
-    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, always the same, rows as above.
+    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, with the rows of `train_problems`.
 
     Raises ValueError for a name that is not in `BENCHMARKS`.
     """
@@ -111,7 +110,7 @@ def problem_row(name: str, operands: tuple[int, ...]) -> dict[str, str]:
 
 @cache
 def operand_pool(name: str) -> tuple[tuple[int, ...], ...]:
-    """Operands of every problem of a benchmark that is neither held out nor a twin of one."""
+    """Operands of all problems of a benchmark that are not equivalent to a held-out one."""
     family = _family(name)
     taken = {family.key(*operands) for operands in _held_out(name)}
     return tuple(o for o in _all_operands(name) if family.key(*o) not in taken)
@@ -139,5 +138,5 @@ def _family(name: str) -> _Family:
 
 
 def _generator(name: str, seed: int, purpose: str) -> np.random.Generator:
-    """A generator that depends on nothing but its three arguments."""
+    """A random generator that depends only on the arguments."""
     return np.random.default_rng([seed, crc32(f"{purpose}/{name}".encode())])

@@ -1,9 +1,9 @@
-"""The imperfect pupil whose worked answers the base model is taught to imitate.
+"""The imperfect pupil whose worked answers the base model learns to imitate.
 
-The pupil knows every rule but follows it only sometimes; otherwise it makes the mistake that
-people make. Each kind of mistake has its own probability, most of them above one half: the right
-answer is then among the samples of a model that imitates the pupil, yet often not its first choice.
-Besides, some entries of its multiplication table are misremembered, always the same ones.
+The pupil knows every rule but follows it only sometimes; otherwise it makes a mistake that people
+typically make. Each kind of mistake has its own probability, most of them above one half. A model
+that imitates the pupil then samples the correct answer sometimes, but it is often not the most
+likely one. Some entries of the multiplication table are also misremembered, always the same ones.
 
 A worked answer is short: the units, then the tens, then the answer.
 
@@ -23,7 +23,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Habits:
-    """How often the pupil goes wrong where it can: probabilities of its mistakes."""
+    """Probabilities of the pupil's mistakes, given the opportunity."""
 
     forgotten_carry: float = 0.60
     smaller_from_larger: float = 0.60
@@ -36,7 +36,7 @@ class Habits:
 
 
 class Pupil:
-    """Writes worked answers; every random choice comes from the generator it is given."""
+    """Writes worked answers. All random choices come from `rng`."""
 
     def __init__(self, habits: Habits, rng: np.random.Generator) -> None:
         self.habits = habits
@@ -91,7 +91,7 @@ class Pupil:
         return self._write(a * b)
 
     def _write(self, number: int) -> int:
-        """The number, or, after a slip, one beside it (never a negative one)."""
+        """The number, or after a slip a neighbour of it, never negative."""
         if self._does(self.habits.slip):
             return abs(number + (1 if self._does(0.5) else -1))
         return number
@@ -101,7 +101,7 @@ class Pupil:
 
 
 def misremembered_products(habits: Habits) -> dict[frozenset[int], int]:
-    """Factors -> wrong product, for the entries that the pupil misremembers (a neighbour's)."""
+    """Misremembered entries: pair of factors -> wrong product, that of a neighbouring entry."""
     rng = np.random.default_rng(habits.table_seed)
     entries = [(a, b) for a in range(2, 10) for b in range(a, 10)]
     chosen = rng.choice(len(entries), round(habits.misremembered_share * len(entries)), False)

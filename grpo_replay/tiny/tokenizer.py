@@ -1,4 +1,4 @@
-r"""The tokenizer of the embedded laboratory: one token per character, and one for `\boxed{`."""
+r"""The tokenizer of the tiny task: one token per character, and one for `\boxed{`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerFast
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 BOX = "\\boxed{"
 VOCABULARY: tuple[str, ...] = (PAD, EOS, UNKNOWN, BOX, "}", *"0123456789", *"+-*=,;() ")
-"""Token of every id. Whatever is not in it becomes `<unk>`."""
+"""Token of each id. Other characters become `<unk>`."""
 
 
 def build_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that adds no token of its own and decodes exactly what it encoded."""
+    """A tokenizer that adds no special tokens and decodes exactly the text it encoded."""
     ids = {token: i for i, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     every_piece = Regex(r"\\boxed\{|[\s\S]")
