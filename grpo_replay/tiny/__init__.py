@@ -1,5 +1,5 @@
 """The tiny task of `grpo-replay train tiny`: base model, tokenizer and arithmetic problems. Imports
-nothing of the package; torch only in `make_base`."""
+nothing else of the package; torch and transformers only in `make_base` and `tokenizer`."""
 
 from pathlib import Path
 
