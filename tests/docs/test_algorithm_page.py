@@ -63,7 +63,9 @@ def test_every_trap_has_a_test_of_the_real_trainer():
 
 
 def test_the_numbers_of_combinations_are_those_of_the_tests():
-    counts = re.search(r"\((\d+) of them\), every preset \((\d+)\), every option \((\d+)\)", PAGE)
+    counts = re.search(
+        r"ten steps \((\d+)\), and so does every preset \((\d+)\) and every option \((\d+)\)", PAGE
+    )
     source = (ROOT / "tests/training/test_combinations.py").read_text()
     refused = re.search(r"refused with a reason \((\d+)\)", PAGE)[1]
     assert f"({', '.join([*counts.groups(), refused])})" in source
