@@ -71,7 +71,7 @@ def test_ages_reach_the_bound_and_never_pass_it():
     assert set(seen) == {1, 2, 3}
 
 
-def test_fewer_stored_than_asked_takes_what_is_there():
+def test_with_fewer_stored_than_asked_all_are_drawn():
     history = run(replay_settings(ratio=1.0), [1, 4])
     assert len(history[1][2].draw.rollouts) == 4  # asked 16, stored 4
     assert sorted(ids(history[1][2].draw.rollouts)) == ids(history[0][1])
@@ -88,7 +88,7 @@ def test_warm_up_trains_on_all_fresh_and_fills_the_buffer(composition):
     assert len(history[2][2].draw.rollouts) == (4 if composition == "fresh_anchored" else 12)
 
 
-def test_pool_draws_everything_from_fresh_and_stored_under_one_law():
+def test_pool_draws_the_batch_from_fresh_and_stored_together():
     settings = replay_settings(composition="pool", max_age_steps=2, priority_exponent=1.0)
     history = run(settings, [2, 1, 3, 0, 2])
     assert [len(batch.rollouts) for _, _, batch, _ in history] == [8, 6, 18, 0, 12]

@@ -108,12 +108,12 @@ def test_all_zero_priorities_are_an_error_that_says_what_to_set():
 
 
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
-def test_a_priority_that_is_not_a_priority_is_refused(bad):
+def test_negative_and_non_finite_priorities_are_refused(bad):
     with pytest.raises(ValueError, match="priority 1 is"):
         draw_law(np.array([1.0, bad, 2.0]), 0.5)
 
 
-def test_nothing_to_draw_from():
+def test_a_draw_without_candidates_is_empty():
     law = draw_law(np.zeros(0), 0.5)
     rng = np.random.default_rng(0)
     assert law.effective_sample_size == 0.0
@@ -122,7 +122,7 @@ def test_nothing_to_draw_from():
     assert draw_with_replacement(law, 3, rng).size == 0
 
 
-def test_with_replacement_frequencies_match_the_law():
+def test_with_replacement_frequencies_match_the_probabilities():
     law = draw_law(np.array([0.2, 1.0, 1.0, 0.05, 3.0, 0.7]), 0.5)
     drawn = draw_with_replacement(law, 200_000, np.random.default_rng(11))
     assert_follows(drawn.tolist(), dict(enumerate(law.probability_N)))

@@ -31,7 +31,7 @@ def test_age_is_bounded_by_step_minus_birth_whether_or_not_the_buffer_is_full():
     assert buffer.evict(step=8) == 1
 
 
-def test_at_the_end_of_a_step_what_would_be_too_old_at_the_next_is_gone():
+def test_evict_ahead_removes_rollouts_too_old_for_the_next_step():
     buffer = filled(replay_settings(max_age_steps=3), births=range(1, 7))
     assert buffer.evict_ahead(step=6) == 3
     assert stored_ids(buffer) == [4, 5, 6]  # at rest: max_age_steps births
@@ -66,13 +66,13 @@ def test_capacity_is_first_in_first_out_and_counted():
     assert buffer.stats(3).evicted_by_capacity == 4
 
 
-def test_at_rollout_unit_capacity_may_split_a_group():
+def test_with_rollouts_as_units_capacity_may_split_a_group():
     buffer = ReplayBuffer(replay_settings(capacity_rollouts=3), 2)
     buffer.insert([make_rollout(i, group_id=i // 2) for i in range(4)], step=1)
     assert stored_ids(buffer) == [1, 2, 3]
 
 
-def test_at_query_unit_capacity_removes_whole_oldest_queries():
+def test_with_queries_as_units_capacity_evicts_whole_oldest_groups():
     settings = replay_settings(unit="query", priority="uniform", capacity_rollouts=5)
     buffer = ReplayBuffer(settings, 2)
     groups = [0, 0, 1, 1, 1, 2, 2]
@@ -160,7 +160,7 @@ def test_a_draw_removes_nothing_and_records_each_use():
 
 
 @pytest.mark.parametrize("with_replacement", [False, True])
-def test_fewer_stored_than_asked_gives_what_is_there(with_replacement):
+def test_a_draw_of_more_than_the_buffer_holds_returns_everything(with_replacement):
     buffer = filled(replay_settings(with_replacement=with_replacement), births=[1, 2, 3])
     assert len(buffer.draw(10, 4, np.random.default_rng(0)).rollouts) == 3
 
@@ -183,7 +183,7 @@ def test_one_seed_gives_one_sequence_of_draws():
         assert len(set(drawn)) == 5
 
 
-def test_what_is_stored_cannot_be_written_to():
+def test_stored_arrays_are_read_only():
     rollout = make_rollout(0)
     buffer = ReplayBuffer(replay_settings(), 2)
     buffer.insert([rollout], 1)
@@ -213,7 +213,7 @@ def test_texts_are_not_stored():
         ([make_rollout(0)], "stored twice"),
     ],
 )
-def test_what_must_not_be_stored_is_refused_and_changes_nothing(rollouts, message):
+def test_invalid_rollouts_are_refused_and_the_buffer_is_unchanged(rollouts, message):
     buffer = ReplayBuffer(replay_settings(), 2)
     buffer.insert([make_rollout(0)], 1)
     with pytest.raises(ValueError, match=message):
@@ -221,7 +221,7 @@ def test_what_must_not_be_stored_is_refused_and_changes_nothing(rollouts, messag
     assert stored_ids(buffer) == [0]
 
 
-def test_at_query_unit_groups_come_whole_and_adjacent():
+def test_with_queries_as_units_groups_must_be_whole_and_adjacent():
     buffer = ReplayBuffer(replay_settings(unit="query", priority="uniform"), 2)
     split = [make_rollout(0, group_id=4), make_rollout(1, group_id=5), make_rollout(2, group_id=4)]
     with pytest.raises(ValueError, match="group 4 are not adjacent"):
@@ -251,7 +251,7 @@ def assert_same_state(state, other):
         np.testing.assert_array_equal(state[name], other[name])
 
 
-def test_a_restored_buffer_goes_on_as_the_original():
+def test_a_restored_buffer_behaves_like_the_original():
     settings = replay_settings(max_age_steps=4, capacity_rollouts=30)
     original, restored = busy_buffer(settings), ReplayBuffer(settings, 4)
     restored.set_state(original.get_state())
@@ -274,7 +274,7 @@ def test_a_state_is_a_copy():
     np.testing.assert_array_equal(state["times_used"], before)
 
 
-def test_a_state_with_foreign_priorities_is_refused_and_changes_nothing():
+def test_a_state_with_other_priorities_is_refused_and_the_buffer_is_unchanged():
     buffer = busy_buffer(replay_settings())
     state = buffer.get_state()
     state["priority"][3] *= 1.0 + 1e-12
@@ -293,7 +293,7 @@ def test_resuming_under_another_priority_or_a_smaller_capacity():
     assert other.stats(9).evicted_by_capacity == len(state["rollouts"]) - 10
 
 
-def test_check_valid_names_what_is_broken():
+def test_check_valid_names_the_violated_invariant():
     buffer = filled(replay_settings(), births=[1, 2, 3])
     buffer._columns["times_used"][1] = 4
     assert buffer.check_valid() == (False, "times_used and last_used_step disagree")

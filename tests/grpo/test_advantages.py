@@ -97,7 +97,7 @@ def test_a_reward_that_is_not_finite_stops_the_run(bad):
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 4)])
-def test_anything_but_one_group_is_refused(shape):
+def test_rewards_of_the_wrong_shape_are_refused(shape):
     with pytest.raises(ValueError, match="shape"):
         group_advantages(np.ones(shape))
 

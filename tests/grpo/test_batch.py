@@ -94,7 +94,7 @@ def test_no_rows_need_no_micro_batches():
     assert plan_microbatches([], 100, 3) == [[], [], []]
 
 
-def test_a_rank_with_nothing_to_train_keeps_step_with_zero_weight():
+def test_a_rank_without_rows_runs_micro_batches_of_weight_zero():
     plan = plan_microbatches([make_row(3, 4)], 100, 2)
     assert [len(rank) for rank in plan] == [1, 1]
     (idle,) = plan[1]
@@ -156,9 +156,7 @@ def assert_same_bits(found: list[MicroBatch], expected: list[MicroBatch]) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(50, 400), st.integers(1, 4))
-def test_ranks_build_from_the_wire_what_rank_0_would_have_built_bit_for_bit(
-    lengths, budget, world_size
-):
+def test_scattered_micro_batches_equal_those_of_rank_0_bit_for_bit(lengths, budget, world_size):
     rows = [make_row(prompt, completion, seed) for seed, (prompt, completion) in enumerate(lengths)]
     expected = plan_microbatches(rows, budget, world_size)
     for groups, whole in zip(_plan(rows, budget, world_size), expected, strict=True):
@@ -166,7 +164,7 @@ def test_ranks_build_from_the_wire_what_rank_0_would_have_built_bit_for_bit(
     assert _from_bytes(_to_bytes([], rows)) == []
 
 
-def test_a_token_travels_in_4_bytes_and_4_more_for_each_log_prob_that_is_not_zero():
+def test_scattering_costs_4_bytes_per_token_and_4_per_nonzero_log_prob():
     rows = [make_row(1000, 9000, seed) for seed in range(4)]
     plain = [logprob_row(row.prompt_token_ids, row.completion_token_ids) for row in rows]
     without_reference = [replace(row, reference_logprobs=np.zeros(9000, "f")) for row in rows]

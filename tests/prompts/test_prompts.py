@@ -58,7 +58,7 @@ def test_a_prompt_carries_text_tokens_answer_and_row(jsonl, tokenizer):
     assert prompt.row == {"problem": "1+1", "answer": "2", "level": 3}
 
 
-def test_braces_in_a_problem_are_no_placeholders(jsonl, tokenizer):
+def test_braces_in_a_problem_are_not_placeholders(jsonl, tokenizer):
     path = jsonl({"problem": r"\frac{1}{x} {answer}", "answer": "secret"})
     (prompt,) = load_prompts(section(path, user_template="{problem}"), tokenizer, 0).take(0, 1)
     assert prompt.text == r"\frac{1}{x} {answer}"
@@ -73,7 +73,7 @@ def test_the_chat_template_takes_system_and_user_message(jsonl, tokenizer):
     assert load_prompts(without, tokenizer, 0).take(0, 1)[0].text == "user: Q 1+1\nassistant: "
 
 
-def test_rendering_one_prompt_gives_what_the_set_holds(jsonl, tokenizer):
+def test_render_prompt_equals_the_prompt_of_the_set(jsonl, tokenizer):
     path = jsonl({"problem": "é+1", "answer": "2"})
     chat = section(path, template="chat")
     (prompt,) = load_prompts(chat, tokenizer, 0).take(0, 1)
@@ -104,7 +104,7 @@ def test_every_epoch_visits_every_prompt_once(jsonl, tokenizer, shuffle):
     assert shuffle or epochs[0] == list("0123456")
 
 
-def test_the_order_is_a_function_of_seed_and_cursor_alone(jsonl, tokenizer):
+def test_the_order_depends_only_on_seed_and_cursor(jsonl, tokenizer):
     path = jsonl(*numbered(11))
 
     def ids(prompts, cursor, count):
@@ -122,7 +122,7 @@ def test_the_order_is_a_function_of_seed_and_cursor_alone(jsonl, tokenizer):
         resumed.take(-1, 1)
 
 
-def test_long_prompts_are_left_out_and_counted(jsonl, tokenizer):
+def test_long_prompts_are_skipped_and_counted(jsonl, tokenizer):
     rows = [{"problem": "x" * length, "answer": "1"} for length in (3, 9, 4, 5, 12)]
     prompts = load_prompts(
         section(jsonl(*rows), user_template="{problem}", max_prompt_length=5), tokenizer, 0
@@ -176,7 +176,12 @@ def test_ids_come_from_their_field_and_must_be_unique(jsonl, tokenizer):
     prompts = load_prompts(section(jsonl(*rows), id_field="uid", shuffle=False), tokenizer, 0)
     assert [p.prompt_id for p in prompts.take(0, 3)] == ["a", "7", "c"]
     rows.append({"problem": "q", "answer": "1", "uid": "7"})
-    refused(jsonl(*rows), tokenizer, r"jsonl:4: id '7' .* also the id of .*jsonl:2; ids must", id_field="uid")
+    refused(
+        jsonl(*rows),
+        tokenizer,
+        r"jsonl:4: id '7' .* also the id of .*jsonl:2; ids must",
+        id_field="uid",
+    )
 
 
 def test_limit_takes_the_first_rows(jsonl, tokenizer):
@@ -210,7 +215,7 @@ def test_parquet_with_bad_rows_names_file_and_row(tokenizer, tmp_path):
     refused(str(tmp_path / "text.parquet"), tokenizer, "not a readable Parquet file")
 
 
-def test_sources_that_are_not_there(tokenizer, tmp_path, jsonl):
+def test_missing_sources_are_reported(tokenizer, tmp_path, jsonl):
     refused(str(tmp_path / "none.jsonl"), tokenizer, "none.jsonl does not exist")
     refused(str(tmp_path), tokenizer, "is a folder; name a .jsonl or .parquet file")
     refused("builtin:huge", tokenizer, "no such builtin; there are: builtin:tiny")
@@ -221,7 +226,7 @@ def test_sources_that_are_not_there(tokenizer, tmp_path, jsonl):
     refused(jsonl(), tokenizer, "has no rows")
 
 
-def test_a_hub_dataset_that_cannot_be_had_says_what_to_download(tokenizer, monkeypatch):
+def test_an_unavailable_hub_dataset_is_reported_with_its_download_command(tokenizer, monkeypatch):
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -262,7 +267,7 @@ def test_a_hub_dataset_is_read_through_datasets(tokenizer, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_fields_that_nobody_looks_at_are_not_read(jsonl, tokenizer, tmp_path, suffix):
+def test_unused_fields_are_not_read(jsonl, tokenizer, tmp_path, suffix):
     rows = numbered(3, uid=1, solution="long " * 100)
     rows = [row | {"uid": str(i)} for i, row in enumerate(rows)]
     path = jsonl(*rows)

@@ -155,14 +155,14 @@ def test_bad_values_are_refused_with_place_value_and_remedy(case):
 
 
 @pytest.mark.parametrize("word", ["12e4567", "1234567", "1e3", "0123", "on", "2026-11-20"])
-def test_text_settings_take_the_word_as_it_stands(word):
+def test_text_settings_are_not_parsed_as_yaml(word):
     recipe = load_recipe("tiny", [f"model.revision={word}", f"tracking.run_name={word}"])
     assert recipe.model.revision == recipe.tracking.run_name == word
     assert load_recipe("tiny", ["model.revision=null"]).model.revision is None
     assert load_recipe("tiny", ["prompts.answer_field='on'"]).prompts.answer_field == "on"
 
 
-def test_a_disabled_buffer_does_not_mind_its_numbers():
+def test_a_disabled_buffer_is_not_checked_for_contradictions():
     recipe = load_recipe("tiny", ["replay.preset=grpo", "run.steps=5", "replay.warmup_steps=20"])
     assert not recipe.replays
 

@@ -181,7 +181,7 @@ def readings(name: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("name", QWEN_RECIPES)
-def test_the_other_readings_of_the_paper_are_named_and_do_what_they_say(name):
+def test_other_interpretations_of_the_paper_are_in_the_headers_and_load(name):
     literal, prompts, stop = (load_recipe(name, words) for words in readings(name))
     ours = load_recipe(name)
     rng = np.random.default_rng(0)

@@ -42,11 +42,11 @@ def test_only_the_newest_are_kept(tmp_path):
     assert (tmp_path / "latest").resolve().name == "step_000020"
 
 
-def test_there_may_be_none(tmp_path):
+def test_a_folder_without_checkpoints_has_none(tmp_path):
     assert find_checkpoint(tmp_path) is None
 
 
-def test_an_unfinished_one_is_not_a_checkpoint(tmp_path):
+def test_an_unfinished_checkpoint_is_ignored(tmp_path):
     made = make_checkpoint(tmp_path, 5)
     begin_checkpoint(temporary_folder(tmp_path, 10))
     (temporary_folder(tmp_path, 10) / "half").write_text("half")
@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(tmp_path, dama
         find_checkpoint(tmp_path)
 
 
-def test_the_one_offered_is_complete_itself(tmp_path):
+def test_the_offered_checkpoint_is_complete(tmp_path):
     make_checkpoint(tmp_path, 5)
     lose_a_file(make_checkpoint(tmp_path, 10))
     flip_a_byte(make_checkpoint(tmp_path, 15))
@@ -100,7 +100,7 @@ def test_the_one_offered_is_complete_itself(tmp_path):
         find_checkpoint(tmp_path)
 
 
-def test_without_a_complete_one_a_new_run_is_advised(tmp_path):
+def test_without_a_complete_checkpoint_the_message_says_to_start_a_new_run(tmp_path):
     flip_a_byte(make_checkpoint(tmp_path, 5))
     with pytest.raises(CheckpointError, match="No complete checkpoint is before it"):
         find_checkpoint(tmp_path)

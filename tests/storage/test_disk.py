@@ -69,7 +69,7 @@ def test_a_checkpoint_is_on_disk_before_it_is_named_and_before_latest_names_it(t
     ]
 
 
-def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_a_failed_write_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "a.txt"
     atomic.write_text_whole(path, "old")
     with pytest.raises(UnicodeEncodeError):
@@ -79,7 +79,7 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_system_that_flushes_no_folders_will_do(tmp_path, monkeypatch, number):
+def test_file_systems_that_cannot_flush_folders_are_supported(tmp_path, monkeypatch, number):
     real = os.fsync
 
     def fsync(descriptor):
@@ -119,14 +119,14 @@ def test_of_two_runs_that_start_at_once_one_is_refused_and_changes_nothing(
     second.unlock()
 
 
-def test_a_directory_with_nothing_but_a_lock_is_free(tmp_path):
+def test_a_directory_with_only_a_lock_file_is_free(tmp_path):
     (tmp_path / ".lock").write_text("1\n")
     directory = RunDirectory(tmp_path)
     directory.create(load_recipe("tiny"))
     directory.unlock()
 
 
-def test_a_directory_that_cannot_be_locked_is_said_to_be_unwritable(tmp_path):
+def test_a_directory_that_cannot_be_locked_is_reported_as_unwritable(tmp_path):
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     with pytest.raises(OutputDirectoryError, match=r"run cannot be written.*--output-dir"):
         RunDirectory(tmp_path / "run").lock()
@@ -143,7 +143,7 @@ def test_the_commit_is_that_of_this_checkout_or_none(tmp_path, monkeypatch):
     assert _git_commit() is None
 
 
-def test_a_package_inside_somebodys_repository_has_no_commit(tmp_path):
+def test_a_package_installed_inside_another_repository_has_no_commit(tmp_path):
     """As in a virtual environment that lies in the user's own checkout."""
     commands = ("git init -q .", "git -c user.name=a -c user.email=b commit -q --allow-empty -m x")
     for command in commands:

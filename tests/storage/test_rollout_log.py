@@ -118,7 +118,7 @@ def test_any_rollouts_survive_the_wire(rollouts):
     assert_same_rollouts(rollouts, bytes_to_rollouts(rollouts_to_bytes(rollouts)))
 
 
-def test_slices_and_chunks_of_tables_are_read_right():
+def test_slices_and_chunks_of_tables_are_read_correctly():
     rollouts = some_rollouts()
     table = rollouts_to_table(rollouts)
     assert_same_rollouts(rollouts[3:7], table_to_rollouts(table.slice(3, 4)))
@@ -135,7 +135,7 @@ def test_a_rollout_does_not_keep_its_table_alive():
 
 @pytest.mark.parametrize("field", ["reward", "advantage", "group_reward_mean", "group_reward_std"])
 @pytest.mark.parametrize("value", [0.1, float("nan"), float("inf"), -float("inf"), 1e300])
-def test_a_number_that_a_file_would_change_is_refused(field, value):
+def test_a_number_that_is_not_exact_in_float32_is_refused(field, value):
     with pytest.raises(ValueError, match=field):
         rollouts_to_table([dataclasses.replace(make_rollout(0), **{field: value})])
 
@@ -214,7 +214,7 @@ def test_snapshot_round_trip_is_exact(tmp_path, rollouts, monkeypatch):
     assert (snapshot.step, snapshot.group_size) == (10, 4)
 
 
-def test_a_snapshot_marks_what_was_never_drawn_with_null(tmp_path):
+def test_a_snapshot_has_null_for_rollouts_never_drawn(tmp_path):
     buffer = ReplayBuffer(replay_settings(), 2)
     buffer.insert(make_group(0, 0, 1, [1, -1, 1]), 1)
     drawn = ids(buffer.draw(1, 2, np.random.default_rng(0)).rollouts)[0]
@@ -266,7 +266,7 @@ def test_a_snapshot_without_its_facts_is_refused(tmp_path, facts):
 
 
 @pytest.mark.parametrize("column", [*SNAPSHOT_SCHEMA.names[:-1]])
-def test_a_null_where_there_must_be_a_value_is_refused(tmp_path, column):
+def test_a_null_in_a_required_column_is_refused(tmp_path, column):
     path = tmp_path / "buffer.parquet"
     buffer = drawn_buffer()
     write_snapshot(path, buffer, 10)

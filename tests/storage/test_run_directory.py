@@ -176,7 +176,7 @@ def test_a_run_directory_belongs_to_one_process(tmp_path):
     second.unlock()
 
 
-def test_a_capacity_that_binds_is_said_once(tmp_path):
+def test_a_reached_capacity_is_reported_once(tmp_path):
     from grpo_replay.commands.train_display import Display
     from grpo_replay.training.run import run_training
 

@@ -46,7 +46,7 @@ def test_the_model_is_a_small_fp32_qwen3_with_tied_embeddings(model):
     assert (BASE_DIR / "model.safetensors").stat().st_size < 2 * 1024**2
 
 
-def test_everyone_agrees_on_the_special_tokens(tokenizer):
+def test_model_and_tokenizer_agree_on_the_special_tokens(tokenizer):
     config = AutoConfig.from_pretrained(BASE_DIR)
     generation = GenerationConfig.from_pretrained(BASE_DIR)
     eos, pad = VOCABULARY.index(EOS), VOCABULARY.index(PAD)

@@ -24,7 +24,7 @@ def pupil(**habits: float) -> Pupil:
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_faultless_pupil_is_always_right(name):
+def test_a_pupil_without_mistakes_is_always_right(name):
     for operands in operand_pool(name)[::7]:
         boxed = re.fullmatch(r"[0-9,;-]+\\boxed\{(.+)\}", pupil().answer(name, operands))
         assert boxed and boxed[1] == problem_row(name, operands)["answer"]

@@ -70,7 +70,7 @@ def detail(folder, name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_right_run_passes_every_check(name, tmp_path):
+def test_a_correct_run_passes_every_check(name, tmp_path):
     make_run(tmp_path, **RUNS[name])
     report = verify_run(tmp_path)
     assert [check.name for check in report.checks] == CHECKS
@@ -190,7 +190,7 @@ def test_a_changed_birth_step_is_named(run):
     assert "has birth_step 11" in detail(run, "groups")
 
 
-def test_a_kept_flag_that_lies_is_named(run):
+def test_a_wrong_kept_flag_is_named(run):
     edit(rollouts_at(run, 7), "kept", lambda kept: True)
     assert "step 7" in detail(run, "kept flags")
 
@@ -268,7 +268,7 @@ def test_a_run_of_another_recipe_fails(run, change, expected):
     assert expected in failed(run)
 
 
-def test_draws_that_do_not_follow_their_law_are_seen(tmp_path, monkeypatch):
+def test_draws_from_another_distribution_are_detected(tmp_path, monkeypatch):
     """Right probabilities in the log, but the draw ignores them."""
     from grpo_replay.buffer import drawing
 
@@ -280,7 +280,7 @@ def test_draws_that_do_not_follow_their_law_are_seen(tmp_path, monkeypatch):
     assert failed(tmp_path) == {"draw law"}
 
 
-def test_a_preference_for_recent_rollouts_is_seen(tmp_path, monkeypatch):
+def test_a_preference_for_recent_rollouts_is_detected(tmp_path, monkeypatch):
     from grpo_replay.buffer import drawing
 
     def recent_draw(law, count, rng):
@@ -300,7 +300,7 @@ def test_an_interrupted_run_is_verified_up_to_its_last_line(run):
     assert report.steps == 25
 
 
-def test_a_resume_without_the_buffer_is_understood(tmp_path, monkeypatch):
+def test_a_resume_without_the_buffer_passes(tmp_path, monkeypatch):
     import run_maker
 
     original = run_maker._run_step
@@ -323,7 +323,7 @@ def test_a_resume_without_the_buffer_is_understood(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "rollouts"])
-def test_a_folder_that_is_no_run_is_refused(run, name):
+def test_a_folder_that_is_not_a_run_is_refused(run, name):
     (run / name).rename(run / "elsewhere")
     with pytest.raises(SnapshotError, match=f"{name}: missing"):
         verify_run(run)
@@ -336,7 +336,7 @@ def test_a_damaged_metrics_line_is_named(run):
         verify_run(run)
 
 
-def test_the_transform_of_right_draws_is_uniform_and_of_wrong_ones_is_not():
+def test_the_transform_is_uniform_only_for_draws_from_the_stated_distribution():
     weights = np.array([0.1, 1.0, 0.5, 2.0, 0.3, 0.7])
     rng = np.random.default_rng(4)
     right, wrong = [], []
