@@ -26,12 +26,12 @@ def recipe_reference() -> str:
         "Generated from the sections in `grpo_replay/recipe/` by `docs/make_reference.py`.",
         "",
         "A recipe is a YAML file; `--set section.key=value` overrides any key. Precedence:",
-        "defaults < file < `--set`. Unknown keys are refused. A run keeps the resolved one.",
+        "defaults < file < `--set`. Unknown keys are refused. A run saves the resolved recipe.",
         "",
-        "A replay preset decides these keys; it overrides what earlier layers said about them, and",
-        "the same or a later layer may override it again:",
+        "A replay preset sets these keys. It overrides values from lower layers; the same or a",
+        "higher layer can override it:",
         "",
-        "| preset | decides |",
+        "| preset | sets |",
         "|---|---|",
     ]
     for name, values in REPLAY_PRESETS.items():
