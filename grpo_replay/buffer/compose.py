@@ -11,7 +11,7 @@ The trainer calls these functions in this order, for every composition:
 | composition    | trains on                                   | drawn units                  |
 |----------------|---------------------------------------------|------------------------------|
 | fresh_anchored | all fresh, and a draw from the buffer       | round(r·B'), round(r·B'/G)   |
-| pool           | a draw from fresh and buffer, under one law | round((1+r)·B'), …/G         |
+| pool           | one draw from fresh and buffer together     | round((1+r)·B'), …/G         |
 | buffer_only    | a draw from the buffer, fresh ones included | round(r·R), round(r·R/G)     |
 
 B' = fresh survivors, R = rollouts generated in the step, G = group size, r = `replay.ratio`. The
