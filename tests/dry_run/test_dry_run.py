@@ -246,7 +246,7 @@ def test_lengths_beyond_the_models_positions_are_refused():
 def test_zero_3_options_and_batches_that_cannot_be_are_refused_by_the_recipe():
     with pytest.raises(RecipeError, match=r"engine\.offload_parameters needs engine\.zero_stage 3"):
         load_recipe("qwen3-4b", ["engine.offload_parameters=true", "engine.zero_stage=2"])
-    with pytest.raises(RecipeError, match="less than one longest rollout, 9216 tokens"):
+    with pytest.raises(RecipeError, match="less than the longest possible rollout, 9216 tokens"):
         load_recipe("qwen3-4b", ["batch.max_tokens_per_microbatch=9000"])
 
 
