@@ -174,7 +174,7 @@ SURVIVORS = {"qwen3-0.6b": 86.5, "qwen3-1.7b": 112.7, "qwen3-4b": 124.9}
 
 
 def readings(name: str) -> list[list[str]]:
-    """The overrides of each `--set` line below "Other interpretations of the paper" in the header."""
+    """The overrides in the header below "Other interpretations of the paper", by `--set` line."""
     _, below = header(name).split("# Other interpretations of the paper")
     lines = [line for line in below.splitlines() if line.startswith("#   --set")]
     return [shlex.split(line[1:])[1::2] for line in lines]
