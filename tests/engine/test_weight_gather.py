@@ -3,7 +3,6 @@
 import pytest
 from core_engine import SCALED, make_rows, open_engine, parameters
 
-
 pytest_plugins = "trained_runs"
 
 
