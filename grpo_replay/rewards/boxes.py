@@ -1,20 +1,22 @@
-"""The answer of a completion: the last `\\boxed{…}` near its end (paper A, appendix).
+"""The answer in a completion: the last `\\boxed{…}` near its end (paper A, appendix).
 
-What both of paper A's verifiers grade, `minerva` in training and `math_verify_boxed` in evaluation.
+Both of paper A's verifiers grade it: `minerva` in training, `math_verify_boxed` in evaluation.
 """
 
 TAIL_CHARACTERS = 500
-"""Only a box that lies wholly within the last so many characters counts."""
+"""Only a box that lies entirely within this many trailing characters counts."""
 
 
 def boxed_answer(completion: str) -> str | None:
-    """The content of the last box in the trailing `TAIL_CHARACTERS`; None if there is no whole box
-    there, or if the last one is never closed."""
+    """The content of the last box in the trailing `TAIL_CHARACTERS`.
+
+    None if they contain no complete box, or if the last one is never closed.
+    """
     return last_box(completion[-TAIL_CHARACTERS:])
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` of `text`, braces balanced.
+    """The content of the last `\\boxed{…}` in `text`, with balanced braces.
 
     None if there is no box or if the last one is never closed.
     """

@@ -1,14 +1,11 @@
-"""The verifiers that use math-verify, with its default extractor on both sides (paper A,
-evaluation).
+"""The verifiers built on math-verify and its default extractor (paper A, evaluation).
 
-`math_verify_boxed` takes the last box of the trailing 500 characters for the prediction,
-`math_verify` the whole completion. Gold answer and prediction are each wrapped in a math
-environment if they are not in one, parsed, and compared with `verify(gold, prediction)`, in that
-order; the raw strings are compared if either fails to parse. Nothing here decides a verdict that
-math-verify would decide otherwise: it is asked less often, because equal LaTeX is parsed once and
-equal pairs are compared once, and it takes less time (`two_stage`, `difference`). What differs is
-what math-verify gives up: a formula that exhausts its stack or its five seconds may be judged here.
-Runs in the main thread of a worker, where math-verify's own five-second alarms work.
+`math_verify_boxed` grades the last box of the trailing 500 characters, `math_verify` the whole
+completion. The reference answer and the graded text are each wrapped in a math environment unless
+they contain one, parsed, and compared with `verify(gold, prediction)`, in that order. If either
+does not parse, the raw strings are compared. Every verdict is math-verify's own; each LaTeX string
+is parsed once and each pair is compared once. Runs in the main thread of a worker, because
+math-verify's five-second alarms work only there.
 """
 
 import logging
@@ -20,30 +17,27 @@ from functools import lru_cache
 from typing import Any
 
 import math_verify
-import math_verify.grader
 import math_verify.parser
 
-from grpo_replay.rewards import two_stage
 from grpo_replay.rewards.boxes import boxed_answer
-from grpo_replay.rewards.difference import simplify_unless_not_zero
 
 REMEMBERED = 20_000
-"""Parsed LaTeX strings, and compared pairs, that a worker remembers."""
+"""Number of parsed LaTeX strings, and of compared pairs, that a worker keeps."""
 
 STARVED_SECONDS = 2.5
-"""An alarm of five seconds that left a worker less processor time than this is tried again."""
+"""A timeout is retried if the worker got less processor time than this before the alarm rang."""
 
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed\{")
-"""What opens a math environment for math-verify: $, \\(, \\[ and \\boxed{."""
+"""Openers of a math environment in math-verify: $, \\(, \\[ and \\boxed{."""
 
 
 def in_environment(text: str) -> str:
-    """`text`, wrapped in $…$ if nothing in it opens a math environment."""
+    """`text`, wrapped in $…$ unless it opens a math environment itself."""
     return text if _ENVIRONMENT.search(text) else f"${text}$"
 
 
-class _Troubles(logging.Handler):
-    """Remembers what math-verify swallows: time-outs and exhausted memory."""
+class _SwallowedErrors(logging.Handler):
+    """Detects timeouts and exhausted memory, which math-verify catches and only logs."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -64,40 +58,38 @@ class _Troubles(logging.Handler):
 
 
 class SymbolicGrader:
-    """math-verify that remembers what it parsed and compared, and that wastes less time. One per
-    process: what it changes in math-verify's modules holds for all of it.
+    """math-verify with caches of parsed LaTeX and of compared pairs. The first is shared by the
+    whole process.
 
-    With `boxed`, the prediction is `boxed_answer(completion)`, and a completion without one is
-    unparsable; otherwise it is the whole completion.
+    With `boxed`, `boxed_answer(completion)` is graded, and a completion without a box is
+    unparsable; otherwise the whole completion is graded.
     """
 
     def __init__(self, boxed: bool = False) -> None:
         self._boxed = boxed
-        self._troubles = _Troubles()
+        self._swallowed = _SwallowedErrors()
         logger = logging.getLogger("math_verify")
-        logger.addHandler(self._troubles)
+        logger.addHandler(self._swallowed)
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
         _enlarge_latex_cache()
-        two_stage.install()
-        math_verify.grader.simplify = simplify_unless_not_zero
         self._parse_gold = lru_cache(maxsize=REMEMBERED)(_parse)
         self._compared: OrderedDict[tuple[Any, ...], tuple[list[Any], bool]] = OrderedDict()
 
     def grade(self, completion: str, answer: str) -> tuple[str, bool]:
-        """The status of a verdict, and whether the gold answer could be parsed."""
+        """The status of the verdict, and whether the reference answer could be parsed."""
         started = time.process_time()
         verdict = self._grade(completion, answer)
-        # math-verify's alarms go by the clock on the wall. One that rang while other programs had
-        # the processor says nothing about the answer.
-        if self._troubles.timed_out and time.process_time() - started < STARVED_SECONDS:
+        # math-verify's alarms use wall time. If other programs had the processor meanwhile, the
+        # timeout says nothing about the answer.
+        if self._swallowed.timed_out and time.process_time() - started < STARVED_SECONDS:
             verdict = self._grade(completion, answer)
         return verdict
 
     def _grade(self, completion: str, answer: str) -> tuple[str, bool]:
-        self._troubles.clear()
+        self._swallowed.clear()
         gold = self._parse_gold(answer)
-        if self._troubles:  # an answer that could not be parsed in time may be the next time
+        if self._swallowed:  # parsing may succeed in time on the next attempt
             self._parse_gold.cache_clear()
         operand = boxed_answer(completion) if self._boxed else completion
         if operand is None:
@@ -110,14 +102,14 @@ class SymbolicGrader:
         return self._status(correct, bool(prediction)), bool(gold)
 
     def _verify(self, answer: str, gold: list[Any], prediction: list[Any]) -> bool:
-        # Parsed LaTeX is remembered, so equal LaTeX is the same object; an object is its own key,
-        # and the entry keeps it alive. What is merely equal is compared again.
+        # The parse cache returns the same object for equal LaTeX, so its id is a valid key as long
+        # as the entry keeps it alive. Equal expressions from different LaTeX are compared again.
         key = (answer, *(part if isinstance(part, str) else id(part) for part in prediction))
         known = self._compared.get(key)
         if known is not None:
             return known[1]
         correct = math_verify.verify(gold, prediction)
-        if not self._troubles:
+        if not self._swallowed:
             self._compared[key] = (prediction, correct)
             if len(self._compared) > REMEMBERED:
                 self._compared.popitem(last=False)
@@ -126,9 +118,9 @@ class SymbolicGrader:
     def _status(self, correct: bool, parsed: bool) -> str:
         if correct:
             return "correct"
-        if self._troubles.out_of_memory:
+        if self._swallowed.out_of_memory:
             return "memory"
-        if self._troubles.timed_out:
+        if self._swallowed.timed_out:
             return "timeout"
         return "incorrect" if parsed else "unparsable"
 
@@ -138,7 +130,10 @@ def _parse(text: str) -> list[Any]:
 
 
 def _enlarge_latex_cache() -> None:
-    """Let math-verify remember `REMEMBERED` parsed LaTeX strings instead of 20."""
+    """Enlarge math-verify's own cache of parsed LaTeX from 20 strings to `REMEMBERED`.
+
+    math-verify has no setting for it. Only the size changes, never the result.
+    """
     cached = math_verify.parser.parse_latex_cached
     uncached: Callable[[str], Any] = cached.__wrapped__
     if cached.cache_parameters()["maxsize"] != REMEMBERED:

@@ -1,8 +1,8 @@
-"""The `minerva` verifier: last box near the end, normalised, compared as a string.
+"""The `minerva` verifier: the last box near the end, normalised and compared as a string.
 
-The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1): LaTeX clean-up, unit words
-removed, fraction and root shorthand expanded, commas between digits stripped. It works on text, so
-`1/2` and `\\frac{1}{2}` differ; that is what paper A trains on.
+The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1): it cleans up LaTeX, removes
+unit words, expands shorthand for fractions and roots, and strips commas between digits. It compares
+text, so `1/2` and `\\frac{1}{2}` differ. Paper A trains with it.
 """
 
 import re
@@ -47,7 +47,7 @@ _LATEX_NOISE = (
 )
 
 _PATTERNS = (
-    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # what stands in $…$ is the answer
+    (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),  # the answer is the content of $…$
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
     (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
     (re.compile(r"\\overline\{(.*?)\}"), r"\1"),
@@ -58,7 +58,7 @@ _PATTERNS = (
 
 
 def normalise(answer: str) -> str:
-    """`answer` in the form that is compared: what follows the last `=`, cleaned up."""
+    """The text after the last `=` of `answer`, normalised for comparison."""
     answer = answer.split("=")[-1]
     for before, after in _REWRITES:
         answer = answer.replace(before, after)
@@ -72,7 +72,7 @@ def normalise(answer: str) -> str:
 
 
 def grade(completion: str, answer: str) -> str:
-    """ "correct", "incorrect", or "unparsable" when the tail of `completion` holds no box."""
+    """ "correct", "incorrect", or "unparsable" if the tail of `completion` contains no box."""
     boxed = boxed_answer(completion)
     if boxed is None:
         return "unparsable"

@@ -1,10 +1,10 @@
-"""A pool of verifier processes, each driven by a thread of its own.
+"""A pool of verifier processes, each driven by its own thread.
 
-Tasks with the same reference answer wait for the same worker, which has parsed it, unless another
-is idle; they go out several at a time. Every answer is awaited for at most the time limit. A worker
-that is late or gone is replaced, and only the task it was at is blamed. What fails by memory or
-crash in a worker that had answered before is tried once more in a fresh one, so that a verdict
-never depends on what the worker did earlier.
+Tasks with the same reference answer are queued for the same worker, which has already parsed it;
+an idle worker takes tasks from the longest queue. Tasks are sent in chunks, and each answer has its
+own time limit. A worker that is late or has ended is replaced, and only its current task fails. A
+task that runs out of memory or crashes in a worker that had answered before is retried once in a
+fresh worker, so a verdict never depends on what the worker did earlier.
 """
 
 import threading
@@ -18,13 +18,16 @@ from grpo_replay.rewards.process import VerifierProcess, WorkerGone, WorkerLate
 LARGEST_CHUNK = 32
 FAILED_STARTS_ALLOWED = 3
 
-Task = tuple[Any, bytes]  # what the caller knows it by, and its JSON
+Task = tuple[Any, bytes]  # the caller's identifier, and the task as JSON
 OnAnswer = Callable[[Any, dict[str, Any]], None]
 
 
 class VerifierPool:
-    """`workers` processes that grade with `function`. Calls `on_answer(task, answer)` from its
-    threads, once per task, and `on_failure(error)` if no worker can be started."""
+    """`workers` processes that grade with `function`.
+
+    Its threads call `on_answer(task, answer)` once per task, and `on_failure(error)` if a worker
+    cannot be started.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class VerifierPool:
             thread.start()
 
     def put(self, task: Task, affinity: int) -> None:
-        """Have a task graded; tasks of equal `affinity` prefer the same worker."""
+        """Queue a task; tasks of equal `affinity` prefer the same worker."""
         with self._wake:
             self._queues[affinity % len(self._queues)].append(task)
             self._wake.notify_all()
@@ -103,11 +106,11 @@ class VerifierPool:
             return None
         raise GrpoReplayError(
             f"verifier worker {index} ended {FAILED_STARTS_ALLOWED} times before it was ready: "
-            "see stderr for its message; too little memory is the usual cause"
+            "see its message on stderr; the usual cause is too little memory"
         )
 
     def _serve(self, process: VerifierProcess, index: int) -> None:
-        """Grade until the pool closes, or until the worker must be replaced."""
+        """Send tasks until the pool closes or the worker must be replaced."""
         while chunk := self._take(index):
             remaining = deque(chunk)
             try:
@@ -138,7 +141,7 @@ class VerifierPool:
             if self._closing:
                 return []
             queue = self._queues[index] or max(self._queues, key=len)
-            share = -(-len(queue) // 4)  # small enough that workers finish at about the same time
+            share = -(-len(queue) // 4)  # small chunks, so that all workers finish together
             return [queue.popleft() for _ in range(min(share, LARGEST_CHUNK))]
 
     def _put_back(self, tasks: deque[Task], index: int) -> None:

@@ -1,4 +1,4 @@
-"""One verifier process, as its pool sees it: start, ask, wait no longer than the limit, kill."""
+"""A handle on one verifier process: start, send tasks, receive with a timeout, kill."""
 
 import contextlib
 import os
@@ -14,16 +14,18 @@ START_TIMEOUT_SECONDS = 120.0
 
 
 class WorkerGone(Exception):
-    """The process ended without an answer."""
+    """The process ended before it answered."""
 
 
 class WorkerLate(Exception):
-    """The process did not answer within its limit."""
+    """The process did not answer within the time limit."""
 
 
 class VerifierProcess:
-    """A child that runs `grpo_replay.rewards.worker`. Must be started by a thread that outlives
-    it: Linux kills the child when that thread ends."""
+    """A child process that runs `grpo_replay.rewards.worker`.
+
+    The thread that starts it must outlive it: Linux kills the child when that thread ends.
+    """
 
     def __init__(self, function: str, memory_limit_mib: int) -> None:
         self.answered = 0
@@ -35,20 +37,23 @@ class VerifierProcess:
             stdout=subprocess.PIPE,
             env=_environment(),
         )
-        self._stdout = self._process.stdout.fileno()
+        assert self._process.stdin is not None and self._process.stdout is not None  # pipes
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
     def wait_ready(self) -> None:
-        """Returns when the grader is loaded. Raises WorkerGone, WorkerLate, or ImportError with
-        the worker's own message."""
+        """Return when the grader is loaded.
+
+        Raises WorkerGone, WorkerLate, or ImportError with the worker's message.
+        """
         message = self.receive(START_TIMEOUT_SECONDS)
         if "failed" in message:
             raise ImportError(message["failed"])
 
     def send(self, bodies: list[bytes]) -> None:
-        """Hand over tasks. Raises WorkerGone."""
+        """Send tasks. Raises WorkerGone."""
         try:
-            self._process.stdin.write(wire.frame_of_list(bodies))
-            self._process.stdin.flush()
+            self._stdin.write(wire.frame_of_list(bodies))
+            self._stdin.flush()
         except (BrokenPipeError, ValueError) as error:
             raise WorkerGone from error
 
@@ -56,32 +61,32 @@ class VerifierProcess:
         """The next message. Raises WorkerGone or WorkerLate."""
         deadline = time.monotonic() + limit_seconds
         while (message := self._frames.pop()) is None:
-            # Look at the pipe before the clock: this thread itself may have been kept waiting.
+            # Poll even after the deadline: this thread itself may have been descheduled.
             waiting = select.poll()
-            waiting.register(self._stdout, select.POLLIN | select.POLLHUP)
+            waiting.register(self._stdout.fileno(), select.POLLIN | select.POLLHUP)
             if not waiting.poll(1000 * max(0.0, deadline - time.monotonic())):
                 raise WorkerLate
-            piece = os.read(self._stdout, 1 << 16)
+            piece = os.read(self._stdout.fileno(), 1 << 16)
             if not piece:
                 raise WorkerGone
             self._frames.feed(piece)
         return message
 
     def kill(self) -> None:
-        """End the process at once; may be called twice, and from another thread."""
+        """Kill the process. May be called twice, and from another thread."""
         self._process.kill()
 
     def reap(self) -> None:
-        """Kill, wait and close the pipes."""
+        """Kill the process, wait for it and close the pipes."""
         self._process.kill()
         self._process.wait()
-        self._process.stdout.close()
+        self._stdout.close()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._stdin.close()
 
 
 def _environment() -> dict[str, str]:
-    # The worker finds the same packages, and no GPU: a reward must not take the trainer's memory.
+    # Same packages, but no GPU: a reward function must not use the trainer's GPU memory.
     paths = [path for path in sys.path if path]
     return {
         **os.environ,

@@ -1,12 +1,13 @@
-"""Rewards: completions in, verdicts out, graded in worker processes while sampling goes on.
+"""The reward scorer: grades completions in worker processes while sampling goes on.
 
     with RewardScorer.open(recipe.reward) as scorer:      # workers start in the background
         for completion in sampler.generate(requests):
             scorer.submit(completion.key, text, answer, row)
         verdicts = scorer.results()                       # key -> Verdict, in submission order
 
-A verdict that took too long, too much memory, or its worker with it, earns the incorrect reward
-and says so in its status. Equal (completion, answer) pairs are graded once.
+A completion whose grading exceeds the time or memory limit, or crashes its worker, earns the
+incorrect reward; the status of the verdict names the cause. Built-in verifiers grade equal
+(completion, answer) pairs once.
 """
 
 import hashlib
@@ -25,32 +26,32 @@ from grpo_replay.rewards.pool import VerifierPool
 from grpo_replay.types import Verdict
 
 CACHED_ANSWERS = 200_000
-"""Graded (completion, answer) pairs remembered, by digest: some 60 MB when full."""
+"""Maximum number of cached verdicts, by digest of (completion, answer): about 60 MB when full."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Graded:
-    """One thing to grade; `answer` is the worker's, None while it is under way."""
+    """One submitted pair; `answer` is the worker's message, None until it arrives."""
 
     gold: str
     answer: dict[str, Any] | None = None
 
 
 class RewardScorer:
-    """Scores completions with one reward function. For use from one thread."""
+    """Scores completions with one reward function. Use it from one thread only."""
 
     def __init__(self, section: RewardSection) -> None:
         _check_function(section.function)
         self.unparsable_answers: set[str] = set()
-        """Reference answers that math-verify could not parse, so far."""
+        """Reference answers seen so far that math-verify could not parse."""
         self._section = section
         self._builtin = section.function in BUILTIN_VERIFIERS
         self._changed = threading.Condition()
         self._failure: Exception | None = None
         self._submitted: list[tuple[Hashable, _Graded]] = []
-        self._under_way = 0
+        self._pending = 0
         self._cache: OrderedDict[bytes, _Graded] = OrderedDict()
         self._warned = False
         self._pool = VerifierPool(
@@ -66,49 +67,50 @@ class RewardScorer:
     def open(cls, section: RewardSection) -> "RewardScorer":
         """A scorer whose workers start in the background.
 
-        Raises RecipeError for a name that cannot be a reward function; a module or function that
-        cannot be imported raises it from the first `results` or `score`.
+        Raises RecipeError for an invalid name. A module or function that cannot be imported raises
+        RecipeError from the first `results` or `score`.
         """
         return cls(section)
 
     def submit(
         self, key: Hashable, completion: str, answer: str, row: Mapping[str, Any] | None = None
     ) -> None:
-        """Have one completion graded; returns at once. `row` reaches `module:function` only.
+        """Queue one completion for grading and return at once.
 
-        Raises DatasetError if `row` holds something that has no JSON form.
+        Only `module:function` receives `row`. Raises DatasetError if it contains a value that JSON
+        cannot represent.
         """
         digest = _digest(completion, answer) if self._builtin else None
         with self._changed:
-            graded = self._cache.get(digest) if digest else None
+            graded = self._recall(digest)
             if graded is None:
                 graded = _Graded(answer)
                 body = self._body(completion, answer, row)
-                if digest:
+                if digest is not None:
                     self._remember(digest, graded)
-                self._under_way += 1
+                self._pending += 1
                 self._pool.put((graded, body), zlib.crc32(answer.encode("utf-8", "surrogatepass")))
-            else:
-                self._cache.move_to_end(digest)
             self._submitted.append((key, graded))
 
     def statuses(self) -> Counter[str]:
-        """How many verdicts of each status have arrived since the last `results`."""
+        """The number of verdicts of each status that have arrived since the last `results`."""
         with self._changed:
             arrived = [graded.answer for _, graded in self._submitted if graded.answer]
         return Counter(answer["status"] for answer in arrived)
 
     def wait(self, seconds: float) -> bool:
-        """Whether everything submitted is graded, or grading failed, within so many seconds."""
+        """Wait at most `seconds`; True once everything submitted is graded or grading failed."""
         with self._changed:
             return self._changed.wait_for(self._is_settled, timeout=seconds)
 
     def _is_settled(self) -> bool:
-        return self._failure is not None or self._under_way == 0
+        return self._failure is not None or self._pending == 0
 
     def results(self) -> dict[Hashable, Verdict]:
-        """Verdicts of everything submitted since the last call, in submission order. Waits for
-        the last one. Raises RecipeError if the function cannot be loaded."""
+        """Wait for all verdicts since the last call and return them in submission order.
+
+        Raises RecipeError if the reward function cannot be loaded.
+        """
         with self._changed:
             self._changed.wait_for(self._is_settled)
             if self._failure is not None:
@@ -143,10 +145,17 @@ class RewardScorer:
             return wire.to_json(task)
         except (TypeError, ValueError) as error:
             raise DatasetError(
-                f"a row cannot be handed to reward.function {self._section.function!r}: {error}; "
-                f"its fields are {', '.join(map(str, row or {}))}: remove the one that is not "
+                f"a row cannot be passed to reward.function {self._section.function!r}: {error}; "
+                f"its fields are {', '.join(map(str, row or {}))}: remove the field that is not "
                 "text, a number, a list or a mapping"
             ) from error
+
+    def _recall(self, digest: bytes | None) -> _Graded | None:
+        """The cached entry, marked as the most recently used; None if there is none."""
+        if digest is None or digest not in self._cache:
+            return None
+        self._cache.move_to_end(digest)
+        return self._cache[digest]
 
     def _remember(self, digest: bytes, graded: _Graded) -> None:
         self._cache[digest] = graded
@@ -167,14 +176,14 @@ class RewardScorer:
     def _accept(self, graded: _Graded, answer: dict[str, Any]) -> None:
         with self._changed:
             graded.answer = answer
-            self._under_way -= 1
+            self._pending -= 1
             self._changed.notify_all()
             first_error = "error" in answer and not self._warned
             self._warned |= first_error
         if first_error:
             logger.warning(
                 "reward.function %r failed on a completion, which earns the incorrect reward and "
-                "status 'crash' (said once per run): %s",
+                "status 'crash' (reported once per run): %s",
                 self._section.function,
                 answer["error"],
             )
@@ -197,7 +206,7 @@ def _check_function(function: str) -> None:
 
 
 def _digest(completion: str, answer: str) -> bytes:
-    # The length keeps ("ab", "c") and ("a", "bc") apart; surrogatepass, because samplers may emit
-    # what is not valid Unicode.
+    # The length distinguishes ("ab", "c") from ("a", "bc"); surrogatepass, because samplers may
+    # emit invalid Unicode.
     text = f"{len(answer)}:{answer}{completion}"
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

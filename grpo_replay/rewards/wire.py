@@ -1,6 +1,6 @@
-"""Frames between the trainer and a verifier worker: a length, then JSON in ASCII.
+"""The protocol between the trainer and a verifier worker: a length, then JSON in ASCII.
 
-JSON escapes keep NULs and lone surrogates intact, and nothing is unpickled.
+JSON escapes preserve NULs and lone surrogates, and unlike pickle, JSON runs no code.
 """
 
 import json
@@ -12,22 +12,22 @@ _HEADER = struct.Struct(">Q")
 
 
 def to_json(value: Any) -> bytes:
-    """`value` as JSON in ASCII. Raises TypeError if it holds something without such a form."""
+    """`value` as JSON in ASCII. Raises TypeError for a type that JSON cannot represent."""
     return json.dumps(value, default=_plain).encode("ascii")
 
 
 def frame(body: bytes) -> bytes:
-    """One frame around a JSON document."""
+    """A frame with one JSON document."""
     return _HEADER.pack(len(body)) + body
 
 
 def frame_of_list(bodies: Sequence[bytes]) -> bytes:
-    """One frame around the JSON list of documents."""
+    """A frame with the JSON list of documents."""
     return frame(b"[" + b",".join(bodies) + b"]")
 
 
 def read(stream: BinaryIO) -> Any:
-    """The next message of a blocking stream; None at its end."""
+    """The next message of a blocking stream; None at the end of the stream."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -37,7 +37,7 @@ def read(stream: BinaryIO) -> Any:
 
 
 class FrameBuffer:
-    """Reassembles frames from the pieces that a pipe delivers."""
+    """Reassembles frames from the chunks that a pipe delivers."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
@@ -46,7 +46,7 @@ class FrameBuffer:
         self._bytes += piece
 
     def pop(self) -> Any:
-        """The next complete message, or None if its end has not arrived."""
+        """The next complete message; None if it has not arrived in full."""
         if len(self._bytes) < _HEADER.size:
             return None
         (length,) = _HEADER.unpack_from(self._bytes)
@@ -59,7 +59,7 @@ class FrameBuffer:
 
 
 def _plain(value: Any) -> Any:
-    # Rows of a dataset hold numpy scalars and arrays, and dates.
+    # Dataset rows may contain numpy scalars, arrays and dates.
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()

@@ -1,7 +1,7 @@
-"""A verifier worker: reads answers to grade on stdin, writes one verdict each to its stdout.
+"""A verifier worker: reads tasks from stdin and writes one verdict for each to stdout.
 
-Started by `grpo_replay.rewards.pool`, killed by it on the time limit, and by the kernel when the
-process that started it is gone. What a reward function prints goes to stderr.
+Started by `grpo_replay.rewards.pool`, which kills it at the time limit; the kernel kills it when
+its parent ends. Output printed by a reward function goes to stderr.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ def main() -> None:
     except Exception as error:
         _write(replies, {"failed": f"{type(error).__name__}: {error}"})
         return
-    # What is imported stays: the collector need not walk through sympy again and again.
+    # Imported modules are never freed: keep the garbage collector from scanning them.
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     _limit_memory_growth(memory_limit_mib)
@@ -43,7 +43,7 @@ def _die_with(parent: int) -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(0)
 
 
@@ -53,7 +53,7 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    # Ctrl-C reaches the whole process group; the trainer decides what happens to its workers.
+    # Ctrl-C reaches the whole process group; only the trainer may end its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return requests, replies
 
@@ -77,12 +77,12 @@ def _graded(grader: Grader, task: dict[str, Any]) -> dict[str, Any]:
         return grader(task)
     except MemoryError:
         return {"status": "memory"}
-    except Exception as error:  # the user's code, or a library on a hostile answer
+    except Exception as error:  # from the user's code, or a library given a hostile answer
         return {"status": "crash", "error": f"{type(error).__name__}: {error}"[:500]}
 
 
 def _open_grader(function: str) -> Grader:
-    return BUILTINS[function]() if function in BUILTINS else _users(function)
+    return BUILTINS[function]() if function in BUILTINS else _user_function(function)
 
 
 def _symbolic(boxed: bool) -> Grader:
@@ -108,13 +108,13 @@ BUILTINS: dict[str, Callable[[], Grader]] = {
     "math_verify": lambda: _symbolic(boxed=False),
     "minerva": lambda: _minerva,
 }
-"""How each of `recipe.BUILTIN_VERIFIERS` is opened."""
+"""Opens the grader of each of `recipe.BUILTIN_VERIFIERS`."""
 
 
-def _users(function: str) -> Grader:
+def _user_function(function: str) -> Grader:
     sys.path.append(os.getcwd())
     module, _, name = function.partition(":")
-    score = importlib.import_module(module)
+    score: Any = importlib.import_module(module)
     for attribute in name.split("."):
         score = getattr(score, attribute)
 

@@ -1,4 +1,4 @@
-"""The `math_verify` verifier says what math-verify says, only with fewer questions."""
+"""The `math_verify` verifier returns math-verify's verdicts with fewer calls."""
 
 import json
 import logging
@@ -52,7 +52,7 @@ print(json.dumps([directly(*pair) for pair in json.load(sys.stdin)]))
 
 
 def directly(pairs: list[tuple[str, str]]) -> list[bool]:
-    """Verdicts of math-verify itself, in a process where nothing has touched it."""
+    """Verdicts of math-verify itself, in a process where its caches are unchanged."""
     program = [sys.executable, "-c", DIRECT_CALLS]
     text = subprocess.run(
         program, input=json.dumps(pairs), capture_output=True, text=True, check=True
@@ -60,7 +60,7 @@ def directly(pairs: list[tuple[str, str]]) -> list[bool]:
     return json.loads(text)
 
 
-def test_every_verdict_is_that_of_a_direct_call_in_any_order(grader):
+def test_verdicts_equal_those_of_direct_calls_in_any_order(grader):
     pairs = [(frame.format(a), b) for frame in FRAMES for a in PIECES for b in PIECES]
     random.Random(0).shuffle(pairs)
     pairs = pairs[:700]
@@ -71,7 +71,6 @@ def test_every_verdict_is_that_of_a_direct_call_in_any_order(grader):
 
 
 def test_decimal_fractions_times_large_numbers_are_compared_as_math_verify_does(grader):
-    """sympy reads 0.1 as 1/10 when it simplifies; a double is another number."""
     equal = [
         ("0.1 \\cdot 2^{40}", "\\frac{2^{40}}{10}"),
         ("0.05 \\cdot 2^{40}", "\\frac{2^{40}}{20}"),
@@ -103,7 +102,7 @@ def test_bare_text_is_put_into_a_math_environment(text, wrapped):
     assert in_environment(text) == wrapped
 
 
-def test_statuses_tell_wrong_from_missing(grader):
+def test_statuses_distinguish_wrong_from_missing_answers(grader):
     assert grader.grade("\\boxed{57}", "57") == ("correct", True)
     assert grader.grade("\\boxed{58}", "57") == ("incorrect", True)
     assert grader.grade("", "57") == ("unparsable", True)
@@ -118,8 +117,8 @@ def test_gold_is_the_first_argument(grader):
     assert expected == [True, True, False, True]
 
 
-def test_an_alarm_that_rang_while_the_worker_was_starved_is_not_the_answers_fault(monkeypatch):
-    """math-verify's alarm rings by the wall clock; the process used no time of its own."""
+def test_a_timeout_of_a_worker_without_processor_time_is_retried(monkeypatch):
+    """math-verify's alarm uses wall time; here the process used no processor time."""
     original, calls = math_verify.parse, []
 
     def starved_at_first(text, **options):
