@@ -1,43 +1,25 @@
-"""`grpo-replay eval`: one model on benchmarks, or two evaluation files against each other."""
+"""`grpo-replay eval`: evaluate a model on benchmarks, regrade an evaluation, or compare two."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from grpo_replay.commands.compare import run_comparison
+from grpo_replay.commands.eval_display import print_report
+from grpo_replay.commands.regrade import run_regrading
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.interruption import sigterm_interrupts
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
-from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.model_source import ModelSource, find_model, used_revision
-from grpo_replay.evaluation.output import (
-    check_output,
-    generations_parent,
-    page_path,
-    write_output,
-)
-from grpo_replay.evaluation.report import (
-    EvaluationReport,
-    read_report_graded_by,
-    samples_path,
-)
-from grpo_replay.evaluation.tables import (
-    COMPARISON_LEGEND,
-    comparison_table,
-    heading,
-    legend,
-    length_table,
-    print_table,
-    terminal_tables,
-)
+from grpo_replay.evaluation.output import check_output, generations_parent, write_output
+from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import (
+    BUILTIN_VERIFIERS,
     Recipe,
     find_recipe,
     parse_overrides,
@@ -47,12 +29,25 @@ from grpo_replay.recipe import (
 
 DEFAULT_FOLDER = Path("evaluations")
 
+_EVALUATION_OPTIONS = {
+    "ckpt": "--ckpt",
+    "recipe": "--recipe",
+    "benchmarks": "--benchmark",
+    "k": "--k",
+    "backend": "--backend",
+    "data_folder": "--data-folder",
+    "greedy": "--greedy",
+    "num_processes": "--num-processes",
+    "overrides": "--set",
+}
+"""Options without effect on `--compare` and `--regrade`, by field of `EvalOptions`."""
+
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """What the command line said; None and empty leave the recipe's value."""
+    """The command line. None and empty values leave the recipe's value unchanged."""
 
-    ckpt: str
+    ckpt: str | None = None
     recipe: str | None = None
     benchmarks: Sequence[str] = ()
     k: int | None = None
@@ -63,12 +58,64 @@ class EvalOptions:
     grade_with: Sequence[str] = ()
     num_processes: int | None = None
     overrides: Sequence[str] = ()
+    regrade: str | None = None
+    compare: tuple[str, str] | None = None
     as_json: bool = False
 
 
 def run(options: EvalOptions) -> int:
-    """Evaluate, write the report and its companions, print the table; returns the exit code."""
-    source = find_model(options.ckpt)
+    """Evaluate, regrade or compare, as the options say; returns the exit code.
+
+    Raises UsageError for options that would have no effect.
+    """
+    if options.compare is not None:
+        _check_comparison(options)
+        verifier = options.grade_with[0] if options.grade_with else None
+        run_comparison(*options.compare, as_json=options.as_json, verifier=verifier)
+        return 0
+    if options.regrade is not None:
+        _check_regrading(options)
+        run_regrading(options.regrade, options.grade_with, options.output, options.as_json)
+        return 0
+    if options.ckpt is None:
+        raise UsageError(
+            "eval needs --ckpt DIR|HF_ID, --regrade A.json --grade-with VERIFIER, or --compare "
+            "A.json B.json"
+        )
+    return _run_evaluation(options, find_model(options.ckpt))
+
+
+def _given(options: EvalOptions) -> list[str]:
+    values = {name: getattr(options, field) for field, name in _EVALUATION_OPTIONS.items()}
+    return [name for name, value in values.items() if value not in (None, (), [])]
+
+
+def _check_comparison(options: EvalOptions) -> None:
+    also = [("--output", options.output), ("--regrade", options.regrade)]
+    if ignored := [*_given(options), *(name for name, value in also if value)]:
+        raise UsageError(
+            f"--compare reads two reports and changes neither: {', '.join(ignored)} would have no "
+            "effect; leave them out"
+        )
+    if len(options.grade_with) > 1:
+        raise UsageError(
+            f"--compare takes one --grade-with, found {', '.join(options.grade_with)}: name the "
+            "verifier whose verdicts to compare"
+        )
+
+
+def _check_regrading(options: EvalOptions) -> None:
+    if ignored := _given(options):
+        raise UsageError(
+            f"--regrade samples nothing: {', '.join(ignored)} would have no effect; it takes "
+            "--grade-with and --output"
+        )
+    if not options.grade_with:
+        raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))
+
+
+def _run_evaluation(options: EvalOptions, source: ModelSource) -> int:
+    """Evaluate, write the report and its companion files, and print the tables."""
     recipe = resolve_evaluation(options, source)
     output = Path(options.output) if options.output else DEFAULT_FOLDER / f"{source.name}.json"
     earlier = check_output(output)
@@ -85,7 +132,7 @@ def run(options: EvalOptions) -> int:
     if environment.rank == 0:
         for notice in _notices(options, source, recipe):
             print(notice, file=sys.stderr)
-    # A launcher that ends its other ranks after a failure sends SIGTERM too, and reports it itself.
+    # A launcher also sends SIGTERM, to end the other ranks after a failure; it reports the failure.
     with nullcontext() if environment.is_launched else sigterm_interrupts():
         report = _evaluate(recipe, source, output, environment.world_size)
     if report is not None:
@@ -94,52 +141,12 @@ def run(options: EvalOptions) -> int:
     return 0
 
 
-def refuse_with_comparison(
-    given: Sequence[str], output: str | None, regrade: str | None, verifiers: Sequence[str]
-) -> None:
-    """Raises UsageError for options that `--compare` would ignore."""
-    also = [name for name, value in (("--output", output), ("--regrade", regrade)) if value]
-    if ignored := [*given, *also]:
-        raise UsageError(
-            f"--compare reads two reports as they are: {', '.join(ignored)} would change nothing"
-        )
-    if len(verifiers) > 1:
-        raise UsageError("--compare takes one --grade-with: the verdicts to compare")
-
-
-def run_comparison(
-    path_a: str, path_b: str, as_json: bool = False, verifier: str | None = None
-) -> None:
-    """Print how the second evaluation differs from the first, with a paired test; both graded by
-    `verifier`, or by their own."""
-    a, b = (read_report_graded_by(Path(path), verifier) for path in (path_a, path_b))
-    results = compare(path_a, a, path_b, b)
-    if as_json:
-        document = {
-            "a": {"file": path_a, "model": a.model},
-            "b": {"file": path_b, "model": b.model},
-            "benchmarks": {name: asdict(r) for name, r in results.items() if name != "mean"},
-            "mean": asdict(results["mean"]),
-            "graded_by": a.settings.get("reward"),
-            "differences": differences(a, b),
-        }
-        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
-        return
-    console = Console(highlight=False, markup=False)
-    console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
-    print_table(console, comparison_table(results))
-    print_table(console, length_table(results))
-    console.print(COMPARISON_LEGEND)
-    for sentence in differences(a, b):
-        console.print(sentence)
-
-
 def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
-    """The recipe an evaluation runs under: --recipe, else the run's own, else paper A's benchmarks
-    with its settings for 0.6B and 1.7B (for `builtin:tiny`, the tiny recipe); then --set; then the
-    other options.
+    """The recipe of an evaluation.
 
-    Raises RecipeError, and UsageError if nothing names a benchmark.
+    It starts from --recipe, else the run's own recipe, else the tiny recipe for `builtin:tiny`,
+    else paper A's benchmarks with its settings for 0.6B and 1.7B. --set and then the other options
+    override it. Raises RecipeError, and UsageError if no benchmark is named.
     """
     place, layer = _recipe_layer(options, source)
     overrides = parse_overrides(options.overrides)
@@ -151,7 +158,7 @@ def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
             f"{place} names no benchmarks to evaluate: add --benchmark, such as --benchmark paper, "
             "--benchmark math500, or --benchmark my.jsonl"
         )
-    # What was trained or downloaded is never initialised at random.
+    # The evaluated weights are always loaded, even if training started from random ones.
     own = {"path": source.path, "random_init": False, "config_overrides": {}}
     longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
     return recipe.model_copy(
@@ -169,7 +176,7 @@ def _recipe_layer(options: EvalOptions, source: ModelSource) -> tuple[str, dict[
     layer = read_recipe_layer(path)
     layer.setdefault("name", path.stem)
     if options.recipe is None and isinstance(layer.get("model"), dict):
-        layer["model"].pop("tokenizer", None)  # a checkpoint brings its own
+        layer["model"].pop("tokenizer", None)  # a checkpoint has its own
     return str(path), layer
 
 
@@ -194,14 +201,14 @@ def _option_layer(options: EvalOptions) -> dict[str, Any]:
 
 
 def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[str]:
-    """What was chosen for the user, in sentences."""
+    """Sentences on the defaults chosen for the user."""
     notices = [source.notice] if source.notice else []
     if _recipe_path(options, source) is None:
         settings, longest = recipe.eval, recipe.sampling.max_completion_length
         notices.append(
             f"no recipe: T {settings.temperature:g}, top-p {settings.top_p:g}, at most {longest:,} "
-            f"tokens, {recipe.sampled_dtype} on {recipe.sampling.backend}; --recipe or --set "
-            "chooses others (paper A evaluates 4B with 16,384 tokens: --recipe qwen3-4b)"
+            f"tokens, {recipe.sampled_dtype} on {recipe.sampling.backend}; change them with "
+            "--recipe or --set (paper A evaluates 4B with 16,384 tokens: --recipe qwen3-4b)"
         )
     return notices
 
@@ -209,7 +216,7 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
 def _refuse_to_replace(
     output: Path, earlier: EvaluationReport, source: ModelSource, recipe: Recipe
 ) -> None:
-    """Nobody named the file, so it must not take the place of something else."""
+    """Raises OutputDirectoryError if the default output file holds a different evaluation."""
     files = {each.name: local_file(each, recipe.eval) for each in find_benchmarks(recipe.eval)}
     now = (
         *(source.path, used_revision(recipe.model.revision, source.path)),
@@ -224,8 +231,8 @@ def _refuse_to_replace(
         raise OutputDirectoryError(
             f"{output} is the evaluation of {before[0]}"
             + (f" at revision {before[1]}" if before[1] else "")
-            + f" on {', '.join(file or name for name, file in before[2].items())}: name another "
-            "file with --output, or that one to replace it"
+            + f" on {', '.join(file or name for name, file in before[2].items())}: choose another "
+            f"file with --output, or replace it with --output {output}"
         )
 
 
@@ -243,22 +250,3 @@ def _evaluate(
 
         generations = generations_parent(output)
         return evaluate_model(recipe, source, generations, world_size, on_progress, stack)
-
-
-def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
-    """The tables, or the JSON document, on stdout."""
-    if as_json:
-        print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
-        return
-    console = Console(highlight=False, markup=False)
-    console.print(heading(report), soft_wrap=True)
-    for table in terminal_tables(report):
-        print_table(console, table)
-    console.print(legend(report))
-    for name, result in report.sampled.benchmarks.items():
-        if result.unparsable_answers:
-            bad = ", ".join(result.unparsable_answers)
-            console.print(f"{name}: the reference answers of {bad} cannot be parsed")
-    console.print(
-        f"written: {output}, {samples_path(output).name}, {page_path(output).name}", soft_wrap=True
-    )

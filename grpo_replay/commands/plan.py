@@ -41,13 +41,33 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """The command line of `plan`; None where an option was not given."""
+
+    recipe: str | None = None
+    from_run: str | None = None
+    overrides: tuple[str, ...] = ()
+    mu: float | None = None
+    rho: float | None = None
+    growth: float | None = None
+    survival: float | None = None
+    workers: int | None = None
+    trainers: int | None = None
+    generated: int | None = None
+    trained: int | None = None
+    plot: str | None = None
+    curves: str | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Choice(Generic[T]):
-    """One assumption: what is given beats what was measured, which beats what is assumed."""
+    """One parameter: a given value precedes a measured one, which precedes the assumed one."""
 
     given: T | None
     measured: T | None
     assumed: T
-    why: str  # the assumed value
+    why: str  # the reason for the assumed value
     given_by: str = "given"
 
     @property
@@ -58,10 +78,32 @@ class Choice(Generic[T]):
 
     @property
     def source(self) -> str:
-        """Where the value came from, in words."""
+        """The origin of the value, in words."""
         if self.given is not None:
             return self.given_by
         return f"assumed: {self.why}" if self.measured is None else "measured in the run"
+
+
+def run_command(options: PlanOptions) -> None:
+    """Print the plan, print γ by machines, or write the curves, as the options say."""
+    o = options
+    if o.curves is not None:
+        run_curves(o.curves, {
+            "RECIPE": o.recipe, "--from-run": o.from_run, "--set": o.overrides, "--mu": o.mu,
+            "--rho": o.rho, "--growth": o.growth, "--survival": o.survival,
+            "--workers": o.workers, "--plot": o.plot,
+        })  # fmt: skip
+    elif any(each is not None for each in (o.workers, o.trainers, o.generated, o.trained)):
+        run_machines(
+            o.recipe, o.from_run, o.overrides, workers=o.workers, trainers=o.trainers,
+            generated=o.generated, trained=o.trained, mu=o.mu, as_json=o.as_json,
+            ignored={"rho": o.rho, "growth": o.growth, "survival": o.survival, "plot": o.plot},
+        )  # fmt: skip
+    else:
+        run(
+            o.recipe, o.from_run, o.overrides, mu=o.mu, rho=o.rho, growth=o.growth,
+            survival=o.survival, plot=o.plot, as_json=o.as_json,
+        )  # fmt: skip
 
 
 def run(
@@ -75,19 +117,8 @@ def run(
     plot: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print the plan. Raises UsageError for missing or contradicting options."""
-    if recipe is not None and from_run is not None:
-        raise UsageError(
-            "plan takes a RECIPE or --from-run DIR, not both: a run's own recipe is used"
-        )
-    if recipe is None and from_run is None and mu is None:
-        raise UsageError(
-            "plan needs a RECIPE, --from-run DIR, or --mu (with --rho and --growth); for example "
-            "grpo-replay plan --mu 5.28 --rho 0.1 --growth 0.2"
-        )
-    if overrides and recipe is None:
-        why = "--from-run uses the run's own recipe" if from_run else "there is no RECIPE to change"
-        raise UsageError(f"plan --set {overrides[0]}: {why}; give the recipe, or leave --set out")
+    """Print the plan. Raises UsageError for missing or contradictory options."""
+    _check_options(recipe, from_run, overrides, mu)
     if plot is not None:
         check_plot_path(Path(plot), (".png", ".svg"))
     resolved, estimates = _read(recipe, from_run, overrides)
@@ -101,12 +132,31 @@ def run(
         print_plan(plan, Console(highlight=False))
 
 
+def _check_options(
+    recipe: str | None, from_run: str | None, overrides: tuple[str, ...], mu: float | None
+) -> None:
+    if recipe is not None and from_run is not None:
+        raise UsageError(
+            "plan takes a RECIPE or --from-run DIR, not both: a run's own recipe is used"
+        )
+    if recipe is None and from_run is None and mu is None:
+        raise UsageError(
+            "plan needs a RECIPE, --from-run DIR, or --mu (with --rho and --growth); for example "
+            "grpo-replay plan --mu 5.28 --rho 0.1 --growth 0.2"
+        )
+    if overrides and recipe is None:
+        why = "--from-run uses the run's own recipe" if from_run else "there is no RECIPE to change"
+        raise UsageError(f"plan --set {overrides[0]}: {why}; name a RECIPE, or leave --set out")
+
+
 def run_curves(path: str, ignored: Mapping[str, Any] | None = None) -> None:
-    """Write the theory's optimum over its parameters. Raises UsageError for another file type, and
-    for a value among the `ignored` options."""
+    """Write figures of the optimum over the theory's parameters.
+
+    Raises UsageError for another file type, and if one of the `ignored` options has a value.
+    """
     for name, value in (ignored or {}).items():
         if value:
-            raise UsageError(f"plan --curves shows all of μ, a and ρ: leave {name} out")
+            raise UsageError(f"plan --curves covers all μ, a and ρ: leave {name} out")
     check_plot_path(Path(path), (".png", ".svg"))
     plot_curves(Path(path))
 
@@ -124,28 +174,21 @@ def run_machines(
     as_json: bool = False,
     ignored: Mapping[str, Any] | None = None,
 ) -> None:
-    """Print γ for every way to share W + T machines out. Raises UsageError, also for a value among
-    the `ignored` options, which γ does not depend on."""
-    for name, value in (ignored or {}).items():
-        if value is not None:
-            raise UsageError(
-                f"plan --{name} {value}: γ by workers and trainers does not depend on it; leave it "
-                "out, or leave --workers and --trainers out"
-            )
-    if workers is None or trainers is None:
-        raise UsageError("plan: --workers and --trainers are given together (paper B's W and T)")
-    if (generated is None) != (trained is None):
-        raise UsageError("plan: --generated and --trained are given together (K_gen and K_train)")
-    if mu is not None and generated is not None:
-        raise UsageError("plan: μ comes from --mu or from --generated and --trained, not from both")
+    """Print γ for every split of W + T machines into workers and trainers.
+
+    Raises UsageError for missing or contradictory options, and if one of the `ignored` options,
+    on which γ does not depend, has a value.
+    """
+    _check_machine_options(workers, trainers, generated, trained, mu, ignored or {})
+    assert workers is not None and trainers is not None
     resolved, estimates = _read(recipe, from_run, overrides)
     source = "given"
     if generated is not None and trained is not None:
         mu = cost_ratio_from_counts(trained, generated, workers, trainers)
         source = f"({trained:,}/{trainers})/({generated:,}/{workers})"
     elif mu is None:
-        choice = _inputs(resolved, estimates, None, None, None, None)
-        mu, source = choice.mu, choice.sources["mu"]
+        inputs = _inputs(resolved, estimates, None, None, None, None)
+        mu, source = inputs.mu, inputs.sources["mu"]
     check_inputs(mu, DEFAULT_RHO)
     buffer = _buffer_of(resolved)
     asked = split_machines(mu, workers, trainers, *buffer)
@@ -157,8 +200,30 @@ def run_machines(
         print_splits(mu, source, asked, splits, Console(highlight=False))
 
 
+def _check_machine_options(
+    workers: int | None,
+    trainers: int | None,
+    generated: int | None,
+    trained: int | None,
+    mu: float | None,
+    ignored: Mapping[str, Any],
+) -> None:
+    for name, value in ignored.items():
+        if value is not None:
+            raise UsageError(
+                f"plan --{name} {value}: γ by workers and trainers does not depend on it; leave it "
+                "out, or leave --workers and --trainers out"
+            )
+    if workers is None or trainers is None:
+        raise UsageError("plan: --workers and --trainers are given together (paper B's W and T)")
+    if (generated is None) != (trained is None):
+        raise UsageError("plan: --generated and --trained are given together (K_gen and K_train)")
+    if mu is not None and generated is not None:
+        raise UsageError("plan: μ comes from --mu or from --generated and --trained, not from both")
+
+
 def _buffer_of(recipe: Recipe | None) -> tuple[int | None, float | None]:
-    """N and the rollouts of one update of a FIFO recipe; nothing for others."""
+    """N and the rollouts per update of a FIFO recipe; None for other recipes."""
     if recipe is None or not recipe.replays or recipe.replay.composition != "buffer_only":
         return None, None
     drawn = recipe.replay.ratio * recipe.rollouts_per_step
@@ -182,7 +247,7 @@ def _inputs(
     growth: float | None,
     survival: float | None,
 ) -> PlanInputs:
-    """The assumptions, each with where it came from."""
+    """The parameters of the plan, each with its origin."""
     seen = estimates or RunEstimates()
     if survival is not None and survival < 1 and recipe and not recipe.replay.drop_zero_variance:
         raise UsageError(
@@ -219,11 +284,11 @@ def _growth(given: float | None, estimates: RunEstimates | None) -> Choice[Growt
         check_growth(given)
     measured: Growth | None = None
     if estimates is not None and estimates.growth_points:
-        # A run that replayed and saw no growth measured that rollouts do not age.
+        # A run that replayed and saw no growth measured a constant variance.
         measured = estimates.growth or RatioGrowth(0.0, 1.0)
     return Choice(
         None if given is None else PowerGrowth(given),
         measured,
         PowerGrowth(DEFAULT_GROWTH),
-        "no rollouts replayed to measure it on" if estimates else "measure it with --from-run",
+        "the run replayed no rollouts to measure it" if estimates else "measure it with --from-run",
     )

@@ -1,9 +1,9 @@
-"""`grpo-replay eval --regrade`: another verifier on the completions of an evaluation file."""
+"""`grpo-replay eval --regrade`: grade the completions of an evaluation with other verifiers."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_replay.commands.eval import print_report
+from grpo_replay.commands.eval_display import print_report
 from grpo_replay.errors import UsageError, did_you_mean
 from grpo_replay.evaluation.output import check_output, write_output
 from grpo_replay.evaluation.progress import open_progress
@@ -15,8 +15,10 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 def run_regrading(
     path: str, verifiers: Sequence[str], output: str | None = None, as_json: bool = False
 ) -> None:
-    """Add the verdicts of other verifiers to an evaluation file, or to a copy of it at `output`,
-    and print it. Nothing is sampled."""
+    """Add the verdicts of other verifiers to an evaluation file and print it; nothing is sampled.
+
+    With `output`, the result is written there and the file at `path` is left unchanged.
+    """
     report = read_report(Path(path))
     _check_verifiers(verifiers, report)
     target = Path(output or path)
@@ -30,21 +32,13 @@ def run_regrading(
 def _check_verifiers(verifiers: Sequence[str], report: EvaluationReport) -> None:
     for verifier in verifiers:
         if verifier == report.verifier or verifiers.count(verifier) > 1:
-            raise UsageError(f"--grade-with {verifier}: it grades already; name another, each once")
+            raise UsageError(
+                f"--grade-with {verifier}: it already grades the report, or is named twice; name "
+                "each other verifier once"
+            )
         if verifier not in BUILTIN_VERIFIERS:
             hint = did_you_mean(verifier, BUILTIN_VERIFIERS)
             raise UsageError(
-                f"--grade-with {verifier}: no such verifier{hint}; there are "
+                f"--grade-with {verifier}: no such verifier{hint}; known verifiers are "
                 f"{', '.join(BUILTIN_VERIFIERS)}"
             )
-
-
-def refuse_with_regrading(given: Sequence[str], verifiers: Sequence[str]) -> None:
-    """Raises UsageError for options that `--regrade` would ignore, or for none that it needs."""
-    if given:
-        raise UsageError(
-            f"--regrade samples nothing: {', '.join(given)} would change nothing; it takes "
-            "--grade-with and --output"
-        )
-    if not verifiers:
-        raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))

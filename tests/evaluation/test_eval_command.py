@@ -7,7 +7,8 @@ import shutil
 import pytest
 from stand_ins import write_benchmarks, write_model
 
-from grpo_replay.commands.eval import EvalOptions, resolve_evaluation, run, run_comparison
+from grpo_replay.commands.compare import run_comparison
+from grpo_replay.commands.eval import EvalOptions, resolve_evaluation, run
 from grpo_replay.errors import (
     CheckpointError,
     DatasetError,

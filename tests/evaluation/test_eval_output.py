@@ -72,7 +72,7 @@ def test_a_name_that_nobody_gave_does_not_replace_another_evaluation(tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert run(tiny(benchmarks=["tiny_add"])) == 0
     assert run(tiny(benchmarks=["tiny_add"])) == 0  # the same again
-    with pytest.raises(OutputDirectoryError, match=r"is the evaluation of .* on tiny_add: name an"):
+    with pytest.raises(OutputDirectoryError, match=r"is the evaluation of .* on tiny_add: choose"):
         run(tiny(benchmarks=["tiny_sub"]))
 
 
@@ -82,7 +82,7 @@ def test_two_files_of_one_name_are_two_benchmarks(tmp_path, monkeypatch, capsys)
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     assert run(tiny(benchmarks=["a/mine.jsonl"])) == 0
-    with pytest.raises(OutputDirectoryError, match=r"on a/mine\.jsonl: name another"):
+    with pytest.raises(OutputDirectoryError, match=r"on a/mine\.jsonl: choose another"):
         run(tiny(benchmarks=["b/mine.jsonl"]))
 
 

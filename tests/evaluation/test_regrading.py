@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_replay.cli import app
-from grpo_replay.commands.eval import EvalOptions, run, run_comparison
+from grpo_replay.commands.compare import run_comparison
+from grpo_replay.commands.eval import EvalOptions, run
 from grpo_replay.commands.regrade import run_regrading
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
@@ -180,9 +181,9 @@ def test_the_command_line_grades_while_it_samples_and_afterwards_alike(tmp_path,
     [
         (["--regrade", "e.json"], "needs --grade-with"),
         (["--regrade", "e.json", "--grade-with", "minerv"], "did you mean 'minerva'"),
-        (["--regrade", "e.json", "--grade-with", "math_verify_boxed"], "it grades already"),
-        (["--regrade", "e.json", "--grade-with", "minerva", "--k", "3"], "--k would change"),
-        (["--compare", "e.json", "e.json", "--regrade", "e.json"], "--regrade would change"),
+        (["--regrade", "e.json", "--grade-with", "math_verify_boxed"], "it already grades"),
+        (["--regrade", "e.json", "--grade-with", "minerva", "--k", "3"], "--k would have no"),
+        (["--compare", "e.json", "e.json", "--regrade", "e.json"], "--regrade would have no"),
         (["--ckpt", "builtin:tiny", "--grade-with", "math_verify"], "name each verifier once"),
     ],
 )

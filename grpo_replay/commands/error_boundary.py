@@ -1,0 +1,55 @@
+"""The one place where the errors of a command become messages and exit codes.
+
+Imported with the command line, so it loads nothing heavy before an error occurs.
+"""
+
+import logging
+import sys
+import traceback
+from typing import Any
+
+from typer.core import TyperGroup
+
+from grpo_replay.errors import INTERRUPTED, GrpoReplayError
+
+
+class CommandGroup(TyperGroup):
+    """A Typer group that reports every error of its commands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        except BrokenPipeError:
+            raise  # the reader closed our output: Typer ends quietly
+        except Exception as error:
+            if type(error).__module__.startswith(("typer.", "click.")):
+                raise  # a wrong option, or the exit code of a command
+            sys.exit(report_error(error))
+
+
+def report_error(error: Exception) -> int:
+    """Print an error once over all ranks; returns the exit code."""
+    from grpo_replay.distributed.failures import is_lost_peer, lost_contact, report_failure
+
+    _log(error)
+    if is_lost_peer(error):
+        error = lost_contact(error)
+    code = error.exit_code if isinstance(error, GrpoReplayError) else 1
+    if not report_failure(error, code):
+        return code
+    if isinstance(error, GrpoReplayError):
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"error: {error}{notes}", file=sys.stderr)
+        return code
+    traceback.print_exception(error)
+    print("This is a bug in grpo-replay: please report it with the lines above.", file=sys.stderr)
+    return code
+
+
+def _log(error: Exception) -> None:
+    """Write the traceback to the run's log, if one is open."""
+    if any(isinstance(handler, logging.FileHandler) for handler in logging.root.handlers):
+        logging.getLogger("grpo_replay").error("the command failed", exc_info=error)
