@@ -1,5 +1,4 @@
-"""The parts of an evaluation: benchmarks, generation cache, statistics, report, comparison.
+"""Evaluation: benchmarks, generation cache, statistics, reports, comparison, AES.
 
-Numpy, pyarrow and rich only; `evaluate` puts them together. Imports sampling and what is
-below.
+Imports `sampling` and the floors below it; torch only inside functions.
 """

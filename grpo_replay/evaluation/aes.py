@@ -2,8 +2,8 @@
 
     AES = ΔL + β·ΔAcc     ΔL = (L_ref - L) / L_ref     ΔAcc = (Acc - Acc_ref) / Acc_ref
 
-L is the mean response length in tokens; β is `gain` (3) if ΔAcc ≥ 0, else `loss` (5). Other works
-use other constants, so they are always shown. One call has one reference.
+L is the mean response length in tokens; β is `gain` (3) if ΔAcc ≥ 0, else `loss` (5). Other papers
+use other constants, so the constants are always printed. Each call has one reference.
 """
 
 import math
@@ -23,7 +23,7 @@ GAIN, LOSS = 3.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A model as AES sees it: mean accuracy in any unit that all share, mean tokens."""
+    """The mean accuracy and mean tokens of a model; all points must share one accuracy unit."""
 
     name: str
     accuracy: float
@@ -32,8 +32,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class AesScore:
-    """ΔL, ΔAcc and AES of a candidate; intervals are 95 % bootstrap intervals over problems, None
-    without per-sample data, those of ΔAcc and AES also where a resampled reference has accuracy 0.
+    """ΔL, ΔAcc and AES of a candidate.
+
+    Intervals are 95 % bootstrap intervals over problems; None without per-sample data. Those of
+    ΔAcc and AES are also None if a resampled reference has accuracy 0.
     """
 
     name: str
@@ -69,7 +71,7 @@ def accuracy_efficiency_score(
 def score_points(
     reference: Point, candidates: Sequence[Point], gain: float = GAIN, loss: float = LOSS
 ) -> list[AesScore]:
-    """AES of plain numbers. Raises UsageError for a value that cannot be, or a zero reference."""
+    """AES of plain numbers. Raises UsageError for an invalid value or a zero reference."""
     for point in (reference, *candidates):
         _check_point(point)
     _refuse_zero(reference, UsageError)
@@ -84,8 +86,8 @@ def score_reports(
 ) -> list[AesScore]:
     """AES of (name, report) pairs, with intervals where both have per-sample rows.
 
-    Raises EvaluationFileError if they are not evaluations of the same benchmarks under the same
-    settings, or if the reference's accuracy or length is 0.
+    Raises EvaluationFileError unless all evaluate the same benchmarks under the same settings, or
+    if the reference's accuracy or length is 0.
     """
     name, report = reference
     _refuse_zero(point_of(name, report), EvaluationFileError)
@@ -104,7 +106,7 @@ def _refuse_zero(reference: Point, error: type[GrpoReplayError]) -> None:
         if value == 0:
             raise error(
                 f"the reference {reference.name!r} has {name} 0, and AES divides by it: choose a "
-                "reference that solves something"
+                "reference with nonzero accuracy and length"
             )
 
 
@@ -120,7 +122,7 @@ def _score(reference: Point, candidate: Point, gain: float, loss: float) -> AesS
     )
     if not all(map(math.isfinite, scores)):
         raise UsageError(
-            f"{candidate.name!r} against {reference.name!r} has an AES beyond what a number holds: "
+            f"{candidate.name!r} against {reference.name!r} has an AES that is not finite: "
             "check accuracies and tokens"
         )
     return AesScore(candidate.name, candidate.accuracy, candidate.tokens, *scores)

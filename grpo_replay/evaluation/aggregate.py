@@ -1,4 +1,4 @@
-"""From per-sample rows to results: means, rates, bootstrap intervals over problems."""
+"""Aggregation of per-sample rows: means, rates, and bootstrap intervals over problems."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ from grpo_replay.evaluation.statistics import (
 def summarise_both(
     samples: pa.Table, resamples: int, bad_answers: Collection[str]
 ) -> tuple[Results, Results | None]:
-    """Results of the sampled rows, and of the greedy ones; None if there are none.
+    """Results of the sampled rows and of the greedy rows; None if there are no greedy rows.
 
     `bad_answers` are the reference answers that could not be parsed.
     """
@@ -38,7 +38,7 @@ def summarise_both(
 
 
 def _problems_with(samples: pa.Table, answers: Collection[str]) -> dict[str, list[str]]:
-    """The ids of the problems with these reference answers, by benchmark, each once, in order."""
+    """The distinct ids of the problems with these reference answers, by benchmark, in order."""
     columns = (samples[name].to_pylist() for name in ("benchmark", "problem_id", "answer"))
     found: dict[str, dict[str, None]] = {}
     for benchmark, problem_id, answer in zip(*columns, strict=True):
@@ -50,13 +50,13 @@ def _problems_with(samples: pa.Table, answers: Collection[str]) -> dict[str, lis
 def summarise(
     samples: pa.Table, resamples: int, unparsable: Mapping[str, Sequence[str]]
 ) -> Results:
-    """Results of per-sample rows of one sampling law.
+    """Results of rows that were all sampled, or all greedy.
 
-    `unparsable` gives, per benchmark, the ids of problems whose answer could not be parsed.
+    `unparsable` has, by benchmark, the ids of the problems whose answer could not be parsed.
     """
     names = list(dict.fromkeys(samples["benchmark"].to_pylist()))
     parts = {name: samples.filter(pc.field("benchmark") == name) for name in names}
-    drawn = {name: _per_problem(parts[name]) for name in names}
+    drawn = {name: _tabulate(parts[name]) for name in names}
     boots = {name: _bootstrap(name, drawn[name], resamples) for name in names}
     results = {
         name: _benchmark_result(parts[name], drawn[name], boots[name], unparsable.get(name, ()))
@@ -67,7 +67,7 @@ def summarise(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProblemTable:
-    """Per-problem sums of one benchmark, problems in order."""
+    """Per-problem counts and means of one benchmark, problems in order."""
 
     problem_ids: tuple[str, ...]
     samples: int  # K
@@ -79,30 +79,35 @@ class ProblemTable:
         return self.correct_N / self.samples
 
 
-def _per_problem(samples: pa.Table) -> ProblemTable:
+def _tabulate(samples: pa.Table) -> ProblemTable:
     index = samples["problem_index"].to_numpy()
     problems = int(index.max()) + 1
-    per_problem = len(index) // problems
+    samples_each = len(index) // problems
     counts = np.bincount(index, minlength=problems)  # a negative index raises ValueError
-    if not np.array_equal(counts, np.full(problems, per_problem)):
+    if not np.array_equal(counts, np.full(problems, samples_each)):
         raise ValueError("every problem must have the same number of samples")
-    ids = samples["problem_id"].to_pylist()[::per_problem]
-    correct = samples["correct"].to_numpy(zero_copy_only=False).reshape(problems, per_problem)
-    tokens = samples["tokens"].to_numpy().reshape(problems, per_problem)
-    return ProblemTable(tuple(ids), per_problem, correct.sum(axis=1), tokens.mean(axis=1))
+    ids = samples["problem_id"].to_pylist()[::samples_each]
+    correct = samples["correct"].to_numpy(zero_copy_only=False).reshape(problems, samples_each)
+    tokens = samples["tokens"].to_numpy().reshape(problems, samples_each)
+    return ProblemTable(tuple(ids), samples_each, correct.sum(axis=1), tokens.mean(axis=1))
 
 
-def per_problem(samples: pa.Table, benchmark: str, greedy: bool = False) -> ProblemTable:
-    """Per-problem sums of one benchmark. Raises ValueError unless all problems have as many
-    samples."""
+def problem_table(samples: pa.Table, benchmark: str, greedy: bool = False) -> ProblemTable:
+    """The `ProblemTable` of one benchmark.
+
+    Raises ValueError unless all problems have the same number of samples.
+    """
     chosen = pc.field("benchmark") == benchmark
     rows = samples.filter(chosen)
-    return _per_problem(rows.filter(pc.equal(rows["greedy"], greedy)))
+    return _tabulate(rows.filter(pc.equal(rows["greedy"], greedy)))
 
 
 def benchmark_draws(name: str, problems: int, resamples: int) -> np.ndarray:
-    """The resamples of a benchmark, int64 [B, N]. Its own: an interval does not depend on what else
-    was evaluated."""
+    """The resamples of a benchmark, int64 [B, N].
+
+    The seed depends on the benchmark alone, so its intervals do not depend on which other
+    benchmarks were evaluated.
+    """
     rng = np.random.default_rng([problems, crc32(name.encode())])
     return bootstrap_draws(problems, resamples, rng)
 
@@ -147,7 +152,6 @@ def _mean_result(
     boots: Mapping[str, Mapping[str, np.ndarray]],
 ) -> MeanResult:
     each = list(results.values())
-    errors = [result.avg_at_k_stderr for result in each]
     pooled = _pooled(samples)
     smallest_k = min(result.k for result in each)
 
@@ -157,7 +161,7 @@ def _mean_result(
     return MeanResult(
         benchmarks=tuple(results),
         avg_at_k=_mean([result.avg_at_k for result in each]),
-        avg_at_k_stderr=None if None in errors else float(np.linalg.norm(errors) / len(errors)),
+        avg_at_k_stderr=_error_of_mean([result.avg_at_k_stderr for result in each]),
         avg_at_k_interval=mean_interval("avg"),
         pass_at_k=_mean([result.pass_at_k for result in each]),
         pass_at_k_interval=mean_interval("pass"),
@@ -183,6 +187,12 @@ def _pooled(samples: pa.Table) -> dict[str, Any]:
         "truncation_rate": _share(samples["finish_reason"].to_pylist(), "length"),
         "unparsed_rate": _share(samples["verdict"].to_pylist(), "unparsable"),
     }
+
+
+def _error_of_mean(errors: Sequence[float | None]) -> float | None:
+    """√Σse² / benchmarks; None if a benchmark has no standard error."""
+    known = [error for error in errors if error is not None]
+    return float(np.linalg.norm(known) / len(known)) if len(known) == len(errors) else None
 
 
 def _share(values: Sequence[str], wanted: str) -> float:

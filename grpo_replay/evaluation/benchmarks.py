@@ -1,4 +1,4 @@
-"""The benchmarks by name, and how their problems are read. None but the tiny ones is shipped."""
+"""The benchmarks by name, and how their problems are read. Only the tiny ones are shipped."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from grpo_replay.tiny.problems import BENCHMARKS as TINY_BENCHMARKS
 from grpo_replay.tiny.problems import benchmark_problems
 
 WAVE_SAMPLES = 8
-"""Samples of one problem that share a wave; each wave has the next seed (paper A)."""
+"""Samples per problem in one wave; each wave uses the next seed (paper A)."""
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A set of problems with verifiable answers, and where it is read from.
+    """A set of problems with verifiable answers, and its source.
 
-    `source` is a hub dataset, a file, or "builtin". `samples` is k, completions per problem;
-    `problems` how many the published set has. A `temperature` of its own goes before that of the
-    recipe. In `eval.data_folder` its file is called `file_stem`, or else as the benchmark.
+    `source` is a hub dataset, a file, or "builtin". `samples` is k, the completions per problem;
+    `problems` is the size of the published set. A `temperature` here overrides the recipe's. The
+    name of its file in `eval.data_folder` is `file_stem` if given, else the benchmark's name.
     """
 
     name: str
@@ -72,7 +72,7 @@ _PAPER = (
 
 
 def _paper_b(name: str, title: str, source: str, split: str, **fields: str) -> Sequence[Benchmark]:
-    """One set at both of paper B's settings: pass@1 at T = 0.1, and pass@k at T = 1."""
+    """One set under both settings of paper B: pass@1 at T = 0.1 and pass@k at T = 1."""
     settings = (("pass1", "T 0.1", 1, 0.1), ("passk", "T 1", 16, 1.0))
     return [
         Benchmark(
@@ -89,7 +89,7 @@ _PAPER_B = (
         id_field="unique_id",
         file_stem="math500",
     ),
-    # The set has one split; recipes of paper B train on the rest of it.
+    # The dataset has a single split; paper B's recipes train on the other rows.
     *_paper_b(
         *("openr1", "OpenR1", "open-r1/OpenR1-Math-220k", "train[-500:]"),
         id_field="uuid",
@@ -109,7 +109,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def find_benchmarks(settings: EvalSection) -> tuple[Benchmark, ...]:
-    """The benchmarks that `settings.benchmarks` names, groups expanded, each once, in order.
+    """The distinct benchmarks named by `settings.benchmarks`, in order, with groups expanded.
 
     Raises RecipeError for an unknown name, and for two different sources under one name.
     """
@@ -128,8 +128,8 @@ def find_benchmarks(settings: EvalSection) -> tuple[Benchmark, ...]:
 def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem, ...]:
     """The problems of a benchmark, in the order of its source.
 
-    Raises DatasetError if it cannot be read, is empty, a field is missing, an answer is neither
-    text nor a whole number, or an id occurs twice.
+    Raises DatasetError if it cannot be read or is empty, if a field is missing, if an answer is
+    neither text nor a whole number, or if an id occurs twice.
     """
     rows = _open(benchmark, settings)
     if len(rows) == 0:
@@ -142,8 +142,8 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
     _check_unique(rows, ids)
     if settings.max_problems is None and benchmark.problems not in (None, len(rows)):
         logger.warning(
-            "benchmark %r has %d problems here, the published one %d: the numbers are of another "
-            "set", benchmark.name, len(rows), benchmark.problems,
+            "benchmark %r has %d problems here, but the published one has %d: the numbers are not "
+            "comparable with published ones", benchmark.name, len(rows), benchmark.problems,
         )  # fmt: skip
     return tuple(map(Problem, ids, texts, answers))
 
@@ -157,15 +157,15 @@ def _named(word: str, settings: EvalSection) -> Sequence[Benchmark]:
         name = Path(word).stem
         if name == "mean":
             raise RecipeError(
-                f"eval.benchmarks: {word} would be called 'mean' in the report, as the mean over "
-                "all benchmarks is: rename the file"
+                f"eval.benchmarks: {word} would appear as 'mean' in the report, the name of the "
+                "mean over all benchmarks: rename the file"
             )
         fields = (settings.problem_field, settings.answer_field, settings.id_field)
         return [Benchmark(name, name, word, WAVE_SAMPLES, *fields)]
     known = [*GROUPS, *BENCHMARKS]
     raise RecipeError(
-        f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; there are "
-        f"{', '.join(known)}, and your own as a path that ends in .jsonl or .parquet"
+        f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "
+        f"{', '.join(known)}, or a path that ends in .jsonl or .parquet"
     )
 
 
@@ -186,9 +186,9 @@ def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
 
 
 def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
-    """The file that a benchmark is read from; None for the hub and for what is built in.
+    """The file that a benchmark is read from; None if it comes from the hub or is built in.
 
-    Raises DatasetError if the data folder does not hold it.
+    Raises DatasetError if the data folder does not contain it.
     """
     if benchmark.source == "builtin":
         return None
@@ -212,11 +212,11 @@ def _what_to_download(benchmark: Benchmark) -> str:
     fields = [benchmark.id_field, benchmark.problem_field, benchmark.answer_field]
     stem = benchmark.file_stem or benchmark.name
     return (
-        f"Download dataset {benchmark.source} where there is access (hf download --repo-type "
+        f"Download dataset {benchmark.source} on a machine with access (hf download --repo-type "
         f"dataset {benchmark.source} --local-dir DIR), put the rows of its split "
         f"{benchmark.split!r} into {stem}.jsonl or {stem}.parquet with the "
-        f"fields {', '.join(field for field in fields if field)}, and name the folder of that "
-        "file as eval.data_folder (--data-folder)"
+        f"fields {', '.join(field for field in fields if field)}, and set eval.data_folder "
+        "(--data-folder) to the folder of that file"
     )
 
 
@@ -224,7 +224,7 @@ def _column(rows: ProblemRows, field: str) -> list[str]:
     texts: list[str] = []
     for index, value in enumerate(rows.column(field)):
         try:
-            # AIME answers and the ids of MathArena are integers in the dataset.
+            # AIME answers and MathArena ids are integers in the datasets.
             texts.append(answer_text(value))
         except ValueError as error:
             raise DatasetError(f"{rows.place(index)}: field {field!r} {error}") from None
@@ -237,6 +237,6 @@ def _check_unique(rows: ProblemRows, ids: Sequence[str]) -> None:
         first = first_with.setdefault(each, index)
         if first != index:
             raise DatasetError(
-                f"{rows.place(index)}: id {each!r} was already given at {rows.place(first)}; ids "
+                f"{rows.place(index)}: id {each!r} is already used at {rows.place(first)}; ids "
                 "must be unique within a benchmark"
             )

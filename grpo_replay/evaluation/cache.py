@@ -1,9 +1,8 @@
-"""Generations on disk, so that an interrupted or extended evaluation does not sample again.
+"""Cached generations on disk: an interrupted or extended evaluation samples only what is missing.
 
-Every rank appends shards of its own to one folder; evaluations that run at the same time may share
-it. A row is found by the digest of all that determines it besides the model: prompt tokens, seed,
-temperature, top-p and token limit; the folder belongs to one model on one version of one backend,
-on one kind of device in one precision, with one tokenizer and one choice of stop tokens.
+Every rank appends its own shards to one folder, which concurrent evaluations may share. A row is
+identified by the digest of prompt tokens, seed, temperature, top-p and token limit. A folder
+belongs to one model, backend version, device type, precision, tokenizer and set of stop tokens.
 """
 
 import hashlib
@@ -42,33 +41,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generation:
-    """A completion as it is remembered."""
+    """A cached completion."""
 
     token_ids: np.ndarray  # int32 [T]
     finish_reason: str
 
 
 def request_digest(request: GenerationRequest) -> str:
-    """The digest of what determines a completion, besides the model."""
-    law = [request.seed, request.temperature, request.top_p, request.max_tokens]
-    digest = hashlib.blake2b(json.dumps(law).encode(), digest_size=16)
+    """The digest of everything except the model that determines a completion."""
+    settings = [request.seed, request.temperature, request.top_p, request.max_tokens]
+    digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16)
     digest.update(np.ascontiguousarray(request.prompt_token_ids, dtype="<i4").tobytes())
     return digest.hexdigest()
 
 
 def generations_folder(parent: Path, model_sha256: str, recipe: Recipe) -> Path:
-    """The folder under `parent` of what a model generates on a recipe's backend."""
+    """The folder under `parent` for the generations of a model on a recipe's backend."""
     words = [model_sha256[:16], *_sampler_words(recipe), recipe.sampled_dtype]
-    if recipe.model.tokenizer is not None:  # not the model's own, which the SHA-256 covers
+    if recipe.model.tokenizer is not None:  # the SHA-256 covers the model's own
         words.append(re.sub(r"\W+", "_", recipe.model.tokenizer))
-    if recipe.sampling.stop_tokens is not None:  # not those that the model's files name
+    if recipe.sampling.stop_tokens is not None:  # the SHA-256 covers the model's own
         stop = json.dumps(sorted(set(recipe.sampling.stop_tokens))).encode()
         words.append(f"stop_{hashlib.sha256(stop).hexdigest()[:8]}")
     return parent / "-".join(words)
 
 
 def _sampler_words(recipe: Recipe) -> list[str]:
-    """The backend with its version, and the device; of servers elsewhere neither is known."""
+    """The backend with its version, and the device; both are unknown for remote servers."""
     backend = recipe.sampling.backend
     if backend == "vllm_server":
         return [backend]
@@ -81,18 +80,21 @@ def _sampler_words(recipe: Recipe) -> list[str]:
 
 
 def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generation]:
-    """The remembered completions among `wanted`. A shard that cannot be read, because the machine
-    went down while it was written, is named in the log and its completions are sampled again."""
+    """The cached completions among `wanted`.
+
+    A shard that cannot be read, for example after a power failure, is logged and skipped; its
+    completions are sampled again.
+    """
     wanted = set(wanted)
     found: dict[str, Generation] = {}
     for shard in sorted(folder.glob("*.parquet")):
         try:
             table = pq.read_table(shard)
         except (OSError, pa.ArrowException) as error:
-            logger.warning("%s: unreadable generations, sampled again: %s", shard, error)
+            logger.warning("%s: unreadable; its completions are sampled again: %s", shard, error)
             continue
         if not table.schema.equals(GENERATION_SCHEMA):
-            logger.warning("%s: not generations of this version, left alone", shard)
+            logger.warning("%s: generations of another version; ignored", shard)
             continue
         for row in table.to_pylist():
             if row["request"] in wanted:
@@ -102,9 +104,9 @@ def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generatio
 
 
 class GenerationWriter:
-    """Appends completions to `folder` in shards; each shard appears whole or not at all.
+    """Appends completions to `folder` in shards, each written atomically.
 
-    Use as a context manager; what is left is written on the way out, also after an error.
+    A context manager: it writes the last shard on exit, also after an error.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -124,7 +126,7 @@ class GenerationWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added since the last shard. Raises OutputDirectoryError if that fails."""
+        """Write the completions since the last shard. Raises OutputDirectoryError."""
         self._last_flush = time.monotonic()
         if not self._rows:
             return

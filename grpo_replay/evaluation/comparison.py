@@ -1,4 +1,4 @@
-"""Two evaluations of the same problems: a paired test instead of two bare numbers."""
+"""Comparison of two evaluations on the same problems by a paired test."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.aggregate import ProblemTable, benchmark_draws, per_problem
+from grpo_replay.evaluation.aggregate import ProblemTable, benchmark_draws, problem_table
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.results import BenchmarkResult, Interval, MeanResult
 from grpo_replay.evaluation.statistics import interval, resampled_mean, sign_flip_p_value
@@ -18,15 +18,17 @@ SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),
     *("system_prompt", "user_template", "max_problems", "stop_tokens"),
 )
-"""Settings that must agree, or a comparison would be of them and not of the models."""
+"""Settings that must agree, so that a difference can only come from the models."""
 
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
 @dataclass(frozen=True, slots=True)
 class LengthChange:
-    """Mean completion tokens of A and B, and (B - A)/A; None where there is none to average, or A
-    is 0."""
+    """Mean completion tokens of A and B, and (B - A)/A.
+
+    A mean is None if there are no completions; the change also if A is 0.
+    """
 
     a: float | None
     b: float | None
@@ -42,10 +44,10 @@ class PairedResult:
     """B against A on one benchmark, or on the mean over benchmarks. Accuracies are fractions.
 
     Intervals are 95 % paired bootstrap intervals over problems (None for a single problem);
-    `p_value` is two-sided, from sign flips of the problems' differences. Problems are better or
-    worse in B by their share of correct samples; samples of the same problem and number are paired
-    for `correct_to_wrong` and `wrong_to_correct`. Lengths are those of the reports: of all samples,
-    of correct and of incorrect ones pooled (paper A, table 6).
+    `p_value` is two-sided, from sign flips of the problems' differences. `problems_better` and
+    `problems_worse` compare the fraction of correct samples; `correct_to_wrong` and
+    `wrong_to_correct` pair samples of the same problem and sample number. Lengths are those of the
+    reports: of all samples, and of correct and incorrect ones, pooled (paper A, table 6).
     """
 
     accuracy_a: float
@@ -66,8 +68,10 @@ class PairedResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resampled:
-    """Means over problems, and benchmarks, in each bootstrap resample, [B]; A and B share the
-    resamples."""
+    """Means over problems (and benchmarks) in each bootstrap resample, [B].
+
+    A and B share the resamples.
+    """
 
     accuracy_a_B: np.ndarray
     accuracy_b_B: np.ndarray
@@ -80,8 +84,7 @@ def compare(
 ) -> dict[str, PairedResult]:
     """B against A for every benchmark, and `mean`.
 
-    Raises EvaluationFileError if the two are not of the same problems under the same settings, or
-    if a per-sample file is missing.
+    Raises EvaluationFileError if problems or settings differ, or if a per-sample file is missing.
     """
     refuse_incomparable(name_a, a, name_b, b)
     for name, report in ((name_a, a), (name_b, b)):
@@ -104,12 +107,12 @@ def compare(
 
 
 def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
-    """Raises EvaluationFileError unless both evaluate the same problems in the same way."""
+    """Raises EvaluationFileError unless problems and `SAME_SETTINGS` agree."""
     ours, theirs = set(a.sampled.benchmarks), set(b.sampled.benchmarks)
     if ours != theirs:
         raise EvaluationFileError(
             f"{name_a} evaluates {_listed(ours)}, but {name_b} {_listed(theirs)}: means over "
-            "different benchmarks do not compare; evaluate both on the same (--benchmark)"
+            "different benchmarks cannot be compared; evaluate both on the same (--benchmark)"
         )
     for key in SAME_SETTINGS:
         if a.settings.get(key) != b.settings.get(key):
@@ -133,7 +136,7 @@ def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: Evalua
 
 
 def are_comparable(a: EvaluationReport, b: EvaluationReport) -> bool:
-    """Whether both evaluate the same problems in the same way."""
+    """True if both evaluate the same problems under the same settings."""
     try:
         refuse_incomparable("A", a, "B", b)
     except EvaluationFileError:
@@ -142,7 +145,7 @@ def are_comparable(a: EvaluationReport, b: EvaluationReport) -> bool:
 
 
 def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
-    """What to know beside the numbers of a comparison: sentences, none if nothing differs."""
+    """Sentences on other differences that may affect a comparison; empty if there are none."""
     found = []
     if a.model.get("sha256") and a.model["sha256"] == b.model.get("sha256"):
         found.append("A and B are the same model, by its SHA-256")
@@ -186,7 +189,7 @@ def _mean_over_benchmarks(drawn: Sequence[Resampled]) -> Resampled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pair:
-    """One benchmark in both evaluations, problems aligned."""
+    """One benchmark in both evaluations, with aligned problems."""
 
     name: str
     a: ProblemTable
@@ -199,8 +202,8 @@ class _Pair:
     def of(cls, name: str, a: EvaluationReport, b: EvaluationReport) -> "_Pair":
         return cls(
             name,
-            per_problem(a.samples, name),
-            per_problem(b.samples, name),
+            problem_table(a.samples, name),
+            problem_table(b.samples, name),
             _correct(a.samples, name),
             _correct(b.samples, name),
             min(report.settings["bootstrap_samples"] for report in (a, b)),
@@ -221,12 +224,14 @@ class _Pair:
         )
 
 
-_Found = BenchmarkResult | MeanResult
+_AnyResult = BenchmarkResult | MeanResult
 
 
-def _result(pairs: Sequence[_Pair], drawn: Resampled, a: _Found, b: _Found) -> PairedResult:
-    """B against A on one benchmark, or on the unweighted mean over several; `a` and `b` are what
-    the reports found there."""
+def _result(pairs: Sequence[_Pair], drawn: Resampled, a: _AnyResult, b: _AnyResult) -> PairedResult:
+    """B against A on one benchmark, or on the unweighted mean over several.
+
+    `a` and `b` are the results in the two reports.
+    """
     differences = [pair.difference_N for pair in pairs]
     flips = [_flips(pair.correct_a, pair.correct_b) for pair in pairs]
     rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])
@@ -249,7 +254,7 @@ def _result(pairs: Sequence[_Pair], drawn: Resampled, a: _Found, b: _Found) -> P
 
 
 def _mean(columns: Iterable[np.ndarray]) -> float:
-    """Over benchmarks of the means over their problems."""
+    """The mean over benchmarks of the means over problems."""
     return float(np.mean([values_N.mean() for values_N in columns]))
 
 
@@ -259,7 +264,7 @@ def _flips(a: dict[tuple[int, int], bool], b: dict[tuple[int, int], bool]) -> tu
 
 
 def _correct(samples: pa.Table, benchmark: str) -> dict[tuple[int, int], bool]:
-    """Whether each (problem, sample) is correct."""
+    """The correctness of each (problem, sample)."""
     rows = samples.filter((pc.field("benchmark") == benchmark) & ~pc.field("greedy"))
     columns = [rows[name].to_pylist() for name in ("problem_index", "sample", "correct")]
     return {(problem, sample): correct for problem, sample, correct in zip(*columns, strict=True)}
@@ -268,7 +273,7 @@ def _correct(samples: pa.Table, benchmark: str) -> dict[tuple[int, int], bool]:
 def _refuse_other_problems(
     benchmark: str, name_a: str, a: pa.Table, name_b: str, b: pa.Table
 ) -> None:
-    ours, theirs = per_problem(a, benchmark).problem_ids, per_problem(b, benchmark).problem_ids
+    ours, theirs = (problem_table(rows, benchmark).problem_ids for rows in (a, b))
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if one != other:
             raise EvaluationFileError(

@@ -1,4 +1,4 @@
-"""The curve of a run: held-out accuracy over training steps, from its evaluation files."""
+"""The learning curve of a run: held-out accuracy over training steps."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from grpo_replay.storage.atomic import written_whole
 from grpo_replay.terminal.plot_style import COLUMN_INCHES, FRESH, GREY, STORED, figure_style
 
 LABEL_DISTANCE = 4.5
-"""Percentage points between the names of benchmarks."""
+"""Minimum distance between benchmark labels, in percentage points."""
 
 _STEP_FILE = re.compile(r"step_(\d+)\.json")
 
@@ -20,7 +20,7 @@ _STEP_FILE = re.compile(r"step_(\d+)\.json")
 def read_curve(folder: Path) -> dict[int, EvaluationReport]:
     """The evaluations in a run's `eval/` by training step, in order, without per-sample rows.
 
-    Raises EvaluationFileError for a file that is damaged.
+    Raises EvaluationFileError for a damaged file.
     """
     found = {
         int(match.group(1)): path
@@ -31,24 +31,24 @@ def read_curve(folder: Path) -> dict[int, EvaluationReport]:
 
 
 def plot_curve(folder: Path) -> Path | None:
-    """Draws `curve.png` in a run's `eval/`; returns its path, or None with fewer than two
-    evaluations. The band is the 95 % bootstrap interval of the mean over problems.
+    """Write `curve.png` to a run's `eval/`; returns its path, or None for fewer than two points.
 
-    A run that was resumed with other benchmarks or settings has evaluations that do not belong on
-    one curve: those like the last are drawn, and the title says how many are not.
+    The band is the 95 % bootstrap interval of the mean. If the run was resumed with other
+    benchmarks or settings, only evaluations comparable with the last are drawn, and the title gives
+    the number of the others.
     """
     reports = read_curve(folder)
     if not reports:
         return None
     last = list(reports.values())[-1]
-    alike = {step: report for step, report in reports.items() if are_comparable(report, last)}
+    shown = {step: report for step, report in reports.items() if are_comparable(report, last)}
     path = folder / "curve.png"
-    if len(alike) < 2:
-        path.unlink(missing_ok=True)  # a curve of other settings
+    if len(shown) < 2:
+        path.unlink(missing_ok=True)  # it shows other settings
         return None
     with figure_style() as figure_class:
         figure = figure_class(figsize=(COLUMN_INCHES, 2.4), layout="constrained")
-        _draw(figure.add_subplot(), alike, len(reports) - len(alike))
+        _draw(figure.add_subplot(), shown, len(reports) - len(shown))
         with written_whole(path) as temporary:
             figure.savefig(temporary, format="png")
     return path
@@ -63,10 +63,9 @@ def _draw(axes: Any, reports: dict[int, EvaluationReport], left_out: int) -> Non
         low, high = 100 * np.array(bounds).T
         axes.fill_between(steps, low, high, color=STORED, alpha=0.2, linewidth=0)
     axes.plot(steps, [100 * mean.avg_at_k for mean in means], "o-", color=STORED, label="mean")
-    greedy = {s: r.greedy_accuracies() for s, r in reports.items() if r.greedy}
+    greedy = {s: 100 * r.greedy.mean.avg_at_k for s, r in reports.items() if r.greedy}
     if greedy:
-        values = [100 * each["mean"] for each in greedy.values()]
-        axes.plot(list(greedy), values, "s--", color=FRESH, label="mean, greedy")
+        axes.plot(list(greedy), list(greedy.values()), "s--", color=FRESH, label="mean, greedy")
     title = "evaluation" + (f" ({left_out} under other settings left out)" if left_out else "")
     axes.set(xlabel="training step", ylabel="held-out accuracy, %", title=title)
     axes.set_ylim(bottom=0)
@@ -74,7 +73,7 @@ def _draw(axes: Any, reports: dict[int, EvaluationReport], left_out: int) -> Non
 
 
 def _draw_benchmarks(axes: Any, reports: dict[int, EvaluationReport]) -> None:
-    """One thin line each, named at its end; names keep a distance."""
+    """One thin line per benchmark, labelled at its end; labels do not overlap."""
     last_step, last = list(reports.items())[-1]
     height = None
     for name, result in sorted(last.sampled.benchmarks.items(), key=lambda item: item[1].avg_at_k):

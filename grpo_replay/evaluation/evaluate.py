@@ -1,13 +1,13 @@
-"""Evaluation: problems in, a report out; the same code while training and from the command line.
+"""Evaluation of a model on benchmarks, during training and from the command line.
 
     plan = plan_evaluation(tokenizer, recipe)
     report = evaluate(sampler, tokenizer, plan, comm, scorer)
     report.write(Path("eval.json"))                     # and eval.parquet, one row per sample
 
-All benchmarks, sampled and greedy, go to the sampler in one call; every rank samples (or recalls)
-and grades the problems whose number is its rank modulo the ranks; rank 0 gathers and summarises.
-What a completion is depends on its problem, its sample number and the model alone, and so does the
-report.
+All benchmarks, sampled and greedy, go to the sampler in one call. Problem i is sampled (or read
+from the cache) and graded by rank i modulo the number of ranks; rank 0 gathers the rows and
+summarises them. A completion depends only on its problem, its sample number and the model, so the
+report does not depend on the number of ranks.
 """
 
 import platform
@@ -48,19 +48,19 @@ PROGRESS_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far this rank's evaluation is; `statuses` counts the verdicts that have arrived."""
+    """Progress of this rank's evaluation; `statuses` counts the verdicts that have arrived."""
 
     total: int
     statuses: Counter[str]
 
     @property
     def done(self) -> int:
-        """Completions that are sampled and graded."""
+        """Number of completions that are sampled and graded."""
         return self.statuses.total()
 
     @property
     def accuracy(self) -> float | None:
-        """Of what is done; None if nothing is."""
+        """Accuracy of the graded completions; None if there are none."""
         return self.statuses["correct"] / self.done if self.done else None
 
 
@@ -77,15 +77,15 @@ def evaluate(
 ) -> EvaluationReport | None:
     """The report of the sampler's model on rank 0, None elsewhere.
 
-    `scorer` must grade with `plan.settings.reward` and have nothing under way. `model` goes into
-    the report. With `generations_folder`, which belongs to this model, completions are kept there
-    and found there. Collective: all ranks call it.
+    `scorer` must grade with `plan.settings.reward` and have nothing pending. `model` is copied into
+    the report. `generations_folder` caches the completions of this model. Collective: all ranks
+    call it.
     """
     mine = [i for i, each in enumerate(plan.samples) if _rank_of(each, comm) == comm.rank]
-    work = _Work(plan, tokenizer, scorer, len(mine), on_progress)
-    missing = _recall(work, mine, generations_folder) if generations_folder else mine
-    _generate(work, sampler, missing, generations_folder, comm)
-    table, unparsable = work.finish()
+    grading = _Grading(plan, tokenizer, scorer, len(mine), on_progress)
+    missing = _recall(grading, mine, generations_folder) if generations_folder else mine
+    _generate(grading, sampler, missing, generations_folder, comm)
+    table, unparsable = grading.finish()
     payloads = comm.gather(to_bytes(table))
     unparsable_by_rank = comm.all_gather_json(sorted(unparsable))
     if payloads is None:
@@ -97,16 +97,16 @@ def evaluate(
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """A completion that is being graded: what its row needs. Token ids would be most of memory."""
+class _Decoded:
+    """What the row of a completion needs; token ids are dropped to save memory."""
 
     text: str
     tokens: int
     finish_reason: str
 
 
-class _Work:
-    """One rank's completions: decoded and handed to the scorer as they come."""
+class _Grading:
+    """Decodes one rank's completions and submits them to the scorer as they arrive."""
 
     def __init__(
         self,
@@ -121,27 +121,27 @@ class _Work:
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._on_progress = on_progress
-        self._taken: dict[int, _Taken] = {}
-        self._last_told = 0.0
+        self._decoded: dict[int, _Decoded] = {}
+        self._last_report = 0.0
 
-    def take(self, index: int, generation: Generation) -> None:
-        """Have the completion of `plan.samples[index]` graded."""
+    def submit(self, index: int, generation: Generation) -> None:
+        """Grade the completion of `plan.samples[index]`; returns at once."""
         text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
-        self._taken[index] = _Taken(text, len(generation.token_ids), generation.finish_reason)
+        self._decoded[index] = _Decoded(text, len(generation.token_ids), generation.finish_reason)
         self._scorer.submit(index, text, self.plan.samples[index].problem.answer)
-        self._tell()
+        self._report_progress()
 
     def finish(self) -> tuple[pa.Table, set[str]]:
-        """The rows of what was taken, and the reference answers that could not be parsed."""
+        """The rows of all submitted completions, and the reference answers that do not parse."""
         while not self._scorer.wait(PROGRESS_SECONDS):
-            self._tell()
-        self._tell(last=True)
+            self._report_progress()
+        self._report_progress(last=True)
         verdicts = self._scorer.results()
-        rows = [self._row(index, verdict) for index, verdict in verdicts.items()]
+        rows = [self._row(index, verdicts[index]) for index in self._decoded]
         return pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA), self._scorer.unparsable_answers
 
     def _row(self, index: int, verdict: Verdict) -> dict[str, Any]:
-        planned, taken = self.plan.samples[index], self._taken[index]
+        planned, decoded = self.plan.samples[index], self._decoded[index]
         return {
             "benchmark": planned.benchmark,
             "problem_index": planned.problem_index,
@@ -150,39 +150,39 @@ class _Work:
             "sample": planned.sample,
             "seed": planned.request.seed,
             "answer": planned.problem.answer,
-            # Arrow strings are UTF-8: half a surrogate pair from a byte-level decoder is not.
-            "completion_text": taken.text.encode("utf-8", "replace").decode("utf-8"),
-            "tokens": taken.tokens,
-            "finish_reason": taken.finish_reason,
+            # A byte-level decoder may emit lone surrogates, which are not valid UTF-8 for Arrow.
+            "completion_text": decoded.text.encode("utf-8", "replace").decode("utf-8"),
+            "tokens": decoded.tokens,
+            "finish_reason": decoded.finish_reason,
             "verdict": verdict.status,
             "correct": verdict.status == "correct",
         }
 
-    def _tell(self, last: bool = False) -> None:
+    def _report_progress(self, last: bool = False) -> None:
         if self._on_progress is None:
             return
         now = time.monotonic()
-        if last or now - self._last_told > PROGRESS_SECONDS:
-            self._last_told = now
+        if last or now - self._last_report > PROGRESS_SECONDS:
+            self._last_report = now
             self._on_progress(Progress(self._total, self._scorer.statuses()))
 
 
-def _recall(work: _Work, mine: Sequence[int], folder: Path) -> list[int]:
-    """Takes what an earlier evaluation left in `folder` of the planned samples `mine`; returns the
-    others."""
-    digests = {index: request_digest(work.plan.samples[index].request) for index in mine}
-    remembered = read_generations(folder, digests.values())
+def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
+    """Submit the planned samples `mine` that are cached in `folder`; returns the others."""
+    digests = {index: request_digest(grading.plan.samples[index].request) for index in mine}
+    cached = read_generations(folder, digests.values())
     for index, digest in digests.items():
-        if digest in remembered:
-            work.take(index, remembered[digest])
-    return [index for index, digest in digests.items() if digest not in remembered]
+        if digest in cached:
+            grading.submit(index, cached[digest])
+    return [index for index, digest in digests.items() if digest not in cached]
 
 
 def _generate(
-    work: _Work, sampler: Sampler, missing: Sequence[int], folder: Path | None, comm: Comm
+    grading: _Grading, sampler: Sampler, missing: Sequence[int], folder: Path | None, comm: Comm
 ) -> None:
-    by_key = {work.plan.samples[index].request.key: index for index in missing}
-    requests = [work.plan.samples[index].request for index in missing]
+    """Sample what is missing, add it to the cache, and submit it."""
+    by_key = {grading.plan.samples[index].request.key: index for index in missing}
+    requests = [grading.plan.samples[index].request for index in missing]
     with ExitStack() as stack:
         writer = stack.enter_context(GenerationWriter(folder)) if folder else None
         finished = sampler.generate(requests)
@@ -190,12 +190,12 @@ def _generate(
             index = by_key[completion.key]
             generation = Generation(completion.token_ids, completion.finish_reason)
             if writer is not None:
-                writer.add(request_digest(work.plan.samples[index].request), generation)
-            work.take(index, generation)
+                writer.add(request_digest(grading.plan.samples[index].request), generation)
+            grading.submit(index, generation)
 
 
 def _rank_of(planned: PlannedSample, comm: Comm) -> int:
-    # By problem, so that the samples of one prompt share its prefix in one sampler.
+    # By problem, so that all samples of a prompt share one sampler's prefix cache.
     return planned.request.key.prompt_index % comm.world_size
 
 
@@ -217,6 +217,6 @@ def _stop_tokens(sampler: Sampler, tokenizer: Any) -> list[str]:
 def _versions(plan: EvaluationPlan) -> dict[str, str]:
     packages = [*VERSIONED_PACKAGES]
     if plan.document["backend"] != "hf":
-        packages += VLLM_PACKAGES  # neither, perhaps, where only a remote server has it
+        packages += VLLM_PACKAGES  # may be missing here if only a remote server has vLLM
     own = {"grpo-replay": __version__, "python": platform.python_version()}
     return own | installed_versions(packages)

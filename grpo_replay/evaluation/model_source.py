@@ -1,4 +1,4 @@
-"""Which model is to be evaluated: a checkpoint, a run, a Hugging Face folder or an id."""
+"""The model to evaluate: a checkpoint, a run, a Hugging Face folder or a hub id."""
 
 import hashlib
 import json
@@ -15,16 +15,19 @@ MODEL_FILES = (
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "*.py"),
 )
-"""What makes a model; anything else in its folder, such as an evaluation, does not."""
+"""The files that belong to a model; others in its folder, such as evaluations, do not."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model and where it came from. `path` is a folder or hub id; `recipe` the run's, if any;
-    `notice` a sentence for the user if something was chosen for them; `step` the training step;
-    `checked` the manifest's SHA-256 by file, to be compared while hashing."""
+    """A model and its origin.
+
+    `path` is a folder or hub id; `recipe` the run's recipe, if any; `step` the training step;
+    `notice` a sentence for the user if a default was chosen; `checked` the SHA-256 of each file in
+    the checkpoint's manifest.
+    """
 
     path: str
     name: str
@@ -35,7 +38,7 @@ class ModelSource:
 
 
 def find_model(ckpt: str) -> ModelSource:
-    """The model that `--ckpt` names. Raises CheckpointError if there is none."""
+    """The model named by `--ckpt`. Raises CheckpointError if there is none."""
     path = Path(ckpt).expanduser()
     if ckpt.startswith("builtin:"):
         return ModelSource(ckpt, ckpt.replace(":", "-"))
@@ -44,8 +47,8 @@ def find_model(ckpt: str) -> ModelSource:
             return ModelSource(ckpt, path.name)
         if _HUB_ID.fullmatch(ckpt) and path.parent.is_dir():
             raise CheckpointError(
-                f"--ckpt {ckpt}: no such folder in {path.parent}/, which is one here; if it is a "
-                "hub id, evaluate from another folder"
+                f"--ckpt {ckpt}: no such folder in {path.parent}/, which exists here; if this is a "
+                "hub id, run the command from another folder"
             )
         raise CheckpointError(f"--ckpt {ckpt}: no such folder, and not a hub id (owner/name)")
     if not path.is_dir():
@@ -62,16 +65,16 @@ def find_model(ckpt: str) -> ModelSource:
         return _folder(path.resolve())
     listing = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"--ckpt {ckpt} is no checkpoint: expected a checkpoint (with model/), a run (with "
+        f"--ckpt {ckpt} is not a checkpoint: expected a checkpoint (with model/), a run (with "
         f"checkpoints/) or a Hugging Face folder (with config.json), found {listing}"
     )
 
 
 def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:
-    """The SHA-256 over names and contents of weights, configuration and tokenizer of a folder or
-    cached hub id, of the latter at a revision.
+    """The SHA-256 over names and contents of a model's files (`MODEL_FILES`).
 
-    Raises CheckpointError for a file whose own SHA-256 is not the `expected` one.
+    `path` is a folder, or a hub id in the local cache, of which `revision` is taken. Raises
+    CheckpointError for a file whose SHA-256 is not the `expected` one.
     """
     folder = _local_folder(path, revision)
     total = hashlib.sha256()
@@ -82,15 +85,15 @@ def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = 
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if expected.get(file.name, found) != found:
             raise CheckpointError(
-                f"{file}: its content is not what the checkpoint's manifest says: the checkpoint "
-                "is damaged; evaluate another one"
+                f"{file}: its SHA-256 differs from the checkpoint's manifest: the checkpoint is "
+                "damaged; evaluate another one"
             )
         total.update(f"{file.name}\0{found}\n".encode())
     return total.hexdigest()
 
 
 def used_revision(revision: str | None, path: str) -> str | None:
-    """The revision that counts: a folder has none, whatever the recipe trained from."""
+    """The revision of a hub id; None for a folder, whatever revision the recipe names."""
     return None if path.startswith("builtin:") or Path(path).is_dir() else revision
 
 
@@ -98,8 +101,8 @@ def _latest(checkpoints: Path) -> ModelSource:
     latest = checkpoints / "latest"
     if not latest.is_dir():
         raise CheckpointError(
-            f"{checkpoints} has no checkpoint yet (no {latest.name}): name another folder, or let "
-            "the run reach its first checkpoint"
+            f"{checkpoints} has no checkpoint yet (no {latest.name}): name another folder, or wait "
+            "for the first checkpoint of the run"
         )
     chosen = latest.resolve()
     source = _checkpoint(chosen)
@@ -110,7 +113,7 @@ def _latest(checkpoints: Path) -> ModelSource:
 def _checkpoint(checkpoint: Path) -> ModelSource:
     model = checkpoint / "model"
     if not (model / "config.json").is_file():
-        raise CheckpointError(f"{model} holds no model (no config.json)")
+        raise CheckpointError(f"{model} does not contain a model (no config.json)")
     manifest = _read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
     state = _read_json(checkpoint / "state.json", "the checkpoint is incomplete")
     run = checkpoint.parent.parent
@@ -127,7 +130,7 @@ def _checkpoint(checkpoint: Path) -> ModelSource:
         raise CheckpointError(f"{checkpoint}: manifest or state is damaged: {error!r}") from error
     missing = [name for name in checked if not (model / name).is_file()]
     if missing:
-        raise CheckpointError(f"{model} is damaged: {missing[0]} of its manifest is missing")
+        raise CheckpointError(f"{model} is damaged: {missing[0]} is in its manifest but missing")
     return ModelSource(
         str(model),
         f"{run.name}-{checkpoint.name}",

@@ -1,5 +1,7 @@
-"""Where an evaluation is written: found out before anything is sampled, and nothing that is not an
-evaluation is ever replaced."""
+"""The output files of an evaluation.
+
+They are checked before anything is sampled, and only files of an earlier evaluation are replaced.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -16,25 +18,25 @@ _Read = TypeVar("_Read")
 
 
 def page_path(report_path: Path) -> Path:
-    """Where the Markdown page of a report lies."""
+    """The path of a report's Markdown page."""
     return report_path.with_suffix(".md")
 
 
 def generations_parent(report_path: Path) -> Path:
-    """Under which the completions of an evaluation are kept."""
+    """The folder that contains the cached generations of an evaluation."""
     return report_path.with_suffix(".generations")
 
 
 def check_output(output: Path) -> EvaluationReport | None:
     """The evaluation that would be replaced, if there is one.
 
-    Raises UsageError for a name that is no .json file, OutputDirectoryError if something else would
-    be replaced or nothing can be written there.
+    Raises UsageError unless the name ends in .json, and OutputDirectoryError if another kind of
+    file would be replaced or the folder is not writable.
     """
     if output.suffix != ".json":
         raise UsageError(
             f"--output {output}: name a .json file; the per-sample rows (.parquet) and the page "
-            "(.md) go beside it"
+            "(.md) are written next to it"
         )
     with named_if_unwritable(output):
         earlier = _refuse_other_files(output)
@@ -48,7 +50,7 @@ def check_output(output: Path) -> EvaluationReport | None:
 
 
 def write_output(report: EvaluationReport, output: Path) -> None:
-    """Report, rows and page. Raises OutputDirectoryError."""
+    """Write report, rows and page. Raises OutputDirectoryError."""
     report.write(output)
     with named_if_unwritable(page_path(output)):
         write_text_whole(page_path(output), markdown(report))
@@ -57,7 +59,7 @@ def write_output(report: EvaluationReport, output: Path) -> None:
 def _refuse_other_files(output: Path) -> EvaluationReport | None:
     earlier = None
     if output.exists():
-        earlier = _require(output, _read_alone, "an evaluation file")
+        earlier = _require(output, _read_without_rows, "an evaluation file")
     if samples_path(output).exists():
         _require(samples_path(output), check_samples_file, "a per-sample file of this version")
     if page_path(output).exists():
@@ -70,13 +72,13 @@ def _require(path: Path, read: Callable[[Path], _Read], kind: str) -> _Read:
         return read(path)
     except EvaluationFileError as error:
         raise OutputDirectoryError(
-            f"{path} would be replaced, but is not {kind}: choose another name with --output, or "
-            f"remove it ({error})"
+            f"{path} would be replaced, but it is not {kind}: choose another name with --output, "
+            f"or remove it ({error})"
         ) from error
 
 
-def _read_alone(path: Path) -> EvaluationReport:
-    # A kill may have left the rows of another evaluation beside it.
+def _read_without_rows(path: Path) -> EvaluationReport:
+    # If an evaluation was killed, the rows next to it may belong to another one.
     return read_report(path, with_samples=False)
 
 

@@ -1,4 +1,4 @@
-"""How far an evaluation is: a bar on a terminal, plain lines elsewhere; always on stderr."""
+"""Evaluation progress on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ PLAIN_LINES = 10
 def open_progress(
     world_size: int, doing: str = "evaluating"
 ) -> Iterator[Callable[[Progress], None]]:
-    """What to call with every `Progress` of rank 0."""
+    """A function that displays the `Progress` of rank 0."""
     what = doing if world_size == 1 else f"{doing} (rank 0 of {world_size})"
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Another verifier on the completions that a report has: nothing is sampled again."""
+"""Grade the completions of a report with other verifiers, without sampling."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,15 +26,15 @@ def add_gradings(
     limits: RewardSection,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> EvaluationReport:
-    """The report with the verdicts of other verifiers beside its own, in results and rows.
+    """The report with added results and verdicts of other verifiers; its own are unchanged.
 
-    `limits` gives workers, time and memory. What a verifier said before is replaced. Raises
-    EvaluationFileError if the report has no per-sample rows, which hold the completions.
+    `limits` gives workers, time and memory. Earlier verdicts of the same verifier are replaced.
+    Raises EvaluationFileError if the report has no per-sample rows, which contain the completions.
     """
     if verifiers and report.samples is None:
         raise EvaluationFileError(
-            "the completions are in the per-sample file (.parquet), which is missing: keep the two "
-            "files of an evaluation together, or evaluate again"
+            "the per-sample file (.parquet), which contains the completions, is missing: keep the "
+            "two files of an evaluation together, or evaluate again"
         )
     for verifier in verifiers:
         report = _with_grading(
@@ -81,7 +81,7 @@ def _grade(
 
 
 def _only_in_first(benchmark: str, first: pa.Table, second: pa.Table) -> int:
-    """How many sampled rows of a benchmark are correct in the first table and not in the second."""
+    """The number of sampled rows of a benchmark that are correct only in the first table."""
     chosen = pc.and_(pc.equal(first["benchmark"], benchmark), pc.invert(first["greedy"]))
     found = pc.and_(chosen, pc.and_not(first["correct"], second["correct"]))
     return int(pc.sum(found).as_py() or 0)

@@ -1,4 +1,4 @@
-"""The evaluation report: results and settings as JSON, per-sample rows beside them, read back."""
+"""The evaluation report: results and settings as JSON, per-sample rows as Parquet."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.aggregate import ProblemTable, per_problem
+from grpo_replay.evaluation.aggregate import ProblemTable, problem_table
 from grpo_replay.evaluation.results import BenchmarkResult, Count, OtherGrading, Results, Whole
 from grpo_replay.evaluation.samples import graded_by, read_samples, write_samples
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
@@ -27,7 +27,7 @@ READABLE_VERSIONS = (2, REPORT_VERSION)
 
 @pydantic_dataclass
 class _Settings:
-    """The settings that are read again; a report has more."""
+    """The settings that are validated when a report is read; a report has more."""
 
     benchmarks: dict[str, dict[str, Any]]
     bootstrap_samples: Count
@@ -41,9 +41,11 @@ _MAPPING = TypeAdapter(dict[str, Any])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationReport:
-    """What an evaluation found. `greedy` is None unless it was asked for; `other_gradings` are by
-    verifier. `samples` are the per-sample rows; None where the report was read without them, and on
-    ranks other than 0."""
+    """The results of an evaluation.
+
+    `greedy` is None without a greedy evaluation; `other_gradings` are by verifier; `samples` are
+    the per-sample rows, None if the report was read without them.
+    """
 
     model: dict[str, Any]
     settings: dict[str, Any]
@@ -59,8 +61,10 @@ class EvaluationReport:
         return str(self.settings["reward"])
 
     def graded_by(self, verifier: str) -> "EvaluationReport":
-        """The report as if `verifier`, one of `other_gradings` or its own, were its own; without
-        the others."""
+        """The report with `verifier` as its own verifier, and without other gradings.
+
+        `verifier` is its own or one of `other_gradings`.
+        """
         alone = replace(self, other_gradings={})
         if verifier == self.verifier:
             return alone
@@ -107,8 +111,7 @@ class EvaluationReport:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "EvaluationReport":
-        """The inverse of `to_json`. Raises KeyError or ValueError if it is something else, or
-        contradicts itself."""
+        """The inverse of `to_json`. Raises KeyError or ValueError for an inconsistent document."""
         _SETTINGS.validate_python(document["settings"])
         sampled, greedy = _both_from_json(document)
         others = {} if document["schema_version"] == 2 else document["other_gradings"]
@@ -125,8 +128,10 @@ class EvaluationReport:
         )
 
     def write(self, path: Path) -> None:
-        """Write `path` (JSON) and the per-sample rows beside it (`.parquet`), both atomically.
-        Raises OutputDirectoryError if they cannot be."""
+        """Write `path` (JSON) and the per-sample rows next to it (`.parquet`), both atomically.
+
+        Raises OutputDirectoryError.
+        """
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
         with named_if_unwritable(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,14 +141,14 @@ class EvaluationReport:
 
 
 def samples_path(report_path: Path) -> Path:
-    """Where the per-sample rows of a report lie."""
+    """The path of a report's per-sample rows."""
     return report_path.with_suffix(".parquet")
 
 
 def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
-    """The report at `path`, with its per-sample rows if they are wanted and lie beside it.
+    """The report at `path`; `with_samples` adds the per-sample rows, if their file exists.
 
-    Raises EvaluationFileError if it is missing or something else.
+    Raises EvaluationFileError for a file that is missing, damaged or of another version.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -163,24 +168,24 @@ def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
         raise _damaged(path, f"{place}: {first['msg']}, found {first['input']!r:.80}") from error
     except (KeyError, ValueError) as error:
         raise _damaged(path, f"{error}") from error
-    beside = samples_path(path)
-    if not (with_samples and beside.is_file()):
+    rows_path = samples_path(path)
+    if not (with_samples and rows_path.is_file()):
         return report
-    rows = read_samples(beside)
+    rows = read_samples(rows_path)
     try:
-        _refuse_other_rows(report, rows)
+        _check_rows(report, rows)
     except ValueError as error:
         raise EvaluationFileError(
-            f"{beside} is not the per-sample file of {path}: {error}; restore the two files "
+            f"{rows_path} is not the per-sample file of {path}: {error}; restore the two files "
             "together, or evaluate again"
         ) from error
     return replace(report, samples=rows)
 
 
 def read_report_graded_by(path: Path, verifier: str | None) -> EvaluationReport:
-    """The report at `path`, graded by one of its verifiers; by its own if None.
+    """The report at `path`, graded by `verifier`; by the report's own if None.
 
-    Raises EvaluationFileError if it is missing or something else, or was not graded by it.
+    Raises EvaluationFileError as `read_report` does, and if `verifier` did not grade the report.
     """
     report = read_report(path)
     if verifier is None:
@@ -188,7 +193,7 @@ def read_report_graded_by(path: Path, verifier: str | None) -> EvaluationReport:
     known = [report.verifier, *report.other_gradings]
     if verifier not in known:
         raise EvaluationFileError(
-            f"{path} is graded by {', '.join(known)}, not by {verifier}: add that, without "
+            f"{path} is graded by {', '.join(known)}, not by {verifier}: add it, without "
             f"sampling again, with grpo-replay eval --regrade {path} --grade-with {verifier}"
         )
     return report.graded_by(verifier)
@@ -226,7 +231,7 @@ def _results_from_json(document: Mapping[str, Any]) -> Results:
     results = _RESULTS.validate_python(found)
     each = list(results.benchmarks.values())
     if not each:
-        raise ValueError("it has no benchmarks")
+        raise ValueError("the report has no benchmarks")
     if tuple(results.benchmarks) != results.mean.benchmarks:
         raise ValueError("mean.benchmarks are not the benchmarks of the report")
     for name in ("avg_at_k", "pass_at_k", "mean_tokens"):
@@ -236,20 +241,20 @@ def _results_from_json(document: Mapping[str, Any]) -> Results:
     return results
 
 
-def _refuse_other_rows(report: EvaluationReport, rows: pa.Table) -> None:
+def _check_rows(report: EvaluationReport, rows: pa.Table) -> None:
     """Raises ValueError unless the report's means are those of the rows, under every grading."""
     for verifier in report.other_gradings:
-        _refuse_other_rows(report.graded_by(verifier), graded_by(rows, verifier))
+        _check_rows(report.graded_by(verifier), graded_by(rows, verifier))
     for results, greedy in ((report.sampled, False), (report.greedy, True)):
         chosen = rows.filter(pc.equal(rows["greedy"], greedy))
-        names = set(results.benchmarks) if results else set()
-        if set(chosen["benchmark"].to_pylist()) != names:
+        benchmarks = results.benchmarks if results else {}
+        if set(chosen["benchmark"].to_pylist()) != set(benchmarks):
             raise ValueError(f"its {'greedy' if greedy else 'sampled'} rows have other benchmarks")
-        for name in names:
-            _refuse_other_means(name, results.benchmarks[name], per_problem(rows, name, greedy))
+        for name, result in benchmarks.items():
+            _check_means(name, result, problem_table(rows, name, greedy))
 
 
-def _refuse_other_means(name: str, result: BenchmarkResult, problems: ProblemTable) -> None:
+def _check_means(name: str, result: BenchmarkResult, problems: ProblemTable) -> None:
     found = {
         "n": (result.n, len(problems.problem_ids)),
         "k": (result.k, problems.samples),

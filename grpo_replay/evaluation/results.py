@@ -1,4 +1,4 @@
-"""What an evaluation found: the numbers of a report. Bounds are checked where a file is read."""
+"""The numbers of an evaluation report. Their bounds are checked when a file is read."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -18,9 +18,9 @@ class BenchmarkResult:
     """One benchmark of n problems with k samples each. Accuracies and rates are fractions.
 
     Intervals are 95 % bootstrap intervals over problems; the standard error is that of the mean
-    over problems (all None if n = 1). Lengths are completion tokens, by correctness pooled over
-    samples (None if there is none of the kind). `unparsable_answers` names the problems whose
-    reference answer math-verify could not parse.
+    over problems (all None if n = 1). Lengths are completion tokens; those of correct and of
+    incorrect completions are pooled over samples (None if there are none). `unparsable_answers` has
+    the ids of problems whose reference answer math-verify could not parse.
     """
 
     n: Count
@@ -43,8 +43,11 @@ class BenchmarkResult:
 
 @dataclass(frozen=True, slots=True)
 class MeanResult:
-    """The unweighted mean over benchmarks; lengths by correctness are pooled over all samples.
-    pass@j goes to the smallest k; `pass_at_k` is the mean of each benchmark's own."""
+    """The unweighted mean over benchmarks.
+
+    Lengths of correct and of incorrect completions are pooled over all samples. `pass_at_j` ends at
+    the smallest k; `pass_at_k` averages each benchmark's pass@k at its own k.
+    """
 
     benchmarks: tuple[str, ...]
     avg_at_k: Fraction
@@ -63,7 +66,7 @@ class MeanResult:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All benchmarks under one sampling law, and their mean."""
+    """All benchmarks, either sampled or greedy, and their mean."""
 
     benchmarks: dict[str, BenchmarkResult]
     mean: MeanResult
@@ -81,11 +84,11 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class OtherGrading:
-    """The completions of a report, graded by another verifier than its own.
+    """The completions of a report, graded by a verifier other than its own.
 
-    `gained` and `lost` count each benchmark's samples, greedy ones left out, that are correct to
-    this verifier and not to the report's own, and the other way round. `versions` are those of the
-    packages that graded.
+    `gained` counts, by benchmark, the sampled (not greedy) completions that only this verifier
+    accepts, and `lost` those that only the report's own accepts. `versions` are those of the
+    grading packages.
     """
 
     sampled: Results

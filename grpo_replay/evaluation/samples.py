@@ -1,4 +1,4 @@
-"""The per-sample rows of an evaluation: one table from generation to report to comparison."""
+"""The per-sample rows of an evaluation: schema, files, and verdicts of other verifiers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ SAMPLE_SCHEMA = pa.schema(
         ("sample", pa.int32()),  # 0-based; waves of eight share a base seed
         ("seed", pa.int64()),
         ("answer", pa.string()),
-        ("completion_text", pa.large_string()),  # a benchmark's may have more than 2 GiB
+        ("completion_text", pa.large_string()),  # may exceed 2 GiB in total
         ("tokens", pa.int32()),  # of the completion, end of sequence included
         ("finish_reason", pa.string()),
         ("verdict", pa.string()),
@@ -31,18 +31,18 @@ SAMPLE_SCHEMA = pa.schema(
     ],
     metadata={_VERSION_KEY: SAMPLES_VERSION},
 )
-"""After these may come one text column for each other verifier, see `verdict_column`."""
+"""One text column per other verifier may follow, see `verdict_column`."""
 
 _KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "ascending")]
 
 
 def verdict_column(verifier: str) -> str:
-    """The name of the column with the verdicts of a verifier other than the report's own."""
+    """The column of the verdicts of a verifier other than the report's own."""
     return f"verdict_{verifier}"
 
 
 def with_verdicts(samples: pa.Table, verifier: str, verdicts: Sequence[str]) -> pa.Table:
-    """The rows with the verdicts of another verifier beside their own, instead of any it had."""
+    """The rows with an added, or replaced, column of another verifier's verdicts."""
     name = verdict_column(verifier)
     if name in samples.column_names:
         samples = samples.drop_columns([name])
@@ -50,8 +50,10 @@ def with_verdicts(samples: pa.Table, verifier: str, verdicts: Sequence[str]) -> 
 
 
 def graded_by(samples: pa.Table, verifier: str) -> pa.Table:
-    """The rows with the verdicts of another verifier in the place of their own. Raises ValueError
-    if they have none of it."""
+    """The rows with another verifier's verdicts as their own.
+
+    Raises ValueError if that verifier has no column.
+    """
     name = verdict_column(verifier)
     if name not in samples.column_names:
         raise ValueError(f"it has no column {name!r}")
@@ -62,7 +64,7 @@ def graded_by(samples: pa.Table, verifier: str) -> pa.Table:
 
 
 def to_bytes(table: pa.Table) -> bytes:
-    """The table as an Arrow stream, for the way between ranks."""
+    """The table as an Arrow stream, to send between ranks."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -70,21 +72,23 @@ def to_bytes(table: pa.Table) -> bytes:
 
 
 def merge(payloads: Sequence[bytes], benchmarks: Sequence[str]) -> pa.Table:
-    """The rows of all ranks: by benchmark in the given order, then sampled before greedy, problem
-    and sample. However the work was spread, the table is the same."""
+    """The rows of all ranks: by benchmark as given, sampled before greedy, problem and sample.
+
+    The order does not depend on how the problems were distributed over ranks.
+    """
     table = pa.concat_tables(pa.ipc.open_stream(payload).read_all() for payload in payloads)
     parts = [table.filter(pc.field("benchmark") == name).sort_by(_KEY) for name in benchmarks]
     return pa.concat_tables(parts).combine_chunks()
 
 
 def write_samples(path: Path, table: pa.Table) -> None:
-    """Write the rows atomically, zstd."""
+    """Write the rows atomically, with zstd compression."""
     with written_whole(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
 
 
 def read_samples(path: Path) -> pa.Table:
-    """The rows of a per-sample file. Raises EvaluationFileError if it is not one."""
+    """The rows of a per-sample file. Raises EvaluationFileError for any other file."""
     check_samples_file(path)
     try:
         return pq.read_table(path)
@@ -93,7 +97,7 @@ def read_samples(path: Path) -> pa.Table:
 
 
 def check_samples_file(path: Path) -> None:
-    """Raises EvaluationFileError if it is no per-sample file, by its schema."""
+    """Raises EvaluationFileError unless the schema is that of a per-sample file."""
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:

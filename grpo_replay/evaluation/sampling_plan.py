@@ -1,4 +1,4 @@
-"""The plan of an evaluation: every completion that is wanted, before any exists."""
+"""The plan of an evaluation: one generation request for every completion."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ from grpo_replay.types import GenerationRequest, RequestKey
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """One completion of an evaluation, before it exists."""
+    """One completion of an evaluation that is to be sampled."""
 
     benchmark: str
     problem_index: int
@@ -37,7 +37,7 @@ class PlannedSample:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """Every completion of an evaluation. Made once, evaluated as often as the model changes."""
+    """All completions of an evaluation. One plan serves every evaluation of a run."""
 
     benchmarks: tuple[Benchmark, ...]
     samples: tuple[PlannedSample, ...]
@@ -46,15 +46,15 @@ class EvaluationPlan:
 
 
 def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
-    """The plan of `recipe.eval`; completions are as long as in training where it names no length.
+    """The plan of `recipe.eval`; the default completion length is that of training.
 
-    Raises RecipeError for unknown benchmarks, DatasetError for problems that cannot be read or
+    Raises RecipeError for unknown benchmarks, and DatasetError for problems that cannot be read or
     whose prompt is too long.
     """
     prompts, settings = recipe.prompts, recipe.eval
     if settings.greedy and settings.temperature == 0:
         raise RecipeError(
-            "eval.greedy with eval.temperature 0 would evaluate greedily twice: set one of them"
+            "eval.greedy with eval.temperature 0 evaluates greedily twice: set only one of them"
         )
     longest = settings.max_completion_length or recipe.sampling.max_completion_length
     samples: list[PlannedSample] = []
@@ -65,12 +65,18 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
         problems = problems_of[benchmark.name]
         tokens = [_prompt_tokens(prompts, tokenizer, benchmark, problem) for problem in problems]
         for index, (problem, prompt) in enumerate(zip(problems, tokens, strict=True)):
-            for law in _laws(benchmark, settings):
-                key = RequestKey(0, first_prompt + index, law.sample + law.greedy * (1 << 30))
-                seed = law.seed(benchmark.name, index)
-                request = GenerationRequest(key, prompt, seed, longest, law.temperature, law.top_p)
+            for sampled in _sample_settings(benchmark, settings):
+                key = RequestKey(
+                    0, first_prompt + index, sampled.sample + sampled.greedy * (1 << 30)
+                )
+                seed = sampled.seed(benchmark.name, index)
+                request = GenerationRequest(
+                    key, prompt, seed, longest, sampled.temperature, sampled.top_p
+                )
                 samples.append(
-                    PlannedSample(benchmark.name, index, problem, law.sample, law.greedy, request)
+                    PlannedSample(
+                        benchmark.name, index, problem, sampled.sample, sampled.greedy, request
+                    )
                 )
         first_prompt += len(problems)
     document = _settings_document(recipe, benchmarks, problems_of, longest)
@@ -78,8 +84,8 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Law:
-    """How one sample of every problem of a benchmark is drawn."""
+class _SampleSettings:
+    """The sampling settings of one sample number, for every problem of a benchmark."""
 
     sample: int
     greedy: bool
@@ -88,19 +94,19 @@ class _Law:
     top_p: float
 
     def seed(self, benchmark: str, problem_index: int) -> int:
-        """The benchmark's own: the mean over benchmarks needs their errors to be independent."""
+        """The seed; it depends on the benchmark, so that errors of benchmarks are independent."""
         key = RequestKey(crc32(benchmark.encode()), problem_index, self.sample)
         return completion_seed(self.base_seed, key)
 
 
-def _laws(benchmark: Benchmark, settings: EvalSection) -> Iterable[_Law]:
+def _sample_settings(benchmark: Benchmark, settings: EvalSection) -> Iterable[_SampleSettings]:
     temperature = settings.temperature if benchmark.temperature is None else benchmark.temperature
     own = 1 if temperature == 0 else benchmark.samples
     for sample in range(settings.samples or own):
         wave = settings.seed + sample // WAVE_SAMPLES
-        yield _Law(sample, False, wave, temperature, settings.top_p)
+        yield _SampleSettings(sample, False, wave, temperature, settings.top_p)
     if settings.greedy:
-        yield _Law(0, True, settings.seed, 0.0, 1.0)
+        yield _SampleSettings(0, True, settings.seed, 0.0, 1.0)
 
 
 def _prompt_tokens(
@@ -111,7 +117,7 @@ def _prompt_tokens(
         raise DatasetError(
             f"benchmark {benchmark.name!r}, problem {problem.problem_id!r}: its prompt has "
             f"{len(token_ids)} tokens, more than prompts.max_prompt_length "
-            f"{prompts.max_prompt_length}; an evaluation leaves nothing out: raise it"
+            f"{prompts.max_prompt_length}; evaluations drop no problems: raise that limit"
         )
     return token_ids
 
@@ -125,7 +131,7 @@ def _settings_document(
     prompts, settings = recipe.prompts, recipe.eval
 
     def described(benchmark: Benchmark) -> dict[str, Any]:
-        laws = [law for law in _laws(benchmark, settings) if not law.greedy]
+        seeds = {x.base_seed for x in _sample_settings(benchmark, settings) if not x.greedy}
         file = local_file(benchmark, settings)
         return {
             "title": benchmark.title,
@@ -133,7 +139,7 @@ def _settings_document(
             "split": benchmark.split,
             "file": None if file is None else str(file),
             "problems_sha256": _digest(problems_of[benchmark.name]),
-            "seeds": sorted({law.base_seed for law in laws}),
+            "seeds": sorted(seeds),
             **({} if benchmark.temperature is None else {"temperature": benchmark.temperature}),
         }
 
@@ -155,7 +161,6 @@ def _settings_document(
 
 
 def _digest(problems: Sequence[Problem]) -> str:
-    """The SHA-256 over ids, problems and answers: two evaluations are of the same problems, or not,
-    whatever their files are called."""
+    """The SHA-256 over ids, problems and answers, independent of file names."""
     rows = [[each.problem_id, each.problem, each.answer] for each in problems]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

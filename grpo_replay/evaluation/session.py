@@ -1,8 +1,9 @@
-"""One evaluation from the command line: ranks, tokenizer, plan, sampler, report."""
+"""Evaluation of a model from the command line: opens all components and runs `evaluate`."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
@@ -25,8 +26,10 @@ def evaluate_model(
     on_progress: Callable[[Progress], None] | None,
     stack: ExitStack,
 ) -> EvaluationReport | None:
-    """The report of `source` under `recipe.eval` on rank 0, None elsewhere. Sampler and verifiers
-    are closed with `stack`. Raises what its parts raise, on all ranks together."""
+    """The report of `source` under `recipe.eval` on rank 0, None elsewhere.
+
+    `stack` closes the sampler and the verifiers. Errors are raised on all ranks together.
+    """
     comm = _open_comm(recipe, world_size)
     settings = recipe.reward.model_copy(update={"function": recipe.eval.reward})
     scorer = stack.enter_context(RewardScorer.open(settings))
@@ -37,7 +40,26 @@ def evaluate_model(
     stack.callback(sampler.close)
     revision = used_revision(recipe.model.revision, path)
     sha256 = run_collectively(comm, lambda: model_sha256(path, source.checked, revision))
-    model = {
+    report = evaluate(
+        sampler,
+        tokenizer,
+        plan,
+        comm,
+        scorer,
+        model=_model_document(recipe, source, revision, sha256),
+        generations_folder=generations_folder(generations, sha256, recipe),
+        on_progress=on_progress if comm.is_main else None,
+    )
+    if report is None:
+        return None
+    return add_gradings(report, recipe.eval.other_rewards, recipe.reward)
+
+
+def _model_document(
+    recipe: Recipe, source: ModelSource, revision: str | None, sha256: str
+) -> dict[str, Any]:
+    """The `model` section of the report."""
+    return {
         "name": source.name,
         "path": source.path,
         "revision": revision,
@@ -46,19 +68,6 @@ def evaluate_model(
         "recipe": recipe.name,
         "dtype": recipe.sampled_dtype,
     }
-    report = evaluate(
-        sampler,
-        tokenizer,
-        plan,
-        comm,
-        scorer,
-        model=model,
-        generations_folder=generations_folder(generations, sha256, recipe),
-        on_progress=on_progress if comm.is_main else None,
-    )
-    if report is None:
-        return None
-    return add_gradings(report, recipe.eval.other_rewards, recipe.reward)
 
 
 def _open_comm(recipe: Recipe, world_size: int) -> Comm:

@@ -10,7 +10,7 @@ import numpy as np
 CONFIDENCE = 0.95
 
 EXACT_PROBLEMS = 14
-"""With so many problems that differ, or fewer, all sign flips are counted instead of drawn."""
+"""Enumerate all sign flips up to this many differing problems; beyond it, draw them at random."""
 
 _FLIPS_AT_ONCE = 1000
 
@@ -18,8 +18,8 @@ _FLIPS_AT_ONCE = 1000
 def pass_at_each(correct_N: np.ndarray, samples: int) -> np.ndarray:
     """pass@j of every problem, [N, K]; column j-1 is pass@j.
 
-    The probability that j of K completions, drawn without replacement, hold a correct one:
-    1 - C(K-c, j) / C(K, j), c of them correct (Chen et al. 2021, eq. 1), as a product over draws.
+    The probability that j of K completions, drawn without replacement, include a correct one:
+    1 - C(K-c, j) / C(K, j) with c correct (Chen et al. 2021, eq. 1), as a product over draws.
     """
     if correct_N.min() < 0 or correct_N.max() > samples:
         raise ValueError(f"pass@j of {correct_N.tolist()} correct among {samples} samples")
@@ -36,13 +36,12 @@ def standard_error(values_N: np.ndarray) -> float | None:
 
 
 def bootstrap_draws(problems: int, resamples: int, rng: np.random.Generator) -> np.ndarray:
-    """int64 [B, N]: how often each problem was drawn in each resample."""
+    """int64 [B, N]: the number of times each problem is drawn in each resample."""
     return rng.multinomial(problems, np.full(problems, 1 / problems), size=resamples)
 
 
 def resampled_mean(draws_BN: np.ndarray, values_N: np.ndarray) -> np.ndarray:
-    """[B]: the mean over the resampled problems. NaN for a single problem, of which resamples say
-    nothing."""
+    """[B]: the mean over the resampled problems. NaN for a single problem."""
     problems = draws_BN.shape[1]
     if problems == 1:
         return np.full(len(draws_BN), np.nan)
@@ -50,7 +49,7 @@ def resampled_mean(draws_BN: np.ndarray, values_N: np.ndarray) -> np.ndarray:
 
 
 def interval(values_B: np.ndarray) -> tuple[float, float] | None:
-    """The percentile interval of bootstrap values, at `CONFIDENCE`; None if they are NaN."""
+    """The percentile interval of bootstrap values at `CONFIDENCE`; None if any is NaN."""
     if np.isnan(values_B).any():
         return None
     tail = 100 * (1 - CONFIDENCE) / 2
@@ -59,12 +58,13 @@ def interval(values_B: np.ndarray) -> tuple[float, float] | None:
 
 
 def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.Generator) -> float:
-    """Two-sided p-value of the mean over benchmarks of mean differences, one [N] for each.
+    """Two-sided p-value of the mean over benchmarks of the mean differences, one [N] per benchmark.
 
-    If A and B are alike, swapping them on any problem changes nothing: every difference is as
-    likely with the other sign. The p-value is the share of sign flips whose mean is at least as
-    large as the one observed. Of `flips` random ones it is (1 + count) / (1 + flips), so never 0;
-    with few problems that differ all flips are counted, and the test is exact.
+    Under the null hypothesis A and B are exchangeable on every problem, so each difference is
+    equally likely with either sign. The p-value is the fraction of sign flips whose mean is at
+    least as large as the observed one. With `flips` random flips it is (1 + count) / (1 + flips),
+    so never 0. Up to `EXACT_PROBLEMS` differing problems, all flips are enumerated and the test is
+    exact.
     """
     shares = np.concatenate([each / len(each) for each in differences])
     shares = shares[shares != 0]

@@ -1,4 +1,4 @@
-"""Evaluation results as text: a terminal table and Markdown, with the same columns."""
+"""Evaluation results as terminal tables and as Markdown, with the same columns."""
 
 import json
 import re
@@ -25,17 +25,17 @@ from grpo_replay.evaluation.results import (
 Row = Sequence[str]
 LEGEND = (
     "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems (too narrow near 0 and "
-    "100 %); tokens: mean completion length, also of right and of wrong answers; cut: reached the "
-    "length limit; none: nothing in it could be read as an answer."
+    "100 %); tokens: mean completion length; right, wrong: the same of correct and of incorrect "
+    "completions; cut: reached the length limit; none: no answer could be parsed."
 )
 GRADING_LEGEND = (
-    "gained, lost: samples that are correct only to the other verifier, or only to the report's "
-    "own (mean: of all benchmarks)."
+    "gained, lost: samples that only the other verifier, or only the report's own, accepts (mean: "
+    "summed over benchmarks)."
 )
 PAGE_TITLE = "# Evaluation of"
-WIDEST = 10_000  # columns; a table asks for fewer
+WIDEST = 10_000  # columns; more than any table needs
 SHORT_NAME = 12
-"""Names of models and benchmarks are folded on a narrow terminal, but not shorter than this."""
+"""Minimum width to which names of models and benchmarks are folded on a narrow terminal."""
 
 
 def percent(value: float | None) -> str:
@@ -59,7 +59,7 @@ def p_value(value: float) -> str:
 
 
 def heading(report: EvaluationReport) -> str:
-    """One line: which model, and how it was sampled."""
+    """One line on the model and how it was sampled."""
     model, settings = report.model, report.settings
     words = [str(model.get("name", "a model"))]
     if "sha256" in model:
@@ -69,19 +69,19 @@ def heading(report: EvaluationReport) -> str:
         f"T {settings['temperature']:g}, top-p {settings['top_p']:g}",
         f"at most {settings['max_completion_length']:,} tokens",
     ]
-    if "stop_tokens" in settings:  # not in files of version 2
+    if "stop_tokens" in settings:  # absent from files of version 2
         words.append(f"ends at {' or '.join(settings['stop_tokens'])}")
     words.append(f"graded by {report.verifier}")
     return " · ".join(words)
 
 
 def terminal_tables(report: EvaluationReport) -> list[Table]:
-    """Accuracy, length, and pass@j if there is more than one sample; each within 80 columns."""
+    """Accuracy, length, and pass@j if k > 1; each fits in 80 columns."""
     return [plain_table(title, *content) for title, content in _contents(report)]
 
 
 def comparison_table(results: Mapping[str, PairedResult]) -> Table:
-    """B against A: differences in points with 95 % intervals, p-values, and what flipped."""
+    """B against A: differences in points with 95 % intervals, p-values, and changed verdicts."""
     header = ("benchmark", "A", "B", "B-A", "95 %", "p", "tokens", "better", "worse", "lost", "won")
     rows = [
         (
@@ -103,8 +103,7 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
 
 
 def length_table(results: Mapping[str, PairedResult]) -> Table:
-    """Mean tokens of A and B and their relative difference: of all answers, of right and of wrong
-    ones."""
+    """Mean tokens of A and B and their relative difference, for all, right and wrong answers."""
     header = ("benchmark", *("A", "B", "Δ %") * 3)
     rows = [
         (
@@ -126,13 +125,13 @@ def _length_cells(length: LengthChange) -> Row:
 COMPARISON_LEGEND = (
     "accuracies and differences in %, with 95 % paired bootstrap intervals; p: two-sided, from "
     "sign flips over problems; tokens: B minus A; better, worse: problems; lost, won: samples that "
-    "went from correct to wrong and from wrong to correct; right and wrong answers: each model's "
-    "own, pooled over samples (mean: of all benchmarks)."
+    "changed from correct to wrong and from wrong to correct; right and wrong answers: each "
+    "model's own, pooled over samples (mean: over all benchmarks)."
 )
 
 
 def legend(report: EvaluationReport) -> str:
-    """What the columns of a report's tables are."""
+    """The meaning of the columns in a report's tables."""
     return f"{LEGEND} {GRADING_LEGEND}" if report.other_gradings else LEGEND
 
 
@@ -161,7 +160,7 @@ def markdown(report: EvaluationReport) -> str:
 
 
 def _code(value: Any) -> str:
-    """A value in one line of code, whatever line breaks and backquotes it has."""
+    """A value as inline code, with line breaks escaped and backquotes fenced."""
     text = json.dumps(value, ensure_ascii=False)
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{text}{fence}"
@@ -178,7 +177,7 @@ def _unparsable(results: Results) -> list[str]:
 def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]]]:
     contents = [("accuracy", _accuracy_rows(report)), ("length", _length_rows(report))]
     for verifier, other in report.other_gradings.items():
-        title = f"{verifier} (other) beside {report.verifier} (own)"
+        title = f"{verifier} (other) vs {report.verifier} (own)"
         contents.insert(-1, (title, _grading_rows(report, other)))
     if any(result.k > 1 for result in report.sampled.benchmarks.values()):
         contents.append(("pass@j", _pass_rows(report)))
@@ -198,7 +197,7 @@ def _titled(report: EvaluationReport) -> list[tuple[str, str, BenchmarkResult | 
 def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
     header = ("benchmark", "n", "k", "avg@k", "95 %", "pass@k", "95 %")
     greedy = report.greedy_accuracies()
-    rows = [
+    rows: list[Row] = [
         (
             title,
             *((str(r.n), str(r.k)) if isinstance(r, BenchmarkResult) else ("", "")),
@@ -232,7 +231,7 @@ def _grading_rows(report: EvaluationReport, other: OtherGrading) -> tuple[Row, l
 
 def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
     header = ("benchmark", "tokens", "95 %", "right", "wrong", "cut", "none")
-    rows = [
+    rows: list[Row] = [
         (
             title,
             tokens(r.mean_tokens),
@@ -248,7 +247,7 @@ def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
 def _pass_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
     largest = max(result.k for result in report.sampled.benchmarks.values())
     shown = [j for j in range(1, largest + 1) if j & (j - 1) == 0 or j == largest]
-    rows = [
+    rows: list[Row] = [
         (title, *(percent(result.pass_at_j.get(str(j))) for j in shown))
         for _, title, result in _titled(report)
     ]
@@ -256,7 +255,7 @@ def _pass_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
 
 
 def plain_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
-    """A table of text; the first column is to the left, a row called `mean` is bold."""
+    """A table of text: first column left-aligned, others right-aligned, the `mean` row bold."""
     table = Table(
         title=Text(title),
         title_justify="left",
@@ -275,7 +274,7 @@ def plain_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """On a narrow terminal the lines run over its edge: a number is never cut."""
+    """Print a table; on a narrow terminal lines may be too long, but no number is truncated."""
     width, wide = console.width, console.options.update_width(WIDEST)
     console.width = max(width, Measurement.get(console, wide, table).minimum)
     console.print(table)

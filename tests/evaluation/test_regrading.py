@@ -134,11 +134,11 @@ def test_both_columns_are_shown(both, tmp_path, capsys):
     write_output(both, tmp_path / "e.json")
     run_regrading(str(tmp_path / "e.json"), ["minerva"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "math_verify (other) beside math_verify_boxed (own)" in lines
+    assert "math_verify (other) vs math_verify_boxed (own)" in lines
     assert "benchmark avg@k own other pass@k own other gained lost" in lines
     assert "five 33.3 66.7 66.7 66.7 3 1" in lines
     page = (tmp_path / "e.md").read_text()
-    assert "## minerva (other) beside math_verify_boxed (own)" in page
+    assert "## minerva (other) vs math_verify_boxed (own)" in page
     assert "| mean | 33.3 | 66.7 | 66.7 | 66.7 | 3 | 1 |" in page
 
 
