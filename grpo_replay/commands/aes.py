@@ -1,4 +1,4 @@
-"""`grpo-replay aes`: accuracy and length in one number, against one reference."""
+"""`grpo-replay aes`: print the accuracy-efficiency score against one reference."""
 
 import json
 import math
@@ -35,26 +35,15 @@ def run(
     verifier: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Print AES of evaluation `files`, or of `candidates` NAME=ACC,TOKENS, against `reference`,
-    an evaluation file or ACC,TOKENS; files as `verifier` graded them, or their own. Raises
-    UsageError if numbers and files are mixed."""
-    for name, value in (("--gain", gain), ("--loss", loss)):
-        if not 0 <= value < math.inf:
-            raise UsageError(f"{name} {value}: expected a finite number of at least 0")
-    if files and candidates:
-        raise UsageError(
-            "aes takes evaluation files or --candidate numbers, not both: their accuracies may be "
-            "in different units"
-        )
-    if not files and not candidates:
-        raise UsageError(
-            "aes needs something to score: evaluation files, or --candidate NAME=ACC,TOKENS"
-        )
+    """Print AES of `files` or of `candidates` (NAME=ACC,TOKENS) against `reference`.
+
+    `reference` is an evaluation file or ACC,TOKENS. Files are graded by `verifier`; if None, each
+    by its own verifier. Raises UsageError if numbers and files are mixed.
+    """
+    _check_options(files, candidates, gain, loss, verifier)
     notes: dict[str, list[str]] = {}
     if files:
         point, scores, notes = _from_files(reference, files, gain, loss, verifier)
-    elif verifier is not None:
-        raise UsageError(f"--grade-with {verifier}: plain numbers were graded elsewhere")
     else:
         point = Point("reference", *_numbers(reference, "--reference"))
         scores = score_points(point, [_candidate(word) for word in candidates], gain, loss)
@@ -67,6 +56,32 @@ def run(
     for name, sentences in notes.items():
         for sentence in sentences:
             console.print(f"A = {reference}, B = {name}: {sentence}", soft_wrap=True)
+
+
+def _check_options(
+    files: Sequence[str],
+    candidates: Sequence[str],
+    gain: float,
+    loss: float,
+    verifier: str | None,
+) -> None:
+    for name, value in (("--gain", gain), ("--loss", loss)):
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{name} {value}: expected a finite number of at least 0")
+    if files and candidates:
+        raise UsageError(
+            "aes takes evaluation files or --candidate numbers, not both: their accuracies may be "
+            "in different units"
+        )
+    if not files and not candidates:
+        raise UsageError(
+            "aes has no candidates: give evaluation files, or --candidate NAME=ACC,TOKENS"
+        )
+    if candidates and verifier is not None:
+        raise UsageError(
+            f"--grade-with {verifier} selects verdicts in evaluation files and has no effect on "
+            "--candidate numbers: leave it out"
+        )
 
 
 def document(
@@ -83,7 +98,7 @@ def document(
 def print_scores(
     reference: Point, scores: Sequence[AesScore], gain: float, loss: float, console: Console
 ) -> None:
-    """The scores as a table, their intervals as another if there are any, constants shown."""
+    """Print the scores, their intervals if there are any, and the constants."""
     header = ("model", "accuracy", "tokens", "ΔL", "ΔAcc", "AES")
     names = _short_names([reference.name, *(score.name for score in scores)])
     rows = [(names[0], f"{reference.accuracy:.4g}", tokens(reference.tokens), *"–––")]
@@ -108,7 +123,7 @@ def print_scores(
 
 
 def _short_names(names: Sequence[str]) -> list[str]:
-    """Files of one folder by their own names; what lies in several is named in full."""
+    """File names without the folder if all are in one folder, else the full paths."""
     one_folder = len({os.path.dirname(name) for name in names}) == 1
     return [os.path.basename(name) if one_folder else name for name in names]
 
@@ -116,11 +131,11 @@ def _short_names(names: Sequence[str]) -> list[str]:
 def _from_files(
     reference: str, files: Sequence[str], gain: float, loss: float, verifier: str | None
 ) -> tuple[Point, list[AesScore], dict[str, list[str]]]:
-    """The reference, the scores, and what else differs, by candidate."""
+    """The reference, the scores, and notes on other differences by candidate."""
     if not Path(reference).exists() and "," in reference:
         raise UsageError(
-            f"--reference {reference} is numbers, but candidates are files: give the reference's "
-            "evaluation file, or all as numbers (--candidate NAME=ACC,TOKENS)"
+            f"--reference {reference} gives numbers, but the candidates are files: give the "
+            "reference's evaluation file, or all as numbers (--candidate NAME=ACC,TOKENS)"
         )
     report = read_report_graded_by(Path(reference), verifier)
     candidates = [(file, read_report_graded_by(Path(file), verifier)) for file in files]

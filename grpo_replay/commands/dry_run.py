@@ -1,4 +1,4 @@
-"""`grpo-replay train --dry-run`: the report on the screen, or as one JSON document."""
+"""`grpo-replay train --dry-run`: print the estimate as tables or as one JSON document."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ def run(
     gpu_memory_gib: float | None = None,
     output_dir: str | None = None,
 ) -> None:
-    """Print what the recipe would take."""
+    """Print the memory, disk and tokens that the recipe needs."""
     place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
     report = dry_run(recipe, gpu_memory_gib, place).to_json()
     if as_json:
@@ -62,8 +62,8 @@ def _headline(report: Mapping[str, Any]) -> Iterable[str]:
         )
     size = hardware["memory_gib_per_process"]
     what = "GPUs" if hardware["device"] == "cuda" else "CPU processes"
-    supposed = " (assumed)" if hardware["assumed"] else ""
-    yield f"{hardware['processes']} {what} of {size:.1f} GiB each{supposed}"
+    assumed = " (assumed)" if hardware["assumed"] else ""
+    yield f"{hardware['processes']} {what} of {size:.1f} GiB each{assumed}"
 
 
 def _memory_table(memory: Mapping[str, Any]) -> Table:

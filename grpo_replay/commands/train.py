@@ -1,4 +1,4 @@
-"""`grpo-replay train`: launch the ranks if needed, run, and show what came of it."""
+"""`grpo-replay train`: launch the ranks if needed, train, and print the result."""
 
 import datetime
 import logging
@@ -24,7 +24,10 @@ def run(
     as_json: bool = False,
     gpu_memory_gib: float | None = None,
 ) -> int:
-    """The exit code of the training command."""
+    """Train as the recipe says, or print the dry run; returns the exit code.
+
+    Raises UsageError for options that cannot be combined.
+    """
     if num_processes is not None:
         overrides = [*overrides, f"engine.num_processes={num_processes}"]
     recipe = load_recipe(recipe_name, overrides)
@@ -33,14 +36,7 @@ def run(
 
         report(recipe, as_json, gpu_memory_gib, output_dir)
         return 0
-    if gpu_memory_gib is not None:
-        raise UsageError("--gpu-memory-gib goes with --dry-run; a run takes the GPUs it finds")
-    if as_json:
-        raise UsageError("--json goes with --dry-run; a run's numbers are in its metrics.jsonl")
-    if resume and output_dir is None:
-        raise UsageError("--resume needs --output-dir, the directory of the run to continue")
-    if missing := missing_trackers(recipe):
-        raise UsageError("; ".join(missing))  # before anything slow
+    _check_options(recipe, output_dir, resume, as_json, gpu_memory_gib)
     environment = rank_environment()
     run_dir = Path(output_dir) if output_dir else _default_directory(recipe)
     if not resume and not environment.is_launched:
@@ -56,6 +52,23 @@ def run(
         )
     prepare_rank(environment)
     return _train(recipe, run_dir, resume, environment.rank == 0)
+
+
+def _check_options(
+    recipe: Recipe,
+    output_dir: str | None,
+    resume: bool,
+    as_json: bool,
+    gpu_memory_gib: float | None,
+) -> None:
+    if gpu_memory_gib is not None:
+        raise UsageError("--gpu-memory-gib needs --dry-run; a run uses the GPUs it finds")
+    if as_json:
+        raise UsageError("--json needs --dry-run; the numbers of a run are in its metrics.jsonl")
+    if resume and output_dir is None:
+        raise UsageError("--resume needs --output-dir, the directory of the run to continue")
+    if missing := missing_trackers(recipe):
+        raise UsageError("; ".join(missing))
 
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
@@ -81,6 +94,6 @@ def _default_directory(recipe: Recipe) -> Path:
 
 
 def _arguments_of_ranks(run_dir: Path, output_dir: str | None) -> list[str]:
-    """Our own command line; the ranks must agree on a directory named after the time."""
+    """The command line of the ranks, with a fixed run directory: its name contains the time."""
     arguments = sys.argv[1:]
     return arguments if output_dir else [*arguments, "--output-dir", str(run_dir)]

@@ -1,7 +1,6 @@
-"""What a person sees of a training run: a live line while it goes on, tables at the end."""
+"""The terminal display of a training run: a live progress line, and tables at the end."""
 
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
     from grpo_replay.training.run import RunResult
 
 PLAIN_LINES = 20
-"""Lines that a run prints where stderr is no terminal."""
+"""Number of progress lines of a run when stderr is not a terminal."""
 
 
 class Display:
-    """Watches a run and prints nothing: what ranks other than 0 show."""
+    """Receives the progress events of a run; a no-op, used on non-zero ranks."""
 
     def on_start(
         self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
@@ -41,7 +40,7 @@ class Display:
 
 
 class RunDisplay(Display):
-    """Progress on stderr; the result on stdout."""
+    """Prints progress to stderr and the result to stdout."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -58,7 +57,6 @@ class RunDisplay(Display):
         self._steps = 0
         self._held_out: float | None = None
         self._tokens_per_second: float | None = None
-        self._started = time.perf_counter()
 
     def __enter__(self) -> "RunDisplay":
         if self._console.is_terminal:
@@ -97,11 +95,11 @@ class RunDisplay(Display):
         accuracies, errors = report.accuracies(), report.standard_errors()
         self._held_out = accuracies["mean"]
         greedy = report.greedy_accuracies()
-        beside = f", greedy {100 * greedy['mean']:.1f} %" if greedy else ""
+        greedy_part = f", greedy {100 * greedy['mean']:.1f} %" if greedy else ""
         error = errors.get("mean")
         spread = f" ± {100 * error:.1f}" if error is not None else ""
         self._console.print(
-            f"step {step}: held-out accuracy {100 * accuracies['mean']:.1f}{spread} %{beside}",
+            f"step {step}: held-out accuracy {100 * accuracies['mean']:.1f}{spread} %{greedy_part}",
             highlight=False,
             soft_wrap=True,
         )
@@ -148,7 +146,7 @@ class RunDisplay(Display):
 
 
 def _print_staleness(run_dir: Path, out: Console) -> None:
-    """How old what the run stored and replayed was, if it kept the logs that say so."""
+    """Print the ages of stored and replayed rollouts, if the run's logs contain them."""
     from grpo_replay.inspection.compute import summarise
     from grpo_replay.inspection.panels import staleness_panel
     from grpo_replay.inspection.source import open_source
@@ -159,25 +157,25 @@ def _print_staleness(run_dir: Path, out: Console) -> None:
 
 
 def describe_run(recipe: "Recipe", run_dir: Path, step: int) -> str:
-    """Two lines on what is about to run."""
+    """Two lines on the run that is about to start."""
     replay = recipe.replay
-    how = "no replay"
+    described = "no replay"
     if recipe.replays:
         limit = "none" if replay.max_age_steps is None else f"{replay.max_age_steps} steps"
-        how = (
+        described = (
             f"{replay.unit} replay by {replay.priority}, {replay.composition}, "
             f"ratio {replay.ratio:g}, age limit {limit}"
         )
     start = f"resuming after step {step}" if step else f"{recipe.run.steps} steps"
     return (
         f"{recipe.name}: {recipe.model.path}, {start} of {recipe.sampling.prompts_per_step} × "
-        f"{recipe.sampling.group_size} rollouts, preset {replay.preset} ({how})\n"
+        f"{recipe.sampling.group_size} rollouts, preset {replay.preset} ({described})\n"
         f"run directory: {run_dir}"
     )
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:
-    """Base against trained, per benchmark, sampled and greedy."""
+    """Accuracy of the base and of the trained model by benchmark, sampled and greedy."""
     table = Table(title="held-out accuracy, %", title_justify="left")
     table.add_column("benchmark")
     greedy = bool(summary["base_greedy"] and summary["final_greedy"])
@@ -210,7 +208,7 @@ def _change(before: float | None, after: float | None) -> str:
 
 
 def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
-    """Totals, and what to try next."""
+    """Totals of the run, and commands to continue with."""
     return (
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
         f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
