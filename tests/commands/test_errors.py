@@ -121,7 +121,7 @@ def test_an_output_directory_below_a_file(tmp_path):
     refused(result, 3, "cannot be written", "file/run")
 
 
-def test_a_connection_of_a_single_process_is_nobodys_lost_rank(monkeypatch):
+def test_a_connection_error_of_a_single_process_is_not_a_lost_rank(monkeypatch):
     def refuse(*_, **__):
         raise ConnectionRefusedError(111, "Connection refused")
 
@@ -142,7 +142,7 @@ def test_an_unknown_model(tmp_path):
     refused(result, 3, "nowhere")
 
 
-def test_evaluating_what_is_no_checkpoint(tmp_path):
+def test_evaluating_a_folder_without_a_checkpoint(tmp_path):
     refused(call("eval", "--ckpt", tmp_path, "--benchmark", "tiny"), 3, str(tmp_path))
 
 
@@ -155,17 +155,17 @@ def test_eval_without_a_checkpoint():
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 is how it starts", b"PAR1" + bytes(64) + b"PAR1"])
-def test_inspecting_a_file_that_is_no_snapshot(tmp_path, content):
+def test_inspecting_a_file_that_is_not_a_snapshot(tmp_path, content):
     path = tmp_path / "buffer.parquet"
     path.write_bytes(content)
     refused(call("inspect-buffer", path), 3, "buffer.parquet")
 
 
-def test_inspecting_a_folder_that_is_no_run(tmp_path):
+def test_inspecting_a_folder_that_is_not_a_run(tmp_path):
     refused(call("inspect-buffer", tmp_path), 3, str(tmp_path))
 
 
-def test_inspecting_nothing(tmp_path):
+def test_inspecting_a_missing_path(tmp_path):
     refused(call("inspect-buffer", tmp_path / "gone"), 3, "gone")
 
 
@@ -178,7 +178,7 @@ def test_aes_of_a_missing_file(tmp_path):
     refused(call("aes", "--reference", tmp_path / "none.json", tmp_path / "a.json"), 3, "none.json")
 
 
-def test_a_plan_of_nothing():
+def test_a_plan_without_inputs():
     refused(call("plan"), 2, "--mu")
 
 

@@ -1,4 +1,4 @@
-"""Help answers at once: it imports nothing heavy."""
+"""`--help` imports no heavy library."""
 
 import subprocess
 import sys

@@ -45,7 +45,7 @@ def test_every_recipe_loads_with_its_overrides():
     assert seen == {"qwen3-1.7b", "fifo-qwen3-0.6b", "fifo-qwen2.5-7b"}
 
 
-def test_every_plan_can_be_made(tmp_path, monkeypatch):
+def test_every_plan_command_succeeds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plans = [words for words in commands() if words[0] == "plan"]
     for words in plans:
@@ -62,7 +62,7 @@ def test_every_condition_parses():
         parse_where(condition, ROLLOUT_SCHEMA)
 
 
-def test_the_cost_table_is_the_formula_s():
+def test_the_cost_table_agrees_with_the_formula():
     rows = re.findall(r"^\| \((\d), (\d)\) \|(.*)\|$", PAGE, re.MULTILINE)
     for workers, trainers, cells in rows:
         w, t = int(workers), int(trainers)
@@ -74,7 +74,7 @@ def test_the_cost_table_is_the_formula_s():
     assert [int(w) for w, _, _ in rows] == [7, 6, 5, 4, 3, 2, 1]
 
 
-def test_the_program_that_unties_makes_a_model_that_loads_untied(tmp_path, monkeypatch):
+def test_the_untying_program_writes_a_model_that_loads_untied(tmp_path, monkeypatch):
     from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.recipe import ModelSection
     from grpo_replay.tiny import BASE_DIR

@@ -48,7 +48,7 @@ def test_the_unit_of_accuracy_does_not_matter():
         (Point("r", 50, -1), "tokens -1"),
     ],
 )
-def test_a_reference_that_cannot_be_is_refused(point, message):
+def test_an_invalid_reference_is_refused(point, message):
     with pytest.raises(UsageError, match=message):
         score_points(point, [Point("c", 1, 1)])
 
@@ -83,7 +83,7 @@ def test_without_samples_there_is_no_interval():
     assert score.aes_interval is None and score.aes == 0
 
 
-def test_other_benchmarks_and_hopeless_references_are_refused():
+def test_other_benchmarks_and_references_without_correct_answers_are_refused():
     with pytest.raises(EvaluationFileError, match="different benchmarks"):
         score_reports(("r", report({"x": [[1]]})), [("c", report({"y": [[1]]}))])
     with pytest.raises(EvaluationFileError, match="accuracy 0"):
@@ -127,7 +127,7 @@ def test_the_command_reads_evaluation_files(capsys, tmp_path):
         (("50,100", [], ["c=1,1,1"]), "expected ACC,TOKENS"),
     ],
 )
-def test_the_command_refuses_what_does_not_fit(arguments, message):
+def test_the_command_refuses_invalid_arguments(arguments, message):
     with pytest.raises(UsageError, match=message):
         run(*arguments)
 

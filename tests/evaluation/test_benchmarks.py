@@ -24,7 +24,7 @@ def load(word: str, **others):
     return load_problems(benchmark, wanted)
 
 
-def test_groups_expand_in_order_and_nothing_comes_twice():
+def test_groups_expand_in_order_without_duplicates():
     assert names("paper") == ["math500", "aime25", "aime26", "hmmt_feb25", "hmmt_feb26"]
     assert names("paper_b") == ["math_pass1", "math_passk", "openr1_pass1", "openr1_passk"]
     assert len(names("tiny")) == 5
@@ -33,7 +33,7 @@ def test_groups_expand_in_order_and_nothing_comes_twice():
     assert names() == []
 
 
-def test_the_paper_group_is_that_of_the_paper():
+def test_the_paper_group_has_the_benchmarks_of_paper_a():
     each = [(BENCHMARKS[n].source, BENCHMARKS[n].split, BENCHMARKS[n].samples) for n in SIZES]
     assert each == [
         ("HuggingFaceH4/MATH-500", "test", 8),
@@ -57,7 +57,7 @@ def test_a_folder_replaces_the_hub_and_whole_numbers_become_text(tmp_path):
     assert len(load("math500", data_folder=str(tmp_path), max_problems=7)) == 7
 
 
-def test_a_users_file_has_fields_of_its_own(tmp_path):
+def test_a_users_file_may_have_other_field_names(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"q": "1+1", "a": 2, "k": "x"}\n\n{"q": "2+2", "a": "4", "k": "y"}\n')
     fields = {"problem_field": "q", "answer_field": "a"}
@@ -68,12 +68,12 @@ def test_a_users_file_has_fields_of_its_own(tmp_path):
     assert names(str(path)) == ["mine"]
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
+def test_two_files_with_the_same_name_are_refused(tmp_path):
     with pytest.raises(RecipeError, match="both called 'mine'"):
         names(str(tmp_path / "a" / "mine.jsonl"), str(tmp_path / "b" / "mine.jsonl"))
 
 
-def test_an_unknown_name_is_answered_with_a_close_one():
+def test_an_unknown_name_suggests_a_similar_one():
     with pytest.raises(RecipeError, match="did you mean 'aime25'"):
         names("aime2025")
 
@@ -90,14 +90,14 @@ def test_an_unknown_name_is_answered_with_a_close_one():
         ([{"problem": "p", "answer": " "}], "is empty"),
     ],
 )
-def test_bad_rows_are_named_by_file_and_line(tmp_path, rows, message):
+def test_errors_of_bad_rows_name_file_and_line(tmp_path, rows, message):
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DatasetError, match=message):
         load(str(path))
 
 
-def test_ids_given_twice_are_refused(tmp_path):
+def test_duplicate_ids_are_refused(tmp_path):
     path = tmp_path / "mine.jsonl"
     row = json.dumps({"problem": "p", "answer": "1", "id": "same"}) + "\n"
     path.write_text(row + row)
@@ -105,7 +105,7 @@ def test_ids_given_twice_are_refused(tmp_path):
         load(str(path), id_field="id")
 
 
-def test_a_file_that_is_missing_says_what_to_download(tmp_path):
+def test_the_error_for_a_missing_file_says_what_to_download(tmp_path):
     with pytest.raises(DatasetError) as caught:
         load("hmmt_feb26", data_folder=str(tmp_path))
     message = str(caught.value)
@@ -116,7 +116,7 @@ def test_a_file_that_is_missing_says_what_to_download(tmp_path):
         assert part in message
 
 
-def test_a_hub_out_of_reach_says_what_to_download(monkeypatch, tmp_path):
+def test_the_error_for_an_unreachable_hub_says_what_to_download(monkeypatch, tmp_path):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)

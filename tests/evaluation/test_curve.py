@@ -14,7 +14,7 @@ def write(folder, step: int, correct: int) -> None:
     found.write(folder / f"step_{step:06d}.json")
 
 
-def test_the_curve_is_in_order_of_steps(tmp_path):
+def test_the_curve_is_ordered_by_step(tmp_path):
     assert plot_curve(tmp_path) is None
     for step, correct in ((100, 5), (0, 2), (20, 3)):
         write(tmp_path, step, correct)

@@ -1,4 +1,4 @@
-"""`grpo-replay eval` from the checkpoint to the files, and what it says to bad input."""
+"""`grpo-replay eval`: from the checkpoint to the output files, and its errors."""
 
 import hashlib
 import json
@@ -84,13 +84,13 @@ def test_a_run_is_evaluated_at_its_latest_checkpoint_under_its_own_recipe(
         "checkpoints/step_000002/model",
     ],
 )
-def test_every_way_to_name_a_checkpoint_finds_the_same_model(run_folder, place):
+def test_all_names_of_a_checkpoint_find_the_same_model(run_folder, place):
     source = find_model(str(run_folder / place))
     assert source.path == str(run_folder / "checkpoints" / "step_000002" / "model")
     assert (source.step, source.recipe) == (2, run_folder / "recipe.yaml")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path, run_folder):
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path, run_folder):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for place, message in (
@@ -108,7 +108,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, run_folder):
         find_model(str(run_folder / "checkpoints" / "step_000001"))
 
 
-def test_weights_that_are_not_those_of_the_manifest_are_refused(run_folder):
+def test_weights_that_differ_from_the_manifest_are_refused(run_folder):
     source = find_model(str(run_folder))
     before = model_sha256(source.path, source.checked)
     assert before == model_sha256(str(BASE_DIR), {})
@@ -121,11 +121,11 @@ def test_weights_that_are_not_those_of_the_manifest_are_refused(run_folder):
     assert model_sha256(source.path, {}) != before
 
 
-def test_a_hub_id_is_told_from_a_missing_folder():
+def test_a_hub_id_is_distinguished_from_a_missing_folder():
     assert find_model("Qwen/Qwen3-0.6B-Base").path == "Qwen/Qwen3-0.6B-Base"
 
 
-def test_the_paper_group_runs_from_a_folder(model, tmp_path, capsys):
+def test_the_paper_group_can_be_read_from_a_folder(model, tmp_path, capsys):
     recipe = tmp_path / "paper.yaml"
     recipe.write_text(PAPER_RECIPE)
     data = write_benchmarks(tmp_path / "data", largest=3)
@@ -148,7 +148,7 @@ def test_the_paper_group_runs_from_a_folder(model, tmp_path, capsys):
     assert output.read_bytes() == first
 
 
-def test_without_a_recipe_the_settings_are_the_papers_for_its_smaller_models():
+def test_without_a_recipe_the_settings_are_paper_a_s_for_its_smaller_models():
     source = find_model("Qwen/Qwen3-4B-Base")
     recipe = resolve_evaluation(EvalOptions("Qwen/Qwen3-4B-Base"), source)
     assert recipe.eval.benchmarks == ["paper"]
@@ -157,7 +157,7 @@ def test_without_a_recipe_the_settings_are_the_papers_for_its_smaller_models():
     assert recipe.eval.reward == "math_verify_boxed"
 
 
-def test_a_checkpoint_brings_its_weights_and_its_tokenizer(run_folder):
+def test_a_checkpoint_is_evaluated_with_its_own_weights_and_tokenizer(run_folder):
     (run_folder / "recipe.yaml").write_text(
         "model: {path: builtin:qwen3-0.6b, tokenizer: builtin:bytes, random_init: true,\n"
         "        config_overrides: {num_hidden_layers: 1}}\neval: {benchmarks: [tiny]}\n"
@@ -168,14 +168,14 @@ def test_a_checkpoint_brings_its_weights_and_its_tokenizer(run_folder):
     assert (model.random_init, model.config_overrides) == (False, {})
 
 
-def test_the_user_may_choose_another_tokenizer():
+def test_another_tokenizer_can_be_chosen():
     options = EvalOptions("builtin:tiny", overrides=["model.tokenizer=builtin:bytes"])
     model = resolve_evaluation(options, find_model("builtin:tiny")).model
     assert (model.path, model.tokenizer) == ("builtin:tiny", "builtin:bytes")
 
 
-def test_generations_in_another_precision_or_with_another_tokenizer_are_others(tmp_path):
-    """What ends a completion, and in what precision it is sampled, decides what it is."""
+def test_each_precision_and_tokenizer_has_its_own_generations_folder(tmp_path):
+    """Stop tokens and precision determine a completion."""
     changes = [
         [],
         ["model.dtype=bfloat16"],
@@ -191,7 +191,7 @@ def test_generations_in_another_precision_or_with_another_tokenizer_are_others(t
     assert generations_folder(tmp_path, "0" * 64, unused) == folders[0]
 
 
-def test_options_beat_the_recipe():
+def test_options_override_the_recipe():
     source = find_model("builtin:tiny")
     options = EvalOptions(
         "builtin:tiny", benchmarks=["tiny_add"], k=3, backend="vllm", greedy=False,

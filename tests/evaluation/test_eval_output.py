@@ -1,4 +1,4 @@
-"""What an evaluation may write over, what it finds out before it samples, and what it prints."""
+"""Output files: what may be replaced, checks before sampling, and printed tables."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def not_sampled(*_: object, **__: object) -> None:
 
 
 def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
-    """Problems in mine.parquet and notes in mine.md lie where rows and page of mine.json go."""
+    """mine.parquet has problems and mine.md notes; `--output mine.json` would replace both."""
     monkeypatch.setattr("grpo_replay.commands.eval._evaluate", not_sampled)
     problems, notes = tmp_path / "mine.parquet", tmp_path / "mine.md"
     pq.write_table(pa.table({"problem": ["1+1"], "answer": ["2"]}), problems)
@@ -62,13 +62,13 @@ def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
     assert notes.read_text() == "# My notes\n"
 
 
-def test_its_own_files_are_replaced(tmp_path, capsys):
+def test_the_files_of_an_earlier_evaluation_are_replaced(tmp_path, capsys):
     for seed in (1, 2):
         assert run(tiny(tmp_path / "e.json", f"eval.seed={seed}", benchmarks=["tiny_add"])) == 0
     assert read_report(tmp_path / "e.json").settings["benchmarks"]["tiny_add"]["seeds"] == [2]
 
 
-def test_a_name_that_nobody_gave_does_not_replace_another_evaluation(tmp_path, monkeypatch, capsys):
+def test_the_default_output_does_not_replace_another_evaluation(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(tiny(benchmarks=["tiny_add"])) == 0
     assert run(tiny(benchmarks=["tiny_add"])) == 0  # the same again
@@ -76,7 +76,7 @@ def test_a_name_that_nobody_gave_does_not_replace_another_evaluation(tmp_path, m
         run(tiny(benchmarks=["tiny_sub"]))
 
 
-def test_two_files_of_one_name_are_two_benchmarks(tmp_path, monkeypatch, capsys):
+def test_two_files_with_the_same_name_are_different_benchmarks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -87,14 +87,14 @@ def test_two_files_of_one_name_are_two_benchmarks(tmp_path, monkeypatch, capsys)
 
 
 def test_a_folder_has_no_revision(tmp_path):
-    """Whatever the recipe of the run says that its base model was."""
+    """The revision in the recipe belongs to the base model."""
     assert used_revision("abc", str(tmp_path)) is None
     assert used_revision("abc", "builtin:tiny") is None
     assert used_revision("abc", "me/tiny") == "abc"
 
 
 @pytest.mark.parametrize("place", ["file/e.json", "e" * 260 + ".json", "f.json"])
-def test_what_cannot_be_written_is_found_out_before_sampling(tmp_path, monkeypatch, place):
+def test_an_output_that_cannot_be_written_is_refused_before_sampling(tmp_path, monkeypatch, place):
     monkeypatch.setattr("grpo_replay.commands.eval._evaluate", not_sampled)
     (tmp_path / "file").write_text("")
     (tmp_path / "f.generations").write_text("")
@@ -102,7 +102,7 @@ def test_what_cannot_be_written_is_found_out_before_sampling(tmp_path, monkeypat
         run(tiny(tmp_path / place))
 
 
-def test_a_full_disk_is_named_and_what_was_kept_stays(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_earlier_generations_survive(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -119,8 +119,8 @@ def test_a_full_disk_is_named_and_what_was_kept_stays(tmp_path, monkeypatch):
     assert list(read_generations(tmp_path, ["first", "second"])) == ["first"]
 
 
-def test_sigterm_interrupts_an_evaluation_and_nothing_else(tmp_path, monkeypatch):
-    """Schedulers send it: the completions that there are must be kept, as after Ctrl-C."""
+def test_sigterm_interrupts_an_evaluation_and_its_handler_is_restored(tmp_path, monkeypatch):
+    """Schedulers send it; the completions so far must be kept, as after Ctrl-C."""
     before = signal.getsignal(signal.SIGTERM)
 
     def told_to_stop(*_: object) -> None:
@@ -133,7 +133,7 @@ def test_sigterm_interrupts_an_evaluation_and_nothing_else(tmp_path, monkeypatch
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_two_evaluations_may_keep_completions_in_one_folder(tmp_path, monkeypatch):
+def test_two_evaluations_may_share_a_generations_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "FLUSH_ROWS", 2)
     names = [[f"{writer}-{row}" for row in range(40)] for writer in range(4)]
     failures = []
@@ -156,7 +156,7 @@ def test_two_evaluations_may_keep_completions_in_one_folder(tmp_path, monkeypatc
     assert read_generations(tmp_path, everything).keys() == set(everything)
 
 
-def test_revisions_of_one_hub_model_are_told_apart(tmp_path, monkeypatch):
+def test_revisions_of_a_hub_model_have_different_digests(tmp_path, monkeypatch):
     repository = tmp_path / "models--me--tiny"
     for revision, commit in (("main", "a" * 40), ("other", "b" * 40)):
         snapshot = repository / "snapshots" / commit
@@ -171,14 +171,14 @@ def test_revisions_of_one_hub_model_are_told_apart(tmp_path, monkeypatch):
         model_sha256("me/tiny", {}, "third")
 
 
-def test_a_mistyped_folder_is_not_asked_of_the_hub(tmp_path, monkeypatch):
+def test_a_mistyped_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     with pytest.raises(CheckpointError, match="runs/tpyo: no such folder in runs/"):
         find_model("runs/tpyo")
 
 
-def test_options_that_a_comparison_would_ignore_are_refused(tmp_path):
+def test_options_without_effect_on_a_comparison_are_refused(tmp_path):
     report({"x": [[1]]}).write(tmp_path / "e.json")
     words = ["eval", "--compare", *[str(tmp_path / "e.json")] * 2]
     assert CliRunner().invoke(app, words).exit_code == 0
@@ -187,7 +187,7 @@ def test_options_that_a_comparison_would_ignore_are_refused(tmp_path):
     assert "--k, --output would change nothing" in " ".join(refused.output.split())
 
 
-def test_another_backend_or_precision_is_said():
+def test_a_comparison_notes_another_backend_or_precision():
     def made(backend: str, dtype: str, sha256: str) -> EvaluationReport:
         plain = report({"x": [[1]]}, {**SETTINGS, "backend": backend})
         return EvaluationReport(
@@ -203,7 +203,7 @@ def test_another_backend_or_precision_is_said():
     ]
 
 
-def test_a_published_benchmark_of_another_size_is_said(tmp_path, caplog):
+def test_a_benchmark_of_another_size_than_published_is_warned_about(tmp_path, caplog):
     rows = [{"problem_idx": i, "problem": "1+1", "answer": 2} for i in range(29)]
     (tmp_path / "aime25.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = EvalSection(benchmarks=["aime25"], data_folder=str(tmp_path))
@@ -216,7 +216,7 @@ def test_a_published_benchmark_of_another_size_is_said(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("width", [20, 50, 80, 200])
-def test_a_narrow_terminal_cuts_no_number(width):
+def test_no_number_is_truncated_on_a_narrow_terminal(width):
     a = report({"a_benchmark_with_a_very_long_name": [[1, 0]] * 30 + [[0, 0]] * 90})
     b = report({"a_benchmark_with_a_very_long_name": [[1, 1]] * 110 + [[0, 0]] * 10})
     results = compare("a", a, "b", b)
@@ -226,7 +226,7 @@ def test_a_narrow_terminal_cuts_no_number(width):
         assert f" {number} " in stream.getvalue(), number
 
 
-def test_a_page_holds_any_name_and_any_template():
+def test_a_page_can_show_any_name_and_any_template():
     plain = report({"a|b": [[1], [0]]})
     described = {"a|b": {"file": None, "source": "s", "split": "test", "problems_sha256": "d" * 64,
                          "seeds": [42]}}  # fmt: skip
@@ -236,7 +236,7 @@ def test_a_page_holds_any_name_and_any_template():
     assert r'- user_template: ``"one\n\n`two`"``' in page
 
 
-def test_a_run_whose_benchmarks_changed_draws_only_what_is_alike(tmp_path):
+def test_only_comparable_evaluations_of_a_run_are_drawn(tmp_path):
     settings = {**SETTINGS, "bootstrap_samples": 100}
     for step, benchmarks in ((0, {"x": [[1], [1]]}), (5, {"x": [[1], [0]], "y": [[0], [0]]})):
         report(benchmarks, settings).write(tmp_path / f"step_{step:06d}.json")
@@ -247,7 +247,7 @@ def test_a_run_whose_benchmarks_changed_draws_only_what_is_alike(tmp_path):
     assert plot_curve(tmp_path) is not None
 
 
-def test_training_evaluates_with_the_recipes_verifier_limits():
+def test_evaluations_during_training_use_the_recipe_s_verifier_limits():
     recipe = load_recipe("tiny", ["reward.function=minerva", "reward.workers=3",
                                   "reward.time_limit_seconds=7"])  # fmt: skip
     parts = Parts(recipe, Comm(), *[None] * 7)

@@ -49,7 +49,7 @@ def report(
     return EvaluationReport({}, settings, {}, results, samples=rows)
 
 
-def test_pass_at_j_is_the_share_of_draws_that_hold_a_correct_one():
+def test_pass_at_j_is_the_fraction_of_draws_with_a_correct_sample():
     for n in range(1, 7):
         for c in range(n + 1):
             for j in range(1, n + 1):
@@ -102,7 +102,7 @@ def test_undefined_is_none():
     assert standard_error(np.array([0.5])) is None
 
 
-def test_the_mean_weighs_benchmarks_not_problems():
+def test_the_mean_weights_benchmarks_equally():
     """0.5 on four problems and 1.0 on one: the mean is 0.75; its error is that of the first / 2."""
     found = report({"a": [[1], [1], [0], [0]], "b": [[1], [1]]}).sampled
     assert found.mean.avg_at_k == 0.75
@@ -112,7 +112,7 @@ def test_the_mean_weighs_benchmarks_not_problems():
     assert found.accuracies() == {"a": 0.5, "b": 1.0, "mean": 0.75}
 
 
-def test_pass_at_j_of_the_mean_goes_to_the_smallest_k():
+def test_pass_at_j_of_the_mean_ends_at_the_smallest_k():
     """x: 1 of 2 and 0 of 2 right; y: 2 of 3 right. pass@1: (1/4 + 2/3)/2; pass@2: (1/2 + 1)/2."""
     found = report({"x": [[1, 0], [0, 0]], "y": [[1, 1, 0]]}).sampled.mean.pass_at_j
     assert found == {"1": pytest.approx(11 / 24), "2": pytest.approx(3 / 4)}
@@ -134,7 +134,7 @@ def test_bootstrap_intervals_agree_with_scipy():
     assert ours == pytest.approx(tuple(theirs), abs=0.004)
 
 
-def test_intervals_cover_as_often_as_they_say():
+def test_intervals_have_their_nominal_coverage():
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(300):
@@ -158,7 +158,7 @@ def test_the_paired_test_by_hand():
     assert (found.correct_to_wrong, found.wrong_to_correct) == (1, 3)
 
 
-def test_the_paired_p_value_agrees_with_the_t_test_where_that_is_valid():
+def test_the_paired_p_value_agrees_with_the_t_test_where_the_t_test_is_valid():
     rng = np.random.default_rng(3)
     shared = rng.beta(2, 2, size=200)
     a = rng.binomial(8, shared)
@@ -204,7 +204,7 @@ def test_sign_flips_by_hand(differences, expected):
     assert found == pytest.approx(expected)
 
 
-def test_sign_flips_of_the_mean_weigh_benchmarks_not_problems():
+def test_sign_flips_of_the_mean_weight_benchmarks_equally():
     """Means 1 of one problem and 1/4, 1/4 of two: shares 1, 1/8, 1/8 (times 1/2). Of the eight
     signings only +++ and --- reach 5/4."""
     differences = [np.array([1.0]), np.array([0.25, 0.25])]
@@ -213,7 +213,7 @@ def test_sign_flips_of_the_mean_weigh_benchmarks_not_problems():
 
 @pytest.mark.parametrize("problems", [10, 40])
 def test_sign_flips_agree_with_scipy(problems):
-    """Ten problems are counted out, forty drawn; scipy's permutation test does both alike."""
+    """Ten problems are enumerated, forty sampled; scipy's permutation test does the same."""
     rng = np.random.default_rng(problems)
     a, b = rng.binomial(8, 0.4, problems) / 8, rng.binomial(8, 0.5, problems) / 8
     theirs = stats.permutation_test(
@@ -225,7 +225,7 @@ def test_sign_flips_agree_with_scipy(problems):
 
 
 @pytest.mark.parametrize(("problems", "samples"), [(5, 8), (30, 16)])
-def test_p_values_between_models_that_are_alike_are_rarely_small(problems, samples):
+def test_p_values_between_equal_models_are_rarely_small(problems, samples):
     """Few problems of very different difficulty, as in AIME: at most 5 % below 0.05."""
     rng = np.random.default_rng(7)
     p = []
@@ -245,7 +245,7 @@ def test_a_single_problem_has_no_interval():
     assert compare("a", found, "b", found)["x"].difference_interval is None
 
 
-def test_all_right_is_exactly_one():
+def test_all_correct_is_exactly_one():
     found = report({"x": [[1] * 3] * 7}).sampled.benchmarks["x"]
     assert found.avg_at_k_interval == (1.0, 1.0)
 
@@ -259,7 +259,7 @@ def test_all_right_is_exactly_one():
         (report({"x": [[1], [0]]}, {**SETTINGS, "temperature": 0.6}), "temperature 1.0, but b 0.6"),
     ],
 )
-def test_what_is_not_comparable_is_refused(other, message):
+def test_incomparable_evaluations_are_refused(other, message):
     with pytest.raises(EvaluationFileError, match=message):
         compare("a", report({"x": [[1], [0]]}), "b", other)
 

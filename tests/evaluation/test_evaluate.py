@@ -1,4 +1,4 @@
-"""The evaluator on the real tiny model: right numbers, resumable, the same on one and two ranks."""
+"""The evaluator on the tiny model: correct, resumable, and the same on one and two ranks."""
 
 import json
 import os
@@ -85,7 +85,9 @@ def test_an_evaluation_killed_midway_and_resumed_gives_the_same_files(tmp_path, 
     assert files(output) == files(uninterrupted)
 
 
-def test_a_torn_generation_file_is_sampled_again(tmp_path, uninterrupted, tokenizer):
+def test_completions_of_a_torn_generations_file_are_sampled_again(
+    tmp_path, uninterrupted, tokenizer
+):
     generations = tmp_path / "generations"
     finish(start(tmp_path / "a.json", folder=generations))
     shards = generations.glob("*.parquet")  # the last one written has the 12 that remain
@@ -103,7 +105,7 @@ def test_one_and_two_ranks_agree(tmp_path, uninterrupted):
     assert files(output) == files(uninterrupted)
 
 
-def test_the_report_is_what_its_rows_say(uninterrupted):
+def test_the_report_agrees_with_its_rows(uninterrupted):
     report = read_report(uninterrupted)
     rows = report.samples.to_pylist()
     assert len(rows) == SAMPLES
@@ -131,8 +133,8 @@ def test_the_report_is_what_its_rows_say(uninterrupted):
     assert all(row["tokens"] == 20 for row in truncated)
 
 
-def test_accuracy_is_that_of_grading_the_arithmetic_by_hand(uninterrupted):
-    """The benchmark is arithmetic, so Python can say whether a completion is right."""
+def test_accuracy_agrees_with_independent_grading_of_the_arithmetic(uninterrupted):
+    """The benchmark is arithmetic, so Python can check every completion."""
     rows = read_report(uninterrupted).samples.to_pylist()
     for row in rows:
         problem = row["problem_id"].split(":")[1]
@@ -140,7 +142,7 @@ def test_accuracy_is_that_of_grading_the_arithmetic_by_hand(uninterrupted):
         assert row["correct"] == expected, row
 
 
-def test_waves_of_eight_have_their_own_seeds(tokenizer):
+def test_each_wave_of_eight_has_its_own_seed(tokenizer):
     requests = [
         each
         for each in plan(tokenizer, samples=17, greedy=False).samples
@@ -154,13 +156,13 @@ def test_waves_of_eight_have_their_own_seeds(tokenizer):
     assert seeds == expected and len(set(seeds)) == 17
 
 
-def test_no_two_completions_share_a_seed_not_even_of_two_benchmarks(tokenizer):
-    """Or their errors would go together, and the mean over benchmarks be less certain than said."""
+def test_no_two_completions_share_a_seed_even_across_benchmarks(tokenizer):
+    """Otherwise errors would be correlated and the error of the mean too small."""
     seeds = [each.request.seed for each in plan(tokenizer, greedy=False).samples]
     assert len(set(seeds)) == len(seeds) == 5 * 12 * 4
 
 
-def test_a_plan_asks_for_each_completion_once(tokenizer):
+def test_a_plan_requests_each_completion_once(tokenizer):
     planned = plan(tokenizer)
     keys = [each.request.key for each in planned.samples]
     assert len(keys) == SAMPLES == len(set(keys))
@@ -169,7 +171,7 @@ def test_a_plan_asks_for_each_completion_once(tokenizer):
     assert {r.max_tokens for r in greedy} == {20}
 
 
-def test_more_samples_keep_those_there_are(tmp_path, tokenizer):
+def test_more_samples_reuse_the_existing_ones(tmp_path, tokenizer):
     sampler = HfSampler.open(recipe(), str(BASE_DIR))
     settings = {"benchmarks": ["tiny_add"], "greedy": False}
     with RewardScorer.open(recipe().reward) as scorer:
@@ -189,7 +191,7 @@ def test_more_samples_keep_those_there_are(tmp_path, tokenizer):
     assert six.sampled.benchmarks["tiny_add"].k == 6
 
 
-def test_progress_ends_complete_and_never_goes_back(tokenizer):
+def test_progress_never_decreases_and_ends_complete(tokenizer):
     told = []
     sampler = HfSampler.open(recipe(), str(BASE_DIR))
     planned = plan(tokenizer, benchmarks=["tiny_add"])
@@ -200,7 +202,7 @@ def test_progress_ends_complete_and_never_goes_back(tokenizer):
     assert told[-1].accuracy is None or 0 <= told[-1].accuracy <= 1
 
 
-def test_what_cannot_be_planned_is_refused(tokenizer):
+def test_invalid_plans_are_refused(tokenizer):
     with pytest.raises(RecipeError, match="greedily twice"):
         plan(tokenizer, temperature=0.0)
     with pytest.raises(RecipeError, match="did you mean 'tiny_add'"):
@@ -210,7 +212,7 @@ def test_what_cannot_be_planned_is_refused(tokenizer):
         plan_evaluation(tokenizer, recipe().model_copy(update={"prompts": prompts}))
 
 
-def test_a_report_reads_back_as_it_was_and_damage_is_named(tmp_path, uninterrupted):
+def test_a_report_round_trips_and_damage_is_named(tmp_path, uninterrupted):
     report = read_report(uninterrupted)
     report.write(tmp_path / "copy.json")
     assert files(tmp_path / "copy.json") == files(uninterrupted)
@@ -232,9 +234,7 @@ def test_a_report_reads_back_as_it_was_and_damage_is_named(tmp_path, uninterrupt
 # --- paper B's two settings in one evaluation -----------------------------------------------------
 
 
-def test_one_evaluation_has_pass_at_1_at_a_low_and_pass_at_k_at_full_temperature(
-    tokenizer, tmp_path
-):
+def test_paper_b_has_pass_at_1_at_temperature_0_1_and_pass_at_k_at_1(tokenizer, tmp_path):
     """The real evaluator on the tiny model: `paper_b` reads each set once and samples it twice."""
     from grpo_replay.tiny.problems import benchmark_problems
 

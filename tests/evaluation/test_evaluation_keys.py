@@ -1,4 +1,4 @@
-"""What an evaluation asks for, and by what its completions, problems and model are known."""
+"""The plan of an evaluation, and the digests of completions, problems and model."""
 
 import json
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Bytes:
 
 
 class SaysTwo:
-    """A sampler that has one answer to everything."""
+    """A sampler that returns the same completion for every request."""
 
     stop_token_ids = (0,)
 
@@ -53,7 +53,7 @@ class SaysTwo:
 
 
 class ThreadComm(Comm):
-    """One of two ranks that are threads of this process."""
+    """One of two ranks, each a thread of this process."""
 
     slots: ClassVar[list[Any]] = [None, None]
     both = Barrier(2, timeout=60)
@@ -90,7 +90,7 @@ def laws(planned: EvaluationPlan) -> list[tuple[bool, int, float, float, int]]:
     ]
 
 
-def test_sampled_and_greedy_completions_have_laws_of_their_own(tmp_path):
+def test_sampled_and_greedy_completions_have_their_own_settings(tmp_path):
     law = {"temperature": 0.6, "top_p": 0.7, "max_completion_length": 33}
     assert laws(plan(tmp_path, **law, greedy=True)) == [
         (False, 0, 0.6, 0.7, 33),
@@ -107,7 +107,7 @@ def test_at_temperature_zero_one_sample_is_enough(tmp_path):
     assert laws(plan(tmp_path, **settings, temperature=0.0)) == [only, only]
 
 
-def test_the_settings_of_a_report_are_those_of_the_plan(tmp_path):
+def test_the_settings_of_a_report_equal_those_of_the_plan(tmp_path):
     law = {"temperature": 0.6, "top_p": 0.7, "max_completion_length": 33, "max_problems": 2}
     document = plan(tmp_path, **law, reward="minerva").document
     template = {"template": "plain", "system_prompt": None, "user_template": "{problem}="}
@@ -116,7 +116,7 @@ def test_the_settings_of_a_report_are_those_of_the_plan(tmp_path):
 
 
 @pytest.mark.parametrize(("field", "value"), [("name", "q"), ("problem", "1*1"), ("answer", "3")])
-def test_the_problems_digest_is_of_every_field(tmp_path, field, value):
+def test_the_problems_digest_covers_every_field(tmp_path, field, value):
     first, *others = ROWS
     digests = {
         plan(tmp_path, rows).document["benchmarks"]["mine"]["problems_sha256"]
@@ -133,7 +133,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(GenerationRequest)])
-def test_a_completion_is_known_by_all_that_decides_it(field):
+def test_the_request_digest_covers_everything_that_determines_a_completion(field):
     if field == "key":
         moved = replace(REQUEST, key=RequestKey(3, 4, 5))
         assert request_digest(moved) == request_digest(REQUEST)
@@ -151,7 +151,7 @@ HASHED = (
 
 
 @pytest.mark.parametrize("name", HASHED)
-def test_a_model_is_known_by_every_file_that_decides_a_completion(tmp_path, name):
+def test_the_model_digest_covers_every_file_that_determines_a_completion(tmp_path, name):
     for each in HASHED:
         (tmp_path / each).write_text("as it was")
     file = tmp_path / name
@@ -162,7 +162,7 @@ def test_a_model_is_known_by_every_file_that_decides_a_completion(tmp_path, name
     assert len(set(digests)) == 3
 
 
-def test_the_names_of_weights_and_nothing_beside_them_make_a_model(tmp_path):
+def test_the_model_digest_covers_file_names_and_no_unrelated_files(tmp_path):
     weights = tmp_path / "a.safetensors"
     weights.write_text("weights")
     before = model_sha256(str(tmp_path), {})
@@ -173,7 +173,7 @@ def test_the_names_of_weights_and_nothing_beside_them_make_a_model(tmp_path):
     assert model_sha256(str(tmp_path), {}) != before
 
 
-def test_two_ranks_say_how_much_each_has_and_name_unparsable_answers(tmp_path, capsys):
+def test_two_ranks_report_their_totals_and_name_unparsable_answers(tmp_path, capsys):
     """Rank 0 takes problems p0 and p2, and what is remembered; rank 1 takes p1, whose reference
     answer cannot be parsed."""
     told: list[list[Progress]] = [[], []]

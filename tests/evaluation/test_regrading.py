@@ -1,4 +1,4 @@
-"""Two verifiers in one report: the real evaluator on written completions, graded side by side."""
+"""Two verifiers in one report: the evaluator on prepared completions."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ TEXTS = {  # of each problem with answer 5, two samples; then whether boxed and 
 
 
 class WrittenSampler:
-    """Completes every request with the text that is written for it."""
+    """Completes every request with its prepared text."""
 
     policy_version = 0
 
@@ -82,7 +82,7 @@ def both(recipe, evaluated):
     return add_gradings(evaluated["math_verify_boxed"], ["math_verify"], recipe.reward)
 
 
-def test_both_gradings_and_what_they_disagree_about_by_hand(both):
+def test_both_gradings_and_their_disagreements_by_hand(both):
     other = both.other_gradings["math_verify"]
     assert both.sampled.benchmarks["five"].avg_at_k == pytest.approx(2 / 6)
     assert other.sampled.benchmarks["five"].avg_at_k == pytest.approx(4 / 6)
@@ -103,7 +103,7 @@ def test_every_row_has_both_verdicts(both):
     assert [row["verdict"] == "correct" for row in rows] == [boxed for boxed, _ in expected]
 
 
-def test_regraded_is_what_an_evaluation_under_that_verifier_would_have_found(both, evaluated):
+def test_regrading_equals_an_evaluation_under_that_verifier(both, evaluated):
     view, direct = both.graded_by("math_verify"), evaluated["math_verify"]
     assert (view.sampled, view.greedy) == (direct.sampled, direct.greedy)
     assert view.settings == direct.settings and view.verifier == "math_verify"
@@ -130,7 +130,7 @@ def test_a_file_is_regraded_without_a_model_and_keeps_its_own_verdicts(both, eva
     assert columns == ["verdict_math_verify", "verdict_minerva"]
 
 
-def test_both_columns_are_shown(both, tmp_path, capsys):
+def test_both_gradings_are_shown(both, tmp_path, capsys):
     write_output(both, tmp_path / "e.json")
     run_regrading(str(tmp_path / "e.json"), ["minerva"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -142,7 +142,7 @@ def test_both_columns_are_shown(both, tmp_path, capsys):
     assert "| mean | 33.3 | 66.7 | 66.7 | 66.7 | 3 | 1 |" in page
 
 
-def test_comparisons_and_aes_take_either_grading(both, evaluated, tmp_path, capsys):
+def test_comparisons_and_aes_can_use_either_grading(both, evaluated, tmp_path, capsys):
     paths = [str(tmp_path / name) for name in ("both.json", "whole.json", "boxed.json")]
     reports = [both, evaluated["math_verify"], evaluated["math_verify_boxed"]]
     for path, report in zip(paths, reports, strict=True):
@@ -162,7 +162,7 @@ def test_comparisons_and_aes_take_either_grading(both, evaluated, tmp_path, caps
         assert json.loads(result.stdout)["reference"]["accuracy"] == pytest.approx(accuracy)
 
 
-def test_the_command_line_grades_while_it_samples_and_afterwards_alike(tmp_path, capsys):
+def test_grading_while_sampling_equals_regrading(tmp_path, capsys):
     settings = ("eval.max_problems=3", "eval.samples=2", "eval.bootstrap_samples=100")
     options = {"benchmarks": ["tiny_add"], "overrides": settings}
     at_once, later = str(tmp_path / "at_once.json"), str(tmp_path / "later.json")
@@ -187,7 +187,7 @@ def test_the_command_line_grades_while_it_samples_and_afterwards_alike(tmp_path,
         (["--ckpt", "builtin:tiny", "--grade-with", "math_verify"], "name each verifier once"),
     ],
 )
-def test_what_would_be_ignored_or_does_not_exist_is_refused(
+def test_options_without_effect_and_unknown_verifiers_are_refused(
     evaluated, tmp_path, monkeypatch, words, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -198,7 +198,7 @@ def test_what_would_be_ignored_or_does_not_exist_is_refused(
     assert result.exit_code != 0 and message in " ".join(error.split())
 
 
-def test_without_the_rows_there_is_nothing_to_regrade(evaluated, tmp_path):
+def test_regrading_needs_the_per_sample_rows(evaluated, tmp_path):
     write_output(evaluated["math_verify_boxed"], tmp_path / "e.json")
     samples_path(tmp_path / "e.json").unlink()
     with pytest.raises(EvaluationFileError, match="per-sample file"):

@@ -1,4 +1,4 @@
-"""Evaluation files that were damaged, changed or mixed up are refused, and say where."""
+"""Evaluation files that are damaged, changed or mixed up are refused; errors name the place."""
 
 import json
 
@@ -50,7 +50,7 @@ def path(tmp_path):
     return tmp_path / "e.json"
 
 
-def test_a_report_is_read_as_it_was_written(path):
+def test_a_report_round_trips(path):
     found, made = read_report(path), make_report()
     assert (found.sampled, found.settings) == (made.sampled, made.settings)
     assert found.samples.equals(made.samples)
@@ -88,7 +88,7 @@ def changed(document, place, value):
         ("versions", None, r"found None"),
     ],
 )
-def test_a_value_that_cannot_be_is_named(path, place, value, message):
+def test_an_invalid_value_is_named(path, place, value, message):
     document = json.loads(path.read_text())
     changed(document, place, value)
     path.write_text(json.dumps(document))
@@ -114,7 +114,7 @@ def test_rows_of_another_evaluation_are_refused(path, change, message):
     assert read_report(path, with_samples=False).samples is None
 
 
-def test_rows_of_another_version_are_told_from_damage(path):
+def test_rows_of_another_version_are_distinguished_from_damage(path):
     rows = pq.read_table(samples_path(path))
     marks = {"grpo_replay_evaluation_samples": "1"}
     pq.write_table(rows.replace_schema_metadata(marks), samples_path(path))
@@ -122,8 +122,8 @@ def test_rows_of_another_version_are_told_from_damage(path):
         read_report(path)
 
 
-def test_an_evaluation_may_replace_what_a_kill_left_half_replaced(path):
-    """Its rows were written and its report was not: the same command must go on, not refuse."""
+def test_an_evaluation_may_replace_the_remains_of_a_killed_one(path):
+    """The rows were written but not the report: the same command must continue."""
     make_report(seed=1).write(path.with_name("other.json"))
     samples_path(path.with_name("other.json")).replace(samples_path(path))
     with pytest.raises(EvaluationFileError):
@@ -131,12 +131,12 @@ def test_an_evaluation_may_replace_what_a_kill_left_half_replaced(path):
     check_output(path)
 
 
-def test_the_same_ids_with_other_problems_do_not_compare():
+def test_the_same_ids_with_other_problems_cannot_be_compared():
     with pytest.raises(EvaluationFileError, match=r"a has other problems or answers in A"):
         compare("A", make_report(), "B", make_report(digest="e"))
 
 
-def test_what_else_differs_is_said():
+def test_a_comparison_notes_other_differences():
     assert differences(make_report(), make_report(seed=1)) == []
     found = differences(make_report(), make_report(k=2, version="0.8"))
     assert found[:2] == [
@@ -146,7 +146,7 @@ def test_what_else_differs_is_said():
     assert found[2:] == ["graded with math-verify 0.9.0 in A, 0.8 in B"]
 
 
-def test_the_digest_is_of_the_problems_and_not_of_the_file(tmp_path):
+def test_the_digest_covers_the_problems_and_not_the_file_name(tmp_path):
 
     def problems(name, *rows):
         file = tmp_path / name
@@ -167,7 +167,7 @@ def test_a_file_called_mean_is_refused():
 
 
 @pytest.mark.parametrize(("answer", "message"), [("\ud83d", "valid Unicode"), (2.5, "in quotes")])
-def test_an_answer_that_no_file_can_hold_is_refused_at_its_line(tmp_path, answer, message):
+def test_an_invalid_answer_is_refused_with_its_line(tmp_path, answer, message):
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps({"problem": "1+1", "answer": answer}) + "\n")
     settings = EvalSection(benchmarks=[str(file)])
@@ -175,7 +175,7 @@ def test_an_answer_that_no_file_can_hold_is_refused_at_its_line(tmp_path, answer
         load_problems(find_benchmarks(settings)[0], settings)
 
 
-def test_aes_refuses_what_no_number_can_be():
+def test_aes_refuses_numbers_that_overflow():
     from typer.testing import CliRunner
 
     for words, message in (
@@ -187,7 +187,7 @@ def test_aes_refuses_what_no_number_can_be():
         assert result.exit_code == 2 and message in result.stderr, result.output
 
 
-def test_progress_counts_what_is_graded():
+def test_progress_counts_graded_completions():
     from collections import Counter
 
     progress = Progress(10, Counter(correct=3, incorrect=1))

@@ -111,7 +111,7 @@ def exact(benchmarks: Iterable[Any], of: Callable[[Any], Any] = lambda mean: mea
 
 
 def assert_is(found: Any, **expected: Any) -> None:
-    """Every field but the p-value, which other tests hold."""
+    """Every field except the p-value, which other tests check."""
     assert {field.name for field in fields(found)} - {"p_value"} == set(expected)
     for name, value in expected.items():
         assert getattr(found, name) == (approx(value) if type(value) is float else value), name
@@ -231,7 +231,7 @@ def test_a_length_that_cannot_be_compared_is_none():
     assert "x 10.0 20.0 +100.0 10.0 – – – 20.0 –" in lines
 
 
-def test_benchmarks_of_one_size_are_resampled_apart():
+def test_benchmarks_of_the_same_size_have_different_resamples():
     """All resamples at 1 have chance 1/27 for one benchmark, and 1/729 for two at once."""
     none, one = ({name: ("i1", "i1", word) for name in "xy"} for word in ("i1", "c1"))
     found = report(one).sampled
@@ -241,7 +241,7 @@ def test_benchmarks_of_one_size_are_resampled_apart():
     assert paired["mean"].difference_interval == approx((0, 2 / 3))
 
 
-def test_an_interval_does_not_depend_on_what_else_was_evaluated():
+def test_an_interval_does_not_depend_on_other_benchmarks():
     words = {name: [f"c{n * n}" for n in range(1, 10)] for name in ("alpha", "beta")}
     together = report(words).sampled.benchmarks
     for name in words:
@@ -249,7 +249,7 @@ def test_an_interval_does_not_depend_on_what_else_was_evaluated():
     assert len({each.mean_tokens_interval for each in together.values()}) == 2
 
 
-def test_the_mean_has_a_p_value_of_its_own():
+def test_the_mean_has_its_own_p_value():
     """The first benchmark is the same in both, and the second is all wrong in one."""
     one, other = ({"x": ["c1"] * 8, "y": [word] * 8} for word in ("i1", "c1"))
     found = compare("A", report(one), "B", report(other))
@@ -264,7 +264,7 @@ def test_the_mean_has_a_p_value_of_its_own():
         *(("system_prompt", "Think."), ("user_template", "{x}=")),
     ],
 )
-def test_every_setting_that_decides_a_number_must_agree(a, key, other):
+def test_every_setting_that_affects_a_number_must_agree(a, key, other):
     changed = replace(a, settings={**SETTINGS, key: other})
     message = re.escape(f"A has {key} {SETTINGS[key]!r}, but B {other!r}")
     with pytest.raises(EvaluationFileError, match=message):
@@ -274,12 +274,12 @@ def test_every_setting_that_decides_a_number_must_agree(a, key, other):
 
 
 @pytest.mark.parametrize("package", ["math-verify", "latex2sympy2_extended", "sympy"])
-def test_every_package_that_grades_is_noted(a, package):
+def test_a_comparison_notes_every_grading_package(a, package):
     one, other = (replace(a, versions={package: version}) for version in "12")
     assert differences(one, other) == [f"graded with {package} 1 in A, 2 in B"]
 
 
-def test_a_comparison_prints_its_numbers_and_what_differs(a, b, tmp_path, capsys, monkeypatch):
+def test_a_comparison_prints_its_numbers_and_other_differences(a, b, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, each in zip(files, (a, b), strict=True):
@@ -328,8 +328,8 @@ def test_aes_and_its_intervals(a, b, capsys):
     assert f"A {shown}" in lines
 
 
-def test_no_interval_of_accuracy_where_a_resampled_reference_solves_nothing(a, b):
-    """One resample of A in 108 has no correct answer at all; its lengths are as good as any."""
+def test_no_interval_of_accuracy_if_a_resampled_reference_has_accuracy_0(a, b):
+    """One resample of A in 108 has no correct answer; its lengths are still valid."""
     (found,) = score_reports(("A", a), [("B", b)])
     assert found.aes == approx((37.5 - 33.5) / 37.5 + 3 * 17 / 14)
     assert (found.delta_accuracy_interval, found.aes_interval) == (None, None)

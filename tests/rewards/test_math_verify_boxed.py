@@ -1,4 +1,4 @@
-"""The `math_verify_boxed` verifier: the last box of the trailing 500 characters, by math-verify."""
+"""The `math_verify_boxed` verifier: math-verify on the last box of the last 500 characters."""
 
 import random
 from typing import get_args
@@ -46,7 +46,9 @@ def scorers():
         ("", "5", "unparsable", "unparsable"),
     ],
 )
-def test_the_two_readings_of_one_completion(scorers, completion, answer, boxed, whole):
+def test_verdicts_of_the_last_box_and_of_the_whole_completion(
+    scorers, completion, answer, boxed, whole
+):
     found = [scorer.score([(completion, answer, None)])[0] for scorer in scorers]
     assert [verdict.status for verdict in found] == [boxed, whole]
     assert [verdict.reward for verdict in found] == [
@@ -54,14 +56,14 @@ def test_the_two_readings_of_one_completion(scorers, completion, answer, boxed, 
     ]
 
 
-def test_a_box_must_lie_wholly_within_the_last_500_characters():
+def test_a_box_must_lie_entirely_within_the_last_500_characters():
     grader = SymbolicGrader(boxed=True)
     for length, status in ((491, "correct"), (492, "unparsable")):
         completion = "so \\boxed{5}" + "." * length  # the box has 9 characters
         assert grader.grade(completion, "5") == (status, True)
 
 
-def test_the_operand_is_graded_as_math_verify_grades_it_in_a_math_environment():
+def test_the_box_is_graded_as_math_verify_grades_it_in_a_math_environment():
     grader = SymbolicGrader(boxed=True)
     pieces = [piece for piece in PIECES if piece not in ("(", "")]
     others = random.Random(0).choices(PIECES, k=200)
@@ -73,12 +75,12 @@ def test_the_operand_is_graded_as_math_verify_grades_it_in_a_math_environment():
     assert len(expected) == len(pieces) + 200 and len(pieces) <= sum(expected) + 3 < 60
 
 
-def test_an_answer_that_cannot_be_parsed_is_said_with_a_box_and_without():
+def test_an_unparsable_reference_answer_is_reported_with_and_without_a_box():
     grader = SymbolicGrader(boxed=True)
     assert grader.grade("no box", "")[1] is grader.grade("\\boxed{5}", "")[1] is False
 
 
-def test_every_verifier_of_the_one_list_can_be_chosen_and_is_served():
+def test_every_builtin_verifier_can_be_chosen_and_grades():
     assert get_args(EvalSection.model_fields["reward"].annotation) == BUILTIN_VERIFIERS
     assert set(BUILTINS) == set(BUILTIN_VERIFIERS)
     assert BUILTIN_VERIFIERS == ("math_verify_boxed", "math_verify", "minerva")

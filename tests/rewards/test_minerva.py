@@ -52,7 +52,7 @@ def test_a_box_counts_only_within_the_last_500_characters():
     assert grade(box + "x" * (501 - len(box)), "7") == "unparsable"
 
 
-def test_verdicts_are_about_text_not_about_value():
+def test_text_is_compared_and_not_value():
     assert grade(r"so \boxed{\frac12}", r"\frac{1}{2}") == "correct"
     assert grade(r"so \boxed{1/2}", r"\frac{1}{2}") == "incorrect"
     assert grade("the answer is 7", "7") == "unparsable"

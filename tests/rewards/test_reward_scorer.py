@@ -1,4 +1,4 @@
-"""The scorer: order, caching, limits, and workers that die with whatever they were given."""
+"""The scorer: order, caching, limits, and workers that crash or hang."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def symbolic():
         yield opened
 
 
-def test_verdicts_come_in_submission_order_whoever_graded_them(symbolic):
+def test_verdicts_are_returned_in_submission_order(symbolic):
     items = [(f"\\boxed{{{n % 17}}}", str(n % 5), None) for n in range(300)]
     verdicts = symbolic.score(items)
     assert [v.reward for v in verdicts] == [1.0 if n % 17 == n % 5 else -1.0 for n in range(300)]
@@ -44,7 +44,7 @@ def test_submitting_returns_at_once_and_results_are_keyed(symbolic):
     assert symbolic.results() == {}
 
 
-def test_two_completions_under_one_key_are_refused(symbolic):
+def test_two_completions_with_the_same_key_are_refused(symbolic):
     symbolic.submit("a", "\\boxed{1}", "1")
     symbolic.submit("a", "\\boxed{2}", "1")
     with pytest.raises(ValueError, match="under one key"):
@@ -153,7 +153,7 @@ def test_workers_need_neither_torch_nor_a_gpu():
 
 
 def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
-    """SIGKILL leaves the trainer no time to tidy up, while a worker is busy."""
+    """SIGKILL leaves the trainer no time to clean up, and a worker is busy."""
     program = (
         "import sys, time\n"
         "from grpo_replay.recipe import RewardSection\n"

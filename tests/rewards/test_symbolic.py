@@ -98,7 +98,7 @@ def test_decimal_fractions_times_large_numbers_are_compared_as_math_verify_does(
         ("\\[57\\]", "\\[57\\]"),
     ],
 )
-def test_bare_text_is_put_into_a_math_environment(text, wrapped):
+def test_bare_text_is_wrapped_in_a_math_environment(text, wrapped):
     assert in_environment(text) == wrapped
 
 
@@ -109,8 +109,8 @@ def test_statuses_distinguish_wrong_from_missing_answers(grader):
     assert grader.grade("", "") == ("correct", False)  # raw text decides where nothing parses
 
 
-def test_gold_is_the_first_argument(grader):
-    """x=1 asked for 1 is accepted, 1 asked for x=1 as well, but 2x+z=1 is not 1."""
+def test_the_reference_answer_is_the_first_argument(grader):
+    """For the answer 1, x=1 is accepted; for x=1, 1 is; for 2x+z=1, 1 is not."""
     pairs = [("$x=1$", "1"), ("$1$", "x=1"), ("$1$", "2x+z=1"), ("$2x+z=1$", "1")]
     expected = directly(pairs)
     assert [grader.grade(*pair)[0] == "correct" for pair in pairs] == expected
