@@ -1,10 +1,11 @@
-"""Grading of real problems: reference solutions, and answers shifted by one problem.
+"""Verdicts on real problems: reference solutions against their own and other answers.
 
     python benchmarks/grading_check.py PROBLEMS.jsonl        # fields: solution, answer
 
-Every solution should be correct against its own answer and wrong against the next problem's; each
-exception is printed. Every verdict of `math_verify_boxed` and `math_verify` is held against
-math-verify called directly, on the last box of the last 500 characters or on the whole solution.
+Every solution should be correct for its own answer and wrong for the next problem's; exceptions are
+printed. Every verdict of `math_verify_boxed` and `math_verify` is compared with a direct call of
+math-verify, on the last box of the last 500 characters or on the whole solution. Exits with 1 if any
+differs.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""The last box against the whole completion: 200 completions of mixed quality, graded both ways.
+"""Compare `math_verify_boxed` with `math_verify` on 200 completions of mixed quality.
 
     python benchmarks/grading_forms.py PROBLEMS.jsonl        # fields: solution, answer
 
-Makes completions of eleven kinds, in turns, from the solutions of 200 problems, grades them with
-`math_verify_boxed` (paper A's rule: the last box of the trailing 500 characters) and with
-`math_verify` (the whole completion), and prints how many of each kind either accepts, then every
-difference: what the box held, what math-verify read in the whole, and how the completion ends.
-docs/evaluation.md classifies the differences by hand.
+Makes one completion per problem, of eleven kinds in rotation, from the solutions of 200 problems.
+Grades them with `math_verify_boxed` (paper A's rule: the last box of the trailing 500 characters) and
+with `math_verify` (the whole completion). Prints the number of accepted completions by kind, then
+every difference: the content of the box, the expressions parsed from the whole completion, and its
+end. docs/evaluation.md classifies the differences by hand.
 """
 
 import argparse
@@ -38,12 +38,12 @@ class Source:
 
     @property
     def unboxed(self) -> str:
-        """The solution with the content of its box where the box was."""
+        """The solution with its box replaced by the content of the box."""
         return _without_boxes(self.solution)
 
     @property
     def padding(self) -> str:
-        """More than `TAIL_CHARACTERS` of somebody else's reasoning, without a box."""
+        """More than `TAIL_CHARACTERS` of another problem's reasoning, without a box."""
         text = _without_boxes(self.other_solution) + " "
         return text * (TAIL_CHARACTERS // len(text) + 1)
 
@@ -110,7 +110,7 @@ Item = tuple[str, str, str]  # kind, completion, reference answer
 
 
 def make_completions(rows: list[dict[str, str]]) -> list[Item]:
-    """One completion of each problem; kinds take turns."""
+    """One completion per problem, kinds in rotation."""
     items = []
     for index, row in enumerate(rows):
         other = rows[(index + 1) % len(rows)]

@@ -1,13 +1,13 @@
-"""Grading throughput: the verifier pool against math-verify called in a loop, same verdicts.
+"""Grading throughput of the verifier pool, compared with math-verify called in a loop.
 
     python benchmarks/grading_speed.py PROBLEMS.jsonl        # fields: solution, answer
 
-Builds 2,000 completions as a model under training writes them: 8 samples for each of 250 problems;
-reasoning of 0 to 3 solution texts, then a final answer: 50 % of them right, 40 % wrong (the samples
-of a problem share a few wrong answers), 10 % (--cut-off) cut off before an answer. The problems of
-all batches are the same, the reasoning and the wrong answers are not; both sides keep what they
-remember from batch to batch, as they do over an evaluation. CPU seconds tell what wall seconds
-would be on cores that nothing else uses: the busiest worker is the last to finish.
+Builds 2,000 completions that resemble those of a model in training: 8 samples for each of 250
+problems; reasoning of 0 to 3 solution texts, then a final answer. 50 % are right, 40 % wrong (the
+samples of a problem share a few wrong answers), 10 % (--cut-off) cut off before an answer. All batches
+have the same problems with other reasoning and other wrong answers; both sides keep their caches
+between batches, as in an evaluation. Verdicts are compared. On idle cores the wall time of the pool
+would be the CPU time of its busiest worker.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def completions(rows: list[dict[str, str]], seed: int, cut_off: float) -> list[t
 
 
 def in_a_loop(items: list[tuple[str, str]]) -> list[bool]:
-    """Verdicts of math-verify called for one completion after the other."""
+    """Verdicts of math-verify, called for one completion after another."""
     verdicts = []
     for text, answer in items:
         gold = math_verify.parse(in_environment(answer))

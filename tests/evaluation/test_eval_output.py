@@ -52,12 +52,14 @@ def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
     problems, notes = tmp_path / "mine.parquet", tmp_path / "mine.md"
     pq.write_table(pa.table({"problem": ["1+1"], "answer": ["2"]}), problems)
     before = problems.read_bytes()
-    with pytest.raises(OutputDirectoryError, match=r"mine\.parquet would be replaced, but is not"):
+    with pytest.raises(
+        OutputDirectoryError, match=r"mine\.parquet would be replaced, but it is not"
+    ):
         run(tiny(tmp_path / "mine.json", benchmarks=[str(problems)]))
     assert problems.read_bytes() == before
     problems.unlink()
     notes.write_text("# My notes\n")
-    with pytest.raises(OutputDirectoryError, match=r"mine\.md would be replaced, but is not"):
+    with pytest.raises(OutputDirectoryError, match=r"mine\.md would be replaced, but it is not"):
         run(tiny(tmp_path / "mine.json"))
     assert notes.read_text() == "# My notes\n"
 
@@ -184,7 +186,7 @@ def test_options_without_effect_on_a_comparison_are_refused(tmp_path):
     assert CliRunner().invoke(app, words).exit_code == 0
     refused = CliRunner().invoke(app, [*words, "--k", "3", "--output", "x.json"])
     assert refused.exit_code == 2
-    assert "--k, --output would change nothing" in " ".join(refused.output.split())
+    assert "--k, --output would have no effect" in " ".join(refused.output.split())
 
 
 def test_a_comparison_notes_another_backend_or_precision():
@@ -208,7 +210,7 @@ def test_a_benchmark_of_another_size_than_published_is_warned_about(tmp_path, ca
     (tmp_path / "aime25.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = EvalSection(benchmarks=["aime25"], data_folder=str(tmp_path))
     load_problems(*find_benchmarks(settings), settings)
-    assert "'aime25' has 29 problems here, the published one 30" in caplog.text
+    assert "'aime25' has 29 problems here, but the published one has 30" in caplog.text
     caplog.clear()
     fewer = settings.model_copy(update={"max_problems": 5})
     load_problems(*find_benchmarks(fewer), fewer)
