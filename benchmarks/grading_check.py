@@ -4,8 +4,8 @@
 
 Every solution should be correct for its own answer and wrong for the next problem's; exceptions are
 printed. Every verdict of `math_verify_boxed` and `math_verify` is compared with a direct call of
-math-verify, on the last box of the last 500 characters or on the whole solution. Exits with 1 if any
-differs.
+math-verify, on the last box of the last 500 characters or on the whole solution. Exits with 1 if
+any differs.
 """
 
 import argparse
