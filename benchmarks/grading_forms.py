@@ -4,9 +4,9 @@
 
 Makes one completion per problem, of eleven kinds in rotation, from the solutions of 200 problems.
 Grades them with `math_verify_boxed` (paper A's rule: the last box of the trailing 500 characters)
-and with `math_verify` (the whole completion). Prints the number of accepted completions by kind, then
-every difference: the content of the box, the expressions parsed from the whole completion, and its
-end. docs/evaluation.md classifies the differences by hand.
+and with `math_verify` (the whole completion). Prints the number of accepted completions by kind,
+then every difference: the content of the box, the expressions parsed from the whole completion, and
+its end. docs/evaluation.md classifies the differences by hand.
 """
 
 import argparse

@@ -6,8 +6,8 @@ Builds 2,000 completions that resemble those of a model in training: 8 samples f
 problems; reasoning of 0 to 3 solution texts, then a final answer. 50 % are right, 40 % wrong (the
 samples of a problem share a few wrong answers), 10 % (--cut-off) cut off before an answer. All
 batches have the same problems with other reasoning and other wrong answers; both sides keep their
-caches between batches, as in an evaluation. Verdicts are compared. On idle cores the wall time of the pool
-would be the CPU time of its busiest worker.
+caches between batches, as in an evaluation. Verdicts are compared. On idle cores the wall time of
+the pool would be the CPU time of its busiest worker.
 """
 
 import argparse

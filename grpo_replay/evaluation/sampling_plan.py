@@ -51,7 +51,7 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     Raises RecipeError for unknown benchmarks, and DatasetError for problems that cannot be read or
     whose prompt is too long.
     """
-    prompts, settings = recipe.prompts, recipe.eval
+    settings = recipe.eval
     if settings.greedy and settings.temperature == 0:
         raise RecipeError(
             "eval.greedy with eval.temperature 0 evaluates greedily twice: set only one of them"
@@ -63,24 +63,28 @@ def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     first_prompt = 0
     for benchmark in benchmarks:
         problems = problems_of[benchmark.name]
-        tokens = [_prompt_tokens(prompts, tokenizer, benchmark, problem) for problem in problems]
-        for index, (problem, prompt) in enumerate(zip(problems, tokens, strict=True)):
-            for sampled in _sample_settings(benchmark, settings):
-                key = RequestKey(
-                    0, first_prompt + index, sampled.sample + sampled.greedy * (1 << 30)
-                )
-                seed = sampled.seed(benchmark.name, index)
-                request = GenerationRequest(
-                    key, prompt, seed, longest, sampled.temperature, sampled.top_p
-                )
-                samples.append(
-                    PlannedSample(
-                        benchmark.name, index, problem, sampled.sample, sampled.greedy, request
-                    )
-                )
+        samples += _plan_benchmark(recipe, tokenizer, benchmark, problems, first_prompt, longest)
         first_prompt += len(problems)
     document = _settings_document(recipe, benchmarks, problems_of, longest)
     return EvaluationPlan(benchmarks, tuple(samples), settings, document)
+
+
+def _plan_benchmark(
+    recipe: Recipe,
+    tokenizer: Any,
+    benchmark: Benchmark,
+    problems: Sequence[Problem],
+    first_prompt: int,
+    longest: int,
+) -> Iterable[PlannedSample]:
+    """The samples of one benchmark; its prompts are numbered from `first_prompt`."""
+    for index, problem in enumerate(problems):
+        prompt = _prompt_tokens(recipe.prompts, tokenizer, benchmark, problem)
+        for each in _sample_settings(benchmark, recipe.eval):
+            key = RequestKey(0, first_prompt + index, each.sample + each.greedy * (1 << 30))
+            seed = each.seed(benchmark.name, index)
+            request = GenerationRequest(key, prompt, seed, longest, each.temperature, each.top_p)
+            yield PlannedSample(benchmark.name, index, problem, each.sample, each.greedy, request)
 
 
 @dataclass(frozen=True, slots=True)
