@@ -290,5 +290,5 @@ def _growth(given: float | None, estimates: RunEstimates | None) -> Choice[Growt
         None if given is None else PowerGrowth(given),
         measured,
         PowerGrowth(DEFAULT_GROWTH),
-        "the run replayed no rollouts to measure it" if estimates else "measure it with --from-run",
+        "no rollouts replayed to measure it on" if estimates else "measure it with --from-run",
     )

@@ -120,7 +120,7 @@ def test_the_command_reads_evaluation_files(capsys, tmp_path):
     [
         (("0,100", [], ["c=1,1"]), "accuracy 0"),
         (("50,100", ["x.json"], ["c=1,1"]), "not both"),
-        (("50,100", [], []), "something to score"),
+        (("50,100", [], []), "has no candidates"),
         (("50,100", ["x.json"], []), "gives numbers, but the candidates are files"),
         (("50", [], ["c=1,1"]), "expected ACC,TOKENS"),
         (("50,100", [], ["c:1,1"]), "expected NAME=ACC,TOKENS"),

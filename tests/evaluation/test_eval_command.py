@@ -94,7 +94,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path, run_folder):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for place, message in (
-        ("empty", "is no checkpoint"),
+        ("empty", "is not a checkpoint"),
         ("file", "is a file"),
         ("missing/er/still", "no such folder"),
     ):
