@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.buffer.drawing import query_spans
-from grpo_replay.buffer.priorities import draw_law
 from grpo_replay.buffer.snapshot import read_snapshot_facts
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import outcomes_by_age
@@ -23,15 +21,17 @@ from grpo_replay.inspection.rollout_columns import (
 from grpo_replay.inspection.source import Source
 from grpo_replay.inspection.summary import (
     Bin,
-    CountRow,
-    DrawLaw,
     Inspection,
-    LastUse,
     Occupancy,
     Population,
     Quantiles,
-    RunUses,
     StalenessRow,
+)
+from grpo_replay.inspection.usage import (
+    count_values,
+    next_draw_law,
+    steps_since_last_use,
+    uses_over_run,
 )
 from grpo_replay.inspection.warn import find_warnings
 from grpo_replay.recipe import ReplaySection
@@ -79,9 +79,9 @@ def summarise(source: Source) -> Inspection:
             *(np.abs(rows.advantage) for rows in (log.take(log.kept), stored, replayed))
         ),
         priority=_quantiles(stored.priority),
-        times_used=_counts(stored.times_used),
+        times_used=count_values(stored.times_used),
         uses_over_run=uses_over_run(log, draws, settings),
-        last_use=last_use(draws, settings) if len(draws) else None,
+        last_use=steps_since_last_use(draws, settings) if len(draws) else None,
         draw_law=next_draw_law(stored, settings),
         populations=_populations(log, stored, replayed),
         by_age=outcomes_by_age(source),
@@ -203,65 +203,6 @@ def _quantiles(values: np.ndarray) -> Quantiles | None:
     points = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
     numbers = [*points, float(values.mean())]
     return Quantiles(*numbers)
-
-
-def _counts(values: np.ndarray) -> tuple[CountRow, ...]:
-    unique, counts = np.unique(values, return_counts=True)
-    return tuple(CountRow(int(value), int(n)) for value, n in zip(unique, counts, strict=True))
-
-
-def uses_over_run(
-    log: RolloutColumns, draws: DrawColumns, settings: ReplaySection
-) -> RunUses | None:
-    """Uses of every survivor of the log: its draws, and its birth step where that trained on all
-    fresh ones."""
-    kept = log.take(log.kept)
-    if not len(kept):
-        return None
-    rows = find_rows(kept.rollout_id, draws.rollout_id)
-    uses = np.bincount(rows[rows >= 0], minlength=len(kept))
-    all_train = not settings.replays or settings.composition == "fresh_anchored"
-    uses += all_train | (kept.birth_step <= settings.warmup_steps)
-    return RunUses(_counts(uses), float(uses.mean()))
-
-
-def last_use(draws: DrawColumns, settings: ReplaySection) -> LastUse:
-    """Steps since last use over all draws (paper B).
-
-    If all fresh rollouts are trained on (fresh-anchored, and during warm-up), the gap of a first
-    draw is counted from birth. Otherwise a first draw is new.
-    """
-    order = np.lexsort((draws.step, draws.rollout_id))
-    ids, steps, ages = draws.rollout_id[order], draws.step[order], draws.age[order]
-    first = np.append(True, ids[1:] != ids[:-1])
-    gaps = np.append(0, np.diff(steps))
-    births = steps - ages
-    trained_at_birth = births <= settings.warmup_steps
-    if settings.composition == "fresh_anchored":
-        trained_at_birth = np.ones_like(first)
-    gaps = np.where(first, ages, gaps)
-    new = first & ~trained_at_birth
-    return LastUse(int(new.sum()), _counts(gaps[~new]))
-
-
-def next_draw_law(stored: RolloutColumns, settings: ReplaySection) -> DrawLaw:
-    """The law of the next draw, if it were made from what is stored now; with `unused_first` over
-    what was never drawn, if there is any."""
-    never_drawn = stored.times_used == 0
-    if settings.unused_first and never_drawn.any():
-        stored = stored.take(never_drawn)
-    priority_U = stored.priority
-    if settings.unit == "query" and len(stored):
-        starts, sizes = query_spans(stored.group_id)
-        priority_U = np.add.reduceat(priority_U, starts) / sizes
-    law = draw_law(priority_U, settings.priority_exponent)
-    return DrawLaw(
-        unit=settings.unit,
-        units=len(priority_U),
-        effective_sample_size=law.effective_sample_size,
-        entropy_nats=law.entropy,
-        largest_probability=float(law.probability_N.max()) if len(priority_U) else 0.0,
-    )
 
 
 def _populations(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.inspection.summary import Inspection
+from grpo_replay.inspection.summary import CountRow, Inspection
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,
@@ -22,28 +22,28 @@ Drawing = Callable[[Any, Inspection], None]
 _PANEL_INCHES = 1.35
 
 
-def panels_of(seen: Inspection) -> dict[str, Drawing]:
+def panels_of(inspection: Inspection) -> dict[str, Drawing]:
     """The panels that have data, by title, in reading order."""
     found: dict[str, Drawing] = {}
-    if seen.staleness:
+    if inspection.staleness:
         found["Staleness"] = draw_staleness
-    if seen.abs_advantage:
+    if inspection.abs_advantage:
         found["|Advantage|"] = draw_magnitude
-    if seen.times_used or seen.last_use:
+    if inspection.times_used or inspection.last_use:
         found["Reuse"] = draw_reuse
-    if any(age > 0 for age in seen.by_age):
+    if any(age > 0 for age in inspection.by_age):
         found["Clip fraction by age"] = draw_clipping
         found["Policy shift by age"] = draw_kl
-    if "buffer/rollouts" in seen.trends and seen.replays:
+    if "buffer/rollouts" in inspection.trends and inspection.replays:
         found["Occupancy over training"] = draw_occupancy
-    if "replay/clip_fraction" in seen.trends:
+    if "replay/clip_fraction" in inspection.trends:
         found["Clip fraction over training"] = draw_clip_trend
     return found
 
 
-def plot_inspection(seen: Inspection, path: Path) -> None:
+def plot_inspection(inspection: Inspection, path: Path) -> None:
     """All panels stacked in one PNG or SVG figure. Raises UsageError for another extension."""
-    drawings = panels_of(seen)
+    drawings = panels_of(inspection)
     with figure_style() as figure_class:
         rows = max(1, len(drawings))
         figure = figure_class(figsize=(COLUMN_INCHES, _PANEL_INCHES * rows), layout="constrained")
@@ -51,18 +51,18 @@ def plot_inspection(seen: Inspection, path: Path) -> None:
         if not drawings:
             _draw_empty(axes[0])
         for axis, (title, draw) in zip(axes, drawings.items(), strict=False):
-            draw(axis, seen)
+            draw(axis, inspection)
             axis.set_title(title)
         save_figure(figure, path)
 
 
-def panel_svg(seen: Inspection, title: str, draw: Drawing) -> str:
+def panel_svg(inspection: Inspection, title: str, draw: Drawing) -> str:
     """One panel as an SVG element for an HTML page."""
     import io
 
     with figure_style() as figure_class:
         figure = figure_class(figsize=(COLUMN_INCHES, 1.75), layout="constrained")
-        draw(figure.subplots(), seen)
+        draw(figure.subplots(), inspection)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
     text = buffer.getvalue()
@@ -81,12 +81,12 @@ def _draw_empty(axes: Any) -> None:
     axes.set_axis_off()
 
 
-def draw_staleness(axes: Any, seen: Inspection) -> None:
-    ages = np.array([row.age_steps for row in seen.staleness])
-    stored = np.array([row.stored for row in seen.staleness], dtype=float)
-    replayed = np.array([row.replayed for row in seen.staleness], dtype=float)
+def draw_staleness(axes: Any, inspection: Inspection) -> None:
+    ages = np.array([row.age_steps for row in inspection.staleness])
+    stored = np.array([row.stored for row in inspection.staleness], dtype=float)
+    replayed = np.array([row.replayed for row in inspection.staleness], dtype=float)
     _paired(axes, ages, ("stored", stored), replayed)
-    limit = seen.settings["max_age_steps"]
+    limit = inspection.settings["max_age_steps"]
     if limit is not None:
         axes.axvline(limit + 0.5, color=GREY, linestyle=":", linewidth=0.9)
         axes.annotate(
@@ -139,8 +139,8 @@ def _legend_above(axes: Any) -> None:
     )
 
 
-def draw_magnitude(axes: Any, seen: Inspection) -> None:
-    bins = seen.abs_advantage
+def draw_magnitude(axes: Any, inspection: Inspection) -> None:
+    bins = inspection.abs_advantage
     kept = np.array([b.kept for b in bins], dtype=float)
     stored = np.array([b.stored for b in bins], dtype=float)
     replayed = np.array([b.replayed for b in bins], dtype=float)
@@ -153,28 +153,28 @@ def draw_magnitude(axes: Any, seen: Inspection) -> None:
     axes.set_xlabel("|advantage|" if single else "|advantage| (middle of bin)")
 
 
-def draw_reuse(axes: Any, seen: Inspection) -> None:
-    """How often rollouts were used over the run (a snapshot alone: how often stored ones were
-    drawn), and how long ago their last use was, as shares."""
-    run = seen.uses_over_run
-    counts = seen.times_used if run is None else run.counts
-    left = _capped([(row.value, row.rollouts) for row in counts])
-    gaps = seen.last_use.gaps if seen.last_use else ()
-    right = _capped([(row.value, row.rollouts) for row in gaps])
-    new = seen.last_use.new if seen.last_use else 0
-    labels = list(dict.fromkeys([*left, *right]))
+def draw_reuse(axes: Any, inspection: Inspection) -> None:
+    """Shares of rollouts by number of uses over the run, and of draws by steps since last use.
+
+    A snapshot without its run shows how often the stored rollouts were drawn instead.
+    """
+    run, last_use = inspection.uses_over_run, inspection.last_use
+    name = "draws of stored" if run is None else "uses over the run"
+    series = [(name, inspection.times_used if run is None else run.counts, 0, STORED, -1)]
+    if last_use is not None:
+        series.append(("steps since last use", last_use.gaps, last_use.new, REPLAYED, 1))
+    counts_of = {name: _capped(rows) for name, rows, *_ in series}
+    labels = list(dict.fromkeys(label for counts in counts_of.values() for label in counts))
     labels.sort(key=lambda label: int(label.rstrip("+")))
     places = np.arange(len(labels))
-    name = "draws of stored" if run is None else "uses over the run"
-    sides = ((name, left, 0, STORED, -1),) + (
-        (("steps since last use", right, new, REPLAYED, 1),) if seen.last_use else ()
-    )
-    for name, counts, extra, colour, side in sides:
+    for name, _, extra, colour, side in series:
+        counts = counts_of[name]
         total = sum(counts.values()) + extra
         shares = [100 * counts.get(label, 0) / total if total else 0 for label in labels]
         axes.bar(places + side * 0.21, shares, 0.42, color=colour, label=name)
         if extra:
             axes.bar(len(labels) + 0.21, 100 * extra / total, 0.42, color=colour)
+    new = last_use.new if last_use else 0
     ticks = [*labels, "new"] if new else labels
     axes.set_xticks(np.arange(len(ticks)), ticks)
     axes.set_xlabel("uses, or training steps")
@@ -182,29 +182,31 @@ def draw_reuse(axes: Any, seen: Inspection) -> None:
     _legend_above(axes)
 
 
-def _capped(rows: Sequence[tuple[int, int]], limit: int = 9) -> dict[str, int]:
+def _capped(rows: Sequence[CountRow], limit: int = 9) -> dict[str, int]:
     """Counts by label, with all values from `limit` up under one label."""
     counts: dict[str, int] = {}
-    for value, count in rows:
-        label = f"{limit}+" if value >= limit else str(value)
-        counts[label] = counts.get(label, 0) + count
+    for row in rows:
+        label = f"{limit}+" if row.value >= limit else str(row.value)
+        counts[label] = counts.get(label, 0) + row.rollouts
     return counts
 
 
-def draw_clipping(axes: Any, seen: Inspection) -> None:
-    _by_age(axes, seen, lambda row: 100 * row.clip_fraction, "clipped tokens (%)")
+def draw_clipping(axes: Any, inspection: Inspection) -> None:
+    _by_age(axes, inspection, lambda row: 100 * row.clip_fraction, "clipped tokens (%)")
 
 
-def draw_kl(axes: Any, seen: Inspection) -> None:
-    _by_age(axes, seen, lambda row: row.approx_kl, "KL (nats per token)")
+def draw_kl(axes: Any, inspection: Inspection) -> None:
+    _by_age(axes, inspection, lambda row: row.approx_kl, "KL (nats per token)")
 
 
-def _by_age(axes: Any, seen: Inspection, value: Callable[[Any], float], label: str) -> None:
-    ages = sorted(seen.by_age)
+def _by_age(axes: Any, inspection: Inspection, value: Callable[[Any], float], label: str) -> None:
+    ages = sorted(inspection.by_age)
     old = [age for age in ages if age > 0]
-    axes.plot(old, [value(seen.by_age[age]) for age in old], "o-", color=REPLAYED, label="replayed")
-    if 0 in seen.by_age:
-        fresh = value(seen.by_age[0])
+    axes.plot(
+        old, [value(inspection.by_age[age]) for age in old], "o-", color=REPLAYED, label="replayed"
+    )
+    if 0 in inspection.by_age:
+        fresh = value(inspection.by_age[0])
         axes.plot([0], [fresh], "D", color=FRESH, markersize=3.5, label="fresh")
         axes.axhline(fresh, color=FRESH, linewidth=0.7, linestyle="--")
     axes.set_ylim(bottom=0)
@@ -214,14 +216,14 @@ def _by_age(axes: Any, seen: Inspection, value: Callable[[Any], float], label: s
     _legend_above(axes)
 
 
-def draw_occupancy(axes: Any, seen: Inspection) -> None:
-    steps, stored = zip(*seen.trends["buffer/rollouts"], strict=True)
+def draw_occupancy(axes: Any, inspection: Inspection) -> None:
+    steps, stored = zip(*inspection.trends["buffer/rollouts"], strict=True)
     axes.plot(steps, stored, color=STORED, label="stored")
-    capacity = seen.occupancy.capacity_rollouts
-    expected = seen.occupancy.expected_rollouts
+    capacity = inspection.occupancy.capacity_rollouts
+    expected = inspection.occupancy.expected_rollouts
     if capacity is not None and capacity <= 2 * max(stored):
         axes.axhline(capacity, color=GREY, linestyle=":", linewidth=0.9, label="capacity")
-    if expected is not None and seen.settings["max_age_steps"] is not None:
+    if expected is not None and inspection.settings["max_age_steps"] is not None:
         axes.axhline(expected, color=REPLAYED, linestyle="--", linewidth=0.9, label="expected")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("training step")
@@ -230,13 +232,13 @@ def draw_occupancy(axes: Any, seen: Inspection) -> None:
     _legend_above(axes)
 
 
-def draw_clip_trend(axes: Any, seen: Inspection) -> None:
+def draw_clip_trend(axes: Any, inspection: Inspection) -> None:
     for name, label, colour in (
         ("fresh/clip_fraction", "fresh", FRESH),
         ("replay/clip_fraction", "replayed", REPLAYED),
     ):
-        if name in seen.trends:
-            steps, values = zip(*seen.trends[name], strict=True)
+        if name in inspection.trends:
+            steps, values = zip(*inspection.trends[name], strict=True)
             axes.plot(steps, 100 * np.array(values), color=colour, alpha=0.3, linewidth=0.7)
             window = max(1, len(values) // 12)
             axes.plot(steps, 100 * _smooth(np.array(values), window), color=colour, label=label)

@@ -64,16 +64,16 @@ def _find(source: Source, rollout_id: int) -> tuple[dict, list[dict]]:
     files: list[tuple[Kind, Path]] = [("rollouts", path) for _, path in source.rollout_files]
     if not files and source.snapshot is not None:
         files = [("buffer", source.snapshot)]
-    seen: list[int] = []  # smallest and largest id of every batch
+    id_bounds: list[int] = []  # smallest and largest id of every batch
     for kind, path in files:
         for batch in iter_columns(path, kind, ("rollout_id", "group_id")):
             ids = batch.column(0).to_numpy()
             if ids.size:
-                seen += [int(ids.min()), int(ids.max())]
+                id_bounds += [int(ids.min()), int(ids.max())]
             found = np.flatnonzero(ids == rollout_id)
             if found.size:
                 return _rows(kind, path, rollout_id, batch.column(1)[int(found[0])].as_py())
-    known = f"; ids run from {min(seen)} to {max(seen)}" if seen else ""
+    known = f"; ids run from {min(id_bounds)} to {max(id_bounds)}" if id_bounds else ""
     raise SnapshotError(f"{source.path}: no rollout {rollout_id} up to step {source.step}{known}")
 
 

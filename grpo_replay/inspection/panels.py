@@ -27,23 +27,23 @@ PANEL_WIDTH = 57
 _ROWS = 12  # maximum rows of a histogram; more are merged
 
 
-def print_inspection(seen: Inspection, console: Console) -> None:
-    console.print(_heading(seen))
-    console.print(_verdict(seen))
-    panels = [panel for panel in _panels(seen) if panel is not None]
+def print_inspection(inspection: Inspection, console: Console) -> None:
+    console.print(_heading(inspection))
+    console.print(_verdict(inspection))
+    panels = [panel for panel in _panels(inspection) if panel is not None]
     per_row = 2 if console.width >= 2 * PANEL_WIDTH + 1 else 1
     for start in range(0, len(panels), per_row):
         console.print(Columns(panels[start : start + per_row], padding=(0, 1)))
-    if seen.trends:
+    if inspection.trends:
         width = per_row * PANEL_WIDTH + per_row - 1
-        console.print(_panel("over training", trends_table(seen, width - 52), width))
+        console.print(_panel("over training", trends_table(inspection, width - 52), width))
 
 
-def _heading(seen: Inspection) -> Text:
-    name = f" · {seen.recipe_name}" if seen.recipe_name else ""
-    text = Text(f"{seen.path}{name} · step {seen.step}", style="bold")
-    text.append(f"\n{describe_settings(seen)}", style="dim not bold")
-    if seen.rebuilt:
+def _heading(inspection: Inspection) -> Text:
+    name = f" · {inspection.recipe_name}" if inspection.recipe_name else ""
+    text = Text(f"{inspection.path}{name} · step {inspection.step}", style="bold")
+    text.append(f"\n{describe_settings(inspection)}", style="dim not bold")
+    if inspection.rebuilt:
         text.append(
             "\nno checkpoint at this step; buffer rebuilt from the rollout log",
             style="dim not bold",
@@ -51,10 +51,10 @@ def _heading(seen: Inspection) -> Text:
     return text
 
 
-def describe_settings(seen: Inspection) -> str:
+def describe_settings(inspection: Inspection) -> str:
     """The replay settings in one line."""
-    settings = seen.settings
-    if not seen.replays:
+    settings = inspection.settings
+    if not inspection.replays:
         return f"preset {settings['preset']}: this recipe does not replay"
     age = settings["max_age_steps"]
     priority = settings["priority"].replace("abs_advantage", "|advantage|")
@@ -67,11 +67,11 @@ def describe_settings(seen: Inspection) -> str:
     )
 
 
-def _verdict(seen: Inspection) -> Text:
-    if not seen.warnings:
+def _verdict(inspection: Inspection) -> Text:
+    if not inspection.warnings:
         return Text("✓ no warnings", style="green")
     text = Text()
-    for i, warning in enumerate(seen.warnings):
+    for i, warning in enumerate(inspection.warnings):
         text.append("\n" if i else "")
         text.append(f"! {warning}", style="yellow")
     return text
@@ -83,22 +83,22 @@ def _panel(title: str, body: RenderableType, width: int = PANEL_WIDTH) -> Panel:
     )
 
 
-def _panels(seen: Inspection) -> Iterable[Panel | None]:
-    yield _occupancy(seen)
-    yield staleness_panel(seen)
-    yield _populations(seen)
-    yield _magnitude(seen)
-    yield _reuse(seen)
-    yield _by_age(seen)
+def _panels(inspection: Inspection) -> Iterable[Panel | None]:
+    yield _occupancy(inspection)
+    yield staleness_panel(inspection)
+    yield _populations(inspection)
+    yield _magnitude(inspection)
+    yield _reuse(inspection)
+    yield _by_age(inspection)
 
 
-def _occupancy(seen: Inspection) -> Panel | None:
-    occupancy = seen.occupancy
-    if not seen.replays:
+def _occupancy(inspection: Inspection) -> Panel | None:
+    occupancy = inspection.occupancy
+    if not inspection.replays:
         return None
     lines: list[RenderableType] = []
     stored, capacity = occupancy.stored_rollouts, occupancy.capacity_rollouts
-    fifo = seen.settings["max_age_steps"] is None
+    fifo = inspection.settings["max_age_steps"] is None
     if capacity:
         lines.append(_level(stored, capacity, f"of capacity {capacity:,}"))
     if occupancy.expected_rollouts and not fifo:
@@ -113,7 +113,7 @@ def _occupancy(seen: Inspection) -> Panel | None:
             f"{occupancy.evicted_by_capacity:,} by capacity"
         )
     lines.append(Text(facts, style="dim"))
-    lines.append(_law_text(seen))
+    lines.append(_law_text(inspection))
     return _panel(f"occupancy: {stored:,} rollouts stored", Group(*lines))
 
 
@@ -123,8 +123,8 @@ def _level(value: float, limit: float, label: str) -> Text:
     return text
 
 
-def _law_text(seen: Inspection) -> Text:
-    law = seen.draw_law
+def _law_text(inspection: Inspection) -> Text:
+    law = inspection.draw_law
     if law.units == 0:
         return Text("nothing to draw from", style="dim")
     return Text(
@@ -135,26 +135,26 @@ def _law_text(seen: Inspection) -> Text:
     )
 
 
-def _populations(seen: Inspection) -> Panel | None:
-    if not seen.populations:
+def _populations(inspection: Inspection) -> Panel | None:
+    if not inspection.populations:
         return None
     table = plain_table()
     table.add_column("")
-    for rows in seen.populations:
+    for rows in inspection.populations:
         table.add_column(rows.name, justify="right", style=_colour(rows.name))
     lines = (
         ("rollouts", lambda p: f"{p.rollouts:,}"),
         ("prompts", lambda p: f"{p.prompts:,}"),
         ("top prompt's share", lambda p: f"{p.largest_prompt_share:.1%}"),
-        ("correct", lambda p: _share(p.correct_share)),
-        ("mean |advantage|", lambda p: _maybe(p.abs_advantage_mean, ".2f")),
+        ("correct", lambda p: _number_or_dash(p.correct_share, ".1%")),
+        ("mean |advantage|", lambda p: _number_or_dash(p.abs_advantage_mean, ".2f")),
         ("tokens, mean", lambda p: f"{p.tokens_mean:,.0f}"),
         ("  median", lambda p: f"{p.tokens_median:,.0f}"),
         ("  95th percentile", lambda p: f"{p.tokens_p95:,.0f}"),
         ("truncated", lambda p: f"{p.truncated_share:.1%}"),
     )
     for label, cell in lines:
-        table.add_row(label, *(cell(rows) for rows in seen.populations))
+        table.add_row(label, *(cell(rows) for rows in inspection.populations))
     return _panel("populations", table)
 
 
@@ -162,41 +162,39 @@ def _colour(name: str) -> str:
     return {"stored": STORED, "replayed": REPLAYED}.get(name, "")
 
 
-def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
-
-
-def _maybe(value: float | None, format_spec: str) -> str:
+def _number_or_dash(value: float | None, format_spec: str) -> str:
     return "–" if value is None else format(value, format_spec)
 
 
-def staleness_panel(seen: Inspection) -> Panel | None:
+def staleness_panel(inspection: Inspection) -> Panel | None:
     """Ages of stored rollouts next to ages at use; None if nothing was stored or replayed."""
-    if not seen.staleness:
+    if not inspection.staleness:
         return None
-    rows = merge_rows([(r.age_steps, r.stored, r.replayed) for r in seen.staleness], _ROWS)
-    replayed = sum(row.replayed for row in seen.staleness)
-    stored = sum(row.stored for row in seen.staleness)
+    rows = merge_rows([(r.age_steps, r.stored, r.replayed) for r in inspection.staleness], _ROWS)
+    replayed = sum(row.replayed for row in inspection.staleness)
+    stored = sum(row.stored for row in inspection.staleness)
     means = []
     if stored:
-        mean = sum(r.age_steps * r.stored for r in seen.staleness) / stored
+        mean = sum(r.age_steps * r.stored for r in inspection.staleness) / stored
         means.append(f"{mean:.1f} stored")
     if replayed:
-        mean = sum(r.age_steps * r.replayed for r in seen.staleness) / replayed
+        mean = sum(r.age_steps * r.replayed for r in inspection.staleness) / replayed
         means.append(f"{mean:.1f} at use")
     title = "staleness, steps" + (f": mean {', '.join(means)}" if means else "")
     return _panel(title, paired_bars("age", rows, ("stored", "replayed")))
 
 
-def _magnitude(seen: Inspection) -> Panel | None:
-    if not seen.abs_advantage:
+def _magnitude(inspection: Inspection) -> Panel | None:
+    if not inspection.abs_advantage:
         return None
-    logged = any(b.kept for b in seen.abs_advantage)
-    rows = [(bin_label(b), b.kept if logged else b.stored, b.replayed) for b in seen.abs_advantage]
+    logged = any(b.kept for b in inspection.abs_advantage)
+    rows = [
+        (bin_label(b), b.kept if logged else b.stored, b.replayed) for b in inspection.abs_advantage
+    ]
     names = ("survivors" if logged else "stored", "replayed")
     body: RenderableType = paired_bars("|A|", rows, names)
-    if seen.priority is not None:
-        p = seen.priority
+    if inspection.priority is not None:
+        p = inspection.priority
         line = (
             f"p: median {p.median:.3g} · quartiles {p.quarter:.3g}–{p.three_quarters:.3g} · "
             f"largest {p.maximum:.3g}"
@@ -209,37 +207,37 @@ def bin_label(span: Bin) -> str:
     return f"{span.low:.2f}" if span.low == span.high else f"{span.low:.2f}–{span.high:.2f}"
 
 
-def _reuse(seen: Inspection) -> Panel | None:
-    if not seen.times_used and seen.last_use is None:
+def _reuse(inspection: Inspection) -> Panel | None:
+    if not inspection.times_used and inspection.last_use is None:
         return None
-    left = count_table("times drawn", cap_counts(seen.times_used, 6), STORED)
-    if seen.last_use is None:
-        return _panel("reuse of what is stored", left)
-    gaps = cap_counts(seen.last_use.gaps, 6)
-    if seen.last_use.new:
-        gaps.append(("new", seen.last_use.new))
+    left = count_table("times drawn", cap_counts(inspection.times_used, 6), STORED)
+    if inspection.last_use is None:
+        return _panel("reuse: times drawn", left)
+    gaps = cap_counts(inspection.last_use.gaps, 6)
+    if inspection.last_use.new:
+        gaps.append(("new", inspection.last_use.new))
     right = count_table("since last use", gaps, REPLAYED)
     grid = Table.grid(padding=(0, 2))
     grid.add_row(left, right)
     body: RenderableType = grid
-    if (run := seen.uses_over_run) is not None:
+    if (run := inspection.uses_over_run) is not None:
         words = f"over the run: {run.mean:.2f} uses a rollout, {run.never_share:.1%} never used"
         body = Group(grid, Text(words, style="dim"))
-    return _panel("reuse: of what is stored, and at every use", body)
+    return _panel("reuse: times drawn, and steps since last use", body)
 
 
-def _by_age(seen: Inspection) -> Panel | None:
-    if not seen.by_age:
+def _by_age(inspection: Inspection) -> Panel | None:
+    if not inspection.by_age:
         return None
     table = plain_table()
     for name in ("age", "uses", "clipped", "", "ratio", "KL, nats"):
         table.add_column(
             name, justify="left" if not name else "right", width=11 if not name else None
         )
-    ages = thin_ages(sorted(seen.by_age), _ROWS)
-    largest = max(seen.by_age[age].clip_fraction for age in ages)
+    ages = thin_ages(sorted(inspection.by_age), _ROWS)
+    largest = max(inspection.by_age[age].clip_fraction for age in ages)
     for age in ages:
-        row = seen.by_age[age]
+        row = inspection.by_age[age]
         table.add_row(
             "fresh" if age == 0 else str(age),
             f"{row.uses:,}",
@@ -269,12 +267,12 @@ TREND_LABELS = {
 }
 
 
-def trends_table(seen: Inspection, width: int) -> Table:
+def trends_table(inspection: Inspection, width: int) -> Table:
     """One line per metric: mean of the first and last eighth of the run, and a sparkline."""
     table = plain_table()
     for name in ("", "first", "", "last"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for metric, points in seen.trends.items():
+    for metric, points in inspection.trends.items():
         first, last = first_and_last(points)
         course = sparkline([value for _, value in points], max(12, width))
         table.add_row(TREND_LABELS[metric], _short(first), Text(course, style="cyan"), _short(last))

@@ -25,8 +25,8 @@ _NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 _NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
 
 
-def bare_rollouts(columns: RolloutColumns) -> list[Rollout]:
-    """Rollouts without tokens, with every field that insertion, eviction and draws read."""
+def rollouts_without_tokens(columns: RolloutColumns) -> list[Rollout]:
+    """Rollouts with empty token arrays; all fields that the buffer reads are filled in."""
     return [
         Rollout(
             rollout_id=int(columns.rollout_id[i]),
@@ -90,7 +90,7 @@ def replay_storage(
     Nothing is drawn, so uses are not counted.
     """
     for step in steps:
-        fresh = bare_rollouts(survivors.take(survivors.birth_step == step))
+        fresh = rollouts_without_tokens(survivors.take(survivors.birth_step == step))
         buffer.evict(step)
         insert_before_draw(buffer, fresh, step)
         insert_after_update(buffer, fresh, step, _NOTHING_DRAWN)

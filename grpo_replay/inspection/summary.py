@@ -63,8 +63,8 @@ class LastUse:
 
 @dataclass(frozen=True, slots=True)
 class RunUses:
-    """How often each survivor of the run was trained on up to now, gone ones included (paper B's
-    replay ratio). Training on a rollout at its birth is a use."""
+    """Number of times each survivor of the run was trained on, evicted ones included (paper B's
+    replay ratio). Training on a rollout at birth is a use."""
 
     counts: tuple[CountRow, ...]
     mean: float

@@ -13,7 +13,7 @@ import numpy as np
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.buffer.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.errors import SnapshotError, UsageError
-from grpo_replay.inspection.rebuild import bare_rollouts, find_rows
+from grpo_replay.inspection.rebuild import find_rows, rollouts_without_tokens
 from grpo_replay.inspection.rollout_columns import RolloutColumns, read_draws, read_log
 from grpo_replay.inspection.source import Source
 from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
@@ -133,7 +133,7 @@ def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
     settings, group_size = recipe.replay, recipe.sampling.group_size
     log = kept_under(log, settings)
     buffer = ReplayBuffer(settings, group_size)
-    rollouts = bare_rollouts(log.take(log.kept))
+    rollouts = rollouts_without_tokens(log.take(log.kept))
     kept_rows = np.flatnonzero(log.kept)
     births = log.birth_step[kept_rows]
     row_of = dict(zip(log.rollout_id[kept_rows].tolist(), kept_rows.tolist(), strict=True))
