@@ -46,6 +46,7 @@ class EnginePlan:
     """A model under the recipe's engine and sampler, on one rank."""
 
     shape: ModelShape
+    model_length: int  # tokens of prompt plus completion that the sampler has room for
     engine: EngineMemory
     sampler: SamplerMemory
 
@@ -95,6 +96,7 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
     """
     from grpo_replay.dry_run import trace
     from grpo_replay.engine.models import load_config
+    from grpo_replay.engine.sequence_length import model_length
 
     shape = trace.model_shape(load_config(recipe.model))
     prompt, completion = recipe.prompts.max_prompt_length, recipe.sampling.max_completion_length
@@ -120,7 +122,8 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
         reference_copy=recipe.loss.beta > 0,
     )
     sampler = plan_sampler(recipe, shape, on_cuda, capacity)
-    return EnginePlan(shape, engine_memory(shape, forward, setting), sampler)
+    length = model_length(recipe, recipe.model)
+    return EnginePlan(shape, length, engine_memory(shape, forward, setting), sampler)
 
 
 def plan_sampler(recipe: Recipe, shape: ModelShape, on_cuda: bool, capacity: int) -> SamplerMemory:
@@ -143,16 +146,12 @@ def plan_sampler(recipe: Recipe, shape: ModelShape, on_cuda: bool, capacity: int
     )  # fmt: skip
 
 
-def fits_in(recipe: Recipe, plan: EnginePlan, capacity: int) -> bool:
+def fits_in(plan: EnginePlan, capacity: int) -> bool:
+    """Whether every phase fits in `capacity` bytes and vLLM's cache holds one longest rollout."""
     tokens = plan.sampler.cache_tokens
-    if tokens is not None and tokens < model_length(recipe):
+    if tokens is not None and tokens < plan.model_length:
         return False  # vLLM refuses to start
     return max(plan.phases().values()) <= capacity
-
-
-def model_length(recipe: Recipe) -> int:
-    """Tokens that vLLM must have room for."""
-    return recipe.sampling.vllm.max_model_len or recipe.longest_sequence
 
 
 def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
@@ -162,7 +161,7 @@ def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
         changed = resolve_recipe([recipe.model_dump(mode="json"), parse_overrides([override])])
         plan = plan_engine(changed, hardware.device == "cuda", hardware.capacity)
         peak = max(plan.phases().values())
-        fits = fits_in(changed, plan, hardware.capacity)
+        fits = fits_in(plan, hardware.capacity)
         answer = {"set": override, "peak_gib": to_gib(peak), "fits": fits}
         if fits:
             return answer

@@ -38,11 +38,10 @@ arithmetic over vLLM's fused tensors 1.34 for Qwen3-4B, 1.40 for 1.7B and 1.63 f
 
 
 class ForwardMemory(NamedTuple):
-    """Bytes of activations of one micro-batch: saved for the backward pass by the backbone; the
-    peak before the backward pass; and the peak over both."""
+    """Bytes of activations of one micro-batch, as measured by `dry_run.trace`: those that the
+    backbone saves for the backward pass, and the peak over forward and backward."""
 
     saved: int
-    forward_peak: int
     peak: int
 
 

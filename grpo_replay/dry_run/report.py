@@ -21,7 +21,6 @@ from grpo_replay.dry_run.fit import (
     find_hardware,
     first_change,
     fits_in,
-    model_length,
     plan_engine,
     with_known_model,
 )
@@ -101,7 +100,7 @@ def _report(recipe: Recipe, gpu_memory_gib: float | None, output_dir: Path) -> D
     storage = describe_storage(recipe, replay, plan)
     note_room(storage, output_dir, hardware.device, findings)
     _note_assumptions(recipe, hardware, findings)
-    fits = None if plan is None else fits_in(recipe, plan, hardware.capacity)
+    fits = None if plan is None else fits_in(plan, hardware.capacity)
     change = None
     if plan is not None and fits is False:
         change = first_change(known, hardware)
@@ -158,7 +157,7 @@ def _describe_memory(plan: EnginePlan, hardware: Hardware) -> dict[str, Any]:
 
 
 def _describe_sampler(recipe: Recipe, plan: EnginePlan) -> dict[str, Any]:
-    tokens, longest = plan.sampler.cache_tokens, model_length(recipe)
+    tokens, longest = plan.sampler.cache_tokens, plan.model_length
     return {
         "backend": recipe.sampling.backend,
         "kv_cache_tokens": tokens,

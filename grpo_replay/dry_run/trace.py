@@ -69,7 +69,7 @@ class _FusedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, _, _ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -162,9 +162,8 @@ def _trace(
         positions = torch.zeros(rows * completion, dtype=torch.int64, device="meta")
         targets = torch.zeros(rows * completion, dtype=torch.int64, device="meta")
         logprobs, _ = policy(ids, positions, targets)
-        forward_peak = live.peak
         logprobs.sum().backward()
-    return ForwardMemory(saved=saved, forward_peak=forward_peak, peak=live.peak)
+    return ForwardMemory(saved=saved, peak=live.peak)
 
 
 @contextmanager

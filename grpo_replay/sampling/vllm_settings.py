@@ -3,8 +3,9 @@
 from collections.abc import MutableMapping
 from typing import Any
 
-from grpo_replay.engine.models import load_config, resolve_model_path
-from grpo_replay.errors import ModelError, RecipeError
+from grpo_replay.engine.models import resolve_model_path
+from grpo_replay.engine.sequence_length import model_length
+from grpo_replay.errors import ModelError
 from grpo_replay.recipe import ModelSection, Recipe
 
 CPU_VARIABLES = {
@@ -21,24 +22,6 @@ def set_environment(environment: MutableMapping[str, str], on_gpu: bool) -> None
     if not on_gpu:
         for name, value in CPU_VARIABLES.items():
             environment.setdefault(name, value)
-
-
-def model_length(recipe: Recipe, section: ModelSection) -> int:
-    """Tokens of prompt plus completion that an engine makes room for: `max_model_len`, or the
-    longest that the recipe asks for, at most the model's positions.
-
-    Raises RecipeError if `max_model_len` exceeds the model's positions.
-    """
-    positions = getattr(load_config(section), "max_position_embeddings", None)
-    wanted = recipe.sampling.vllm.max_model_len
-    if wanted is None:
-        return min(recipe.longest_sequence, positions or recipe.longest_sequence)
-    if positions is not None and wanted > positions:
-        raise RecipeError(
-            f"sampling.vllm.max_model_len {wanted} exceeds the {positions} positions of "
-            f"{section.path}: lower it, or leave it null to derive it"
-        )
-    return wanted
 
 
 def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from grpo_replay.dry_run.report import dry_run
 from grpo_replay.dry_run.sizes import describe_host_copies
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import load_recipe
+from grpo_replay.sampling.vllm_settings import engine_arguments
 from grpo_replay.storage.atomic import free_bytes
 
 
@@ -137,6 +138,22 @@ def test_a_share_too_small_for_one_rollout_does_not_fit():
     report = report_of("qwen3-4b", "sampling.vllm.gpu_memory_utilization=0.12", gpu=80)
     assert report["fits"] is False and report["sampler"]["longest_rollouts_at_once"] == 0
     assert report["first_change"]["set"].startswith("sampling.vllm.gpu_memory_utilization=")
+
+
+def test_vllm_needs_room_for_no_more_tokens_than_the_model_has_positions():
+    longer = ["sampling.backend=vllm", "eval.max_completion_length=4000"]
+    recipe = load_recipe("tiny", longer)
+    assert recipe.longest_sequence == 4016
+    sampler = report_of("tiny", *longer)["sampler"]
+    assert sampler["model_length_tokens"] == 128
+    assert engine_arguments(recipe, recipe.model, on_gpu=False)["max_model_len"] == 128
+
+
+def test_a_max_model_len_beyond_the_positions_is_refused_only_with_vllm():
+    too_long = "sampling.vllm.max_model_len=129"
+    with pytest.raises(RecipeError, match="max_model_len 129 exceeds the 128 positions"):
+        dry_run(load_recipe("tiny", ["sampling.backend=vllm", too_long]))
+    assert report_of("tiny", too_long)["fits"] is True
 
 
 def test_zero_stages_shrink_what_a_rank_holds():

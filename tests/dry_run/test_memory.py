@@ -36,7 +36,7 @@ SHAPE = ModelShape(
     parameters=1000, parameters_in_files=1200, largest_parameter=400, tied_head=True, layers=2,
     hidden=8, vocabulary=50, kv_elements_per_token=64, attention_width=8, max_positions=128,
 )  # fmt: skip
-NOTHING = ForwardMemory(0, 0, 0)
+NOTHING = ForwardMemory(0, 0)
 
 
 def setting(stage: int, dtype_bytes: int, ranks: int = 4, **more) -> EngineSetting:
@@ -64,7 +64,7 @@ def test_a_thousand_parameters_on_four_ranks(stage, dtype_bytes, parameters, gra
 
 
 def test_the_phases_add_up_what_lives_at_the_same_time():
-    memory = engine_memory(SHAPE, ForwardMemory(700, 800, 1000), setting(3, 2))
+    memory = engine_memory(SHAPE, ForwardMemory(700, 1000), setting(3, 2))
     # parameters 500, optimizer 3500; bucket 2·300, gathered 2·600, activations and work 1000
     assert memory.at_rest == PROCESS_ZERO + 4000
     assert memory.backward_peak == PROCESS_ZERO + 4000 + 500 + 600 + 1200 + 1000
@@ -72,7 +72,7 @@ def test_the_phases_add_up_what_lives_at_the_same_time():
     assert memory.step_peak == PROCESS_ZERO + 4000 + 600 + 500 + 12 * 250
     assert memory.peak == memory.step_peak
     # stage 0 copies its gradients when the activations are gone: the larger of the two counts
-    memory = engine_memory(SHAPE, ForwardMemory(700, 800, 1000), setting(0, 4))
+    memory = engine_memory(SHAPE, ForwardMemory(700, 1000), setting(0, 4))
     assert memory.backward_peak == PROCESS + 12000 + 4000 + max(1000, 4 * 300)
     assert memory.step_peak == PROCESS + 12000 + 4000 + 8 * 400
 

@@ -14,6 +14,7 @@ from server_helpers import free_ports
 from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.sequence_length import model_length
 from grpo_replay.engine.weight_names import CheckedWeights, expected_weights
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.sampling.server import guard as server_guard
@@ -23,7 +24,7 @@ from grpo_replay.sampling.server.process import launch_servers, server_command, 
 from grpo_replay.sampling.server.weight_files import SyncFolder
 from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
 from grpo_replay.sampling.vllm_requests import read_spans
-from grpo_replay.sampling.vllm_settings import engine_arguments, model_length, set_environment
+from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
 
 OUTLINE = """Qwen3ForCausalLM()(
   (model): Qwen3Model()(
