@@ -1,8 +1,10 @@
-"""x*, y* and what replay saves over μ, for several growths a and couplings ρ (paper B's curves)."""
+"""Draws x*, y* and the relative J over μ, for several growths a and couplings ρ (paper B)."""
 
 import math
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from grpo_replay.planning.theory import PowerGrowth, objective, power_law_optimum
 from grpo_replay.terminal.plot_style import COLUMN_INCHES, figure_style, save_figure
@@ -16,10 +18,9 @@ _DASHES = ("-", "--", ":")
 
 
 def optimum_curve(exponent: float, rho: float) -> list[tuple[float, float, float, float]]:
-    """(μ, x*, y*, J*/J(1, 1)) over the range of μ; J(1, 1) is that of no replay."""
+    """(μ, x*, y*, J*/J(1, 1)) over the range of μ. J(1, 1) is J without replay."""
     growth, points = PowerGrowth(exponent), []
-    for i in range(MU_COUNT):
-        mu = MU_LOW * (MU_HIGH / MU_LOW) ** (i / (MU_COUNT - 1))
+    for mu in np.geomspace(MU_LOW, MU_HIGH, MU_COUNT).tolist():
         best = power_law_optimum(mu, rho, exponent)
         at_best = objective(best.x, best.y, mu, rho, growth)
         points.append((mu, best.x, best.y, at_best / objective(1.0, 1.0, mu, rho, growth)))
@@ -27,7 +28,7 @@ def optimum_curve(exponent: float, rho: float) -> list[tuple[float, float, float
 
 
 def plot_curves(path: Path) -> None:
-    """Three panels over μ; PNG or SVG at column width."""
+    """Three panels over μ, as a PNG or SVG of one column width."""
     labels = ("best horizon x* (steps)", "best replay ratio y*", "J relative to no replay")
     with figure_style() as figure_class:
         figure = figure_class(figsize=(COLUMN_INCHES, 5.2), layout="constrained")
@@ -42,11 +43,11 @@ def plot_curves(path: Path) -> None:
         panels[0].set_yscale("log")
         panels[1].set_yscale("log")
         panels[2].set_xlabel("μ: cost of generating a rollout / of training on it")
-        _add_key(figure, panels[0])
+        _add_legend(figure, panels[0])
         save_figure(figure, path)
 
 
-def _add_key(figure: Any, axes: Any) -> None:
+def _add_legend(figure: Any, axes: Any) -> None:
     nothing = ([math.nan], [math.nan])
     for exponent, colour in zip(GROWTHS, _COLOURS, strict=True):
         axes.plot(*nothing, color=colour, label=f"a = {exponent:g}")

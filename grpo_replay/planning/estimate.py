@@ -1,16 +1,18 @@
-"""The planner's assumptions, measured in a finished run or taken from a recipe.
+"""Measures the planner's assumptions in a finished run.
 
-μ comes from the ledger (seconds of generation and training over the rollouts that went through
-each), the survival share from the rollout log, token lengths likewise. The growth of variance
-comes from the log-ratios by age: a token whose log-ratio has mean square v has an importance
-weight of second moment about e^v (exactly so if it is normal and the weights have mean 1), and
-that is what multiplies the variance of its gradient.
+μ comes from the cost metrics: seconds of generation and training per rollout. The survival share
+and the token lengths come from the rollout log. The growth of variance comes from the log-ratios
+by age: if a token's log-ratio has mean square v, its importance weight has a second moment of
+about e^v (exactly, if the log-ratio is normal and the weights have mean 1), and the variance of
+its gradient is multiplied by that.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import AgeOutcome, outcomes_by_age
@@ -22,7 +24,7 @@ from grpo_replay.terminal.progress import tracked
 
 @dataclass(frozen=True, slots=True)
 class RunEstimates:
-    """What a run says about the planner's assumptions; None where it cannot tell."""
+    """The planner's assumptions as measured in a run; None if the run does not determine one."""
 
     mu: float | None = None
     survival: float | None = None
@@ -38,7 +40,7 @@ def estimate_from_run(source: Source) -> RunEstimates:
     if not source.rollout_files:
         raise SnapshotError(
             f"{source.path}: no rollouts/ to estimate from (tracking.log_rollouts was off, or "
-            "this is a snapshot alone); give --mu, --rho and --growth instead"
+            "this is a snapshot without its run); give --mu, --rho and --growth instead"
         )
     generated = kept = completion_tokens = prompt_tokens = 0
     for _, path in tracked(source.rollout_files, "reading rollouts"):
@@ -72,20 +74,21 @@ def _total(column: Any) -> int:
 def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) -> float | None:
     """(generation seconds / rollouts generated) / (training seconds / rollouts trained on).
 
-    None if the run trained on nothing or its ledger has no times.
+    None if the run trained on nothing or did not log these times.
     """
     generation = training = trained = 0.0
     steps = 0
     for line in metrics:
-        seconds = line.get("cost/generation_seconds"), line.get("cost/training_seconds")
-        if None in seconds:
+        seconds = line.get("cost/generation_seconds")
+        training_seconds = line.get("cost/training_seconds")
+        if seconds is None or training_seconds is None:
             continue
         count = _trained_rollouts(line, rollouts_per_step)
         if count is None:
             continue
         steps += 1
-        generation += seconds[0]
-        training += seconds[1]
+        generation += seconds
+        training += training_seconds
         trained += count
     if not steps or training <= 0 or trained <= 0 or generation <= 0:
         return None
@@ -93,9 +96,12 @@ def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) 
 
 
 def _trained_rollouts(line: Mapping[str, Any], rollouts_per_step: float) -> float | None:
-    """Rollouts trained on in a step. Runs from before `cost/trained_rollouts` have it in their
-    `cost/mu`, null if there were none; survivors and draws do not tell, as FIFO and the pool
-    leave survivors untrained. None if the line has neither."""
+    """Rollouts trained on in a step; None if the line does not have them.
+
+    Runs older than the metric `cost/trained_rollouts` have the number implicitly in `cost/mu`,
+    which is null for 0. Counting survivors and draws would be wrong: FIFO and the pool do not
+    train on all survivors.
+    """
     if "cost/trained_rollouts" in line:
         return line["cost/trained_rollouts"]
     if "cost/mu" not in line or not line["cost/generation_seconds"]:
@@ -116,20 +122,18 @@ def growth_points(outcomes: Mapping[int, AgeOutcome]) -> list[tuple[int, float, 
 
 
 def fit_growth(points: Sequence[tuple[int, float, float]]) -> RatioGrowth | None:
-    """k and b of k·s^b through the points, least squares in logs weighted by tokens.
+    """k and b of k·s^b, by least squares of the logarithms, weighted by tokens.
 
-    b is held to 0.25 to 4; with a single age b = 1 (a policy that diffuses). None if no age has a
-    mean square above that of fresh rollouts: then no growth was seen.
+    `points` are (age, excess mean square, tokens). b is limited to 0.25 to 4; with a single age it
+    is 1 (a policy that diffuses). None if no age has a mean square above that of fresh rollouts.
     """
-    usable = [(math.log(age), math.log(value), w) for age, value, w in points if value > 0]
+    usable = [point for point in points if point[1] > 0]
     if not usable:
         return None
-    total = sum(w for *_, w in usable)
-    mean_x = sum(x * w for x, _, w in usable) / total
-    mean_y = sum(y * w for _, y, w in usable) / total
-    spread = sum(w * (x - mean_x) ** 2 for x, _, w in usable)
+    ages, values, tokens = np.array(usable, dtype=float).T
+    log_age, log_value = np.log(ages), np.log(values)
     exponent = 1.0
-    if spread > 0:
-        exponent = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in usable) / spread
-        exponent = min(4.0, max(0.25, exponent))
-    return RatioGrowth(math.exp(mean_y - exponent * mean_x), exponent)
+    if len(usable) > 1:  # polyfit squares its weights
+        exponent = float(np.clip(np.polyfit(log_age, log_value, 1, w=np.sqrt(tokens))[0], 0.25, 4))
+    scale = math.exp(np.average(log_value - exponent * log_age, weights=tokens))
+    return RatioGrowth(scale, exponent)

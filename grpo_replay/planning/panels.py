@@ -1,4 +1,4 @@
-"""The plan on a terminal, and as a JSON document."""
+"""Prints a plan on the terminal, or converts it to a JSON document."""
 
 import dataclasses
 import math
@@ -128,8 +128,8 @@ def _sensitivity_table(plan: Plan) -> Table:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values. `x` and `y` are the optimum's, null where they are not finite or
-    where there is no optimum; `recommended` is always finite."""
+    """The plan as JSON values. `x` and `y` are those of the optimum, or null if there is no finite
+    one; `recommended` is always finite."""
     has_optimum = plan.optimum.kind != "fresh_only"
     inputs = plan.inputs
     return {
@@ -150,7 +150,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "mu_per_survivor": inputs.effective_mu,
             "rho": inputs.rho,
             "growth": inputs.growth.describe(),
-            "growth_parameters": dataclasses.asdict(inputs.growth),
+            "growth_parameters": inputs.growth.parameters(),
             "survival": inputs.survival,
             "rollouts_per_step": inputs.rollouts_per_step,
             "completion_tokens": inputs.completion_tokens,

@@ -1,18 +1,18 @@
-"""J over (x, y): a small figure for papers, and a map in characters for the terminal."""
+"""Draws J over (x, y): as a figure of one column width, and as characters on the terminal."""
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.text import Text
 
 from grpo_replay.planning.design import Plan
-from grpo_replay.planning.theory import best_replay_ratio, objective
+from grpo_replay.planning.theory import Values, best_replay_ratio, objective
 from grpo_replay.terminal.plot_style import COLUMN_INCHES, STORED, WARN, figure_style, save_figure
 
 BANDS = (1.05, 1.10, 1.25, 1.5, 2.0, 4.0)
-"""J relative to the best design: what the shades of both maps stand for."""
+"""Upper limits of the shades of both maps: J relative to the best design."""
 
 _SHADES = ("█", "▓", "▒", "░", "·", " ")
 _COLUMNS, _ROWS = 48, 11
@@ -25,22 +25,20 @@ def map_range(plan: Plan) -> tuple[float, float, float, float]:
     return max(1.0, min(xs) / 2), 2.5 * max(xs), min(0.5, *ys) / 1.5, 2.5 * max(ys)
 
 
-def relative_objective(plan: Plan, x: float, y: float) -> float:
-    """J(x, y) relative to the recommended design."""
+def relative_objective(plan: Plan, x: Values, y: Values) -> Values:
+    """J(x, y) relative to J of the recommended design."""
     inputs = plan.inputs
     terms = inputs.effective_mu, inputs.rho, inputs.growth
     best = plan.recommended
     return objective(x, y, *terms) / objective(best.x, best.y, *terms)
 
 
-def _spaced(low: float, high: float, count: int) -> list[float]:
-    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
-
-
 def terminal_map(plan: Plan) -> Text:
     """The map as text: x to the right, y upwards, both logarithmic."""
     x_low, x_high, y_low, y_high = map_range(plan)
-    xs, ys = _spaced(x_low, x_high, _COLUMNS), _spaced(y_low, y_high, _ROWS)
+    xs = np.geomspace(x_low, x_high, _COLUMNS)
+    ys = np.geomspace(y_low, y_high, _ROWS)
+    values = relative_objective(plan, xs[None, :], ys[:, None])
     marks = _marks(plan, xs, ys)
     text = Text()
     for row in reversed(range(_ROWS)):
@@ -48,7 +46,7 @@ def terminal_map(plan: Plan) -> Text:
         text.append(("y" if row == _ROWS - 1 else " ") + label + "│")
         for column in range(_COLUMNS):
             symbol, style = marks.get((column, row), (None, ""))
-            text.append(symbol or _shade(relative_objective(plan, xs[column], ys[row])), style)
+            text.append(symbol or _shade(values[row, column]), style)
         text.append("\n")
     text.append(" " * 8 + "└" + "─" * _COLUMNS + " x, steps\n")
     text.append(" " * 9 + _tick_line(xs) + "\n")
@@ -56,11 +54,11 @@ def terminal_map(plan: Plan) -> Text:
     return text
 
 
-def _marks(plan: Plan, xs: list[float], ys: list[float]) -> dict[tuple[int, int], tuple[str, str]]:
+def _marks(plan: Plan, xs: np.ndarray, ys: np.ndarray) -> dict[tuple[int, int], tuple[str, str]]:
     def cell(x: float, y: float) -> tuple[int, int]:
         return (
-            min(range(len(xs)), key=lambda i: abs(math.log(xs[i] / x))),
-            min(range(len(ys)), key=lambda i: abs(math.log(ys[i] / y))),
+            int(np.abs(np.log(xs / x)).argmin()),
+            int(np.abs(np.log(ys / y)).argmin()),
         )
 
     marks = {cell(plan.no_replay.x, plan.no_replay.y): ("o", "bold")}
@@ -74,7 +72,7 @@ def _shade(value: float) -> str:
     return next((s for s, band in zip(_SHADES, BANDS, strict=True) if value <= band), " ")
 
 
-def _tick_line(xs: list[float]) -> str:
+def _tick_line(xs: np.ndarray) -> str:
     line = ""
     for column in range(0, _COLUMNS, 9):
         line = line.ljust(column) + f"{xs[column]:.3g}"
@@ -88,11 +86,9 @@ def _legend() -> list[str]:
 
 def plot_plan(plan: Plan, path: Path) -> None:
     """Contours of J over (x, y), with the designs; PNG or SVG at column width."""
-    import numpy as np
-
     x_low, x_high, y_low, y_high = map_range(plan)
-    xs, ys = _spaced(x_low, x_high, 120), _spaced(y_low, y_high, 120)
-    values = np.array([[relative_objective(plan, x, y) for x in xs] for y in ys])
+    xs, ys = np.geomspace(x_low, x_high, 120), np.geomspace(y_low, y_high, 120)
+    values = relative_objective(plan, xs[None, :], ys[:, None])
     with figure_style() as figure_class:
         figure = figure_class(figsize=(COLUMN_INCHES, 2.5), layout="constrained")
         axes = figure.subplots()
@@ -116,7 +112,7 @@ def plot_plan(plan: Plan, path: Path) -> None:
 
 
 def _hide_at_the_edge(axes: Any, labels: Iterable[Any]) -> None:
-    """Labels that the frame would cut."""
+    """Hide labels that the frame would cut."""
     for label in labels:
         across, up = axes.transAxes.inverted().transform(
             axes.transData.transform(label.get_position())
@@ -130,7 +126,7 @@ def _log_norm() -> Any:
     return LogNorm(vmin=1.0, vmax=6.0)
 
 
-def _mark_designs(axes, plan: Plan) -> None:
+def _mark_designs(axes: Any, plan: Plan) -> None:
     axes.plot(1, 1, "o", color="black", markersize=4, label="no replay", clip_on=False, zorder=5)
     if plan.current:
         here = plan.current

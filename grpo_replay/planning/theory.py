@@ -11,42 +11,52 @@ Symbols (Arnal et al., arXiv 2604.08706; `docs/planning.md` explains them in wor
     J(x, y) = σ̄²(x) · (1 + y/μ) · (1/y + 1/x + ρ)     compute to reach a given accuracy
 
 For given x the best y is √(μ / (ρ + 1/x)); x minimises σ̄²(x) · (√(1/μ) + √(ρ + 1/x))².
-Everything here is pure Python; nothing is read or printed.
+Nothing is read or printed here. Where a function takes an array of x or y, it works elementwise.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
 
 from grpo_replay.errors import UsageError
 
-FLAT_TOLERANCE = 0.05
-"""Designs whose J is within this share of the best are called as good as the best."""
+Values = TypeVar("Values", float, np.ndarray)
 
-_LOG_X_LOWEST, _LOG_X_HIGHEST, _LOG_X_STEPS = -9.0, 12.0, 420
-_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
+FLAT_TOLERANCE = 0.05
+"""Relative difference in J below which two designs count as equally good."""
+
+_LOG_X_RANGE = (-9.0, 12.0)  # log10 of x in training steps
+_GRID_POINTS = 421
+_REFINEMENTS = 4  # each divides the spacing of the grid by 210; J resolves no finer in float64
+_CELLS = 256
 
 
 class Growth(Protocol):
     """How the variance of one sample's gradient grows with its age."""
 
-    def mean_variance(self, x: float) -> float:
-        """σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf where it overflows."""
+    def mean_variance(self, x: Values) -> Values:
+        """σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf on overflow."""
         ...
+
+    def parameters(self) -> dict[str, float]: ...
 
     def describe(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PowerGrowth:
-    """σ(s) = (s/τ)^a. τ scales J and leaves the optimum where it is."""
+    """σ(s) = (s/τ)^a. τ scales J but does not move the optimum."""
 
     exponent: float
     tau: float = 1.0
 
-    def mean_variance(self, x: float) -> float:
+    def mean_variance(self, x: Values) -> Values:
         return (x / self.tau) ** (2 * self.exponent) / (2 * self.exponent + 1)
+
+    def parameters(self) -> dict[str, float]:
+        return asdict(self)
 
     def describe(self) -> str:
         return f"σ(s) ∝ s^{self.exponent:.3g}"
@@ -54,26 +64,29 @@ class PowerGrowth:
 
 @dataclass(frozen=True, slots=True)
 class RatioGrowth:
-    """σ²(s) = exp(k·s^b), relative to a fresh sample: the second moment of an importance weight
-    whose logarithm is normal with variance k·s^b (b = 1: the policy diffuses, 2: it drifts)."""
+    """σ²(s) = exp(k·s^b), relative to a fresh sample.
+
+    This is the second moment of an importance weight whose logarithm is normal with variance
+    k·s^b. b = 1 means that the policy diffuses, b = 2 that it drifts.
+    """
 
     scale: float  # k, nats² at age 1
     exponent: float  # b
 
-    def variance(self, age_steps: float) -> float:
-        return _exp(self.scale * age_steps**self.exponent)
+    def variance(self, age_steps: Any) -> Any:
+        with np.errstate(over="ignore"):
+            return np.exp(self.scale * age_steps**self.exponent)
 
-    def mean_variance(self, x: float) -> float:
-        # Midpoint rule in u = s/x: the integrand is smooth and rises, 256 cells give 1e-5.
-        cells = 256
-        return sum(self.variance(x * (cell + 0.5) / cells) for cell in range(cells)) / cells
+    def mean_variance(self, x: Values) -> Values:
+        # Midpoint rule in u = s/x: the integrand is smooth and increasing, 256 cells give 1e-5.
+        middles = (np.arange(_CELLS) + 0.5) / _CELLS
+        return self.variance(np.multiply.outer(x, middles)).mean(axis=-1)
+
+    def parameters(self) -> dict[str, float]:
+        return asdict(self)
 
     def describe(self) -> str:
         return f"σ²(s) = exp({self.scale:.3g}·s^{self.exponent:.3g})"
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700.0 else math.inf
 
 
 Kind = Literal["interior", "store_everything", "fresh_only"]
@@ -81,9 +94,11 @@ Kind = Literal["interior", "store_everything", "fresh_only"]
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """Where J is least. `interior`: at finite x and y. `store_everything`: J falls for ever as x
-    grows (x is inf). `fresh_only`: J falls all the way to x = 0 (x and y are 0), so no amount of
-    storing pays."""
+    """The minimum of J.
+
+    `interior`: at finite x and y. `store_everything`: J decreases for all x (x is inf).
+    `fresh_only`: J decreases towards x = 0 (x and y are 0), so storing rollouts does not pay.
+    """
 
     x: float
     y: float
@@ -112,8 +127,8 @@ def check_growth(exponent: float) -> None:
         )
 
 
-def objective(x: float, y: float, mu: float, rho: float, growth: Growth) -> float:
-    """J(x, y), in arbitrary units: only ratios of it mean something."""
+def objective(x: Values, y: Values, mu: float, rho: float, growth: Growth) -> Values:
+    """J(x, y) in arbitrary units: only ratios of J are meaningful."""
     return growth.mean_variance(x) * (1 + y / mu) * (1 / y + 1 / x + rho)
 
 
@@ -123,17 +138,17 @@ def best_replay_ratio(x: float, mu: float, rho: float) -> float:
     return math.sqrt(mu / coupling) if coupling > 0 else math.inf
 
 
-def best_objective(x: float, mu: float, rho: float, growth: Growth) -> float:
+def best_objective(x: Values, mu: float, rho: float, growth: Growth) -> Values:
     """J(x, y*(x)) = σ̄²(x) · (√(1/μ) + √(ρ + 1/x))²."""
-    return growth.mean_variance(x) * (math.sqrt(1 / mu) + math.sqrt(rho + 1 / x)) ** 2
+    return growth.mean_variance(x) * (math.sqrt(1 / mu) + (rho + 1 / x) ** 0.5) ** 2
 
 
 def power_law_optimum(mu: float, rho: float, exponent: float) -> Optimum:
     """The closed form for σ(s) = (s/τ)^a (paper B).
 
-    y* = (-a + √(a² + μρ(1-2a)))/ρ, written so that ρ = 0 needs no case of its own, and
-    x* = y*²/(2a(μ + y*)). At a = 0 rollouts never age and x* is inf; from a = 1/2 on, 1/x falls
-    more slowly than σ² grows and the infimum is at 0. Raises UsageError for values out of range.
+    y* = (-a + √(a² + μρ(1-2a)))/ρ, rewritten so that it also holds for ρ = 0, and
+    x* = y*²/(2a(μ + y*)). For a = 0 rollouts never age and x* is inf. For a ≥ 1/2, σ² grows faster
+    than 1/x decreases and the infimum is at 0. Raises UsageError for values out of range.
     """
     check_inputs(mu, rho)
     check_growth(exponent)
@@ -147,40 +162,22 @@ def power_law_optimum(mu: float, rho: float, exponent: float) -> Optimum:
 
 
 def numeric_optimum(mu: float, rho: float, growth: Growth) -> Optimum:
-    """The optimum for any growth: a grid over log x, refined by golden section.
+    """The optimum for any growth, by repeated refinement of a grid over log x.
 
-    A minimum at an end of the grid (1e-9 to 1e12 steps) is reported as what it means.
+    A minimum at an end of the grid (1e-9 or 1e12 steps) means `fresh_only` or `store_everything`.
     """
     check_inputs(mu, rho)
-    width = (_LOG_X_HIGHEST - _LOG_X_LOWEST) / _LOG_X_STEPS
-    grid = [_LOG_X_LOWEST + width * i for i in range(_LOG_X_STEPS + 1)]
-    values = [best_objective(10**log_x, mu, rho, growth) for log_x in grid]
-    best = min(range(len(grid)), key=values.__getitem__)
-    if best == 0:
-        return Optimum(0.0, 0.0, "fresh_only")
-    if best == _LOG_X_STEPS:
-        return Optimum(math.inf, best_replay_ratio(math.inf, mu, rho), "store_everything")
-    log_x = _golden_section(
-        lambda at: best_objective(10**at, mu, rho, growth), grid[best - 1], grid[best + 1]
-    )
-    x = 10**log_x
+    low, high = _LOG_X_RANGE
+    for _ in range(_REFINEMENTS):
+        grid = np.linspace(low, high, _GRID_POINTS)
+        best = int(np.argmin(best_objective(10.0**grid, mu, rho, growth)))
+        if best == 0:
+            return Optimum(0.0, 0.0, "fresh_only")
+        if best == _GRID_POINTS - 1:
+            return Optimum(math.inf, best_replay_ratio(math.inf, mu, rho), "store_everything")
+        low, high = grid[best - 1], grid[best + 1]
+    x = float(10.0 ** grid[best])
     return Optimum(x, best_replay_ratio(x, mu, rho), "interior")
-
-
-def _golden_section(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function with one minimum in [low, high] is least, to 1e-10."""
-    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-    at_left, at_right = function(left), function(right)
-    while high - low > 1e-10:
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
-            left = high - _GOLDEN * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + _GOLDEN * (high - low)
-            at_right = function(right)
-    return (low + high) / 2
 
 
 def optimum(mu: float, rho: float, growth: Growth) -> Optimum:
@@ -191,10 +188,10 @@ def optimum(mu: float, rho: float, growth: Growth) -> Optimum:
 
 
 def recommended_design(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
-    """A finite (x, y) to run with: the optimum, held to what a buffer can do.
+    """A finite (x, y) to run with: the optimum, limited to what a buffer can do.
 
-    x is at least 1 (a step's own rollouts are all there when it trains). Where J falls for ever,
-    x is the smallest horizon whose J is within 5 % of the limit.
+    x is at least 1, because all rollouts of a step are present when it trains. Where J decreases
+    for all x, x is the smallest horizon whose J is within 5 % of the limit.
     """
     best = optimum(mu, rho, growth)
     x = max(best.x, 1.0)
@@ -204,27 +201,27 @@ def recommended_design(mu: float, rho: float, growth: Growth) -> tuple[float, fl
 
 
 def _nearly_unbounded(mu: float, rho: float) -> float:
-    """x with (√(1/μ) + √(ρ + 1/x))² = (1 + 5 %) · its limit: for variance that does not grow."""
+    """x at which (√(1/μ) + √(ρ + 1/x))² is 5 % above its limit, for variance that does not grow."""
     limit = math.sqrt(1 + FLAT_TOLERANCE) * (math.sqrt(1 / mu) + math.sqrt(rho))
     return 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
 
 
 def balanced_replay_ratio(mu: float, workers: int, trainers: int) -> float:
-    """y = μ·T/W: uses of a rollout when W inference workers and T trainers never wait."""
+    """y = μ·T/W: uses per rollout if W inference workers and T trainers never wait."""
     return mu * trainers / workers
 
 
 def cost_ratio_from_counts(trained: float, generated: float, workers: int, trainers: int) -> float:
-    """μ = (K_train/T)/(K_gen/W): rollouts that one trainer trained on over rollouts that one worker
-    generated in the same time, both always busy."""
+    """μ = (K_train/T)/(K_gen/W): rollouts trained on per trainer over rollouts generated per worker
+    in the same time, with both always busy."""
     return (trained / trainers) / (generated / workers)
 
 
 def relative_compute(y: float, mu: float) -> float:
     """γ = (1 + W/T)/(1 + μ): compute of one step relative to no buffer at equal batch size.
 
-    With inference workers and trainers in balance, W/T = μ/y; the deterministic form's
-    (B + μR)/(B + μB) is the same number. Where groups are dropped, y and μ are those of survivors
-    (B/B' and μR/B'), as everywhere in `planning.design`: without a buffer γ is then 1.
+    With inference workers and trainers in balance, W/T = μ/y. The deterministic form
+    (B + μR)/(B + μB) is equal. If groups are dropped, pass y and μ of survivors (B/B' and μR/B'),
+    as `planning.design` does: γ without a buffer is then 1.
     """
     return (1 + mu / y) / (1 + mu)
