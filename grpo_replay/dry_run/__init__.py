@@ -1,4 +1,4 @@
-"""Does a run fit, and what will it cost: said before anything is spent.
+"""Estimates memory, disk, network and tokens of a run without starting it (`train --dry-run`).
 
-Imports the engine's models and what is below.
+Imports engine and the folders below it; not sampling, evaluation or training.
 """

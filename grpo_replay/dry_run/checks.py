@@ -1,20 +1,17 @@
-"""What a dry run looks at beside memory: tokenizer, weights, prompts, versions, GPUs.
+"""Checks of a dry run other than memory: versions, GPUs, tokenizer, weights, prompts, disk.
 
-A finding is a problem (the run would stop there) or unchecked (it could not be seen from here).
+A finding is a problem (the run would fail there) or unchecked (not visible from this machine).
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
-import os
 import re
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
 
+from grpo_replay.dry_run.hub import is_on_hub, weights_are_cached
 from grpo_replay.dry_run.memory import to_gib
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.recipe import Recipe
@@ -22,13 +19,12 @@ from grpo_replay.storage.atomic import free_bytes
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.storage.versions import installed_version
 
-_HUB_SECONDS = 3.0
 _PACKAGE = "grpo-replay"
 
 
 @dataclass(slots=True)
 class Findings:
-    """Sentences for the report."""
+    """Sentences for the report, by kind."""
 
     problems: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -36,7 +32,7 @@ class Findings:
 
 
 def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
-    """Add what is wrong with the recipe's parts, and what cannot be seen from here."""
+    """Add problems with the components of the recipe, and what could not be checked."""
     _check_versions(findings)
     _check_devices(recipe, device, findings)
     _check_settings(recipe, device, findings)
@@ -47,62 +43,24 @@ def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
     _check_prompts(recipe, tokenizer, findings)
 
 
-def note_room(
+def check_disk_space(
     storage: Mapping[str, Any], output_dir: Path, device: str, findings: Findings
 ) -> None:
-    """Add what is wrong with the room for checkpoints where the run would go."""
+    """Compare the size of checkpoints with the free space where the run would write them."""
     one, most = storage["checkpoint_gib"], storage["checkpoints_gib_most"]
     if one is None:
         return
-    free, wrong = to_gib(free_bytes(output_dir)), _elsewhere_or_problem(device, findings)
+    free, missing = to_gib(free_bytes(output_dir)), _list_for_missing(device, findings)
     if free < one:
-        wrong.append(
-            f"room on disk: a checkpoint takes {one} GiB, {output_dir} has {free} GiB free"
+        missing.append(
+            f"disk space: a checkpoint takes {one} GiB, {output_dir} has {free} GiB free"
         )
     elif free < most:
-        tight = findings.assumptions if wrong is findings.problems else findings.unchecked
+        tight = findings.assumptions if missing is findings.problems else findings.unchecked
         tight.append(
-            f"room on disk: all checkpoints kept and one being written take {most} GiB, "
+            f"disk space: all kept checkpoints and the one being written take {most} GiB, "
             f"{output_dir} has {free} GiB free"
         )
-
-
-def hub_is_reachable() -> bool:
-    """Whether the Hugging Face hub answers within three seconds (HF_ENDPOINT, HF_HUB_OFFLINE)."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        return False
-    address = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = address.port or (80 if address.scheme == "http" else 443)
-    try:
-        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def cache_only_if_unreachable() -> Iterator[None]:
-    """While the hub does not answer, read the local cache without the libraries' retries."""
-    if hub_is_reachable():
-        yield
-        return
-    import datasets.config
-    import huggingface_hub.constants
-
-    switches = [(huggingface_hub.constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
-    before = [getattr(module, name) for module, name in switches]
-    for module, name in switches:
-        setattr(module, name, True)
-    try:
-        yield
-    finally:
-        for (module, name), value in zip(switches, before, strict=True):
-            setattr(module, name, value)
-
-
-def is_on_hub(source: str) -> bool:
-    """Whether a model or data source names something on the hub rather than here."""
-    return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
 
 
 def _check_versions(findings: Findings) -> None:
@@ -130,7 +88,7 @@ def _check_versions(findings: Findings) -> None:
 def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
     import torch
 
-    missing = _elsewhere_or_problem(device, findings)
+    missing = _list_for_missing(device, findings)
     if device == "cuda":
         found, wanted = torch.cuda.device_count(), recipe.engine.num_processes
         if found < wanted:
@@ -151,9 +109,9 @@ def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
         )
 
 
-def _elsewhere_or_problem(device: str, findings: Findings) -> list[str]:
-    """Where to note what this machine lacks. A recipe for GPUs that are not here will run on
-    another one, with packages and disks of its own."""
+def _list_for_missing(device: str, findings: Findings) -> list[str]:
+    """The list for what this machine lacks: problems, or unchecked if the recipe needs GPUs and
+    this machine has none, because the run will use another machine."""
     import torch
 
     elsewhere = device == "cuda" and torch.cuda.device_count() == 0
@@ -161,11 +119,11 @@ def _elsewhere_or_problem(device: str, findings: Findings) -> list[str]:
 
 
 def _check_trackers(recipe: Recipe, device: str, findings: Findings) -> None:
-    _elsewhere_or_problem(device, findings).extend(missing_trackers(recipe))
+    _list_for_missing(device, findings).extend(missing_trackers(recipe))
 
 
 def _check_reward(recipe: Recipe, findings: Findings) -> None:
-    """A function of the user's own is loaded, where training would load it: in a worker."""
+    """Load a custom reward function the way training does: in a worker process."""
     from grpo_replay.recipe import BUILTIN_VERIFIERS
     from grpo_replay.rewards.process import VerifierProcess, WorkerGone, WorkerLate
 
@@ -183,7 +141,7 @@ def _check_reward(recipe: Recipe, findings: Findings) -> None:
         )
     except (WorkerGone, WorkerLate):
         findings.problems.append(
-            f"reward.function {function!r} cannot be loaded: its process ended, or took too long"
+            f"reward.function {function!r} cannot be loaded: its process ended or timed out"
         )
     finally:
         worker.reap()
@@ -200,7 +158,9 @@ def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
             f"{engine.num_processes}"
         )
     if device == "cpu" and (engine.offload_optimizer or engine.offload_parameters):
-        findings.problems.append("offloading needs a GPU; everything is in host memory already")
+        findings.problems.append(
+            "offloading needs a GPU; on a CPU everything is in host memory already"
+        )
     if engine.zero_stage == 3 and recipe.loss.beta > 0 and engine.offload_parameters:
         findings.assumptions.append("the reference copy of loss.beta is not offloaded")
 
@@ -227,7 +187,7 @@ def _check_weights(recipe: Recipe, findings: Findings) -> None:
         return
     path = recipe.model.path
     if is_on_hub(path):
-        if not _weights_cached(path, recipe.model.revision):
+        if not weights_are_cached(path, recipe.model.revision):
             findings.unchecked.append(
                 f"weights of {path}: not in the local cache; they would be downloaded"
             )
@@ -242,21 +202,14 @@ def _check_weights(recipe: Recipe, findings: Findings) -> None:
         )
 
 
-def _weights_cached(path: str, revision: str | None) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-
-    names = ("model.safetensors", "model.safetensors.index.json")
-    return any(isinstance(try_to_load_from_cache(path, n, revision=revision), str) for n in names)
-
-
 def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> None:
-    """Local prompts are read in full (as the run would); of a hub dataset only its columns."""
+    """Read local prompts in full, as the run would. Of a hub dataset, check only the columns."""
     section = recipe.prompts
     if is_on_hub(section.source):
         _check_hub_columns(recipe, findings)
         return
     if tokenizer is None:
-        findings.unchecked.append(f"prompts of {section.source}: they need the tokenizer")
+        findings.unchecked.append(f"prompts of {section.source}: reading them needs the tokenizer")
         return
     from grpo_replay.prompts.prompt_set import load_prompts
 
@@ -299,7 +252,7 @@ def _check_hub_columns(recipe: Recipe, findings: Findings) -> None:
 
 
 def _attempt(action: Any, source: str, what: str, findings: Findings) -> Any:
-    """What `action` returns. A failure is unchecked for a hub source, a problem for a local one."""
+    """Result of `action`; None if it fails: unchecked for a hub source, else a problem."""
     try:
         return action()
     except GrpoReplayError as error:

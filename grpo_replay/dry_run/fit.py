@@ -1,4 +1,7 @@
-"""A recipe's engine and sampler on one rank's device: does it fit, and what to change first."""
+"""Whether engine and sampler of a recipe fit on the device of one rank, and what to change if not.
+
+`memory` has the arithmetic, `trace` measures activations and the sizes of the model.
+"""
 
 import os
 from collections.abc import Iterator
@@ -32,8 +35,8 @@ PUBLISHED = {
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One rank's device. `capacity` in bytes; `assumed` if no such device is here and a size was
-    supposed."""
+    """The device of one rank. `capacity` is in bytes; `assumed` is true if this machine has no such
+    device and a size was assumed."""
 
     device: str
     processes: int
@@ -43,7 +46,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """A model under the recipe's engine and sampler, on one rank."""
+    """Memory of the engine and the sampler on one rank."""
 
     shape: ModelShape
     model_length: int  # tokens of prompt plus completion that the sampler has room for
@@ -51,7 +54,7 @@ class EnginePlan:
     sampler: SamplerMemory
 
     def phases(self) -> dict[str, int]:
-        """Bytes of one rank's device in each phase of a step."""
+        """Bytes on the device of one rank in each phase of a step."""
         return {
             "generation": self.engine.at_rest + self.sampler.awake,
             "forward_backward": self.engine.backward_peak + self.sampler.asleep,
@@ -60,9 +63,10 @@ class EnginePlan:
 
 
 def find_hardware(recipe: Recipe, gpu_memory_gib: float | None) -> Hardware:
-    """The device to plan for: the recipe's, or with `auto` a GPU if one is here or is asked for.
+    """The device to plan for: that of the recipe, or with `auto` a GPU if this machine has one or
+    `gpu_memory_gib` is given.
 
-    A CPU rank's capacity is its share of this machine's memory.
+    The capacity of a CPU rank is an equal share of this machine's memory.
     """
     import torch
 
@@ -91,8 +95,8 @@ def with_known_model(recipe: Recipe) -> Recipe:
 def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
     """The engine and sampler in memory, for the largest micro-batch that the budget allows.
 
-    Raises ModelError if the configuration cannot be read, RecipeError if it does not take the
-    recipe's lengths.
+    Raises ModelError if the configuration cannot be read, RecipeError if the lengths of the recipe
+    exceed the positions of the model.
     """
     from grpo_replay.dry_run import trace
     from grpo_replay.engine.models import load_config
@@ -155,7 +159,7 @@ def fits_in(plan: EnginePlan, capacity: int) -> bool:
 
 
 def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
-    """The first single override that makes it fit, or the one that helps most if none does."""
+    """The first single override with which the run fits, or else the most effective one."""
     best: tuple[int, dict[str, Any]] | None = None
     for override in candidate_changes(recipe):
         changed = resolve_recipe([recipe.model_dump(mode="json"), parse_overrides([override])])
@@ -171,7 +175,7 @@ def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
 
 
 def candidate_changes(recipe: Recipe) -> Iterator[str]:
-    """Overrides that save memory, from what costs least to what costs most."""
+    """Overrides that save memory, from the cheapest to the most expensive."""
     longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
     in_process = recipe.sampling.backend == "vllm"
     vllm, engine = recipe.sampling.vllm, recipe.engine

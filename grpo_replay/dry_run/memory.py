@@ -1,7 +1,8 @@
-"""What a run holds in memory, per rank, from sizes alone: pure arithmetic, in bytes.
+"""Memory of a run per rank, in bytes: arithmetic on the sizes of the model and the recipe.
 
-The engine's terms are those of DeepSpeed 0.19 as measured by benchmarks/memory.py. With P
-parameters, N ranks and b bytes of the model's dtype:
+Activations are not computed here but measured by `dry_run.trace`, which also gives the sizes of
+the model (`ModelShape`). The terms of the engine are those of DeepSpeed 0.19, checked against
+benchmarks/memory.py. With P parameters, N ranks and b bytes per element of the model's dtype:
 
     ZeRO                      0 fp32   0 bf16       1            2            3
     parameters                P·4      P·2          P·b          P·b          P·b/N
@@ -9,10 +10,10 @@ parameters, N ranks and b bytes of the model's dtype:
     master weights            -        P·4          P·4/N        P·4/N        P·4/N
     Adam's moments            P·8      P·8          P·8/N        P·8/N        P·8/N
 
-From ZeRO-2 on, a micro-batch's gradient shard exists beside the accumulated one (which ZeRO-3
-holds all the time, and in bf16 both until the step is over). A flat fp32 gradient (4 per element)
-and Adam's temporaries (8 in torch's loop on a CPU, 4 in its foreach form on CUDA) come on top
-while the optimizer steps over its shard.
+From ZeRO-2 on, the gradient shard of a micro-batch exists in addition to the accumulated one.
+ZeRO-3 holds the accumulated shard permanently, and in bf16 both until the end of the step. While
+the optimizer steps over its shard, it also needs a flat fp32 gradient (4 bytes per element) and
+Adam's temporaries (8 in torch's loop on a CPU, 4 in its foreach form on CUDA).
 """
 
 from dataclasses import asdict, dataclass
@@ -25,16 +26,16 @@ MOMENTS = 8
 CUDA_CONTEXT = int(1.0 * GIB)
 """CUDA context, cuBLAS workspace and NCCL's buffers of one process (assumed, not measured)."""
 PROCESS = int(0.41 * GIB)
-"""A CPU rank around a negligible model: Python, torch, transformers, DeepSpeed (measured)."""
+"""A CPU rank with a negligible model: Python, torch, transformers, DeepSpeed (measured)."""
 PROCESS_ZERO = int(0.455 * GIB)
 """The same with ZeRO 1 to 3, whose optimizers load more (measured)."""
 VLLM_GRAPHS = int(1.0 * GIB)
 """vLLM's CUDA graphs (assumed; logs show 0.5 GiB for an 8B model and 1.6 GiB for 27B)."""
 VLLM_BUFFERS = int(0.5 * GIB)
-"""What else vLLM holds outside its own allocator, and its profile run (assumed)."""
+"""Other vLLM memory outside its own allocator, and its profile run (assumed)."""
 PINNED_ROUNDING = 1.5
-"""Pinned host memory per byte of weights: torch rounds every block up to a power of two. By
-arithmetic over vLLM's fused tensors 1.34 for Qwen3-4B, 1.40 for 1.7B and 1.63 for 0.6B."""
+"""Pinned host memory per byte of weights: torch rounds every block up to a power of two. Computed
+from the sizes of vLLM's fused tensors: 1.34 for Qwen3-4B, 1.40 for 1.7B and 1.63 for 0.6B."""
 
 
 class ForwardMemory(NamedTuple):
@@ -48,7 +49,8 @@ class ForwardMemory(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Sizes of a model, in elements. `parameters` counts tied weights once,
-    `parameters_in_files` under each of their names; `kv_elements_per_token` over all layers."""
+    `parameters_in_files` under each of their names; `kv_elements_per_token` is over all layers;
+    `attention_width` is heads · head_dim, for counts of floating-point operations."""
 
     parameters: int
     parameters_in_files: int
@@ -64,7 +66,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """How the engine holds a model. `bucket_elements` and `live_elements` are DeepSpeed's
+    """Engine settings that decide its memory. `bucket_elements` and `live_elements` are DeepSpeed's
     reduce_bucket_size and stage3_max_live_parameters."""
 
     zero_stage: int
@@ -80,9 +82,9 @@ class EngineSetting:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes of one rank's device. `gradients`, `bucket` and `gathered` exist in the backward pass,
-    `flat_copy` after it, `step_work` while the optimizer steps; `host` is what offloading moves to
-    host memory."""
+    """Bytes on the device of one rank. `gradients`, `bucket` and `gathered` exist in the backward
+    pass, `flat_copy` after it, `step_work` while the optimizer steps. `host` is the host memory
+    used by offloading."""
 
     parameters: int
     gradients: int
@@ -122,7 +124,7 @@ class EngineMemory:
 def engine_memory(
     shape: ModelShape, forward: ForwardMemory, setting: EngineSetting
 ) -> EngineMemory:
-    """The engine's memory on one rank (DeepSpeed; the table at the top of this module)."""
+    """Memory of the engine on one rank, by the table at the top of this module."""
     count, size, stage = shape.parameters, setting.dtype_bytes, setting.zero_stage
     shard = -(-count // setting.ranks)
     sharded = stage >= 1
@@ -166,8 +168,8 @@ def _base(setting: EngineSetting) -> int:
 
 
 def _bucket(count: int, setting: EngineSetting) -> int:
-    """Gradients on their way to their owners. A GPU allocates all of it; on a CPU only pages that
-    are written count."""
+    """The buffer in which gradients are reduced. A GPU allocates all of it; on a CPU only pages
+    that are written count."""
     if setting.zero_stage == 0:
         return 0
     elements = setting.bucket_elements
@@ -175,8 +177,8 @@ def _bucket(count: int, setting: EngineSetting) -> int:
 
 
 def _flat_copy(count: int, setting: EngineSetting) -> int:
-    """Stage 0 reduces copies of the gradients, in the model's dtype, when they are whole; bf16
-    ones then become fp32, which `gradients` counts."""
+    """ZeRO-0 reduces copies of the complete gradients, in the dtype of the model. The fp32 copies
+    of bf16 gradients are counted in `gradients`."""
     if setting.zero_stage > 0 or setting.dtype_bytes < FP32:
         return 0
     return FP32 * min(count, setting.bucket_elements)
@@ -196,9 +198,9 @@ def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients:
 
 @dataclass(frozen=True, slots=True)
 class SamplerMemory:
-    """Bytes that a sampler adds to one rank's device, awake and while training, and how many
-    tokens its cache holds (None: as many as are asked for; no limit but memory). `host` is the
-    host memory in which its weights wait after an evaluation."""
+    """Bytes that a sampler adds to the device of one rank, while generating (`awake`) and while
+    training (`asleep`), and the capacity of its KV cache in tokens (None: no fixed limit). `host`
+    is the host memory that holds its weights while it sleeps after an evaluation."""
 
     awake: int
     asleep: int
@@ -210,10 +212,10 @@ def vllm_memory(
     shape: ModelShape, dtype_bytes: int, capacity: int, share: float, tensor_parallel: int,
     sleeps: bool, graphs: bool = True,
 ) -> SamplerMemory:  # fmt: skip
-    """vLLM takes `share` of the device; what weights, counters and overhead leave is KV cache.
+    """vLLM takes `share` of the device; the rest after weights, counters and overhead is KV cache.
 
-    `cache_tokens` is 0 or less if the weights do not fit. Asleep, everything outside vLLM's own
-    allocator stays: its CUDA graphs and buffers.
+    `cache_tokens` is 0 or less if the weights do not fit. A sleeping vLLM keeps what is outside its
+    own allocator: CUDA graphs and buffers.
     """
     awake = int(share * capacity)
     overhead = VLLM_BUFFERS + (VLLM_GRAPHS if graphs else 0)
@@ -226,9 +228,9 @@ def vllm_memory(
 
 
 def _vllm_counters(shape: ModelShape, capacity: int) -> int:
-    """Token counts of repetition penalties, which the V2 runner allocates with the weights though
-    nobody asks for a penalty: 4 bytes and a bit per word of the vocabulary for each of 1,024
-    requests, or 256 below 70 GiB (vLLM 0.32, v1/worker/gpu/sample/penalties.py)."""
+    """Token counts of repetition penalties, which the V2 runner always allocates with the weights:
+    4 bytes and one bit per vocabulary entry for each of 1,024 requests, or 256 below 70 GiB
+    (vLLM 0.32, v1/worker/gpu/sample/penalties.py)."""
     requests = 1024 if capacity >= 70 * GIB else 256
     return requests * (4 * shape.vocabulary + 4 * -(-shape.vocabulary // 32))
 
@@ -236,8 +238,8 @@ def _vllm_counters(shape: ModelShape, capacity: int) -> int:
 def hf_memory(
     shape: ModelShape, dtype_bytes: int, rows: int, prompt_tokens: int, completion_tokens: int
 ) -> SamplerMemory:
-    """A second copy of the weights and the cache of `rows` rows at their longest, with the step's
-    logits in fp32 (chosen in two passes: two copies)."""
+    """A second copy of the weights, the KV cache of `rows` rows of maximum length, and two fp32
+    copies of the logits of one decoding step."""
     weights = dtype_bytes * shape.parameters
     longest = prompt_tokens + completion_tokens
     cache = dtype_bytes * shape.kv_elements_per_token * rows * longest
@@ -246,22 +248,22 @@ def hf_memory(
 
 
 def stored_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
-    """Host memory of rollouts in the buffer, by their mean lengths: ids in int32, behaviour and
-    sampler log-probs in float32, and 1,000 bytes of Python objects each (measured). Their text is
-    not stored."""
+    """Host memory of rollouts in the buffer, from their mean lengths: ids in int32, behaviour and
+    sampler log-probs in float32, and 1,000 bytes of Python objects per rollout (measured). The
+    buffer does not store their text."""
     return rollouts * (4 * prompt_tokens + (4 + 4 + 4) * completion_tokens + 1000)
 
 
 def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:
-    """Rollouts in a step's file, before compression, which gains little on log-probs: the same
-    arrays, text of about four bytes a token, and 256 bytes of scalars each."""
+    """Size of rollouts in the file of a step, before compression, which gains little on log-probs:
+    the same arrays, about four bytes of text per token, and 256 bytes of scalars per rollout."""
     return rollouts * (4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens + 256)
 
 
 def checkpoint_bytes(parameters: int, dtype_bytes: int, zero_stage: int) -> int:
-    """Size of a checkpoint without the buffer: the parameters in model/, and in engine/ below
-    ZeRO-3 (which rounds them from its fp32 master weights); once, over all ranks, Adam's moments
-    and, unless the parameters are fp32 and whole, the master weights."""
+    """Size of a checkpoint without the buffer, over all ranks: the parameters in model/, and again
+    in engine/ below ZeRO-3 (which derives them from its fp32 master weights); Adam's moments; and
+    the master weights, except with fp32 parameters and ZeRO-0."""
     copies = 1 if zero_stage == 3 else 2
     has_masters = dtype_bytes < FP32 or zero_stage > 0
     return parameters * (copies * dtype_bytes + MOMENTS + (FP32 if has_masters else 0))

@@ -1,7 +1,7 @@
-"""What a recipe would take, said before anything is spent: `train --dry-run`.
+"""The report of `train --dry-run`: an estimate of the memory, disk and tokens of a run.
 
-`dry_run` returns a report; it loads a configuration and, where they are at hand, tokenizer and
-prompts, but no weights, and starts no ranks. What could not be looked at is in `unchecked`.
+`dry_run` loads the configuration of the model and, if available, tokenizer and prompts. It loads
+no weights and starts no ranks. What could not be checked is listed in `unchecked`.
 """
 
 from dataclasses import dataclass, field
@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.dry_run.assumptions import assumed_survival
-from grpo_replay.dry_run.checks import (
-    Findings,
-    cache_only_if_unreachable,
-    check_parts,
-    note_room,
-)
+from grpo_replay.dry_run.checks import Findings, check_disk_space, check_parts
 from grpo_replay.dry_run.fit import (
     EnginePlan,
     Hardware,
@@ -24,6 +19,7 @@ from grpo_replay.dry_run.fit import (
     plan_engine,
     with_known_model,
 )
+from grpo_replay.dry_run.hub import cache_only_if_unreachable
 from grpo_replay.dry_run.memory import ModelShape, to_gib
 from grpo_replay.dry_run.sizes import (
     MEAN_COMPLETION_SHARE,
@@ -41,7 +37,7 @@ DEFAULT_OUTPUT = Path("runs")
 
 @dataclass(frozen=True, slots=True)
 class DryRunReport:
-    """Everything `--dry-run` says. Sections hold JSON values; None stands for unknown."""
+    """All results of a dry run. Sections hold JSON values; None means unknown."""
 
     recipe: str
     hardware: dict[str, Any]
@@ -70,10 +66,10 @@ class DryRunReport:
 def dry_run(
     recipe: Recipe, gpu_memory_gib: float | None = None, output_dir: Path = DEFAULT_OUTPUT
 ) -> DryRunReport:
-    """The report. `gpu_memory_gib` plans for GPUs of that size, whether they are here or not; room
-    for checkpoints is looked for where `output_dir` is, or would be.
+    """The report. With `gpu_memory_gib`, assume GPUs of that size. The free disk space is that of
+    `output_dir`, which need not exist.
 
-    Raises RecipeError for settings that the model's configuration cannot take.
+    Raises RecipeError for settings that do not match the configuration of the model.
     """
     with cache_only_if_unreachable():
         return _report(recipe, gpu_memory_gib, output_dir)
@@ -83,22 +79,11 @@ def _report(recipe: Recipe, gpu_memory_gib: float | None, output_dir: Path) -> D
     findings = Findings()
     hardware = find_hardware(recipe, gpu_memory_gib)
     check_parts(recipe, hardware.device, findings)
-    plan = None
-    try:
-        known = with_known_model(recipe)
-        plan = plan_engine(known, hardware.device == "cuda", hardware.capacity)
-        if known is not recipe:
-            findings.assumptions.append(
-                f"sizes of {recipe.model.path} from the configuration shipped with the package"
-            )
-    except ModelError as error:
-        findings.unchecked.append(f"sizes of the model: {error}")
-    if plan is not None:
-        _note_attention(known, hardware, findings)
-        findings.assumptions += describe_host_copies(known, plan.shape, hardware)
+    known = with_known_model(recipe)
+    plan = _plan(recipe, known, hardware, findings)
     step, replay = describe_step(recipe), describe_replay(recipe)
     storage = describe_storage(recipe, replay, plan)
-    note_room(storage, output_dir, hardware.device, findings)
+    check_disk_space(storage, output_dir, hardware.device, findings)
     _note_assumptions(recipe, hardware, findings)
     fits = None if plan is None else fits_in(plan, hardware.capacity)
     change = None
@@ -118,6 +103,24 @@ def _report(recipe: Recipe, gpu_memory_gib: float | None, output_dir: Path) -> D
         first_change=change,
         findings=findings,
     )
+
+
+def _plan(
+    recipe: Recipe, known: Recipe, hardware: Hardware, findings: Findings
+) -> EnginePlan | None:
+    """Memory of engine and sampler; None if the configuration of the model cannot be read."""
+    try:
+        plan = plan_engine(known, hardware.device == "cuda", hardware.capacity)
+    except ModelError as error:
+        findings.unchecked.append(f"sizes of the model: {error}")
+        return None
+    if known is not recipe:
+        findings.assumptions.append(
+            f"sizes of {recipe.model.path} from the configuration shipped with the package"
+        )
+    _note_attention(known, hardware, findings)
+    findings.assumptions += describe_host_copies(known, plan.shape, hardware)
+    return plan
 
 
 def _describe_hardware(hardware: Hardware) -> dict[str, Any]:

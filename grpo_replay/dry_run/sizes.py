@@ -1,4 +1,4 @@
-"""What a step moves and stores, from the recipe alone: tokens, buffer, disk, network."""
+"""Tokens, buffer size, disk and network traffic of a step, from recipe and model sizes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,9 +15,9 @@ from grpo_replay.dry_run.memory import (
 from grpo_replay.recipe import Recipe
 
 MEAN_COMPLETION_SHARE = 0.3
-"""Mean completion over the longest one: paper A's base models, 2,000-2,450 of 8,192 tokens."""
+"""Mean over maximum completion length: paper A's base models, 2,000-2,450 of 8,192 tokens."""
 MEAN_PROMPT_SHARE = 0.15
-"""Mean prompt over the longest one: competition problems, some 150 of 1,024 tokens."""
+"""Mean over maximum prompt length: about 150 of 1,024 tokens for competition problems."""
 
 
 def describe_step(recipe: Recipe) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def describe_step(recipe: Recipe) -> dict[str, Any]:
 
 
 def describe_replay(recipe: Recipe) -> dict[str, Any]:
-    """How full the buffer gets: at most, and with the expected share of survivors."""
+    """Number of stored rollouts: the maximum, and with the expected share of survivors."""
     replay, generated = recipe.replay, recipe.rollouts_per_step
     if not recipe.replays:
         return {"stored_rollouts_expected": 0, "stored_rollouts_most": 0, "capacity_binds": False,
@@ -68,7 +68,7 @@ def describe_replay(recipe: Recipe) -> dict[str, Any]:
 def describe_storage(
     recipe: Recipe, replay: Mapping[str, Any], plan: EnginePlan | None
 ) -> dict[str, Any]:
-    """Host memory of the buffer, and what a step and a checkpoint write."""
+    """Host memory of the buffer, and sizes of the files of a step and of a checkpoint."""
     prompt, completion = recipe.prompts.max_prompt_length, recipe.sampling.max_completion_length
     mean = (MEAN_PROMPT_SHARE * prompt, MEAN_COMPLETION_SHARE * completion)
     generated = recipe.rollouts_per_step
@@ -92,9 +92,9 @@ def describe_storage(
 
 
 def describe_host_copies(recipe: Recipe, shape: ModelShape, hardware: Hardware) -> list[str]:
-    """A sentence if every rank of a GPU node holds a whole copy of the model in host memory while
-    it starts. Weights stored in the precision of `model.dtype` are mapped from their file, which
-    all ranks share."""
+    """A sentence if every rank of a GPU node holds a whole copy of the model in host memory at the
+    start; otherwise empty. Weights stored in `model.dtype` are mapped from their file, which all
+    ranks share."""
     from grpo_replay.engine.models import load_config
 
     stored = str(load_config(recipe.model).dtype or "").removeprefix("torch.")
@@ -105,7 +105,7 @@ def describe_host_copies(recipe: Recipe, shape: ModelShape, hardware: Hardware) 
     else:
         return []
     if hardware.device != "cuda":
-        return []  # it is the rank's own memory, and counted as such
+        return []  # on a CPU the copy is counted as memory of the rank
     size = DTYPE_BYTES[recipe.model.dtype] * shape.parameters * hardware.processes
     return [
         f"{to_gib(size)} GiB of host memory at the start, one whole model for each of "
@@ -114,8 +114,8 @@ def describe_host_copies(recipe: Recipe, shape: ModelShape, hardware: Hardware) 
 
 
 def describe_network(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
-    """Bytes that each rank receives (and as many that it sends): ring collectives move
-    (N-1)/N of the whole."""
+    """GiB that each rank receives; it sends the same amount. Ring collectives move (N-1)/N of the
+    whole."""
     ranks, stage = recipe.engine.num_processes, recipe.engine.zero_stage
     whole = DTYPE_BYTES[recipe.model.dtype] * shape.parameters * (ranks - 1) / ranks
     microbatch = {0: 0.0, 1: 0.0, 2: whole, 3: 3 * whole}[stage]  # gather twice, scatter once

@@ -1,5 +1,7 @@
-"""What a model's forward and backward hold, traced on the meta device: exact, and nothing is
-allocated or computed."""
+"""Measures the activations of forward and backward by tracing the model on the meta device.
+
+The sizes are exact; nothing is allocated or computed.
+"""
 
 import weakref
 from collections.abc import Iterator
@@ -25,10 +27,10 @@ _TRACED_LAYERS = (2, 4)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the tensors made while it is active that are still alive, and their peak."""
+    """Counts the bytes of live tensors created while it is active, and their peak."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Does not count the storages of `model`'s parameters and buffers."""
+        """Parameters and buffers of `model` are not counted."""
         super().__init__()
         self.now = 0
         self.peak = 0
@@ -58,7 +60,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What a flash kernel keeps: queries, keys, values, its output and one fp32 per query."""
+    """Saves what a flash kernel saves: queries, keys, values, output and one fp32 per query."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
@@ -119,8 +121,8 @@ def forward_memory(
 ) -> ForwardMemory:
     """Peak of one micro-batch of `rows` x `length` tokens, `completion` of each trained on.
 
-    Two shallow copies of the model are traced and extrapolated: the peak is linear in the number
-    of layers. Parameters and their gradients are not in it: they are the engine's.
+    Two shallow copies of the model are traced and extrapolated, because the peak is linear in the
+    number of layers. Parameters and their gradients are not included: the engine holds them.
     """
     config = load_config(recipe.model)
     few, more = (min(each, config.num_hidden_layers) for each in _TRACED_LAYERS)
@@ -168,7 +170,7 @@ def _trace(
 
 @contextmanager
 def _gradients_dropped(model: nn.Module) -> Iterator[None]:
-    """Drop each parameter's gradient as soon as it is whole: the engine keeps them elsewhere."""
+    """Drop the gradient of each parameter when complete: the engine counts gradients."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None

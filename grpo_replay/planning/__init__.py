@@ -1,4 +1,4 @@
-"""Paper B's theory of replay, and its estimate from a recipe or a finished run.
+"""Paper B's theory of replay as a calculator: how long to keep rollouts, how often to reuse them.
 
-Imports inspection and what is below; no torch.
+Imports inspection, dry_run and the folders below them; no torch.
 """

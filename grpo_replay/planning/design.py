@@ -1,8 +1,8 @@
-"""The planner's (x, y) as settings of a recipe's buffer, and a recipe's settings as (x, y).
+"""Converts (x, y) of the theory to buffer settings of a recipe, and back.
 
-Groups whose rewards are all equal are dropped before they are stored, so with a survival share s
-a step of R generated rollouts adds B' = s·R, and generating one that can be trained on costs
-μ/s. The theory is applied to survivors: x = N/B', y = trained per survivor, μ/s in place of μ.
+Groups whose rewards are all equal are dropped before they are stored. With a survival share s, a
+step of R generated rollouts therefore adds B' = s·R, and generating one survivor costs μ/s. The
+theory is applied to survivors: x = N/B', y = uses per survivor, and μ/s in place of μ.
 """
 
 import math
@@ -33,7 +33,7 @@ from grpo_replay.recipe import ReplaySection
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What the plan assumes, and (in `sources`) where each number came from."""
+    """Assumptions of the plan. `sources` says where each number comes from."""
 
     mu: float
     rho: float
@@ -57,7 +57,7 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class Design:
-    """A buffer in numbers: the settings that give (x, y), and what they cost."""
+    """A buffer with horizon x and replay ratio y: its settings and its cost."""
 
     x: float
     y: float
@@ -77,7 +77,7 @@ class Design:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The planner's answer: theory, recommendation, the recipe's own design, sensitivity."""
+    """Optimum, recommended design, design of the recipe, and sensitivity."""
 
     inputs: PlanInputs
     optimum: Optimum
@@ -91,7 +91,7 @@ class Plan:
 
 
 def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
-    """The plan for these assumptions; `replay` is the recipe's buffer, if there is a recipe.
+    """The plan for these assumptions. `replay` has the settings of the recipe, if there is one.
 
     Raises UsageError for assumptions out of range.
     """
@@ -118,13 +118,13 @@ def _check(inputs: PlanInputs) -> None:
     check_inputs(inputs.mu, inputs.rho)
     if not 0 < inputs.survival <= 1:
         raise UsageError(
-            f"--survival {inputs.survival}: the share of rollouts whose group is kept is above 0 "
-            "and at most 1 (paper A measured 0.34 to 0.49)"
+            f"--survival {inputs.survival}: the share of rollouts whose group is kept must be "
+            "above 0 and at most 1 (paper A measured 0.34 to 0.49)"
         )
 
 
 def design_at(inputs: PlanInputs, x: float, y: float, scale: float) -> Design:
-    """The design with horizon x and replay ratio y; `scale` is the best design's J."""
+    """The design with horizon x and replay ratio y. `scale` is J of the best design."""
     survivors = inputs.survivors_per_step
     preset = "fifo" if inputs.composition == "buffer_only" else "ours"
     settings = replay_settings(inputs, x, y)[preset]
@@ -136,11 +136,12 @@ def design_at(inputs: PlanInputs, x: float, y: float, scale: float) -> Design:
 
 
 def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, dict[str, Any]]:
-    """The recipe's replay section that gives (x, y), for paper B's FIFO and for paper A's buffer.
+    """Replay settings that give (x, y), for paper B's FIFO and for paper A's buffer.
 
-    FIFO holds the step's own rollouts when it draws, so N = x·B' and B/R = y·s. The fresh-anchored
-    buffer trains on fresh rollouts once (age 0) and stores them afterwards: ages 1 to x - 1, and
-    r = y - 1. FIFO's capacity is never less than the rollouts of one step, as the recipe demands.
+    FIFO stores the rollouts of a step before it draws, so N = x·B' and B/R = y·s. The
+    fresh-anchored buffer trains on fresh rollouts once (age 0) and stores them afterwards, so ages
+    are 1 to x - 1 and r = y - 1. The capacity of FIFO is at least the rollouts of one step, which
+    recipes require.
     """
     survivors = inputs.survivors_per_step
     max_age = max(1, round(x) - 1)
@@ -150,12 +151,12 @@ def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, dict[st
             "capacity_rollouts": max(math.ceil(x * survivors), inputs.rollouts_per_step),
             "ratio": y * inputs.survival,
             "max_age_steps": None,
-            # The numbers hold for what the filter leaves; the preset itself drops nothing.
+            # x and y are per survivor; the preset itself drops no groups.
             "drop_zero_variance": inputs.survival < 1,
         },
         "ours": {
             "preset": "ours",
-            # The age limit decides: a capacity that even a step without dropped groups fits.
+            # Large enough that only the age limit evicts, even if no group is dropped.
             "capacity_rollouts": (max_age + 1) * inputs.rollouts_per_step,
             "ratio": max(0.0, y - 1),
             "max_age_steps": max_age,
@@ -164,7 +165,7 @@ def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, dict[st
 
 
 def current_design(inputs: PlanInputs, replay: ReplaySection, scale: float) -> Design:
-    """The recipe's own design as (x, y)."""
+    """The design of the recipe, as (x, y)."""
     survivors = inputs.survivors_per_step
     capacity_steps = replay.capacity_rollouts / survivors
     age_limit = math.inf if replay.max_age_steps is None else float(replay.max_age_steps)
@@ -214,36 +215,36 @@ def _design(
 
 
 def explain(inputs: PlanInputs, best: Optimum, x: float, y: float) -> list[str]:
-    """What the edge cases mean, in plain words; empty for an ordinary optimum."""
+    """Explanations of edge cases; empty for an ordinary optimum."""
     notes = []
     if best.kind == "fresh_only":
         notes.append(
-            "The variance of old rollouts grows so fast (a ≥ 1/2) that J keeps falling as the "
-            "buffer shrinks: there is no best size. Keep only the current step's rollouts (x = 1)"
-            f" and reuse each {y:.2g} times at once."
+            "The variance of old rollouts grows so fast (a ≥ 1/2) that a smaller buffer is always "
+            "better: there is no best size. Keep only the rollouts of the current step (x = 1) "
+            f"and use each {y:.2g} times."
         )
     elif best.kind == "store_everything":
         notes.append(
-            "With a = 0 rollouts never lose value, so J keeps falling as the buffer grows: memory "
+            "With a = 0 rollouts never lose value, so a larger buffer is always better: memory "
             f"decides. From x = {x:.3g} on, a larger buffer gains less than 5 %."
         )
     elif best.x < 1:
         notes.append(
-            f"The optimum, x = {best.x:.2g}, is less than one step of rollouts, which no buffer "
-            "can hold: replaying across steps does not pay here. x = 1 is used."
+            f"The optimum, x = {best.x:.2g}, is less than one step of rollouts, so replaying "
+            "across steps does not pay here. x = 1 is used."
         )
     if inputs.rho == 0:
         notes.append(
-            "ρ = 0 assumes that samples are independent however often they are reused: the most "
+            "ρ = 0 assumes that samples stay independent when they are reused: the most "
             "optimistic case for replay. Try ρ = 0.1 as well."
         )
     if inputs.effective_mu < 1:
         notes.append(
-            "μ < 1: generating a rollout costs less than training on it, so reuse saves little; "
-            "replay can still help by what it selects, which this theory does not see."
+            "μ < 1: generating a rollout costs less than training on it, so reuse saves little. "
+            "Replay can still help by selecting rollouts, which this theory does not model."
         )
     if y < 1:
         notes.append(
-            f"y* = {y:.2g} < 1: train on fewer rollouts than you generate; some are never used."
+            f"y* = {y:.2g} < 1: train on fewer rollouts than are generated; some are never used."
         )
     return notes

@@ -1,7 +1,7 @@
-"""Paper B's cost table: γ by how many machines generate (W) and how many train (T).
+"""Paper B's cost table: γ by the number of machines that generate (W) and that train (T).
 
-γ = (1 + W/T)/(1 + μ), per rollout trained on, relative to no buffer. No survivors are corrected
-for: the paper drops no groups.
+γ = (1 + W/T)/(1 + μ), per rollout trained on, relative to no buffer. There is no correction for
+dropped groups, because the paper drops none.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,8 +16,8 @@ from grpo_replay.planning.theory import balanced_replay_ratio, relative_compute
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """One way to share the machines out. `x` is the horizon of `capacity` at this y, in updates of
-    `batch` rollouts: N·y/B; None without a buffer to speak of."""
+    """One division of the machines. `x` is the horizon N·y/B of a FIFO buffer with capacity N, in
+    updates of B rollouts; None for other buffers."""
 
     workers: int
     trainers: int
@@ -29,7 +29,7 @@ class Split:
 def split_machines(
     mu: float, workers: int, trainers: int, capacity: int | None = None, batch: float | None = None
 ) -> Split:
-    """(W, T) as replay ratio, γ and horizon."""
+    """Replay ratio, γ and horizon of (W, T)."""
     y = balanced_replay_ratio(mu, workers, trainers)
     x = None if capacity is None or batch is None else capacity * y / batch
     return Split(workers, trainers, y, relative_compute(y, mu), x)
@@ -45,14 +45,14 @@ def all_splits(
     ]
 
 
-def split_document(mu: float, source: str, asked: Split, splits: list[Split]) -> dict[str, Any]:
-    """The table as JSON values; `x` and `y` are those of the split asked for."""
+def split_document(mu: float, source: str, requested: Split, splits: list[Split]) -> dict[str, Any]:
+    """The table as JSON values. `x` and `y` are those of the requested split."""
     return {
-        "x": asked.x,
-        "y": asked.replay_ratio,
-        "gamma": asked.gamma,
-        "workers": asked.workers,
-        "trainers": asked.trainers,
+        "x": requested.x,
+        "y": requested.replay_ratio,
+        "gamma": requested.gamma,
+        "workers": requested.workers,
+        "trainers": requested.trainers,
         "mu": mu,
         "mu_source": source,
         "formula": "gamma = (1 + W/T)/(1 + mu), y = mu*T/W, x = N*y/B",
@@ -61,18 +61,18 @@ def split_document(mu: float, source: str, asked: Split, splits: list[Split]) ->
 
 
 def print_splits(
-    mu: float, source: str, asked: Split, splits: list[Split], console: Console
+    mu: float, source: str, requested: Split, splits: list[Split], console: Console
 ) -> None:
     console.print(
-        f"[bold]({asked.workers}, {asked.trainers}): each rollout is used y = "
-        f"{asked.replay_ratio:.3g} times, γ = {asked.gamma:.3f} of the compute without a buffer"
-        "[/bold]"
+        f"[bold]({requested.workers}, {requested.trainers}): each rollout is used y = "
+        f"{requested.replay_ratio:.3g} times, γ = {requested.gamma:.3f} of the compute without a "
+        "buffer[/bold]"
     )
     console.print(f"  μ = {mu:.4g} ({source}); γ = (1 + W/T)/(1 + μ), y = μ·T/W")
-    if asked.gamma > 1:
+    if requested.gamma > 1:
         console.print(
-            "  [yellow]![/yellow] γ > 1: y < 1, so more is generated than trained on; without a "
-            "buffer the trainers would wait for less"
+            "  [yellow]![/yellow] γ > 1: with y < 1, more rollouts are generated than trained on, "
+            "which costs more than no buffer"
         )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("W", "T", "W/T", "y", "γ", "compute saved", "x, updates"):
@@ -82,6 +82,6 @@ def print_splits(
             str(each.workers), str(each.trainers), f"{each.workers / each.trainers:.3f}",
             f"{each.replay_ratio:.3f}", f"{each.gamma:.3f}", f"{1 - each.gamma:.1%}",
             "–" if each.x is None else f"{each.x:.3g}",
-            style="green" if each == asked else "",
+            style="green" if each == requested else "",
         )  # fmt: skip
     console.print(table)

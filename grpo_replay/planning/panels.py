@@ -13,9 +13,9 @@ from grpo_replay.planning.design import Design, Plan, replay_settings
 from grpo_replay.planning.plot import terminal_map
 
 THEORY_ASSUMES = (
-    "draws are uniform over the buffer (a prioritised draw uses fewer rollouts, more often)",
+    "draws are uniform over the buffer (prioritised draws use fewer rollouts more often)",
     "the variance of a sample's gradient depends on its age alone",
-    "compute is generation plus training; pauses for weight sync and evaluation are left out",
+    "compute is generation plus training, without weight sync and evaluation",
 )
 
 
@@ -23,7 +23,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     best = plan.recommended
     console.print(
         f"[bold]Keep rollouts for x = {best.x:.3g} steps and train on each y = {best.y:.3g} times"
-        f"[/bold]  (without replay, J is {plan.no_replay.objective:.2f} times as high)"
+        f"[/bold]  (J without replay is {plan.no_replay.objective:.2f} times as high)"
     )
     if plan.optimum.kind == "interior":
         console.print(f"  optimum of J: x* = {plan.optimum.x:.4g}, y* = {plan.optimum.y:.4g}")
@@ -81,14 +81,14 @@ _ROWS: tuple[tuple[str, Callable[[Design], str]], ...] = (
     ("replay.max_age_steps", lambda d: "none" if d.max_age_steps is None else f"{d.max_age_steps}"),
     ("replay.ratio", lambda d: f"{d.ratio:.3g}"),
     ("replay.capacity_rollouts", lambda d: f"{d.capacity_rollouts:,}"),
-    ("stored at rest, rollouts", lambda d: f"{d.stored_rollouts:,.0f}"),
+    ("rollouts stored", lambda d: f"{d.stored_rollouts:,.0f}"),
     ("trained per step, rollouts", lambda d: f"{d.trained_rollouts_per_step:,.0f}"),
     ("generated per step, tokens", lambda d: f"{d.generated_tokens_per_step:,.0f}"),
     ("trained per step, tokens", lambda d: f"{d.trained_tokens_per_step:,.0f}"),
     ("memory of the buffer", lambda d: _bytes(d.memory_bytes)),
     ("compute per trained rollout γ", lambda d: f"{d.gamma:.2f}"),
     ("generators per trainer W/T", lambda d: f"{d.inference_per_trainer:.2f}"),
-    ("compute to an accuracy J", lambda d: f"{d.objective:.2f}"),
+    ("relative compute J", lambda d: f"{d.objective:.2f}"),
 )
 
 
@@ -119,7 +119,7 @@ def _design_table(plan: Plan) -> Table:
 
 def _sensitivity_table(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("in truth")
+    table.add_column("actual value")
     for name in ("best x", "best y", "cost of keeping the recommendation"):
         table.add_column(name, justify="right")
     for row in plan.sensitivity:

@@ -1,4 +1,4 @@
-"""How much a design may be off, and what it costs if an assumption is."""
+"""How far a design may be from the optimum, and what a wrong assumption costs."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class FlatRange:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityRow:
-    """If one assumption were different: the optimum then, and what keeping the design costs."""
+    """The optimum under one changed assumption, and the cost of keeping the design instead."""
 
     change: str
     x: float
@@ -34,26 +34,28 @@ class SensitivityRow:
 
 
 def flat_range_x(x: float, mu: float, rho: float, growth: Growth) -> FlatRange:
-    """Horizons around x as good as x, each with its own best y; high is inf if J stays flat."""
+    """Horizons about as good as x, each with its own best y; high is inf if J stays flat."""
     limit = (1 + FLAT_TOLERANCE) * best_objective(x, mu, rho, growth)
     return _flat_range(lambda at: best_objective(at, mu, rho, growth), x, limit)
 
 
 def flat_range_y(x: float, y: float, mu: float, rho: float, growth: Growth) -> FlatRange:
-    """Replay ratios around y as good as y at this horizon."""
+    """Replay ratios about as good as y at this horizon."""
     limit = (1 + FLAT_TOLERANCE) * objective(x, y, mu, rho, growth)
     return _flat_range(lambda at: objective(x, at, mu, rho, growth), y, limit)
 
 
 def _flat_range(function: Callable[[float], float], start: float, limit: float) -> FlatRange:
     return FlatRange(
-        _leave(function, start, limit, factor=1 / 1.25), _leave(function, start, limit, 1.25)
+        _boundary(function, start, limit, factor=1 / 1.25), _boundary(function, start, limit, 1.25)
     )
 
 
-def _leave(function: Callable[[float], float], start: float, limit: float, factor: float) -> float:
-    """Where the function first exceeds the limit, walking from start by factors; 0 or inf if it
-    never does."""
+def _boundary(
+    function: Callable[[float], float], start: float, limit: float, factor: float
+) -> float:
+    """Where the function first exceeds the limit, going from `start` by powers of `factor`; 0 or
+    inf if it never does. Found by bisection."""
     inside = start
     for _ in range(120):
         outside = inside * factor
@@ -71,7 +73,7 @@ def _leave(function: Callable[[float], float], start: float, limit: float, facto
 def sensitivity(
     x: float, y: float, mu: float, rho: float, growth: Growth
 ) -> tuple[SensitivityRow, ...]:
-    """What the design (x, y) loses if μ, ρ or the growth are not what was assumed."""
+    """Extra cost of the design (x, y) if μ, ρ or the growth differ from the assumption."""
     rhos = [other for other in (0.0, min(1.0, 3 * rho + 0.1)) if other != rho]
     return (
         _sensitivity_row("μ halved", x, y, mu / 2, rho, growth),

@@ -1,4 +1,4 @@
-"""The dry run: what it says of known recipes, of bad ones, and on both kinds of output."""
+"""The dry run: known recipes, wrong recipes, and both output formats."""
 
 import json
 import os
@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from grpo_replay.dry_run import checks
-from grpo_replay.dry_run.checks import Findings, hub_is_reachable, note_room
+from grpo_replay.dry_run.checks import Findings, check_disk_space
 from grpo_replay.dry_run.fit import Hardware, candidate_changes, plan_sampler
+from grpo_replay.dry_run.hub import hub_is_reachable
 from grpo_replay.dry_run.memory import GIB, ModelShape, SamplerMemory, stored_bytes
 from grpo_replay.dry_run.report import dry_run
 from grpo_replay.dry_run.sizes import describe_host_copies
@@ -56,7 +57,7 @@ def test_the_4b_plan_on_eight_gpus_of_80_gib():
     assert memory["peak_gib"] == max(memory["phases_gib"].values()) < 80
 
 
-def test_what_a_step_of_paper_a_takes():
+def test_rollouts_and_tokens_of_a_step_of_paper_a():
     report = report_of("qwen3-1.7b", gpu=80)
     step, replay = report["step"], report["replay"]
     assert step["generated_rollouts"] == 256
@@ -72,7 +73,7 @@ def test_what_a_step_of_paper_a_takes():
     assert report["storage"]["buffer_memory_gib_most"] == pytest.approx(most, abs=1e-3)
 
 
-def test_the_buffer_takes_what_plan_says_it_takes(capsys):
+def test_dry_run_and_plan_agree_on_the_size_of_the_buffer(capsys):
     from grpo_replay.commands.plan import run
 
     # The same rollouts in both: all survive, none is shorter than the longest.
@@ -164,7 +165,7 @@ def test_zero_stages_shrink_what_a_rank_holds():
     assert at_rest == sorted(at_rest, reverse=True) and at_rest[3] < 0.3 * at_rest[0]
 
 
-def test_what_moves_over_the_network():
+def test_network_traffic():
     parameters, share = 1_720_574_976, 3 / 4
     whole = 2 * parameters * share / 2**30
     three = report_of("qwen3-1.7b", gpu=80)["network"]
@@ -183,7 +184,7 @@ def test_what_moves_over_the_network():
     assert servers["memory"]["sampler_awake_gib"] == 0
 
 
-def test_hub_parts_that_cannot_be_seen_are_listed_not_guessed():
+def test_hub_components_that_cannot_be_checked_are_listed():
     report = report_of("qwen3-0.6b", gpu=80)
     text = "\n".join(report["unchecked"])
     for part in (
@@ -197,7 +198,7 @@ def test_hub_parts_that_cannot_be_seen_are_listed_not_guessed():
     )
 
 
-def test_an_unknown_model_makes_no_verdict():
+def test_there_is_no_verdict_for_an_unknown_model():
     report = report_of("qwen3-0.6b", "model.path=nobody/nothing-at-all", gpu=80)
     assert report["fits"] is None and report["memory"] is None
     assert "sizes of the model" in report["unchecked"][-1]
@@ -372,22 +373,22 @@ def storage_of(one: float | None, most: float | None) -> dict:
     return {"checkpoint_gib": one, "checkpoints_gib_most": most}
 
 
-def test_room_for_checkpoints_is_looked_for_where_the_run_would_go(tmp_path, monkeypatch):
+def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(checks, "free_bytes", lambda path: asked.append(path) or int(100 * GIB))
     place = tmp_path / "not" / "yet"
     for one, most, kind in ((120, 480, "problems"), (60, 240, "assumptions"), (20, 80, None)):
         findings = Findings()
-        note_room(storage_of(one, most), place, "cpu", findings)
+        check_disk_space(storage_of(one, most), place, "cpu", findings)
         said = {name: getattr(findings, name) for name in ("problems", "assumptions", "unchecked")}
         assert [name for name, found in said.items() if found] == ([kind] if kind else [])
     findings = Findings()
-    note_room(storage_of(None, None), place, "cpu", findings)
+    check_disk_space(storage_of(None, None), place, "cpu", findings)
     assert findings == Findings()
     assert asked == [place] * 3
 
 
-def test_free_room_is_that_of_the_nearest_folder_there_is(tmp_path):
+def test_free_space_is_that_of_the_nearest_existing_folder(tmp_path):
     assert free_bytes(tmp_path / "not" / "yet") == pytest.approx(free_bytes(tmp_path), rel=0.01)
 
 
@@ -399,7 +400,7 @@ def test_free_room_is_that_of_the_nearest_folder_there_is(tmp_path):
         (["model.random_init=true"], "a random initialisation is made there"),
     ],
 )
-def test_whole_copies_in_host_memory_are_told(overrides, why):
+def test_whole_copies_in_host_memory_are_reported(overrides, why):
     recipe = load_recipe("qwen3-4b", ["model.path=builtin:qwen3-4b", *overrides])
     shape = ModelShape(4 * 10**9, 0, 0, True, 0, 0, 0, 0, 0, None)
     told = describe_host_copies(recipe, shape, Hardware("cuda", 8, 0, False))

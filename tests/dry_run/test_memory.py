@@ -1,4 +1,4 @@
-"""The memory model: hand-worked shards, a trace held against what must be there, a real engine."""
+"""The memory model: shards by hand, traced activations against formulas, a real engine."""
 
 import importlib.util
 import math
@@ -63,7 +63,7 @@ def test_a_thousand_parameters_on_four_ranks(stage, dtype_bytes, parameters, gra
     )  # fmt: skip
 
 
-def test_the_phases_add_up_what_lives_at_the_same_time():
+def test_a_phase_is_the_sum_of_what_is_alive_at_the_same_time():
     memory = engine_memory(SHAPE, ForwardMemory(700, 1000), setting(3, 2))
     # parameters 500, optimizer 3500; bucket 2·300, gathered 2·600, activations and work 1000
     assert memory.at_rest == PROCESS_ZERO + 4000
@@ -98,7 +98,7 @@ def test_a_reference_copy_is_whole_on_every_rank():
     assert engine_memory(SHAPE, NOTHING, setting(3, 2, reference_copy=True)).reference == 2000
 
 
-def test_vllm_turns_what_is_left_of_its_share_into_cache():
+def test_the_rest_of_vllms_share_is_kv_cache():
     memory = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=True)
     counters = 256 * (4 * SHAPE.vocabulary + 4 * math.ceil(SHAPE.vocabulary / 32))
     overhead = VLLM_GRAPHS + VLLM_BUFFERS
@@ -231,7 +231,7 @@ def memory_benchmark():
     return benchmark
 
 
-def test_a_real_engine_takes_what_is_predicted_to_ten_percent():
+def test_a_real_engine_takes_the_predicted_memory_within_ten_percent():
     benchmark = memory_benchmark()
     case = ("long", 0, "float32", 1, False, 512, 8, 256)
     base = benchmark.peak_mib(benchmark.BASE_CASES[0])
@@ -242,6 +242,6 @@ def test_a_real_engine_takes_what_is_predicted_to_ten_percent():
 
 
 @pytest.mark.slow
-def test_a_run_with_the_real_vocabulary_takes_what_is_predicted_to_fifteen_percent():
+def test_a_run_with_the_real_vocabulary_takes_the_predicted_memory_within_fifteen_percent():
     result = memory_benchmark().whole_run()
     assert result["measured_mib"] == pytest.approx(result["predicted_mib"], rel=0.15)

@@ -74,7 +74,7 @@ def test_json_says_null_where_there_is_no_finite_optimum(capsys):
     assert "a ≥ 1/2" in too_fast["notes"][0]
 
 
-def test_edge_cases_say_what_they_mean(capsys):
+def test_edge_cases_are_explained(capsys):
     cheap = plan_json(capsys, mu=0.3, rho=0.5, growth=0.2)
     assert any("costs less than training" in note for note in cheap["notes"])
     assert any("some are never used" in note for note in cheap["notes"])
@@ -84,7 +84,7 @@ def test_edge_cases_say_what_they_mean(capsys):
     assert plan_json(capsys, mu=5.28, rho=0.1, growth=0.2)["notes"] == []
 
 
-def test_a_run_gives_back_what_it_was_made_with(runs, capsys):
+def test_estimates_recover_the_parameters_of_a_synthetic_run(runs, capsys):
     document = plan_json(capsys, from_run=str(runs["ours"]))
     assumptions = document["assumptions"]
     assert assumptions["mu"] == pytest.approx(4.0)  # 6 s to generate one, 1.5 s to train on one
@@ -102,7 +102,7 @@ def test_a_run_gives_back_what_it_was_made_with(runs, capsys):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_mu_is_measured_whatever_the_composition_trains_on(runs, capsys, preset):
+def test_mu_is_measured_with_every_preset(runs, capsys, preset):
     # FIFO trains on its draw alone, the pool on part of the survivors.
     document = plan_json(capsys, from_run=str(runs[preset]))
     assert document["assumptions"]["mu"] == pytest.approx(4.0)
@@ -110,7 +110,7 @@ def test_mu_is_measured_whatever_the_composition_trains_on(runs, capsys, preset)
 
 
 @pytest.mark.parametrize("preset", ["fifo", "uniform"])
-def test_what_an_older_run_trained_on_follows_from_the_mu_it_logged(runs, preset):
+def test_runs_without_trained_rollouts_are_measured_from_their_logged_mu(runs, preset):
     lines = [json.loads(line) for line in (runs[preset] / "metrics.jsonl").open()]
     older = [{k: v for k, v in line.items() if k != "cost/trained_rollouts"} for line in lines]
     assert len(older[0]) == len(lines[0]) - 1
@@ -119,7 +119,7 @@ def test_what_an_older_run_trained_on_follows_from_the_mu_it_logged(runs, preset
     assert measured_mu(without, 32) is None  # survivors and draws together are not what trained
 
 
-def test_mu_of_a_run_weighs_every_second_alike_steps_without_training_included():
+def test_mu_is_a_ratio_of_totals_and_includes_steps_without_training():
     """20 generated in 40 s, 10 trained in 5 s: 2 s / 0.5 s = 4."""
     lines = [
         {"cost/generation_seconds": 15.0, "cost/training_seconds": 5.0, "cost/mu": 3.0,
@@ -133,12 +133,12 @@ def test_mu_of_a_run_weighs_every_second_alike_steps_without_training_included()
     assert measured_mu([], 10) is None
 
 
-def test_a_run_that_never_replayed_says_that_growth_is_assumed(runs, capsys):
+def test_growth_is_assumed_for_a_run_without_replay(runs, capsys):
     sources = plan_json(capsys, from_run=str(runs["grpo"]))["assumptions"]["sources"]
     assert "no rollouts replayed" in sources["growth"]
 
 
-def test_growth_of_a_noisy_law_is_fitted_and_none_is_said_where_there_is_none():
+def test_growth_is_fitted_to_noisy_points_and_none_without_growth():
     points = [(age, 0.01 * age**1.3 * wobble, 100.0) for age, wobble in ((1, 1.1), (2, 0.9))]
     points += [(age, 0.01 * age**1.3, 1e6) for age in (4, 8)]
     fit = fit_growth(points)
@@ -147,7 +147,7 @@ def test_growth_of_a_noisy_law_is_fitted_and_none_is_said_where_there_is_none():
     assert fit_growth([(3, 0.06, 10.0)]).variance(3) == pytest.approx(math.exp(0.06))
 
 
-def test_a_recipe_shows_its_own_design_beside_the_recommended_one(tmp_path, capsys):
+def test_the_design_of_the_recipe_is_shown_with_the_recommended_one(tmp_path, capsys):
     path = tmp_path / "small.yaml"
     path.write_text(recipe_to_yaml(synthetic_recipe("ours", 50, max_age_steps=6, ratio=0.5)))
     document = plan_json(capsys, recipe=str(path), survival=0.5)
@@ -190,7 +190,7 @@ def test_costs_of_a_design_follow_by_hand():
     assert design.gamma == plan.no_replay.gamma == 1.0
     assert design.inference_per_trainer == pytest.approx(5.28)
     assert design.generated_tokens_per_step == design.trained_tokens_per_step == 256_000
-    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,000 bytes around them.
+    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,000 bytes of objects each.
     assert design.memory_bytes == 256 * (12_000 + 400 + 1_000)
 
 
@@ -228,7 +228,7 @@ def test_the_figure_is_written(tmp_path, ending, capsys):
     assert head.startswith(b"\x89PNG") if ending == "png" else b"<svg" in path.read_bytes()
 
 
-def test_contradicting_and_missing_options_are_refused(tmp_path, runs):
+def test_contradictory_and_missing_options_are_refused(tmp_path, runs):
     with pytest.raises(UsageError, match="not both"):
         run(recipe="tiny", from_run=str(runs["ours"]))
     with pytest.raises(UsageError, match=r"--mu 5\.28"):
@@ -253,7 +253,7 @@ def sources_of(capsys, **options) -> dict[str, str]:
     return plan_json(capsys, **options)["assumptions"]["sources"]
 
 
-def test_every_assumption_says_where_it_came_from(runs, capsys):
+def test_every_assumption_names_its_source(runs, capsys):
     names = ["mu", "rho", "growth", "survival", "rollouts_per_step", "completion_tokens",
              "prompt_tokens"]  # fmt: skip
     alone = sources_of(capsys, mu=5.28)
@@ -280,7 +280,7 @@ def test_every_assumption_says_where_it_came_from(runs, capsys):
 
 
 def test_a_run_s_rollouts_per_step_are_counted_not_taken_from_its_recipe(runs, tmp_path, capsys):
-    # 8 prompts of 4 in the log; the recipe beside it was edited afterwards.
+    # 8 prompts of 4 in the log; its recipe.yaml was edited afterwards.
     copy = shutil.copytree(runs["ours"], tmp_path / "run")
     edited = synthetic_recipe("ours").model_dump(mode="json")
     edited["sampling"]["prompts_per_step"] = 16
@@ -288,7 +288,7 @@ def test_a_run_s_rollouts_per_step_are_counted_not_taken_from_its_recipe(runs, t
     assert plan_json(capsys, from_run=str(copy))["assumptions"]["rollouts_per_step"] == 32
 
 
-def test_the_memory_that_is_said_is_the_memory_that_is_taken():
+def test_the_estimated_buffer_memory_matches_the_allocated_memory():
     made = SyntheticRun.__new__(SyntheticRun)
     made.recipe = synthetic_recipe("fifo", capacity_rollouts=9000)
     made.rng, made.next_id, made.skill = np.random.default_rng(0), 0, np.zeros(30)

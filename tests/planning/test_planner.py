@@ -47,7 +47,7 @@ def test_closed_form_and_numerical_optimum_agree_over_a_grid():
 
 
 @pytest.mark.parametrize("mu, rho, exponent", [(5.28, 0.1, 0.2), (1.0, 0.0, 0.4), (20.0, 1.0, 0.1)])
-def test_an_optimiser_of_both_variables_at_once_finds_the_same_place(mu, rho, exponent):
+def test_a_joint_optimiser_of_both_variables_finds_the_same_optimum(mu, rho, exponent):
     # J written out from the paper, not taken from the planner.
     def log_j(point):
         x, y = math.exp(point[0]), math.exp(point[1])
@@ -76,7 +76,7 @@ def test_best_y_for_a_horizon_beats_its_neighbours():
     assert all(objective(x, y * factor, mu, rho, growth) > here for factor in (0.97, 1.03))
 
 
-def test_without_coupling_the_formula_of_its_own_holds():
+def test_the_separate_formula_for_rho_zero_holds():
     # ρ = 0: y* = μ(1 - 2a)/(2a).
     best = power_law_optimum(5.28, 0.0, 0.2)
     assert best.y == pytest.approx(5.28 * 0.6 / 0.4, rel=1e-12)
@@ -85,7 +85,7 @@ def test_without_coupling_the_formula_of_its_own_holds():
     assert nearly.x == pytest.approx(best.x, rel=1e-9)
 
 
-def test_rollouts_that_never_age_are_kept_for_ever():
+def test_rollouts_that_never_age_are_never_evicted():
     best = power_law_optimum(5.28, 0.1, 0.0)
     assert best.kind == "store_everything"
     assert math.isinf(best.x)
@@ -166,7 +166,7 @@ def test_flat_ranges_end_where_j_is_five_percent_higher():
     assert math.isinf(flat_range_x(100.0, mu, rho, PowerGrowth(0.0)).high)
 
 
-def test_sensitivity_says_what_keeping_the_design_costs():
+def test_sensitivity_is_the_extra_cost_of_keeping_the_design():
     growth = PowerGrowth(0.2)
     best = power_law_optimum(5.28, 0.1, 0.2)
     rows = {row.change: row for row in sensitivity(best.x, best.y, 5.28, 0.1, growth)}
