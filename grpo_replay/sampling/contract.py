@@ -1,5 +1,4 @@
-"""What every sampler refuses, in the same words: impossible requests, and to sample from weights
-that it does not wholly have."""
+"""Validation shared by all samplers: impossible requests, and sampling without complete weights."""
 
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.types import GenerationRequest
@@ -8,8 +7,8 @@ from grpo_replay.types import GenerationRequest
 def refuse_impossible(
     request: GenerationRequest, vocabulary: int, longest: int | None, limit: str
 ) -> None:
-    """Raises SamplerError for a request that no sampler could answer, RecipeError for one of more
-    than `longest` tokens (None: any number); `limit` says whose limit that is."""
+    """Raises SamplerError for an invalid request, RecipeError for one of more than `longest` tokens
+    (None: no limit). `limit` describes that limit in the message."""
     key, prompt = tuple(request.key), request.prompt_token_ids
     if len(prompt) == 0 or request.max_tokens < 1:
         raise SamplerError(
@@ -30,8 +29,8 @@ def refuse_impossible(
 
 
 class WeightState:
-    """Whether a sampler has weights to sample from: it is open, the last update is whole, and they
-    were not discarded since."""
+    """Tracks whether a sampler can sample: it is open, its last weight update is complete, and the
+    weights were not discarded since."""
 
     def __init__(self) -> None:
         self._incomplete: int | None = None
@@ -39,8 +38,8 @@ class WeightState:
         self._closed = False
 
     def begin(self, version: int, held: int) -> None:
-        """An update of a sampler that holds version `held` starts. Raises SamplerError if closed,
-        or if `version` does not increase."""
+        """Start an update of a sampler at version `held`. Raises SamplerError if the sampler is
+        closed or `version` does not increase."""
         self.refuse_closed()
         if version <= held:
             raise SamplerError(
@@ -50,14 +49,14 @@ class WeightState:
         self._incomplete = version
 
     def complete(self) -> int:
-        """The version of the update that began, which is whole now."""
+        """Finish the update and return its version."""
         version, self._incomplete = self._incomplete, None
         assert version is not None, "no update began"
         self._discarded = False
         return version
 
     def discard(self) -> None:
-        """The sampler went to sleep without its weights: a whole update must come first."""
+        """Mark the weights as dropped: a complete update must come before sampling."""
         self._discarded = True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How a sampler is opened from a recipe."""
+"""Open the sampler that a recipe names."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Keeps what vLLM changes in its host process away from the trainer that lives there too."""
+"""Protects the trainer from global state that an in-process vLLM engine changes."""
 
 import contextlib
 import os
@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 LEAKED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
-"""Environment variables that vLLM's CPU platform sets for its own workers: verifier processes would
-inherit the first, DeepSpeed reads the second."""
+"""Set by vLLM's CPU platform for its own workers. Verifier processes would inherit the first;
+DeepSpeed reads the second."""
 
 
 def preserved_torch_randomness() -> contextlib.AbstractContextManager[None]:

@@ -1,7 +1,7 @@
-"""Choosing tokens from logits: one uniform number per token, by inversion of the distribution.
+"""Sample tokens from logits by inverse transform sampling, with one uniform number per token.
 
-A row's tokens depend on its own logits and its own seed alone, so they do not change with the
-rows it is batched with (as far as the model's arithmetic allows).
+The tokens of a row depend only on its own logits and seed, not on the other rows of the batch
+(up to rounding in the model).
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 from grpo_replay.types import GenerationRequest
 
 CHUNK_LOGITS = 1 << 24
-"""Logits handled at once; bounds each float32 copy of them to 64 MiB."""
+"""Logits processed at once; limits each float32 copy to 64 MiB."""
 
 BLOCK_TOKENS = 128
-"""Neighbouring tokens whose probabilities are summed as one; divides Qwen's vocabulary."""
+"""Tokens per block of the two-level cumulative sum; divides Qwen's vocabulary size."""
 
 
 class UniformRows:
@@ -69,7 +69,7 @@ def choose_tokens(
     """Token ids (int64 [R]) and their log-probs (float32 [R]) under the distribution sampled
     from: softmax(logits / temperature) cut to the nucleus and renormalised.
 
-    A greedy row takes the largest logit; its log-prob is that at temperature 1, uncut.
+    A greedy row takes the largest logit; its log-prob is at temperature 1, without the nucleus cut.
     """
     rows, vocabulary = logits_RV.shape
     step = max(1, CHUNK_LOGITS // vocabulary)
@@ -103,8 +103,8 @@ def _choose(
 def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds the uniform number, int64 [R, 1].
 
-    Cumulative sums are float64: in float32, rounding over a large vocabulary shifts the law. They
-    run over blocks, then inside one block per row, not over the whole vocabulary.
+    Cumulative sums are float64: in float32, rounding over a large vocabulary biases the samples.
+    They run over blocks, then inside one block per row, instead of over the whole vocabulary.
     """
     rows, vocabulary = probabilities_RV.shape
     if vocabulary <= BLOCK_TOKENS:
@@ -125,15 +125,15 @@ def _invert(probabilities_RV: torch.Tensor, uniforms_R: torch.Tensor) -> torch.T
 def _first_above(cumulative: torch.Tensor, target_R1: torch.Tensor) -> torch.Tensor:
     """The first index of each row whose cumulative sum exceeds the target, int64 [R, 1]."""
     total_R1 = cumulative[:, -1:]
-    # Rounding must not reach the total: behind it lie only tokens of probability zero.
+    # Stay below the total: only tokens of probability zero come after it.
     below_total = torch.nextafter(total_R1, torch.zeros_like(total_R1))
     index_R1 = torch.searchsorted(cumulative, torch.minimum(target_R1, below_total), right=True)
     return index_R1.clamp_(max=cumulative.shape[1] - 1)
 
 
 def _nucleus(logp_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
-    """Log-probs renormalised over the fewest likeliest tokens whose mass reaches `top_p`; a row
-    with `top_p` 1 stays as it is, bit for bit (Holtzman et al. 2020)."""
+    """Log-probs renormalised over the smallest set of most likely tokens whose mass reaches `top_p`
+    (Holtzman et al. 2020). A row with `top_p` 1 is unchanged, bit for bit."""
     sorted_RV, order_RV = logp_RV.sort(dim=-1, descending=True, stable=True)
     mass_RV = sorted_RV.exp()
     mass_before_RV = mass_RV.cumsum(-1, dtype=torch.float64) - mass_RV

@@ -1,8 +1,8 @@
-"""The `vllm` sampler: one vLLM engine inside every rank's process, beside the trainer.
+"""The `vllm` sampler: one vLLM engine in the process of every rank.
 
-With several ranks the engines use vLLM's external launcher: each is told its place by the
-launcher's environment. At tensor_parallel_size 1 they are independent; above it, consecutive ranks
-form one engine, and `generate` is then collective.
+With several ranks the engines use vLLM's external launcher, which reads rank and world size from
+the environment. At tensor_parallel_size 1 they are independent; above 1, consecutive ranks form one
+engine, and `generate` is collective.
 """
 
 import gc
@@ -146,20 +146,20 @@ class VllmLocalSampler:
         )
 
     def _abandon(self, engine: "LLMEngine", running: set[str]) -> None:
-        """Take back what an abandoned iterator left in the engine."""
+        """Abort the unfinished requests of an abandoned iterator."""
         if not running:
             return
         if self._tensor_parallel_size == 1:
             engine.abort_request(list(running))
             return
-        # The other ranks of this engine go on stepping; leaving them would hang their collectives.
+        # The other ranks of this engine keep stepping and would hang in their collectives.
         while engine.has_unfinished_requests():
             engine.step()
 
     def _requests_of_engine(
         self, requests: Sequence[GenerationRequest]
     ) -> tuple[list[GenerationRequest], int]:
-        """All requests of the ranks that form this engine, in rank order, and where ours begin."""
+        """All requests of this engine's ranks, in rank order, and the offset of this rank's."""
         size = self._tensor_parallel_size
         if size == 1:
             return list(requests), 0
@@ -203,16 +203,16 @@ class VllmLocalSampler:
         self._memory.sleep(keep_weights)
 
     def close(self) -> None:
-        """Free the engine. The process group stays, whoever made it. May be called twice."""
+        """Free the engine, but not the process group. May be called twice."""
         self._weights.close()
         engine, self._engine = self._engine, None
         if engine is None:
             return
         try:
-            # vLLM would free what is asleep a second time, and the driver complain on stderr.
+            # vLLM would free sleeping memory a second time, and the driver would report errors.
             self._memory.wake("weights", "kv_cache")
         except SamplerError as error:
-            logger.warning("closing a sampler that sleeps: %s", error)
+            logger.warning("closing a sleeping sampler: %s", error)
         del self._memory
         engine.model_executor.shutdown()
         del engine
@@ -228,12 +228,12 @@ class VllmLocalSampler:
 
 
 def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict[str, Any]:
-    """What an engine in the trainer's process needs beyond the common settings."""
+    """EngineArgs of an engine in the trainer's process, in addition to the common ones."""
     size = recipe.sampling.vllm.tensor_parallel_size
     if world_size % size != 0:
         raise RecipeError(
             f"sampling.vllm.tensor_parallel_size {size} does not divide the {world_size} ranks: "
-            "every engine takes that many of them"
+            "every engine spans that many ranks"
         )
     return {
         "distributed_executor_backend": "external_launcher" if world_size > 1 else None,
@@ -247,8 +247,8 @@ def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict
 
 def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     set_environment(os.environ, on_gpu)
-    # vLLM logs through the root logger, and its engine core stays in this process: weights are
-    # handed over as tensors, and the external launcher requires it.
+    # vLLM logs through the root logger. Its engine core must run in this process: weights are
+    # passed as tensors, and the external launcher requires it.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with preserved_process_state(), stdout_to_stderr():
@@ -270,8 +270,8 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
                 f"sampling.backend vllm: the engine did not start: {error}; "
                 "see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first)"
             ) from error
-    # When it is collected, the engine core would destroy every process group of this process, the
-    # trainer's included; `close` shuts the executor down instead.
+    # On garbage collection the engine core would destroy every process group of this process,
+    # including the trainer's. `close` shuts the executor down instead.
     engine.engine_core._finalizer.detach()
     return engine
 

@@ -1,5 +1,4 @@
-"""What both vLLM backends share: a request as vLLM's sampling parameters, and the check that what
-comes back is the completion that was asked for."""
+"""Shared by both vLLM backends: requests as sampling parameters, and validation of completions."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ LEAST_TEMPERATURE = 0.01
 """vLLM raises smaller positive temperatures to this one, and logs it."""
 
 NO_LOGPROB = -9999.0
-"""What a vLLM server sends where a log-prob is NaN or minus infinity: JSON has neither."""
+"""Sent by a vLLM server in place of NaN and minus infinity, which JSON cannot express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class Spans:
 def sampling_parameters(
     request: GenerationRequest, stop_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """vLLM's SamplingParams as keywords: everything that a model's generation_config.json could
-    otherwise decide is said. `logprobs=0` returns the sampled token's log-prob alone."""
+    """Keywords of vLLM's SamplingParams. Every field that a model's generation_config.json could
+    change is set. `logprobs=0` returns the log-prob of the sampled token only."""
     return {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -70,9 +69,8 @@ def build_completion(
     spans: Spans,
     stop_token_ids: Sequence[int],
 ) -> Completion:
-    """The checked completion. Raises SamplerError if it is not what was asked for: a log-prob
-    that is not finite, a missing log-prob, an abort, or an end that is neither a stop token nor
-    the maximum length."""
+    """The validated completion. Raises SamplerError for a missing or non-finite log-prob, an
+    aborted request, or an end that is neither a stop token nor the maximum length."""
     place = f"completion {tuple(request.key)} of policy version {spans.first}"
     if len(logprobs) != len(token_ids) or not token_ids:
         raise SamplerError(f"{place}: {len(token_ids)} tokens came with {len(logprobs)} log-probs")
@@ -84,11 +82,11 @@ def build_completion(
             )
     ended = finish_reason == "stop" and token_ids[-1] in stop_token_ids
     truncated = finish_reason == "length" and len(token_ids) == request.max_tokens
-    if not ended and not truncated:
+    if finish_reason is None or not (ended or truncated):
         raise SamplerError(
             f"{place}: finished by {finish_reason!r} after {len(token_ids)} of at most "
             f"{request.max_tokens} tokens, the last of them {token_ids[-1]} (stop tokens "
-            f"{list(stop_token_ids)}): the sampler gave it up"
+            f"{list(stop_token_ids)}): the sampler aborted it"
         )
     return Completion(
         key=request.key,

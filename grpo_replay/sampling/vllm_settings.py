@@ -1,4 +1,4 @@
-"""vLLM's settings for a recipe: one table, for engines in this process and for launched servers."""
+"""vLLM's settings for a recipe, shared by in-process engines and launched servers."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -10,14 +10,14 @@ from grpo_replay.recipe import ModelSection, Recipe
 
 CPU_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    # Bound threads would hold the trainer's, which runs in the same process, to the same cores.
+    # Binding threads to cores would also bind those of the trainer in the same process.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-"""What vLLM needs to know on a machine without a GPU; what the user has set stays."""
+"""Defaults of vLLM's environment variables on a machine without a GPU."""
 
 
 def set_environment(environment: MutableMapping[str, str], on_gpu: bool) -> None:
-    """Say what vLLM reads from the environment, except what is said already."""
+    """Set the variables that vLLM reads, except those that the user has set."""
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not on_gpu:
         for name, value in CPU_VARIABLES.items():
@@ -25,11 +25,11 @@ def set_environment(environment: MutableMapping[str, str], on_gpu: bool) -> None
 
 
 def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dict[str, Any]:
-    """Keywords of vLLM's EngineArgs; for a server, the command line options of the same names.
+    """Keywords of vLLM's EngineArgs, or the command line options of the same names for a server.
 
-    No tokenizer is loaded: token ids go in and come out, and stop tokens travel with requests; the
-    model's generation_config.json decides nothing (vLLM would add its stop tokens).
-    Raises ModelError for a random initialisation, which no file holds.
+    No tokenizer is loaded: requests and completions are token ids, and stop tokens are sent with
+    each request. The model's generation_config.json is ignored (vLLM would add its stop tokens).
+    Raises ModelError for a random initialisation, because vLLM reads weights from files.
     """
     if section.random_init:
         raise ModelError(
@@ -49,7 +49,7 @@ def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dic
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "tensor_parallel_size": vllm.tensor_parallel_size,
-        # Compiling a model for a CPU takes longer than a small run; on GPUs graphs pay.
+        # On a CPU, compiling takes longer than a small run. On a GPU, CUDA graphs are worth it.
         "enforce_eager": vllm.enforce_eager or not on_gpu,
     }
     if on_gpu:

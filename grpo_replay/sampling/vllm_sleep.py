@@ -1,6 +1,6 @@
-"""A colocated engine gives its GPU memory to the trainer, and takes it back (vLLM's sleep mode).
+"""Sleep mode of a colocated vLLM engine: frees its GPU memory for the trainer and restores it.
 
-What stays on the GPU is what vLLM holds outside its own allocator: CUDA graphs and communicators
+Memory outside vLLM's own allocator stays on the GPU: CUDA graphs and communicators
 (`dry_run.memory.vllm_memory` counts them).
 """
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 VLLM_ERRORS = (RuntimeError, ValueError, AssertionError)
-"""What vLLM raises when something does not fit: running out of memory is a RuntimeError, a failed
-memory profile an AssertionError."""
+"""Raised by vLLM when an operation fails: out of memory is a RuntimeError, a failed memory profile
+an AssertionError."""
 
 _KEPT, _DISCARDED = 1, 2  # vLLM's levels: weights copied to host memory, or dropped
 
 
 class SleepState:
-    """Which parts of an engine's memory, "weights" and "kv_cache", are off the GPU."""
+    """Tracks which parts of an engine's memory ("weights", "kv_cache") are off the GPU."""
 
     def __init__(self, engine: "LLMEngine") -> None:
         self._engine = engine
@@ -32,8 +32,8 @@ class SleepState:
         self._host_copy = False
 
     def sleep(self, keep_weights: bool) -> None:
-        """Free the cache and the weights; `keep_weights` copies those to pinned host memory first.
-        Does nothing for an engine without sleep mode. Raises SamplerError."""
+        """Free the cache and the weights; with `keep_weights`, copy the weights to pinned host
+        memory first. A no-op for an engine without sleep mode. Raises SamplerError."""
         if not self._can_sleep or "weights" in self._asleep:
             return
         with _translated("go to sleep"):
@@ -42,8 +42,8 @@ class SleepState:
         self._host_copy = keep_weights
 
     def wake(self, *parts: str) -> None:
-        """Put parts back on the GPU: weights as they were kept, or without a content if they were
-        not; the cache empty. Raises SamplerError, and may then be tried again."""
+        """Put parts back on the GPU: the cache empty, the weights as kept, or uninitialised if they
+        were not kept. Raises SamplerError; the call may then be repeated."""
         for part in parts:
             if part in self._asleep:
                 with _translated(f"wake its {part}"):

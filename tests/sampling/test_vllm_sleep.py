@@ -145,7 +145,7 @@ def test_closing_goes_on_where_waking_fails(tied, caplog):
         sampler.sleep()
         allocator.fail_to_wake = 2
         sampler.close()
-    assert "closing a sampler that sleeps" in caplog.text and "out of memory" in caplog.text
+    assert "closing a sleeping sampler" in caplog.text and "out of memory" in caplog.text
 
 
 def test_a_failed_memory_profile_is_a_sampler_error(tied, monkeypatch):
