@@ -1,7 +1,9 @@
 """An HTTP server that speaks the few routes of vLLM that the request pool uses, and misbehaves on
 request. The real thing is in test_vllm_servers; this one fails exactly when told."""
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +23,7 @@ class FakeServer:
         self.generates: bool | None = True  # None: does not count tokens
         self.generated = 0
         self.served = 0
+        self.hung_up = 0  # completions that nobody waited for
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
         server = self
@@ -38,7 +41,15 @@ class FakeServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self._answer(*server._complete(body))
+                answer = server._complete(body)
+                self.connection.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    if self.connection.recv(1, socket.MSG_PEEK) == b"":
+                        server.hung_up += 1
+                        self.close_connection = True
+                        return
+                self.connection.setblocking(True)
+                self._answer(*answer)
 
             def _answer(self, status: int, value: Any) -> None:
                 self._send(status, b"" if value is None else json.dumps(value).encode())
@@ -71,7 +82,7 @@ class FakeServer:
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
             status = self.statuses.pop(0) if self.statuses else 200
-        time.sleep(self.seconds)
+        time.sleep(self.seconds * (status == 200))
         with self._lock:
             self.in_flight -= 1
             self.served += status == 200

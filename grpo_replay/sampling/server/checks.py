@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.server.http_client import Refused, Unreachable
+from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
 from grpo_replay.sampling.server.routes import CONTROL_SECONDS, TOKEN_COUNTER, VllmServer
 
 HOW_TO_START = (
@@ -48,7 +48,7 @@ def check_server(server: VllmServer, wanted: Wanted) -> None:
     """Raises SamplerError that names everything about the server that is not as wanted."""
     how = HOW_TO_START.format(dtype=wanted.dtype, length=wanted.max_model_len)
     try:
-        server.check_health(CONTROL_SECONDS)
+        block_on(server.check_health(CONTROL_SECONDS))
         problems = [*_model_problems(server, wanted), *_setting_problems(server, wanted)]
     except Unreachable as error:
         raise SamplerError(
@@ -116,7 +116,7 @@ def _setting_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
     dtype = model["dtype"].removeprefix("torch.")
     if dtype != wanted.dtype:
         yield f"its dtype is {dtype}, not {wanted.dtype}"
-    if server.generated_tokens(CONTROL_SECONDS) is None:
+    if block_on(server.generated_tokens(CONTROL_SECONDS)) is None:
         yield f"it does not count tokens ({TOKEN_COUNTER} in /metrics): --disable-log-stats is set"
     if model["quantization"] is not None:
         yield f"its weights are quantized ({model['quantization']})"

@@ -1,4 +1,5 @@
-"""Does a server still generate? The limit is on no progress: a long completion is no failure."""
+"""Detect a server that no longer generates. Only a lack of progress counts: a completion may take
+as long as it needs."""
 
 import time
 
@@ -6,12 +7,12 @@ from grpo_replay.sampling.server.http_client import Refused, Unreachable
 from grpo_replay.sampling.server.routes import VllmServer
 
 HEALTH_SECONDS = 60.0
-"""Longest wait for a server to say how it is. One that is gone refuses the connection at once; one
-that is busy with hundreds of requests may answer late."""
+"""Longest wait for the answer to a health check. A server that is gone refuses the connection at
+once; one that is busy with hundreds of requests may answer late."""
 
 
 class ServerProgress:
-    """How long a server has generated nothing while requests were outstanding there."""
+    """Measures for how long a server has generated nothing with requests outstanding."""
 
     def __init__(self, server: VllmServer, patience_seconds: float) -> None:
         self._server = server
@@ -19,13 +20,13 @@ class ServerProgress:
         self._tokens: float | None = None
         self._since = time.monotonic()
 
-    def stalled_seconds(self, outstanding: int) -> float:
-        """Seconds since a look that found it idle or found more tokens than the one before."""
+    async def stalled_seconds(self, outstanding: int) -> float:
+        """Seconds since the last check that found the server idle or its token count changed."""
         if outstanding == 0:
             self._since = time.monotonic()
             return 0.0
         try:
-            tokens = self._server.generated_tokens(self._wait_seconds)
+            tokens = await self._server.generated_tokens(self._wait_seconds)
         except (Refused, Unreachable):
             tokens = self._tokens
         if tokens != self._tokens:

@@ -23,7 +23,10 @@ TOKEN_COUNTER = "vllm:generation_tokens_total"
 
 
 class VllmServer:
-    """Methods raise http_client's Unreachable or Refused; `complete` also SamplerError."""
+    """Methods raise http_client's Unreachable or Refused; `complete` also SamplerError.
+
+    The coroutines are those that the request pool calls; they run in the background loop.
+    """
 
     def __init__(self, url: str, run: str, log: Path | None = None) -> None:
         """`run` names the run in weight labels, so that another run's version 3 is not taken for
@@ -37,14 +40,15 @@ class VllmServer:
         """How the server names the weights of a policy version of this run."""
         return f"{self._prefix}{policy_version}"
 
-    def check_health(self, timeout_seconds: float) -> None:
+    async def check_health(self, timeout_seconds: float) -> None:
         """Returns if the server says that it is well."""
-        self.http.get("/health", timeout_seconds)
+        await self.http.request("GET", "/health", None, timeout_seconds)
 
-    def generated_tokens(self, timeout_seconds: float) -> float | None:
+    async def generated_tokens(self, timeout_seconds: float) -> float | None:
         """Tokens that the server has generated since it started, for anybody, by its Prometheus
         counter; None if it does not count (`--disable-log-stats`)."""
-        lines = self.http.get_text("/metrics", timeout_seconds).splitlines()
+        text = await self.http.request_text("GET", "/metrics", None, timeout_seconds)
+        lines = text.splitlines()
         counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(TOKEN_COUNTER)]
         return sum(map(float, counts)) if counts else None
 
@@ -66,14 +70,16 @@ class VllmServer:
         """Workers of the server: tensor, pipeline and data parallel."""
         return self.http.get("/get_world_size", CONTROL_SECONDS)["world_size"]
 
-    def complete(self, request: GenerationRequest, stop_token_ids: Sequence[int]) -> Completion:
-        """The checked completion of one request, however long it takes: cutting the connections
-        ends the wait."""
+    async def complete(
+        self, request: GenerationRequest, stop_token_ids: Sequence[int]
+    ) -> Completion:
+        """The validated completion of one request, without a time limit. Cancelling closes the
+        connection, and vLLM then aborts the request."""
         body = {
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_parameters(request, stop_token_ids),
         }
-        answer = self.http.post("/inference/v1/generate", body, None)
+        answer = await self.http.request("POST", "/inference/v1/generate", body, None)
         sampled = answer["choices"][0]
         place = f"completion {tuple(request.key)} from {self.url}"
         spans = sampled["weight_versions"] or []
@@ -86,9 +92,10 @@ class VllmServer:
             stop_token_ids,
         )
 
-    def weight_label(self, timeout_seconds: float = CONTROL_SECONDS) -> str:
+    async def weight_label(self, timeout_seconds: float = CONTROL_SECONDS) -> str:
         """The label of the weights it holds; "default" if nobody labelled them."""
-        return self.http.get("/weight_info", timeout_seconds)["weight_version"]
+        answer = await self.http.request("GET", "/weight_info", None, timeout_seconds)
+        return answer["weight_version"]
 
     def set_weight_label(self, label: str) -> None:
         body = {"new_version": label}

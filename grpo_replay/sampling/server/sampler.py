@@ -32,7 +32,7 @@ from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.sampling.contract import WeightState
 from grpo_replay.sampling.server.checks import Wanted, check_server
-from grpo_replay.sampling.server.http_client import Refused, Unreachable
+from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
 from grpo_replay.sampling.server.process import LaunchedServer, launch_servers, wait_until_healthy
 from grpo_replay.sampling.server.request_pool import PoolSettings, ServerPool
 from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
@@ -221,7 +221,7 @@ class VllmServerSampler:
 
 def _is_healthy(server: VllmServer) -> bool:
     try:
-        server.check_health(CONTROL_SECONDS)
+        block_on(server.check_health(CONTROL_SECONDS))
     except (Refused, Unreachable):
         return False
     return True

@@ -170,8 +170,6 @@ class _FanOutClient:
             except (Refused, Unreachable) as error:
                 on_failure(error)
                 raise
-            finally:
-                server.http.release()
 
         with ThreadPoolExecutor(max_workers=len(self._servers)) as threads:
             list(threads.map(post, self._servers, bodies))

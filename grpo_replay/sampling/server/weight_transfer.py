@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from grpo_replay.sampling.server.http_client import Refused, Unreachable
+from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.sampling.server.weight_files import SyncFolder
 
@@ -88,13 +88,11 @@ def publish(
                 return f"its prompt cache could not be emptied for policy version {version}"
             server.set_weight_label(label)
             server.resume()
-            confirmed = server.weight_label()
+            confirmed = block_on(server.weight_label())
         except (Refused, Unreachable) as error:
             return f"it did not take policy version {version}: {error}"
         except (KeyError, TypeError) as error:
             return f"it answers, but not like vLLM 0.32: {error!r}"
-        finally:
-            server.http.release()
         return None if confirmed == label else f"it confirmed {confirmed!r} instead of {label!r}"
 
     with ThreadPoolExecutor(max_workers=max(len(servers), 1)) as threads:

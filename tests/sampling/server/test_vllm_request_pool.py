@@ -1,6 +1,6 @@
 """Spreading requests over servers that fail in chosen ways. Needs no vLLM."""
 
-import threading
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,12 @@ from fake_server import FakeServer
 from tiny_policy import make_requests
 
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.server.http_client import HttpClient, Refused, TooSlow, Unreachable
+from grpo_replay.sampling.server.http_client import (
+    HttpClient,
+    Refused,
+    Unreachable,
+    block_on,
+)
 from grpo_replay.sampling.server.request_pool import PoolSettings, ServerPool
 from grpo_replay.sampling.server.routes import VllmServer
 
@@ -40,6 +45,12 @@ def make_pool(fakes: list[FakeServer], **settings) -> ServerPool:
     return ServerPool(servers, PoolSettings(**(defaults | settings)))
 
 
+async def other_tasks() -> int:
+    """Tasks of the background loop, once those that are being cancelled have ended."""
+    await asyncio.sleep(0.2)
+    return len(asyncio.all_tasks()) - 1
+
+
 def test_every_request_gets_its_completion_and_servers_share_them(fakes):
     servers = fakes(2)
     for server in servers:
@@ -51,19 +62,19 @@ def test_every_request_gets_its_completion_and_servers_share_them(fakes):
     assert all(2 <= server.most_in_flight <= 4 for server in servers)
 
 
-def test_every_server_begins_with_its_share_however_threads_are_scheduled(fakes, monkeypatch):
-    """A thread that is done at once must not take what was the other server's to begin with."""
+def test_every_server_begins_with_its_share_however_fast_the_others_are(fakes, monkeypatch):
+    """A server that answers at once must not take the first share of another."""
     servers = fakes(2)
     pool = make_pool(servers)
     asked = []
     complete = VllmServer.complete
 
-    def instantly(server, *arguments):
+    async def instantly(server, *arguments):
         asked.append(server.url)
         return answers[server.url]
 
     request = make_requests(count=1)[0]
-    answers = {server.url: complete(server, request, STOP) for server in pool.servers}
+    answers = {server.url: block_on(complete(server, request, STOP)) for server in pool.servers}
     monkeypatch.setattr(VllmServer, "complete", instantly)
     for count, shares in ((8, (4, 4)), (7, (4, 3)), (1, (1, 0))):
         asked.clear()
@@ -126,7 +137,7 @@ def test_nan_as_servers_send_it_stops_the_run(fakes):
 
 @pytest.mark.timeout(30)
 def test_an_error_that_nobody_foresaw_reaches_the_caller(fakes, monkeypatch):
-    """It must not end its thread alone: the caller would wait for that thread for ever."""
+    """It must not end its task alone: the caller would wait for that task for ever."""
     (server,) = fakes(1)
     pool = make_pool([server])
     monkeypatch.setattr(VllmServer, "complete", lambda *_: server.no_such_thing)
@@ -194,6 +205,18 @@ def test_a_server_that_generates_nothing_for_too_long_is_lost(fakes, drop_lost):
     assert "no token for 0.4 s with 3 requests outstanding" in pool.lost[servers[0].url]
 
 
+@pytest.mark.timeout(30)
+def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes):
+    """One request found that the server was restarted; the others there may wait for ever."""
+    servers = fakes(2)
+    servers[0].statuses, servers[0].label, servers[0].seconds = [500], "default", 8.0
+    pool = make_pool(servers, drop_lost=True, max_retries=1, request_timeout_seconds=60.0)
+    started = time.monotonic()
+    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    assert time.monotonic() - started < 5
+    assert list(pool.lost) == [servers[0].url]
+
+
 @pytest.mark.timeout(60)
 def test_a_busy_server_that_is_late_to_say_that_it_is_well_is_kept(fakes):
     (server,) = fakes(1)
@@ -206,27 +229,33 @@ def test_a_busy_server_that_is_late_to_say_that_it_is_well_is_kept(fakes):
 def test_a_server_that_counts_no_tokens_is_told_from_one_that_generated_none(fakes):
     (server,) = fakes(1)
     client = VllmServer(server.url, "run")
-    assert client.generated_tokens(5.0) == 0.0
+    assert block_on(client.generated_tokens(5.0)) == 0.0
     server.generates = None
-    assert client.generated_tokens(5.0) is None
+    assert block_on(client.generated_tokens(5.0)) is None
 
 
-def test_an_abandoned_iterator_ends_its_threads(fakes):
+def test_an_abandoned_iterator_cancels_its_requests(fakes):
     (server,) = fakes(1)
-    before = threading.active_count()
     server.seconds = 0.05
     iterator = make_pool([server]).run(make_requests(count=16), STOP, 0)
     next(iterator)
-    server.seconds = 3.0
+    server.seconds = 1.0
     time.sleep(0.2)
     started = time.monotonic()
     iterator.close()
-    assert time.monotonic() - started < 2, "connections are cut, not waited for"
-    assert server.served < 16
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before + server.in_flight and time.monotonic() < deadline:
+    assert block_on(other_tasks()) == 0
+    assert time.monotonic() - started < 0.5, "requests are cancelled, not waited for"
+    while server.in_flight:
         time.sleep(0.05)
-    assert threading.active_count() <= before + server.in_flight
+    assert server.served < 16
+    assert server.hung_up == 4, "vLLM aborts a request whose connection is closed"
+
+
+def test_a_finished_run_leaves_no_task(fakes):
+    servers = fakes(2)
+    iterator = make_pool(servers).run(make_requests(count=8), STOP, 0)
+    assert len([next(iterator) for _ in range(8)]) == 8
+    assert block_on(other_tasks()) == 0, "also while the iterator is still open"
 
 
 def test_http_errors_are_told_apart(fakes):
@@ -237,12 +266,11 @@ def test_http_errors_are_told_apart(fakes):
     with pytest.raises(Refused, match="HTTP 404: as told"):
         client.post("/inference/v1/generate", body, 5.0)
     server.seconds = 2.0
-    with pytest.raises(TooSlow, match=r"within 0\.2 s"):
+    with pytest.raises(Unreachable, match=r"within 0\.2 s"):
         client.post("/inference/v1/generate", body, 0.2)
     server.seconds = 0.0
     assert client.get("/weight_info", 5.0) == {"weight_version": "run/0"}
     server.stop()
-    client.release()
     with pytest.raises(Unreachable):
         client.get("/health", 1.0)
     with pytest.raises(ValueError, match="not a URL"):

@@ -36,6 +36,7 @@ from tiny_policy import (
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe
+from grpo_replay.sampling.server.http_client import block_on
 from grpo_replay.sampling.server.process import LaunchedServer
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 
@@ -121,10 +122,10 @@ def test_weights_travel_in_several_files_and_leave_nothing_behind(tied, pair, tm
 def test_a_partial_sync_reaches_no_server(tied, sampler):
     model = changed(tied, 36)
     pairs = [(n, t) for n, t in named_tensors(model) if n != "lm_head.weight"]
-    labels = [server.weight_label() for server in sampler._pool.servers]
+    labels = [block_on(server.weight_label()) for server in sampler._pool.servers]
     with pytest.raises(SamplerError, match=r"missing tensor lm_head\.weight"):
         sampler.load_weights(pairs, 1)
-    assert [server.weight_label() for server in sampler._pool.servers] == labels
+    assert [block_on(server.weight_label()) for server in sampler._pool.servers] == labels
     with pytest.raises(SamplerError, match="version 1 was left incomplete"):
         sampler.generate(make_requests(count=1))
     push(sampler, model)
