@@ -1,4 +1,4 @@
-"""Samplers: the protocol, transformers (`hf`), vLLM in process, and over HTTP in `server/`.
+"""Samplers: the protocol, transformers (`hf`), vLLM in process, and vLLM over HTTP in `server/`.
 
-Imports engine and what is below; torch, transformers and vllm.
+May import `engine` and the folders below it, and torch, transformers and vllm.
 """

@@ -220,7 +220,7 @@ def test_what_the_user_set_in_the_environment_stays():
 def test_servers_take_the_gpus_after_the_trainer_s():
     assert server_devices(["0", "1", "2", "3"], 2, 2, 1) == ["2", "3"]
     assert server_devices(["4", "5", "6", "7"], 0, 2, 2) == ["4,5", "6,7"]
-    with pytest.raises(RecipeError, match=r"needs 4 GPUs beside the 1 .* but 3 of 4 are left"):
+    with pytest.raises(RecipeError, match=r"needs 4 GPUs in addition to the 1 .* but 3 of 4 are left"):
         server_devices(["0", "1", "2", "3"], 1, 2, 2)
 
 

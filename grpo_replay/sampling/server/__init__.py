@@ -1,4 +1,4 @@
-"""vLLM servers over HTTP: launching, checking, requests, new weights.
+"""Sampling with vLLM servers over HTTP: launch, validation, requests, weight updates.
 
-Imports sampling's shared parts, engine and what is below.
+May import the rest of `sampling`, `engine` and the folders below it, and aiohttp.
 """

@@ -1,4 +1,4 @@
-"""Is this server the one that the recipe describes? Asked once, before anything is sampled."""
+"""Validate that a server matches the recipe, once, before sampling."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ HOW_TO_START = (
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a server must be: the shape of the model, and how it must have been started."""
+    """Required properties of a server: the shape of its model and its settings."""
 
     vocabulary: int
     hidden_size: int
@@ -33,7 +33,7 @@ class Wanted:
     def of(
         cls, config: PretrainedConfig, arguments: Mapping[str, Any], weight_transfer: str
     ) -> "Wanted":
-        """From the model's configuration and the EngineArgs that we would have started it with."""
+        """From the model's configuration and the EngineArgs of a launched server."""
         return cls(
             vocabulary=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -45,7 +45,7 @@ class Wanted:
 
 
 def check_server(server: VllmServer, wanted: Wanted) -> None:
-    """Raises SamplerError that names everything about the server that is not as wanted."""
+    """Raises SamplerError that lists every mismatch between the server and `wanted`."""
     how = HOW_TO_START.format(dtype=wanted.dtype, length=wanted.max_model_len)
     try:
         block_on(server.check_health(CONTROL_SECONDS))
@@ -57,7 +57,7 @@ def check_server(server: VllmServer, wanted: Wanted) -> None:
         ) from error
     except Refused as error:
         raise SamplerError(
-            f"the server {server.url} refused a question that every vLLM 0.32 server in "
+            f"the server {server.url} refused a request that every vLLM 0.32 server in "
             f"development mode answers ({error}); {how}"
         ) from error
     except (KeyError, IndexError, TypeError) as error:
@@ -66,8 +66,7 @@ def check_server(server: VllmServer, wanted: Wanted) -> None:
         ) from error
     if problems:
         raise SamplerError(
-            f"the vLLM server {server.url} is not the one this run needs: {'; '.join(problems)}; "
-            f"{how}"
+            f"the vLLM server {server.url} does not match this run: {'; '.join(problems)}; {how}"
         )
 
 
@@ -86,8 +85,8 @@ def _model_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
 
 
 def read_outline(outline: str) -> dict[str, int]:
-    """Vocabulary, hidden size and number of layers in vLLM's outline of a model; what it does not
-    say is left out.
+    """Vocabulary, hidden size and number of layers in vLLM's outline of a model; missing facts are
+    left out.
 
     A tree of 28 layers contains `(embed_tokens): VocabParallelEmbedding(… embedding_dim=1024,
     org_vocab_size=151936 …)` and, one level below `(layers): ModuleList()(`, `(0-27): 28 x …`.
@@ -110,8 +109,8 @@ def _setting_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
     model = settings["model_config"]
     if model["logprobs_mode"] != "processed_logprobs":
         yield (
-            f"its log-probs are {model['logprobs_mode']}, not processed_logprobs, which are those "
-            "of the distribution sampled from"
+            f"its log-probs are {model['logprobs_mode']}, not processed_logprobs (those of the "
+            "distribution sampled from)"
         )
     dtype = model["dtype"].removeprefix("torch.")
     if dtype != wanted.dtype:

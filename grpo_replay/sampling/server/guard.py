@@ -1,10 +1,10 @@
-"""Runs one command and takes its whole process group along when the run that asked for it ends.
+"""Run a command, and end its whole process group when the run that started it ends.
 
     python guard.py PARENT_PID command …
 
-The guard leads a session of its own, so that a signal to the trainer's group does not reach the
-server half way through a step, and a trainer that was killed outright leaves nothing behind: the
-guard notices within `POLL_SECONDS` that its parent is gone. Standard library only; run as a script.
+The guard leads its own session, so that a signal to the trainer's process group does not reach the
+server in the middle of a step. When the trainer is killed outright, the guard notices within
+`POLL_SECONDS` that its parent is gone and ends the server. Run as a script; standard library only.
 """
 
 import os
@@ -19,7 +19,7 @@ GRACE_SECONDS = 5.0
 
 
 def main(parent: int, command: list[str]) -> int:
-    """The command's exit code, once nothing of its group is left."""
+    """The command's exit code, after all processes of its group have ended."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave)
     child = subprocess.Popen(command)
@@ -46,7 +46,7 @@ def _end_group(child: subprocess.Popen) -> None:
 
 
 def _group_has_others() -> bool:
-    """Whether a living process other than the guard is in its group (reads /proc)."""
+    """True if the guard's group has another living process (reads /proc)."""
     own, group = os.getpid(), os.getpgid(0)
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == own:

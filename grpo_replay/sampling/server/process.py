@@ -1,4 +1,4 @@
-"""vLLM servers that the run starts on its own machine, and ends with itself."""
+"""vLLM servers that the run launches on its machine, and stops when it ends."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from grpo_replay.sampling.vllm_settings import set_environment
 
 MODEL_NAME = "policy"
 ON_BY_DEFAULT = ("enable_prefix_caching", "async_scheduling")
-"""EngineArgs that a server has to be told to leave off."""
+"""EngineArgs that vLLM turns on by default: `false` needs an explicit `--no-` option."""
 LOG_LINES = 15
 POLL_SECONDS = 0.3
 STOP_SECONDS = 20.0
@@ -30,7 +30,7 @@ TRAINER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
     "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CONFIGURE_LOGGING",
 )  # fmt: skip
-"""What describes the trainer's processes and would misplace a server's."""
+"""Variables of the trainer's processes that a server must not inherit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,9 @@ class LaunchedServer:
 def launch_servers(
     recipe: Recipe, arguments: Mapping[str, Any], on_gpu: bool, log_folder: Path | None
 ) -> list[LaunchedServer]:
-    """`sampling.servers.launch` servers on consecutive ports, starting up. Raises SamplerError if
-    a port is taken, RecipeError if there are not enough GPUs beside those of this machine's ranks,
-    or if other machines have ranks too."""
+    """Start `sampling.servers.launch` servers on consecutive ports, without waiting for them.
+    Raises SamplerError if a port is taken, RecipeError if there are not enough GPUs besides those
+    of this machine's ranks, or if there are ranks on other machines."""
     settings, environment = recipe.sampling.servers, rank_environment()
     _refuse_ranks_elsewhere(settings.launch, environment)
     ports = range(settings.base_port, settings.base_port + settings.launch)
@@ -108,7 +108,7 @@ def server_command(
         elif value is not None:
             command += [f"--{option}", str(value)]
     command += ["--host", host, "--port", str(port), "--served-model-name", MODEL_NAME]
-    # Token ids in, token ids and weight versions out: /inference/v1/generate.
+    # Enables /inference/v1/generate: token ids in, token ids and weight versions out.
     command += ["--enable-scale-out", "--uvicorn-log-level", "warning"]
     if weight_transfer == "nccl":
         command += ["--weight-transfer-config", '{"backend": "nccl"}']
@@ -127,19 +127,22 @@ def server_devices(
     if len(free) < needed:
         raise RecipeError(
             f"sampling.servers.launch {servers} with sampling.vllm.tensor_parallel_size "
-            f"{tensor_parallel_size} needs {needed} GPUs beside the {ranks_here} of the ranks "
-            f"on this machine, but {len(free)} of {len(visible)} are left: lower one of them, "
-            "start fewer ranks, set sampling.servers.urls, or share GPUs with sampling.backend vllm"
+            f"{tensor_parallel_size} needs {needed} GPUs in addition to the {ranks_here} of the "
+            f"ranks on this machine, but {len(free)} of {len(visible)} are left: lower one of "
+            "them, start fewer ranks, set sampling.servers.urls, or share GPUs with "
+            "sampling.backend vllm"
         )
     size = tensor_parallel_size
     return [",".join(free[i * size : (i + 1) * size]) for i in range(servers)]
 
 
 def wait_until_healthy(
-    servers: Sequence[LaunchedServer], is_healthy: Sequence[Any], timeout_seconds: float
+    servers: Sequence[LaunchedServer],
+    is_healthy: Sequence[Callable[[], bool]],
+    timeout_seconds: float,
 ) -> None:
-    """Returns when every server answers; `is_healthy[i]()` asks the i-th. Raises SamplerError,
-    with the end of its log, when one exits or the time is up."""
+    """Wait until every server is healthy; `is_healthy[i]()` checks the i-th. Raises SamplerError
+    with the end of its log when one exits, or when the time is up."""
     deadline = time.monotonic() + timeout_seconds
     for server, healthy in zip(servers, is_healthy, strict=True):
         while not healthy():
@@ -199,7 +202,7 @@ def _refuse_ranks_elsewhere(launch: int, environment: RankEnvironment) -> None:
         raise RecipeError(
             f"sampling.servers.launch {launch}: {here} of the {everywhere} ranks are on this "
             "machine, and the others could not reach servers launched here: start the servers "
-            "yourself and set sampling.servers.urls to addresses that all machines reach"
+            "yourself and set sampling.servers.urls to addresses that all machines can reach"
         )
 
 
@@ -211,5 +214,5 @@ def _refuse_taken_port(host: str, port: int) -> None:
         except OSError as error:
             raise SamplerError(
                 f"cannot launch a vLLM server on {host}:{port}: {error.strerror}; set "
-                "sampling.servers.base_port to a free port, or end what listens there"
+                "sampling.servers.base_port to a free port, or stop the program that uses it"
             ) from error

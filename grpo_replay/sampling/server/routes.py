@@ -1,4 +1,4 @@
-"""One vLLM server as this project sees it: the routes of vLLM 0.32 that it calls.
+"""Client of one vLLM server: the routes of vLLM 0.32 that a run uses.
 
 Completions come from /inference/v1/generate (token ids in; token ids, log-probs and the weight
 version of every token out). Weights are updated through the routes of VLLM_SERVER_DEV_MODE=1.
@@ -17,7 +17,7 @@ from grpo_replay.sampling.vllm_requests import (
 from grpo_replay.types import Completion, GenerationRequest
 
 CONTROL_SECONDS = 30.0
-"""Longest wait for a route that does no work."""
+"""Time limit of a route that answers at once."""
 
 TOKEN_COUNTER = "vllm:generation_tokens_total"
 
@@ -29,35 +29,35 @@ class VllmServer:
     """
 
     def __init__(self, url: str, run: str, log: Path | None = None) -> None:
-        """`run` names the run in weight labels, so that another run's version 3 is not taken for
-        this one's. `log` is the log file of a server that this run launched."""
+        """`run` identifies this run in weight labels, so that version 3 of another run is told
+        apart. `log` is the log file of a launched server."""
         self.url = url.rstrip("/")
         self.http = HttpClient(self.url)
         self.log = log
         self._prefix = f"{run}/"
 
     def label(self, policy_version: int) -> str:
-        """How the server names the weights of a policy version of this run."""
+        """The server's label for the weights of a policy version of this run."""
         return f"{self._prefix}{policy_version}"
 
     async def check_health(self, timeout_seconds: float) -> None:
-        """Returns if the server says that it is well."""
+        """Returns if the server is healthy."""
         await self.http.request("GET", "/health", None, timeout_seconds)
 
     async def generated_tokens(self, timeout_seconds: float) -> float | None:
-        """Tokens that the server has generated since it started, for anybody, by its Prometheus
-        counter; None if it does not count (`--disable-log-stats`)."""
+        """Tokens generated since the server started, for all clients (a Prometheus counter); None
+        if it does not count them (`--disable-log-stats`)."""
         text = await self.http.request_text("GET", "/metrics", None, timeout_seconds)
         lines = text.splitlines()
         counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(TOKEN_COUNTER)]
         return sum(map(float, counts)) if counts else None
 
     def models(self) -> list[dict[str, Any]]:
-        """The models it serves; the first is the one that `complete` samples."""
+        """The models it serves. `complete` samples from the first."""
         return self.http.get("/v1/models", CONTROL_SECONDS)["data"]
 
     def settings(self) -> dict[str, Any]:
-        """vLLM's configuration as the server started with it."""
+        """The vLLM configuration that the server was started with."""
         answer = self.http.get("/server_info?config_format=json", CONTROL_SECONDS)
         return answer["vllm_config"]
 
@@ -67,7 +67,7 @@ class VllmServer:
         return self.http.post("/collective_rpc", body, CONTROL_SECONDS)["results"][0]
 
     def world_size(self) -> int:
-        """Workers of the server: tensor, pipeline and data parallel."""
+        """Number of workers: tensor, pipeline and data parallel."""
         return self.http.get("/get_world_size", CONTROL_SECONDS)["world_size"]
 
     async def complete(
@@ -93,7 +93,7 @@ class VllmServer:
         )
 
     async def weight_label(self, timeout_seconds: float = CONTROL_SECONDS) -> str:
-        """The label of the weights it holds; "default" if nobody labelled them."""
+        """The label of its current weights; "default" if none was set."""
         answer = await self.http.request("GET", "/weight_info", None, timeout_seconds)
         return answer["weight_version"]
 
@@ -102,18 +102,18 @@ class VllmServer:
         self.http.post("/update_weight_version", body, CONTROL_SECONDS)
 
     def pause(self, timeout_seconds: float) -> None:
-        """Freeze running requests, if there are any, where they are."""
+        """Freeze running requests in place."""
         self.http.post("/pause?mode=keep", None, timeout_seconds)
 
     def resume(self) -> None:
         self.http.post("/resume", None, CONTROL_SECONDS)
 
     def reload_weights(self, folder: str, timeout_seconds: float) -> None:
-        """Replace all weights by the safetensors files in `folder`, as the server sees it."""
+        """Replace all weights by the safetensors files in `folder`, a path on the server."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         self.http.post("/collective_rpc", body, timeout_seconds)
 
     def drop_cached_prompts(self) -> bool:
-        """Whether the prefix cache is empty now; frozen requests recompute their keys."""
+        """Empty the prefix cache; frozen requests recompute their keys. True on success."""
         path = "/reset_prefix_cache?reset_running_requests=true"
         return self.http.post(path, None, CONTROL_SECONDS)["success"]

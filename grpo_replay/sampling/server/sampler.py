@@ -1,12 +1,13 @@
-"""The `vllm_server` sampler: vLLM servers over HTTP, given by URL or launched here.
+"""The `vllm_server` sampler: vLLM servers over HTTP, given by URL or launched by the run.
 
-Every rank sends its own requests, spread over all servers. Rank 0 launches and checks servers and
-drives weight updates; which servers are in use is agreed between the ranks at every update.
+Every rank spreads its own requests over all servers. Rank 0 launches and validates the servers and
+drives weight updates. At every update the ranks agree on the servers in use.
 """
 
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,11 @@ class VllmServerSampler:
     def open(
         cls, recipe: Recipe, model_path: str, comm: Comm, log_folder: Path | None = None
     ) -> "VllmServerSampler":
-        """Servers that are up, are the ones described, and hold the weights in `model_path`.
+        """A sampler whose servers are up, match the recipe and hold the weights in `model_path`.
         Collective. Launched servers write their logs to `log_folder`.
 
         Raises RecipeError for settings that contradict each other or the model, SamplerError for a
-        server that cannot be launched or reached, or is another than described.
+        server that cannot be launched or reached, or does not match the recipe.
         """
         settings = recipe.sampling.servers
         section = section_at(recipe.model, model_path)
@@ -103,7 +104,7 @@ class VllmServerSampler:
         on_gpu: bool,
         log_folder: Path | None,
     ) -> None:
-        """What only rank 0 has: the way weights travel, and launched servers, starting up."""
+        """On rank 0 only: open the weight transfer and launch servers, without waiting for them."""
         if not self._comm.is_main:
             return
         self._transfer = _transfer(recipe, self._expected)
@@ -111,7 +112,7 @@ class VllmServerSampler:
             self._launched = launch_servers(recipe, arguments, on_gpu, log_folder)
 
     def _connect(self, recipe: Recipe) -> None:
-        """A client of every server, on every rank."""
+        """Create a client for every server, on every rank."""
         own = {each.url: str(each.log) for each in self._launched}
         logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct(recipe)))
         run = self._comm.broadcast_json(secrets.token_hex(4))
@@ -119,8 +120,8 @@ class VllmServerSampler:
         self._pool = ServerPool(servers, _pool_settings(recipe, self._comm.world_size))
 
     def _push_initial_weights(self, section: ModelSection, seed: int) -> None:
-        """Servers given by URL get the policy's weights: whatever they held before, they hold
-        version 0 then. Launched ones have read them from the model's files."""
+        """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
+        read it from the model's files."""
         if self._comm.broadcast_json(bool(self._launched)):
             self._publish(lambda server: None, 0)
             return
@@ -137,7 +138,7 @@ class VllmServerSampler:
         if self._launched:
             wait_until_healthy(
                 self._launched,
-                [lambda server=server: _is_healthy(server) for server in servers],
+                [partial(_is_healthy, server) for server in servers],
                 recipe.sampling.servers.start_timeout_seconds,
             )
         for server in servers:
@@ -147,9 +148,9 @@ class VllmServerSampler:
         """Completions as they finish, exactly one for each request, all sampled by
         `policy_version`.
 
-        A failed request is tried again, on another server if there is one. Raises RecipeError for
-        a request longer than the servers have room for; SamplerError for an impossible one, for a
-        log-prob that is not finite, when tries or servers run out, when a server is lost and
+        A failed request is retried, on another server if there is one. Raises RecipeError for a
+        request longer than the servers' longest sequence; SamplerError for an invalid one, for a
+        log-prob that is not finite, when retries or servers run out, when a server is lost and
         `on_failure` is stop, after `close`, or if a weight update was left incomplete.
         """
         self._weights.refuse_incomplete()
@@ -160,10 +161,10 @@ class VllmServerSampler:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace all weights on all servers. Collective.
 
-        A server that does not confirm the new version is lost: then the run stops or goes on
-        without it, as `on_failure` says. Raises SamplerError on the rank concerned and PeerFailure
-        on the others if the tensors do not fit the model; no server has them then. SamplerError if
-        `version` does not increase.
+        A server that does not confirm the new version is lost: the run then stops or goes on
+        without it, according to `on_failure`. If the tensors do not fit the model, raises
+        SamplerError on the rank concerned and PeerFailure on the others, before any server has
+        them. Raises SamplerError if `version` does not increase.
         """
         self._weights.begin(version, self.policy_version)
         for lost in self._comm.all_gather_json(self._pool.lost):
@@ -172,7 +173,7 @@ class VllmServerSampler:
         self.policy_version = self._weights.complete()
 
     def _update(self, named_tensors: NamedTensors | None, version: int) -> None:
-        """Stage on rank 0, check on every rank that has tensors, then publish."""
+        """Stage on rank 0, validate on every rank that has tensors, then publish."""
         checked = None if named_tensors is None else CheckedWeights(named_tensors, self._expected)
 
         def stage() -> None:
@@ -193,7 +194,7 @@ class VllmServerSampler:
                 self._transfer.discard()
 
     def _publish(self, bring: Callable[[VllmServer], None] | None, version: int) -> None:
-        """Rank 0 has `bring`; every rank learns which servers did not take the version."""
+        """Publish on rank 0, which has `bring`; every rank learns which servers failed."""
         failures: dict[str, str] = {}
         if self._comm.is_main and bring is not None:
             timeout = self._pool.settings.request_timeout_seconds
@@ -206,7 +207,7 @@ class VllmServerSampler:
                 self._pool.lose(server, reasons[server.url])
 
     def sleep(self, keep_weights: bool = True) -> None:
-        """Frees nothing: the servers have devices of their own."""
+        """Frees nothing: the servers run on their own devices."""
         if not keep_weights:
             self._weights.discard()
 

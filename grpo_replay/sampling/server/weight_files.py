@@ -1,4 +1,4 @@
-"""Weights on their way to servers as safetensors files, in a folder that both sides can see."""
+"""Safetensors files that carry weights to the servers, in a folder shared with them."""
 
 import contextlib
 import fcntl
@@ -20,10 +20,10 @@ LOCK = "in-use"
 
 
 class SyncFolder:
-    """A folder of this run's own under `parent`; shared memory of this machine if None.
+    """A folder of this run under `parent` (if None, under this machine's shared memory).
 
-    Folders that killed runs left there are removed: a run holds a lock in its folder as long as it
-    lives. Raises SamplerError if the folder cannot be made.
+    Removes the folders of killed runs: a live run holds a lock in its folder. Raises SamplerError
+    if the folder cannot be created.
     """
 
     def __init__(self, parent: str | None, bytes_needed: int) -> None:
@@ -44,9 +44,9 @@ class SyncFolder:
     def write(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, bucket_bytes: int
     ) -> Path:
-        """The folder with one version, in files of about `bucket_bytes`; host memory holds one
-        such file at a time. Every name has a tensor of its own, tied or not: vLLM would keep its
-        old output head otherwise. Raises SamplerError if it does not fit."""
+        """Write one version in files of about `bucket_bytes` and return its folder. Host memory
+        holds one such file at a time. Tied tensors are written under every name: otherwise vLLM
+        would keep its old output head. Raises SamplerError if the disk has no room."""
         free = shutil.disk_usage(self._parent).free
         if free < self._bytes_needed:
             raise SamplerError(

@@ -1,4 +1,4 @@
-"""Weights to servers over NCCL, by vLLM's own transfer engine.
+"""Send weights to the servers over NCCL, with vLLM's own transfer engine.
 
 Rank 0 of the trainer and every worker of every server form one NCCL group, in which rank 0
 broadcasts the tensors. Needs CUDA on both sides and a direct network path between them.
@@ -22,12 +22,12 @@ from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
 logger = logging.getLogger(__name__)
 
 DEVICE = "cuda"
-"""Where the tensors of a version are when they are broadcast."""
+"""Device of the tensors that are broadcast."""
 
 
 class NcclTransfer:
     """Implements `weight_transfer.Transfer`. The group is formed at the first version, and again
-    whenever a server has been dropped; the one before it is left first, on both sides."""
+    after a server was dropped; the old group is freed first, on both sides."""
 
     def __init__(
         self, expected: ExpectedWeights, bucket_bytes: int, timeout_seconds: float
@@ -54,8 +54,8 @@ class NcclTransfer:
             self._source.tensors = named_tensors
             self._engine.send_weights()
         except (Refused, Unreachable, RuntimeError, ValueError, AssertionError) as error:
-            # The other ends may still wait inside a broadcast: the group cannot be used again,
-            # and they cannot be asked to leave it.
+            # The servers may still wait inside a broadcast: the group cannot be used again, and
+            # the servers cannot be asked to leave it.
             self._client = None
             self._abort()
             reason = first_line(self._failure or error)
@@ -65,7 +65,7 @@ class NcclTransfer:
             ) from error
 
     def bring(self, server: VllmServer) -> None:
-        """Nothing is left to do: the broadcast has loaded the weights."""
+        """A no-op: the broadcast has loaded the weights."""
 
     def discard(self) -> None:
         if self._source is not None:
@@ -89,7 +89,7 @@ class NcclTransfer:
         self._abort()
 
     def _abort(self) -> None:
-        """Free this side's communicator; a broadcast on it that waits for the others ends."""
+        """Free this side's communicator, which ends a broadcast that still waits."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
@@ -102,7 +102,7 @@ class NcclTransfer:
 
         client = _FanOutClient(servers, self._timeout_seconds, self._give_up)
         if self._client is not None:
-            self._leave_group(client)  # a server that was dropped is not asked
+            self._leave_group(client)  # the new client: a dropped server gets no request
         self._source = _streaming_source(self._expected)
         self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
             NCCLTrainerInitInfo(
@@ -119,11 +119,10 @@ class NcclTransfer:
 
 
 class _FanOutClient:
-    """vLLM's VLLMWeightSyncClient for several servers: every call goes to all of them at once, and
-    each server's workers get ranks of their own in the group.
+    """vLLM's VLLMWeightSyncClient for several servers: sends every call to all of them in parallel,
+    and gives the workers of each server their own ranks in the group.
 
-    `give_up` is called as soon as a server fails to receive: NCCL itself would wait for it for
-    ever.
+    `give_up` is called as soon as a server fails to receive: NCCL would wait for it forever.
     """
 
     def __init__(
@@ -189,8 +188,9 @@ def local_address(url: str) -> str:
 
 
 def meeting_address(addresses: Sequence[str]) -> str:
-    """Where the group meets, given this machine's address towards each server: one that the others
-    reach too. ["127.0.0.1", "10.0.0.7"] gives "10.0.0.7": a server here reaches both."""
+    """The master address of the group, given this machine's address towards each server: one that
+    all servers can reach. ["127.0.0.1", "10.0.0.7"] gives "10.0.0.7": a local server reaches both.
+    """
     others = [each for each in addresses if not ipaddress.ip_address(each).is_loopback]
     return (others or list(addresses))[0]
 
@@ -202,8 +202,8 @@ def _free_port() -> int:
 
 
 def _streaming_source(expected: ExpectedWeights) -> Any:
-    """vLLM's WeightSource over tensors that come once per version, on the GPU and in the policy's
-    precision. Its class is made here because vLLM is imported only where it is used."""
+    """A vLLM WeightSource that streams the tensors of a version once, on the GPU, in the precision
+    of the policy. The class is defined inside the function because vLLM is imported lazily."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
     class StreamingSource(WeightSource):

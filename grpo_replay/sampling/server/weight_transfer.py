@@ -1,8 +1,7 @@
-"""How a new policy reaches the servers, and when it counts.
+"""Publish new weights to the servers.
 
-A transfer first stages one version (writes it to files, or streams it), then the servers are told
-to use it. Publishing is by version: a server samples for this run only after it has confirmed the
-label of the new policy version.
+A transfer first stages one version (writes it to files, or streams it), then every server switches
+to it. A server is used again only after it has confirmed the label of the new policy version.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,24 +23,24 @@ class Transfer(Protocol):
         version: int,
         servers: Sequence[VllmServer],
     ) -> None:
-        """Take all tensors on their way. Raises SamplerError."""
+        """Consume all tensors: write them to files, or broadcast them. Raises SamplerError."""
         ...
 
     def bring(self, server: VllmServer) -> None:
-        """Make one server use what was staged. Raises Unreachable or Refused."""
+        """Make one server load the staged version. Raises Unreachable or Refused."""
         ...
 
     def discard(self) -> None:
-        """Forget what was staged."""
+        """Discard the staged version."""
         ...
 
     def close(self) -> None:
-        """Free what the transfer holds. May be called twice."""
+        """Free all resources. May be called twice."""
         ...
 
 
 class FolderTransfer:
-    """Through safetensors files that trainer and servers can see."""
+    """Transfer through safetensors files in a folder that trainer and servers share."""
 
     def __init__(self, folder: SyncFolder, bucket_bytes: int, timeout_seconds: float) -> None:
         self._folder = folder
@@ -76,8 +75,8 @@ def publish(
     version: int,
     timeout_seconds: float,
 ) -> dict[str, str]:
-    """Freeze every server, `bring` it the weights, empty its prompt cache, label it and let it go
-    on; all servers at once. Returns URL -> reason for those that did not confirm the label."""
+    """Pause every server, `bring` it the weights, empty its prefix cache, set its label and resume
+    it; all servers in parallel. Returns URL -> reason for those that did not confirm the label."""
 
     def publish_to(server: VllmServer) -> str | None:
         label = server.label(version)

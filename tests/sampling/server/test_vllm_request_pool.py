@@ -76,7 +76,7 @@ def test_every_server_begins_with_its_share_however_fast_the_others_are(fakes, m
     request = make_requests(count=1)[0]
     answers = {server.url: block_on(complete(server, request, STOP)) for server in pool.servers}
     monkeypatch.setattr(VllmServer, "complete", instantly)
-    for count, shares in ((8, (4, 4)), (7, (4, 3)), (1, (1, 0))):
+    for count, shares in ((8, (4, 4)), (7, (4, 3)), (6, (3, 3)), (1, (1, 0))):
         asked.clear()
         assert len(list(pool.run(make_requests(count=count), STOP, 0))) == count
         assert tuple(asked.count(server.url) for server in servers) == shares
