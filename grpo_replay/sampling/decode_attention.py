@@ -1,8 +1,8 @@
-"""Attention of the `hf` sampler: transformers' sdpa, but one new token does not copy the cache.
+"""Attention of the `hf` sampler: transformers' sdpa without copies of the cache while decoding.
 
-With grouped queries, transformers repeats keys and values for every query head when there is a
-padding mask. One query token attends to everything, so the query heads of a group can stand in
-for query positions instead: the same numbers, and the cache is read in place.
+With grouped queries and a padding mask, transformers repeats keys and values for every query head.
+When decoding there is one query token, which attends to all keys, so the query heads of a group can
+be passed as query positions instead: the result is the same, and the cache is not copied.
 """
 
 from typing import Any
@@ -26,9 +26,9 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention output [R, length, heads, head_dim] and no weights, as transformers expects.
+    """Attention output [R, length, heads, head_dim], and None for the attention weights.
 
-    `query` is [R, heads, length, head_dim], `key` and `value` have one head per group.
+    `query` is [R, heads, length, head_dim]; `key` and `value` have one head per group.
     """
     rows, heads, length, head_dim = query.shape
     groups = key.shape[1]

@@ -1,4 +1,4 @@
-"""One batch of rows decoded in step: prefill once per distinct prompt, then token by token."""
+"""Decode one batch: prefill each distinct prompt once, then sample one token per row and step."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,21 +8,21 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from grpo_replay.sampling.kv_cache import expanded_cache
-from grpo_replay.sampling.token_choice import SamplingLaw, UniformRows, choose_tokens
+from grpo_replay.sampling.token_choice import SamplingParameters, UniformRows, choose_tokens
 from grpo_replay.types import GenerationRequest
 
 PREFILL_TOKENS = 16_384
-"""Prompt tokens, padding included, of one prefill forward."""
+"""Prompt tokens, including padding, of one forward pass of the prefill."""
 
 INITIAL_ROOM = 512
-"""Completion tokens that the cache has room for before it must grow."""
+"""Completion tokens that fit the initial cache."""
 
 UNIFORM_BLOCK = 64
-"""Random numbers drawn ahead for every row."""
+"""Random numbers drawn at once for every row."""
 
 
 class FinishedRow(NamedTuple):
-    """A request (its index in the batch) that has its last token."""
+    """A finished completion; `row` is the index of its request in the batch."""
 
     row: int
     token_ids: np.ndarray  # int32 [T]
@@ -31,9 +31,9 @@ class FinishedRow(NamedTuple):
 
 
 class DecodingBatch:
-    """Requests that advance one token at a time; finished rows leave, the last take their slots.
+    """Requests that are decoded together. The slots of finished rows are refilled from the end.
 
-    A slot is a row of the tensors below; `_row_of_slot` says which request is in it.
+    A slot is a row of the tensors below; `_row_of_slot` maps it to a request.
     """
 
     @torch.inference_mode()
@@ -53,7 +53,7 @@ class DecodingBatch:
         self._eos = torch.tensor(eos_ids, device=device)
         self._row_of_slot = np.arange(self.alive)
         self._limits = np.array([request.max_tokens for request in requests])
-        self._law = SamplingLaw.of(requests, device)
+        self._parameters = SamplingParameters.of(requests, device)
         self._tokens_RT = torch.empty(self.alive, self._longest, dtype=torch.int32, device=device)
         self._logprobs_RT = torch.empty(self.alive, self._longest, device=device)
         self._prefill(requests, pad_id)
@@ -66,8 +66,8 @@ class DecodingBatch:
         padded, real = _left_padded(prompts, width, pad_id)
         ids, mask = torch.from_numpy(padded).to(device), torch.from_numpy(real).to(device)
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)
-        # An index copies the last hidden states. A slice would leave them strided, for which
-        # bfloat16 matrix products on the CPU are a hundred times slower (torch 2.13).
+        # An index copies the last hidden states. A slice would leave them strided, and bfloat16
+        # matrix products of strided tensors are a hundred times slower on a CPU (torch 2.13).
         last = torch.tensor([width - 1], device=device)
         caches, logits = [], []
         step = max(1, PREFILL_TOKENS // width)
@@ -91,7 +91,7 @@ class DecodingBatch:
         self._bias = None if real.all() else self._padding_bias(mask[rows])
 
     def _padding_bias(self, mask: torch.Tensor) -> torch.Tensor:
-        """What is added to the attention scores, [R, 1, 1, width + longest]: -inf on padding."""
+        """Bias of the attention scores, [R, 1, 1, width + longest]: -inf on padding, else 0."""
         rows, width = mask.shape
         dtype = self._model.dtype
         bias = torch.zeros(rows, width + self._longest, dtype=dtype, device=mask.device)
@@ -100,14 +100,14 @@ class DecodingBatch:
 
     @torch.inference_mode()
     def advance(self) -> list[FinishedRow]:
-        """Samples one token for every live row; the rows that are now complete leave."""
+        """Sample one token for every live row; returns and removes the rows that are complete."""
         if self._length > 0:
             self._forward()
         n, t = self.alive, self._length
         if t % UNIFORM_BLOCK == 0:
             self._draw_uniforms()
         uniforms = self._uniforms[:n, t % UNIFORM_BLOCK]
-        tokens, logprobs = choose_tokens(self._logits, uniforms, self._law.rows(0, n))
+        tokens, logprobs = choose_tokens(self._logits, uniforms, self._parameters.rows(0, n))
         self._last_tokens = tokens
         self._tokens_RT[:n, t] = tokens
         self._logprobs_RT[:n, t] = logprobs
@@ -171,7 +171,7 @@ class DecodingBatch:
         self._tokens_RT[targets, :done] = self._tokens_RT[sources, :done]
         self._logprobs_RT[targets, :done] = self._logprobs_RT[sources, :done]
         per_slot = [self._positions, self._uniforms, self._last_tokens]
-        per_slot += [self._law.temperature, self._law.top_p]
+        per_slot += [self._parameters.temperature, self._parameters.top_p]
         if self._bias is not None:
             per_slot.append(self._bias)
         for tensor in per_slot:
@@ -182,7 +182,7 @@ class DecodingBatch:
 def _distinct_prompts(
     requests: Sequence[GenerationRequest],
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Distinct prompts in order of appearance, and the index of each request's (int64 [R])."""
+    """Distinct prompts in order of appearance, and the prompt index of each request, int64 [R]."""
     index_of: dict[bytes, int] = {}
     prompts: list[np.ndarray] = []
     prompt_of_row = np.empty(len(requests), dtype=np.int64)
@@ -198,7 +198,7 @@ def _distinct_prompts(
 def _left_padded(
     prompts: Sequence[np.ndarray], width: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids int64 [N, width] and which of them are real, bool [N, width]."""
+    """Token ids, int64 [N, width], and their mask, bool [N, width]: False on padding."""
     padded = np.full((len(prompts), width), pad_id, dtype=np.int64)
     real = np.zeros((len(prompts), width), dtype=bool)
     for row, prompt in enumerate(prompts):

@@ -1,8 +1,9 @@
-"""The `hf` sampler: batched decoding with transformers, no further install.
+"""The `hf` sampler: batched decoding with transformers, without further packages.
 
-How it departs from `model.generate`: every prompt is read once for its whole group; a finished
-row leaves the batch and the cache; every row has a seed of its own, so that its tokens do not
-depend on the batch; the log-prob of every sampled token is returned.
+It has its own decoding loop because `model.generate` has no seed per row and is slower (measured by
+benchmarks/hf_sampler_speed.py). Here each prompt is prefilled once for its whole group, finished
+rows leave the batch and the cache, the tokens of a row depend only on its own seed and not on the
+batch, and the log-prob of every sampled token is returned.
 """
 
 import copy
@@ -56,8 +57,8 @@ class HfSampler:
 
     @classmethod
     def open(cls, recipe: Recipe, model_path: str) -> "HfSampler":
-        """A sampler with the weights in `model_path` (or the recipe's random initialisation, if
-        that is its path) on the device of `engine.device`. Raises ModelError."""
+        """A sampler on `engine.device` with the weights in `model_path`, or with the recipe's
+        random initialisation if that is its path. Raises ModelError."""
         section = section_at(recipe.model, model_path)
         tokenizer = load_tokenizer(section)
         model = load_policy(section, recipe.run.seed)
@@ -80,17 +81,17 @@ class HfSampler:
         dtype: str = "float32",
         max_batch_rollouts: int = 1024,
     ) -> "HfSampler":
-        """A sampler with a copy of `model`, whose parameters must be whole (not ZeRO-3 shards),
-        on its device."""
+        """A sampler with a copy of `model` on the same device. The parameters must be full tensors
+        (not ZeRO-3 shards)."""
         own = copy.deepcopy(model).to(DTYPES[dtype])
         return cls(own, eos_ids, pad_id, max_batch_rollouts, model.device)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, in any order, exactly one for each request.
 
-        Deterministic in each request alone: its seed fixes the random number of every position.
-        Raises RecipeError for a request longer than the model's positions, SamplerError for an
-        impossible one, after `close`, or if a weight update was left incomplete.
+        A completion is determined by its request: the seed gives the random number of every
+        position. Raises RecipeError for a request longer than the model's positions, SamplerError
+        for an invalid one, after `close`, or if a weight update was left incomplete.
         """
         self._weights.refuse_incomplete()
         model = self._open_model().to(self._device)
@@ -149,9 +150,10 @@ class HfSampler:
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Replace all weights by full tensors. Tied tensors may come under one or every name.
 
-        Raises SamplerError if `version` does not increase; and, after exhausting `named_tensors`,
-        for those that are unknown, missing, given twice, misshapen, of less precision, or unlike
-        their tied twin: the sampler then refuses to generate until a complete update.
+        Raises SamplerError if `version` does not increase. Also raises it, after exhausting
+        `named_tensors`, for tensors that are unknown, missing, given twice, of the wrong shape, of
+        less precision, or different from the tensor they are tied to; the sampler then refuses to
+        generate until a complete update.
         """
         self._weights.begin(version, self.policy_version)
         model = self._open_model()

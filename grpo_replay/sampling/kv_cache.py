@@ -1,6 +1,7 @@
-"""The decoder's key-value cache: one buffer per layer from which finished rows drop out.
+"""Key-value cache of the decoder: one buffer per layer, from which finished rows are removed.
 
-transformers' dynamic cache copies everything for every token and keeps finished rows.
+It replaces transformers' DynamicCache, which copies all keys and values for every token and keeps
+finished rows.
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 GROWTH_TOKENS = 256
-"""Least room that is added at once; a cache grows by half of its length if that is more."""
+"""Minimum growth of a full cache; it grows by half of its length if that is more."""
 
 
 class RowLayer(DynamicLayer):
@@ -55,14 +56,14 @@ class RowLayer(DynamicLayer):
 
 
 def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, room: int) -> Cache:
-    """A cache whose row i continues prompt `prompt_of_row_R[i]`, counted over all `prefills`
-    (equally long, left padded), with room for `room` further tokens before it must grow."""
+    """A cache whose row i continues prompt `prompt_of_row_R[i]`, numbered over all `prefills`
+    (equally long, left-padded). Has capacity for `room` further tokens before it grows."""
     layers = []
     for index in range(len(prefills[0].layers)):
         states = [prefill.layers[index] for prefill in prefills]
         keys = torch.cat([state.keys for state in states])[prompt_of_row_R]
         values = torch.cat([state.values for state in states])[prompt_of_row_R]
         layers.append(RowLayer(keys, values, keys.shape[-2] + room))
-        for state in states:  # frees the prompt's states layer by layer
+        for state in states:  # free the prefill layer by layer
             state.reset()
     return Cache(layers=layers)

@@ -9,7 +9,7 @@ from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 class Sampler(Protocol):
     """Generates completions with its own copy of the weights.
 
-    `policy_version` is the version of the last complete `load_weights`; versions never go back.
+    `policy_version` is the version of the last complete `load_weights`; versions only increase.
     `stop_token_ids` are the tokens that end a completion, ascending.
     """
 
@@ -21,8 +21,8 @@ class Sampler(Protocol):
         ...
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights. Collective: every rank must exhaust `named_tensors`, whose full
-        tensors are gathered one bucket at a time. Tied tensors appear under every name."""
+        """Replace all weights. Collective: every rank must exhaust `named_tensors`, which gathers
+        full tensors one bucket at a time. Tied tensors appear under every name."""
         ...
 
     def sleep(self, keep_weights: bool = True) -> None:

@@ -35,7 +35,7 @@ class UniformRows:
 
 
 @dataclass
-class SamplingLaw:
+class SamplingParameters:
     """Temperature (0: greedy) and nucleus mass of each row, float32 [R, 1]."""
 
     temperature: torch.Tensor
@@ -44,7 +44,9 @@ class SamplingLaw:
     any_nucleus: bool
 
     @classmethod
-    def of(cls, requests: Sequence[GenerationRequest], device: torch.device) -> "SamplingLaw":
+    def of(
+        cls, requests: Sequence[GenerationRequest], device: torch.device
+    ) -> "SamplingParameters":
         temperature = torch.tensor([[r.temperature] for r in requests], dtype=torch.float32)
         top_p = torch.tensor([[r.top_p] for r in requests], dtype=torch.float32)
         return cls(
@@ -54,8 +56,8 @@ class SamplingLaw:
             bool((top_p < 1).any()),
         )
 
-    def rows(self, start: int, stop: int) -> "SamplingLaw":
-        return SamplingLaw(
+    def rows(self, start: int, stop: int) -> "SamplingParameters":
+        return SamplingParameters(
             self.temperature[start:stop],
             self.top_p[start:stop],
             self.any_greedy,
@@ -64,7 +66,7 @@ class SamplingLaw:
 
 
 def choose_tokens(
-    logits_RV: torch.Tensor, uniforms_R: torch.Tensor, law: SamplingLaw
+    logits_RV: torch.Tensor, uniforms_R: torch.Tensor, parameters: SamplingParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids (int64 [R]) and their log-probs (float32 [R]) under the distribution sampled
     from: softmax(logits / temperature) cut to the nucleus and renormalised.
@@ -74,9 +76,9 @@ def choose_tokens(
     rows, vocabulary = logits_RV.shape
     step = max(1, CHUNK_LOGITS // vocabulary)
     if rows <= step:
-        return _choose(logits_RV, uniforms_R, law)
+        return _choose(logits_RV, uniforms_R, parameters)
     parts = [
-        _choose(logits_RV[i : i + step], uniforms_R[i : i + step], law.rows(i, i + step))
+        _choose(logits_RV[i : i + step], uniforms_R[i : i + step], parameters.rows(i, i + step))
         for i in range(0, rows, step)
     ]
     tokens, logprobs = zip(*parts, strict=True)
@@ -84,18 +86,22 @@ def choose_tokens(
 
 
 def _choose(
-    logits_RV: torch.Tensor, uniforms_R: torch.Tensor, law: SamplingLaw
+    logits_RV: torch.Tensor, uniforms_R: torch.Tensor, parameters: SamplingParameters
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    temperature = law.temperature
-    if law.any_greedy:
+    temperature = parameters.temperature
+    if parameters.any_greedy:
         greedy = temperature == 0
         temperature = torch.where(greedy, 1.0, temperature)
     logp_RV = torch.log_softmax(logits_RV.float() / temperature, dim=-1)
-    if law.any_nucleus:
-        top_p = torch.where(greedy, 1.0, law.top_p) if law.any_greedy else law.top_p
+    if parameters.any_nucleus:
+        top_p = (
+            torch.where(greedy, 1.0, parameters.top_p)
+            if parameters.any_greedy
+            else parameters.top_p
+        )
         logp_RV = _nucleus(logp_RV, top_p)
     tokens_R1 = _invert(logp_RV.exp(), uniforms_R)
-    if law.any_greedy:
+    if parameters.any_greedy:
         tokens_R1 = torch.where(greedy, logp_RV.argmax(-1, keepdim=True), tokens_R1)
     return tokens_R1.squeeze(1), logp_RV.gather(1, tokens_R1).squeeze(1)
 

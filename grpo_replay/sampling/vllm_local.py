@@ -91,9 +91,9 @@ class VllmLocalSampler:
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request.
 
-        With tensor parallelism, collective over all ranks. Raises RecipeError for a request longer
-        than the engine has room for, SamplerError for an impossible one, for a log-prob that is
-        not finite, if the engine does not wake, after `close`, or without complete weights.
+        Collective with tensor parallelism. Raises RecipeError for a request longer than the
+        engine's longest sequence, SamplerError for an invalid one, for a log-prob that is not
+        finite, if the engine does not wake, after `close`, or without complete weights.
         """
         self._weights.refuse_incomplete()
         engine = self._open_engine()
@@ -170,9 +170,9 @@ class VllmLocalSampler:
         return [request for each in lists for request in each], offset
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Replace all weights. If the tensors do not fit the model on one rank, it raises
-        SamplerError naming them and the others PeerFailure, and all refuse to generate until a
-        complete update. SamplerError if `version` does not increase. Collective."""
+        """Replace all weights. Collective. If the tensors do not fit the model on a rank, raises
+        SamplerError there and PeerFailure on the others, and all refuse to generate until a
+        complete update. Raises SamplerError if `version` does not increase."""
         self._weights.begin(version, self.policy_version)
         engine = self._open_engine()
         checked = CheckedWeights(named_tensors, self._expected)
@@ -195,7 +195,7 @@ class VllmLocalSampler:
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU memory of cache and weights until the next `load_weights` or `generate`.
-        Weights that are kept wait in pinned host memory; without them `generate` is refused until
+        Kept weights are stored in pinned host memory; without them `generate` is refused until
         the next `load_weights`. Frees nothing on a CPU or with sleep_mode false."""
         self._open_engine()
         if not keep_weights:

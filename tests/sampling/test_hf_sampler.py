@@ -64,7 +64,7 @@ def assert_like_naive(model, requests, eos_ids=BOTH_EOS):
 @pytest.mark.parametrize(
     ("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.7, 0.9), (0.6, 0.8), (0.0, 1.0), (0, 0.5)]
 )
-def test_every_token_and_logprob_is_that_of_the_naive_sampler(model, temperature, top_p):
+def test_tokens_and_logprobs_equal_those_of_a_naive_sampler(model, temperature, top_p):
     requests = make_requests(temperature=temperature, top_p=top_p)
     completions = assert_like_naive(model, requests)
     reasons = {c.finish_reason for c in completions.values()}
@@ -74,22 +74,24 @@ def test_every_token_and_logprob_is_that_of_the_naive_sampler(model, temperature
         assert completion.sampler_logprobs.dtype == np.float32
 
 
-def test_without_grouped_queries_and_with_a_head_of_its_own_too():
+def test_a_model_without_grouped_queries_and_with_an_untied_head():
     model = qwen3(num_key_value_heads=4, tied=False)
     assert_like_naive(model, make_requests(prompts=3, group=2))
 
 
-def test_requests_of_every_kind_may_share_a_batch(model):
-    laws = [(1.0, 1.0), (0.0, 1.0), (0.7, 0.6), (1.0, 0.3)]
+def test_requests_with_different_settings_share_a_batch(model):
+    settings = [(1.0, 1.0), (0.0, 1.0), (0.7, 0.6), (1.0, 0.3)]
     requests = [
-        dataclasses.replace(r, temperature=laws[i % 4][0], top_p=laws[i % 4][1], max_tokens=1 + i)
+        dataclasses.replace(
+            r, temperature=settings[i % 4][0], top_p=settings[i % 4][1], max_tokens=1 + i
+        )
         for i, r in enumerate(make_requests(prompts=4, group=4))
     ]
     completions = assert_like_naive(model, requests)
     assert max(len(c.token_ids) for c in completions.values()) > 8
 
 
-def test_a_request_is_answered_alike_in_any_batch(model):
+def test_a_completion_does_not_depend_on_its_batch(model):
     requests = make_requests(prompts=6, group=6)
     sampler = sampler_of(model)
     whole = by_key(sampler.generate(requests))
@@ -138,21 +140,21 @@ def test_logprobs_are_those_of_a_teacher_forced_forward(model):
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.7)])
-def test_first_tokens_follow_the_law(model, temperature, top_p):
+def test_first_tokens_follow_the_distribution(model, temperature, top_p):
     prompt = np.array([7, 3, 11], dtype=np.int32)
     requests = [
         GenerationRequest(RequestKey(1, 0, i), prompt, 77_000 + i, 1, temperature, top_p)
         for i in range(4000)
     ]
     tokens = [int(c.token_ids[0]) for c in sampler_of(model).generate(requests)]
-    law = np.exp(naive_logp(naive_logits(model, prompt.tolist()), temperature, top_p))
+    probabilities = np.exp(naive_logp(naive_logits(model, prompt.tolist()), temperature, top_p))
     seen = np.bincount(tokens, minlength=VOCABULARY)
-    assert seen[law == 0].sum() == 0
-    likely = law * 4000 > 5
-    observed, expected = list(seen[likely]), list(4000 * law[likely])
-    if (~likely & (law > 0)).any():
+    assert seen[probabilities == 0].sum() == 0
+    likely = probabilities * 4000 > 5
+    observed, expected = list(seen[likely]), list(4000 * probabilities[likely])
+    if (~likely & (probabilities > 0)).any():
         observed.append(seen[~likely].sum())
-        expected.append(4000 * law[~likely].sum())
+        expected.append(4000 * probabilities[~likely].sum())
     assert len(observed) > 3
     assert chisquare(observed, expected).pvalue > 1e-3
 
@@ -183,7 +185,7 @@ def test_completions_come_as_they_finish(model):
     assert lengths == sorted(lengths)
 
 
-def test_no_requests_no_completions(model):
+def test_no_requests_give_no_completions(model):
     assert list(sampler_of(model).generate([])) == []
 
 
@@ -233,7 +235,7 @@ def test_weights_that_are_not_finite_are_reported_not_sampled(model):
         list(sampler_of(model).generate(make_requests()))
 
 
-def test_running_out_of_memory_says_what_to_lower(model, monkeypatch):
+def test_an_out_of_memory_error_names_the_settings_to_lower(model, monkeypatch):
     def too_large(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -50,7 +50,7 @@ def test_a_tied_head_may_come_alone_under_its_other_name():
     assert completions(sampler) == completions(sampler_of(new))
 
 
-def test_the_sampler_has_weights_of_its_own(model):
+def test_the_sampler_copies_the_weights(model):
     sampler = sampler_of(model)
     before = completions(sampler)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_an_update_that_breaks_off_is_not_sampled_from(model):
 
 
 @pytest.mark.parametrize("version", [3, 2])
-def test_versions_never_stand_still_or_go_back(model, version):
+def test_versions_must_increase(model, version):
     sampler = sampler_of(model)
     sampler.load_weights(all_names(model), 3)
     with pytest.raises(SamplerError, match=f"version {version} offered to a sampler at version 3"):
@@ -143,7 +143,7 @@ def test_bfloat16_copies_round_once(model):
     assert all(torch.equal(own[name], t.bfloat16()) for name, t in all_names(new))
 
 
-def test_a_sleeping_sampler_wakes_and_a_closed_one_says_so(model):
+def test_a_sleeping_sampler_wakes_and_a_closed_one_refuses(model):
     sampler = sampler_of(model)
     before = completions(sampler)
     sampler.sleep()

@@ -42,7 +42,7 @@ def test_a_version_that_does_not_increase_leaves_the_sampler_as_it_was(offered):
     weights.refuse_incomplete()
 
 
-def test_a_closed_sampler_says_that_first():
+def test_a_closed_sampler_reports_that_first():
     weights = WeightState()
     weights.begin(1, held=0)
     weights.close()
@@ -52,7 +52,7 @@ def test_a_closed_sampler_says_that_first():
             refused()
 
 
-def test_a_request_may_fill_its_room_and_no_more():
+def test_a_request_may_be_exactly_as_long_as_the_limit():
     (request,) = make_requests(prompts=1, group=1)
     tokens = len(request.prompt_token_ids) + request.max_tokens
     refuse_impossible(request, 29, tokens, "")

@@ -45,7 +45,7 @@ def test_the_recipe_chooses_and_by_default_both_end_a_qwen_completion(
     assert list(ids) == sorted(qwen_tokenizer.convert_tokens_to_ids(list(texts)))
 
 
-def test_a_text_that_is_no_token_is_refused_also_before_the_run():
+def test_a_stop_text_that_is_not_a_token_is_refused_before_the_run():
     recipe = load_recipe("tiny", ["sampling.stop_tokens=[<eo>]"])
     message = r"sampling.stop_tokens: '<eo>' is not a token .*did you mean '<eos>'.*would be <eos>"
     with pytest.raises(RecipeError, match=message):

@@ -7,35 +7,37 @@ from naive_sampler import naive_logp
 from scipy.stats import kstest
 
 from grpo_replay.sampling import token_choice
-from grpo_replay.sampling.token_choice import SamplingLaw, UniformRows, choose_tokens
+from grpo_replay.sampling.token_choice import SamplingParameters, UniformRows, choose_tokens
 from grpo_replay.types import GenerationRequest, RequestKey
 
 
-def law_of(*settings):
+def parameters_of(*settings):
     requests = [
         GenerationRequest(RequestKey(1, 0, i), np.ones(1, np.int32), 0, 1, t, p)
         for i, (t, p) in enumerate(settings)
     ]
-    return SamplingLaw.of(requests, torch.device("cpu"))
+    return SamplingParameters.of(requests, torch.device("cpu"))
 
 
-def chosen(logits_RV, uniforms_R, law):
+def chosen(logits_RV, uniforms_R, parameters):
     tokens, logprobs = choose_tokens(
-        torch.tensor(logits_RV, dtype=torch.float32), torch.tensor(uniforms_R), law
+        torch.tensor(logits_RV, dtype=torch.float32), torch.tensor(uniforms_R), parameters
     )
     return tokens.tolist(), logprobs.numpy()
 
 
 @pytest.mark.parametrize("vocabulary", [2, 24, 128, 129, 256, 1000, 5003])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.05])
-def test_the_token_is_where_the_cumulative_law_passes_the_uniform_number(vocabulary, top_p):
+def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_number(
+    vocabulary, top_p
+):
     rng = np.random.default_rng(vocabulary)
     rows = 64
     logits_RV = (3 * rng.standard_normal((rows, vocabulary))).astype(np.float32)
     temperatures = rng.choice([0.5, 1.0, 2.0], rows)
     uniforms_R = rng.random(rows)
-    law = law_of(*[(t, top_p) for t in temperatures])
-    tokens, logprobs = chosen(logits_RV, uniforms_R, law)
+    parameters = parameters_of(*[(t, top_p) for t in temperatures])
+    tokens, logprobs = chosen(logits_RV, uniforms_R, parameters)
     for row in range(rows):
         logp = naive_logp(logits_RV[row], temperatures[row], top_p)
         cumulative = np.cumsum(np.exp(logp))
@@ -47,7 +49,7 @@ def test_the_token_is_where_the_cumulative_law_passes_the_uniform_number(vocabul
 def test_the_ends_of_the_unit_interval_choose_tokens_that_can_occur(vocabulary):
     logits = np.full((2, vocabulary), -np.inf)
     logits[:, 1:3] = 0.0
-    tokens, logprobs = chosen(logits, [0.0, 1 - 2**-53], law_of((1.0, 1.0), (1.0, 1.0)))
+    tokens, logprobs = chosen(logits, [0.0, 1 - 2**-53], parameters_of((1.0, 1.0), (1.0, 1.0)))
     assert tokens == [1, 2]
     assert logprobs == pytest.approx(np.log([0.5, 0.5]))
 
@@ -56,15 +58,15 @@ def test_the_nucleus_is_the_fewest_tokens_that_reach_the_mass():
     """Probabilities 1/2, 1/4, 1/8, 1/8: a mass of 0.75 takes two tokens, above it three."""
     logits = np.log([[0.125, 0.5, 0.125, 0.25]] * 3)
     uniforms = [0.999999] * 3
-    law = law_of((1.0, 0.74), (1.0, 0.76), (1.0, 0.49))
-    tokens, logprobs = chosen(logits, uniforms, law)
+    parameters = parameters_of((1.0, 0.74), (1.0, 0.76), (1.0, 0.49))
+    tokens, logprobs = chosen(logits, uniforms, parameters)
     assert tokens == [3, 3, 1]
     assert logprobs == pytest.approx(np.log([1 / 3, 0.25 / 0.875, 1.0]), abs=1e-6)
 
 
-def test_greedy_ignores_the_uniform_number_and_reports_the_uncut_law_at_temperature_1():
+def test_greedy_ignores_the_uniform_number_and_reports_the_full_distribution_at_temperature_1():
     logits = np.log([[0.2, 0.5, 0.3]] * 2)
-    tokens, logprobs = chosen(logits, [0.0, 0.999], law_of((0.0, 1.0), (0.0, 0.1)))
+    tokens, logprobs = chosen(logits, [0.0, 0.999], parameters_of((0.0, 1.0), (0.0, 0.1)))
     assert tokens == [1, 1]
     assert logprobs == pytest.approx(np.log([0.5, 0.5]), abs=1e-6)
 
@@ -72,15 +74,17 @@ def test_greedy_ignores_the_uniform_number_and_reports_the_uncut_law_at_temperat
 def test_chunks_of_rows_choose_what_all_rows_at_once_choose(monkeypatch):
     rng = np.random.default_rng(1)
     logits, uniforms = rng.standard_normal((50, 300)), rng.random(50)
-    law = law_of(*[(t, p) for t in (0.0, 0.7) for p in (1.0, 0.5) for _ in range(13)][:50])
-    whole = chosen(logits, uniforms, law)
+    parameters = parameters_of(
+        *[(t, p) for t in (0.0, 0.7) for p in (1.0, 0.5) for _ in range(13)][:50]
+    )
+    whole = chosen(logits, uniforms, parameters)
     monkeypatch.setattr(token_choice, "CHUNK_LOGITS", 7 * 300)
-    parts = chosen(logits, uniforms, law)
+    parts = chosen(logits, uniforms, parameters)
     assert whole[0] == parts[0]
     assert np.array_equal(whole[1], parts[1])
 
 
-def test_random_numbers_depend_on_seed_and_position_alone():
+def test_random_numbers_depend_only_on_seed_and_position():
     seeds = [5, 0, 2**63 - 1]
     whole = UniformRows(seeds).next_block(np.arange(3), 40)
     split = UniformRows(seeds)

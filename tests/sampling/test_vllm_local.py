@@ -33,7 +33,7 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(opened, temperature
     assert found.max() < 1e-4
 
 
-def test_every_sync_arrives_whole(opened):
+def test_every_sync_replaces_all_weights(opened):
     policy, sampler = opened
     requests = make_requests()
     for seed in range(2, 6):
@@ -62,7 +62,7 @@ def test_a_cached_prompt_of_the_old_policy_is_not_reused(opened, monkeypatch):
     push(sampler, policy.model)
 
 
-def test_a_completion_depends_on_its_request_alone(opened):
+def test_a_completion_depends_only_on_its_request(opened):
     policy, sampler = opened
     push(sampler, policy.model)
     requests = make_requests(count=32)
@@ -163,7 +163,7 @@ def test_versions_only_increase(opened):
         sampler.load_weights(iter(()), sampler.policy_version)
 
 
-def test_raw_logprobs_would_be_seen(tied, monkeypatch, capfd):
+def test_raw_logprobs_are_detected(tied, monkeypatch, capfd):
     """Plants the bug: the engine reports the log-probs of unprocessed logits."""
     from grpo_replay.sampling import vllm_local
 

@@ -116,7 +116,7 @@ def test_closing_frees_the_communicators_of_both_sides(network, tied):
     assert network.communicators == []
 
 
-def test_closing_goes_on_where_a_server_does_not_answer(network, tied, caplog):
+def test_closing_continues_when_a_server_does_not_answer(network, tied, caplog):
     network.transfer.stage(named_tensors(tied.model), 1, network.servers)
     network.both[1].refuse = {"shutdown_weight_transfer_engine"}
     network.transfer.close()
@@ -142,7 +142,7 @@ def test_a_server_that_fails_to_receive_ends_the_broadcast(network, tied):
     assert "shutdown_weight_transfer_engine" not in network.both[0].asked
 
 
-def test_the_group_meets_where_remote_servers_reach_it():
+def test_the_master_address_is_reachable_by_remote_servers():
     assert meeting_address(["127.0.0.1", "10.0.0.7"]) == "10.0.0.7"
     assert meeting_address(["10.0.0.7", "127.0.0.1"]) == "10.0.0.7"
     assert meeting_address(["127.0.0.1"]) == "127.0.0.1"

@@ -44,7 +44,7 @@ OUTLINE = """Qwen3ForCausalLM()(
 )"""
 
 
-def test_expected_weights_are_the_model_s_own(tied, untied):
+def test_expected_weights_match_the_model(tied, untied):
     for policy in (tied, untied):
         expected = expected_weights(tiny_recipe(policy.folder).model)
         own = {name: tuple(tensor.shape) for name, tensor in named_tensors(policy.model)}
@@ -82,7 +82,7 @@ def test_tied_tensors_are_compared_whichever_comes_first(tied):
         assert checked.problems == [message]
 
 
-def test_one_name_of_a_tied_tensor_is_enough_only_for_who_stores_it_once(tied):
+def test_one_name_of_a_tied_tensor_is_enough_only_where_it_is_stored_once(tied):
     expected = expected_weights(tiny_recipe(tied.folder).model)
     for missing in ("lm_head.weight", "model.embed_tokens.weight"):
         pairs = [(n, t) for n, t in named_tensors(tied.model) if n != missing]
@@ -198,7 +198,7 @@ def test_every_argument_is_one_that_vllm_has(tied):
     assert arguments["distributed_timeout_seconds"] == recipe.engine.timeout_seconds
 
 
-def test_room_is_derived_and_bounded_by_the_model(tied):
+def test_the_longest_sequence_is_derived_and_bounded_by_the_model(tied):
     recipe = tiny_recipe(tied.folder)
     assert model_length(recipe, recipe.model) == 200 + 24
     longer = recipe.eval.model_copy(update={"max_completion_length": 100})
@@ -210,7 +210,7 @@ def test_room_is_derived_and_bounded_by_the_model(tied):
         model_length(wrong, wrong.model)
 
 
-def test_what_the_user_set_in_the_environment_stays():
+def test_environment_variables_of_the_user_are_kept():
     environment = {"VLLM_CPU_KVCACHE_SPACE": "4"}
     set_environment(environment, on_gpu=False)
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "4"
@@ -220,7 +220,9 @@ def test_what_the_user_set_in_the_environment_stays():
 def test_servers_take_the_gpus_after_the_trainer_s():
     assert server_devices(["0", "1", "2", "3"], 2, 2, 1) == ["2", "3"]
     assert server_devices(["4", "5", "6", "7"], 0, 2, 2) == ["4,5", "6,7"]
-    with pytest.raises(RecipeError, match=r"needs 4 GPUs in addition to the 1 .* but 3 of 4 are left"):
+    with pytest.raises(
+        RecipeError, match=r"needs 4 GPUs in addition to the 1 .* but 3 of 4 are left"
+    ):
         server_devices(["0", "1", "2", "3"], 1, 2, 2)
 
 
@@ -256,7 +258,7 @@ def test_servers_are_not_launched_for_ranks_on_other_machines(tied, monkeypatch,
         launch_servers(recipe, {}, on_gpu=False, log_folder=tmp_path)
 
 
-def test_every_worker_of_every_server_has_a_rank_of_its_own():
+def test_every_worker_of_every_server_has_its_own_rank():
     assert rank_offsets(1, [2, 1, 4]) == [1, 3, 4]
     assert local_address("http://127.0.0.1:8000") == "127.0.0.1"
 
@@ -277,7 +279,7 @@ STUBBORN = (
 
 
 @pytest.mark.parametrize("ending", ["guard is told to stop", "parent is killed"])
-def test_the_guard_leaves_nothing_of_its_group(ending):
+def test_the_guard_ends_its_whole_process_group(ending):
     """The guarded process ignores SIGTERM and has a child of its own."""
     guarded = [sys.executable, server_guard.__file__, "PARENT", sys.executable, "-c", STUBBORN]
     launcher = (

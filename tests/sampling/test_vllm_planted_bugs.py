@@ -65,7 +65,7 @@ def test_a_partial_sync_is_refused(opened, bug, message):
     assert gaps(model, requests, list(sampler.generate(requests))).max() < 1e-4
 
 
-def test_a_stale_head_is_seen(opened):
+def test_a_stale_output_head_is_detected(opened):
     policy, sampler = opened
     model = changed(policy, 13)
     stale = policy.model.lm_head.weight.detach()

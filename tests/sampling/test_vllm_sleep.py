@@ -78,7 +78,7 @@ def test_discarded_weights_are_not_sampled_from(sampler, allocator, tied):
     assert len(list(sampler.generate(make_requests()))) == 24
 
 
-def test_pushed_weights_go_to_sleep_again_beside_a_sleeping_cache(sampler, allocator, tied):
+def test_pushed_weights_sleep_again_while_the_cache_sleeps(sampler, allocator, tied):
     sampler.sleep(keep_weights=False)
     push(sampler, tied.model)
     sampler.sleep(keep_weights=False)
@@ -136,7 +136,7 @@ def test_closing_asleep_frees_nothing_twice(tied, keep_weights):
     assert allocator.freed_twice == []
 
 
-def test_closing_goes_on_where_waking_fails(tied, caplog):
+def test_closing_continues_when_waking_fails(tied, caplog):
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     with cuda_sleep() as allocator:

@@ -1,5 +1,5 @@
-"""An HTTP server that speaks the few routes of vLLM that the request pool uses, and misbehaves on
-request. The real thing is in test_vllm_servers; this one fails exactly when told."""
+"""A fake vLLM server with the routes that the request pool uses. It fails exactly when told;
+test_vllm_servers uses real servers."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ class FakeServer:
         self.generates: bool | None = True  # None: does not count tokens
         self.generated = 0
         self.served = 0
-        self.hung_up = 0  # completions that nobody waited for
+        self.hung_up = 0  # completions whose client had closed the connection
         self.in_flight = self.most_in_flight = 0
         self._lock = threading.Lock()
         server = self

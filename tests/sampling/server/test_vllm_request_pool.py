@@ -1,4 +1,4 @@
-"""Spreading requests over servers that fail in chosen ways. Needs no vLLM."""
+"""The request pool against fake servers that fail in chosen ways. Needs no vLLM."""
 
 import asyncio
 import time
@@ -96,7 +96,7 @@ def test_a_single_server_is_tried_again(fakes):
     assert len(list(make_pool([server]).run(make_requests(count=1), STOP, 0))) == 1
 
 
-def test_tries_run_out(fakes):
+def test_a_request_that_keeps_failing_stops_the_run(fakes):
     (server,) = fakes(1)
     server.statuses = [500] * 100
     with pytest.raises(SamplerError, match=r"failed 3 times .*max_retries 2.*HTTP 500: as told"):
@@ -128,7 +128,7 @@ def test_a_completion_of_another_version_stops_the_run(fakes):
         list(make_pool([server]).run(make_requests(count=1), STOP, 2))
 
 
-def test_nan_as_servers_send_it_stops_the_run(fakes):
+def test_a_nan_logprob_from_a_server_stops_the_run(fakes):
     (server,) = fakes(1)
     server.logprob = -9999.0
     with pytest.raises(SamplerError, match="log-prob of token 0 is not finite"):
@@ -136,8 +136,8 @@ def test_nan_as_servers_send_it_stops_the_run(fakes):
 
 
 @pytest.mark.timeout(30)
-def test_an_error_that_nobody_foresaw_reaches_the_caller(fakes, monkeypatch):
-    """It must not end its task alone: the caller would wait for that task for ever."""
+def test_an_unexpected_error_reaches_the_caller(fakes, monkeypatch):
+    """If it ended only its own task, the caller would wait forever."""
     (server,) = fakes(1)
     pool = make_pool([server])
     monkeypatch.setattr(VllmServer, "complete", lambda *_: server.no_such_thing)
@@ -150,7 +150,7 @@ def test_an_error_that_nobody_foresaw_reaches_the_caller(fakes, monkeypatch):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("label", [3, None, ["run/3"]])
-def test_a_weight_label_that_is_no_text_is_refused(fakes, label):
+def test_a_weight_label_that_is_not_text_is_refused(fakes, label):
     (server,) = fakes(1)
     server.label = label
     with pytest.raises(SamplerError, match=rf"{server.url}: sampled by weights labelled \["):
@@ -158,8 +158,8 @@ def test_a_weight_label_that_is_no_text_is_refused(fakes, label):
 
 
 @pytest.mark.timeout(30)
-def test_a_server_whose_weights_cannot_be_asked_for_is_lost(fakes, monkeypatch):
-    """A proxy in its place may answer every question, but not as vLLM does."""
+def test_a_server_that_does_not_report_its_weights_is_lost(fakes, monkeypatch):
+    """A proxy in its place may answer every request, but not as vLLM does."""
     (server,) = fakes(1)
     server.statuses = [500] * 100
     monkeypatch.setattr(VllmServer, "weight_label", lambda *_: {}["weight_version"])
@@ -207,7 +207,7 @@ def test_a_server_that_generates_nothing_for_too_long_is_lost(fakes, drop_lost):
 
 @pytest.mark.timeout(30)
 def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes):
-    """One request found that the server was restarted; the others there may wait for ever."""
+    """One request finds that the server was restarted; the others there could wait forever."""
     servers = fakes(2)
     servers[0].statuses, servers[0].label, servers[0].seconds = [500], "default", 8.0
     pool = make_pool(servers, drop_lost=True, max_retries=1, request_timeout_seconds=60.0)
@@ -218,7 +218,7 @@ def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes)
 
 
 @pytest.mark.timeout(60)
-def test_a_busy_server_that_is_late_to_say_that_it_is_well_is_kept(fakes):
+def test_a_busy_server_with_a_slow_health_check_is_kept(fakes):
     (server,) = fakes(1)
     server.statuses, server.health_seconds = [503], 6.0
     pool = make_pool([server])
@@ -226,7 +226,7 @@ def test_a_busy_server_that_is_late_to_say_that_it_is_well_is_kept(fakes):
     assert pool.lost == {}
 
 
-def test_a_server_that_counts_no_tokens_is_told_from_one_that_generated_none(fakes):
+def test_no_token_counter_differs_from_a_count_of_zero(fakes):
     (server,) = fakes(1)
     client = VllmServer(server.url, "run")
     assert block_on(client.generated_tokens(5.0)) == 0.0
@@ -258,7 +258,7 @@ def test_a_finished_run_leaves_no_task(fakes):
     assert block_on(other_tasks()) == 0, "also while the iterator is still open"
 
 
-def test_http_errors_are_told_apart(fakes):
+def test_http_errors_are_distinguished(fakes):
     (server,) = fakes(1)
     client = HttpClient(server.url)
     body = {"sampling_params": {"seed": 0}}

@@ -62,7 +62,7 @@ def sampler(tied: Policy, pair: Sequence[LaunchedServer]) -> Iterator[VllmServer
         yield opened
 
 
-def test_two_servers_are_the_policy_after_every_sync(tied, sampler):
+def test_two_servers_match_the_policy_after_every_sync(tied, sampler):
     """First they hold other weights, then those that the sampler opened with, then two pushes."""
     requests = make_requests()
     completions = list(sampler.generate(requests))
@@ -78,7 +78,7 @@ def test_two_servers_are_the_policy_after_every_sync(tied, sampler):
         }
 
 
-def test_completions_are_those_of_the_engine_in_process(tied, tied_sampler, sampler):
+def test_completions_equal_those_of_the_in_process_engine(tied, tied_sampler, sampler):
     push(tied_sampler, tied.model)
     requests = make_requests(count=32, temperature=0.9)
     expected = by_key(list(tied_sampler.generate(requests)))
@@ -133,7 +133,7 @@ def test_a_partial_sync_reaches_no_server(tied, sampler):
     assert gaps(model, requests, list(sampler.generate(requests))).max() < 1e-4
 
 
-def test_weights_of_another_run_are_noticed(sampler):
+def test_weights_of_another_run_are_detected(sampler):
     sampler._pool.servers[0].set_weight_label("other/0")
     with pytest.raises(SamplerError, match=r"labelled \['other/0'\], not by a policy version of"):
         list(sampler.generate(make_requests()))
@@ -151,7 +151,7 @@ def test_a_server_with_another_model_is_refused(tmp_path, pair):
     assert "has vocabulary" not in message
 
 
-def test_a_server_started_otherwise_is_refused(tied, pair):
+def test_a_server_with_other_settings_is_refused(tied, pair):
     with pytest.raises(SamplerError, match="its dtype is float32, not bfloat16"):
         recipe = _recipe(tied, pair, vllm={"dtype": "bfloat16"})
         VllmServerSampler.open(recipe, str(tied.folder), Comm())
@@ -160,7 +160,7 @@ def test_a_server_started_otherwise_is_refused(tied, pair):
         VllmServerSampler.open(recipe, str(tied.folder), Comm())
 
 
-def test_nobody_there_is_an_error(tied, pair):
+def test_an_unreachable_server_is_an_error(tied, pair):
     urls = [pair[0].url, f"http://127.0.0.1:{free_ports(1)[0]}"]
     with pytest.raises(SamplerError, match=f"{urls[1]} cannot be reached"):
         VllmServerSampler.open(
@@ -181,7 +181,7 @@ def test_a_taken_port_is_an_error_that_names_it(tied):
             VllmServerSampler.open(recipe, str(tied.folder), Comm())
 
 
-def test_a_server_that_hangs_is_replaced_by_the_other(tied, pair):
+def test_the_other_server_takes_over_from_one_that_hangs(tied, pair):
     with http_sampler(tied, pair, on_failure="drop", request_timeout_seconds=20) as sampler:
         requests = make_requests(count=48)
         with frozen(pair[1]):
@@ -205,7 +205,7 @@ def test_a_server_that_hangs_stops_the_run_in_time(tied, pair):
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "drop"])
-def test_a_server_that_does_not_take_a_version_is_never_mixed_in(tied, pair, on_failure):
+def test_a_server_that_does_not_take_a_version_is_not_used(tied, pair, on_failure):
     settings = {"on_failure": on_failure, "request_timeout_seconds": 12}
     with http_sampler(tied, pair, **settings) as sampler:
         model = changed(tied, 38)
@@ -242,7 +242,7 @@ def test_a_killed_trainer_leaves_no_server_behind(tied, tmp_path):
         trainer.stdout.close()
 
 
-def test_a_server_killed_in_mid_step_is_replaced_then_missed(tied, pair):
+def test_a_server_killed_during_a_step_is_replaced_and_the_last_one_stops_the_run(tied, pair):
     """Last: the pair is gone afterwards."""
     with http_sampler(tied, pair, on_failure="drop") as sampler:
         requests = make_requests(count=64)
