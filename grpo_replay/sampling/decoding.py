@@ -14,7 +14,7 @@ from grpo_replay.types import GenerationRequest
 PREFILL_TOKENS = 16_384
 """Prompt tokens, including padding, of one forward pass of the prefill."""
 
-INITIAL_ROOM = 512
+INITIAL_CAPACITY = 512
 """Completion tokens that fit the initial cache."""
 
 UNIFORM_BLOCK = 64
@@ -85,7 +85,7 @@ class DecodingBatch:
             caches.append(cache)
             logits.append(output.logits[:, -1])
         rows = torch.from_numpy(prompt_of_row).to(device)
-        self._cache = expanded_cache(caches, rows, min(self._longest, INITIAL_ROOM))
+        self._cache = expanded_cache(caches, rows, min(self._longest, INITIAL_CAPACITY))
         self._logits = torch.cat(logits)[rows]
         self._positions = torch.from_numpy(lengths).to(device)[rows]
         self._bias = None if real.all() else self._padding_bias(mask[rows])

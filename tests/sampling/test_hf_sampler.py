@@ -112,7 +112,7 @@ def test_rows_leave_between_blocks_of_random_numbers_and_growths_of_the_cache(mo
         for request, length in zip(make_requests(prompts=2, group=2), lengths, strict=True)
     ]
     monkeypatch.setattr(decoding, "UNIFORM_BLOCK", 16)
-    monkeypatch.setattr(decoding, "INITIAL_ROOM", 10)
+    monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 10)
     monkeypatch.setattr(kv_cache, "GROWTH_TOKENS", 5)
     completions = assert_like_naive(model, requests, eos_ids=(VOCABULARY + 5,))
     assert sorted(len(c.token_ids) for c in completions.values()) == sorted(lengths)

@@ -20,7 +20,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.weight_names import expected_weights
 from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.server.routes import VllmServer
-from grpo_replay.sampling.server.weight_nccl import NcclTransfer, meeting_address
+from grpo_replay.sampling.server.weight_nccl import NcclTransfer, master_address_for
 
 pytestmark = pytest.mark.vllm
 
@@ -143,6 +143,6 @@ def test_a_server_that_fails_to_receive_ends_the_broadcast(network, tied):
 
 
 def test_the_master_address_is_reachable_by_remote_servers():
-    assert meeting_address(["127.0.0.1", "10.0.0.7"]) == "10.0.0.7"
-    assert meeting_address(["10.0.0.7", "127.0.0.1"]) == "10.0.0.7"
-    assert meeting_address(["127.0.0.1"]) == "127.0.0.1"
+    assert master_address_for(["127.0.0.1", "10.0.0.7"]) == "10.0.0.7"
+    assert master_address_for(["10.0.0.7", "127.0.0.1"]) == "10.0.0.7"
+    assert master_address_for(["127.0.0.1"]) == "127.0.0.1"

@@ -319,7 +319,7 @@ def test_the_recipe_chooses_the_stop_tokens_of_servers(tied, monkeypatch):
     from grpo_replay.sampling.server.sampler import VllmServerSampler
 
     opened = []
-    monkeypatch.setattr(VllmServerSampler, "_take_resources", lambda self, *_: opened.append(self))
+    monkeypatch.setattr(VllmServerSampler, "_open_resources", lambda self, *_: opened.append(self))
     monkeypatch.setattr(VllmServerSampler, "_connect", lambda self, _: 1 / 0)
     monkeypatch.setattr(VllmServerSampler, "close", lambda self: None)
     settings = {"backend": "vllm_server", "servers": {"urls": ["http://127.0.0.1:1"]}}

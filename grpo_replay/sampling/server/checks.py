@@ -19,7 +19,7 @@ HOW_TO_START = (
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ServerRequirements:
     """Required properties of a server: the shape of its model and its settings."""
 
     vocabulary: int
@@ -32,7 +32,7 @@ class Wanted:
     @classmethod
     def of(
         cls, config: PretrainedConfig, arguments: Mapping[str, Any], weight_transfer: str
-    ) -> "Wanted":
+    ) -> "ServerRequirements":
         """From the model's configuration and the EngineArgs of a launched server."""
         return cls(
             vocabulary=config.vocab_size,
@@ -44,12 +44,12 @@ class Wanted:
         )
 
 
-def check_server(server: VllmServer, wanted: Wanted) -> None:
-    """Raises SamplerError that lists every mismatch between the server and `wanted`."""
-    how = HOW_TO_START.format(dtype=wanted.dtype, length=wanted.max_model_len)
+def check_server(server: VllmServer, required: ServerRequirements) -> None:
+    """Raises SamplerError that lists every mismatch between the server and `required`."""
+    how = HOW_TO_START.format(dtype=required.dtype, length=required.max_model_len)
     try:
         block_on(server.check_health(CONTROL_SECONDS))
-        problems = [*_model_problems(server, wanted), *_setting_problems(server, wanted)]
+        problems = [*_model_problems(server, required), *_setting_problems(server, required)]
     except Unreachable as error:
         raise SamplerError(
             f"the vLLM server {server.url} cannot be reached ({error}); check "
@@ -70,15 +70,15 @@ def check_server(server: VllmServer, wanted: Wanted) -> None:
         )
 
 
-def _model_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
+def _model_problems(server: VllmServer, required: ServerRequirements) -> Iterator[str]:
     model = server.models()[0]
-    if model["max_model_len"] < wanted.max_model_len:
-        yield f"its longest sequence is {model['max_model_len']}, not {wanted.max_model_len}"
+    if model["max_model_len"] < required.max_model_len:
+        yield f"its longest sequence is {model['max_model_len']}, not {required.max_model_len}"
     found = read_outline(server.model_outline())
     for name, expected in (
-        ("vocabulary", wanted.vocabulary),
-        ("hidden size", wanted.hidden_size),
-        ("number of layers", wanted.layers),
+        ("vocabulary", required.vocabulary),
+        ("hidden size", required.hidden_size),
+        ("number of layers", required.layers),
     ):
         if found.get(name) != expected:
             yield f"its model ({model['root']}) has {name} {found.get(name)}, not {expected}"
@@ -104,7 +104,7 @@ def read_outline(outline: str) -> dict[str, int]:
     return facts
 
 
-def _setting_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
+def _setting_problems(server: VllmServer, required: ServerRequirements) -> Iterator[str]:
     settings = server.settings()
     model = settings["model_config"]
     if model["logprobs_mode"] != "processed_logprobs":
@@ -113,14 +113,14 @@ def _setting_problems(server: VllmServer, wanted: Wanted) -> Iterator[str]:
             "distribution sampled from)"
         )
     dtype = model["dtype"].removeprefix("torch.")
-    if dtype != wanted.dtype:
-        yield f"its dtype is {dtype}, not {wanted.dtype}"
+    if dtype != required.dtype:
+        yield f"its dtype is {dtype}, not {required.dtype}"
     if block_on(server.generated_tokens(CONTROL_SECONDS)) is None:
         yield f"it does not count tokens ({TOKEN_COUNTER} in /metrics): --disable-log-stats is set"
     if model["quantization"] is not None:
         yield f"its weights are quantized ({model['quantization']})"
     transfer = (settings["weight_transfer_config"] or {}).get("backend")
-    if wanted.nccl and transfer != "nccl":
+    if required.nccl and transfer != "nccl":
         yield (
             'it was started without --weight-transfer-config \'{"backend": "nccl"}\', which '
             "sampling.servers.weight_transfer nccl needs"

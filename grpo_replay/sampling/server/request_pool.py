@@ -108,7 +108,7 @@ class _Work:
         self._waiting = deque(_Job(request) for request in requests)
         self._unfinished = len(requests)
         self._running: dict[str, dict[asyncio.Task, _Job]] = {s.url: {} for s in pool.servers}
-        self._asking = {server.url: asyncio.Lock() for server in pool.servers}
+        self._health_locks = {server.url: asyncio.Lock() for server in pool.servers}
         self._all_finished = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
         self._results: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
@@ -193,8 +193,12 @@ class _Work:
         key, max_retries = tuple(job.request.key), self._pool.settings.max_retries
         if isinstance(error, Refused) and 400 <= error.status < 500:
             raise SamplerError(f"{server.url} refused request {key}: {error}") from error
-        async with self._asking[server.url]:  # the first failure asks, the others see the outcome
-            if server.url not in self._pool.lost and (reason := await self._illness(server, error)):
+        async with self._health_locks[
+            server.url
+        ]:  # the first failure asks, the others see the outcome
+            if server.url not in self._pool.lost and (
+                reason := await self._diagnose(server, error)
+            ):
                 self._lose(server, reason)
         job.tries += 1
         job.failed_at.add(server.url)
@@ -205,7 +209,7 @@ class _Work:
             ) from error
         self._waiting.appendleft(job)
 
-    async def _illness(self, server: VllmServer, error: Refused | Unreachable) -> str | None:
+    async def _diagnose(self, server: VllmServer, error: Refused | Unreachable) -> str | None:
         """Why a server that failed a request can no longer be used; None if it is well."""
         try:
             await server.check_health(HEALTH_SECONDS)

@@ -32,7 +32,7 @@ from grpo_replay.engine.weight_names import (
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.sampling.contract import WeightState
-from grpo_replay.sampling.server.checks import Wanted, check_server
+from grpo_replay.sampling.server.checks import ServerRequirements, check_server
 from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
 from grpo_replay.sampling.server.process import LaunchedServer, launch_servers, wait_until_healthy
 from grpo_replay.sampling.server.request_pool import PoolSettings, ServerPool
@@ -52,12 +52,12 @@ class VllmServerSampler:
 
     def __init__(
         self,
-        wanted: Wanted,
+        required: ServerRequirements,
         stop_token_ids: Sequence[int],
         expected: ExpectedWeights,
         comm: Comm,
     ) -> None:
-        self._wanted = wanted
+        self._required = required
         self.stop_token_ids = tuple(stop_token_ids)
         self._expected = expected
         self._comm = comm
@@ -83,11 +83,11 @@ class VllmServerSampler:
         arguments = engine_arguments(recipe, section, on_gpu)
         expected = expected_weights(section)
         stop_token_ids = find_stop_tokens(recipe, section, load_tokenizer(section))
-        wanted = Wanted.of(load_config(section), arguments, settings.weight_transfer)
-        sampler = cls(wanted, stop_token_ids, expected, comm)
+        required = ServerRequirements.of(load_config(section), arguments, settings.weight_transfer)
+        sampler = cls(required, stop_token_ids, expected, comm)
         try:
             run_collectively(
-                comm, lambda: sampler._take_resources(recipe, arguments, on_gpu, log_folder)
+                comm, lambda: sampler._open_resources(recipe, arguments, on_gpu, log_folder)
             )
             sampler._connect(recipe)
             run_collectively(comm, lambda: sampler._check_servers(recipe))
@@ -97,7 +97,7 @@ class VllmServerSampler:
             raise
         return sampler
 
-    def _take_resources(
+    def _open_resources(
         self,
         recipe: Recipe,
         arguments: Mapping[str, Any],
@@ -114,7 +114,7 @@ class VllmServerSampler:
     def _connect(self, recipe: Recipe) -> None:
         """Create a client for every server, on every rank."""
         own = {each.url: str(each.log) for each in self._launched}
-        logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct(recipe)))
+        logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct_urls(recipe)))
         run = self._comm.broadcast_json(secrets.token_hex(4))
         servers = [VllmServer(url, run, Path(log) if log else None) for url, log in logs.items()]
         self._pool = ServerPool(servers, _pool_settings(recipe, self._comm.world_size))
@@ -142,7 +142,7 @@ class VllmServerSampler:
                 recipe.sampling.servers.start_timeout_seconds,
             )
         for server in servers:
-            check_server(server, self._wanted)
+            check_server(server, self._required)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request, all sampled by
@@ -155,7 +155,7 @@ class VllmServerSampler:
         """
         self._weights.refuse_incomplete()
         for request in requests:
-            check_request(request, self._wanted.max_model_len, self._wanted.vocabulary)
+            check_request(request, self._required.max_model_len, self._required.vocabulary)
         return self._pool.run(requests, self.stop_token_ids, self.policy_version)
 
     def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
@@ -188,17 +188,17 @@ class VllmServerSampler:
 
         try:
             run_collectively(self._comm, stage)
-            self._publish(self._transfer.bring if self._transfer else None, version)
+            self._publish(self._transfer.load_on if self._transfer else None, version)
         finally:
             if self._transfer is not None:
                 self._transfer.discard()
 
-    def _publish(self, bring: Callable[[VllmServer], None] | None, version: int) -> None:
-        """Publish on rank 0, which has `bring`; every rank learns which servers failed."""
+    def _publish(self, load_on: Callable[[VllmServer], None] | None, version: int) -> None:
+        """Publish on rank 0, which has `load_on`; every rank learns which servers failed."""
         failures: dict[str, str] = {}
-        if self._comm.is_main and bring is not None:
+        if self._comm.is_main and load_on is not None:
             timeout = self._pool.settings.request_timeout_seconds
-            failures = publish(self._pool.live(), bring, version, timeout)
+            failures = publish(self._pool.live(), load_on, version, timeout)
         self._lose_all(self._comm.broadcast_json(failures))
 
     def _lose_all(self, reasons: dict[str, str]) -> None:
@@ -228,7 +228,7 @@ def _is_healthy(server: VllmServer) -> bool:
     return True
 
 
-def _distinct(recipe: Recipe) -> list[str]:
+def _distinct_urls(recipe: Recipe) -> list[str]:
     plain = [url.rstrip("/") for url in recipe.sampling.servers.urls]
     for url in plain:
         if plain.count(url) > 1:

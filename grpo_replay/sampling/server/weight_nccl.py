@@ -64,7 +64,7 @@ class NcclTransfer:
                 "restart the servers and resume, or use sampling.servers.weight_transfer folder"
             ) from error
 
-    def bring(self, server: VllmServer) -> None:
+    def load_on(self, server: VllmServer) -> None:
         """A no-op: the broadcast has loaded the weights."""
 
     def discard(self) -> None:
@@ -106,7 +106,9 @@ class NcclTransfer:
         self._source = _streaming_source(self._expected)
         self._engine = NCCLTrainerWeightTransferEngine.trainer_init(
             NCCLTrainerInitInfo(
-                master_address=meeting_address([local_address(server.url) for server in servers]),
+                master_address=master_address_for(
+                    [local_address(server.url) for server in servers]
+                ),
                 master_port=_free_port(),
                 world_size=1 + sum(client.world_sizes),
                 packed_buffer_size_bytes=self._bucket_bytes,
@@ -187,7 +189,7 @@ def local_address(url: str) -> str:
         return probe.getsockname()[0]
 
 
-def meeting_address(addresses: Sequence[str]) -> str:
+def master_address_for(addresses: Sequence[str]) -> str:
     """The master address of the group, given this machine's address towards each server: one that
     all servers can reach. ["127.0.0.1", "10.0.0.7"] gives "10.0.0.7": a local server reaches both.
     """

@@ -26,7 +26,7 @@ class Transfer(Protocol):
         """Consume all tensors: write them to files, or broadcast them. Raises SamplerError."""
         ...
 
-    def bring(self, server: VllmServer) -> None:
+    def load_on(self, server: VllmServer) -> None:
         """Make one server load the staged version. Raises Unreachable or Refused."""
         ...
 
@@ -56,7 +56,7 @@ class FolderTransfer:
     ) -> None:
         self._staged = self._folder.write(named_tensors, version, self._bucket_bytes)
 
-    def bring(self, server: VllmServer) -> None:
+    def load_on(self, server: VllmServer) -> None:
         assert self._staged is not None, "nothing was staged"
         server.reload_weights(str(self._staged), self._timeout_seconds)
 
@@ -71,18 +71,19 @@ class FolderTransfer:
 
 def publish(
     servers: Sequence[VllmServer],
-    bring: Callable[[VllmServer], None],
+    load_on: Callable[[VllmServer], None],
     version: int,
     timeout_seconds: float,
 ) -> dict[str, str]:
-    """Pause every server, `bring` it the weights, empty its prefix cache, set its label and resume
-    it; all servers in parallel. Returns URL -> reason for those that did not confirm the label."""
+    """Pause every server, load the weights with `load_on`, empty its prefix cache, set its label
+    and resume it; all servers in parallel. Returns URL -> reason for those that did not confirm the
+    label."""
 
     def publish_to(server: VllmServer) -> str | None:
         label = server.label(version)
         try:
             server.pause(timeout_seconds)
-            bring(server)
+            load_on(server)
             if not server.drop_cached_prompts():
                 return f"its prompt cache could not be emptied for policy version {version}"
             server.set_weight_label(label)
