@@ -5,6 +5,8 @@ import os
 
 import pytest
 
+pytest_plugins = "small_runs.fixtures"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip where vLLM is missing; with GRPO_REPLAY_REQUIRE_VLLM=1, as in CI, let tests fail."""

@@ -23,28 +23,28 @@ from grpo_replay.distributed.launch import (
 )
 from grpo_replay.errors import DatasetError, GrpoReplayError, LaunchError, UsageError
 
-HERE = Path(__file__).parents[1] / "support"
-TOY = HERE / "toy_run.py"
+SUPPORT = Path(__file__).parents[1] / "support"
+PROGRAM = SUPPORT / "small_runs" / "ranks.py"
 
 
-def toy_environment(**extra: str) -> dict[str, str]:
+def program_environment(**extra: str) -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC"))}
     return {
-        **clean, "PYTHONPATH": f"{HERE}:{HERE.parent.parent}", "OMP_NUM_THREADS": "1", **extra,
+        **clean, **extra, "PYTHONPATH": f"{SUPPORT}:{SUPPORT.parents[1]}", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
 
 
-def run_toy(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
+def run_program(*arguments: object, **extra: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(TOY), *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, env=toy_environment(**extra),
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, env=program_environment(**extra),
     )  # fmt: skip
 
 
-def start_toy(*arguments: object, **extra: str) -> subprocess.Popen[str]:
+def start_program(*arguments: object, **extra: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, str(TOY), *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=toy_environment(**extra),
+        [sys.executable, str(PROGRAM), *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=program_environment(**extra),
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def alive(pid: int) -> bool:
 
 
 def test_ranks_of_one_node_form_one_run_and_only_rank_0_speaks():
-    done = run_toy("launch", 3, "sums")
+    done = run_program("launch", 3, "sums")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "rank 0 of 3: sum 6 [[0, '127.0.0.1'], [1, '127.0.0.1'], [2, '127.0.0.1']]"
@@ -75,7 +75,7 @@ def test_ranks_of_one_node_form_one_run_and_only_rank_0_speaks():
 
 
 def test_ranks_wait_for_rank_0_for_longer_than_a_collective_may_take():
-    done = run_toy("launch", 2, "long-work", TOY_TIMEOUT="2")
+    done = run_program("launch", 2, "long-work", RANKS_TIMEOUT="2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["done [7, None], True"]
 
@@ -96,7 +96,7 @@ FAILURES = {
 def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode, tmp_path):
     code, message = FAILURES[mode]
     started = time.monotonic()
-    done = run_toy("launch", 2, mode, tmp_path, TOY_TIMEOUT="6")
+    done = run_program("launch", 2, mode, tmp_path, RANKS_TIMEOUT="6")
     printed = errors_in(done.stderr)
     assert done.returncode == code, done.stderr
     assert len(printed) == 1 and message in printed[0], done.stderr
@@ -110,7 +110,7 @@ def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode,
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_each_rank_once_and_lets_it_finish(number, tmp_path):
-    process = start_toy("launch", 2, "until-signal", tmp_path)
+    process = start_program("launch", 2, "until-signal", tmp_path)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
@@ -120,7 +120,7 @@ def test_a_signal_reaches_each_rank_once_and_lets_it_finish(number, tmp_path):
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
-    process = start_toy("launch", 2, "hang", tmp_path)
+    process = start_program("launch", 2, "hang", tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("pid_*"))) == 2)
     pids = [int(file.read_text()) for file in tmp_path.glob("pid_*")]
     wait_until(lambda: all(alive(pid) for pid in pids))
@@ -139,7 +139,7 @@ def test_single_processes_share_a_machine_without_fighting_for_a_port():
     both = [
         subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=toy_environment(),
+            env=program_environment(),
         )
         for _ in range(2)
     ]  # fmt: skip
@@ -150,7 +150,7 @@ def test_single_processes_share_a_machine_without_fighting_for_a_port():
 
 def by_hand(mode: str, port: int, local_ranks=(0, 1), **extra: str):
     ranks = [
-        start_toy(
+        start_program(
             "rank", mode, RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE="2",
             LOCAL_WORLD_SIZE=str(1 + max(local_ranks)), MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port), **extra,
@@ -178,9 +178,9 @@ def test_ranks_started_by_hand_also_print_one_message(mode):
 
 
 def test_a_rank_that_never_arrives_is_named():
-    process = start_toy(
+    process = start_program(
         "rank", "sums", RANK="0", LOCAL_RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), TOY_TIMEOUT="2",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), RANKS_TIMEOUT="2",
     )  # fmt: skip
     _, err = process.communicate(timeout=60)
     assert process.returncode == 4
@@ -191,9 +191,9 @@ def test_a_rank_that_never_arrives_is_named():
 def test_an_unreachable_master_is_named_within_the_timeout(host):
     port = str(free_port())
     started = time.monotonic()
-    process = start_toy(
+    process = start_program(
         "rank", "sums", RANK="1", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR=host, MASTER_PORT=port, TOY_TIMEOUT="2",
+        MASTER_ADDR=host, MASTER_PORT=port, RANKS_TIMEOUT="2",
     )  # fmt: skip
     _, err = process.communicate(timeout=60)
     assert process.returncode == 4 and time.monotonic() - started < 30
@@ -206,11 +206,11 @@ def torchrun_node(node: int, port: int, address: str, mode: str, prefix=(), **ex
     command = [
         *prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
         "--nproc-per-node", "1", "--node-rank", str(node), "--master-addr", MASTER_OF[bool(prefix)],
-        "--master-port", str(port), "--local-addr", address, str(TOY), "rank", mode,
+        "--master-port", str(port), "--local-addr", address, str(PROGRAM), "rank", mode,
     ]  # fmt: skip
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=toy_environment(**extra),
+        env=program_environment(**extra),
     )  # fmt: skip
 
 
@@ -314,12 +314,12 @@ def cluster(two_nodes, tmp_path):
 
 def run_on_cluster(cluster, mode: str, hostfile: str = "hostfile"):
     code = (
-        "from pathlib import Path; from toy_run import boundary; "
+        "from pathlib import Path; from small_runs.ranks import boundary; "
         "from grpo_replay.distributed.launch import launch_ranks; "
         f"boundary(lambda: launch_ranks([{mode!r}], None, Path({str(cluster / hostfile)!r}), "
-        "entry='toy_run:rank_main'))"
+        "entry='small_runs.ranks:rank_main'))"
     )
-    environment = toy_environment(
+    environment = program_environment(
         PATH=f"{cluster / 'bin'}:{os.environ['PATH']}", NODES=str(cluster / "nodes"),
         GLOO_SOCKET_IFNAME="node0", HOME=str(cluster),
     )  # fmt: skip

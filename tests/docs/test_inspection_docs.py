@@ -11,8 +11,6 @@ from grpo_replay.planning.theory import power_law_optimum
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA
 
-pytest_plugins = "inspected_runs"
-
 DOCS = Path(__file__).parents[2] / "docs"
 BUFFER = (DOCS / "buffer.md").read_text(encoding="utf-8")
 PLANNING = (DOCS / "planning.md").read_text(encoding="utf-8")

@@ -27,8 +27,6 @@ import grpo_replay.engine.policy_module
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.recipe import LossSection
 
-pytest_plugins = "trained_runs"
-
 STAGES = [0, 1, 2, 3]
 
 

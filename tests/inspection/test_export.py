@@ -10,8 +10,6 @@ import pytest
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.errors import OutputDirectoryError, SnapshotError, UsageError
 
-pytest_plugins = "inspected_runs"
-
 
 def test_parquet_has_every_rollout_of_the_run(runs, tmp_path, capsys):
     target = tmp_path / "all.parquet"

@@ -7,15 +7,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from synthetic_run import PRESETS, write_synthetic_run
+from small_runs.synthetic import PRESETS, write_synthetic_run
 
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.inspection.compute import summarise
 from grpo_replay.inspection.figures import panels_of
 from grpo_replay.inspection.page import render_page
 from grpo_replay.inspection.source import open_source
-
-pytest_plugins = "inspected_runs"
 
 
 @pytest.mark.parametrize("preset", PRESETS)

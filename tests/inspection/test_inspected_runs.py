@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import test_summary
-from synthetic_run import PRESETS
+from small_runs.synthetic import PRESETS
 
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.inspection.source import open_source

@@ -6,7 +6,7 @@ from collections import Counter
 import by_hand
 import numpy as np
 import pytest
-from synthetic_run import PRESETS
+from small_runs.synthetic import PRESETS
 
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.commands.inspect_buffer import run
@@ -14,8 +14,6 @@ from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.life import read_life
 from grpo_replay.inspection.rebuild import NO_ROW, find_rows, replay_storage, survivors_for
 from grpo_replay.inspection.source import open_source
-
-pytest_plugins = "inspected_runs"
 
 
 def test_a_life_lists_every_use_and_the_eviction(runs):

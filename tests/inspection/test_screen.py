@@ -5,7 +5,7 @@ import json
 
 import pytest
 from rich.console import Console
-from synthetic_run import PRESETS, write_synthetic_run
+from small_runs.synthetic import PRESETS, write_synthetic_run
 
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.inspection.compute import summarise
@@ -14,8 +14,6 @@ from grpo_replay.inspection.panels import print_inspection
 from grpo_replay.inspection.source import open_source
 from grpo_replay.terminal.bars import bar, sparkline
 from grpo_replay.terminal.progress import tracked
-
-pytest_plugins = "inspected_runs"
 
 
 def screen(path, width: int = 118) -> str:

@@ -10,8 +10,6 @@ import pytest
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.errors import SnapshotError, UsageError
 
-pytest_plugins = "inspected_runs"
-
 
 @pytest.fixture
 def copy(runs, tmp_path):

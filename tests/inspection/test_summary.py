@@ -9,13 +9,11 @@ from pathlib import Path
 import by_hand
 import numpy as np
 import pytest
-from synthetic_run import GROUP_SIZE, PRESETS, write_synthetic_run
+from small_runs.synthetic import GROUP_SIZE, PRESETS, write_synthetic_run
 
 from grpo_replay.inspection.compute import magnitude_bins, summarise
 from grpo_replay.inspection.source import open_source
 from grpo_replay.inspection.summary import Inspection
-
-pytest_plugins = "inspected_runs"
 
 LAST = 24
 

@@ -10,8 +10,6 @@ from grpo_replay.inspection.source import open_source
 from grpo_replay.inspection.summary import DrawLaw, Inspection
 from grpo_replay.inspection.warn import find_warnings
 
-pytest_plugins = "inspected_runs"
-
 
 @pytest.fixture(scope="module")
 def healthy(runs) -> Inspection:

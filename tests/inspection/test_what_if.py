@@ -5,15 +5,13 @@ from dataclasses import asdict, fields
 
 import numpy as np
 import pytest
-from synthetic_run import write_synthetic_run
+from small_runs.synthetic import write_synthetic_run
 
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.errors import RecipeError, SnapshotError, UsageError
 from grpo_replay.inspection.rollout_columns import read_log
 from grpo_replay.inspection.source import open_source
 from grpo_replay.inspection.what_if import DrawStatistics, changed_recipe, simulate, what_if
-
-pytest_plugins = "inspected_runs"
 
 STEPS = 60
 # Draws vary between simulations of one log; these counts are deterministic.

@@ -8,8 +8,6 @@ from grpo_replay.inspection.rows import iter_rows, open_rows
 from grpo_replay.inspection.source import open_source
 from grpo_replay.inspection.where import parse_where
 
-pytest_plugins = "inspected_runs"
-
 
 @pytest.fixture(scope="module")
 def rows(runs):

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from synthetic_run import (
+from small_runs.synthetic import (
     PRESETS,
     VARIANCE_AT_AGE_ONE,
     VARIANCE_EXPONENT,
@@ -30,8 +30,6 @@ from grpo_replay.planning.design import (
 from grpo_replay.planning.estimate import fit_growth, measured_mu
 from grpo_replay.planning.theory import PowerGrowth
 from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
-
-pytest_plugins = "inspected_runs"
 
 
 def plan_json(capsys, **options) -> dict:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from core_run import small_recipe
+from small_runs.trained import small_recipe
 
 from grpo_replay.commands.train_display import Display
 from grpo_replay.training.run import run_training

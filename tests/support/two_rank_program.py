@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from core_engine import SCALED, SHARDED, engine_recipe, make_rows, open_engine, parameters
-from core_run import hopeless_after, run_small
+from small_runs.trained import hopeless_after, train_small_run
 
 from grpo_replay.distributed.processes import initialize_processes
 from grpo_replay.errors import NonFiniteError
@@ -203,9 +203,9 @@ def exchanged(processes) -> dict:
 def whole_runs(processes, output: Path) -> None:
     """A run, the same with every threshold scaled, and one whose steps lose their survivors:
     log-probs are then followed by a weight push with no update in between."""
-    run_small(output / "run", **RUN)
-    run_small(output / "scaled", **RUN | {"engine": SCALED | TIMEOUT})
-    run_small(
+    train_small_run(output / "run", **RUN)
+    train_small_run(output / "scaled", **RUN | {"engine": SCALED | TIMEOUT})
+    train_small_run(
         output / "hopeless",
         **RUN | {"engine": SCALED | TIMEOUT, "run": {"steps": 4}},
         prompts=hopeless_after(output, 2),

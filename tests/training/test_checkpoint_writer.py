@@ -5,15 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from core_run import run_small
+from small_runs.trained import train_small_run
 
 from grpo_replay.dry_run.memory import checkpoint_bytes
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.storage.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from grpo_replay.training import checkpoint_writer
-
-pytest_plugins = "trained_runs"
 
 SHORT = {"run": {"steps": 2}, "checkpoint": {"every_steps": 1}, "replay": {"preset": "grpo"}}
 
@@ -34,7 +32,7 @@ PLENTY, LITTLE = 10**12, 1000
     [(0, "float32", 4), (1, "bfloat16", 2), (2, "float32", 4), (3, "bfloat16", 2)],
 )
 def test_the_expected_size_is_that_of_a_real_checkpoint(tmp_path, processes, stage, dtype, size):
-    run = run_small(
+    run = train_small_run(
         tmp_path / "run", run={"steps": 1}, engine={"zero_stage": stage}, model={"dtype": dtype},
         replay={"preset": "grpo"},
     )  # fmt: skip
@@ -48,7 +46,7 @@ def test_the_expected_size_is_that_of_a_real_checkpoint(tmp_path, processes, sta
 def test_a_run_without_room_for_one_checkpoint_does_not_begin(tmp_path, processes, monkeypatch):
     say_free(monkeypatch, LITTLE)
     with pytest.raises(OutputDirectoryError, match=r"a checkpoint of this run needs 0\.\d+ GiB"):
-        run_small(tmp_path / "run", **SHORT)
+        train_small_run(tmp_path / "run", **SHORT)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -65,10 +63,10 @@ def test_a_disk_too_full_for_the_next_checkpoint_stops_the_run_and_keeps_the_las
 ):
     say_free(monkeypatch, PLENTY, PLENTY, PLENTY, LITTLE)  # twice at the start, then step 1
     with pytest.raises(OutputDirectoryError, match=r"checkpoint of step 2 needs.*step_000001 is"):
-        run_small(tmp_path / "run", **SHORT)
+        train_small_run(tmp_path / "run", **SHORT)
     monkeypatch.undo()
     assert find_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000001"
-    run = run_small(tmp_path / "run", resume=True, **SHORT)
+    run = train_small_run(tmp_path / "run", resume=True, **SHORT)
     assert [line["step"] for line in run.metrics] == [1, 2]
 
 
@@ -95,7 +93,7 @@ def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written
 
     monkeypatch.setattr(checkpoint_writer, "begin_checkpoint", with_a_full_disk)
     with pytest.raises(OutputDirectoryError, match=r"tmp-step_000002.*step_000001 is com") as seen:
-        run_small(tmp_path / "run", **SHORT, engine={"zero_stage": 2})
+        train_small_run(tmp_path / "run", **SHORT, engine={"zero_stage": 2})
     assert seen.value.exit_code == 3
     checkpoints = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_000001"]
@@ -108,7 +106,7 @@ def test_an_error_that_is_not_the_disks_is_left_as_it_is(tmp_path, processes, mo
 
     monkeypatch.setattr(DeepSpeedEngine, "save", surprise)
     with pytest.raises(RuntimeError, match="a collective failed"):
-        run_small(tmp_path / "run", **SHORT)
+        train_small_run(tmp_path / "run", **SHORT)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

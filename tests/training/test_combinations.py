@@ -3,12 +3,10 @@
 import itertools
 
 import pytest
-from core_run import run_small, small_recipe
+from small_runs.trained import small_recipe, train_small_run
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.verification.verify import verify_run
-
-pytest_plugins = "trained_runs"
 
 UNITS = ("rollout", "query")
 PRIORITIES = ("abs_advantage", "uniform", "group_std")
@@ -60,7 +58,7 @@ refused: list[str] = []
 
 
 def train_ten_steps(path, name, **sections):
-    run = run_small(path, **sections)
+    run = train_small_run(path, **sections)
     assert [line["step"] for line in run.metrics] == list(range(1, 11))
     assert sum(line["updates"] > 0 for line in run.metrics) >= 5
     replayed = sum(line["replay/rollouts"] for line in run.metrics)

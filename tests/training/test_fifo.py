@@ -5,7 +5,7 @@ import re
 from collections import Counter
 
 import pytest
-from core_run import FinishedRun, run_small, steps_of
+from small_runs.trained import FinishedRun, steps_of, train_small_run
 
 from grpo_replay.commands.train_display import Display
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
@@ -13,8 +13,6 @@ from grpo_replay.planning.theory import relative_compute
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
 from grpo_replay.training.run import run_training
 from grpo_replay.verification.verify import verify_run
-
-pytest_plugins = "trained_runs"
 
 QUICK = [
     "eval.benchmarks=[]", "tracking.report_to=[]", "reward.function=minerva", "reward.workers=1",
@@ -114,7 +112,7 @@ def test_the_denominator_of_a_batch_counts_rollouts_of_advantage_zero(
         return original(engine, rows)
 
     monkeypatch.setattr(DeepSpeedEngine, "update", update)
-    run_small(
+    train_small_run(
         tmp_path / "run", replay={"preset": "grpo", "drop_zero_variance": False}, run={"steps": 3}
     )
     level = 0
@@ -190,7 +188,7 @@ def test_without_a_buffer_updates_are_as_large_and_each_rollout_is_used_once(
 def test_a_small_qwen2_with_an_untied_head_trains_and_reaches_its_sampler(tmp_path, processes):
     """The shipped Qwen2.5 configuration with small numbers: its head and its attention biases are
     tensors of their own, and a push that missed one would show as a gap."""
-    run = run_small(
+    run = train_small_run(
         tmp_path / "run",
         model={
             "path": "builtin:qwen2.5-7b", "random_init": True, "tokenizer": "builtin:tiny",

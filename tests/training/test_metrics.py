@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_run import run_small
+from small_runs.trained import train_small_run
 
 from grpo_replay.engine.protocol import UpdateResult
 from grpo_replay.planning.design import PlanInputs, design_at
@@ -21,8 +21,6 @@ from grpo_replay.training.metrics import (
 )
 from grpo_replay.training.weight_sync import gap_sample, measure_gap
 from grpo_replay.types import Rollout
-
-pytest_plugins = "trained_runs"
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -245,7 +243,7 @@ def patterns(names: set[str]) -> set[str]:
 def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written(
     ours_run, fifo_run, tmp_path, processes
 ):
-    evaluated = run_small(
+    evaluated = train_small_run(
         tmp_path / "run",
         run={"steps": 3},
         eval={"benchmarks": ["tiny"], "samples": 1, "max_problems": 2, "at_start": False},

@@ -5,13 +5,11 @@ from math import ceil
 
 import numpy as np
 import pytest
-from core_run import GROUP, FinishedRun, run_small
+from small_runs.trained import GROUP, FinishedRun, train_small_run
 
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.evaluation.report import read_report
 from grpo_replay.recipe import ModelSection
-
-pytest_plugins = "trained_runs"
 
 SIZE = 14
 
@@ -19,7 +17,7 @@ SIZE = 14
 @pytest.fixture(scope="module")
 def replay_run(tmp_path_factory, processes) -> FinishedRun:
     """Replay with mini-batches of a literal size, stopping at the brace, graded twice."""
-    return run_small(
+    return train_small_run(
         tmp_path_factory.mktemp("replay") / "run",
         run={"steps": 8},
         batch={"mini_batch_rollouts": SIZE},
@@ -33,7 +31,7 @@ def replay_run(tmp_path_factory, processes) -> FinishedRun:
 
 @pytest.fixture(scope="module")
 def grpo_run(tmp_path_factory, processes) -> FinishedRun:
-    return run_small(
+    return train_small_run(
         tmp_path_factory.mktemp("grpo") / "run",
         run={"steps": 8},
         batch={"mini_batch_rollouts": SIZE},

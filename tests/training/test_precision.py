@@ -3,13 +3,11 @@
 import pytest
 import torch
 from core_engine import make_rows, open_engine, plain_logprobs, relative, tiny_model, weighted
-from core_run import small_recipe
+from small_runs.trained import small_recipe
 
 from grpo_replay.dry_run.checks import Findings, _check_settings
 from grpo_replay.engine.deepspeed_config import deepspeed_config, notices_of_precision
 from grpo_replay.recipe import LossSection
-
-pytest_plugins = "trained_runs"
 
 
 def recipe_at(stage: int, dtype: str = "bfloat16"):

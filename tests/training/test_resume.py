@@ -9,12 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from core_run import FinishedRun, run_small, same_files, same_weights
+from small_runs.trained import FinishedRun, same_files, same_weights, train_small_run
 
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.verification.verify import verify_run
-
-pytest_plugins = "trained_runs"
 
 PROGRAM = Path(__file__).parents[1] / "support" / "killed_run.py"
 
@@ -46,8 +44,8 @@ def runs(request, tmp_path_factory, processes) -> tuple[FinishedRun, FinishedRun
     before = FinishedRun(folder / "killed", None)
     assert len(before.metrics) == 8
     assert (folder / "killed/checkpoints/latest").resolve().name == "step_000006"
-    whole = run_small(folder / "whole", **sections)
-    return whole, run_small(folder / "killed", resume=True, **sections)
+    whole = train_small_run(folder / "whole", **sections)
+    return whole, train_small_run(folder / "killed", resume=True, **sections)
 
 
 def test_metrics_have_no_gap_no_duplicate_and_the_same_numbers(runs):
@@ -95,8 +93,8 @@ def test_a_resumed_run_passes_the_independent_recomputation(runs):
 
 def test_a_run_told_to_start_with_an_empty_buffer_says_so_and_does(tmp_path, processes):
     sections = {"run": {"steps": 6}, "checkpoint": {"every_steps": 3}}
-    run_small(tmp_path / "run", run={"steps": 3}, checkpoint={"every_steps": 3})
-    resumed = run_small(
+    train_small_run(tmp_path / "run", run={"steps": 3}, checkpoint={"every_steps": 3})
+    resumed = train_small_run(
         tmp_path / "run",
         resume=True,
         run=sections["run"],

@@ -1,6 +1,6 @@
 """When the loop lets the sampler drop its weights, and when it must keep them."""
 
-from core_run import run_small
+from small_runs.trained import train_small_run
 
 from grpo_replay.sampling.hf import HfSampler
 
@@ -21,7 +21,7 @@ def test_weights_are_dropped_where_a_push_comes_next_and_kept_after_an_evaluatio
 
     for name in ("generate", "sleep", "load_weights"):
         monkeypatch.setattr(HfSampler, name, recorded(name))
-    run_small(
+    train_small_run(
         tmp_path / "run",
         run={"steps": 2},
         replay={"preset": "grpo"},

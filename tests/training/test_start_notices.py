@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from core_run import small_recipe
+from small_runs.trained import small_recipe
 
 from grpo_replay.commands.train_display import Display
 from grpo_replay.training import run

@@ -4,12 +4,10 @@ import logging
 import math
 
 import pytest
-from core_run import run_small
+from small_runs.trained import train_small_run
 
 from grpo_replay.distributed.failures import LAUNCH_FOLDER_VARIABLE
 from grpo_replay.training.stop_grace import grace_seconds, notice_of_grace
-
-pytest_plugins = "trained_runs"
 
 SLURM = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2",
          "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n1"}  # fmt: skip
@@ -45,7 +43,7 @@ def test_a_grace_that_is_too_short_is_told_with_what_to_ask_for():
 
 def test_a_run_tells_it_once_after_its_first_checkpoint(tmp_path, processes, caplog):
     with caplog.at_level(logging.WARNING, "grpo_replay.training.run"):
-        run_small(
+        train_small_run(
             tmp_path / "run",
             run={"steps": 3, "stop_grace_seconds": 0.001},
             checkpoint={"every_steps": 1},

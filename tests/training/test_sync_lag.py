@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from core_run import run_small, same_files, same_weights, steps_of
+from small_runs.trained import same_files, same_weights, steps_of, train_small_run
 
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.training.weight_sync import SAMPLER_WEIGHTS, read_pushed_weights
 from grpo_replay.verification.verify import verify_run
-
-pytest_plugins = "trained_runs"
 
 PROGRAM = Path(__file__).parents[1] / "support" / "killed_run.py"
 EVERY = 4
@@ -30,7 +28,7 @@ LAG = {
 
 @pytest.fixture(scope="module")
 def lagging_run(tmp_path_factory, processes):
-    return run_small(tmp_path_factory.mktemp("lag") / "run", **LAG)
+    return train_small_run(tmp_path_factory.mktemp("lag") / "run", **LAG)
 
 
 def last_push(step: int) -> int:
@@ -73,7 +71,7 @@ def test_a_sampler_that_is_not_the_policy_is_still_refused_after_a_push(
         lambda engine, sampler, version, *_: setattr(sampler, "policy_version", version),
     )
     with pytest.raises(LogprobGapError, match="step 5, weight sync 4"):
-        run_small(tmp_path / "run", **LAG, optimizer={"learning_rate": 1e-2})
+        train_small_run(tmp_path / "run", **LAG, optimizer={"learning_rate": 1e-2})
 
 
 def test_a_checkpoint_between_pushes_holds_the_weights_of_the_sampler(lagging_run):
@@ -133,7 +131,7 @@ def test_a_run_killed_between_pushes_and_resumed_is_the_run_never_killed(
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     latest = (tmp_path / "run/checkpoints/latest").resolve().name
     assert latest == f"step_{resumed_from:06d}"
-    resumed = run_small(tmp_path / "run", resume=True, **LAG)
+    resumed = train_small_run(tmp_path / "run", resume=True, **LAG)
     assert resumed.timeless_metrics == lagging_run.timeless_metrics
     assert same_files(lagging_run.path, resumed.path, "rollouts") == 10
     assert same_files(lagging_run.path, resumed.path, "draws") == 10

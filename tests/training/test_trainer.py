@@ -9,16 +9,16 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from core_run import (
+from small_runs.trained import (
     GROUP,
     MAX_AGE,
     PROMPTS,
     WARMUP,
     FinishedRun,
     hopeless_after,
-    run_small,
     same_weights,
     steps_of,
+    train_small_run,
 )
 
 from grpo_replay.commands.train_display import Display
@@ -26,8 +26,6 @@ from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.grpo.batch import TrainRow
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
 from grpo_replay.training.run import run_training
-
-pytest_plugins = "trained_runs"
 
 # --- what is drawn --------------------------------------------------------------------------------
 
@@ -111,7 +109,7 @@ def test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_value
     """Advantages are those of birth, not renormalised over the mixed batch; the denominator is
     taken after composing, without dropped rows."""
     spy = Spy(monkeypatch)
-    run = run_small(tmp_path / "run", loss={"aggregation": aggregation}, run={"steps": 8})
+    run = train_small_run(tmp_path / "run", loss={"aggregation": aggregation}, run={"steps": 8})
     updates = iter(spy.updates)
     replayed = 0
     for step in steps_of(run):
@@ -170,7 +168,7 @@ def test_every_fresh_survivor_has_an_outcome_and_the_ledger_counts_its_tokens(ou
 
 
 def test_steps_without_survivors_train_nothing_but_count_evict_and_log(tmp_path, processes):
-    run = run_small(
+    run = train_small_run(
         tmp_path / "run",
         prompts=hopeless_after(tmp_path, 4),
         run={"steps": 9},
@@ -199,7 +197,7 @@ def test_steps_without_survivors_train_nothing_but_count_evict_and_log(tmp_path,
 
 
 def test_a_run_that_never_has_a_survivor_finishes(tmp_path, processes):
-    run = run_small(
+    run = train_small_run(
         tmp_path / "run",
         reward={"function": "core_rewards:always_wrong"},
         run={"steps": 4},
@@ -245,7 +243,7 @@ def test_every_shipped_recipe_replays_unless_it_is_plain_grpo():
 
 def test_a_capacity_that_binds_is_first_in_first_out_and_warns_once(tmp_path, processes, caplog):
     with caplog.at_level(logging.WARNING, logger="grpo_replay.training.trainer"):
-        run = run_small(
+        run = train_small_run(
             tmp_path / "run",
             replay={"capacity_rollouts": 24, "max_age_steps": 10},
             run={"steps": 8},

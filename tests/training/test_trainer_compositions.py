@@ -4,22 +4,20 @@ import math
 from collections import Counter
 
 import pytest
-from core_run import (
+from small_runs.trained import (
     GROUP,
     MAX_AGE,
     PROMPTS,
     WARMUP,
     hopeless_after,
     policy_at,
-    run_small,
     same_files,
     same_weights,
     steps_of,
+    train_small_run,
 )
 
 from grpo_replay.verification.verify import verify_run
-
-pytest_plugins = "trained_runs"
 
 # --- pool and buffer-only -------------------------------------------------------------------------
 
@@ -86,7 +84,7 @@ def test_buffer_only_inserts_before_it_draws_from_the_newest_n(fifo_run):
 
 
 def test_buffer_only_still_draws_when_a_step_has_no_survivors(tmp_path, processes):
-    run = run_small(
+    run = train_small_run(
         tmp_path / "run",
         prompts=hopeless_after(tmp_path, 3),
         replay={
@@ -111,7 +109,7 @@ def test_an_independent_recomputation_accepts_the_run(name, request):
 
 
 def test_a_positive_bias_buffer_keeps_correct_rollouts_longer(tmp_path, processes):
-    run = run_small(
+    run = train_small_run(
         tmp_path / "run",
         replay={
             "preset": "fifo", "ratio": 0.5, "capacity_rollouts": 30, "positive_fraction": 0.5,
@@ -137,11 +135,11 @@ def test_a_positive_bias_buffer_keeps_correct_rollouts_longer(tmp_path, processe
 
 @pytest.mark.parametrize("composition", ["fresh_anchored", "pool"])
 def test_ratio_zero_is_the_grpo_preset_bit_for_bit(tmp_path, processes, composition):
-    plain = run_small(tmp_path / "grpo", replay={"preset": "grpo"}, run={"steps": 6})
-    off = run_small(
+    plain = train_small_run(tmp_path / "grpo", replay={"preset": "grpo"}, run={"steps": 6})
+    off = train_small_run(
         tmp_path / "off", replay={"ratio": 0, "composition": composition}, run={"steps": 6}
     )
-    loud = run_small(
+    loud = train_small_run(
         tmp_path / "loud",
         replay={"preset": "grpo", "ratio": 3, "max_age_steps": 7, "with_replacement": True},
         run={"steps": 6},
@@ -156,7 +154,7 @@ def test_ratio_zero_is_the_grpo_preset_bit_for_bit(tmp_path, processes, composit
 
 
 def test_during_the_warm_up_replay_is_plain_grpo_bit_for_bit(tmp_path, processes, ours_run):
-    plain = run_small(
+    plain = train_small_run(
         tmp_path / "grpo",
         replay={"preset": "grpo"},
         run={"steps": 12},

@@ -4,15 +4,13 @@ import numpy as np
 import pytest
 import torch
 from core_engine import plain_logprobs
-from core_run import WARMUP, policy_at, row_of, run_small, steps_of
+from small_runs.trained import WARMUP, policy_at, row_of, steps_of, train_small_run
 
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.grpo.batch import TrainRow
 from grpo_replay.sampling.hf import HfSampler
-
-pytest_plugins = "trained_runs"
 
 # --- ratios and behaviour log-probs ---------------------------------------------------------------
 
@@ -97,7 +95,7 @@ def test_only_survivors_are_put_through_the_policy_for_behaviour_log_probs(
         return original(engine, rows)
 
     monkeypatch.setattr(DeepSpeedEngine, "logprobs", logprobs)
-    run = run_small(tmp_path / "run", run={"steps": 6})
+    run = train_small_run(tmp_path / "run", run={"steps": 6})
     assert len(forwards) == 6
     for step, seen in enumerate(forwards, start=1):
         assert seen == {_key(row_of(row)) for row in run.rollouts(step)}  # < 64: all of them
@@ -124,9 +122,9 @@ def test_sampler_log_probs_play_no_part_in_a_loss_anchored_at_the_trainers(
 ):
     """No truncated importance weight on top of the behaviour-anchored ratio."""
     sections = {"run": {"steps": 5}, "sampling": {"logprob_gap_limit": 0.1}}
-    plain = run_small(tmp_path / "plain", **sections)
+    plain = train_small_run(tmp_path / "plain", **sections)
     nudged(monkeypatch, 0.05)
-    shifted = run_small(tmp_path / "shifted", **sections)
+    shifted = train_small_run(tmp_path / "shifted", **sections)
     for a, b in zip(plain.timeless_metrics, shifted.timeless_metrics, strict=True):
         gaps = {name for name in a if a[name] != b[name]}
         assert gaps == {"sampler/logprob_gap_mean", "sampler/logprob_gap_max"}
@@ -139,7 +137,7 @@ def test_sampler_log_probs_are_the_behaviour_if_the_recipe_says_so(
     tmp_path, processes, monkeypatch
 ):
     nudged(monkeypatch, 0.05)
-    run = run_small(
+    run = train_small_run(
         tmp_path / "run",
         loss={"behavior_logprobs": "sampler"},
         batch={"updates_per_step": 1},
@@ -161,7 +159,7 @@ def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
         "sampling": {"temperature": temperature, "logprob_gap_limit": limit},
         "run": {"steps": 4},
     }
-    run = run_small(tmp_path / "right", **sections)
+    run = train_small_run(tmp_path / "right", **sections)
     assert max(line["sampler/logprob_gap_max"] for line in run.metrics) < 1e-4
 
     def wrap(engine, model):
@@ -169,7 +167,7 @@ def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
 
     monkeypatch.setattr(DeepSpeedEngine, "_wrap", wrap)
     with pytest.raises(LogprobGapError, match="The sampler is not the policy"):
-        run_small(tmp_path / "wrong", **sections)
+        train_small_run(tmp_path / "wrong", **sections)
 
 
 def test_a_sampler_that_misses_an_update_is_refused(tmp_path, processes, monkeypatch):
@@ -178,7 +176,7 @@ def test_a_sampler_that_misses_an_update_is_refused(tmp_path, processes, monkeyp
         lambda engine, sampler, version, *_: setattr(sampler, "policy_version", version),
     )
     with pytest.raises(LogprobGapError, match="weight sync"):
-        run_small(tmp_path / "run", optimizer={"learning_rate": 3e-2})
+        train_small_run(tmp_path / "run", optimizer={"learning_rate": 3e-2})
 
 
 # --- metrics against files ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from core_engine import relative
-from core_run import FinishedRun, run_small, same_files, same_weights, small_recipe
+from small_runs.trained import FinishedRun, same_files, same_weights, small_recipe, train_small_run
 from two_rank_program import (
     CASES,
     PARTS,
@@ -24,8 +24,6 @@ from two_rank_program import (
 )
 
 from grpo_replay.verification.verify import verify_run
-
-pytest_plugins = "trained_runs"
 
 DEADLINE_SECONDS = 280
 PROGRAM = Path(__file__).parents[1] / "support" / "two_rank_program.py"
@@ -169,7 +167,7 @@ def test_steps_without_survivors_push_weights_all_the_same(output):
 def test_a_run_on_two_ranks_is_the_run_on_one(output, processes, tmp_path):
     """Same rollouts, same draws; numbers to rounding."""
     two = FinishedRun(output / "run", small_recipe(**RUN))
-    one = run_small(tmp_path / "run", **RUN)
+    one = train_small_run(tmp_path / "run", **RUN)
     assert len(two.metrics) == len(one.metrics) == 6
     for step in range(1, 7):
         for name in ("rollout_id", "group_id", "prompt_id", "completion_token_ids", "reward",

@@ -8,9 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from run_maker import make_run
 from scipy.stats import kstest
+from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
+from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.errors import SnapshotError
 from grpo_replay.storage.rollout_log import step_path
 from grpo_replay.verification.draw_test import rosenblatt, uniform_p_value
@@ -40,12 +41,12 @@ RUNS = {
     "ours": {},
     "ours, with replacement": {"with_replacement": True},
     "ours, alpha 0": {"priority_exponent": 0.0, "ratio": 1.0},
-    "ours, tight capacity": {"capacity_rollouts": 30},
+    "ours, tight capacity": {"capacity_rollouts": 40},
     "uniform rollouts": {"priority": "uniform"},
     "pool of rollouts": {"composition": "pool"},
     "pool of queries": {**QUERY, "composition": "pool"},
     "fresh-anchored queries": QUERY,
-    "queries, tight capacity": {**QUERY, "capacity_rollouts": 30, "with_replacement": True},
+    "queries, tight capacity": {**QUERY, "capacity_rollouts": 40, "with_replacement": True},
     "fifo": FIFO,
     "fifo, zero variance dropped": {**FIFO, "drop_zero_variance": True},
     "fifo, without replacement": {**FIFO, "with_replacement": False},
@@ -57,6 +58,11 @@ RUNS = {
     "grpo": {"preset": "grpo", "enabled": False},
     "ratio 0": {"ratio": 0.0},
 }
+
+
+def write_run(folder, steps=30, **replay):
+    """A run to verify; step 7 has no survivor, steps 15 and 30 have checkpoints."""
+    write_synthetic_run(folder, steps=steps, steps_without_survivors=[7], **replay)
 
 
 def failed(folder):
@@ -71,7 +77,7 @@ def detail(folder, name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_correct_run_passes_every_check(name, tmp_path):
-    make_run(tmp_path, **RUNS[name])
+    write_run(tmp_path, **RUNS[name])
     report = verify_run(tmp_path)
     assert [check.name for check in report.checks] == CHECKS
     assert report.passed, [check for check in report.checks if not check.passed]
@@ -89,7 +95,7 @@ def test_a_correct_run_passes_every_check(name, tmp_path):
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    make_run(folder)
+    write_run(folder)
     return folder
 
 
@@ -126,10 +132,9 @@ def draws_at(run, step):
 
 def test_one_changed_advantage_is_named(run):
     row = edit(rollouts_at(run, 12), "advantage", lambda a: a * 1.001)
-    rollout_id = pq.read_table(rollouts_at(run, 12))["rollout_id"][row].as_py()
-    assert f"step 12, group {rollout_id // 4}, rollout {rollout_id}: advantage" in detail(
-        run, "advantages"
-    )
+    changed = pq.read_table(rollouts_at(run, 12)).slice(row, 1).to_pylist()[0]
+    place = f"step 12, group {changed['group_id']}, rollout {changed['rollout_id']}: advantage"
+    assert place in detail(run, "advantages")
 
 
 def test_one_changed_age_is_named(run):
@@ -159,7 +164,7 @@ def test_one_changed_probability_is_named(run):
 
 def test_a_dropped_rollout_row_is_named(run):
     drop_row(rollouts_at(run, 12), row=5)
-    assert "step 12, group 73: completion indices [0, 2, 3]" in detail(run, "groups")
+    assert "step 12, group 1201: completion indices [0, 2, 3]" in detail(run, "groups")
 
 
 @pytest.mark.parametrize("column", ["policy_version", "policy_version_end"])
@@ -215,21 +220,21 @@ def test_a_fresh_survivor_that_did_not_train_is_named(run):
 
 
 def test_a_split_query_is_named(tmp_path):
-    make_run(tmp_path, **QUERY)
+    write_run(tmp_path, **QUERY)
     drop_row(draws_at(tmp_path, 15))
     assert "without the other rollouts of its query" in detail(tmp_path, "drawn units")
 
 
 @pytest.mark.parametrize("column", ["times_used", "last_used_step"])
 def test_a_changed_use_in_a_checkpoint_is_named(run, column):
-    path = run / "checkpoints" / "step_000020" / "buffer.parquet"
+    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
     row = edit(path, column, lambda value: value + 1)
     rollout_id = pq.read_table(path)["rollout_id"][row]
-    assert f"checkpoint 20, rollout {rollout_id}: {column}" in detail(run, "snapshots")
+    assert f"checkpoint 15, rollout {rollout_id}: {column}" in detail(run, "snapshots")
 
 
 def test_log_probs_that_changed_after_birth_are_named(run):
-    path = run / "checkpoints" / "step_000020" / "buffer.parquet"
+    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
     edit(path, "behavior_logprobs", lambda values: [values[0] + 1e-6, *values[1:]])
     assert "behaviour log-probs are not those at birth" in detail(run, "snapshots")
 
@@ -276,7 +281,7 @@ def test_draws_from_another_distribution_are_detected(tmp_path, monkeypatch):
         return rng.permutation(law.weight_N.size)[:count]
 
     monkeypatch.setattr(drawing, "draw_without_replacement", uniform_draw)
-    make_run(tmp_path, steps=120, priority_exponent=2.0)
+    write_run(tmp_path, steps=120, priority_exponent=2.0)
     assert failed(tmp_path) == {"draw law"}
 
 
@@ -288,7 +293,7 @@ def test_a_preference_for_recent_rollouts_is_detected(tmp_path, monkeypatch):
         return size - 1 - rng.permutation(size - size // 3)[:count]
 
     monkeypatch.setattr(drawing, "draw_without_replacement", recent_draw)
-    make_run(tmp_path, steps=60, priority="uniform")
+    write_run(tmp_path, steps=60, priority="uniform")
     assert failed(tmp_path) == {"draw law"}
 
 
@@ -301,18 +306,15 @@ def test_an_interrupted_run_is_verified_up_to_its_last_line(run):
 
 
 def test_a_resume_without_the_buffer_passes(tmp_path, monkeypatch):
-    import run_maker
+    original = SyntheticRun.step
 
-    original = run_maker._run_step
-
-    def forgetful(folder, recipe, buffer, step, rng):
+    def forgetful(made, step):
         if step == 16:
-            empty = type(buffer)(buffer.settings, buffer.group_size)
-            buffer.set_state(empty.get_state())
-        return original(folder, recipe, buffer, step, rng)
+            made.buffer = ReplayBuffer(made.recipe.replay, made.recipe.sampling.group_size)
+        return original(made, step)
 
-    monkeypatch.setattr(run_maker, "_run_step", forgetful)
-    make_run(tmp_path)
+    monkeypatch.setattr(SyntheticRun, "step", forgetful)
+    write_run(tmp_path)
     assert "draw counts" in failed(tmp_path) or "metrics" in failed(tmp_path)
     recipe = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     recipe["checkpoint"]["restore_buffer"] = False

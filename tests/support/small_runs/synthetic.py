@@ -1,4 +1,4 @@
-"""A run directory without a model: random groups through the real buffer, composer and writers.
+"""Run directories without a model: random groups through the real buffer, composer and writers.
 
 Outcomes follow a law by age (clip fraction and log-ratio variance grow), so that what inspection
 reports by age has a known shape.
@@ -63,11 +63,18 @@ def outcome_of(rollout: Rollout, age: int, rng: np.random.Generator) -> RolloutO
 class SyntheticRun:
     """Writes the steps of one run; `buffer` and `batches` stay at hand for the tests."""
 
-    def __init__(self, folder: Path, recipe: Recipe, seed: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        seed: int = 0,
+        steps_without_survivors: Sequence[int] = (),
+    ) -> None:
         self.folder = folder
         self.recipe = recipe
         self.rng = np.random.default_rng(seed)
         self.buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
+        self.steps_without_survivors = steps_without_survivors
         self.next_id = 0
         self.skill = self.rng.uniform(-1.5, 1.5, PROMPTS)
         for name in ("rollouts", "draws", "checkpoints"):
@@ -122,8 +129,10 @@ class SyntheticRun:
             "replay/ratio": len(replayed) / len(fresh) if fresh else None,
             "replay/clip_fraction": clipped / tokens if tokens else None,
             "replay/age_mean": float(ages.mean()) if len(ages) else None,
+            "replay/age_max": int(ages.max()) if len(ages) else None,
             "replay/ess": batch.draw.effective_sample_size if len(ages) else None,
             "buffer/rollouts": len(self.buffer),
+            "buffer/evicted": self.buffer.stats(step).evicted,
             "cost/generated_tokens": sum(len(r.completion_token_ids) for r in generated),
             "cost/trained_tokens": sum(len(r.completion_token_ids) for r in batch.rollouts),
             "cost/trained_rollouts": len(batch.rollouts),
@@ -139,6 +148,8 @@ class SyntheticRun:
         prompts = self.rng.choice(PROMPTS, sampling.prompts_per_step, replace=False)
         for index, prompt in enumerate(prompts):
             chance = 1 / (1 + np.exp(-self.skill[prompt] - 0.05 * step))
+            if step in self.steps_without_survivors:
+                chance = 0.0
             correct_G = self.rng.random(sampling.group_size) < chance
             rollouts.extend(self.group(step, index, int(prompt), correct_G))
         return rollouts
@@ -190,8 +201,14 @@ class SyntheticRun:
 
 
 def write_synthetic_run(
-    folder: Path, preset: str = "ours", steps: int = 24, seed: int = 0, **replay
+    folder: Path,
+    preset: str = "ours",
+    steps: int = 24,
+    seed: int = 0,
+    steps_without_survivors: Sequence[int] = (),
+    **replay,
 ) -> SyntheticRun:
     """A run of `steps` steps with checkpoints at the last step and at half of them."""
-    run = SyntheticRun(folder, synthetic_recipe(preset, max(steps, 5), **replay), seed)
+    recipe = synthetic_recipe(preset, max(steps, 5), **replay)
+    run = SyntheticRun(folder, recipe, seed, steps_without_survivors)
     return run.write(steps, checkpoint_at=(steps // 2, steps))

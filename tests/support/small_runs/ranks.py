@@ -1,7 +1,7 @@
-"""A toy run for the launch tests: ranks that join, talk through Comm, and fail on request.
+"""A program of several ranks without a trainer: they join, talk through Comm, and fail on request.
 
-python toy_run.py launch N MODE [ARGUMENT]     through launch_ranks, with a small error boundary
-python toy_run.py rank MODE [ARGUMENT]         as a rank that another launcher started
+python ranks.py launch N MODE [ARGUMENT]     through launch_ranks, with a small error boundary
+python ranks.py rank MODE [ARGUMENT]         as a rank that another launcher started
 """
 
 import os
@@ -23,7 +23,7 @@ from grpo_replay.distributed.launch import launch_ranks
 from grpo_replay.distributed.long_work import run_on_main
 from grpo_replay.errors import CheckpointError, DatasetError, GrpoReplayError
 
-TIMEOUT_SECONDS = float(os.environ.get("TOY_TIMEOUT", "30"))
+TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "30"))
 
 
 def boundary(action) -> None:
@@ -54,7 +54,7 @@ def join(facts, failure=None) -> Comm:
     return Comm(environment.rank, environment.world_size, dist.group.WORLD)
 
 
-def toy(mode: str, argument: str = "") -> int:
+def run_mode(mode: str, argument: str = "") -> int:
     environment = rank_environment()
     prepare_rank(environment)
     rank = environment.rank
@@ -118,7 +118,7 @@ def wait_for_others(comm: Comm) -> int:
 
 
 def long_work(comm: Comm) -> int:
-    """Rank 0 works for longer than a collective may wait (TOY_TIMEOUT)."""
+    """Rank 0 works for longer than a collective may wait (RANKS_TIMEOUT)."""
     polls = []
     done = run_on_main(comm, lambda: time.sleep(3 * TIMEOUT_SECONDS) or 7, lambda: polls.append(1))
     everyone = comm.all_gather_json(done)
@@ -164,12 +164,12 @@ MODES = {
 
 
 def rank_main() -> None:
-    boundary(lambda: toy(*sys.argv[1:]))
+    boundary(lambda: run_mode(*sys.argv[1:]))
 
 
 if __name__ == "__main__":
     verb, *rest = sys.argv[1:]
     if verb == "rank":
-        boundary(lambda: toy(*rest))
+        boundary(lambda: run_mode(*rest))
     count, *arguments = rest
-    boundary(lambda: launch_ranks(arguments, int(count), entry="toy_run:rank_main"))
+    boundary(lambda: launch_ranks(arguments, int(count), entry="small_runs.ranks:rank_main"))

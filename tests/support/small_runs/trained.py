@@ -92,7 +92,7 @@ class FinishedRun:
         return load_file(self.path / f"checkpoints/{name}/model/model.safetensors")
 
 
-def run_small(path: Path, resume: bool = False, **sections: dict[str, Any]) -> FinishedRun:
+def train_small_run(path: Path, resume: bool = False, **sections: dict[str, Any]) -> FinishedRun:
     """Train in this process. `path` must be new (or hold the run, with `resume`)."""
     recipe = small_recipe(**sections)
     run_training(recipe, path, resume, Display())

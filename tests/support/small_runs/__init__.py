@@ -1,0 +1,6 @@
+"""Small runs for the tests, one kind per module; `fixtures` makes the shared ones.
+
+trained     the real trainer on the shipped tiny model: a few seconds each
+synthetic   the files of a run, written by the real buffer, composer and writers, without a model
+ranks       several ranks under a real launcher, without a trainer; they fail on request
+"""
