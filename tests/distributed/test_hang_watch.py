@@ -1,4 +1,4 @@
-"""What ranks say of where they are (test_real_runs.py has a run that really hangs)."""
+"""What ranks say of where they are (test_train_command.py has a run that really hangs)."""
 
 import logging
 import threading

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from test_eval_statistics import SETTINGS, report
+from test_statistics import SETTINGS, report
 
 from grpo_replay.commands.aes import run
 from grpo_replay.errors import EvaluationFileError, UsageError

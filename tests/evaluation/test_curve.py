@@ -1,7 +1,7 @@
 """The curve of a run is drawn from its evaluation files."""
 
 import pytest
-from test_eval_statistics import SETTINGS, report
+from test_statistics import SETTINGS, report
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.curve import plot_curve, read_curve

@@ -4,7 +4,7 @@ import random
 from typing import get_args
 
 import pytest
-from test_symbolic import PIECES, directly
+from test_math_verify import PIECES, directly
 
 from grpo_replay.recipe import BUILTIN_VERIFIERS, EvalSection, RewardSection
 from grpo_replay.rewards.math_verify import SymbolicGrader

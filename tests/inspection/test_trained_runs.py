@@ -1,6 +1,6 @@
 """Inspection of runs made by the trainer: a tiny run per preset, with the checks of test_summary.
 
-pytest -m slow tests/inspection/test_inspected_runs.py        about three minutes on two cores
+pytest -m slow tests/inspection/test_trained_runs.py        about three minutes on two cores
 """
 
 import os

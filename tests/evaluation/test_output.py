@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from test_eval_statistics import SETTINGS, report
+from test_statistics import SETTINGS, report
 from typer.testing import CliRunner
 
 from grpo_replay.cli import app
