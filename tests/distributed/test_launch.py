@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from slow_tests import slow_except
 
 from grpo_replay.distributed.failures import RankFailure
 from grpo_replay.distributed.launch import (
@@ -74,6 +75,7 @@ def test_ranks_of_one_node_form_one_run_and_only_rank_0_speaks():
     ]
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_rank_0_for_longer_than_a_collective_may_take():
     done = run_program("launch", 2, "long-work", RANKS_TIMEOUT="2")
     assert done.returncode == 0, done.stderr
@@ -92,7 +94,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("mode", FAILURES)
+@pytest.mark.parametrize("mode", slow_except(["crash-on-1", "disagree"], FAILURES))
 def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode, tmp_path):
     code, message = FAILURES[mode]
     started = time.monotonic()
@@ -108,7 +110,7 @@ def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode,
     assert len(pids) == 2 and not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", slow_except([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_reaches_each_rank_once_and_lets_it_finish(number, tmp_path):
     process = start_program("launch", 2, "until-signal", tmp_path)
     assert process.stdout.readline() == "ready\n"
@@ -119,6 +121,7 @@ def test_a_signal_reaches_each_rank_once_and_lets_it_finish(number, tmp_path):
     assert errors_in(err) == []
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     process = start_program("launch", 2, "hang", tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("pid_*"))) == 2)
@@ -129,6 +132,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     wait_until(lambda: not any(alive(pid) for pid in pids), 20)
 
 
+@pytest.mark.slow
 def test_single_processes_share_a_machine_without_fighting_for_a_port():
     code = (
         "from grpo_replay.distributed.environment import rank_environment; "
@@ -169,6 +173,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["crash-on-1", "bad-recipe-on-1"])
 def test_ranks_started_by_hand_also_print_one_message(mode):
     codes, errs = by_hand(mode, free_port())
@@ -187,6 +192,7 @@ def test_a_rank_that_never_arrives_is_named():
     assert "ranks 1, 2 of 3 did not arrive at 127.0.0.1" in err and len(errors_in(err)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid"])
 def test_an_unreachable_master_is_named_within_the_timeout(host):
     port = str(free_port())
@@ -226,6 +232,7 @@ def test_two_torchrun_agents_with_addresses_of_their_own_form_one_run():
     assert outputs[1][0] == ""
 
 
+@pytest.mark.slow
 def test_a_failure_on_one_of_two_nodes_ends_both():
     port = free_port()
     nodes = [torchrun_node(i, port, f"127.0.0.{2 + i}", "crash-on-1") for i in range(2)]
@@ -259,6 +266,7 @@ def two_nodes():
             ip("netns", "del", name)
 
 
+@pytest.mark.slow
 def test_two_machines_form_one_run_through_torchrun(two_nodes):
     nodes = [
         torchrun_node(
@@ -328,6 +336,7 @@ def run_on_cluster(cluster, mode: str, hostfile: str = "hostfile"):
     )
 
 
+@pytest.mark.slow
 def test_a_hostfile_starts_a_run_on_two_machines(cluster):
     done = run_on_cluster(cluster, "sums")
     assert done.returncode == 0, done.stderr
@@ -335,12 +344,14 @@ def test_a_hostfile_starts_a_run_on_two_machines(cluster):
     assert "rank 1" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_on_a_machine_of_the_hostfile_keeps_its_exit_code(cluster):
     done = run_on_cluster(cluster, "setup-fails")
     assert done.returncode == 3, done.stderr
     assert len(errors_in(done.stderr)) == 1
 
 
+@pytest.mark.slow
 def test_an_unreachable_host_of_the_hostfile_is_named_with_its_line(cluster):
     (cluster / "bad").write_text("node0 slots=1\n\nnode7 slots=1\n")
     done = run_on_cluster(cluster, "sums", "bad")

@@ -69,6 +69,7 @@ def plan(tokenizer, **settings):
     return plan_evaluation(tokenizer, recipe().model_copy(update={"eval": own}))
 
 
+@pytest.mark.slow
 def test_an_evaluation_killed_midway_and_resumed_gives_the_same_files(tmp_path, uninterrupted):
     output, generations = tmp_path / "eval.json", tmp_path / "generations"
     process = start(output, folder=generations)

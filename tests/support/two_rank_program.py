@@ -1,8 +1,8 @@
 """One rank of the tests on several ranks; started by torchrun.
 
-Usage: two_rank_program.py OUTPUT [PART…]    (PARTS below, if none is named)
+Usage: two_rank_program.py OUTPUT PART…    (WORK below)
 
-Rank 0 writes <part>.pt; every rank writes rank<r>.json.
+Rank 0 writes <part>.pt or a run; with "updates", every rank writes rank<r>.json.
 """
 
 import json
@@ -56,13 +56,25 @@ CASES = {
     for engine in ENGINES
     for rows in (ROWS if engine in EVERY_ROWS else list(ROWS)[:1])
 }
+CORE_CASES = [  # the cases of the part "updates"; the others are of "other updates"
+    *(f"{rows}, {engine}" for rows in ROWS for engine in ("ZeRO 0", "ZeRO 3")),
+    *(
+        f"{next(iter(ROWS))}, {engine}"
+        for engine in (
+            "ZeRO 1",
+            "ZeRO 2",
+            "ZeRO 3, bf16 and checkpointing",
+            "ZeRO 3, thresholds of a 4B model, checkpointing",
+        )
+    ),
+]
 RANDOM_UPDATES = {"random": 40, "campaign": 200}
 RUN: dict[str, Any] = {
     "run": {"steps": 6},
     "engine": SHARDED | TIMEOUT,
     "checkpoint": {"every_steps": 3},
 }
-STAGES = (0, 1, 2, 3)
+STAGES = {"states": (0, 3), "all states": (0, 1, 2, 3)}  # of ZeRO, by part
 
 
 def results_of(processes, case: Case):
@@ -149,11 +161,11 @@ def resharding_engine(processes, stage: int):
     )
 
 
-def write_states(processes, folder: Path) -> None:
-    """The state after three updates at every stage, and what two more come to."""
+def write_states(processes, folder: Path, part: str) -> None:
+    """The state after three updates at every stage of the part, and what two more come to."""
     comm, _ = processes
     rows = make_rows(7) if comm.is_main else None
-    for stage in STAGES:
+    for stage in STAGES[part]:
         with resharding_engine(processes, stage) as engine:
             for _ in range(3):
                 engine.update(rows)
@@ -165,13 +177,13 @@ def write_states(processes, folder: Path) -> None:
     comm.barrier()
 
 
-def read_states(processes, folder: Path) -> dict[str, dict[str, Any]]:
+def read_states(processes, folder: Path, part: str) -> dict[str, dict[str, Any]]:
     """{"SOURCE to ZeRO stage": what two more updates come to} for every state in the folder."""
     comm, _ = processes
     rows = make_rows(7) if comm.is_main else None
     found = {}
     for source in sorted(path for path in folder.iterdir() if path.is_dir()):
-        for stage in STAGES:
+        for stage in STAGES[part]:
             with resharding_engine(processes, stage) as engine:
                 engine.load(source)
                 found[f"{source.name} to ZeRO {stage}"] = two_more(engine, rows)
@@ -200,10 +212,9 @@ def exchanged(processes) -> dict:
     }
 
 
-def whole_runs(processes, output: Path) -> None:
-    """A run, the same with every threshold scaled, and one whose steps lose their survivors:
-    log-probs are then followed by a weight push with no update in between."""
-    train_small_run(output / "run", **RUN)
+def other_runs(output: Path) -> None:
+    """The run with every threshold scaled, and one whose steps lose their survivors: log-probs
+    are then followed by a weight push with no update in between."""
     train_small_run(output / "scaled", **RUN | {"engine": SCALED | TIMEOUT})
     train_small_run(
         output / "hopeless",
@@ -216,23 +227,35 @@ def whole_runs(processes, output: Path) -> None:
 def main(output: Path, parts: Sequence[str]) -> None:
     processes = initialize_processes(engine_recipe(engine=TIMEOUT))
     comm, _ = processes
-    report: dict[str, Any] = {}
-    if "updates" in parts:
-        results = {name: results_of(processes, case) for name, case in CASES.items()}
-        report["non_finite"] = {stage: non_finite(processes, stage) for stage in (0, 2, 3)}
-        report["exchanged"] = exchanged(processes)
-        save(comm, output / "updates.pt", results)
-    for name, updates in RANDOM_UPDATES.items():
-        if name in parts:
-            save(comm, output / f"{name}.pt", random_work(processes, updates))
-    if "states" in parts:
-        write_states(processes, output / "states")
-        save(comm, output / "states.pt", read_states(processes, output / "states"))
-    if "runs" in parts:
-        whole_runs(processes, output)
-    (output / f"rank{comm.rank}.json").write_text(json.dumps(report))
+    for part in parts:
+        WORK[part](processes, output, part)
     comm.barrier()
     torch.distributed.destroy_process_group()
+
+
+def core_updates(processes, output: Path, part: str) -> None:
+    comm, _ = processes
+    results = {name: results_of(processes, CASES[name]) for name in CORE_CASES}
+    report = {
+        "non_finite": {stage: non_finite(processes, stage) for stage in (0, 2, 3)},
+        "exchanged": exchanged(processes),
+    }
+    (output / f"rank{comm.rank}.json").write_text(json.dumps(report))
+    save(comm, output / f"{part}.pt", results)
+
+
+def other_updates(processes, output: Path, part: str) -> None:
+    results = {n: results_of(processes, case) for n, case in CASES.items() if n not in CORE_CASES}
+    save(processes[0], output / f"{part}.pt", results)
+
+
+def random_updates(processes, output: Path, part: str) -> None:
+    save(processes[0], output / f"{part}.pt", random_work(processes, RANDOM_UPDATES[part]))
+
+
+def states(processes, output: Path, part: str) -> None:
+    write_states(processes, output / part, part)
+    save(processes[0], output / f"{part}.pt", read_states(processes, output / part, part))
 
 
 def save(comm, path: Path, results: dict) -> None:
@@ -240,7 +263,16 @@ def save(comm, path: Path, results: dict) -> None:
         torch.save(results, path)
 
 
-PARTS = ("updates", "random", "states", "runs")
+WORK = {
+    "updates": core_updates,
+    "other updates": other_updates,
+    "random": random_updates,
+    "campaign": random_updates,
+    "states": states,
+    "all states": states,
+    "run": lambda processes, output, part: train_small_run(output / "run", **RUN),
+    "other runs": lambda processes, output, part: other_runs(output),
+}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or PARTS)
+    main(Path(sys.argv[1]), sys.argv[2:])

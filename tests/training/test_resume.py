@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_tests import slow_except
 from small_runs.trained import FinishedRun, same_files, same_weights, train_small_run
 
 from grpo_replay.storage.run_directory import RunDirectory
@@ -28,7 +29,7 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=slow_except(["fresh_anchored"], RUNS))
 def runs(request, tmp_path_factory, processes) -> tuple[FinishedRun, FinishedRun]:
     """(never killed, killed after step 8 and resumed from the checkpoint of step 6)"""
     folder, sections = tmp_path_factory.mktemp("resume"), RUNS[request.param]

@@ -119,6 +119,7 @@ def test_the_independent_recomputation_knows_the_lag(lagging_run):
     assert versions.checked == 2 * 240 + 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_after, resumed_from", [(4, 3), (8, 6)])
 def test_a_run_killed_between_pushes_and_resumed_is_the_run_never_killed(
     lagging_run, tmp_path, processes, killed_after, resumed_from

@@ -86,6 +86,7 @@ def test_two_ranks_train_replay_and_agree_on_one_directory(whole):
     assert facts["steps"] == 5
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumed_on_two_ranks_is_the_run_that_was_never_killed(whole, killed):
     run = killed.parent / "on-two"
     shutil.copytree(killed, run, symlinks=True)
@@ -93,6 +94,7 @@ def test_a_killed_run_resumed_on_two_ranks_is_the_run_that_was_never_killed(whol
     assert metrics(run) == metrics(whole)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_on_one_rank_to_rounding(whole, killed):
     run = killed.parent / "on-one"
     shutil.copytree(killed, run, symlinks=True)
@@ -107,6 +109,7 @@ def test_a_killed_run_resumes_on_one_rank_to_rounding(whole, killed):
                 assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_checkpoints_on_every_rank_and_exits_130(tmp_path):
     run = tmp_path / "run"
     process = subprocess.Popen(
@@ -125,6 +128,7 @@ def test_an_interrupted_run_checkpoints_on_every_rank_and_exits_130(tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_bad_dataset_field_ends_two_ranks_with_one_message(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_text('{"problem": "1+1", "solution": "2"}\n')
@@ -163,6 +167,7 @@ def ranks_started_by_hand(folder: Path, port: int):
         rank.communicate()
 
 
+@pytest.mark.slow
 def test_a_rank_started_by_hand_says_that_it_lost_the_other(tmp_path):
     with ranks_started_by_hand(tmp_path, PORT + 7) as ranks:
         ranks[1].kill()
@@ -172,6 +177,7 @@ def test_a_rank_started_by_hand_says_that_it_lost_the_other(tmp_path):
         assert "--resume" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_a_directory_and_a_signal_to_any_one_stops_them_all(tmp_path):
     """As when one node is about to be taken away."""
     with ranks_started_by_hand(tmp_path, PORT + 8) as ranks:
@@ -186,6 +192,7 @@ def test_ranks_agree_on_a_directory_and_a_signal_to_any_one_stops_them_all(tmp_p
     assert len(shards) == 2, shards
 
 
+@pytest.mark.slow
 def test_two_nodes_train_one_run_through_torchrun(whole, tmp_path):
     run = tmp_path / "run"
 
@@ -247,6 +254,7 @@ def reports(run: Path, name: str) -> list[str]:
     ("rank", "name", "function"),
     [(0, "attempt_001.log", "_backward"), (1, "attempt_001.rank_1.log", "gather")],
 )
+@pytest.mark.slow
 def test_each_rank_of_a_hang_logs_in_time_where_all_are_and_its_own_stack(
     hung, rank, name, function
 ):
@@ -257,6 +265,7 @@ def test_each_rank_of_a_hang_logs_in_time_where_all_are_and_its_own_stack(
     assert f", in {function}\n" in first.split("in run_training")[1]
 
 
+@pytest.mark.slow
 def test_the_error_at_the_time_out_says_where_the_ranks_were(hung):
     done, _ = hung
     (printed,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -267,6 +276,7 @@ def test_the_error_at_the_time_out_says_where_the_ranks_were(hung):
     assert done.returncode == 4
 
 
+@pytest.mark.slow
 def test_a_hang_leaves_no_process_behind(hung):
     left = []
     for process in psutil.process_iter():
@@ -275,6 +285,7 @@ def test_a_hang_leaves_no_process_behind(hung):
     assert left == []
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_reported_and_the_run_is_the_run_without_it(whole, hung):
     _, run = hung
     place = f"at step {SLOW_STEP}, {PART}"

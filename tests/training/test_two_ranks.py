@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from core_engine import relative
+from slow_tests import slow_except
 from small_runs.trained import FinishedRun, same_files, same_weights, small_recipe, train_small_run
 from two_rank_program import (
     CASES,
-    PARTS,
+    CORE_CASES,
     RANDOM_UPDATES,
     RUN,
     STAGES,
@@ -45,23 +46,40 @@ def run_program(ranks: int, folder: Path, *parts: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def leave_states(processes, folder: Path, part: str) -> None:
+    """The engine states of one rank, for several ranks to read."""
+    (folder / part).mkdir()
+    write_states(processes, folder / part, part)
+
+
 @pytest.fixture(scope="module")
 def output(tmp_path_factory, processes) -> Path:
-    """What two ranks did. They also read the engine states that one rank left there."""
+    """What two ranks did: the parts of the default suite."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    (folder / "states").mkdir()
-    write_states(processes, folder / "states")
-    run_program(2, folder, *PARTS)
+    leave_states(processes, folder, "states")
+    run_program(2, folder, "updates", "random", "states", "run")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_output(tmp_path_factory, processes) -> Path:
+    """What two ranks did: the parts of the slow tests."""
+    folder = tmp_path_factory.mktemp("two_ranks_slow")
+    leave_states(processes, folder, "all states")
+    run_program(2, folder, "other updates", "all states", "other runs")
     return folder
 
 
 @pytest.mark.timeout(DEADLINE_SECONDS + 20)
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_update_as_one_rank_does(output, processes, name):
+@pytest.mark.parametrize("name", slow_except(CORE_CASES, CASES))
+def test_two_ranks_update_as_one_rank_does(request, processes, name):
     """With all parameters sharded; also with rows that do not divide evenly, unequal numbers of
     chunks, and a rank that has nothing to train."""
     case = CASES[name]
-    two = torch.load(output / "updates.pt")[name]
+    if name in CORE_CASES:
+        two = torch.load(request.getfixturevalue("output") / "updates.pt")[name]
+    else:
+        two = torch.load(request.getfixturevalue("other_output") / "other updates.pt")[name]
     one = results_of(processes, case)
     if case.model.get("dtype") == "bfloat16":
         assert two["grad_norm"][0] == pytest.approx(one["grad_norm"][0], rel=0.02)
@@ -119,37 +137,50 @@ def test_a_campaign_of_uneven_random_work_is_that_of_one_rank(processes, tmp_pat
     assert_same_work(torch.load(tmp_path / "campaign.pt"), one, updates=200)
 
 
-def assert_states_are_restored(found: dict, folder: Path, sources: int) -> None:
-    assert len(found) == sources * len(STAGES)
+def assert_states_are_restored(found: dict, folder: Path, part: str, sources: int) -> None:
+    assert len(found) == sources * len(STAGES[part])
     for name, result in found.items():
         source = name.partition(" to ")[0]
-        expected = torch.load(folder / source / "two_more.pt")
+        expected = torch.load(folder / part / source / "two_more.pt")
         assert relative(result["parameters"], expected["parameters"]) < 1e-7, name
         if result["losses"]:
             assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5), name
             assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
 
 
-def test_a_state_is_restored_on_other_ranks_and_at_other_stages(output, processes):
+@pytest.mark.parametrize(
+    ("folder", "part", "sources"),
+    [
+        ("output", "states", 4),
+        pytest.param("other_output", "all states", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_a_state_is_restored_on_other_ranks_and_at_other_stages(
+    request, processes, folder, part, sources
+):
     """With several optimizer sub-groups, each of which has its own count of Adam's steps."""
-    assert_states_are_restored(torch.load(output / "states.pt"), output / "states", sources=8)
-    on_one = read_states(processes, output / "states")
-    assert_states_are_restored(on_one, output / "states", sources=8)
+    output = request.getfixturevalue(folder)
+    assert_states_are_restored(torch.load(output / f"{part}.pt"), output, part, sources)
+    on_one = read_states(processes, output / part, part)
+    assert_states_are_restored(on_one, output, part, sources)
 
 
 @pytest.mark.slow
-def test_a_state_is_restored_from_and_on_three_ranks(output, processes, tmp_path):
-    shutil.copytree(output / "states", tmp_path / "states")
-    run_program(3, tmp_path, "states")
-    on_three = torch.load(tmp_path / "states.pt")
-    assert_states_are_restored(on_three, tmp_path / "states", sources=12)
-    on_one = read_states(processes, tmp_path / "states")
-    assert_states_are_restored(on_one, tmp_path / "states", sources=12)
+def test_a_state_is_restored_from_and_on_three_ranks(other_output, processes, tmp_path):
+    part = "all states"
+    shutil.copytree(other_output / part, tmp_path / part)
+    run_program(3, tmp_path, part)
+    on_three = torch.load(tmp_path / f"{part}.pt")
+    assert_states_are_restored(on_three, tmp_path, part, sources=12)
+    on_one = read_states(processes, tmp_path / part, part)
+    assert_states_are_restored(on_one, tmp_path, part, sources=12)
 
 
-def test_deepspeed_s_thresholds_change_no_bit_of_a_run(output):
+@pytest.mark.slow
+def test_deepspeed_s_thresholds_change_no_bit_of_a_run(output, other_output):
     """But the last of the norm's, whose squares are summed by optimizer sub-group."""
-    one, other = (FinishedRun(output / n, small_recipe(**RUN)) for n in ("run", "scaled"))
+    folders = output / "run", other_output / "scaled"
+    one, other = (FinishedRun(folder, small_recipe(**RUN)) for folder in folders)
     for a, b in zip(one.timeless_metrics, other.timeless_metrics, strict=True):
         assert a.pop("grad_norm") == pytest.approx(b.pop("grad_norm"), rel=1e-14)
         assert a == b
@@ -158,8 +189,9 @@ def test_deepspeed_s_thresholds_change_no_bit_of_a_run(output):
     assert same_weights(one.weights(), other.weights())
 
 
-def test_steps_without_survivors_push_weights_all_the_same(output):
-    run = FinishedRun(output / "hopeless", small_recipe(**RUN))
+@pytest.mark.slow
+def test_steps_without_survivors_push_weights_all_the_same(other_output):
+    run = FinishedRun(other_output / "hopeless", small_recipe(**RUN))
     assert [line["fresh/rollouts"] > 0 for line in run.metrics] == [True] * 2 + [False] * 2
     assert run.metrics[-1]["sampler/policy_version"] == 3
 

@@ -1,0 +1,14 @@
+"""Which cases of a parametrised test the default suite runs; `pytest -m slow` runs the others."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases for `parametrize`, those that are not in `quick` marked slow."""
+    cases = list(cases)
+    unknown = [case for case in quick if case not in cases]
+    assert not unknown, f"{unknown}: not among the cases {cases}"
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
