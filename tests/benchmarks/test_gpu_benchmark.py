@@ -338,6 +338,7 @@ def test_the_cuda_paths_call_what_torch_has(tmp_path, monkeypatch):
     assert training.timed("cuda", lambda: 5)[0] == 5
 
 
+@pytest.mark.slow
 def test_whole_steps_sample_with_transformers_where_vllm_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(whole_runs, "missing_modules", lambda names: list(names))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (BENCHMARKS, BENCHMARKS.parent))))

@@ -86,6 +86,7 @@ def test_an_evaluation_killed_midway_and_resumed_gives_the_same_files(tmp_path, 
     assert files(output) == files(uninterrupted)
 
 
+@pytest.mark.slow
 def test_completions_of_a_torn_generations_file_are_sampled_again(
     tmp_path, uninterrupted, tokenizer
 ):
