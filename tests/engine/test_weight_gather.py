@@ -3,8 +3,6 @@
 import pytest
 from core_engine import SCALED, make_rows, open_engine, parameters
 
-pytest_plugins = "trained_runs"
-
 
 @pytest.mark.parametrize("live", [40_000, 100_000], ids=["as at 4B", "as at 1.7B"])
 def test_weights_are_gathered_after_a_log_prob_pass_without_an_update_in_between(processes, live):
