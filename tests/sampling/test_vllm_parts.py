@@ -274,14 +274,19 @@ STUBBORN = (
     "import signal,subprocess,sys,time;"
     "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
-    "print(child.pid, flush=True); time.sleep(600)"
+    "{then}print(child.pid, flush=True); time.sleep(600)"
 )
+BOTH_IGNORE_SIGTERM = STUBBORN.format(then="")
+CHILD_IGNORES_SIGTERM = STUBBORN.format(then="signal.signal(signal.SIGTERM, signal.SIG_DFL);")
 
 
+@pytest.mark.parametrize(
+    "program", [BOTH_IGNORE_SIGTERM, CHILD_IGNORES_SIGTERM], ids=["both", "child"]
+)
 @pytest.mark.parametrize("ending", ["guard is told to stop", "parent is killed"])
-def test_the_guard_ends_its_whole_process_group(ending):
-    """The guarded process ignores SIGTERM and has a child of its own."""
-    guarded = [sys.executable, server_guard.__file__, "PARENT", sys.executable, "-c", STUBBORN]
+def test_the_guard_ends_its_whole_process_group(ending, program):
+    """The guarded process, or only its child, ignores SIGTERM."""
+    guarded = [sys.executable, server_guard.__file__, "PARENT", sys.executable, "-c", program]
     launcher = (
         "import os,subprocess,sys,time;"
         f"words = {guarded!r}; words[2] = str(os.getpid());"

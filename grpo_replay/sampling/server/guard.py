@@ -4,15 +4,19 @@
 
 The guard leads its own session, so that a signal to the trainer's process group does not reach the
 server in the middle of a step. When the trainer is killed outright, the guard notices within
-`POLL_SECONDS` that its parent is gone and ends the server. Run as a script; standard library only.
+`POLL_SECONDS` that its parent is gone and ends the server. Run as a script; imports nothing
+of this package.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from types import FrameType
+
+import psutil
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 5.0
@@ -46,18 +50,14 @@ def _end_group(child: subprocess.Popen) -> None:
 
 
 def _group_has_others() -> bool:
-    """True if the guard's group has another living process (reads /proc)."""
+    """True if the guard's group has another living process."""
     own, group = os.getpid(), os.getpgid(0)
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == own:
-            continue
-        try:
-            with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as stat:
-                state, _, process_group = stat.read().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(process_group) == group and state != "Z":
-            return True
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if pid == own or os.getpgid(pid) != group:
+                continue
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                return True
     return False
 
 
