@@ -58,10 +58,11 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def report_failure(error: BaseException, exit_code: int) -> bool:
-    """Whether this process should print `error`: at most one rank of a run does.
+    """Whether this process should print `error`, so that a run's failure is printed once.
 
-    Under our launcher the failure is left for it to print; under another one the first rank to
-    fail prints; a process of its own always does.
+    Under our launcher the failure is left in a file for the launcher to print. Under another
+    launcher the first rank to fail prints; when the ranks' store is gone (rank 0, which hosts it,
+    was killed), every rank prints. A process that no launcher started always prints.
     """
     environment = rank_environment()
     if not environment.is_launched or environment.world_size == 1:
@@ -75,7 +76,7 @@ def report_failure(error: BaseException, exit_code: int) -> bool:
     rendezvous = sys.modules.get(_RENDEZVOUS)
     if rendezvous is None or not rendezvous.has_joined():
         return environment.local_rank == 0
-    return bool(rendezvous.claim_report(is_lost_peer(error)))
+    return bool(rendezvous.claim_report())
 
 
 def lost_contact(error: BaseException) -> LaunchError:

@@ -200,16 +200,19 @@ def own_connection(timeout_seconds: float) -> dist.Store:
     return store
 
 
-def claim_report(is_echo: bool) -> bool:
-    """Whether this rank is the first to report a failure. An echo (this rank only lost contact)
-    never claims when the store is gone: its host was the one that failed."""
+def claim_report() -> bool:
+    """Whether this rank should report its failure: it is the first one, or cannot know.
+
+    If the store is gone, every rank reports: its host may have been killed without a word, and a
+    message on every rank is better than none.
+    """
     assert _joined is not None
     environment, store = _joined
     try:
         store.set_timeout(datetime.timedelta(seconds=_CLAIM_SECONDS))
         holder = store.compare_set("reported", "", str(environment.rank))
     except RuntimeError:
-        return not is_echo
+        return True
     return holder.decode() == str(environment.rank)
 
 

@@ -155,7 +155,7 @@ def test_single_processes_share_a_machine_without_fighting_for_a_port():
 def by_hand(mode: str, port: int, local_ranks=(0, 1), **extra: str):
     ranks = [
         start_program(
-            "rank", mode, RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE="2",
+            "rank", mode, RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(len(local_ranks)),
             LOCAL_WORLD_SIZE=str(1 + max(local_ranks)), MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port), **extra,
         )
@@ -180,6 +180,14 @@ def test_ranks_started_by_hand_also_print_one_message(mode):
     printed = [line for err in errs for line in errors_in(err)]
     assert len(printed) == 1 and FAILURES[mode][1] in printed[0], errs
     assert codes[1] == FAILURES[mode][0] and codes[0] in {FAILURES[mode][0], 4}
+
+
+def test_when_the_rank_that_hosts_the_store_is_killed_every_other_rank_says_so():
+    codes, errs = by_hand("killed-on-0", free_port(), local_ranks=(0, 1, 2))
+    assert codes == [-signal.SIGKILL, 4, 4], errs
+    for rank in (1, 2):
+        (line,) = errors_in(errs[rank])
+        assert f"rank {rank} lost contact with another rank" in line
 
 
 def test_a_rank_that_never_arrives_is_named():

@@ -104,9 +104,17 @@ def bug_on_1(comm: Comm) -> int:
     return wait_for_others(comm)
 
 
+def killed_on_0(comm: Comm) -> int:
+    return killed_on(0, comm)
+
+
 def killed_on_1(comm: Comm) -> int:
+    return killed_on(1, comm)
+
+
+def killed_on(rank: int, comm: Comm) -> int:
     comm.barrier()
-    if comm.rank == 1:
+    if comm.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     return wait_for_others(comm)
 
@@ -155,6 +163,7 @@ MODES = {
     "setup-fails": setup_fails,
     "crash-on-1": crash_on_1,
     "bug-on-1": bug_on_1,
+    "killed-on-0": killed_on_0,
     "killed-on-1": killed_on_1,
     "long-work": long_work,
     "long-work-fails": long_work_fails,
