@@ -233,6 +233,18 @@ class DeepSpeedEngine:
         path, _ = self._engine.load_checkpoint(str(folder), tag=ENGINE_TAG)
         if path is None:
             raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
+        self._apply_optimizer_settings()
+
+    def _apply_optimizer_settings(self) -> None:
+        """Train on with the recipe's settings: DeepSpeed restores those of the saved state."""
+        settings, optimizer = self._recipe.optimizer, self._engine.optimizer
+        for group in getattr(optimizer, "optimizer", optimizer).param_groups:
+            group["lr"] = settings.learning_rate
+            group["betas"] = (settings.beta1, settings.beta2)
+            group["eps"] = settings.epsilon
+            group["weight_decay"] = settings.weight_decay
+        if hasattr(optimizer, "clip_grad"):
+            optimizer.clip_grad = settings.max_grad_norm
 
     def _reshard(self, folder: Path) -> None:
         self._forward_once()

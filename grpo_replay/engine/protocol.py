@@ -38,7 +38,7 @@ class Engine(Protocol):
         ...
 
     def reference_logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
-        """Likewise under the frozen initial policy (needs `loss.beta` > 0)."""
+        """The same under the frozen initial policy. Needs `loss.beta` > 0."""
         ...
 
     def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
@@ -55,11 +55,12 @@ class Engine(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write parameters, optimizer state and random states."""
+        """Write parameters and optimizer state."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises CheckpointError."""
+        """Restore what `save` wrote, also on another number of ranks, at another ZeRO stage or in
+        another dtype. The optimizer's settings are the recipe's. Raises CheckpointError."""
         ...
 
     def close(self) -> None: ...

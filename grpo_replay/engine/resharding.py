@@ -1,9 +1,9 @@
 """Restoring an engine state on another number of ranks, at another ZeRO stage or in another dtype.
 
-DeepSpeed restores a state only where it was written: on as many ranks, at the same stage. Its
-universal checkpoint reads ZeRO-3 alone, writes the whole state a second time, and gives every
-optimizer sub-group one shared Adam step. So the shards are read here, parameter by parameter, and
-written through DeepSpeed's tensor-fragment functions. Nothing is copied on disk.
+DeepSpeed restores a state only on the number of ranks and at the stage that wrote it. Its universal
+checkpoint reads only ZeRO-3 states, writes the whole state to disk a second time, and makes all
+optimizer sub-groups share one Adam step counter. So this module reads the shards of each parameter
+and writes them with DeepSpeed's tensor-fragment functions, without a copy on disk.
 
 The layouts are those of DeepSpeed 0.19 (`deepspeed/runtime/engine.py`, `zero/stage3.py`,
 `zero/stage_1_and_2.py`): a change there shows as a CheckpointError about sizes or names.
@@ -11,7 +11,7 @@ The layouts are those of DeepSpeed 0.19 (`deepspeed/runtime/engine.py`, `zero/st
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ Pieces = dict[str, dict[str, list[torch.Tensor]]]
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """`pieces[name][kind]` are the flat pieces of a parameter, in order; the last may be padded.
-    `step` is AdamW's number of updates."""
+    `step` is AdamW's number of updates; before the first one there are no moments."""
 
     pieces: Pieces
     step: float
@@ -41,12 +41,26 @@ class SavedState:
         numel = shape.numel()
         found = self.pieces.get(name, {}).get(kind, [])
         flat = torch.cat([piece.flatten() for piece in found]) if found else torch.zeros(0)
-        if flat.numel() < numel:
-            raise CheckpointError(
-                f"{self.place}: {kind} of {name} has {flat.numel()} of {numel} values: the engine "
-                "state is of another model, or of a version of DeepSpeed that this one cannot read"
+        # Padding fills up equal pieces, so there are fewer padded values than pieces.
+        if not numel <= flat.numel() < numel + max(1, len(found)):
+            raise _unreadable(
+                self.place, f"{kind} of {name} has {flat.numel()} values, the model's has {numel}"
             )
         return flat[:numel].float().view(shape)
+
+    def refuse_other_names(self, names: Collection[str]) -> None:
+        """Raises CheckpointError unless `names` are those of the saved parameters."""
+        for name in self.pieces.keys() - set(names):
+            raise _unreadable(self.place, f"the model has no trainable parameter {name}")
+        for name in set(names) - self.pieces.keys():
+            raise _unreadable(self.place, f"parameter {name} is missing")
+
+
+def _unreadable(place: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{place}: {problem}: the engine state is of another model, or of a version of DeepSpeed "
+        "that this one cannot read; resume with the model.path and the DeepSpeed that wrote it"
+    )
 
 
 def read_saved_state(folder: Path, names: Sequence[str]) -> SavedState:
@@ -55,37 +69,58 @@ def read_saved_state(folder: Path, names: Sequence[str]) -> SavedState:
     models, optimizers = _by_rank(folder, "model_states"), _by_rank(folder, "optim_states")
     if not models:
         raise CheckpointError(f"{folder}: no engine state is there")
+    model = _mapped(models[0])
     if not optimizers:
-        return _read_unsharded(models[0], folder, names)
-    shards = [shard["optimizer_state_dict"] for shard in optimizers]
-    read = _read_stage_3 if "fp32_flat_groups" in shards[0] else _read_stage_1_or_2
-    return read(shards, models[0], folder)
+        return _read_unsharded(model, folder, names)
+    shards = [_mapped(file)["optimizer_state_dict"] for file in optimizers]
+    _refuse_missing_shards(shards, folder)
+    if "fp32_flat_groups" in shards[0]:
+        return _read_stage_3(shards, model, folder)
+    return _read_stage_1_or_2(shards, folder)
 
 
-def _by_rank(folder: Path, kind: str) -> list[dict[str, Any]]:
+def _by_rank(folder: Path, kind: str) -> list[Path]:
     def rank(path: Path) -> int:
         found = re.search(r"zero_pp_rank_(\d+)", path.name)
         return int(found[1]) if found else 0
 
-    files = sorted(folder.glob(f"*{kind}.pt"), key=rank)
-    return [torch.load(f, map_location="cpu", mmap=True, weights_only=False) for f in files]
+    return sorted(folder.glob(f"*{kind}.pt"), key=rank)
+
+
+def _mapped(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    return content
+
+
+def _refuse_missing_shards(shards: Sequence[dict[str, Any]], place: Path) -> None:
+    count = shards[0]["partition_count"]
+    ranks = count if isinstance(count, int) else count[0]  # at stages 1 and 2 one per group
+    if len(shards) != ranks:
+        raise CheckpointError(
+            f"{place}: {len(shards)} files *optim_states.pt of the {ranks} ranks that wrote it: "
+            "copy the missing ones there, or resume from another checkpoint"
+        )
 
 
 def _read_unsharded(model: dict[str, Any], place: Path, names: Sequence[str]) -> SavedState:
-    optimizer = model["optimizer"]
-    states = optimizer.get("optimizer_state_dict", optimizer)["state"]
+    optimizer, weights = model["optimizer"], model["module"]
+    base = optimizer.get("optimizer_state_dict", optimizer)  # bfloat16 has a wrapper around AdamW
+    states, saved_count = base["state"], len(base["param_groups"][0]["params"])
+    if saved_count != len(names) or not weights.keys() >= set(names):
+        raise _unreadable(
+            place,
+            f"its {saved_count} trainable parameters are not the {len(names)} of the model",
+        )
     masters = optimizer["fp32_groups"][0] if "fp32_groups" in optimizer else None
     pieces: Pieces = {}
     for index, name in enumerate(names):
-        master = model["module"][name] if masters is None else masters[index]
+        master = weights[name] if masters is None else masters[index]
         moments = {kind: [states[index][kind]] for kind in MOMENTS if index in states}
         pieces[name] = {MASTER: [master], **moments}
     return SavedState(pieces, _step(states), place)
 
 
-def _read_stage_1_or_2(
-    shards: Sequence[dict[str, Any]], model: dict[str, Any], place: Path
-) -> SavedState:
+def _read_stage_1_or_2(shards: Sequence[dict[str, Any]], place: Path) -> SavedState:
     pieces: Pieces = defaultdict(lambda: defaultdict(list))
     for shard in shards:
         states = shard["base_optimizer_state"]["state"]
@@ -122,8 +157,9 @@ def _step(states: dict[Any, dict[str, Any]]) -> float:
 
 
 def restore_engine(engine: Any, stage: int, saved: SavedState) -> None:
-    """Write the saved state into a new DeepSpeed engine. Collective."""
+    """Write the saved state into a new DeepSpeed engine. Collective. Raises CheckpointError."""
     parameters = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    saved.refuse_other_names(parameters)
     optimizer = engine.optimizer
     base = getattr(optimizer, "optimizer", optimizer)
     _begin_adam_state(base, _flat_parameters(optimizer, base, stage), saved.step)
@@ -151,8 +187,8 @@ def _flat_parameters(optimizer: Any, base: Any, stage: int) -> list[torch.Tensor
 
 
 def _begin_adam_state(base: Any, parameters: Sequence[torch.Tensor], step: float) -> None:
-    """AdamW's state as after `step` updates, its moments still zero; `step` is one tensor each,
-    because AdamW counts in place."""
+    """Give AdamW a state after `step` updates, with moments of zero to be filled in. Each parameter
+    has its own `step` tensor, because AdamW increments it in place."""
     if not step:
         return
     for parameter in parameters:

@@ -1,0 +1,174 @@
+"""A saved state is restored in a changed run: other stage, dtype, offload, settings, model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from core_engine import SCALED, make_rows, open_engine, parameters, relative, tiny_model
+
+from grpo_replay.engine.deepspeed_engine import ENGINE_TAG, LAYOUT
+from grpo_replay.errors import CheckpointError
+
+STAGES = (0, 1, 2, 3)
+OTHER_OPTIMIZER = {
+    "learning_rate": 3e-4, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, "weight_decay": 0.5,
+    "max_grad_norm": 0.01,
+}  # fmt: skip
+OTHER_MODELS: tuple[dict[str, int], ...] = (
+    {"intermediate_size": 64},
+    {"intermediate_size": 512},
+    {"num_hidden_layers": 1},
+    {"num_hidden_layers": 4},
+)
+pytest_plugins = "trained_runs"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return make_rows(4)
+
+
+def engine_at(processes, stage, *, dtype="float32", optimizer=None, config=None, **engine):
+    """With small sub-groups, so that ZeRO-3 has several of them."""
+    return open_engine(
+        processes,
+        engine={**SCALED, "zero_stage": stage, **engine},
+        model={"dtype": dtype} | (config or {}),
+        **({"optimizer": optimizer} if optimizer else {}),
+    )
+
+
+def make_layout_foreign(folder) -> None:
+    """So that the state is read as one of another layout is."""
+    layout = json.loads((folder / LAYOUT).read_text())
+    (folder / LAYOUT).write_text(json.dumps(layout | {"ranks": 99}))
+
+
+def pairs(*quick: tuple[int, int]) -> list:
+    """All pairs of a saved and another stage; those that are not `quick` are slow."""
+    every = [(saved, loaded) for saved in STAGES for loaded in STAGES]
+    return [pytest.param(*p, marks=() if p in quick else pytest.mark.slow) for p in every]
+
+
+@pytest.mark.parametrize(("stage", "other"), pairs((0, 3), (1, 2), (3, 1)))
+def test_a_state_from_before_the_first_update_is_restored(processes, rows, tmp_path, stage, other):
+    with engine_at(processes, stage) as engine:
+        engine.save(tmp_path)
+        updates = [engine.update(rows) for _ in range(2)]
+        expected = parameters(engine)
+    make_layout_foreign(tmp_path)
+    with engine_at(processes, other) as engine:
+        engine.load(tmp_path)
+        losses = [engine.update(rows).loss for _ in range(2)]
+        assert relative(parameters(engine), expected) < 1e-6
+    assert losses == pytest.approx([update.loss for update in updates], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_optimizer_settings_are_the_recipe_s_not_those_saved(processes, rows, tmp_path, stage):
+    with engine_at(processes, stage) as engine:
+        engine.update(rows)
+        engine.save(tmp_path)
+    found = []
+    for reshards in (False, True):  # DeepSpeed's own loading, then ours
+        if reshards:
+            make_layout_foreign(tmp_path)
+        with engine_at(processes, stage, optimizer=OTHER_OPTIMIZER) as engine:
+            engine.load(tmp_path)
+            before = parameters(engine)
+            engine.update(rows)
+            found.append(parameters(engine) - before)
+    assert relative(*found) < 1e-4
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize(("stage", "other"), pairs((0, 2)))
+def test_another_dtype_keeps_the_fp32_values_and_moments(
+    processes, rows, tmp_path, stage, other, saved, loaded
+):
+    """There and back again, the state is the one that was saved."""
+    with engine_at(processes, stage, dtype=saved) as engine:
+        for _ in range(2):
+            engine.update(rows)
+        engine.save(tmp_path / "first")
+        saved_parameters = parameters(engine)
+        expected = engine.update(rows).grad_norm, parameters(engine)
+    with engine_at(processes, other, dtype=loaded) as engine:
+        engine.load(tmp_path / "first")
+        assert relative(parameters(engine), saved_parameters) < 3e-3  # bfloat16's rounding
+        engine.save(tmp_path / "back")
+    with engine_at(processes, stage, dtype=saved) as engine:
+        engine.load(tmp_path / "back")
+        assert torch.equal(parameters(engine), saved_parameters)
+        assert engine.update(rows).grad_norm == pytest.approx(expected[0], rel=1e-6)
+        assert relative(parameters(engine), expected[1]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved", "other", "loaded"), [(2, True, 3, False), (2, False, 2, True)]
+)
+def test_a_state_moves_to_and_from_an_offloaded_optimizer(
+    processes, rows, tmp_path, stage, other, saved, loaded
+):
+    with engine_at(processes, stage, offload_optimizer=saved) as engine:
+        engine.update(rows)
+        engine.save(tmp_path)
+        engine.update(rows)
+        expected = parameters(engine)
+    with engine_at(processes, other, offload_optimizer=loaded) as engine:
+        engine.load(tmp_path)
+        engine.update(rows)
+        assert relative(parameters(engine), expected) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [(0, "float32"), (0, "bfloat16"), (1, "float32"),
+     pytest.param(3, "float32", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_state_of_another_model_is_refused(processes, tmp_path, stage, dtype):
+    """Larger, smaller, or with other layers: never cut or padded to fit."""
+    with engine_at(processes, stage, dtype=dtype) as engine:
+        engine.save(tmp_path)
+    make_layout_foreign(tmp_path)
+    for override in OTHER_MODELS:
+        config = {"random_init": True, "config_overrides": override}
+        with (
+            engine_at(processes, stage, dtype=dtype, config=config) as engine,
+            pytest.raises(CheckpointError, match="the engine state is of another model"),
+        ):
+            engine.load(tmp_path)
+
+
+@pytest.mark.parametrize(("stage", "other"), pairs((0, 1), (3, 0)))
+def test_frozen_parameters_are_left_alone(processes, rows, tmp_path, stage, other):
+    def partly_frozen():
+        policy = tiny_model()
+        policy.model.layers[0].requires_grad_(False)
+        return policy
+
+    with open_engine(processes, partly_frozen(), engine={**SCALED, "zero_stage": stage}) as engine:
+        engine.update(rows)
+        engine.save(tmp_path)
+        engine.update(rows)
+        expected = parameters(engine)
+    make_layout_foreign(tmp_path)
+    with open_engine(processes, partly_frozen(), engine={**SCALED, "zero_stage": other}) as engine:
+        engine.load(tmp_path)
+        engine.update(rows)
+        assert relative(parameters(engine), expected) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_missing_shard_or_layout_is_named(processes, tmp_path, stage):
+    with engine_at(processes, stage) as engine:
+        engine.save(tmp_path)
+        shard = next((tmp_path / ENGINE_TAG).glob("*optim_states.pt"))
+        shutil.copy(shard, shard.with_name(shard.name.replace("rank_0", "rank_1")))
+        make_layout_foreign(tmp_path)
+        with pytest.raises(CheckpointError, match=r"2 files \*optim_states.pt of the 1 ranks"):
+            engine.load(tmp_path)
+        (tmp_path / LAYOUT).unlink()
+        with pytest.raises(CheckpointError, match=r"layout.json is missing"):
+            engine.load(tmp_path)
