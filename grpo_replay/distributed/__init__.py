@@ -1,5 +1,5 @@
-"""The ranks of a run: their environment, joining, collectives, failures, launching.
+"""The ranks of a run: environment, launching, joining, messages, failures, hangs, interruption.
 
-Imports recipe, terminal and what is below; torch only in rendezvous, processes and inside
-functions.
+May import recipe, terminal and the floors below; torch only in rendezvous.py, processes.py and
+inside functions.
 """

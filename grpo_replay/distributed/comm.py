@@ -1,6 +1,6 @@
-"""Control traffic between ranks over a CPU process group. Gradients are DeepSpeed's business.
+"""Messages between ranks over a CPU process group. DeepSpeed exchanges gradients and parameters.
 
-Payloads are bytes (JSON or Arrow IPC), never pickles. One process needs no process group.
+Payloads are bytes (JSON or Arrow IPC), never pickles. A single process needs no process group.
 """
 
 import functools
@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 def _marked(
     method: Callable[Concatenate["Comm", _Arguments], _Result],
 ) -> Callable[Concatenate["Comm", _Arguments], _Result]:
-    """The collective, with `comm.position` saying that this rank waits in it."""
+    """The collective, which marks in `comm.position` that this rank waits in it."""
 
     @functools.wraps(method)
     def collective(comm: "Comm", *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -31,7 +31,7 @@ class Comm:
     """The ranks of a run. `group` is a torch gloo process group, or None for one process.
 
     Every method is collective: all ranks call it, in the same order. Rank 0 is the root.
-    `position` says where this rank is; whoever drives the run keeps it.
+    `position` is where this rank is in the run; the code that runs the steps updates it.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
@@ -59,8 +59,8 @@ class Comm:
 
     @_marked
     def gather(self, payload: bytes) -> list[bytes] | None:
-        """Every rank's payload, in rank order, on rank 0; None elsewhere, where nothing but the
-        rank's own takes memory."""
+        """Every rank's payload, in rank order, on rank 0; None on the other ranks, which hold only
+        their own payload."""
         if self.world_size == 1:
             return [payload]
         import torch
@@ -72,7 +72,7 @@ class Comm:
         return None if received is None else _unpadded(received, sizes)
 
     def _padded(self, payload: bytes) -> tuple[list[int], Any]:
-        """The length of every rank's payload, and this one's as bytes of the longest length."""
+        """The length of every rank's payload, and this rank's payload padded to the longest."""
         import torch
         import torch.distributed as dist
 
@@ -103,8 +103,9 @@ class Comm:
 
     @_marked
     def scatter(self, payloads: Iterable[memoryview] | None) -> memoryview:
-        """The rank-th of rank 0's payloads, on each rank. Rank 0 takes them one by one as it sends
-        them: given a generator, it never holds them all. They must be writable (torch's rule)."""
+        """On each rank, the payload with its index. Rank 0 gives all payloads and sends each one
+        before it takes the next, so a generator is never held in memory as a whole. Payloads must
+        be writable, because torch shares their memory."""
         if self.world_size == 1:
             assert payloads is not None
             return next(iter(payloads))
@@ -129,7 +130,7 @@ class Comm:
             dist.send(torch.frombuffer(payload, dtype=torch.uint8), dst=rank, group=self._group)
 
     def _receive(self) -> memoryview:
-        """What rank 0 sends."""
+        """The payload that rank 0 sends."""
         import torch
         import torch.distributed as dist
 
@@ -138,7 +139,7 @@ class Comm:
         payload = torch.empty(int(size), dtype=torch.uint8)
         if len(payload):
             dist.recv(payload, src=0, group=self._group)
-        return memoryview(payload.numpy())
+        return payload.numpy().data
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank."""

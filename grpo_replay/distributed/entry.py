@@ -14,7 +14,7 @@ from grpo_replay.distributed.launch import decode_payload
 
 def main() -> None:
     payload = decode_payload(sys.argv[1])
-    # Of a process that DeepSpeed's launcher starts on another machine we do not know the parent.
+    # The parent is unknown if DeepSpeed's launcher started this process on another machine.
     stop_with_parent(payload.parent_pid or os.getppid())
     os.environ.update(payload.environment)
     sys.argv = ["grpo-replay", *payload.arguments]

@@ -1,6 +1,6 @@
-"""What a rank knows of its launch: its place among the ranks, and who started it.
+"""This process's place among the ranks, and the launcher that started it.
 
-Our launcher, torchrun, DeepSpeed's launcher and Slurm all say so in the environment.
+Both come from environment variables of our launcher, torchrun, DeepSpeed's launcher or Slurm.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ class RankEnvironment:
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
     """This process's place, from WORLD_SIZE and its companions, else from a Slurm job step.
 
-    Rank 0 of 1 if neither is there; a Slurm batch script outside `srun` is no rank. Raises
+    Rank 0 of 1 if neither is set; a Slurm batch script outside `srun` is not a rank. Raises
     LaunchError for variables that are missing or contradict each other.
     """
     environ = os.environ if environ is None else environ
@@ -103,7 +103,7 @@ def _from_slurm(environ: Mapping[str, str]) -> RankEnvironment:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
     node = _integer(environ, "SLURM_NODEID", 0)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    # Derived from the job, so that every task computes the same free-looking port.
+    # From the job id, so that every task computes the same port, and most likely a free one.
     port = 20_000 + _integer(environ, "SLURM_JOB_ID", 0) % 20_000
     return RankEnvironment(
         rank=_integer(environ, "SLURM_PROCID"),
@@ -151,7 +151,7 @@ def available_cores() -> int:
 
 
 def prepare_rank(environment: RankEnvironment) -> None:
-    """Make this process that rank: set torch's variables, and keep stdout to rank 0."""
+    """Set torch's variables for this rank, and silence stdout on ranks other than 0."""
     if not environment.is_launched:
         return
     os.environ.update(environment.variables())
@@ -163,7 +163,7 @@ def prepare_rank(environment: RankEnvironment) -> None:
 
 
 def stop_with_parent(parent_pid: int) -> None:
-    """Get SIGTERM when the launcher dies, however it dies, so that no rank is left behind."""
+    """Ask Linux for SIGTERM when the launcher dies, also by SIGKILL, so that no rank survives it."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

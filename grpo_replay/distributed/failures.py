@@ -1,4 +1,4 @@
-"""How ranks fail together: one message, one exit code, and nobody left waiting."""
+"""How ranks fail together: one message, one exit code, and no rank left waiting."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
 
 LAUNCH_FOLDER_VARIABLE = "GRPO_REPLAY_LAUNCH_FOLDER"
-"""Folder in which the ranks of our launcher leave their failures; it prints the first."""
+"""Folder where the ranks of our launcher write their failures; the launcher prints the first."""
 
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)"
@@ -24,13 +24,14 @@ _LOST_PEER = re.compile(
     r"|remote process exited|heartbeat",
     re.IGNORECASE,
 )
-# Looked up, never imported here: it loads torch, and who has not loaded it has not joined.
+# Looked up in sys.modules, not imported, because it loads torch. If it is not loaded, this rank has
+# not joined a run.
 _RENDEZVOUS = "grpo_replay.distributed.rendezvous"
 _Result = TypeVar("_Result")
 
 
 class PeerFailure(LaunchError):
-    """Another rank failed and reports it: this one exits with the same code and says nothing."""
+    """Another rank failed and reports it: this rank exits with the same code and prints nothing."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -38,11 +39,11 @@ class PeerFailure(LaunchError):
 
 
 class LostContact(LaunchError):
-    """This rank only noticed that another one is gone."""
+    """This rank lost the connection to another rank, which is the one that failed."""
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone (torch.distributed's wording)."""
+    """Whether an error only says that another rank is gone, by the wording of torch.distributed."""
     if isinstance(error, GrpoReplayError):
         return isinstance(error, PeerFailure | LostContact)
     if rank_environment().world_size == 1:
@@ -80,15 +81,15 @@ def report_failure(error: BaseException, exit_code: int) -> bool:
 
 
 def lost_contact(error: BaseException) -> LaunchError:
-    """What to tell the user instead of an error for which `is_lost_peer` holds."""
+    """The error to show to the user instead of one for which `is_lost_peer` holds."""
     if isinstance(error, PeerFailure | LostContact):
         return error
     seen = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
     return LostContact(
         f"rank {rank_environment().rank} lost contact with another rank "
         f"({type(error).__name__}: {first_line(error)[:200]}).{seen} Look for the first error "
-        "of another rank; one that the kernel killed, when memory ran out, leaves none. Resume "
-        "from the last checkpoint with --resume"
+        "of another rank; a rank that the kernel killed, because memory ran out, leaves none. "
+        "Resume from the last checkpoint with --resume"
     )
 
 
@@ -103,8 +104,8 @@ def exit_as_rank(program: Callable[[], object]) -> NoReturn:
 
 
 def exit_rank(exit_code: int) -> NoReturn:
-    """End this process. A rank that failed goes at once: tearing down a process group whose other
-    members are gone can hang or abort, and would replace the exit code."""
+    """End this process. A failed rank exits without destroying its process group: if other members
+    are gone, that can hang or abort, and would change the exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     if rank_environment().is_launched:
@@ -118,8 +119,8 @@ def exit_rank(exit_code: int) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """How a rank failed. `kind` is the error's class name; `echo` says that it only noticed the
-    failure of another rank; `when` is in seconds since the epoch."""
+    """How a rank failed. `kind` is the error's class name. `echo`: the error only says that another
+    rank is gone. `when` is in seconds since the epoch."""
 
     rank: int
     kind: str
@@ -142,15 +143,15 @@ def _leave_failure(folder: Path, rank: int, error: BaseException, exit_code: int
 
 
 def read_failures(folder: Path) -> list[RankFailure]:
-    """The failures that ranks left, causes before echoes, then by time."""
+    """The failures that ranks wrote there: causes before echoes, then by time."""
     records = [json.loads(file.read_text()) for file in sorted(folder.glob("rank_*.json"))]
     failures = [RankFailure(**record) for record in records]
     return sorted(failures, key=lambda failure: (failure.echo, failure.when))
 
 
 def leave_positions(rank: int, text: str | None) -> None:
-    """Tell our launcher where the ranks are (None: they go on), in case they are killed there:
-    NCCL ends a process whose collective takes too long without an error of ours."""
+    """Tell our launcher where the ranks wait (None: they go on), in case they are killed there.
+    NCCL aborts a process whose collective takes too long, before it can raise an error of ours."""
     folder = os.environ.get(LAUNCH_FOLDER_VARIABLE)
     if folder is None:
         return
@@ -163,16 +164,16 @@ def leave_positions(rank: int, text: str | None) -> None:
 
 
 def read_positions(folder: Path) -> str:
-    """What `leave_positions` left last, "" if nothing."""
+    """The newest text of `leave_positions`, or ""."""
     files = sorted(folder.glob("positions_*.txt"), key=lambda file: file.stat().st_mtime)
     return files[-1].read_text(encoding="utf-8") if files else ""
 
 
 def run_collectively(comm: Comm, action: Callable[[], _Result]) -> _Result:
-    """What `action` returns here, once it has succeeded on every rank.
+    """This rank's result of `action`, once it has succeeded on every rank.
 
-    If it raises a GrpoReplayError anywhere, the lowest such rank raises that error and every
-    other rank a PeerFailure with its exit code. `action` must not talk to other ranks itself.
+    If it raises a GrpoReplayError on some ranks, the lowest of them raises that error, and every
+    other rank a PeerFailure with its exit code. `action` must not call collectives.
     """
     outcome: _Result | None = None
     failure: GrpoReplayError | None = None

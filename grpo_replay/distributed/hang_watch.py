@@ -1,9 +1,9 @@
-"""Names a hang: when one rank stays in one place for long, every rank logs where it is.
+"""Reports hangs: when a rank stays in one place for long, every rank logs where all ranks are.
 
-A thread of each rank writes the rank's position to the store that the ranks share, every few
-seconds. It runs while the main thread waits in a collective, which releases the interpreter. What
-it reports is information: a rank that is only slow goes on, and `engine.timeout_seconds` decides
-when a wait is a failure.
+Every few seconds, a thread of each rank writes the rank's position to the store that the ranks
+share. It also runs while the main thread waits in a collective, which releases the interpreter
+lock. A report stops nothing: a slow rank goes on, and `engine.timeout_seconds` decides when a wait
+is a failure.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class Store(Protocol):
-    """What is used of torch's store; the keys that are read exist. Raises RuntimeError when it is
-    out of reach."""
+    """The methods of torch's store that are used here. `get` is called for existing keys only. All
+    raise RuntimeError when the store is out of reach."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -43,7 +43,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """Where a rank was, for how long, and how long ago it said so."""
+    """Where a rank was, for how long, and how long ago it wrote that to the store."""
 
     rank: int
     place: Place
@@ -52,8 +52,8 @@ class Sighting:
 
 
 def describe_sightings(sightings: Sequence[Sighting], silent_after_seconds: float) -> str:
-    """`rank 0 at step 2, training, in gather for 61 s; ranks 1, 2 at …`: ranks of one place
-    together, with the longest of their times."""
+    """`rank 0 at step 2, training, in gather for 61 s; ranks 1, 2 at …`. Ranks in the same place
+    are grouped, with the longest of their times."""
     places: dict[tuple[Place, bool], list[Sighting]] = {}
     for sighting in sightings:
         is_silent = sighting.silent_seconds > silent_after_seconds
@@ -73,8 +73,8 @@ class HangWatch:
     """Watches this rank's `comm.position` while the context lasts. Entering it is collective.
 
     Once this rank has been in one place for `report_seconds`, all ranks log a report; another one
-    follows when twice the time has passed, and so on. An error that says that another rank is lost
-    leaves with a note of where the ranks were last seen.
+    follows when twice the time has passed, and so on. An error about a lost rank gets a note of
+    where the ranks were last seen.
     """
 
     def __init__(self, comm: Comm, store: Store, report_seconds: float) -> None:
@@ -118,14 +118,14 @@ class HangWatch:
             logger.info("the hang watch ends: the ranks' store is out of reach (%s)", error)
 
     def _look(self) -> None:
-        """Say where this rank is; report if it, or another rank, has been in a place for long."""
+        """Write this rank's position; report if any rank has been in one place for long."""
         since = self._post()
         if self._reported_since not in (None, since):
             self._reported_since = None
             leave_positions(self._comm.rank, None)
             logger.info("rank %d goes on: %s", self._comm.rank, self._comm.position.read()[0])
         if self._is_due(since):
-            # Of ranks that ask at the same moment one succeeds, and all report once.
+            # Of ranks that are due at the same time, one increments the count: one report.
             asked = (str(self._reports), str(self._reports + 1))
             reports = int(self._store.compare_set(_REPORTS, *asked))
         else:
@@ -140,7 +140,7 @@ class HangWatch:
         return waited >= self._report_seconds <= reported and reported >= waited / 2
 
     def _post(self) -> float:
-        """Write this rank's position to the store; returns since when it is there."""
+        """Write this rank's position to the store; returns when the rank reached it."""
         place, reached = self._comm.position.read()
         since = reached - self._started
         record = json.dumps([place, since, self._clock()])

@@ -7,7 +7,7 @@ from types import FrameType
 
 
 class Interruption:
-    """Remembers SIGINT and SIGTERM until the step is over; a second SIGINT does not wait."""
+    """Remembers SIGINT and SIGTERM until the step is over. A further SIGINT raises at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -30,7 +30,7 @@ class Interruption:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Within, SIGTERM raises KeyboardInterrupt as Ctrl-C does. For the main thread."""
+    """A context in which SIGTERM raises KeyboardInterrupt as Ctrl-C does. Main thread only."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

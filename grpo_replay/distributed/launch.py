@@ -1,7 +1,7 @@
 """Starting the ranks of a run: torchrun's agent on one node, DeepSpeed's launcher on several.
 
-There is no launcher of our own here. What this adds is that signals reach every rank once, that
-the ranks' first error is printed once and its exit code kept, and that no rank outlives us.
+This module adds three guarantees: a signal reaches every rank once; the first error of the ranks is
+printed once and its exit code kept; no rank outlives this process.
 """
 
 import base64
@@ -42,8 +42,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a rank is told: the arguments after `grpo-replay`, variables to set, its parent's
-    process id (0 if unknown), and the `module:function` that reads sys.argv."""
+    """What a rank receives: the arguments after `grpo-replay`, variables to set, its parent's
+    process id (0 if unknown), and the `module:function` to call, which reads sys.argv."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Payload:
 
 
 def encode_payload(payload: Payload) -> str:
-    """One word without characters that a shell would touch."""
+    """The payload as one word without characters that are special to a shell."""
     return base64.urlsafe_b64encode(json.dumps(asdict(payload)).encode()).decode()
 
 
@@ -115,9 +115,10 @@ def _conclude(
     interrupted: bool,
     positions: str = "",
 ) -> int:
-    """The run's exit code. Raises the ranks' first error; an echo of a killed rank is not it.
+    """The run's exit code. Raises the ranks' first error.
 
-    `positions` says where the ranks last waited for long.
+    An echo of a killed rank (lost contact) is not the first error: the signal is reported instead.
+    `positions` is the last report of where the ranks were waiting.
     """
     if not exit_codes:
         return 0
@@ -127,8 +128,8 @@ def _conclude(
         return INTERRUPTED
     told = [failure for failure in failures if failure.kind == PeerFailure.__name__] or failures
     if told and all(code in (-signal.SIGTERM, told[0].exit_code) for code in exit_codes.values()):
-        # The agent ended the rank that failed before it could say why; the others had been told,
-        # or waited for it until the time-out.
+        # The agent stopped the failed rank before it could report. The other ranks had received
+        # its message, or waited for it until the time-out.
         raise _error_of(told[0])
     for rank, code in exit_codes.items():
         if code < 0:
@@ -173,7 +174,7 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def _own_ranks() -> list[int]:
-    """Process ids of our children that lead a session of their own: the agent's ranks."""
+    """Process ids of the agent's ranks: the children of this process that lead a session."""
     leaders = []
     for child in psutil.Process().children():
         with contextlib.suppress(ProcessLookupError):
@@ -184,7 +185,7 @@ def _own_ranks() -> list[int]:
 
 @contextlib.contextmanager
 def _pass_signals_on(ranks: Callable[[], list[int]]) -> Iterator[list[int]]:
-    """Send each SIGINT, SIGTERM or SIGHUP on to every rank once; the third one kills.
+    """Send each SIGINT, SIGTERM or SIGHUP to every rank once; the third signal kills them.
 
     Yields the list of signals received so far.
     """
@@ -279,7 +280,7 @@ def nodes_command(
     command += ["--no_ssh_check", "--no_local_rank", "--quiet"]
     if len(hosts) == 1:
         command.append("--force_multi")
-    # DeepSpeed's default port is everybody's default port.
+    # DeepSpeed's default port is fixed, so two runs on one machine would collide.
     command += ["--master_port", str(20_000 + os.getpid() % 20_000)]
     if num_processes is not None:
         command += ["--num_gpus", str(num_processes)]

@@ -1,4 +1,4 @@
-"""Work that rank 0 does for all, for as long as it takes."""
+"""Work that rank 0 does for all ranks, without a time limit."""
 
 import threading
 from collections.abc import Callable
@@ -19,14 +19,14 @@ def run_on_main(
     while_waiting: Callable[[], object] = lambda: None,
     poll_seconds: float = POLL_SECONDS,
 ) -> _Result | None:
-    """What `action` returns on rank 0, None elsewhere, once it is done. Collective.
+    """The result of `action` on rank 0, None on the others, once it is done. Collective.
 
-    Rank 0 works in a thread and tells the others every `poll_seconds` that it is still at it: no
-    collective lasts longer than that, so `engine.timeout_seconds` does not limit the work, and a
-    rank 0 that dies is still noticed. `while_waiting` is called on rank 0 as often.
+    Rank 0 works in a thread and tells the others every `poll_seconds` that it is still working. No
+    collective takes longer than that, so `engine.timeout_seconds` does not limit the work, and the
+    others still notice if rank 0 dies. `while_waiting` is called on rank 0 just as often.
 
     A GrpoReplayError of `action` is raised on rank 0, and on the others as a PeerFailure.
-    `action` must not talk to other ranks.
+    `action` must not call collectives.
     """
     future = _started(action) if comm.is_main else None
     while not comm.broadcast_json(future is not None and _is_done(future, poll_seconds)):
@@ -49,7 +49,7 @@ def _started(action: Callable[[], _Result]) -> "Future[_Result]":
         except BaseException as error:
             future.set_exception(error)
 
-    # A daemon: an interrupted process does not stay for it.
+    # A daemon thread, so that an interrupted process does not wait for it.
     threading.Thread(target=work, name="long work", daemon=True).start()
     return future
 

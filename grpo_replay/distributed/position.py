@@ -1,4 +1,4 @@
-"""Where a rank is in the run: its main thread writes it down, another thread may read it."""
+"""Where a rank is in the run: written by its main thread, read by others."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -9,8 +9,8 @@ _Item = TypeVar("_Item")
 
 
 class Place(NamedTuple):
-    """A place in the run. `part` is what the stage is busy with ("micro-batch 3 of 8");
-    `collective` is the one of our own in which the rank waits, "" outside of them."""
+    """A place in the run. `part` is the current part of the stage ("micro-batch 3 of 8");
+    `collective` is the method of Comm in which the rank waits, or ""."""
 
     step: int = 0
     stage: str = "start"
@@ -24,11 +24,11 @@ class Place(NamedTuple):
 
 
 class Position:
-    """The place of one rank and since when it is there.
+    """The place of one rank, and when it got there.
 
-    DeepSpeed's collectives are not ours to mark: a rank that waits in one of them stays at the
-    part in which it called DeepSpeed. A move replaces one tuple, so that a reader in another
-    thread needs no lock.
+    DeepSpeed's own collectives are not marked: a rank that waits in one of them stays at the part
+    in which it called DeepSpeed. A move replaces one tuple, so a reader in another thread needs no
+    lock.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Position:
         self._move(Place(step, "between stages"))
 
     def note(self, part: str) -> None:
-        """Go on to another part of the stage, or of the item of `each` that is worked on."""
+        """Move to another part of the stage, or of the current item of `each`."""
         self._move(self._held[0]._replace(part=self._enclosing + part))
 
-    # These do not tidy up after an exception: the place where it was raised is the one to report.
+    # No `finally` in these: after an exception, the place where it was raised is reported.
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -63,14 +63,14 @@ class Position:
 
     @contextmanager
     def waiting(self, collective: str) -> Iterator[None]:
-        """Within one of our collectives; the outermost gives the name."""
+        """Mark a collective of Comm. Nested ones keep the name of the outermost."""
         before = self._held[0]
         self._move(before._replace(collective=before.collective or collective))
         yield
         self._move(before)
 
     def each(self, name: str, items: Iterable[_Item], total: int | None = None) -> Iterator[_Item]:
-        """The items, noting which is waited for or worked on: "`name` 3 of `total`"."""
+        """The items, with the part "`name` 3 of `total`" while one is waited for or in use."""
         of_total = f" of {total}" if total is not None else ""
         before, enclosing = self._held[0], self._enclosing
         self.note(f"{name} 1{of_total}")

@@ -34,7 +34,7 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
     """Join the run that the environment describes, and choose this rank's device.
 
     A process that no launcher started becomes a group of one. Raises LaunchError, on one rank, if
-    ranks are missing, cannot reach each other, or were given different recipes; and where a rank
+    ranks are missing, cannot reach each other, or have different recipes, and on each rank that
     has no GPU of its own.
     """
     settings, environment = recipe.engine, rank_environment()
@@ -67,8 +67,8 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
 
 
 def _set_group_timeout(backend: Any, timeout: datetime.timedelta) -> None:
-    """Give the groups that DeepSpeed forms (its clone of the world, on which it trains) this
-    time-out; its own call names none, and torch's default is ten minutes over NCCL."""
+    """Set the time-out of the groups that DeepSpeed forms, such as the copy of the world group on
+    which it trains. DeepSpeed passes none, and torch's default is ten minutes over NCCL."""
     backend.new_group = functools.partial(torch.distributed.new_group, timeout=timeout)
 
 

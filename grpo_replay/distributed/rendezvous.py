@@ -1,4 +1,4 @@
-"""How ranks find each other: torch's store, a roll call that names who is missing, and torchrun's
+"""How ranks find each other: torch's store, a roll call that names missing ranks, and torchrun's
 agent for the ranks of one node."""
 
 import datetime
@@ -37,7 +37,7 @@ def join_run(
     failure: GrpoReplayError | None,
     timeout_seconds: float,
 ) -> dist.Store:
-    """The store that the ranks share, once every rank is there and agrees with rank 0.
+    """The store that the ranks share, once every rank has arrived and agrees with rank 0.
 
     `facts` are JSON values that must be equal everywhere (the resolved recipe, versions);
     `failure` is what went wrong on this rank before it could join, if anything. Within
@@ -100,7 +100,7 @@ def _open_store(environment: RankEnvironment, timeout_seconds: float) -> dist.St
 
 
 def _wait_until_reachable(environment: RankEnvironment, timeout_seconds: float) -> None:
-    """Raises OSError if nothing listens there in time: torch would say so with stack traces."""
+    """Raises OSError if nothing listens there in time. torch's client would print stack traces."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         left = max(0.1, deadline - time.monotonic())
@@ -127,9 +127,9 @@ def _roll_call(
 
 
 def _report_missing(environment: RankEnvironment, arrived: Sequence[bool]) -> None:
-    """Raises LaunchError on the lowest rank that is there, PeerFailure on the others."""
+    """Raises LaunchError on the lowest rank that arrived, PeerFailure on the others."""
     if arrived.index(True) != environment.rank:
-        raise PeerFailure("ranks are missing; the lowest one that is there reports it", 4)
+        raise PeerFailure("ranks are missing; the lowest rank that arrived reports it", 4)
     missing = [rank for rank, there in enumerate(arrived) if not there]
     raise LaunchError(
         f"{name_ranks(missing)} of {environment.world_size} did not arrive at "
@@ -150,7 +150,7 @@ def _refuse_disagreement(environment: RankEnvironment, facts: Sequence[Mapping[s
 
 
 def _linger(environment: RankEnvironment, store: dist.Store) -> None:
-    """Rank 0 may host the store: it leaves last, so that the others can read why."""
+    """Rank 0 may host the store, so it leaves last: the others still read the failure there."""
     try:
         count = store.add("left", 1)
         deadline = time.monotonic() + _LINGER_SECONDS
@@ -168,7 +168,7 @@ def form_process_group(
 ) -> None:
     """Make torch's default process group over the store of `join_run`; DeepSpeed adopts it.
 
-    Raises LaunchError where the ranks cannot connect to each other.
+    Raises LaunchError if the ranks cannot connect to each other.
     """
     try:
         dist.init_process_group(
@@ -187,15 +187,15 @@ def form_process_group(
 
 
 def has_joined() -> bool:
-    """Whether this rank shares a store with the others, so that `claim_report` can be asked."""
+    """Whether this rank shares a store with the others, which `claim_report` needs."""
     return _joined is not None
 
 
 def own_connection(timeout_seconds: float) -> dist.Store:
-    """The store of `join_run` over another connection, for a thread: on a shared one it would wait
-    while the main thread waits in the store."""
+    """The store of `join_run` over a connection of its own, for a thread. On the shared connection
+    the thread would have to wait while the main thread waits."""
     assert _joined is not None
-    store: dist.Store = _joined[1].clone()
+    store: dist.Store = _joined[1].clone()  # type: ignore[attr-defined]  # torch's stubs lack it
     store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
     return store
 
@@ -217,10 +217,10 @@ def claim_report() -> bool:
 
 
 def leave_run() -> None:
-    """End the process group, once every rank is done with it.
+    """Destroy the process group, once every rank is done with it.
 
-    Its threads would abort an interpreter that exits around them ("terminate called without an
-    active exception"), and rank 0's store must outlive the other ranks.
+    Otherwise its threads abort the interpreter at exit ("terminate called without an active
+    exception"). Rank 0 waits for the others, because it may host their store.
     """
     global _joined
     if _joined is not None:

@@ -1,4 +1,4 @@
 """The policy and its optimizer: protocol, DeepSpeed, policy module, models, weight names.
 
-Imports buffer, grpo and what is below; torch, transformers and deepspeed.
+May import buffer, grpo and the floors below; torch, transformers and deepspeed.
 """

@@ -1,9 +1,9 @@
 """When torch's attention on a GPU is not fused: float32 with grouped key and value heads.
 
-torch's flash kernel takes half precision only, its memory-efficient kernel no grouped heads
-(torch.nn.functional.scaled_dot_product_attention, `enable_gqa`), and transformers passes grouped
-heads as they are where there is no mask (integrations/sdpa_attention.py), as here. What is left
-computes whole score matrices.
+torch's flash kernel supports half precision only, and its memory-efficient kernel does not support
+grouped heads (torch.nn.functional.scaled_dot_product_attention, `enable_gqa`). Without a mask, as
+here, transformers does not repeat the grouped heads (integrations/sdpa_attention.py). The remaining
+kernel computes the whole score matrix.
 """
 
 from transformers import PreTrainedConfig
@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig
 from grpo_replay.recipe import ModelSection
 
 SCORE_BYTES = 4
-WORTH_SAYING_BYTES = 2**30
+WARNING_BYTES = 2**30
 
 
 def has_whole_scores(model: ModelSection, config: PreTrainedConfig, on_cuda: bool) -> bool:
-    """Whether the trainer's attention holds a score for every pair of tokens."""
+    """Whether the trainer's attention stores the score of every pair of tokens."""
     if model.attn_implementation == "eager":
         return True
     heads = config.num_attention_heads
@@ -26,12 +26,15 @@ def has_whole_scores(model: ModelSection, config: PreTrainedConfig, on_cuda: boo
 def float32_warning(
     model: ModelSection, config: PreTrainedConfig, longest: int, on_cuda: bool
 ) -> str | None:
-    """What to say of a float32 policy on a GPU whose rollouts have up to `longest` tokens; None if
-    its scores take less than 1 GiB a layer, or do not exist. Eager attention was asked for."""
+    """A warning about a float32 policy on a GPU with rollouts of up to `longest` tokens.
+
+    None if the scores take less than 1 GiB per layer or are not stored, and for eager attention,
+    which the user chose.
+    """
     if model.attn_implementation == "eager" or not has_whole_scores(model, config, on_cuda):
         return None
     size = config.num_attention_heads * longest**2 * SCORE_BYTES
-    if size < WORTH_SAYING_BYTES:
+    if size < WARNING_BYTES:
         return None
     return (
         f"model.dtype float32 on a GPU: torch has no fused attention for it, so one rollout of "

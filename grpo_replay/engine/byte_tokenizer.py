@@ -1,4 +1,4 @@
-"""`builtin:bytes`: a tokenizer that needs no file, for random initialisations and scale tests."""
+"""`builtin:bytes`: a tokenizer without files, for random initialisation and scale tests."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_config import deepspeed_config
@@ -39,7 +40,7 @@ class DeepSpeedEngine:
     def __init__(
         self,
         recipe: Recipe,
-        model: nn.Module,
+        model: PreTrainedModel,
         tokenizer: Any,
         comm: Comm,
         device: torch.device,
@@ -71,7 +72,7 @@ class DeepSpeedEngine:
             model, self._recipe.sampling.temperature, self._recipe.engine.logprob_chunk_tokens
         )
 
-    def _frozen_copy(self, model: nn.Module) -> PolicyModule:
+    def _frozen_copy(self, model: PreTrainedModel) -> PolicyModule:
         import copy
 
         frozen = copy.deepcopy(model).requires_grad_(False).eval()
@@ -126,8 +127,8 @@ class DeepSpeedEngine:
         unsharded_norm = self._unsharded_grad_norm()
         self._engine.step()
         self._gather_needs_forward = False
-        grad_norm = self._engine.get_global_grad_norm()
-        grad_norm = float(unsharded_norm if grad_norm is None else grad_norm)
+        reported = self._engine.get_global_grad_norm()
+        grad_norm = float(reported if unsharded_norm is None else unsharded_norm)
         if not np.isfinite(grad_norm):
             raise NonFiniteError(
                 f"the gradient norm is {grad_norm}: training stopped before a checkpoint could "
@@ -216,7 +217,7 @@ class DeepSpeedEngine:
             (folder / LAYOUT).write_text(json.dumps(self._layout(), indent=2) + "\n")
 
     def _layout(self) -> dict[str, Any]:
-        """What decides how DeepSpeed splits a state into files."""
+        """The settings that decide how DeepSpeed splits a state into files."""
         settings = self._recipe.engine
         sub_group = settings.zero.sub_group_size if settings.zero_stage == 3 else None
         return {

@@ -13,8 +13,8 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 def full_tensors(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
-    """`named_weights` of the model in full; under ZeRO-3 a bucket at a time is gathered, by all
-    ranks, which must therefore exhaust the iterator."""
+    """`named_weights` of the model in full. Under ZeRO-3 one bucket at a time is gathered, by all
+    ranks together, so every rank must exhaust the iterator."""
     for bucket in _buckets(list(named_weights(model)), bucket_bytes):
         with _gathered(tensor for _, tensor in bucket):
             for name, tensor in bucket:
@@ -37,7 +37,7 @@ def _buckets(named: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[N
 
 
 def _gathered(tensors: Iterable[torch.Tensor]) -> Any:
-    """A context in which the ZeRO-3 parameters among them are whole."""
+    """A context in which the ZeRO-3 parameters among the tensors are gathered."""
     sharded = {id(tensor): tensor for tensor in tensors if hasattr(tensor, "ds_id")}
     if not sharded:
         return contextlib.nullcontext()

@@ -266,7 +266,9 @@ def _check_heads(config: PreTrainedConfig) -> None:
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     if heads % groups:
-        raise ValueError(f"num_attention_heads {heads} is no multiple of key_value heads {groups}")
+        raise ValueError(
+            f"num_attention_heads {heads} is not a multiple of key_value heads {groups}"
+        )
 
 
 def _check_vocabulary(

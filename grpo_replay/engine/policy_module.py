@@ -1,4 +1,4 @@
-"""The policy as one module that returns log-probs, so that logits never leave it."""
+"""The policy as one module that returns log-probs instead of logits."""
 
 import torch
 from torch import nn
@@ -7,35 +7,51 @@ from torch.utils.checkpoint import checkpoint
 
 
 class PolicyModule(nn.Module):
-    """Backbone, output head, temperature and chunking behind one forward.
+    """Backbone and output head in one forward pass, from token ids to log-probs.
 
-    ZeRO-3 gathers a weight only inside its module's forward, so the head must run in here.
+    ZeRO-3 gathers a weight only in the forward pass of the module that owns it, so the head runs
+    inside this module.
     """
 
     def __init__(self, model: nn.Module, temperature: float, chunk_tokens: int) -> None:
         super().__init__()
         self.model = model
-        self.head = LogprobHead(model.lm_head, temperature, chunk_tokens)
+        lm_head = model.get_submodule("lm_head")
+        assert isinstance(lm_head, nn.Linear), "every supported architecture has a linear head"
+        self.head = LogprobHead(lm_head, temperature, chunk_tokens)
 
     def forward(
         self, input_ids_RL: torch.Tensor, positions_C: torch.Tensor, target_ids_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs_C, entropies_C), both fp32, of the distribution sampled from; the entropies
-        carry no gradient. Rows are padded on the right: causal attention needs no mask."""
-        hidden_RLH = self.model.model(input_ids=input_ids_RL, use_cache=False).last_hidden_state
+        """(log-probs_C, entropies_C) under the sampling distribution, both fp32; the entropies
+        have no gradient. Rows are padded on the right, so causal attention needs no mask."""
+        backbone = self.model.get_submodule("model")
+        hidden_RLH = backbone(input_ids=input_ids_RL, use_cache=False).last_hidden_state
         return self.head(hidden_RLH.flatten(0, 1)[positions_C], target_ids_C)
 
 
 class LogprobHead(nn.Module):
-    """From hidden states to log-probs, at most `chunk_tokens` completion tokens at a time: the
-    [C, V] logits never exist as a whole, in the backward pass neither.
+    """The output head: from hidden states [C, H] to log-probs and entropies [C].
 
-    Ranks hold different numbers of completion tokens, hence of chunks, while under ZeRO-3 every
-    gather of a weight is a collective. So the weight is a parameter of this module: ZeRO-3 gathers
-    it once per forward, whatever the number of chunks. Calling `lm_head` as a module would gather
-    it for each chunk; a ZeRO-3 leaf module would reduce the gradient of a tied weight before the
-    embedding's part of it is there.
+    The head works on chunks of `chunk_tokens` completion tokens. With V words in the vocabulary, it
+    holds logits for one chunk only, [chunk_tokens, V], instead of [C, V]. The backward pass
+    recomputes the logits chunk by chunk.
+
+    The weight of `lm_head` is a parameter of this module, and `lm_head` itself is never called.
+    Under ZeRO-3 this avoids a hang. ZeRO-3 gathers a weight, with a collective, each time the
+    module that owns it is called. Ranks have different numbers of completion tokens and therefore
+    of chunks. If each chunk called `lm_head`, ranks would gather different numbers of times and
+    wait for each other forever. As a parameter of this module, the weight is gathered once per
+    forward pass.
+
+    Marking a module around `lm_head` as a ZeRO-3 leaf module would also gather once, but gives
+    wrong gradients for tied weights: it reduces the gradient of the weight before the embedding
+    has added its share.
     """
+
+    weight: nn.Parameter
+    temperature: float
+    chunk_tokens: int
 
     def __init__(self, lm_head: nn.Linear, temperature: float, chunk_tokens: int) -> None:
         super().__init__()
@@ -47,6 +63,7 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden_CH: torch.Tensor, target_ids_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs_C, entropies_C) of the target ids, both fp32."""
         hidden_chunks = hidden_CH.split(self.chunk_tokens)
         target_chunks = target_ids_C.split(self.chunk_tokens)
         recompute = torch.is_grad_enabled() and len(hidden_chunks) > 1

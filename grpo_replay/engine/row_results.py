@@ -1,4 +1,4 @@
-"""What the ranks computed for their rows, packed to be sent and put back in the mini-batch's order.
+"""Results of the ranks for their rows: packed for sending, unpacked in the mini-batch's order.
 
 Arrays and bytes only: no DeepSpeed, no process group.
 """
@@ -14,8 +14,8 @@ from grpo_replay.types import RolloutOutcome
 
 
 def pack_tokens(parts: Sequence[tuple[MicroBatch, np.ndarray]]) -> tuple[bytes, bytes]:
-    """One rank's float32 value per completion token of its micro-batches, to be sent: (row and
-    length of each row, the values)."""
+    """One rank's float32 value per completion token of its micro-batches, as bytes to send: (index
+    and length of each row, values)."""
     lengths, values = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.float32)]
     for microbatch, values_C in parts:
         lengths_R = np.bincount(microbatch.row_of_C, minlength=len(microbatch.rows_R))
@@ -43,7 +43,7 @@ def unpack_tokens(
 
 
 def pack_statistics(microbatches: Sequence[MicroBatch], tables: Sequence[np.ndarray]) -> bytes:
-    """One rank's float64 [R, K] row statistics of each micro-batch, to be sent."""
+    """One rank's float64 [R, K] row statistics of each micro-batch, as bytes to send."""
     width = 1 + len(ROW_STATISTICS)
     mine = [
         np.column_stack([microbatch.rows_R, table])
@@ -63,7 +63,7 @@ def unpack_statistics(payloads: Sequence[bytes], count: int) -> np.ndarray:
 
 
 def update_result(table: np.ndarray, grad_norm: float, micro_batches: int) -> UpdateResult:
-    """The update as the trainer sees it: sums over tokens become means, of 0 tokens 0."""
+    """The update's result: sums over tokens become means, which are 0 for rows without tokens."""
     column = {name: table[:, index] for index, name in enumerate(ROW_STATISTICS)}
     tokens = np.maximum(column["tokens"], 1.0)
     mean = column["log_ratio"] / tokens

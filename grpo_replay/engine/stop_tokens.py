@@ -1,4 +1,4 @@
-"""Which tokens end a completion: those of the recipe, or every one that the model's files name."""
+"""The tokens that end a completion: the recipe's, or all that the model's files name."""
 
 from transformers import PreTrainedTokenizerBase
 
@@ -10,8 +10,8 @@ from grpo_replay.recipe import ModelSection, Recipe
 def find_stop_tokens(
     recipe: Recipe, section: ModelSection, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
-    """The ids of `sampling.stop_tokens`, ascending; where that is null, `eos_token_ids` of
-    the model that is sampled, `section`. In training and in evaluation alike, for every sampler.
+    """The ids of `sampling.stop_tokens`, ascending. If that is null, `eos_token_ids` of `section`,
+    the model that is sampled. The same in training and evaluation, for every sampler.
 
     Raises RecipeError for a text that is not one token of the tokenizer.
     """

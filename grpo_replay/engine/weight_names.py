@@ -1,4 +1,4 @@
-"""Which tensors make up a complete set of weights, and the check that a sync delivers it.
+"""The tensors of a complete set of weights, and the check that a sync delivers all of them.
 
 A sampler that misses a tensor keeps its old one without an error: after a push without the tied
 output head, the mean gap was 0.2 nats. So names, shapes and precision of what arrives are compared
@@ -39,7 +39,7 @@ class ExpectedWeights:
 
 
 def expected_weights(model: ModelSection) -> ExpectedWeights:
-    """What a complete set of weights of this model consists of, from its configuration alone."""
+    """The tensors of a complete set of weights, from the model's configuration alone."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
             load_config(model), trust_remote_code=model.trust_remote_code
@@ -48,13 +48,13 @@ def expected_weights(model: ModelSection) -> ExpectedWeights:
 
 
 def weights_of(model: nn.Module, dtype: torch.dtype) -> ExpectedWeights:
-    """What a complete set of weights of a whole model consists of."""
+    """The tensors of a complete set of weights of a model that is not sharded."""
     shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
     return ExpectedWeights(shapes, tied_names(model), dtype)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Every further name of a tensor that has several -> its first name."""
+    """For tensors with several names: each further name -> the first name."""
     firsts: dict[int, str] = {}
     names = {name: firsts.setdefault(id(each), name) for name, each in named_weights(model)}
     return {name: first for name, first in names.items() if name != first}
@@ -71,7 +71,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class CheckedWeights:
-    """Passes on the tensors that fit and notes in `problems` everything that does not.
+    """Yields the tensors that fit, and collects everything else in `problems`.
 
     Iterating raises only what the source raises. `drain` exhausts the source, so that no rank
     leaves a collective gather early; after it `problems` also names what never came. With
@@ -98,7 +98,7 @@ class CheckedWeights:
                 yield name, tensor
 
     def drain(self) -> None:
-        """Take what is left of the source; what did not come is then a problem."""
+        """Exhaust the source; tensors that did not come are then problems."""
         for _ in self:
             pass
         missing = [name for name in self._expected.shapes if name not in self._seen]

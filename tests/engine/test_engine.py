@@ -149,13 +149,13 @@ def test_chunks_of_the_output_head_change_nothing(processes, stage):
 
 def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
     heights = []
-    chunk = grpo_replay.engine.policy_module.PolicyModule._chunk_logprobs
+    chunk = grpo_replay.engine.policy_module.LogprobHead._chunk_logprobs
 
     def watched(self, hidden_CH, target_ids_C):
         heights.append(len(hidden_CH))
         return chunk(self, hidden_CH, target_ids_C)
 
-    monkeypatch.setattr(grpo_replay.engine.policy_module.PolicyModule, "_chunk_logprobs", watched)
+    monkeypatch.setattr(grpo_replay.engine.policy_module.LogprobHead, "_chunk_logprobs", watched)
     rows = make_rows(8)
     one_update(processes, rows, engine={"logprob_chunk_tokens": 16})
     assert max(heights) == 16
