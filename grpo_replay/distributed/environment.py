@@ -163,7 +163,7 @@ def prepare_rank(environment: RankEnvironment) -> None:
 
 
 def stop_with_parent(parent_pid: int) -> None:
-    """Ask Linux for SIGTERM when the launcher dies, also by SIGKILL, so that no rank survives it."""
+    """Ask Linux for SIGTERM when the launcher dies, also by SIGKILL, so that no rank is left."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -9,15 +9,12 @@ import binascii
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,11 +29,11 @@ from grpo_replay.distributed.failures import (
     read_failures,
     read_positions,
 )
+from grpo_replay.distributed.hosts import Host, is_here, read_hostfile, refuse_unreachable
 from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError
 
 RANK_MODULE = "grpo_replay.distributed.entry"
 COMMAND_LINE = "grpo_replay.cli:main"
-_SSH_SECONDS = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -208,39 +205,6 @@ def _pass_signals_on(ranks: Callable[[], list[int]]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    name: str
-    slots: int
-    line: int
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """The hosts of a DeepSpeed (MPI style) hostfile: `name slots=8` per line.
-
-    Raises UsageError with file and line for anything else.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile {path}: cannot be read: {error}") from error
-    hosts: dict[str, Host] = {}
-    for number, text in enumerate(lines, start=1):
-        line = text.split("#")[0].strip()
-        if not line:
-            continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
-        if match is None or int(match[2]) < 1:
-            raise UsageError(f"{path}:{number}: expected `host slots=8`, found {line!r}")
-        if match[1] in hosts:
-            raise UsageError(f"{path}:{number}: {match[1]!r} is already on line "
-                             f"{hosts[match[1]].line}; give each host one line")  # fmt: skip
-        hosts[match[1]] = Host(match[1], int(match[2]), number)
-    if not hosts:
-        raise UsageError(f"{path}: no hosts; expected lines such as `host slots=8`")
-    return list(hosts.values())
-
-
 def _launch_nodes(
     arguments: Sequence[str], num_processes: int | None, hostfile: Path, entry: str
 ) -> int:
@@ -251,9 +215,9 @@ def _launch_nodes(
                 f"--num-processes {num_processes} but {hostfile}:{host.line} gives {host.name} "
                 f"{host.slots} slots: raise the slots or lower --num-processes"
             )
-    if len(hosts) == 1 and _is_here(hosts[0].name):
+    if len(hosts) == 1 and is_here(hosts[0].name):
         return launch_ranks(arguments, num_processes or hosts[0].slots, entry=entry)
-    _refuse_unreachable(hosts, hostfile)
+    refuse_unreachable(hosts, hostfile)
     payload = Payload(tuple(arguments), entry=entry)
     command = nodes_command(payload, num_processes, hostfile, hosts)
     process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C comes once
@@ -285,33 +249,3 @@ def nodes_command(
     if num_processes is not None:
         command += ["--num_gpus", str(num_processes)]
     return [*command, "--module", RANK_MODULE, encode_payload(payload)]
-
-
-def _is_here(name: str) -> bool:
-    return name in {"localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()}
-
-
-def _refuse_unreachable(hosts: Sequence[Host], hostfile: Path) -> None:
-    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
-        answers = list(pool.map(_ssh_failure, hosts))
-    failed = [(host, why) for host, why in zip(hosts, answers, strict=True) if why is not None]
-    if not failed:
-        return
-    lines = [f"  {hostfile}:{host.line}: {host.name}: {why}" for host, why in failed[:5]]
-    raise LaunchError(
-        f"{len(failed)} of {len(hosts)} hosts cannot be reached over ssh:\n" + "\n".join(lines)
-        + "\npassword-less ssh from this machine to each host is needed (docs/scaling.md)"
-    )  # fmt: skip
-
-
-def _ssh_failure(host: Host) -> str | None:
-    """Why `ssh host true` fails, or None."""
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}",
-               host.name, "true"]  # fmt: skip
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=2 * _SSH_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return None if done.returncode == 0 else (done.stderr.strip() or "no answer").splitlines()[-1]

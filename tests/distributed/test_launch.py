@@ -13,6 +13,7 @@ import pytest
 from slow_tests import slow_except
 
 from grpo_replay.distributed.failures import RankFailure
+from grpo_replay.distributed.hosts import read_hostfile
 from grpo_replay.distributed.launch import (
     Payload,
     _conclude,
@@ -20,7 +21,6 @@ from grpo_replay.distributed.launch import (
     encode_payload,
     launch_ranks,
     nodes_command,
-    read_hostfile,
 )
 from grpo_replay.errors import DatasetError, GrpoReplayError, LaunchError, UsageError
 
