@@ -157,6 +157,6 @@ def _guard_of(trainer: int) -> int:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if any(word.endswith("server_guard.py") for word in words) and parent == trainer:
+        if any(word.endswith("server/guard.py") for word in words) and parent == trainer:
             return int(entry.name)
     raise AssertionError("no server guard")
