@@ -21,7 +21,6 @@ OTHER_MODELS: tuple[dict[str, int], ...] = (
     {"num_hidden_layers": 1},
     {"num_hidden_layers": 4},
 )
-pytest_plugins = "trained_runs"
 
 
 @pytest.fixture(scope="module")
