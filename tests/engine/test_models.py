@@ -206,7 +206,7 @@ def test_weights_of_another_shape_are_refused(folder):
     [
         ({"num_layers": 3}, "num_layers: qwen3 has no such setting .did you mean 'num_hidden_la"),
         ({"hidden_size": "wide"}, "not a valid qwen3 configuration.*hidden_size"),
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "not a multiple of"),
     ],
 )
 def test_overrides_that_the_configuration_cannot_take_are_recipe_errors(overrides, message):

@@ -290,6 +290,7 @@ def test_the_estimated_buffer_memory_matches_the_allocated_memory():
     made = SyntheticRun.__new__(SyntheticRun)
     made.recipe = synthetic_recipe("fifo", capacity_rollouts=9000)
     made.rng, made.next_id, made.skill = np.random.default_rng(0), 0, np.zeros(30)
+    made.steps_without_survivors = ()
     warm = [rollout for rollout in made.generate(1) if rollout.kept]
     ReplayBuffer(made.recipe.replay, 4).insert(warm, 1)  # imports are not to be counted
     tracemalloc.start()

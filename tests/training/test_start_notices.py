@@ -6,7 +6,7 @@ from typing import Any
 from small_runs.trained import small_recipe
 
 from grpo_replay.commands.train_display import Display
-from grpo_replay.training import run
+from grpo_replay.training import opening, run
 
 
 class Listener(Display):
@@ -21,7 +21,7 @@ def test_attention_without_a_fused_kernel_is_warned_of(tmp_path, monkeypatch):
         asked.append((model.dtype, config.num_attention_heads, longest, on_cuda))
         return "scores are large"
 
-    monkeypatch.setattr(run, "float32_warning", warn)
+    monkeypatch.setattr(opening, "float32_warning", warn)
     recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"}, eval={"benchmarks": []})
     listener = Listener()
     run.run_training(recipe, tmp_path / "run", False, listener)

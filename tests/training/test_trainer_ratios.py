@@ -4,10 +4,19 @@ import numpy as np
 import pytest
 import torch
 from core_engine import plain_logprobs
-from small_runs.trained import WARMUP, policy_at, row_of, steps_of, train_small_run
+from small_runs.trained import (
+    WARMUP,
+    policy_at,
+    row_of,
+    small_recipe,
+    steps_of,
+    train_small_run,
+)
 
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.engine.weight_names import named_weights
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.grpo.batch import TrainRow
 from grpo_replay.sampling.hf import HfSampler
@@ -171,10 +180,12 @@ def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
 
 
 def test_a_sampler_that_misses_an_update_is_refused(tmp_path, processes, monkeypatch):
-    monkeypatch.setattr(
-        "grpo_replay.training.trainer.sync_weights",
-        lambda engine, sampler, version, *_: setattr(sampler, "policy_version", version),
-    )
+    base = dict(named_weights(load_policy(small_recipe().model, 0)))
+
+    def push_the_base(engine, sampler, version, *_):
+        sampler.load_weights(iter(base.items()), version)
+
+    monkeypatch.setattr("grpo_replay.training.trainer.sync_weights", push_the_base)
     with pytest.raises(LogprobGapError, match="weight sync"):
         train_small_run(tmp_path / "run", optimizer={"learning_rate": 3e-2})
 
