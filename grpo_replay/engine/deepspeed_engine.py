@@ -187,7 +187,8 @@ class DeepSpeedEngine:
         if self._recipe.engine.zero_stage == 3:
             # A log-prob pass leaves parameters gathered or on their way; gathering them again
             # without an update in between fails ("Cannot partition a param in flight").
-            self._engine.empty_partition_cache()
+            # The engine's method of this name also collects garbage: 0.3 s each time.
+            self._engine.optimizer.empty_partition_cache()
         yield from self._comm.position.each("tensor", full_tensors(self._model, bucket_bytes))
 
     def _forward_once(self) -> None:
