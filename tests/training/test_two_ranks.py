@@ -120,7 +120,7 @@ def test_payloads_of_any_length_reach_rank_0_alone_or_all(output, rank):
 def assert_same_work(found: dict, expected: dict, updates: int) -> None:
     assert len(found["losses"]) == len(expected["losses"]) == updates
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
-    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5, abs=1e-6)  # down to 0.02
     assert relative(found["parameters"], expected["parameters"]) < 1e-5
 
 
