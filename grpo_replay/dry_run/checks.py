@@ -151,7 +151,7 @@ def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
     from grpo_replay.engine.deepspeed_config import notices_of_precision
 
     engine, tensor = recipe.engine, recipe.sampling.vllm.tensor_parallel_size
-    findings.assumptions += notices_of_precision(recipe)
+    findings.assumptions += notices_of_precision(recipe, recipe.zero_stage(engine.num_processes))
     if recipe.sampling.backend == "vllm" and engine.num_processes % tensor:
         findings.problems.append(
             f"sampling.vllm.tensor_parallel_size {tensor} does not divide engine.num_processes "
@@ -161,7 +161,7 @@ def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
         findings.problems.append(
             "offloading needs a GPU; on a CPU everything is in host memory already"
         )
-    if engine.zero_stage == 3 and recipe.loss.beta > 0 and engine.offload_parameters:
+    if recipe.loss.beta > 0 and engine.offload_parameters:
         findings.assumptions.append("the reference copy of loss.beta is not offloaded")
 
 

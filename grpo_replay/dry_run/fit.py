@@ -115,7 +115,7 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
     forward = trace.forward_memory(recipe, rows, longest, completion, on_cuda)
     zero = recipe.engine.zero
     setting = EngineSetting(
-        zero_stage=recipe.engine.zero_stage,
+        zero_stage=recipe.zero_stage(recipe.engine.num_processes),
         ranks=recipe.engine.num_processes,
         dtype_bytes=DTYPE_BYTES[recipe.model.dtype],
         on_cuda=on_cuda,
@@ -185,7 +185,8 @@ def candidate_changes(recipe: Recipe) -> Iterator[str]:
         yield "engine.logprob_chunk_tokens=256"
     if not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
-    if engine.zero_stage < 3 and engine.num_processes > 1:
+    stage = recipe.zero_stage(engine.num_processes)
+    if stage < 3 and engine.num_processes > 1:
         yield "engine.zero_stage=3"
     if recipe.batch.max_tokens_per_microbatch > longest:
         yield f"batch.max_tokens_per_microbatch={longest}"
@@ -194,8 +195,8 @@ def candidate_changes(recipe: Recipe) -> Iterator[str]:
     if in_process:
         for share in (0.5, 0.4, 0.3, 0.7, 0.8):
             yield f"sampling.vllm.gpu_memory_utilization={share}"
-    if engine.zero_stage > 0 and not engine.offload_optimizer and engine.device != "cpu":
+    if stage > 0 and not engine.offload_optimizer and engine.device != "cpu":
         yield "engine.offload_optimizer=true"
-    if engine.zero_stage > 0:
+    if stage > 0:
         yield f"engine.num_processes={2 * engine.num_processes}"
     yield f"sampling.max_completion_length={recipe.sampling.max_completion_length // 2}"

@@ -74,7 +74,8 @@ def describe_storage(
     generated = recipe.rollouts_per_step
     checkpoint = None
     if plan is not None:
-        size, stage = DTYPE_BYTES[recipe.model.dtype], recipe.engine.zero_stage
+        size = DTYPE_BYTES[recipe.model.dtype]
+        stage = recipe.zero_stage(recipe.engine.num_processes)
         checkpoint = to_gib(checkpoint_bytes(plan.shape.parameters, size, stage))
     expected, most = replay["stored_rollouts_expected"], replay["stored_rollouts_most"]
     return {
@@ -116,7 +117,8 @@ def describe_host_copies(recipe: Recipe, shape: ModelShape, hardware: Hardware) 
 def describe_network(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
     """GiB that each rank receives; it sends the same amount. Ring collectives move (N-1)/N of the
     whole."""
-    ranks, stage = recipe.engine.num_processes, recipe.engine.zero_stage
+    ranks = recipe.engine.num_processes
+    stage = recipe.zero_stage(ranks)
     whole = DTYPE_BYTES[recipe.model.dtype] * shape.parameters * (ranks - 1) / ranks
     microbatch = {0: 0.0, 1: 0.0, 2: whole, 3: 3 * whole}[stage]  # gather twice, scatter once
     update = {0: 2 * whole, 1: 2 * whole, 2: whole, 3: 0.0}[stage]

@@ -5,17 +5,17 @@ from typing import Any
 from grpo_replay.recipe import OptimizerSection, Recipe, ZeroSection
 
 
-def deepspeed_config(recipe: Recipe) -> dict[str, Any]:
-    """DeepSpeed's configuration. Accumulation is ours: micro-batches vary from update to update,
-    and the loss already has its global denominator."""
+def deepspeed_config(recipe: Recipe, stage: int) -> dict[str, Any]:
+    """DeepSpeed's configuration at a ZeRO stage. Accumulation is ours: micro-batches vary from
+    update to update, and the loss already has its global denominator."""
     optimizer, engine = recipe.optimizer, recipe.engine
-    zero = {"stage": engine.zero_stage, **_thresholds(engine.zero)}
+    zero = {"stage": stage, **_thresholds(engine.zero)}
     if engine.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if engine.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     bf16 = recipe.model.dtype == "bfloat16"
-    accumulation = "fp32" if bf16 and not sums_in_bf16(recipe) else None
+    accumulation = "fp32" if bf16 and not sums_in_bf16(recipe, stage) else None
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -42,22 +42,22 @@ def _thresholds(zero: ZeroSection) -> dict[str, Any]:
     }
 
 
-def sums_in_bf16(recipe: Recipe) -> bool:
+def sums_in_bf16(recipe: Recipe, stage: int) -> bool:
     """Whether the gradients of an update's micro-batches are summed in bfloat16.
 
     DeepSpeed 0.19 refuses an fp32 sum at stage 0 ("unsupported mix", engine.py
     `_do_optimizer_sanity_check`), and at stage 1 makes it with another optimizer, BF16_Optimizer,
     whose checkpoints are not those of the other stages.
     """
-    return recipe.model.dtype == "bfloat16" and recipe.engine.zero_stage < 2
+    return recipe.model.dtype == "bfloat16" and stage < 2
 
 
-def notices_of_precision(recipe: Recipe) -> list[str]:
+def notices_of_precision(recipe: Recipe, stage: int) -> list[str]:
     """A sentence for the user of a recipe that sums gradients in bfloat16."""
-    if not sums_in_bf16(recipe):
+    if not sums_in_bf16(recipe, stage):
         return []
     return [
-        f"model.dtype bfloat16 at engine.zero_stage {recipe.engine.zero_stage} sums the gradients "
+        f"model.dtype bfloat16 at engine.zero_stage {stage} sums the gradients "
         "of an update's micro-batches in bfloat16: measured, the sum of 64 is off by 1%, of 1,024 "
         "by 9%. Set engine.zero_stage 2 or 3, which sum in fp32, also on one rank"
     ]

@@ -49,6 +49,7 @@ class DeepSpeedEngine:
 
         self._recipe = recipe
         self._comm = comm
+        self._stage = recipe.zero_stage(comm.world_size)
         self._device = device
         self._tokenizer = tokenizer
         self._max_tokens = recipe.batch.max_tokens_per_microbatch
@@ -63,9 +64,9 @@ class DeepSpeedEngine:
         self._engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
-            config=deepspeed_config(recipe),
+            config=deepspeed_config(recipe, self._stage),
         )
-        self._gather_needs_forward = recipe.engine.zero_stage == 3
+        self._gather_needs_forward = self._stage == 3
 
     def _wrap(self, model: nn.Module) -> PolicyModule:
         return PolicyModule(
@@ -175,7 +176,7 @@ class DeepSpeedEngine:
 
     def _unsharded_grad_norm(self) -> torch.Tensor | None:
         """DeepSpeed does not report the norm for fp32 at stage 0, where gradients are whole."""
-        if self._recipe.engine.zero_stage != 0 or self._recipe.model.dtype != "float32":
+        if self._stage != 0 or self._recipe.model.dtype != "float32":
             return None
         gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         return torch.linalg.vector_norm(
@@ -184,7 +185,7 @@ class DeepSpeedEngine:
 
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         self._forward_once()
-        if self._recipe.engine.zero_stage == 3:
+        if self._stage == 3:
             # A log-prob pass leaves parameters gathered or on their way; gathering them again
             # without an update in between fails ("Cannot partition a param in flight").
             # The engine's method of this name also collects garbage: 0.3 s each time.
@@ -219,11 +220,10 @@ class DeepSpeedEngine:
 
     def _layout(self) -> dict[str, Any]:
         """The settings that decide how DeepSpeed splits a state into files."""
-        settings = self._recipe.engine
-        sub_group = settings.zero.sub_group_size if settings.zero_stage == 3 else None
+        sub_group = self._recipe.engine.zero.sub_group_size if self._stage == 3 else None
         return {
             "ranks": self._comm.world_size,
-            "zero_stage": settings.zero_stage,
+            "zero_stage": self._stage,
             "dtype": self._recipe.model.dtype,
             "sub_group_size": sub_group,
         }
@@ -252,7 +252,7 @@ class DeepSpeedEngine:
         self._forward_once()
         names = [n for n, p in self._engine.module.named_parameters() if p.requires_grad]
         saved = read_saved_state(folder, names)
-        restore_engine(self._engine, self._recipe.engine.zero_stage, saved)
+        restore_engine(self._engine, self._stage, saved)
         self._comm.barrier()
 
     def close(self) -> None:

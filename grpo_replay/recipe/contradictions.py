@@ -117,7 +117,7 @@ def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"than the longest possible rollout, {longest} tokens (prompts.max_prompt_length + "
             "sampling.max_completion_length): raise it or lower those"
         )
-    if engine.offload_parameters and engine.zero_stage != 3:
+    if engine.offload_parameters and engine.zero_stage not in ("auto", 3):
         yield f"engine.offload_parameters needs engine.zero_stage 3, not {engine.zero_stage}"
     if engine.offload_optimizer and engine.zero_stage == 0:
         yield "engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0"

@@ -46,8 +46,9 @@ class ZeroSection(Section):
 class EngineSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device the policy trains on. `auto` is CUDA if available, otherwise CPU."""
-    zero_stage: Literal[0, 1, 2, 3] = 3
-    """DeepSpeed ZeRO stage."""
+    zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
+    """DeepSpeed ZeRO stage. `auto` is 3 on several ranks. On one rank, where there is nothing to
+    shard, it is 0, or 2 for bfloat16 (fp32 gradient sums) and `offload_optimizer`."""
     zero: ZeroSection = Field(default_factory=ZeroSection)
     """DeepSpeed's ZeRO thresholds."""
     num_processes: Positive = 1

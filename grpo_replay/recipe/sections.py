@@ -62,6 +62,15 @@ class RecipeSections(Section):
         """True if this recipe draws from the buffer."""
         return self.replay.replays
 
+    def zero_stage(self, ranks: int) -> int:
+        """The ZeRO stage on a number of ranks: `engine.zero_stage`, or what `auto` stands for."""
+        engine = self.engine
+        if engine.zero_stage != "auto":
+            return engine.zero_stage
+        if ranks > 1 or engine.offload_parameters:
+            return 3
+        return 2 if engine.offload_optimizer or self.model.dtype == "bfloat16" else 0
+
     @property
     def hang_report_seconds(self) -> float:
         """`engine.hang_report_seconds`, or its default, `timeout_seconds` / 6."""

@@ -65,6 +65,7 @@ class RunOpener:
     ) -> None:
         self.recipe, self.comm, self.device = recipe, comm, device
         self.run_dir, self.observer, self.stack = run_dir, observer, stack
+        self.stage = recipe.zero_stage(comm.world_size)
         self.notices: list[str] = []
         self.attempt = 0  # counted on rank 0
         self.checkpoint_bytes = 0
@@ -96,7 +97,7 @@ class RunOpener:
         if checkpoint:
             self._restore_sampler(checkpoint, engine, sampler, pushed, state.policy_version)
             self._restore_buffer(checkpoint, buffer)
-        state.world_size, state.zero_stage = comm.world_size, recipe.engine.zero_stage
+        state.world_size, state.zero_stage = comm.world_size, self.stage
         parts = Parts(
             recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir, pushed
         )
@@ -133,7 +134,7 @@ class RunOpener:
         if warning := float32_warning(recipe.model, config, longest, on_cuda):
             self.notices.append(warning)
         self.notices += run_collectively(self.comm, self._notices_of_room)
-        self.notices += notices_of_precision(recipe)
+        self.notices += notices_of_precision(recipe, self.stage)
 
     def _prepare_directory(self, resume: bool) -> tuple[Path | None, list[str]]:
         """Create the run directory, or reset it to its last checkpoint, which is verified. Returns
@@ -204,13 +205,13 @@ class RunOpener:
         self.checkpoint_bytes = checkpoint_bytes(
             sum(parameter.numel() for parameter in model.parameters()),
             model.dtype.itemsize,
-            recipe.engine.zero_stage,
+            self.stage,
         )
         engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
         if checkpoint is not None:
             then = (state.world_size, state.zero_stage)
-            now = (self.comm.world_size, recipe.engine.zero_stage)
+            now = (self.comm.world_size, self.stage)
             if then != now:
                 self.observer.on_status(
                     f"restoring the engine state of {then[0]} ranks at ZeRO {then[1]} on {now[0]} "

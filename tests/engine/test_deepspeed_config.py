@@ -14,9 +14,8 @@ LEAVES = list(ZeroSection.model_fields)
 def read_by_deepspeed(engine: dict[str, Any]) -> Any:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    return DeepSpeedZeroConfig(
-        **deepspeed_config(engine_recipe(engine=engine))["zero_optimization"]
-    )
+    config = deepspeed_config(engine_recipe(engine=engine), engine["zero_stage"])
+    return DeepSpeedZeroConfig(**config["zero_optimization"])
 
 
 def test_every_threshold_is_tested():

@@ -197,3 +197,19 @@ def test_a_recipe_that_is_a_list_is_refused(tmp_path):
 )
 def test_the_gap_limit_follows_the_precision(overrides, limit):
     assert load_recipe("tiny", overrides).logprob_gap_limit == limit
+
+
+@pytest.mark.parametrize(
+    "ranks, overrides, stage",
+    [
+        (1, [], 0),
+        (2, [], 3),
+        (1, ["model.dtype=bfloat16"], 2),
+        (1, ["engine.offload_optimizer=true"], 2),
+        (1, ["engine.offload_parameters=true"], 3),
+        (1, ["engine.zero_stage=3"], 3),
+        (8, ["engine.zero_stage=1"], 1),
+    ],
+)
+def test_the_automatic_zero_stage_shards_only_over_several_ranks(ranks, overrides, stage):
+    assert load_recipe("tiny", overrides).zero_stage(ranks) == stage

@@ -74,6 +74,10 @@ RUN: dict[str, Any] = {
     "engine": SHARDED | TIMEOUT,
     "checkpoint": {"every_steps": 3},
 }
+LAGGING: dict[str, Any] = RUN | {
+    "run": {"steps": 6, "sync_every_steps": 2},
+    "loss": {"behavior_logprobs": "sampler"},
+}
 STAGES = {"states": (0, 3), "all states": (0, 1, 2, 3)}  # of ZeRO, by part
 
 
@@ -213,9 +217,10 @@ def exchanged(processes) -> dict:
 
 
 def other_runs(output: Path) -> None:
-    """The run with every threshold scaled, and one whose steps lose their survivors: log-probs
-    are then followed by a weight push with no update in between."""
+    """The run with every threshold scaled, one whose sampler lags, and one whose steps lose their
+    survivors: log-probs are then followed by a weight push with no update in between."""
     train_small_run(output / "scaled", **RUN | {"engine": SCALED | TIMEOUT})
+    train_small_run(output / "lagging", **LAGGING)
     train_small_run(
         output / "hopeless",
         **RUN | {"engine": SCALED | TIMEOUT, "run": {"steps": 4}},

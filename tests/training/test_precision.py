@@ -37,16 +37,16 @@ def test_the_stages_that_sum_in_bf16_are_told_and_the_others_sum_in_fp32(stage, 
     recipe = recipe_at(stage)
     findings = Findings()
     _check_settings(recipe, "cuda", findings)
-    notices = notices_of_precision(recipe)
+    notices = notices_of_precision(recipe, stage)
     assert len(notices) == told
     assert [each for each in findings.assumptions if "in bfloat16" in each] == notices
-    assert (deepspeed_config(recipe)["data_types"]["grad_accum_dtype"] == "fp32") is not told
-    assert notices_of_precision(recipe_at(stage, "float32")) == []
+    assert (deepspeed_config(recipe, stage)["data_types"]["grad_accum_dtype"] == "fp32") is not told
+    assert notices_of_precision(recipe_at(stage, "float32"), stage) == []
 
 
 def test_deepspeed_refuses_an_fp32_sum_at_stage_0(processes, monkeypatch):
     """If this fails, DeepSpeed has learnt it: use it."""
-    monkeypatch.setattr("grpo_replay.engine.deepspeed_config.sums_in_bf16", lambda _: False)
+    monkeypatch.setattr("grpo_replay.engine.deepspeed_config.sums_in_bf16", lambda *_: False)
     with (
         pytest.raises(NotImplementedError, match="unsupported mix"),
         open_engine(processes, model={"dtype": "bfloat16"}, engine={"zero_stage": 0}),

@@ -15,6 +15,7 @@ from small_runs.trained import FinishedRun, same_files, same_weights, small_reci
 from two_rank_program import (
     CASES,
     CORE_CASES,
+    LAGGING,
     RANDOM_UPDATES,
     RUN,
     STAGES,
@@ -196,10 +197,20 @@ def test_steps_without_survivors_push_weights_all_the_same(other_output):
     assert run.metrics[-1]["sampler/policy_version"] == 3
 
 
+@pytest.mark.slow
+def test_a_lagging_sampler_on_two_ranks_is_the_one_of_one_rank(other_output, processes, tmp_path):
+    two = FinishedRun(other_output / "lagging", small_recipe(**LAGGING))
+    assert [line["sampler/policy_version"] for line in two.metrics] == [0, 0, 2, 2, 4, 4]
+    assert_same_run(two, train_small_run(tmp_path / "run", **LAGGING))
+
+
 def test_a_run_on_two_ranks_is_the_run_on_one(output, processes, tmp_path):
-    """Same rollouts, same draws; numbers to rounding."""
     two = FinishedRun(output / "run", small_recipe(**RUN))
-    one = train_small_run(tmp_path / "run", **RUN)
+    assert_same_run(two, train_small_run(tmp_path / "run", **RUN))
+
+
+def assert_same_run(two: FinishedRun, one: FinishedRun) -> None:
+    """Same rollouts, same draws; numbers to rounding."""
     assert len(two.metrics) == len(one.metrics) == 6
     for step in range(1, 7):
         for name in ("rollout_id", "group_id", "prompt_id", "completion_token_ids", "reward",

@@ -117,6 +117,28 @@ def test_two_ranks_sample_what_one_samples(one_rank, tmp_path):
     assert same >= 0.99 * total
 
 
+@pytest.mark.slow
+def test_servers_that_lag_sample_with_the_weights_of_the_last_push(tmp_path):
+    folder = train(
+        tmp_path / "lagging",
+        "sampling.backend=vllm_server",
+        "sampling.servers.launch=1",
+        f"sampling.servers.base_port={free_ports(1)[0]}",
+        "run.sync_every_steps=2",
+        "loss.behavior_logprobs=sampler",
+    )
+    gaps = largest_gaps(folder)
+    for step, (gap, pushed) in enumerate(zip(gaps, [0, 0, 2, 2, 4], strict=True), start=1):
+        rows = rollouts(folder, step)
+        assert {(row["policy_version"], row["policy_version_end"]) for row in rows} == {
+            (pushed,) * 2
+        }
+        assert all(
+            row["behavior_logprobs"] == row["sampler_logprobs"] for row in rows if row["kept"]
+        )
+        assert (gap <= LARGEST_GAP) == (pushed == step - 1), step
+
+
 def test_a_killed_server_ends_the_run_and_leaves_its_checkpoint(one_rank, tmp_path):
     """Until then the run over HTTP is the run in process; then nothing stays behind."""
     folder = tmp_path / "served"
