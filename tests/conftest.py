@@ -5,6 +5,9 @@ import os
 
 import pytest
 
+# The suite runs in one worker per core: a second thread in each would only get in the way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 pytest_plugins = "small_runs.fixtures"
 
 

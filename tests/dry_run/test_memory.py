@@ -231,6 +231,7 @@ def memory_benchmark():
     return benchmark
 
 
+@pytest.mark.slow
 def test_a_real_engine_takes_the_predicted_memory_within_ten_percent():
     benchmark = memory_benchmark()
     case = ("long", 0, "float32", 1, False, 512, 8, 256)
