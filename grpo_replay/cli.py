@@ -139,7 +139,7 @@ def inspect_buffer(
         int | None, typer.Option(min=0, help="Training step to show. Default: the last.")
     ] = None,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a figure: .png, .svg or .html.")
+        str | None, typer.Option(metavar="FILE", help="Write a figure: .png, .svg, .pdf or .html.")
     ] = None,
     show: Annotated[
         int | None, typer.Option(metavar="ROLLOUT_ID", help="Show one rollout and its history.")
@@ -150,6 +150,12 @@ def inspect_buffer(
             metavar="EXPR", help="List the matching rollouts: 'reward > 0 and age_steps > 3'."
         ),
     ] = None,
+    limit: Annotated[
+        int, typer.Option(min=1, help="With --where: the number of rollouts to list.")
+    ] = 20,
+    text: Annotated[
+        bool, typer.Option("--text", help="With --where: list the completions as well.")
+    ] = False,
     export: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Export the rollouts to .parquet, .jsonl or a folder."),
@@ -171,8 +177,8 @@ def inspect_buffer(
     from grpo_replay.commands.inspect_buffer import run
 
     code = run(
-        path, step, as_json=as_json, plot=plot, show=show, where=where, export=export,
-        verify=verify, changes=what_if or (),
+        path, step, as_json=as_json, plot=plot, show=show, where=where, limit=limit, text=text,
+        export=export, verify=verify, changes=what_if or (),
     )  # fmt: skip
     raise typer.Exit(code)
 

@@ -13,12 +13,13 @@ from grpo_replay.inspection import views
 from grpo_replay.inspection.compute import summarise
 from grpo_replay.inspection.export import export_rows
 from grpo_replay.inspection.life import read_life
-from grpo_replay.inspection.rows import RowSource, iter_rows, open_rows
+from grpo_replay.inspection.rows import RowSource, iter_rows, open_rows, sample_rollouts
 from grpo_replay.inspection.source import Source, open_source
 from grpo_replay.inspection.summary import Inspection
+from grpo_replay.inspection.views import LIST_ROWS
 from grpo_replay.inspection.what_if import what_if
 from grpo_replay.inspection.where import Filter, parse_where
-from grpo_replay.terminal.plot_style import check_plot_path
+from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
 
 def run(
@@ -28,6 +29,8 @@ def run(
     plot: str | None = None,
     show: int | None = None,
     where: str | None = None,
+    limit: int = LIST_ROWS,
+    text: bool = False,
     export: str | None = None,
     verify: bool = False,
     changes: Sequence[str] = (),
@@ -37,6 +40,8 @@ def run(
     Raises UsageError for options that cannot be combined, SnapshotError for invalid files.
     """
     _check_options(show, where, export, verify, changes, plot)
+    if where is None and (text or limit != LIST_ROWS):
+        raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
     source = open_source(path, step)
     console = Console(highlight=False)
     if verify:
@@ -46,7 +51,11 @@ def run(
     elif show is not None:
         _show(source, show, console, as_json)
     elif where is not None or export is not None:
-        _rows(source, where, export, console, as_json)
+        chosen = _chosen(source, where)
+        if export is not None:
+            _export(chosen, Path(export), where or "", console, as_json)
+        else:
+            _list(chosen, limit, text, console, as_json)
     else:
         _screen(source, plot, console, as_json)
     return 0
@@ -71,7 +80,7 @@ def _check_options(
     if len(used) > 1:
         raise UsageError(f"{' and '.join(used)} cannot be combined; use one at a time")
     if plot is not None:
-        check_plot_path(Path(plot), (".png", ".svg", ".html"))
+        check_plot_path(Path(plot), (*FIGURE_FORMATS, ".html"))
 
 
 def _print_json(document: Any) -> None:
@@ -81,7 +90,7 @@ def _print_json(document: Any) -> None:
 def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -> None:
     inspection = summarise(source)
     if plot is not None:
-        _plot(inspection, Path(plot))
+        _plot(source, inspection, Path(plot))
     if as_json:
         _print_json(views.inspection_document(inspection))
     elif plot is None:
@@ -90,11 +99,11 @@ def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -
         print_inspection(inspection, console)
 
 
-def _plot(inspection: Inspection, path: Path) -> None:
+def _plot(source: Source, inspection: Inspection, path: Path) -> None:
     if path.suffix.lower() == ".html":
         from grpo_replay.inspection.page import write_page
 
-        write_page(inspection, path)
+        write_page(inspection, sample_rollouts(source), path)
     else:
         from grpo_replay.inspection.figures import plot_inspection
 
@@ -118,33 +127,51 @@ def _show(source: Source, rollout_id: int, console: Console, as_json: bool) -> N
         views.print_life(life, console)
 
 
-def _rows(
-    source: Source, where: str | None, export: str | None, console: Console, as_json: bool
-) -> None:
+def _chosen(source: Source, where: str | None) -> tuple[RowSource, Filter | None]:
     rows = open_rows(source)
-    chosen = None if where is None else parse_where(where, rows.schema)
-    if export is not None:
-        count = export_rows(rows, chosen, Path(export), where or "")
-        if as_json:
-            _print_json({"exported": count, "file": export})
-        else:
-            console.print(f"wrote {count:,} rollouts to {export}")
-        return
-    listed, total = _matches(rows, chosen)
+    return rows, None if where is None else parse_where(where, rows.schema)
+
+
+def _export(
+    chosen: tuple[RowSource, Filter | None],
+    path: Path,
+    where: str,
+    console: Console,
+    as_json: bool,
+) -> None:
+    count = export_rows(*chosen, path, where)
+    if as_json:
+        _print_json({"exported": count, "file": str(path)})
+    else:
+        console.print(f"wrote {count:,} rollouts to {path}")
+
+
+def _list(
+    chosen: tuple[RowSource, Filter | None],
+    limit: int,
+    text: bool,
+    console: Console,
+    as_json: bool,
+) -> None:
+    names = (*views.LISTED, "completion_text") if text else views.LISTED
+    if text and "completion_text" not in chosen[0].schema.names:
+        raise UsageError("--text needs a run directory: a snapshot holds no texts")
+    columns = [name for name in names if name in chosen[0].schema.names]
+    listed, total = _matches(*chosen, columns, limit)
     if as_json:
         _print_json({"matches": total, "rollouts": listed})
     else:
         views.print_list(listed, total, console)
 
 
-def _matches(rows: RowSource, chosen: Filter | None) -> tuple[list[dict[str, Any]], int]:
+def _matches(
+    rows: RowSource, chosen: Filter | None, columns: Sequence[str], limit: int
+) -> tuple[list[dict[str, Any]], int]:
     """The first matching rows, and the number of all matching rows."""
-    columns = [name for name in views.LISTED if name in rows.schema.names]
     listed: list[dict[str, Any]] = []
     total = 0
     for table in iter_rows(rows, columns, chosen):
-        if len(listed) < views.LIST_ROWS:
-            listed.extend(table.slice(0, views.LIST_ROWS - len(listed)).to_pylist())
+        listed.extend(table.slice(0, limit - len(listed)).to_pylist())
         total += table.num_rows
     return listed, total
 

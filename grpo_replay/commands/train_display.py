@@ -1,15 +1,17 @@
 """The terminal display of a training run: a live progress line, and tables at the end."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from grpo_replay.evaluation.report import EvaluationReport
@@ -31,6 +33,8 @@ class Display:
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None: ...
 
     def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
     def on_notice(self, text: str) -> None: ...
 
@@ -86,6 +90,9 @@ class RunDisplay(Display):
         self._progress.update(
             self._task, description="step", total=self._steps, completed=state.step, line=""
         )
+
+    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._console.print(samples_table(step, rows))
 
     def on_notice(self, text: str) -> None:
         self._console.print(f"note: {text}", highlight=False, soft_wrap=True)
@@ -154,6 +161,32 @@ def _print_staleness(run_dir: Path, out: Console) -> None:
     panel = staleness_panel(summarise(open_source(str(run_dir), None)))
     if panel is not None:
         out.print(panel)
+
+
+def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Prompts, completions and rewards; long texts are shortened in the middle."""
+    table = Table(title=f"samples of step {step}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("rollout", justify="right")
+    table.add_column("prompt", ratio=1)
+    table.add_column("completion", ratio=2)
+    table.add_column("reward", justify="right")
+    table.add_column("verdict")
+    for row in rows:
+        table.add_row(
+            str(row["rollout_id"]),
+            Text(shortened(row["prompt"])),
+            Text(shortened(row["completion"])),
+            f"{row['reward']:+.2f}",
+            row["verdict"],
+        )
+    return table
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    """The text on one line, without control characters; its middle left out beyond `limit`."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    half = limit // 2
+    return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
 
 
 def describe_run(recipe: "Recipe", run_dir: Path, step: int) -> str:

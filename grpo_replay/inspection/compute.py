@@ -161,7 +161,22 @@ def _occupancy(
         expected_rollouts=expected,
         evicted_by_age=facts.get("evicted_by_age"),
         evicted_by_capacity=facts.get("evicted_by_capacity"),
+        limits=occupancy_limits(log, settings, step),
     )
+
+
+def occupancy_limits(
+    log: RolloutColumns, settings: ReplaySection, step: int
+) -> tuple[tuple[int, int], ...]:
+    """(step, rollouts that capacity and age limit let a buffer hold after it), for every step."""
+    horizon = settings.max_age_steps
+    if horizon is None or not settings.replays or not len(log):
+        return ()
+    births = np.bincount(log.birth_step[log.kept], minlength=step + 1)
+    total = np.cumsum(births)
+    held = total - np.concatenate([np.zeros(horizon, total.dtype), total])[: len(total)]
+    limits = np.minimum(held, settings.capacity_rollouts)
+    return tuple((at, int(limits[at])) for at in range(1, step + 1))
 
 
 def staleness_rows(stored_ages: np.ndarray, replayed_ages: np.ndarray) -> tuple[StalenessRow, ...]:

@@ -1,4 +1,7 @@
-"""Figures of an inspection: one panel per question, as wide as one column of a paper."""
+"""Figures of an inspection: one panel per question, as wide as one column of a paper.
+
+Curves over training are in `trend_figures`.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.inspection.summary import CountRow, Inspection
+from grpo_replay.inspection.trend_figures import trend_panels
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,
@@ -14,7 +18,9 @@ from grpo_replay.terminal.plot_style import (
     REPLAYED,
     STORED,
     figure_style,
+    legend_above,
     save_figure,
+    whole_numbers,
 )
 
 Drawing = Callable[[Any, Inspection], None]
@@ -29,20 +35,18 @@ def panels_of(inspection: Inspection) -> dict[str, Drawing]:
         found["Staleness"] = draw_staleness
     if inspection.abs_advantage:
         found["|Advantage|"] = draw_magnitude
-    if inspection.times_used or inspection.last_use:
-        found["Reuse"] = draw_reuse
+    if inspection.times_used or inspection.uses_over_run:
+        found["Uses of a rollout"] = draw_uses
+    if inspection.last_use:
+        found["Steps since last use"] = draw_last_use
     if any(age > 0 for age in inspection.by_age):
         found["Clip fraction by age"] = draw_clipping
         found["Policy shift by age"] = draw_kl
-    if "buffer/rollouts" in inspection.trends and inspection.replays:
-        found["Occupancy over training"] = draw_occupancy
-    if "replay/clip_fraction" in inspection.trends:
-        found["Clip fraction over training"] = draw_clip_trend
-    return found
+    return found | trend_panels(inspection)
 
 
 def plot_inspection(inspection: Inspection, path: Path) -> None:
-    """All panels stacked in one PNG or SVG figure. Raises UsageError for another extension."""
+    """All panels stacked in one PNG, SVG or PDF figure. Raises UsageError for another extension."""
     drawings = panels_of(inspection)
     with figure_style() as figure_class:
         rows = max(1, len(drawings))
@@ -53,7 +57,14 @@ def plot_inspection(inspection: Inspection, path: Path) -> None:
         for axis, (title, draw) in zip(axes, drawings.items(), strict=False):
             draw(axis, inspection)
             axis.set_title(title)
+        figure.suptitle(title_of(inspection), fontsize=7.5, color=GREY)
         save_figure(figure, path)
+
+
+def title_of(inspection: Inspection) -> str:
+    """The run and the step that a figure shows."""
+    place = Path(inspection.path).resolve()
+    return f"{inspection.recipe_name or place.name} · {place.name} · step {inspection.step}"
 
 
 def panel_svg(inspection: Inspection, title: str, draw: Drawing) -> str:
@@ -100,7 +111,7 @@ def draw_staleness(axes: Any, inspection: Inspection) -> None:
         )
         axes.set_xlim(-0.6, 1.08 * max(limit, ages.max()) + 0.8)
     axes.set_xlabel("age (training steps)")
-    _whole_numbers(axes.xaxis)
+    whole_numbers(axes.xaxis)
 
 
 def _paired(
@@ -115,7 +126,7 @@ def _paired(
             share = 100 * counts / counts.sum()
             axes.bar(places + side * width / 2, share, width, color=colour, label=label)
     axes.set_ylabel("rollouts (%)")
-    _legend_above(axes)
+    legend_above(axes)
 
 
 def _short_count(count: int) -> str:
@@ -124,19 +135,6 @@ def _short_count(count: int) -> str:
         if count >= limit:
             return f"{count / limit:.3g}{unit}"
     return str(count)
-
-
-def _legend_above(axes: Any) -> None:
-    """A legend next to the title, where it does not cover data."""
-    axes.legend(
-        loc="lower right",
-        bbox_to_anchor=(1.0, 0.98),
-        ncols=3,
-        borderaxespad=0,
-        handlelength=1.0,
-        columnspacing=1.0,
-        handletextpad=0.4,
-    )
 
 
 def draw_magnitude(axes: Any, inspection: Inspection) -> None:
@@ -153,33 +151,33 @@ def draw_magnitude(axes: Any, inspection: Inspection) -> None:
     axes.set_xlabel("|advantage|" if single else "|advantage| (middle of bin)")
 
 
-def draw_reuse(axes: Any, inspection: Inspection) -> None:
-    """Shares of rollouts by number of uses over the run, and of draws by steps since last use.
+def draw_uses(axes: Any, inspection: Inspection) -> None:
+    """Shares of rollouts by number of uses over the run. A snapshot without its run shows how often
+    the stored rollouts were drawn."""
+    run = inspection.uses_over_run
+    counts = _capped(inspection.times_used if run is None else run.counts)
+    _shares(axes, counts, STORED)
+    axes.set_xlabel("draws of a stored rollout" if run is None else "uses over the run")
+    axes.set_ylabel("rollouts (%)")
+    if run is not None:
+        axes.set_title(f"mean {run.mean:.2f}", loc="right", fontsize=6.5, fontweight="normal")
 
-    A snapshot without its run shows how often the stored rollouts were drawn instead.
-    """
-    run, last_use = inspection.uses_over_run, inspection.last_use
-    name = "draws of stored" if run is None else "uses over the run"
-    series = [(name, inspection.times_used if run is None else run.counts, 0, STORED, -1)]
-    if last_use is not None:
-        series.append(("steps since last use", last_use.gaps, last_use.new, REPLAYED, 1))
-    counts_of = {name: _capped(rows) for name, rows, *_ in series}
-    labels = list(dict.fromkeys(label for counts in counts_of.values() for label in counts))
-    labels.sort(key=lambda label: int(label.rstrip("+")))
-    places = np.arange(len(labels))
-    for name, _, extra, colour, side in series:
-        counts = counts_of[name]
-        total = sum(counts.values()) + extra
-        shares = [100 * counts.get(label, 0) / total if total else 0 for label in labels]
-        axes.bar(places + side * 0.21, shares, 0.42, color=colour, label=name)
-        if extra:
-            axes.bar(len(labels) + 0.21, 100 * extra / total, 0.42, color=colour)
-    new = last_use.new if last_use else 0
-    ticks = [*labels, "new"] if new else labels
-    axes.set_xticks(np.arange(len(ticks)), ticks)
-    axes.set_xlabel("uses, or training steps")
-    axes.set_ylabel("share (%)")
-    _legend_above(axes)
+
+def draw_last_use(axes: Any, inspection: Inspection) -> None:
+    """Shares of draws by training steps since the previous use (paper B); `new` are first uses."""
+    last_use = inspection.last_use
+    assert last_use is not None
+    counts = _capped(last_use.gaps)
+    if last_use.new:
+        counts["new"] = last_use.new
+    _shares(axes, counts, REPLAYED)
+    axes.set_xlabel("training steps since the previous use")
+    axes.set_ylabel("draws (%)")
+
+
+def _shares(axes: Any, counts: dict[str, int], colour: str) -> None:
+    total = max(1, sum(counts.values()))
+    axes.bar(list(counts), [100 * count / total for count in counts.values()], 0.7, color=colour)
 
 
 def _capped(rows: Sequence[CountRow], limit: int = 9) -> dict[str, int]:
@@ -212,52 +210,5 @@ def _by_age(axes: Any, inspection: Inspection, value: Callable[[Any], float], la
     axes.set_ylim(bottom=0)
     axes.set_xlabel("age at use (training steps)")
     axes.set_ylabel(label)
-    _whole_numbers(axes.xaxis)
-    _legend_above(axes)
-
-
-def draw_occupancy(axes: Any, inspection: Inspection) -> None:
-    steps, stored = zip(*inspection.trends["buffer/rollouts"], strict=True)
-    axes.plot(steps, stored, color=STORED, label="stored")
-    capacity = inspection.occupancy.capacity_rollouts
-    expected = inspection.occupancy.expected_rollouts
-    if capacity is not None and capacity <= 2 * max(stored):
-        axes.axhline(capacity, color=GREY, linestyle=":", linewidth=0.9, label="capacity")
-    if expected is not None and inspection.settings["max_age_steps"] is not None:
-        axes.axhline(expected, color=REPLAYED, linestyle="--", linewidth=0.9, label="expected")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("rollouts")
-    _whole_numbers(axes.xaxis)
-    _legend_above(axes)
-
-
-def draw_clip_trend(axes: Any, inspection: Inspection) -> None:
-    for name, label, colour in (
-        ("fresh/clip_fraction", "fresh", FRESH),
-        ("replay/clip_fraction", "replayed", REPLAYED),
-    ):
-        if name in inspection.trends:
-            steps, values = zip(*inspection.trends[name], strict=True)
-            axes.plot(steps, 100 * np.array(values), color=colour, alpha=0.3, linewidth=0.7)
-            window = max(1, len(values) // 12)
-            axes.plot(steps, 100 * _smooth(np.array(values), window), color=colour, label=label)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("training step")
-    axes.set_ylabel("clipped tokens (%)")
-    _whole_numbers(axes.xaxis)
-    _legend_above(axes)
-
-
-def _smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Moving mean over `window` values on either side, fewer at the ends."""
-    sums = np.append(0.0, np.cumsum(values))
-    low = np.maximum(np.arange(len(values)) - window, 0)
-    high = np.minimum(np.arange(len(values)) + window + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
-
-
-def _whole_numbers(axis: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    whole_numbers(axes.xaxis)
+    legend_above(axes)

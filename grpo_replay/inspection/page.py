@@ -3,32 +3,39 @@
 The layout is the Jinja2 template `page.html`. It escapes every text that comes from the run.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from grpo_replay.inspection.figures import panel_svg, panels_of
+from grpo_replay.inspection.figures import panel_svg, panels_of, title_of
 from grpo_replay.inspection.panels import TREND_LABELS, describe_settings
 from grpo_replay.inspection.summary import Inspection, first_and_last, plural
+from grpo_replay.terminal.bars import sparkline
 
 _CAPTIONS = {
     "Staleness": "Age of the stored rollouts, and age at use of all replayed rollouts.",
     "|Advantage|": "All survivors of the run, and those that were replayed.",
-    "Reuse": "Draws per stored rollout, and training steps since the previous use.",
+    "Uses of a rollout": "How often each survivor of the run was trained on, gone ones included.",
+    "Steps since last use": "At every draw, the training steps since the rollout was last used.",
     "Clip fraction by age": "Share of tokens whose gradient was removed by clipping.",
     "Policy shift by age": "KL divergence from the policy that sampled the rollout.",
-    "Occupancy over training": "Rollouts stored, and the number expected from the age limit.",
+    "Occupancy over training": "Rollouts stored, and the most that capacity and age limit allowed.",
     "Clip fraction over training": "A rising curve means that the policy moves away from stored "
     "rollouts faster than before.",
+    "Reward over training": "Mean reward of the rollouts generated in each step.",
+    "Entropy over training": "Entropy of the next-token distribution on trained tokens. A sudden "
+    "fall is a collapse.",
 }
 
 
-def write_page(inspection: Inspection, path: Path) -> None:
-    path.write_text(render_page(inspection), encoding="utf-8")
+def write_page(inspection: Inspection, samples: Sequence[Mapping[str, Any]], path: Path) -> None:
+    path.write_text(render_page(inspection, samples), encoding="utf-8")
 
 
-def render_page(inspection: Inspection) -> str:
-    """The page as HTML."""
+def render_page(inspection: Inspection, samples: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The page as HTML. `samples` are rollouts of the last step (`rows.sample_rollouts`)."""
     environment = Environment(
         loader=PackageLoader("grpo_replay", "inspection"),
         autoescape=True,
@@ -39,7 +46,8 @@ def render_page(inspection: Inspection) -> str:
     environment.filters["number"] = _number
     return environment.get_template("page.html").render(
         inspection=inspection,
-        title=f"{inspection.recipe_name or Path(inspection.path).name} · step {inspection.step}",
+        samples=samples,
+        title=title_of(inspection),
         settings=describe_settings(inspection),
         units=plural(inspection.draw_law.unit),
         figures=[
@@ -51,7 +59,12 @@ def render_page(inspection: Inspection) -> str:
             for title, draw in panels_of(inspection).items()
         ],
         trends=[
-            (TREND_LABELS[name], *first_and_last(points), max(value for _, value in points))
+            (
+                TREND_LABELS[name],
+                *first_and_last(points),
+                max(value for _, value in points),
+                sparkline([value for _, value in points], 40),
+            )
             for name, points in inspection.trends.items()
         ],
     )

@@ -122,6 +122,17 @@ def iter_rows(
                 yield table.select(list(columns))
 
 
+def sample_rollouts(source: Source, count: int = 6) -> list[dict]:
+    """Evenly spaced rollouts of the last step, with their texts; empty without a rollout log."""
+    if not source.rollout_files:
+        return []
+    names = ("rollout_id", "prompt_id", "completion_text", "reward", "advantage", "verdict")
+    batches = list(iter_columns(source.rollout_files[-1][1], "rollouts", names))
+    rows = pa.Table.from_batches(batches).select(list(names))
+    places = np.linspace(0, rows.num_rows - 1, min(count, rows.num_rows)).round().astype(int)
+    return rows.take(places).to_pylist()
+
+
 def _column(rows: RowSource, batch: pa.RecordBatch, name: str) -> pa.Array:
     derived = rows.derived.get(name)
     if derived is None:

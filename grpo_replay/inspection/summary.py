@@ -23,6 +23,8 @@ class Occupancy:
     expected_rollouts: float | None  # min(capacity, τ_max·B'); None if unknown
     evicted_by_age: int | None
     evicted_by_capacity: int | None
+    limits: tuple[tuple[int, int], ...]
+    """(step, min(capacity, survivors of the last τ_max steps)); empty without a log or τ_max."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from grpo_replay.inspection.life import Life
 from grpo_replay.inspection.summary import Inspection
@@ -107,7 +108,10 @@ def _cell(
 
 
 def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) -> None:
-    """The first rows that pass a filter, and the number of all that do."""
+    """The first rows that pass a filter, and the number of all that do. Completions follow the
+    table, because they may be long."""
+    texts = [(row["rollout_id"], row.get("completion_text")) for row in rows]
+    rows = [{k: v for k, v in row.items() if k != "completion_text"} for row in rows]
     if rows:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in rows[0]:
@@ -115,8 +119,17 @@ def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) 
         for row in rows:
             table.add_row(*(_short(value) for value in row.values()))
         console.print(table)
+    for rollout_id, text in texts:
+        if text is not None:
+            console.print(Text.assemble((f"{rollout_id}  ", "bold"), printable(text)))
     shown = f"; the first {len(rows)} are shown" if total > len(rows) else ""
     console.print(f"{total:,} rollouts match{shown}")
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than newlines replaced, so that none reaches the
+    terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _short(value: Any) -> str:

@@ -84,5 +84,10 @@ class TrackingSection(Section):
     """Project name at W&B and trackio."""
     run_name: str | None = None
     """Run name at the trackers. The name of the output directory if null."""
+    samples: Annotated[int, Field(ge=0)] = 2
+    """Number of completions shown with their reward, in the terminal and as a table in every
+    tracker. 0 shows none."""
+    samples_every_steps: Positive = 50
+    """Show completions every so many steps, and after the first and the last."""
     log_rollouts: bool = True
     """Write rollouts/ and draws/."""

@@ -2,7 +2,8 @@
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,10 @@ from grpo_replay.recipe import Recipe
 class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record the numbers of a step. Values that are None are skipped."""
+        ...
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Record some completions of a step as a table. All rows have the same keys."""
         ...
 
     def close(self) -> None: ...
@@ -30,27 +35,55 @@ class TensorBoardTracker:
             if isinstance(value, int | float) and name != "step":
                 self._writer.add_scalar(name, value, step)
 
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        head = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
+        lines = [*head, *(" | ".join(map(_markdown_cell, row.values())) for row in rows)]
+        self._writer.add_text("samples", "\n".join(f"| {line} |" for line in lines), step)
+
     def close(self) -> None:
         self._writer.close()
 
 
-class HostedTracker:
-    """W&B or trackio. Both have the same functions that we call."""
+def _markdown_cell(value: Any) -> str:
+    """The value in a cell: fenced, on one line, without the sign that ends a cell."""
+    text = " ".join(str(value).split()).replace("`", "'").replace("|", "¦")
+    return f"`{text}`" if isinstance(value, str) else text
 
-    def __init__(self, module: Any, recipe: Recipe, run_name: str) -> None:
-        self._module = module
-        module.init(
+
+class HostedTracker:
+    """W&B or trackio, which have the same functions. A resumed run continues its own record there:
+    W&B knows it by the id that the run directory keeps, trackio by its name."""
+
+    def __init__(self, name: str, recipe: Recipe, run_dir: Path) -> None:
+        self._module = importlib.import_module(name)
+        known = {"id": _run_id(run_dir / f"{name}_id")} if name == "wandb" else {}
+        self._module.init(
             project=recipe.tracking.project,
-            name=recipe.tracking.run_name or run_name,
+            name=recipe.tracking.run_name or run_dir.name,
             config=recipe.model_dump(mode="json"),
+            resume="allow",
+            **known,
         )
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         numbers = {k: v for k, v in metrics.items() if v is not None and k != "step"}
         self._module.log(numbers, step=step)
 
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        import pandas
+
+        table = self._module.Table(dataframe=pandas.DataFrame(rows))
+        self._module.log({"samples": table}, step=step)
+
     def close(self) -> None:
         self._module.finish()
+
+
+def _run_id(file: Path) -> str:
+    """The id in the file, chosen at the first attempt."""
+    if not file.exists():
+        file.write_text(secrets.token_hex(8))
+    return file.read_text()
 
 
 def missing_trackers(recipe: Recipe) -> list[str]:
@@ -70,5 +103,5 @@ def open_trackers(recipe: Recipe, run_dir: Path, first_step: int) -> list[Tracke
         if name == "tensorboard":
             trackers.append(TensorBoardTracker(run_dir / "tensorboard", first_step))
             continue
-        trackers.append(HostedTracker(importlib.import_module(name), recipe, run_dir.name))
+        trackers.append(HostedTracker(name, recipe, run_dir))
     return trackers

@@ -21,6 +21,9 @@ FRESH = "#009E73"
 WARN = "#D55E00"
 GREY = "#6F6F6F"
 
+FIGURE_FORMATS = (".png", ".svg", ".pdf")
+_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # equal runs, equal files
+
 _SETTINGS: "dict[RcKeyType, Any]" = {
     "font.family": "DejaVu Sans",
     "font.size": 7,
@@ -66,12 +69,12 @@ def figure_style() -> "Iterator[type[Figure]]":
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure as PNG (300 dpi) or SVG, depending on the file extension.
+    """Write a figure as PNG (300 dpi), SVG or PDF, depending on the file extension.
 
     Raises UsageError for another extension, or if the folder does not exist.
     """
-    check_plot_path(path, (".png", ".svg"))
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+    check_plot_path(path, FIGURE_FORMATS)
+    metadata = _UNDATED.get(path.suffix.lower())
     figure.savefig(path, metadata=metadata)
 
 
@@ -81,3 +84,23 @@ def check_plot_path(path: Path, extensions: tuple[str, ...]) -> None:
         raise UsageError(f"--plot {path}: the file must end in {', '.join(extensions)}")
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: folder {path.parent} does not exist; create it first")
+
+
+def legend_above(axes: Any) -> None:
+    """A legend next to the title, where it does not cover data."""
+    axes.legend(
+        loc="lower right",
+        bbox_to_anchor=(1.0, 0.98),
+        ncols=3,
+        borderaxespad=0,
+        handlelength=1.0,
+        columnspacing=1.0,
+        handletextpad=0.4,
+    )
+
+
+def whole_numbers(axis: Any) -> None:
+    """Ticks at whole numbers, at most eight."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins=8))

@@ -1,6 +1,6 @@
 """Progress events of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,10 @@ class Observer(Protocol):
     def on_evaluation(self, step: int, report: EvaluationReport) -> None: ...
 
     def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Some completions of the step (`samples.sample_rows`)."""
+        ...
 
     def on_notice(self, text: str) -> None:
         """A message for the user."""

@@ -22,6 +22,7 @@ from grpo_replay.training.model_card import model_card
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.opening import OpenedRun, RunOpener
 from grpo_replay.training.run_evaluation import RunEvaluation
+from grpo_replay.training.samples import sample_rows, samples_are_due
 from grpo_replay.training.stop_grace import grace_seconds, notice_of_grace
 from grpo_replay.training.summary import summarise_run
 from grpo_replay.training.trainer import Trainer
@@ -122,9 +123,18 @@ class Run:
         for tracker in self.trackers:
             tracker.log(metrics["step"], metrics)
         self.observer.on_step(metrics)
+        if samples_are_due(self.recipe, metrics["step"]):
+            self._show_samples(metrics["step"])
         for notice in self.trainer.notices:
             self._notify(notice)
         self.trainer.notices.clear()
+
+    def _show_samples(self, step: int) -> None:
+        count, tokenizer = self.recipe.tracking.samples, self.trainer.parts.tokenizer
+        rows = sample_rows(self.trainer.generated, count, tokenizer)
+        for tracker in self.trackers:
+            tracker.log_samples(step, rows)
+        self.observer.on_samples(step, rows)
 
     def _notify(self, notice: str) -> None:
         logger.warning(notice)

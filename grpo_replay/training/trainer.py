@@ -78,6 +78,7 @@ class Trainer:
         self.recipe = parts.recipe
         self.comm = parts.comm
         self.buffer = parts.buffer
+        self.generated: Sequence[Rollout] = ()  # of the last step, on rank 0
         self.state = state
         self.notices: list[str] = []  # messages for the user; the caller shows and clears them
         self._clock = Stopwatch()
@@ -99,6 +100,7 @@ class Trainer:
         if not self.comm.is_main:
             return {}
         assert gap is not None
+        self.generated = generated
         record = StepRecord(step, generated, fresh, gap, batch, results, outcomes)
         self._warn_if_capacity_binds(step)
         if self.recipe.tracking.log_rollouts:

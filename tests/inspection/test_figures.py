@@ -1,5 +1,6 @@
 """Figures and the HTML page: complete, self-contained, without console errors in a browser."""
 
+import html
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.inspection.compute import summarise
 from grpo_replay.inspection.figures import panels_of
 from grpo_replay.inspection.page import render_page
+from grpo_replay.inspection.rows import sample_rollouts
 from grpo_replay.inspection.source import open_source
 
 
@@ -45,8 +47,43 @@ def test_svg_has_live_text_with_units(runs, tmp_path):
 
 def test_only_panels_with_data_are_drawn(runs):
     ours = summarise(open_source(runs["ours"]))
-    assert len(panels_of(ours)) == 7
-    assert list(panels_of(summarise(open_source(runs["grpo"])))) == []
+    assert len(panels_of(ours)) == 9
+    assert list(panels_of(summarise(open_source(runs["grpo"])))) == [
+        "Uses of a rollout", "Clip fraction over training", "Reward over training",
+    ]  # fmt: skip
+
+
+def test_every_figure_names_the_run_and_the_step(runs, tmp_path):
+    path = tmp_path / "figure.svg"
+    run(str(runs["ours"]), plot=str(path))
+    assert "synthetic-ours · ours · step 24" in path.read_text()
+    assert "synthetic-ours · ours · step 24" in render_page(summarise(open_source(runs["ours"])))
+
+
+def test_equal_runs_give_equal_pdfs(runs, tmp_path):
+    for name in ("one.pdf", "other.pdf"):
+        run(str(runs["ours"]), plot=str(tmp_path / name))
+    one = (tmp_path / "one.pdf").read_bytes()
+    assert one.startswith(b"%PDF") and one == (tmp_path / "other.pdf").read_bytes()
+
+
+@pytest.mark.parametrize("preset", ["ours", "uniform", "group_std"])
+def test_a_healthy_buffer_stays_on_the_line_of_its_limit(runs, preset):
+    inspection = summarise(open_source(runs[preset]))
+    stored, limits = dict(inspection.trends["buffer/rollouts"]), dict(inspection.occupancy.limits)
+    assert len(limits) == 24 and {step: limits[step] for step in stored} == stored
+
+
+def test_the_page_shows_rollouts_of_the_last_step_as_text(runs, tmp_path):
+    path = tmp_path / "page.html"
+    run(str(runs["ours"]), plot=str(path))
+    page = path.read_text()
+    rows = sample_rollouts(open_source(runs["ours"]))
+    assert page.count("<details>") == len(rows) == 6
+    assert len({row["rollout_id"] for row in rows}) == 6
+    for row in rows:
+        assert f"rollout {row['rollout_id']} ·" in page
+        assert html.escape(row["completion_text"]) in page
 
 
 def test_the_page_has_the_numbers_of_every_table(runs):
@@ -71,7 +108,7 @@ def test_the_page_has_the_numbers_of_every_table(runs):
 
 def test_the_page_loads_no_external_resource(runs):
     page = render_page(summarise(open_source(runs["ours"])))
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 9
     # XML namespace names are not loaded.
     links = re.findall(r'(?:src|href|xlink:href)\s*=\s*"([^"#][^"]*)"', page)
     assert set(links) <= {"data:,"}

@@ -1,11 +1,16 @@
 """The filter language: selected rows, errors and their positions."""
 
+import json
+
 import by_hand
 import pytest
+from rich.console import Console
 
+from grpo_replay.commands.inspect_buffer import run as inspect_run
 from grpo_replay.errors import UsageError
 from grpo_replay.inspection.rows import iter_rows, open_rows
 from grpo_replay.inspection.source import open_source
+from grpo_replay.inspection.views import print_list
 from grpo_replay.inspection.where import parse_where
 
 
@@ -120,3 +125,28 @@ def test_a_snapshot_can_be_filtered_by_its_own_columns(runs):
     assert 0 < len(expected) < len(stored)
     with pytest.raises(UsageError, match="no column 'completion_text'"):
         parse_where("completion_text contains 'x'", rows.schema)
+
+
+def test_a_list_has_as_many_rollouts_as_asked_for_and_their_texts(runs, plain, capsys):
+    inspect_run(str(runs["ours"]), where="reward = 1", limit=3, text=True)
+    shown = capsys.readouterr().out
+    matching = [row for row in plain if row["reward"] == 1]
+    for row in matching[:3]:
+        assert f"{row['rollout_id']}  {row['completion_text']}" in shown
+    assert f"{len(matching):,} rollouts match; the first 3 are shown" in shown
+    inspect_run(str(runs["ours"]), where="reward = 1", limit=len(matching), as_json=True)
+    assert len(json.loads(capsys.readouterr().out)["rollouts"]) == len(matching)
+
+
+def test_a_limit_without_a_filter_and_texts_of_a_snapshot_are_refused(runs):
+    with pytest.raises(UsageError, match="--limit and --text choose what --where lists"):
+        inspect_run(str(runs["ours"]), limit=3)
+    snapshot = next(runs["ours"].glob("checkpoints/*/buffer.parquet"))
+    with pytest.raises(UsageError, match="--text needs a run directory"):
+        inspect_run(str(snapshot), where="reward = 1", text=True)
+
+
+def test_what_a_completion_writes_to_the_terminal_is_text(capsys):
+    row = {"rollout_id": 7, "completion_text": "[bold]x[/a] \x1b[31mred"}
+    print_list([row], 1, Console(force_terminal=True, color_system=None, width=80))
+    assert "7  [bold]x[/a] �[31mred" in capsys.readouterr().out

@@ -1,0 +1,39 @@
+"""What reaches the hosted trackers, and that a resumed run continues there."""
+
+import sys
+import types
+
+from small_runs.trained import small_recipe
+
+from grpo_replay.storage.tracking import open_trackers
+
+
+def recorded(monkeypatch, name: str) -> list:
+    calls: list = []
+    module = types.ModuleType(name)
+    module.init = lambda **words: calls.append(("init", words))
+    module.log = lambda values, step: calls.append(("log", step, values))
+    module.Table = lambda dataframe: ("table", dataframe.to_dict("records"))
+    module.finish = lambda: calls.append(("finish",))
+    monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+def test_a_resumed_run_has_the_same_id_at_wandb_and_another_run_another(tmp_path, monkeypatch):
+    calls = recorded(monkeypatch, "wandb")
+    recipe = small_recipe(tracking={"report_to": ["wandb"]})
+    for name in ("one", "one", "two"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        open_trackers(recipe, tmp_path / name, 1)
+    ids = [words["id"] for _, words in calls]
+    assert ids[0] == ids[1] != ids[2]
+    assert {words["resume"] for _, words in calls} == {"allow"}
+
+
+def test_samples_reach_a_hosted_tracker_as_a_table(tmp_path, monkeypatch):
+    calls = recorded(monkeypatch, "trackio")
+    (tracker,) = open_trackers(small_recipe(tracking={"report_to": ["trackio"]}), tmp_path, 1)
+    rows = [{"rollout_id": 3, "completion": "x"}]
+    tracker.log_samples(5, rows)
+    assert calls[1] == ("log", 5, {"samples": ("table", rows)})
+    assert "id" not in calls[0][1]

@@ -1,0 +1,67 @@
+"""Completions shown while a run trains."""
+
+from small_runs.trained import FinishedRun, small_recipe
+
+from grpo_replay.commands.train_display import samples_table, shortened
+from grpo_replay.training.run import run_training
+from grpo_replay.training.samples import samples_are_due
+
+
+class Watcher:
+    """An observer that keeps the samples."""
+
+    def __init__(self) -> None:
+        self.samples = {}
+
+    def on_samples(self, step, rows):
+        self.samples[step] = rows
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+def test_samples_are_due_after_the_first_the_last_and_every_nth_step():
+    recipe = small_recipe(run={"steps": 7}, tracking={"samples_every_steps": 3})
+    assert [step for step in range(1, 8) if samples_are_due(recipe, step)] == [1, 3, 6, 7]
+    off = small_recipe(run={"steps": 7}, tracking={"samples": 0})
+    assert not any(samples_are_due(off, step) for step in range(1, 8))
+
+
+def test_a_run_shows_rollouts_of_the_step_and_tensorboard_has_them(tmp_path, processes):
+    watcher = Watcher()
+    recipe = small_recipe(
+        run={"steps": 4},
+        tracking={"samples": 3, "samples_every_steps": 2, "report_to": ["tensorboard"]},
+    )
+    run_training(recipe, tmp_path / "run", False, watcher)
+    run = FinishedRun(tmp_path / "run", recipe)
+    assert list(watcher.samples) == [1, 2, 4]
+    for step, rows in watcher.samples.items():
+        logged = {row["rollout_id"]: row for row in run.rollouts(step)}
+        assert len(rows) == 3
+        for row in rows:
+            of_file = logged[row["rollout_id"]]
+            assert row["completion"] == of_file["completion_text"]
+            assert (row["reward"], row["verdict"]) == (of_file["reward"], of_file["verdict"])
+            assert row["tokens"] == len(of_file["completion_token_ids"])
+            assert row["prompt"].endswith("=")
+    texts = text_events(run.path / "tensorboard")
+    assert len(texts) == 3 and watcher.samples[2][0]["completion"] in texts[1]
+
+
+def text_events(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = events.Tags()["tensors"]
+    assert tags == ["samples/text_summary"]
+    return [e.tensor_proto.string_val[0].decode() for e in events.Tensors(tags[0])]
+
+
+def test_long_and_hostile_texts_fit_on_a_line():
+    assert shortened("a\x1b[31m\nb") == "a [31m b"
+    assert len(shortened("x" * 10_000)) == 303
+    row = {"rollout_id": 1, "prompt": "[/a]", "completion": "[bold]", "reward": 1.0,
+           "verdict": "correct"}  # fmt: skip
+    assert samples_table(1, [row]).columns[2]._cells[0].plain == "[bold]"
