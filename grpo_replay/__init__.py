@@ -1,3 +1,3 @@
-"""GRPO post-training with rollout replay."""
+"""GRPO post-training with rollout replay. `grpo_replay.api` has the functions."""
 
 __version__ = "0.1.0"

@@ -85,6 +85,19 @@ def run(options: EvalOptions) -> int:
     return _run_evaluation(options, find_model(options.ckpt))
 
 
+def evaluate_in_process(options: EvalOptions) -> EvaluationReport:
+    """Evaluate on one rank and write the output, without printing."""
+    assert options.ckpt is not None and options.output is not None
+    source, output = find_model(options.ckpt), Path(options.output)
+    recipe = resolve_evaluation(options, source)
+    check_output(output)
+    prepare_rank(rank_environment())
+    report = _evaluate(recipe, source, output, world_size=1)
+    assert report is not None
+    write_output(report, output)
+    return report
+
+
 def _given(options: EvalOptions) -> list[str]:
     values = {name: getattr(options, field) for field, name in _EVALUATION_OPTIONS.items()}
     return [name for name, value in values.items() if value not in (None, (), [])]

@@ -1,0 +1,78 @@
+"""The examples of docs/api.md run, and print what they promise."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_replay.api import train
+from grpo_replay.errors import UsageError
+from grpo_replay.grpo.group import rollouts_of_group
+from grpo_replay.recipe import load_recipe
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+COMMANDS, LIBRARY = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def lines_of(code: str, folder: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_a_recipe_is_trained_evaluated_and_inspected_without_printing(tmp_path):
+    trained, accuracy, stored = lines_of(COMMANDS, tmp_path)
+    steps, replayed = map(int, trained.split())
+    assert steps == 6 and replayed > 0
+    assert 0 <= float(accuracy) <= 1
+    assert int(stored.partition(" ")[0]) > 0
+
+
+def test_the_buffer_works_in_another_trainer_and_loads_no_torch(tmp_path):
+    check = "\nimport sys\nprint(sorted({'torch', 'transformers', 'pyarrow'} & set(sys.modules)))"
+    counts, loaded = lines_of(LIBRARY + check, tmp_path)
+    assert counts == "20 4"  # five groups of four, the oldest four steps old
+    assert loaded == "[]"
+
+
+def group(**changes):
+    given = {
+        "first_rollout_id": 7, "group_id": 3, "prompt_id": "p", "step": 2,
+        "prompt_token_ids": [1], "completion_token_ids": [[4], [5, 6]],
+        "behavior_logprobs": [[-1.0], [-2.0, -3.0]], "rewards": [1.0, -1.0],
+    }  # fmt: skip
+    return rollouts_of_group(**given | changes)
+
+
+def test_a_group_has_its_advantages_and_consecutive_ids():
+    one, other = group()
+    assert (one.rollout_id, other.rollout_id, one.group_correct) == (7, 8, 1)
+    assert (one.advantage, other.advantage) == pytest.approx((1, -1), abs=2e-6)
+    assert other.behavior_logprobs.tolist() == [-2.0, -3.0]
+    assert other.completion_token_ids.dtype == np.int32
+    assert group(rewards=[1.0, 1.0]) == []
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rewards": [1.0]}, "2 completions, 2 arrays of log-probs, 1 rewards"),
+        ({"behavior_logprobs": [[-1.0], [-2.0]]}, "completion 1 has 2 tokens and 1 log-probs"),
+        ({"completion_token_ids": [[], [5, 6]], "behavior_logprobs": [[], [-2.0, -3.0]]},
+         "completion 0 has 0 tokens"),
+    ],
+)  # fmt: skip
+def test_a_group_whose_arrays_do_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        group(**changes)
+
+
+def test_several_ranks_need_the_command(tmp_path):
+    with pytest.raises(UsageError, match=r"num_processes 2: train\(\) is one process"):
+        train(load_recipe("tiny", ["engine.num_processes=2"]), tmp_path / "run")
