@@ -24,6 +24,7 @@ from grpo_replay.recipe import (
     find_recipe,
     parse_overrides,
     read_recipe_layer,
+    recipe_source,
     resolve_recipe,
 )
 
@@ -165,7 +166,8 @@ def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
     overrides = parse_overrides(options.overrides)
     if "path" in overrides.get("model", {}):
         raise UsageError("--set model.path: eval takes the model from --ckpt")
-    recipe = resolve_recipe([layer, overrides, _option_layer(options)], place)
+    layers = [layer, overrides, _option_layer(options)]
+    recipe = resolve_recipe(layers, (place, "--set", "the options of eval"))
     if not recipe.eval.benchmarks:
         raise UsageError(
             f"{place} names no benchmarks to evaluate: add --benchmark, such as --benchmark paper, "
@@ -190,7 +192,7 @@ def _recipe_layer(options: EvalOptions, source: ModelSource) -> tuple[str, dict[
     layer.setdefault("name", path.stem)
     if options.recipe is None and isinstance(layer.get("model"), dict):
         layer["model"].pop("tokenizer", None)  # a checkpoint has its own
-    return str(path), layer
+    return recipe_source(path), layer
 
 
 def _recipe_path(options: EvalOptions, source: ModelSource) -> Path | None:

@@ -23,9 +23,9 @@ from grpo_replay.recipe.layers import (
     load_recipe,
     parse_overrides,
     read_recipe_layer,
+    recipe_source,
     recipe_to_yaml,
     resolve_recipe,
-    shipped_recipes_folder,
 )
 from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.run_sections import (
@@ -35,6 +35,7 @@ from grpo_replay.recipe.run_sections import (
     TrackingSection,
 )
 from grpo_replay.recipe.sampling_sections import SamplingSection, ServersSection, VllmSection
+from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
 
 __all__ = [
     "BUILTIN_VERIFIERS",
@@ -62,7 +63,9 @@ __all__ = [
     "load_recipe",
     "parse_overrides",
     "read_recipe_layer",
+    "recipe_source",
     "recipe_to_yaml",
     "resolve_recipe",
+    "shipped_recipes",
     "shipped_recipes_folder",
 ]

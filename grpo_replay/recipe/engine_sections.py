@@ -59,7 +59,7 @@ class EngineSection(Section):
     """Keep the parameters in host memory (ZeRO 3, CUDA)."""
     logprob_chunk_tokens: Positive = 1024
     """Completion tokens whose logits are computed at once. Limits the memory of the output head."""
-    threads_per_process: Positive | None = None
+    threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch per rank. CPU cores divided by ranks if null."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Maximum wait in a collective before the run fails."""

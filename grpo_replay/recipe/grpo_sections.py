@@ -47,7 +47,7 @@ class ReplaySection(Section):
     """What one draw takes: a single rollout, or all stored rollouts of one prompt's group."""
     priority: Literal["abs_advantage", "uniform", "group_std"] = "abs_advantage"
     """Priority p of a rollout: |A|, 1 or σ_g. `abs_advantage` needs the rollout unit."""
-    priority_exponent: Annotated[float, Field(ge=0)] = 0.5
+    priority_exponent: Annotated[float, Field(ge=0, le=1000)] = 0.5
     """α of P ∝ p^α. 0 draws uniformly."""
     priority_epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """ε, added to |A| or σ_g."""

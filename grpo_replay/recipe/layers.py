@@ -1,6 +1,6 @@
 """Recipes from files, presets and `--set` overrides: find, read, merge, validate."""
 
-import re
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from pydantic import BaseModel, ValidationError
 from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.base import Section
 from grpo_replay.recipe.recipe import Recipe
+from grpo_replay.recipe.yaml_text import DEEPEST, is_number, is_text, parse_yaml, problem_of, shown
+from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
 
 _PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
 _PAPER_B = {"with_replacement": True, "drop_zero_variance": False}
@@ -52,27 +54,21 @@ REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
 `drop_zero_variance`, so that it is the baseline of any recipe."""
 
 
-def shipped_recipes_folder() -> Path:
-    """The folder of the recipes that ship with the package (wheel or checkout)."""
-    here = Path(__file__).resolve().parents[1]
-    inside = here / "recipes"
-    return inside if inside.is_dir() else here.parent / "recipes"
-
-
 def find_recipe(name_or_path: str) -> Path:
     """The file of a recipe, given its path or the name of a shipped recipe.
 
     Raises RecipeError, with the shipped names, if there is none.
     """
     path = Path(name_or_path)
-    if path.is_file():
-        return path
-    shipped = {file.stem: file for file in sorted(shipped_recipes_folder().glob("*.yaml"))}
+    with contextlib.suppress(OSError):  # a name that is too long for the file system
+        if path.is_file():
+            return path
+    shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
     hint = did_you_mean(name_or_path, shipped)
     raise RecipeError(
-        f"no recipe {name_or_path!r}: not a file and not a shipped recipe{hint}; "
+        f"no recipe {shown(name_or_path)}: not a file and not a shipped recipe{hint}; "
         f"shipped: {', '.join(shipped)}"
     )
 
@@ -82,17 +78,22 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     path = find_recipe(name_or_path)
     layer = read_recipe_layer(path)
     layer.setdefault("name", path.stem)
-    return resolve_recipe([layer, parse_overrides(overrides)], source=str(path))
+    return resolve_recipe([layer, parse_overrides(overrides)], (recipe_source(path), "--set"))
+
+
+def recipe_source(path: Path) -> str:
+    """What the recipe in `path` is called in messages: a shipped one by its name."""
+    return f"recipe {path.stem}" if path.parent == shipped_recipes_folder() else str(path)
 
 
 def read_recipe_layer(path: Path) -> dict[str, Any]:
     """Read the mapping in a YAML file. Raises RecipeError with file and line."""
     try:
-        layer = yaml.safe_load(path.read_text(encoding="utf-8"))
+        layer = parse_yaml(path.read_text(encoding="utf-8"), Recipe)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise RecipeError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}") from error
+        raise RecipeError(f"{place}: not valid YAML: {problem_of(error)}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
     if layer is None:
@@ -103,60 +104,57 @@ def read_recipe_layer(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested mapping of `--set section.key=value` overrides. Values are YAML."""
+    """The nested mapping of `--set section.key=value` overrides. Values are YAML, as in a file."""
     layer: dict[str, Any] = {}
     for word in overrides:
         key, separator, text = word.partition("=")
         if not separator or not key.strip():
-            raise RecipeError(f"--set {word!r}: expected key=value, such as replay.ratio=0.25")
-        try:
-            value = _yaml_value(text, is_text=_is_text(key.strip()))
-        except yaml.YAMLError as error:
-            raise RecipeError(f"--set {word!r}: {text!r} is not valid YAML") from error
-        node = layer
+            raise RecipeError(f"--set {shown(word)}: expected key=value, such as replay.ratio=0.25")
         *parents, leaf = key.strip().split(".")
+        if len(parents) >= DEEPEST:
+            raise RecipeError(f"--set {shown(word)}: no key of a recipe is so deep")
+        node = layer
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise RecipeError(f"--set {word!r}: {parent} was already set to a value")
-        node[leaf] = value
+                raise RecipeError(f"--set {shown(word)}: {parent} was already set to a value")
+        node[leaf] = _override_value(word, key.strip(), text)
     return layer
 
 
-def _is_text(key: str) -> bool:
-    """True if the type of a setting is `str` or `str | None`."""
+def _override_value(word: str, key: str, text: str) -> Any:
+    """The value of `key=text`. What a text setting cannot read as YAML text is text as it stands:
+    the template `{problem}`."""
+    kind = _annotation_of(key)
+    try:
+        value = parse_yaml(text, kind)
+    except yaml.YAMLError as error:
+        if is_text(kind):
+            return text.strip()
+        raise RecipeError(f"--set {shown(word)}: not valid YAML: {problem_of(error)}") from error
+    return text.strip() if is_text(kind) and not isinstance(value, str | None) else value
+
+
+def _annotation_of(key: str) -> Any:
+    """The type of a dotted key; None if there is no such key."""
     section: Any = Recipe
     for part in key.split("."):
         if not (isinstance(section, type) and issubclass(section, BaseModel)):
-            return False
+            return None
         field = section.model_fields.get(part)
         section = field.annotation if field else None
-    return section in (str, str | None)
+    return section
 
 
-def _yaml_value(text: str, is_text: bool) -> Any:
-    if is_text:
-        return _text_value(text)
-    # YAML 1.1 reads 1e-4 as a string because it has no dot.
-    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text.strip()):
-        return float(text)
-    return yaml.safe_load(text)
-
-
-def _text_value(text: str) -> str | None:
-    # Keep text settings as text: a numeric revision, a field called `on`, the template `{problem}`.
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text.strip()
-    return value if value is None or isinstance(value, str) else text.strip()
-
-
-def resolve_recipe(layers: Sequence[Mapping[str, Any]], source: str = "recipe") -> Recipe:
-    """The validated recipe of `layers`, lowest precedence first. Raises RecipeError."""
+def resolve_recipe(
+    layers: Sequence[Mapping[str, Any]], source: str | Sequence[str] = "recipe"
+) -> Recipe:
+    """The validated recipe of `layers`, lowest precedence first. `source` is where they come from,
+    in words: all of them, or each. Raises RecipeError that names the source of the bad value."""
+    sources = [source] * len(layers) if isinstance(source, str) else source
     merged: dict[str, Any] = {}
-    for layer in layers:
-        _check_keys(layer, Recipe, (), source)
+    for layer, origin in zip(layers, sources, strict=True):
+        _check_keys(layer, Recipe, (), origin)
         replay = layer.get("replay")
         preset = replay.get("preset") if isinstance(replay, Mapping) else None
         if isinstance(preset, str) and preset in REPLAY_PRESETS:
@@ -165,7 +163,7 @@ def resolve_recipe(layers: Sequence[Mapping[str, Any]], source: str = "recipe") 
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
-        raise RecipeError(_explain(error, source)) from error
+        raise RecipeError(_explain(error, list(zip(layers, sources, strict=True)))) from error
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
@@ -197,23 +195,50 @@ def _check_keys(
             hint = did_you_mean(str(key), fields)
             where = f"section {'.'.join(at)}" if at else "the recipe"
             raise RecipeError(
-                f"{source}: unknown key {place!r}{hint}; {where} has: {', '.join(fields)}"
+                f"{source}: unknown key {shown(place)}{hint}; {where} has: {', '.join(fields)}"
             )
         inner = fields[key].annotation
         if isinstance(inner, type) and issubclass(inner, Section):
             if not isinstance(value, Mapping):
-                raise RecipeError(f"{source}: {place} is a section and needs keys, found {value!r}")
+                raise RecipeError(
+                    f"{source}: {place} is a section and needs keys, found {shown(value)}"
+                )
             _check_keys(value, inner, (*at, str(key)), source)
+        elif isinstance(value, bool) and is_number(inner):
+            raise RecipeError(
+                f"{source}: {place}: expected a number, found {str(value).lower()} (YAML reads "
+                "yes, no, on and off as true and false)"
+            )
 
 
-def _explain(error: ValidationError, source: str) -> str:
+def _explain(error: ValidationError, origins: Sequence[tuple[Mapping[str, Any], str]]) -> str:
+    """One line per problem: the source of the bad value, its key, what is allowed, the value."""
     lines = []
     for item in error.errors():
-        place = ".".join(str(part) for part in item["loc"]) or "contradiction"
         message = item["msg"].removeprefix("Value error, ")
-        found = f", found {item['input']!r}" if item["loc"] else ""
-        lines.append(f"{source}: {place}: {message}{found}")
+        if item["loc"]:
+            source = _source_of(item["loc"], origins)
+            place = ".".join(str(part) for part in item["loc"])
+            lines.append(f"{source}: {place}: {message}, found {shown(item['input'])}")
+        else:
+            sources = " with ".join(dict.fromkeys(source for layer, source in origins if layer))
+            lines.append(f"{sources or 'recipe'}: contradiction: {message}")
     return "\n".join(lines)
+
+
+def _source_of(loc: Sequence[int | str], origins: Sequence[tuple[Mapping[str, Any], str]]) -> str:
+    """The source of the last layer that has the key, or the longest part of it."""
+    best, source = -1, "recipe"
+    for layer, origin in origins:
+        node: Any = layer
+        depth = 0
+        for part in loc:
+            if not (isinstance(node, Mapping) and part in node):
+                break
+            node, depth = node[part], depth + 1
+        if depth >= best:
+            best, source = depth, origin
+    return source
 
 
 def _kind(value: Any) -> str:

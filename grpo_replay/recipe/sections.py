@@ -4,7 +4,9 @@ The sections themselves: `input_sections`, `sampling_sections`, `grpo_sections`,
 and `run_sections`.
 """
 
-from pydantic import Field
+import re
+
+from pydantic import Field, field_validator
 
 from grpo_replay.recipe.base import Section
 from grpo_replay.recipe.engine_sections import EngineSection, OptimizerSection
@@ -44,6 +46,16 @@ class RecipeSections(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     tracking: TrackingSection = Field(default_factory=TrackingSection)
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if name in ("", ".", "..") or len(name) > 100 or re.search(r"[/\\\x00-\x1f\x7f]", name):
+            raise ValueError(
+                "it becomes part of a run directory's name: 1 to 100 characters without slashes "
+                "and control characters"
+            )
+        return name
 
     @property
     def rollouts_per_step(self) -> int:

@@ -162,6 +162,62 @@ def test_text_settings_are_not_parsed_as_yaml(word):
     assert load_recipe("tiny", ["prompts.answer_field='on'"]).prompts.answer_field == "on"
 
 
+SAME = {
+    "optimizer.learning_rate": ("1e-4", 1e-4),
+    "optimizer.epsilon": ("1.5e-7", 1.5e-7),
+    "run.steps": ("1e3", 1000),
+    "run.seed": ("1_000", 1000),
+    "model.revision": ("1e3", "1e3"),
+    "tracking.run_name": ("2026-11-20", "2026-11-20"),
+    "prompts.answer_field": ("on", "on"),
+    "prompts.id_field": ("null", None),
+    "prompts.shuffle": ("off", False),
+    "sampling.stop_tokens": ("[<|endoftext|>, 1e3, no]", ["<|endoftext|>", "1e3", "no"]),
+    "eval.benchmarks": ("[7.jsonl, 7]", ["7.jsonl", "7"]),
+}
+
+
+@pytest.mark.parametrize("key", SAME)
+def test_a_value_means_the_same_in_a_file_and_after_set(key, tmp_path):
+    text, expected = SAME[key]
+    section, name = key.split(".")
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{section}:\n  {name}: {text}\n")
+    for recipe in (load_recipe(str(path)), load_recipe("tiny", [f"{key}={text}"])):
+        found = getattr(getattr(recipe, section), name)
+        assert found == expected and type(found) is type(expected)
+
+
+@pytest.mark.parametrize("key", ["run.steps", "optimizer.beta1", "replay.max_age_steps",
+                                 "engine.zero_stage"])  # fmt: skip
+@pytest.mark.parametrize("word", ["yes", "on", "true", "no"])
+def test_true_and_false_are_not_numbers(key, word):
+    with pytest.raises(RecipeError, match=f"{key}: expected a number, found (true|false)"):
+        load_recipe("tiny", [f"{key}={word}"])
+
+
+def test_an_error_names_the_layer_that_it_comes_from(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {steps: 0}\nreplay: {ratio: 0.25}\n")
+    with pytest.raises(RecipeError, match=r"^\S*mine\.yaml: run\.steps: "):
+        load_recipe(str(path), ["replay.ratio=0.5"])
+    path.write_text("run: {steps: 50}\n")
+    with pytest.raises(RecipeError, match=r"^--set: run\.steps: .*found 0$"):
+        load_recipe(str(path), ["run.steps=0"])
+    with pytest.raises(RecipeError, match=r"^\S*mine\.yaml with --set: contradiction: "):
+        load_recipe(str(path), ["replay.capacity_rollouts=1"])
+    path.write_text("replay: {capacity_rollouts: 1}\n")
+    with pytest.raises(RecipeError, match=r"^\S*mine\.yaml: contradiction: "):
+        load_recipe(str(path))
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", "", "a\\\\b", "x" * 101])
+def test_a_name_cannot_leave_the_folder_of_runs(name):
+    with pytest.raises(RecipeError, match=r"name: .*part of a run directory's name"):
+        resolve_recipe([{"name": name}])
+    assert resolve_recipe([{"name": "exp[bold] 1"}]).name == "exp[bold] 1"
+
+
 def test_a_disabled_buffer_is_not_checked_for_contradictions():
     recipe = load_recipe("tiny", ["replay.preset=grpo", "run.steps=5", "replay.warmup_steps=20"])
     assert not recipe.replays

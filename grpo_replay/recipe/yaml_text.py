@@ -1,0 +1,136 @@
+"""YAML as recipes are written, in files and after `--set`: PyYAML's, with these differences.
+
+- `1e3` is a number, as in YAML 1.2.
+- The value of a text setting stays as it is written: `revision: 1e3`, `answer_field: on`.
+- A key written twice, nesting deeper than 20 levels and integers beyond 64 bits are refused.
+"""
+
+import re
+import reprlib
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel
+
+DEEPEST = 20
+"""Levels of nesting that are read; a recipe needs four."""
+
+_TAG = "tag:yaml.org,2002:"
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads one document. `yaml.YAMLError` names the line of what it refuses."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self._depth >= DEEPEST:
+            raise _refusal(f"nested deeper than {DEEPEST} levels", self.peek_event())
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        first_line: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
+                continue
+            if key.value in first_line:
+                raise _refusal(
+                    f"{shown(key.value)} is written twice, first in line "
+                    f"{first_line[key.value]}: keep one",
+                    key,
+                )
+            first_line[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+    def construct_int(self, node: Any) -> int:
+        digits = len(node.value.strip("+-"))
+        if digits > 80 or not -(2**63) <= (value := super().construct_yaml_int(node)) < 2**63:
+            raise _refusal(f"an integer of {digits:,} digits does not fit in 64 bits", node)
+        return value
+
+
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_int)
+_Loader.add_implicit_resolver(
+    f"{_TAG}float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
+    list("-+.0123456789"),
+)
+
+
+def _refusal(problem: str, at: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
+def parse_yaml(text: str, kind: Any = None) -> Any:
+    """The value of a YAML document; None if it is empty. `kind` is the type that is expected: a
+    section of the recipe or the type of a setting; what it says is text stays as it is written.
+    Raises yaml.YAMLError."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _keep_text(node, kind)
+        return loader.construct_document(node)
+    except (ValueError, IndexError) as error:  # a date such as 2026-99-99, an empty `!!int`
+        raise yaml.YAMLError(str(error)) from error
+    finally:
+        loader.dispose()
+
+
+def problem_of(error: yaml.YAMLError) -> str:
+    """What is wrong, in one line."""
+    return getattr(error, "problem", None) or str(error).partition("\n")[0]
+
+
+def is_text(annotation: Any) -> bool:
+    """Whether a setting of this type is text (or null)."""
+    return annotation in (str, str | None)
+
+
+def is_number(annotation: Any) -> bool:
+    """Whether a setting of this type takes a number, and neither true nor false."""
+    parts = list(_parts(annotation))
+    if Any in parts or bool in parts:
+        return False
+    return any(part in (int, float) or type(part) is int for part in parts)
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """The types and literal values that an annotation is made of."""
+    inner = get_args(annotation)
+    if not inner:
+        yield annotation
+    for each in inner:
+        yield from _parts(each)
+
+
+def shown(value: Any) -> str:
+    """The value for an error message, shortened if it is long or deep."""
+    return _SHORT.repr(value)
+
+
+def _keep_text(node: yaml.Node, kind: Any) -> None:
+    """Mark the scalars below `node` that `kind` says are text."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            field = kind.model_fields.get(key.value) if isinstance(key.value, str) else None
+            if field is not None:
+                _keep_text(value, field.annotation)
+    elif isinstance(node, yaml.SequenceNode) and _is_text_list(kind):
+        for item in node.value:
+            _keep_text(item, str)
+    elif isinstance(node, yaml.ScalarNode) and is_text(kind) and node.tag != f"{_TAG}null":
+        node.tag = f"{_TAG}str"
+
+
+def _is_text_list(kind: Any) -> bool:
+    types = {part for part in _parts(kind) if isinstance(part, type)}
+    return str in types and types <= {str, type(None)} and not is_text(kind)

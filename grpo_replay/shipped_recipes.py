@@ -1,0 +1,15 @@
+"""The recipes that ship with the package, by name. Loads nothing, for `--help` and completion."""
+
+from pathlib import Path
+
+
+def shipped_recipes_folder() -> Path:
+    """The folder of the recipes that ship with the package (wheel or checkout)."""
+    here = Path(__file__).resolve().parent
+    inside = here / "recipes"
+    return inside if inside.is_dir() else here.parent / "recipes"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The file of every shipped recipe, by name, in alphabetical order."""
+    return {file.stem: file for file in sorted(shipped_recipes_folder().glob("*.yaml"))}
