@@ -24,6 +24,7 @@ from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.report import read_report_graded_by
 from grpo_replay.evaluation.results import Interval
 from grpo_replay.evaluation.tables import plain_table, print_table, tokens
+from grpo_replay.terminal.console import open_console
 
 
 def run(
@@ -51,7 +52,7 @@ def run(
         found = document(point, scores, gain, loss) | {"differences": notes}
         print(json.dumps(found, indent=2, allow_nan=False))
         return
-    console = Console(highlight=False, markup=False)
+    console = open_console()
     print_scores(point, scores, gain, loss, console)
     for name, sentences in notes.items():
         for sentence in sentences:

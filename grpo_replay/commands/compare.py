@@ -4,8 +4,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
-
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.report import read_report_graded_by
 from grpo_replay.evaluation.tables import (
@@ -14,6 +12,7 @@ from grpo_replay.evaluation.tables import (
     length_table,
     print_table,
 )
+from grpo_replay.terminal.console import open_console
 
 
 def run_comparison(
@@ -37,7 +36,7 @@ def run_comparison(
         }
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
         return
-    console = Console(highlight=False, markup=False)
+    console = open_console()
     console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
     print_table(console, comparison_table(results))
     print_table(console, length_table(results))

@@ -3,11 +3,10 @@
 import json
 from pathlib import Path
 
-from rich.console import Console
-
 from grpo_replay.evaluation.output import page_path
 from grpo_replay.evaluation.report import EvaluationReport, samples_path
 from grpo_replay.evaluation.tables import heading, legend, print_table, terminal_tables
+from grpo_replay.terminal.console import open_console
 
 
 def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
@@ -15,7 +14,7 @@ def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         return
-    console = Console(highlight=False, markup=False)
+    console = open_console()
     console.print(heading(report), soft_wrap=True)
     for table in terminal_tables(report):
         print_table(console, table)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.inspection import views
@@ -19,6 +20,7 @@ from grpo_replay.inspection.summary import Inspection
 from grpo_replay.inspection.views import LIST_ROWS
 from grpo_replay.inspection.what_if import what_if
 from grpo_replay.inspection.where import Filter, parse_where
+from grpo_replay.terminal.console import open_console
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
 
@@ -43,7 +45,7 @@ def run(
     if where is None and (text or limit != LIST_ROWS):
         raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
     source = open_source(path, step)
-    console = Console(highlight=False)
+    console = open_console(markup=True)
     if verify:
         return _verify(source, console, as_json)
     if changes:
@@ -108,7 +110,7 @@ def _plot(source: Source, inspection: Inspection, path: Path) -> None:
         from grpo_replay.inspection.figures import plot_inspection
 
         plot_inspection(inspection, path)
-    Console(stderr=True, highlight=False).print(f"wrote {path}")
+    open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
 def _what_if(source: Source, changes: Sequence[str], console: Console, as_json: bool) -> None:
@@ -143,7 +145,7 @@ def _export(
     if as_json:
         _print_json({"exported": count, "file": str(path)})
     else:
-        console.print(f"wrote {count:,} rollouts to {path}")
+        console.print(f"wrote {count:,} rollouts to {escape(str(path))}", soft_wrap=True)
 
 
 def _list(

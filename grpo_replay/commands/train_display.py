@@ -1,6 +1,5 @@
 """The terminal display of a training run: a live progress line, and tables at the end."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+from grpo_replay.terminal.console import open_console
 
 if TYPE_CHECKING:
     from grpo_replay.evaluation.report import EvaluationReport
@@ -50,11 +51,11 @@ class RunDisplay(Display):
         self._console = console
         self._live: Live | None = None
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[line]}"),
+            TextColumn("{task.fields[line]}", markup=False),
             console=console,
         )
         self._task = self._progress.add_task("starting", total=None, line="")
@@ -136,7 +137,7 @@ class RunDisplay(Display):
         return " · ".join(parts)
 
     def conclude(self, result: "RunResult") -> None:
-        out = Console(highlight=False)
+        out = open_console()
         if result.interrupted:
             self._console.print(
                 f"interrupted after step {result.step}, with a checkpoint. Continue with the same "
@@ -149,7 +150,7 @@ class RunDisplay(Display):
         if result.summary["base"] or result.summary["final"]:
             out.print(result_table(result.summary))
         _print_staleness(result.run_dir, out)
-        out.print(describe_end(result.run_dir, result.summary))
+        out.print(describe_end(result.run_dir, result.summary), soft_wrap=True)
 
 
 def _print_staleness(run_dir: Path, out: Console) -> None:
@@ -260,5 +261,5 @@ def open_display(is_main: bool) -> Iterator[Display]:
     if not is_main:
         yield Display()
         return
-    with RunDisplay(Console(file=sys.stderr)) as display:
+    with RunDisplay(open_console(stderr=True)) as display:
         yield display

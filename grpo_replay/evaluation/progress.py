@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from grpo_replay.evaluation.evaluate import Progress
+from grpo_replay.terminal.console import open_console
 
 PLAIN_LINES = 10
 
@@ -18,7 +19,7 @@ def open_progress(
 ) -> Iterator[Callable[[Progress], None]]:
     """A function that displays the `Progress` of rank 0."""
     what = doing if world_size == 1 else f"{doing} (rank 0 of {world_size})"
-    console = Console(stderr=True, highlight=False)
+    console = open_console(stderr=True)
     if not console.is_terminal:
         yield _PlainLines(console, what)
         return

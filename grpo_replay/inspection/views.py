@@ -14,6 +14,7 @@ from rich.text import Text
 from grpo_replay.inspection.life import Life
 from grpo_replay.inspection.summary import Inspection
 from grpo_replay.inspection.what_if import DrawStatistics, WhatIf
+from grpo_replay.terminal.console import printable
 
 LISTED = (
     "rollout_id",
@@ -76,7 +77,7 @@ def json_values(value: Any) -> Any:
 
 def print_what_if(result: WhatIf, console: Console) -> None:
     changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
-    console.print(f"[bold]What if: {changes or 'nothing changed'}[/bold]")
+    console.print(f"[bold]What if: {escape(changes) or 'nothing changed'}[/bold]")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     table.add_column("as logged", justify="right")
@@ -137,7 +138,8 @@ def _short(value: Any) -> str:
         return "–"
     if isinstance(value, float):
         return f"{value:.3g}"
-    return escape(str(value) if len(str(value)) <= 32 else f"{str(value)[:31]}…")
+    text = printable(str(value))
+    return escape(text if len(text) <= 32 else f"{text[:31]}…")
 
 
 def print_life(life: Life, console: Console) -> None:
@@ -148,13 +150,16 @@ def print_life(life: Life, console: Console) -> None:
     )
     advantage = rollout["advantage"]
     console.print(
-        f"{rollout['verdict']} · reward {rollout['reward']:g} · advantage "
+        f"{escape(rollout['verdict'])} · reward {rollout['reward']:g} · advantage "
         + ("none (group dropped)" if advantage is None else f"{advantage:+.3f}")
-        + f" · {len(rollout['completion_token_ids']):,} tokens, ended by {rollout['finish_reason']}"
+        + f" · {len(rollout['completion_token_ids']):,} tokens, ended by "
+        + escape(rollout["finish_reason"])
     )
     console.print("\n[bold]prompt[/bold]")
     if life.prompt_text is None:
-        console.print(f"[dim]token ids (no tokenizer found)[/dim] {rollout['prompt_token_ids']}")
+        console.print(
+            f"[dim]token ids (no tokenizer found)[/dim] {escape(str(rollout['prompt_token_ids']))}"
+        )
     else:
         console.print(escape(life.prompt_text))
     console.print("\n[bold]completion[/bold]")
@@ -168,7 +173,7 @@ def print_life(life: Life, console: Console) -> None:
     console.print(_group_table(life))
     console.print(f"[bold]life[/bold]: drawn {len(life.uses)} times")
     console.print(_life_table(life))
-    console.print(f"→ {life.fate}")
+    console.print(f"→ {escape(life.fate)}")
 
 
 def _group_table(life: Life) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.planning.theory import balanced_replay_ratio, relative_compute
@@ -68,7 +69,7 @@ def print_splits(
         f"{requested.replay_ratio:.3g} times, γ = {requested.gamma:.3f} of the compute without a "
         "buffer[/bold]"
     )
-    console.print(f"  μ = {mu:.4g} ({source}); γ = (1 + W/T)/(1 + μ), y = μ·T/W")
+    console.print(f"  μ = {mu:.4g} ({escape(source)}); γ = (1 + W/T)/(1 + μ), y = μ·T/W")
     if requested.gamma > 1:
         console.print(
             "  [yellow]![/yellow] γ > 1: with y < 1, more rollouts are generated than trained on, "

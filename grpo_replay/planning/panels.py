@@ -7,6 +7,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.planning.design import Design, Plan, replay_settings
@@ -36,7 +37,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
         console.print(f"  {name:5}{words}", soft_wrap=True)
     for note in plan.notes:
-        console.print(f"  [yellow]![/yellow] {note}")
+        console.print(f"  [yellow]![/yellow] {escape(note)}")
     console.print("\n[bold]Designs[/bold]")
     console.print(_design_table(plan))
     console.print("[bold]If an assumption is wrong[/bold]")
@@ -45,7 +46,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(terminal_map(plan), no_wrap=True, crop=False)
     console.print("\n[bold]Assumptions[/bold]")
     for name, value in _assumed(plan).items():
-        console.print(f"  {name:<22}{value:<32}{plan.inputs.sources.get(name, '')}")
+        console.print(f"  {name:<22}{value:<32}{escape(plan.inputs.sources.get(name, ''))}")
     for sentence in THEORY_ASSUMES:
         console.print(f"  [dim]· {sentence}[/dim]")
 

@@ -1,0 +1,64 @@
+"""Texts of the user and of a run reach the terminal as text: no markup, no escape sequence."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from grpo_replay.commands.train_display import RunDisplay
+from grpo_replay.terminal.console import PlainConsole, open_console, printable
+
+RED = "\x1b[31mred\x1b[0m"
+
+
+def shown(renderable, **options) -> str:
+    console = PlainConsole(file=io.StringIO(), width=60, highlight=False, **options)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def cell(text: str) -> Table:
+    table = Table()
+    table.add_column(text)
+    table.add_row(text)
+    return table
+
+
+@pytest.mark.parametrize("make", [str, Text, cell])
+def test_escape_sequences_are_shown_and_not_sent(make):
+    sent = shown(make(RED))
+    assert "\x1b" not in sent
+    assert "␛[31mred␛[" in sent
+
+
+def test_the_consoles_own_styles_are_sent():
+    sent = shown(f"[bold]fits[/bold] {escape(RED)}", force_terminal=True, color_system="standard")
+    assert sent.startswith("\x1b[1mfits\x1b[0m")
+    assert "␛[31mred" in sent
+
+
+def test_what_cannot_be_printed_is_replaced_and_lines_stay():
+    assert printable("a\tb\nc\x07\x9b\udcff\x7f") == "a\tb\nc␇��␡"
+
+
+@pytest.mark.parametrize("name", ["exp[/a]", "[bold]", "[red]x", "\\[", "exp\x1b[2J"])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_run_directory_of_any_name_is_shown_as_it_is(name, terminal, capsys):
+    console = PlainConsole(
+        file=io.StringIO(), width=100, markup=False, highlight=False, force_terminal=terminal
+    )
+    with RunDisplay(console) as display:
+        display.on_status(f"loading {name}")
+        display.on_notice(f"run directory {name}")
+        display._progress.refresh()
+    assert f"note: run directory {printable(name)}" in console.file.getvalue()
+    assert "\x1b[2J" not in console.file.getvalue()
+
+
+def test_results_are_printed_without_markup_unless_asked_for(capsys):
+    open_console().print(f"runs/{Path('exp[/a]')} [bold]")
+    open_console(markup=True).print(f"{escape('exp[/a]')} [bold]x[/bold]")
+    assert capsys.readouterr().out == "runs/exp[/a] [bold]\nexp[/a] x\n"
