@@ -102,7 +102,7 @@ def _occupancy(inspection: Inspection) -> Panel | None:
     if capacity:
         lines.append(_level(stored, capacity, f"of capacity {capacity:,}"))
     if occupancy.expected_rollouts and not fifo:
-        rule = f"of τ_max·B' ≈ {occupancy.expected_rollouts:,.0f}"
+        rule = f"of {_expected_rule(inspection)} ≈ {occupancy.expected_rollouts:,.0f}"
         lines.append(_level(stored, occupancy.expected_rollouts, rule))
     facts = f"{occupancy.stored_groups:,} groups · {occupancy.stored_tokens:,} completion tokens"
     if occupancy.survivors_per_step is not None:
@@ -115,6 +115,14 @@ def _occupancy(inspection: Inspection) -> Panel | None:
     lines.append(Text(facts, style="dim"))
     lines.append(_law_text(inspection))
     return _panel(f"occupancy: {stored:,} rollouts stored", Group(*lines))
+
+
+def _expected_rule(inspection: Inspection) -> str:
+    """What limits the stored rollouts at this step, as a formula of `Occupancy`."""
+    if inspection.occupancy.expected_rollouts == inspection.occupancy.capacity_rollouts:
+        return "the capacity"
+    early = inspection.step < inspection.settings["max_age_steps"]
+    return f"{inspection.step}·B'" if early else "τ_max·B'"
 
 
 def _level(value: float, limit: float, label: str) -> Text:

@@ -2,11 +2,14 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from small_runs.synthetic import PRESETS, write_synthetic_run
+from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe, write_synthetic_run
+from typer.testing import CliRunner
 
+from grpo_replay.cli import app
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.inspection.compute import summarise
 from grpo_replay.inspection.histograms import merge_rows, thin_ages
@@ -16,9 +19,9 @@ from grpo_replay.terminal.bars import bar, sparkline
 from grpo_replay.terminal.progress import tracked
 
 
-def screen(path, width: int = 118) -> str:
+def screen(path, width: int = 118, step: int | None = None) -> str:
     console = Console(width=width, record=True, file=io.StringIO())
-    print_inspection(summarise(open_source(path)), console)
+    print_inspection(summarise(open_source(path, step)), console)
     return console.export_text()
 
 
@@ -49,6 +52,32 @@ def test_the_screen_shows_occupancy_and_ages(runs):
     assert "100.0% of τ_max·B' ≈ 92" in text
     assert "staleness, steps: mean 2.1 stored, 2.9 at use" in text
     assert "step 24" in text and "One prompt dominates" in text
+
+
+def test_the_limit_of_the_occupancy_is_that_of_the_step(runs):
+    assert "100.0% of 3·B' ≈" in screen(runs["ours"], step=3)
+    assert "100.0% of τ_max·B' ≈" in screen(runs["ours"], step=5)
+
+
+def test_text_of_a_rollout_is_shown_and_not_sent_to_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    writer = SyntheticRun(tmp_path, synthetic_recipe("ours"))
+    group = writer.group
+
+    def hostile(*args):
+        red = "\x1b[31m[/bold] [red]"
+        return [replace(each, completion_text=red, prompt_id=red) for each in group(*args)]
+
+    writer.group = hostile
+    writer.write(5)
+    for options in ({"show": 0}, {"where": "rollout_id < 2"}):
+        done = CliRunner().invoke(app, ["inspect-buffer", str(tmp_path), *cli_words(options)])
+        assert done.exit_code == 0, done.output
+        assert "\x1b" not in done.stdout and "␛[31m[/bold] [red]" in done.stdout
+
+
+def cli_words(options: dict) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def test_a_run_without_replay_shows_the_remaining_panels(runs):
