@@ -9,6 +9,7 @@ from grpo_replay.verification.run_files import Columns, RunFiles
 from grpo_replay.verification.store import queries
 
 _PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
+_SMALLEST = 1e-300  # below it, float64 has fewer digits than the tolerance asks for
 
 
 class DrawChecks:
@@ -158,7 +159,8 @@ class DrawChecks:
         """Check probabilities and draws against the distribution over the units `members`."""
         if not drawn:
             return
-        weight_M = self._weights([units[index] for index in members])
+        log_weight_M = self._log_weights([units[index] for index in members])
+        weight_M = np.exp(log_weight_M)
         probability_M = weight_M / weight_M.sum()
         if self.effective_sample_size is None:
             self.effective_sample_size = float(1 / (probability_M**2).sum())
@@ -170,16 +172,16 @@ class DrawChecks:
                 continue  # drawn from the other distribution
             expected = expected_of[row]
             self.probabilities.expect(
-                abs(found - expected) <= _PROBABILITY_TOLERANCE * expected,
+                abs(found - expected) <= _PROBABILITY_TOLERANCE * expected + _SMALLEST,
                 f"step {step}, rollout {rollout_id}: probability {found!r}, recomputed "
                 f"{float(expected)!r}",
             )
         self.draw_test.add(
-            weight_M, np.array([place[unit] for unit in drawn]), self.settings.with_replacement
+            log_weight_M, np.array([place[unit] for unit in drawn]), self.settings.with_replacement
         )
 
-    def _weights(self, units: list[list[int]]) -> np.ndarray:
-        """p^α of each unit, with p the mean over its rollouts, scaled to a maximum of 1."""
+    def _log_weights(self, units: list[list[int]]) -> np.ndarray:
+        """ln p^α of each unit, with p the mean over its rollouts; the largest is 0."""
         columns, settings = self.run.rollouts, self.settings
         if settings.priority == "abs_advantage":
             p_N = np.abs(columns["advantage"].astype(np.float64)) + settings.priority_epsilon
@@ -191,7 +193,10 @@ class DrawChecks:
             p_U = np.array([p_N[unit].mean() for unit in units])
         else:
             p_U = p_N[[unit[0] for unit in units]]
-        return (p_U / p_U.max()) ** settings.priority_exponent
+        if settings.priority_exponent == 0:
+            return np.zeros(len(p_U))
+        with np.errstate(divide="ignore"):
+            return settings.priority_exponent * (np.log(p_U) - np.log(p_U.max()))
 
     def _distribution_test(self) -> Check:
         tally = Tally("draw law", "")

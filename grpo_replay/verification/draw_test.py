@@ -17,6 +17,7 @@ FALSE_ALARM = 1e-6
 
 _SEED = 20260604
 _BLOCK = 512  # draws compared with all earlier ones at once: limits memory
+_RESOLVED = 1e-6  # share of the weight left below which differences of sums have lost their digits
 
 
 class DrawTest:
@@ -29,18 +30,19 @@ class DrawTest:
         self._rng = np.random.default_rng(_SEED)
         self._uniforms: dict[str, list[np.ndarray]] = {order: [] for order in self.ORDERS}
 
-    def add(self, weight_U: np.ndarray, drawn: np.ndarray, with_replacement: bool) -> None:
-        """Add a step: weights of all units, oldest first, and indices of the draws in order."""
+    def add(self, log_weight_U: np.ndarray, drawn: np.ndarray, with_replacement: bool) -> None:
+        """Add a step: logarithms of the weights of all units, oldest first, and indices of the
+        draws in order."""
         orders = {
-            "priority": np.argsort(weight_U, kind="stable"),
-            "age": np.arange(len(weight_U)),
+            "priority": np.argsort(log_weight_U, kind="stable"),
+            "age": np.arange(len(log_weight_U)),
         }
         for name, order in orders.items():
             rank = np.empty(len(order), dtype=np.int64)
             rank[order] = np.arange(len(order))
             v = self._rng.random(len(drawn))
             self._uniforms[name].append(
-                rosenblatt(weight_U[order], rank[drawn], v, with_replacement)
+                rosenblatt(log_weight_U[order], rank[drawn], v, with_replacement)
             )
 
     def p_values(self) -> dict[str, tuple[int, float]]:
@@ -52,18 +54,37 @@ class DrawTest:
 
 
 def rosenblatt(
-    weight_U: np.ndarray, ranks_K: np.ndarray, v_K: np.ndarray, with_replacement: bool
+    log_weight_U: np.ndarray, ranks_K: np.ndarray, v_K: np.ndarray, with_replacement: bool
 ) -> np.ndarray:
-    """u_j in [0, 1] of K draws, given their ranks in the order of `weight_U`. K² operations."""
+    """u_j in [0, 1] of K draws, given their ranks in the order of `log_weight_U`. K² operations.
+
+    Without replacement, draws from a remainder of little weight (a large exponent) are computed
+    from the remaining weights alone, K·U operations at most.
+    """
+    weight_U = np.exp(log_weight_U - log_weight_U.max())
     own_K = weight_U[ranks_K]
     below_K = (np.cumsum(weight_U) - weight_U)[ranks_K]
     left_K = np.full(len(ranks_K), weight_U.sum())
     if not with_replacement:
         below_K = below_K - _taken_below(ranks_K, own_K)
         left_K = left_K - np.concatenate([[0.0], np.cumsum(own_K)[:-1]])
+        for j in np.flatnonzero(left_K < _RESOLVED * weight_U.sum()):
+            below_K[j], own_K[j], left_K[j] = _among_remaining(log_weight_U, ranks_K, int(j))
     # By rounding, the last of many draws can have slightly less than its own weight left.
     left_K = np.maximum(left_K, np.maximum(below_K, 0.0) + own_K)
     return np.clip((below_K + v_K * own_K) / left_K, 0.0, 1.0)
+
+
+def _among_remaining(
+    log_weight_U: np.ndarray, ranks_K: np.ndarray, draw: int
+) -> tuple[float, float, float]:
+    """Weight below the drawn unit, its own, and all, of the units that earlier draws have left.
+    Relative to the largest of them, which may be as small as it likes."""
+    log_left_U = log_weight_U.copy()
+    log_left_U[ranks_K[:draw]] = -np.inf
+    left_U = np.exp(log_left_U - log_left_U.max())
+    rank = ranks_K[draw]
+    return float(left_U[:rank].sum()), float(left_U[rank]), float(left_U.sum())
 
 
 def _taken_below(ranks_K: np.ndarray, own_K: np.ndarray) -> np.ndarray:

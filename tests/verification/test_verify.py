@@ -40,6 +40,8 @@ FIFO = {"preset": "fifo", "composition": "buffer_only", "priority": "uniform"} |
 RUNS = {
     "ours": {},
     "ours, with replacement": {"with_replacement": True},
+    "ours, alpha 100": {"priority_exponent": 100.0, "ratio": 3.0},
+    "ours, alpha 1000": {"priority_exponent": 1000.0, "ratio": 3.0},
     "ours, alpha 0": {"priority_exponent": 0.0, "ratio": 1.0},
     "ours, tight capacity": {"capacity_rollouts": 40},
     "uniform rollouts": {"priority": "uniform"},
@@ -344,20 +346,20 @@ def test_the_transform_is_uniform_only_for_draws_from_the_stated_distribution():
     right, wrong = [], []
     for _ in range(2000):
         drawn = rng.choice(6, 4, replace=False, p=weights / weights.sum())
-        right.append(rosenblatt(weights, drawn, rng.random(4), with_replacement=False))
-        wrong.append(rosenblatt(weights, drawn, rng.random(4), with_replacement=True))
+        right.append(rosenblatt(np.log(weights), drawn, rng.random(4), with_replacement=False))
+        wrong.append(rosenblatt(np.log(weights), drawn, rng.random(4), with_replacement=True))
     assert uniform_p_value(np.concatenate(right)) > 1e-3
     assert uniform_p_value(np.concatenate(wrong)) < 1e-12
     again = rng.choice(6, 8000, p=weights / weights.sum())
-    assert uniform_p_value(rosenblatt(weights, again, rng.random(8000), True)) > 1e-3
+    assert uniform_p_value(rosenblatt(np.log(weights), again, rng.random(8000), True)) > 1e-3
 
 
 def test_many_draws_are_compared_in_blocks(monkeypatch):
     weights = np.random.default_rng(0).random(50)
     ranks, v = np.random.default_rng(1).permutation(50)[:40], np.random.default_rng(2).random(40)
-    whole = rosenblatt(weights, ranks, v, with_replacement=False)
+    whole = rosenblatt(np.log(weights), ranks, v, with_replacement=False)
     monkeypatch.setattr("grpo_replay.verification.draw_test._BLOCK", 7)
-    blocks = rosenblatt(weights, ranks, v, with_replacement=False)
+    blocks = rosenblatt(np.log(weights), ranks, v, with_replacement=False)
     np.testing.assert_allclose(blocks, whole, rtol=1e-14)
 
 
