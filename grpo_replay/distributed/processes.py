@@ -21,9 +21,11 @@ def choose_device(settings: EngineSection, local_rank: int) -> torch.device:
     if settings.device == "cpu" or (settings.device == "auto" and not found):
         return torch.device("cpu")
     if local_rank >= found:
+        cuda = torch.version.cuda
+        built = "built without CUDA" if cuda is None else f"built for CUDA {cuda}"
         raise LaunchError(
             f"engine.device {settings.device}: local rank {local_rank} needs GPU {local_rank}, and "
-            f"torch {torch.__version__} (built for CUDA {torch.version.cuda}) sees {found}: start "
+            f"torch {torch.__version__} ({built}) sees {found}: start "
             "fewer ranks, set engine.device cpu, or look at nvidia-smi (a build for CUDA 13 needs "
             "driver 580 or newer) and CUDA_VISIBLE_DEVICES"
         )

@@ -19,7 +19,6 @@ from grpo_replay.dry_run.memory import (
     to_gib,
     vllm_memory,
 )
-from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import ModelSection, Recipe, parse_overrides, resolve_recipe
 
 DEFAULT_GPU_GIB = 80.0
@@ -95,22 +94,17 @@ def with_known_model(recipe: Recipe) -> Recipe:
 def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
     """The engine and sampler in memory, for the largest micro-batch that the budget allows.
 
-    Raises ModelError if the configuration cannot be read, RecipeError if the lengths of the recipe
-    exceed the positions of the model.
+    Raises ModelError if the configuration cannot be read, RecipeError if not even a prompt of one
+    token and the longest completion fit in the positions of the model.
     """
     from grpo_replay.dry_run import trace
     from grpo_replay.engine.models import load_config
-    from grpo_replay.engine.sequence_length import model_length
+    from grpo_replay.engine.sequence_length import check_training_room, model_length
 
     shape = trace.model_shape(load_config(recipe.model))
+    check_training_room(recipe, 1)
     prompt, completion = recipe.prompts.max_prompt_length, recipe.sampling.max_completion_length
-    longest = prompt + completion
-    if shape.max_positions is not None and longest > shape.max_positions:
-        raise RecipeError(
-            f"prompts.max_prompt_length {prompt} + sampling.max_completion_length {completion} = "
-            f"{longest} tokens, but {recipe.model.path} has {shape.max_positions} positions: "
-            "lower them"
-        )
+    longest = min(prompt + completion, shape.max_positions or prompt + completion)
     rows = max(1, recipe.batch.max_tokens_per_microbatch // longest)
     forward = trace.forward_memory(recipe, rows, longest, completion, on_cuda)
     zero = recipe.engine.zero

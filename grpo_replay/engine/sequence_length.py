@@ -22,3 +22,38 @@ def model_length(recipe: Recipe, section: ModelSection) -> int:
             f"{section.path}: lower it, or leave it null to derive it"
         )
     return wanted
+
+
+def check_training_room(recipe: Recipe, longest_prompt: int) -> None:
+    """Raises RecipeError if the longest prompt, in tokens, and the longest completion of training
+    are more than the sampler has room for."""
+    _check_room(
+        recipe,
+        longest_prompt,
+        recipe.sampling.max_completion_length,
+        "sampling.max_completion_length, or prompts.max_prompt_length (longer prompts are left "
+        "out)",
+    )
+
+
+def check_evaluation_room(recipe: Recipe, longest_prompt: int) -> None:
+    """Raises RecipeError if the longest prompt of the benchmarks, in tokens, and the longest
+    completion of an evaluation are more than the sampler has room for."""
+    of_eval = recipe.eval.max_completion_length
+    key = "eval" if of_eval is not None else "sampling"
+    _check_room(
+        recipe,
+        longest_prompt,
+        of_eval or recipe.sampling.max_completion_length,
+        f"{key}.max_completion_length for the evaluation",
+    )
+
+
+def _check_room(recipe: Recipe, prompt: int, completion: int, remedy: str) -> None:
+    room = model_length(recipe, recipe.model)
+    if prompt + completion > room:
+        raise RecipeError(
+            f"a prompt of {prompt} tokens and a completion of up to {completion} are "
+            f"{prompt + completion} tokens; {recipe.model.path} has room for {room} (its "
+            f"positions, or sampling.vllm.max_model_len): lower {remedy}"
+        )

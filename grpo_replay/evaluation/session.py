@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.engine.models import load_tokenizer, resolve_model_path
+from grpo_replay.engine.sequence_length import check_evaluation_room
 from grpo_replay.evaluation.cache import generations_folder
-from grpo_replay.evaluation.evaluate import Progress, evaluate, plan_evaluation
+from grpo_replay.evaluation.evaluate import EvaluationPlan, Progress, evaluate, plan_evaluation
 from grpo_replay.evaluation.model_source import ModelSource, model_sha256, used_revision
 from grpo_replay.evaluation.regrading import add_gradings
 from grpo_replay.evaluation.report import EvaluationReport
@@ -34,7 +36,7 @@ def evaluate_model(
     settings = recipe.reward.model_copy(update={"function": recipe.eval.reward})
     scorer = stack.enter_context(RewardScorer.open(settings))
     tokenizer = load_tokenizer(recipe.model)
-    plan = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
+    plan = run_collectively(comm, lambda: plan_that_fits(tokenizer, recipe))
     path = resolve_model_path(source.path)
     sampler = open_sampler(recipe, path, comm)
     stack.callback(sampler.close)
@@ -55,6 +57,15 @@ def evaluate_model(
     return add_gradings(report, recipe.eval.other_rewards, recipe.reward)
 
 
+def plan_that_fits(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
+    """The plan of `recipe.eval`. As `plan_evaluation`, and raises RecipeError if the model has no
+    room for a prompt and its longest completion."""
+    plan = plan_evaluation(tokenizer, recipe)
+    longest = max((len(each.request.prompt_token_ids) for each in plan.samples), default=0)
+    check_evaluation_room(recipe, longest)
+    return plan
+
+
 def _model_document(
     recipe: Recipe, source: ModelSource, revision: str | None, sha256: str
 ) -> dict[str, Any]:
@@ -71,9 +82,11 @@ def _model_document(
 
 
 def _open_comm(recipe: Recipe, world_size: int) -> Comm:
+    from grpo_replay.distributed.processes import choose_device, initialize_processes
+
+    if recipe.sampling.backend != "vllm_server":
+        choose_device(recipe.engine, rank_environment().local_rank)  # refused now, not by torch
     if world_size == 1:
         return Comm()
-    from grpo_replay.distributed.processes import initialize_processes
-
     comm, _ = initialize_processes(recipe)
     return comm

@@ -52,6 +52,11 @@ class PromptSet:
     def __len__(self) -> int:
         return len(self._prompts.row_numbers)
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(token_ids) for token_ids in self._prompts.token_ids)
+
     def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
         """The prompts at positions `cursor` … `cursor + count - 1` of the run's endless order.
 

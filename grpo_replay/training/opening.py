@@ -22,8 +22,10 @@ from grpo_replay.engine.models import (
     load_tokenizer,
     resolve_model_path,
 )
+from grpo_replay.engine.sequence_length import check_training_room
 from grpo_replay.errors import CheckpointError
-from grpo_replay.evaluation.evaluate import EvaluationPlan, plan_evaluation
+from grpo_replay.evaluation.evaluate import EvaluationPlan
+from grpo_replay.evaluation.session import plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.rewards.scorer import RewardScorer
@@ -82,7 +84,7 @@ class RunOpener:
         prompts = self._load_prompts(tokenizer)
         evaluation = None
         if recipe.eval.benchmarks:
-            evaluation = run_collectively(comm, lambda: plan_evaluation(tokenizer, recipe))
+            evaluation = run_collectively(comm, lambda: plan_that_fits(tokenizer, recipe))
         position.note("engine")
         engine = self._open_engine(checkpoint, state, tokenizer)
         self._note_limits()
@@ -119,6 +121,7 @@ class RunOpener:
         prompts = run_collectively(
             self.comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed, own_reward)
         )
+        run_collectively(self.comm, lambda: check_training_room(recipe, prompts.longest_prompt))
         if prompts.skipped_too_long:
             self.notices.append(
                 f"{prompts.skipped_too_long} prompts are longer than prompts.max_prompt_length "
