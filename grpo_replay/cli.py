@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from grpo_replay import __version__
 from grpo_replay.commands.error_boundary import CommandGroup
+from grpo_replay.shipped_recipes import shipped_recipes
 
 app = typer.Typer(
     name="grpo-replay",
@@ -19,6 +21,32 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+SHIPPED = ", ".join(shipped_recipes())
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    """Shipped recipes that begin so. If there are none, the shell completes files."""
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"grpo-replay {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """GRPO post-training with rollout replay."""
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe value. May be repeated."),
@@ -28,7 +56,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to s
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="Recipe file, or the name of a shipped recipe.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help=f"Recipe file, or the name of a shipped recipe: {SHIPPED}.",
+            autocompletion=_complete_recipe,
+        ),
+    ],
     overrides: Overrides = None,
     output_dir: Annotated[
         str | None, typer.Option(help="Run directory. Default: runs/RECIPE-TIMESTAMP.")
@@ -45,11 +79,29 @@ def train(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Estimate memory, disk and tokens without starting anything."
+            "--dry-run", help="Estimate memory, disk, tokens and hours without starting anything."
         ),
     ] = False,
     gpu_memory_gib: Annotated[
         float | None, typer.Option(min=1, help="With --dry-run: memory of each GPU, in GiB.")
+    ] = None,
+    from_run: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="With --dry-run: lengths, survival, μ and speed of this run."
+        ),
+    ] = None,
+    generated_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3, help="With --dry-run: completion tokens that a GPU generates in a second."
+        ),
+    ] = None,
+    trained_tokens_per_second: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3, help="With --dry-run: completion tokens that a GPU trains on in a second."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -59,6 +111,8 @@ def train(
     code = run(
         recipe, overrides or (), output_dir=output_dir, resume=resume, num_processes=num_processes,
         hostfile=hostfile, dry_run=dry_run, as_json=as_json, gpu_memory_gib=gpu_memory_gib,
+        from_run=from_run, generated_tokens_per_second=generated_tokens_per_second,
+        trained_tokens_per_second=trained_tokens_per_second,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -72,7 +126,11 @@ def evaluate(
         ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Recipe to evaluate under. Default: the run's own.")
+        str | None,
+        typer.Option(
+            help="Recipe to evaluate under. Default: the run's own.",
+            autocompletion=_complete_recipe,
+        ),
     ] = None,
     benchmarks: Annotated[
         list[str] | None,
@@ -224,7 +282,9 @@ def aes(
 
 @app.command()
 def plan(
-    recipe: Annotated[str | None, typer.Argument(help="Recipe to plan for.")] = None,
+    recipe: Annotated[
+        str | None, typer.Argument(help="Recipe to plan for.", autocompletion=_complete_recipe)
+    ] = None,
     from_run: Annotated[
         str | None, typer.Option(metavar="DIR", help="Estimate the parameters from a finished run.")
     ] = None,

@@ -2,14 +2,18 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from grpo_replay.dry_run.report import DEFAULT_OUTPUT, dry_run
+from grpo_replay.dry_run.report import DEFAULT_OUTPUT, Known, dry_run
+from grpo_replay.inspection.source import open_source
+from grpo_replay.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
+from grpo_replay.terminal.console import open_console
 
 _MEMORY_ROWS = (
     ("base_gib", "process, CUDA context"),
@@ -33,14 +37,20 @@ def run(
     as_json: bool = False,
     gpu_memory_gib: float | None = None,
     output_dir: str | None = None,
+    from_run: str | None = None,
+    generated_tokens_per_second: float | None = None,
+    trained_tokens_per_second: float | None = None,
 ) -> None:
-    """Print the memory, disk and tokens that the recipe needs."""
+    """Print the memory, disk, tokens and time that the recipe needs."""
     place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
-    report = dry_run(recipe, gpu_memory_gib, place).to_json()
+    known = Known(generated_tokens_per_second, trained_tokens_per_second)
+    if from_run is not None:
+        known = replace(known, **_measured(from_run))
+    report = dry_run(recipe, gpu_memory_gib, place, known).to_json()
     if as_json:
         print(json.dumps(report, indent=1))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = open_console(markup=True, soft_wrap=True)
     for line in _headline(report):
         console.print(line)
     if report["memory"] is not None:
@@ -48,8 +58,18 @@ def run(
     console.print(_step_table(report))
     for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
         for sentence in report[title]:
-            console.print(f"[{style}]{title.rstrip('s')}[/]: {_escaped(sentence)}")
+            console.print(f"[{style}]{title.rstrip('s')}[/]: {escape(sentence)}")
     console.print(_verdict(report))
+
+
+def _measured(run: str) -> dict[str, Any]:
+    """What a finished run tells: fields of `Known`."""
+    source = open_source(run)
+    estimates = estimate_from_run(source)
+    names = ("survival", "mu", "completion_tokens", "prompt_tokens")
+    found = {name: getattr(estimates, name) for name in names}
+    measured = {name: value for name, value in found.items() if value is not None}
+    return {"measured": measured, "speed": measured_speed(source)}
 
 
 def _headline(report: Mapping[str, Any]) -> Iterable[str]:
@@ -57,7 +77,7 @@ def _headline(report: Mapping[str, Any]) -> Iterable[str]:
     if model is not None:
         tied = "tied head" if model["tied_head"] else "untied head"
         yield (
-            f"[bold]{report['recipe']}[/]: {_escaped(model['path'])}, "
+            f"[bold]{escape(report['recipe'])}[/]: {escape(model['path'])}, "
             f"{model['parameters']:,} parameters ({tied}), {model['dtype']}"
         )
     size = hardware["memory_gib_per_process"]
@@ -100,6 +120,8 @@ def _step_table(report: Mapping[str, Any]) -> Table:
          f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"),
     ):  # fmt: skip
         table.add_row(label, str(value))
+    for label, value in _time_rows(report["time"]):
+        table.add_row(label, value)
     for key, label in (
         ("offloaded_host_gib_per_rank", "offloaded to host memory, GiB per rank"),
         ("sampler_host_gib_per_rank", "sleeping sampler in host memory, GiB per rank"),
@@ -109,6 +131,17 @@ def _step_table(report: Mapping[str, Any]) -> Table:
     for label, value in _sampler_rows(report):
         table.add_row(label, value)
     return table
+
+
+def _time_rows(time: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    if time["hours"] is None:
+        return
+    parts = ("generation", "training", "other")
+    seconds = " / ".join(f"{time[f'{part}_seconds_per_step']:g}" for part in parts)
+    yield "seconds: generation / training / other, expected", seconds
+    gpu_hours = "" if time["gpu_hours"] is None else f" / {time['gpu_hours']:,g}"
+    what = "hours" if time["gpu_hours"] is None else "hours / GPU-hours"
+    yield f"{what} for all {time['steps']:,} steps, expected", f"{time['hours']:,g}{gpu_hours}"
 
 
 def _sampler_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -140,8 +173,4 @@ def _verdict(report: Mapping[str, Any]) -> str:
     if change is None:
         return text
     outcome = "then it fits" if change["fits"] else "not enough alone"
-    return f"{text}; first: --set {change['set']} ({change['peak_gib']:.1f} GiB, {outcome})"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
+    return f"{text}; first: --set {escape(change['set'])} ({change['peak_gib']:.1f} GiB, {outcome})"

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from rich.console import Console
-
-from grpo_replay.dry_run.assumptions import COST_RATIO, assumed_cost_ratio, assumed_survival
+from grpo_replay.dry_run.assumptions import COST_RATIO, expected_of
 from grpo_replay.errors import UsageError
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.curves import plot_curves
@@ -31,11 +29,19 @@ from grpo_replay.planning.theory import (
     cost_ratio_from_counts,
 )
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.terminal.console import open_console
 from grpo_replay.terminal.plot_style import check_plot_path
 
 DEFAULT_MU = COST_RATIO["Qwen2.5-7B"]
 DEFAULT_RHO = 0.1
 DEFAULT_GROWTH = 0.2
+
+_NO_RECIPE: Mapping[str, tuple[float, str]] = {
+    "mu": (DEFAULT_MU, "paper B's 7B model"),
+    "survival": (1.0, "no group is dropped"),
+    "completion_tokens": (1000.0, "half of 2,000"),
+    "prompt_tokens": (128.0, "typical"),
+}
 
 T = TypeVar("T")
 
@@ -129,7 +135,7 @@ def run(
     if as_json:
         print(json.dumps(plan_document(plan), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        print_plan(plan, Console(highlight=False))
+        print_plan(plan, open_console(markup=True))
 
 
 def _check_options(
@@ -197,7 +203,7 @@ def run_machines(
         document = split_document(mu, source, asked, splits)
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        print_splits(mu, source, asked, splits, Console(highlight=False))
+        print_splits(mu, source, asked, splits, open_console(markup=True))
 
 
 def _check_machine_options(
@@ -254,23 +260,22 @@ def _inputs(
             f"--survival {survival}: replay.drop_zero_variance is false in this recipe, so every "
             "rollout is stored; leave --survival out"
         )
-    cost_ratio, survivors = (DEFAULT_MU, "paper B's 7B model"), (1.0, "no group is dropped")
+    assumed = _NO_RECIPE
     if recipe is not None:
-        cost_ratio, survivors = assumed_cost_ratio(recipe), assumed_survival(recipe)
-    longest = recipe.sampling.max_completion_length if recipe else 2000
-    half = "half of the longest" if recipe else "half of 2,000"
+        expected = expected_of(recipe)
+        assumed = {name: (getattr(expected, name), why) for name, why in expected.sources.items()}
     generated = recipe.rollouts_per_step if recipe and not estimates else None
     table: dict[str, Choice[Any]] = {
         #                  given, measured, assumed and why
-        "mu": Choice(mu, seen.mu, *cost_ratio),
+        "mu": Choice(mu, seen.mu, *assumed["mu"]),
         "rho": Choice(rho, None, DEFAULT_RHO, "a run cannot tell"),
         "growth": _growth(growth, estimates),
-        "survival": Choice(survival, seen.survival, *survivors),
+        "survival": Choice(survival, seen.survival, *assumed["survival"]),
         "rollouts_per_step": Choice(
             generated, seen.rollouts_per_step, 256, "32 prompts of 8", given_by="from the recipe"
         ),
-        "completion_tokens": Choice(None, seen.completion_tokens, longest / 2, half),
-        "prompt_tokens": Choice(None, seen.prompt_tokens, 128.0, "typical"),
+        "completion_tokens": Choice(None, seen.completion_tokens, *assumed["completion_tokens"]),
+        "prompt_tokens": Choice(None, seen.prompt_tokens, *assumed["prompt_tokens"]),
     }
     return PlanInputs(
         **{name: choice.value for name, choice in table.items()},

@@ -3,7 +3,7 @@
 import datetime
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
@@ -23,6 +23,9 @@ def run(
     dry_run: bool = False,
     as_json: bool = False,
     gpu_memory_gib: float | None = None,
+    from_run: str | None = None,
+    generated_tokens_per_second: float | None = None,
+    trained_tokens_per_second: float | None = None,
 ) -> int:
     """Train as the recipe says, or print the dry run; returns the exit code.
 
@@ -34,9 +37,18 @@ def run(
     if dry_run:
         from grpo_replay.commands.dry_run import run as report
 
-        report(recipe, as_json, gpu_memory_gib, output_dir)
+        report(
+            recipe, as_json, gpu_memory_gib, output_dir, from_run, generated_tokens_per_second,
+            trained_tokens_per_second,
+        )  # fmt: skip
         return 0
-    _check_options(recipe, output_dir, resume, as_json, gpu_memory_gib)
+    _refuse_without_dry_run({
+        "--gpu-memory-gib": gpu_memory_gib,
+        "--from-run": from_run,
+        "--generated-tokens-per-second": generated_tokens_per_second,
+        "--trained-tokens-per-second": trained_tokens_per_second,
+    })  # fmt: skip
+    _check_options(recipe, output_dir, resume, as_json)
     environment = rank_environment()
     run_dir = Path(output_dir) if output_dir else _default_directory(recipe)
     if not resume and not environment.is_launched:
@@ -54,15 +66,13 @@ def run(
     return _train(recipe, run_dir, resume, environment.rank == 0)
 
 
-def _check_options(
-    recipe: Recipe,
-    output_dir: str | None,
-    resume: bool,
-    as_json: bool,
-    gpu_memory_gib: float | None,
-) -> None:
-    if gpu_memory_gib is not None:
-        raise UsageError("--gpu-memory-gib needs --dry-run; a run uses the GPUs it finds")
+def _refuse_without_dry_run(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"{name} needs --dry-run; a run uses the machine it finds")
+
+
+def _check_options(recipe: Recipe, output_dir: str | None, resume: bool, as_json: bool) -> None:
     if as_json:
         raise UsageError("--json needs --dry-run; the numbers of a run are in its metrics.jsonl")
     if resume and output_dir is None:

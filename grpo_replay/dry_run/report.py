@@ -4,12 +4,14 @@
 no weights and starts no ranks. What could not be checked is listed in `unchecked`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.dry_run.assumptions import assumed_survival
+from grpo_replay.dry_run.assumptions import Expected, expected_of
 from grpo_replay.dry_run.checks import Findings, check_disk_space, check_parts
+from grpo_replay.dry_run.duration import Speed, choose_speed, describe_time
 from grpo_replay.dry_run.fit import (
     EnginePlan,
     Hardware,
@@ -22,7 +24,6 @@ from grpo_replay.dry_run.fit import (
 from grpo_replay.dry_run.hub import cache_only_if_unreachable
 from grpo_replay.dry_run.memory import ModelShape, to_gib
 from grpo_replay.dry_run.sizes import (
-    MEAN_COMPLETION_SHARE,
     describe_host_copies,
     describe_network,
     describe_replay,
@@ -47,6 +48,7 @@ class DryRunReport:
     step: dict[str, Any]
     replay: dict[str, Any]
     storage: dict[str, Any]
+    time: dict[str, Any]
     network: dict[str, Any] | None
     fits: bool | None
     first_change: dict[str, Any] | None
@@ -63,8 +65,25 @@ class DryRunReport:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the user states or a finished run measured; the rest is assumed.
+
+    `measured` holds fields of `Expected`, `speed` that of the run; the stated speeds are completion
+    tokens per second of one GPU.
+    """
+
+    generated_tokens_per_second: float | None = None
+    trained_tokens_per_second: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    speed: Speed | None = None
+
+
 def dry_run(
-    recipe: Recipe, gpu_memory_gib: float | None = None, output_dir: Path = DEFAULT_OUTPUT
+    recipe: Recipe,
+    gpu_memory_gib: float | None = None,
+    output_dir: Path = DEFAULT_OUTPUT,
+    known: Known | None = None,
 ) -> DryRunReport:
     """The report. With `gpu_memory_gib`, assume GPUs of that size. The free disk space is that of
     `output_dir`, which need not exist.
@@ -72,23 +91,28 @@ def dry_run(
     Raises RecipeError for settings that do not match the configuration of the model.
     """
     with cache_only_if_unreachable():
-        return _report(recipe, gpu_memory_gib, output_dir)
+        return _report(recipe, gpu_memory_gib, output_dir, known or Known())
 
 
-def _report(recipe: Recipe, gpu_memory_gib: float | None, output_dir: Path) -> DryRunReport:
+def _report(
+    recipe: Recipe, gpu_memory_gib: float | None, output_dir: Path, facts: Known
+) -> DryRunReport:
     findings = Findings()
     hardware = find_hardware(recipe, gpu_memory_gib)
     check_parts(recipe, hardware.device, findings)
     known = with_known_model(recipe)
     plan = _plan(recipe, known, hardware, findings)
-    step, replay = describe_step(recipe), describe_replay(recipe)
-    storage = describe_storage(recipe, replay, plan)
+    expected = expected_of(recipe, facts.measured)
+    step, replay = describe_step(recipe, expected), describe_replay(recipe, expected)
+    storage = describe_storage(recipe, replay, plan, expected)
     check_disk_space(storage, output_dir, hardware.device, findings)
-    _note_assumptions(recipe, hardware, findings)
+    _note_assumptions(recipe, expected, hardware, findings)
+    speed = choose_speed(
+        recipe, expected, None if plan is None else plan.shape, hardware,
+        facts.generated_tokens_per_second, facts.trained_tokens_per_second, facts.speed,
+    )  # fmt: skip
+    _note_time(recipe, speed, hardware, findings)
     fits = None if plan is None else fits_in(plan, hardware.capacity)
-    change = None
-    if plan is not None and fits is False:
-        change = first_change(known, hardware)
     return DryRunReport(
         recipe=recipe.name,
         hardware=_describe_hardware(hardware),
@@ -98,9 +122,10 @@ def _report(recipe: Recipe, gpu_memory_gib: float | None, output_dir: Path) -> D
         step=step,
         replay=replay,
         storage=storage,
+        time=describe_time(recipe, step, replay, expected, speed, hardware),
         network=None if plan is None else describe_network(recipe, plan.shape),
         fits=fits,
-        first_change=change,
+        first_change=first_change(known, hardware) if fits is False else None,
         findings=findings,
     )
 
@@ -180,17 +205,34 @@ def _note_attention(recipe: Recipe, hardware: Hardware, findings: Findings) -> N
         findings.assumptions.append(warning)
 
 
-def _note_assumptions(recipe: Recipe, hardware: Hardware, findings: Findings) -> None:
-    survival, why = assumed_survival(recipe)
+def _note_assumptions(
+    recipe: Recipe, expected: Expected, hardware: Hardware, findings: Findings
+) -> None:
+    why = expected.sources
     findings.assumptions += [
-        f"{survival:.1%} of rollouts are in groups that are kept ({why}); completions are "
-        f"{MEAN_COMPLETION_SHARE:.0%} of the longest on average",
+        f"{expected.survival:.1%} of rollouts are in groups that are kept ({why['survival']})",
+        f"{expected.completion_tokens:,.0f} tokens a completion ({why['completion_tokens']}) and "
+        f"{expected.prompt_tokens:,.0f} a prompt ({why['prompt_tokens']}) on average",
         "memory is for a micro-batch full of the longest rollouts",
     ]
     if hardware.assumed:
         findings.assumptions.append(f"GPUs of {to_gib(hardware.capacity):g} GiB")
     if hardware.device == "cuda":
         findings.assumptions.append(f"1 GiB for CUDA's context and NCCL{_vllm_assumption(recipe)}")
+
+
+def _note_time(recipe: Recipe, speed: Speed | None, hardware: Hardware, findings: Findings) -> None:
+    how = "--from-run DIR, --trained-tokens-per-second or --generated-tokens-per-second"
+    if speed is None:
+        findings.assumptions.append(f"no hours: the speed of this machine is not known; give {how}")
+        return
+    what = "GPU" if hardware.device == "cuda" else "process"
+    servers = ", nor the GPUs of servers" if recipe.sampling.backend == "vllm_server" else ""
+    findings.assumptions.append(
+        f"hours: {speed.generated:,.0f} tokens generated and {speed.trained:,.0f} trained a second "
+        f"by each {what} ({speed.source}); evaluations and checkpoints are not counted{servers}"
+        + (f"; better: {how}" if speed.assumed else "")
+    )
 
 
 def _vllm_assumption(recipe: Recipe) -> str:

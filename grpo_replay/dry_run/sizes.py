@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_replay.dry_run.assumptions import assumed_survival
+from grpo_replay.dry_run.assumptions import Expected
 from grpo_replay.dry_run.fit import DTYPE_BYTES, EnginePlan, Hardware
 from grpo_replay.dry_run.memory import (
     ModelShape,
@@ -14,18 +14,13 @@ from grpo_replay.dry_run.memory import (
 )
 from grpo_replay.recipe import Recipe
 
-MEAN_COMPLETION_SHARE = 0.3
-"""Mean over maximum completion length: paper A's base models, 2,000-2,450 of 8,192 tokens."""
-MEAN_PROMPT_SHARE = 0.15
-"""Mean over maximum prompt length: about 150 of 1,024 tokens for competition problems."""
 
-
-def describe_step(recipe: Recipe) -> dict[str, Any]:
+def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     """Rollouts and tokens of one training step, once replay has begun."""
     generated = recipe.rollouts_per_step
     completion = recipe.sampling.max_completion_length
-    mean_tokens = MEAN_COMPLETION_SHARE * completion
-    survivors = generated * assumed_survival(recipe)[0]
+    mean_tokens = expected.completion_tokens
+    survivors = generated * expected.survival
     replayed = 0.0
     if recipe.replays:
         replayed = recipe.replay.ratio * survivors
@@ -44,7 +39,7 @@ def describe_step(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def describe_replay(recipe: Recipe) -> dict[str, Any]:
+def describe_replay(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     """Number of stored rollouts: the maximum, and with the expected share of survivors."""
     replay, generated = recipe.replay, recipe.rollouts_per_step
     if not recipe.replays:
@@ -52,12 +47,12 @@ def describe_replay(recipe: Recipe) -> dict[str, Any]:
                 "first_replay_step": None, "horizon_steps": None}  # fmt: skip
     births = replay.max_age_steps if replay.max_age_steps is not None else recipe.run.steps
     most = births * generated
-    expected = births * generated * assumed_survival(recipe)[0]
+    stored = births * generated * expected.survival
     first = replay.warmup_steps + 1
     if replay.composition != "buffer_only":
         first = max(2, first)  # nothing is replayed in the step it was born
     return {
-        "stored_rollouts_expected": round(min(replay.capacity_rollouts, expected)),
+        "stored_rollouts_expected": round(min(replay.capacity_rollouts, stored)),
         "stored_rollouts_most": min(replay.capacity_rollouts, most),
         "capacity_binds": most > replay.capacity_rollouts,
         "first_replay_step": first,
@@ -66,20 +61,20 @@ def describe_replay(recipe: Recipe) -> dict[str, Any]:
 
 
 def describe_storage(
-    recipe: Recipe, replay: Mapping[str, Any], plan: EnginePlan | None
+    recipe: Recipe, replay: Mapping[str, Any], plan: EnginePlan | None, expected: Expected
 ) -> dict[str, Any]:
     """Host memory of the buffer, and sizes of the files of a step and of a checkpoint."""
     prompt, completion = recipe.prompts.max_prompt_length, recipe.sampling.max_completion_length
-    mean = (MEAN_PROMPT_SHARE * prompt, MEAN_COMPLETION_SHARE * completion)
+    mean = (expected.prompt_tokens, expected.completion_tokens)
     generated = recipe.rollouts_per_step
     checkpoint = None
     if plan is not None:
         size = DTYPE_BYTES[recipe.model.dtype]
         stage = recipe.zero_stage(recipe.engine.num_processes)
         checkpoint = to_gib(checkpoint_bytes(plan.shape.parameters, size, stage))
-    expected, most = replay["stored_rollouts_expected"], replay["stored_rollouts_most"]
+    stored, most = replay["stored_rollouts_expected"], replay["stored_rollouts_most"]
     return {
-        "buffer_memory_gib_expected": to_gib(stored_bytes(expected, *mean)),
+        "buffer_memory_gib_expected": to_gib(stored_bytes(stored, *mean)),
         "buffer_memory_gib_most": to_gib(stored_bytes(most, prompt, completion)),
         "disk_per_step_mib_expected": _mib(logged_bytes(generated, *mean)),
         "disk_per_step_mib_most": _mib(logged_bytes(generated, prompt, completion)),

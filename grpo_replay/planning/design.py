@@ -21,6 +21,7 @@ from grpo_replay.planning.sensitivity import (
 from grpo_replay.planning.theory import (
     Growth,
     Optimum,
+    PowerGrowth,
     best_objective,
     check_inputs,
     objective,
@@ -101,16 +102,20 @@ def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
     x, y = recommended_design(mu, rho, growth)
     scale = best_objective(x, mu, rho, growth)
     current = None if replay is None else current_design(inputs, replay, scale)
+    no_replay = _design(inputs, 1.0, 1.0, scale, None, 0.0, 0, stored=0.0)
+    notes = explain(inputs, best, x, y)
+    if current is not None and replay is not None and replay.replays:
+        notes += explain_current(inputs, current, no_replay, replay.priority)
     return Plan(
         inputs=inputs,
         optimum=best,
         recommended=design_at(inputs, x, y, scale),
         current=current,
-        no_replay=_design(inputs, 1.0, 1.0, scale, None, 0.0, 0, stored=0.0),
+        no_replay=no_replay,
         flat_x=flat_range_x(x, mu, rho, growth),
         flat_y=flat_range_y(x, y, mu, rho, growth),
         sensitivity=sensitivity(x, y, mu, rho, growth),
-        notes=tuple(explain(inputs, best, x, y)),
+        notes=tuple(notes),
     )
 
 
@@ -248,3 +253,29 @@ def explain(inputs: PlanInputs, best: Optimum, x: float, y: float) -> list[str]:
             f"y* = {y:.2g} < 1: train on fewer rollouts than are generated; some are never used."
         )
     return notes
+
+
+def explain_current(
+    inputs: PlanInputs, current: Design, no_replay: Design, priority: str
+) -> list[str]:
+    """Why the theory finds the recipe's own design worse than no replay; empty if it does not.
+
+    J is the product of the noise of a sample, σ̄²(x), and of what reuse saves.
+    """
+    ratio = current.objective / no_replay.objective
+    if ratio <= 1:
+        return []
+    growth = inputs.growth
+    noise = growth.mean_variance(current.x) / growth.mean_variance(1.0)
+    text = (
+        f"This recipe costs {ratio - 1:.0%} more than no replay by this theory: keeping rollouts "
+        f"for {current.x:.3g} steps makes a sample's gradient {noise:.2f} times as noisy, if "
+        f"{growth.describe()} ({inputs.sources.get('growth', 'given')}), and reuse saves a factor "
+        f"of {noise / ratio:.2f}."
+    )
+    if isinstance(growth, PowerGrowth) and current.x > 1:
+        limit = math.log(noise / ratio) / (2 * math.log(current.x))
+        text += f" It pays if a is below {limit:.2g}: measure a run's growth with --from-run."
+    if priority != "uniform":
+        text += f" What {priority} gains by selecting rollouts is not in the theory."
+    return [text]

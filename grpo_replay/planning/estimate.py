@@ -7,6 +7,7 @@ about e^v (exactly, if the log-ratio is normal and the weights have mean 1), and
 its gradient is multiplied by that.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_replay.dry_run.duration import Speed
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import AgeOutcome, outcomes_by_age
 from grpo_replay.inspection.column_reader import iter_columns, list_lengths
@@ -65,6 +67,36 @@ def estimate_from_run(source: Source) -> RunEstimates:
         growth=fit_growth(points),
         growth_points=tuple((age, value) for age, value, _ in points),
     )
+
+
+def measured_speed(source: Source) -> Speed | None:
+    """Completion tokens per second of one rank of the run, and the seconds of a step beside them;
+    None if the run did not log these times."""
+    names = ("cost/generated_tokens", "cost/generation_seconds", "cost/trained_tokens",
+             "cost/training_seconds", "step_time")  # fmt: skip
+    lines = [line for line in source.metrics if all(line.get(name) is not None for name in names)]
+    generated, generating, trained, training, whole = (
+        sum(line[name] for line in lines) for name in names
+    )
+    if generating <= 0 or training <= 0 or trained <= 0:
+        return None
+    ranks = _ranks(source)
+    other = max(0.0, whole - generating - training) / len(lines)
+    return Speed(
+        generated / generating / ranks, trained / training / ranks, f"measured in {source.path}",
+        other,
+    )  # fmt: skip
+
+
+def _ranks(source: Source) -> int:
+    """Ranks of the run, from environment.json; 1 without one."""
+    path = (source.run_dir or source.path) / "environment.json"
+    if not path.is_file():
+        return 1
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["world_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"{path}: no world_size in it; restore it from a copy") from error
 
 
 def _total(column: Any) -> int:

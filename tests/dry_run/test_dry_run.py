@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from grpo_replay.commands.dry_run import _measured
 from grpo_replay.dry_run import checks
 from grpo_replay.dry_run.checks import Findings, check_disk_space
 from grpo_replay.dry_run.fit import Hardware, candidate_changes, plan_sampler
 from grpo_replay.dry_run.hub import hub_is_reachable
 from grpo_replay.dry_run.memory import GIB, ModelShape, SamplerMemory, stored_bytes
-from grpo_replay.dry_run.report import dry_run
+from grpo_replay.dry_run.report import Known, dry_run
 from grpo_replay.dry_run.sizes import describe_host_copies
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import load_recipe
@@ -252,13 +253,68 @@ def test_settings_that_cannot_work_are_problems():
 
 
 def test_lengths_beyond_the_models_positions_are_refused():
-    with pytest.raises(RecipeError, match=r"40000.*32768 positions"):
+    with pytest.raises(RecipeError, match=r"completion of up to 38976 .*room for 17408"):
         dry_run(
             load_recipe(
                 "qwen3-4b",
                 ["sampling.max_completion_length=38976", "batch.max_tokens_per_microbatch=40000"],
             )
         )
+
+
+LONG_LIMITS = ["prompts.max_prompt_length=1024", "sampling.max_completion_length=32"]
+
+
+def test_limits_beyond_the_positions_are_allowed_if_no_prompt_is_so_long():
+    report = report_of("tiny", *LONG_LIMITS)  # 1,056 tokens at most, 128 positions
+    assert report["problems"] == [] and report["fits"] is True
+    assert report["sampler"]["model_length_tokens"] == 128
+
+
+@pytest.mark.slow
+def test_a_run_accepts_the_lengths_that_its_dry_run_accepts(tmp_path):
+    words = ["run.steps=1", "replay.preset=grpo", "eval.benchmarks=[]", *LONG_LIMITS]
+    overrides = [word for each in words for word in ("--set", each)]
+    done = run_cli("tiny", *overrides, "--output-dir", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("sampling.max_completion_length=126", "lower sampling.max_completion_length, or prompts"),
+        ("eval.max_completion_length=128", "lower eval.max_completion_length for the evaluation"),
+    ],
+)
+def test_a_completion_without_room_is_a_problem_before_the_run_refuses_it(override, problem):
+    (found,) = report_of("tiny", override)["problems"]
+    assert problem in found and "builtin:tiny has room for 128" in found
+
+
+def test_prompts_that_were_not_read_may_be_too_long_for_the_model():
+    longer = ["prompts.max_prompt_length=30000", "batch.max_tokens_per_microbatch=40000",
+              "sampling.vllm.max_model_len=32768"]  # fmt: skip
+    said = str(report_of("qwen3-4b", *longer, gpu=80)["unchecked"])
+    assert "prompts of more than 24576 tokens" in said and "8192" in said
+    assert "prompts of more than" not in str(report_of("qwen3-4b", gpu=80)["unchecked"])
+
+
+def test_hours_come_from_a_statement_a_run_or_an_assumption(runs):
+    stated = dry_run(load_recipe("tiny"), known=Known(trained_tokens_per_second=430)).to_json()
+    assert stated["time"]["generated_tokens_per_second"] == 1000  # μ of the tiny model is 0.43
+    assert stated["time"]["hours"] > 0 and stated["time"]["gpu_hours"] is None
+    assert "hours: 1,000 tokens generated and 430 trained" in str(stated["assumptions"])
+    unknown = report_of("tiny")
+    assert unknown["time"]["hours"] is None and "--from-run" in str(unknown["assumptions"])
+    assumed = report_of("qwen3-4b", gpu=80)["time"]
+    assert assumed["gpu_hours"] == pytest.approx(8 * assumed["hours"], rel=0.01)
+    assert "30% of 989 TFLOP/s" in assumed["speed_is"]
+    measured = _measured(str(runs["ours"]))["measured"]
+    assert measured["mu"] == pytest.approx(4.0)
+    longer = dry_run(load_recipe("qwen3-4b"), 80, known=Known(measured=measured)).to_json()
+    expected = measured["completion_tokens"] * 256
+    assert longer["step"]["generated_tokens_expected"] == round(expected)
+    assert "measured in the run" in str(longer["assumptions"])
 
 
 def test_zero_3_options_and_batches_that_cannot_be_are_refused_by_the_recipe():
@@ -346,7 +402,7 @@ def test_json_is_one_document_on_stdout_and_the_exit_code_is_0_even_if_it_does_n
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["fits"] is False
-    assert {"problems", "unchecked", "assumptions", "memory", "step", "replay", "storage",
+    assert {"problems", "unchecked", "assumptions", "memory", "step", "replay", "storage", "time",
             "network", "sampler", "model", "hardware", "first_change"} <= set(report)  # fmt: skip
 
 

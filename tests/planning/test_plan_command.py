@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import tracemalloc
 
@@ -19,6 +20,7 @@ from small_runs.synthetic import (
 
 from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.commands.plan import run
+from grpo_replay.dry_run.assumptions import expected_of
 from grpo_replay.dry_run.memory import stored_bytes
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.planning.design import (
@@ -224,6 +226,30 @@ def test_the_figure_is_written(tmp_path, ending, capsys):
     run(mu=5.28, rho=0.1, growth=0.2, plot=str(path))
     head = path.read_bytes()[:400]
     assert head.startswith(b"\x89PNG") if ending == "png" else b"<svg" in path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
+def test_a_recipe_that_the_theory_finds_dearer_than_no_replay_says_why(name, capsys):
+    document = plan_json(capsys, recipe=name)
+    ratio = document["current"]["objective"] / document["no_replay"]["objective"]
+    assert ratio > 1
+    (note,) = [note for note in document["notes"] if "more than no replay" in note]
+    assert f"{ratio - 1:.0%} more" in note and "2.61 times as noisy" in note  # 11^0.4
+    assert "measure it with --from-run" in note and "abs_advantage" in note
+    limit = float(re.search(r"pays if a is below ([\d.]+)", note)[1])
+    for growth, dearer in ((limit - 0.01, False), (limit + 0.01, True)):
+        again = plan_json(capsys, recipe=name, growth=growth)
+        assert (again["current"]["objective"] > again["no_replay"]["objective"]) == dearer
+        assert any("more than no replay" in each for each in again["notes"]) == dearer
+
+
+def test_plan_and_dry_run_assume_the_same(capsys):
+    for name in ("qwen3-0.6b", "qwen3-4b", "fifo-qwen3-0.6b", "tiny"):
+        expected = expected_of(load_recipe(name))
+        assumed = plan_json(capsys, recipe=name)["assumptions"]
+        for key in ("mu", "survival", "completion_tokens", "prompt_tokens"):
+            assert assumed[key] == getattr(expected, key), (name, key)
+            assert assumed["sources"][key] == f"assumed: {expected.sources[key]}"
 
 
 def test_contradictory_and_missing_options_are_refused(tmp_path, runs):
