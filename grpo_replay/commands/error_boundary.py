@@ -3,6 +3,7 @@
 Imported with the command line, so it loads nothing heavy before an error occurs.
 """
 
+import errno
 import logging
 import sys
 import traceback
@@ -10,7 +11,16 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from grpo_replay.errors import INTERRUPTED, GrpoReplayError
+from grpo_replay.errors import INTERRUPTED, DataError, GrpoReplayError
+
+_BAD_PATH = (
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+)
 
 
 class CommandGroup(TyperGroup):
@@ -33,8 +43,10 @@ class CommandGroup(TyperGroup):
 def report_error(error: Exception) -> int:
     """Print an error once over all ranks; returns the exit code."""
     from grpo_replay.distributed.failures import is_lost_peer, lost_contact, report_failure
+    from grpo_replay.terminal.console import printable
 
     _log(error)
+    error = _of_a_bad_path(error) or error
     if is_lost_peer(error):
         error = lost_contact(error)
     code = error.exit_code if isinstance(error, GrpoReplayError) else 1
@@ -42,11 +54,20 @@ def report_error(error: Exception) -> int:
         return code
     if isinstance(error, GrpoReplayError):
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(f"error: {error}{notes}", file=sys.stderr)
+        print(printable(f"error: {error}{notes}"), file=sys.stderr)
         return code
     traceback.print_exception(error)
     print("This is a bug in grpo-replay: please report it with the lines above.", file=sys.stderr)
     return code
+
+
+def _of_a_bad_path(error: Exception) -> GrpoReplayError | None:
+    """The error to show for a path that the system refuses whatever we do with it; else None."""
+    if not isinstance(error, OSError) or error.errno not in _BAD_PATH or error.filename is None:
+        return None
+    name = str(error.filename)
+    short = name if len(name) <= 100 else f"{name[:60]}… ({len(name):,} characters)"
+    return DataError(f"{short}: {error.strerror}; check the path and its permissions")
 
 
 def _log(error: Exception) -> None:

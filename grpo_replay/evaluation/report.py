@@ -152,7 +152,7 @@ def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EvaluationFileError(f"{path}: not a readable evaluation file: {error}") from error
     found = document.get("schema_version") if isinstance(document, dict) else None
     if found not in READABLE_VERSIONS:

@@ -13,6 +13,7 @@ from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.inspection.rows import RowSource, iter_rows
 from grpo_replay.inspection.where import Filter
 from grpo_replay.storage.atomic import written_whole
+from grpo_replay.storage.parquet import EXPORT_MARKS
 
 _CARD = """---
 configs:
@@ -43,7 +44,7 @@ def export_rows(rows: RowSource, where: Filter | None, target: Path, filter_text
     tables = iter_rows(rows, rows.schema.names, where)
     if target.suffix == ".jsonl":
         return _write_atomically(target, lambda path: _write_jsonl(path, tables))
-    schema = rows.schema.remove_metadata()
+    schema = rows.schema.with_metadata(EXPORT_MARKS)
     if target.suffix == ".parquet":
         return _write_atomically(target, lambda path: _write_parquet(path, schema, tables))
     return _write_folder(target, rows, schema, tables, filter_text)

@@ -1,6 +1,7 @@
 """Opens PATH as a run, a checkpoint or a snapshot, and finds its files up to a step."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -202,7 +203,8 @@ def read_metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
     """The lines of metrics.jsonl, in file order; empty if there is no file.
 
     A last line without a newline is still being written and is skipped. Raises SnapshotError,
-    naming the file and the line, for any other line that is not a JSON object with a step.
+    naming the file and the line, for any other line that is not a JSON object with a step, or with
+    a value that is neither a finite number nor null.
     """
     if not path.exists():
         return ()
@@ -216,8 +218,21 @@ def _metrics_line(path: Path, number: int, line: str) -> Mapping[str, Any]:
     try:
         value = json.loads(line)
         int(value["step"])
-        return value
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SnapshotError(
             f"{path}:{number}: not a line of metrics (a JSON object with a step): {line[:80]!r}"
         ) from error
+    for name, found in value.items():
+        if not _is_number_or_null(found):
+            raise SnapshotError(
+                f"{path}:{number}: {name} is {str(found)[:80]!r}, expected a number or null: the "
+                "file was changed; restore it from a copy"
+            )
+    return value
+
+
+def _is_number_or_null(value: Any) -> bool:
+    try:
+        return value is None or math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False

@@ -68,7 +68,10 @@ def parse_where(text: str, schema: pa.Schema) -> Filter:
     Raises UsageError, pointing at the character, for an unknown column, a wrong type or bad syntax.
     """
     parser = _Parser(text, schema)
-    expression = parser.parse()
+    try:
+        expression = parser.parse()
+    except RecursionError:
+        raise UsageError("--where: too many parentheses or nots within each other") from None
     return Filter(expression, frozenset(parser.columns))
 
 
@@ -178,9 +181,13 @@ class _Parser:
         while self._accept(","):
             values.append(self._literal(column))
         self._expect(")")
-        if pa.types.is_integer(kind) and any(value != int(value) for value in values):
-            self._fail(start, f"{column!r} is {kind}, which cannot be one of these")
-        return pc.field(column).isin(pa.array(values, kind))
+        whole = not any(isinstance(value, float) and not value.is_integer() for value in values)
+        try:
+            if whole or not pa.types.is_integer(kind):
+                return pc.field(column).isin(pa.array(values, kind))
+        except (pa.ArrowException, OverflowError):
+            pass  # beyond the range of the type
+        self._fail(start, f"{column!r} is {kind}, which cannot be one of these")
 
     def _operand(self, column: str) -> pc.Expression:
         """The right-hand side of a comparison: another column or a literal."""
@@ -213,8 +220,7 @@ class _Parser:
         token = self._next()
         wanted = self._family(column)
         if token.kind == "number":
-            found = "a number"
-            value: Any = (float if re.search(r"[.eE]", token.text) else int)(token.text)
+            found, value = "a number", self._number(token)
         elif token.kind == "text":
             found, value = "text in quotes", token.text[1:-1]
         elif token.keyword in ("true", "false"):
@@ -225,6 +231,13 @@ class _Parser:
         if found != wanted:
             self._fail(token, f"{column!r} is compared with {wanted}, found {token.text}")
         return value
+
+    def _number(self, token: _Token) -> int | float:
+        if re.search(r"[.eE]", token.text):
+            return float(token.text)
+        if len(token.text) > 19 or not -(2**63) <= int(token.text) < 2**63:
+            self._fail(token, f"an integer of {len(token.text):,} digits does not fit in 64 bits")
+        return int(token.text)
 
     def _family(self, column: str) -> str:
         """What a column can be compared with, in words."""

@@ -12,6 +12,10 @@ from grpo_replay.storage.atomic import written_whole
 
 _KIND_KEY = b"grpo_replay.kind"
 _VERSION_KEY = b"grpo_replay.schema_version"
+_EXPORT = b"export"
+
+EXPORT_MARKS = {_KIND_KEY: _EXPORT, _VERSION_KEY: b"1"}
+"""Metadata of a file for other programs, which `inspect-buffer --export` wrote."""
 
 
 def write_parquet(
@@ -72,10 +76,15 @@ def read_parquet(path: Path, kind: str, version: int, schema: pa.Schema) -> pa.T
 
 
 def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int) -> None:
+    if marks.get(_KIND_KEY) == _EXPORT:
+        raise SnapshotError(
+            f"{path}: rollouts exported by inspect-buffer, for pandas, pyarrow or datasets; "
+            f"expected a {kind} file: give the run, its checkpoint or buffer.parquet"
+        )
     if _KIND_KEY not in marks or not marks.get(_VERSION_KEY, b"").isdigit():
         raise SnapshotError(
-            f"{path}: a Parquet file, but not written by grpo-replay (no {_KIND_KEY.decode()} in "
-            f"its metadata); expected a {kind} file"
+            f"{path}: a Parquet file, but not written by grpo-replay, or rewritten by another "
+            f"program (no {_KIND_KEY.decode()} in its metadata); expected a {kind} file"
         )
     found = int(marks[_VERSION_KEY])
     if found > version:

@@ -77,7 +77,11 @@ class RunDirectory:
 
     def refuse_occupied(self) -> None:
         """Raises OutputDirectoryError if the directory of a new run already contains files."""
-        if self.path.exists() and (not self.path.is_dir() or self._files()):
+        if self.path.exists() and not self.path.is_dir():
+            raise OutputDirectoryError(
+                f"output directory {self.path} is not a directory: choose another --output-dir"
+            )
+        if self.path.exists() and self._files():
             found = "another run" if self.exists else "other files"
             remedy = ", or continue that run with --resume" if self.exists else ""
             raise OutputDirectoryError(

@@ -25,6 +25,10 @@ def test_the_command_reference_is_what_the_command_line_says():
     assert (ROOT / "docs/cli.md").read_text() == _reference_maker().cli_reference()
 
 
+def test_the_table_of_errors_is_that_of_the_hostile_inputs():
+    assert (ROOT / "docs/errors.md").read_text() == _reference_maker().errors_reference()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_relative_link_leads_somewhere(page):
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
