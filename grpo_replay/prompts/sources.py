@@ -163,9 +163,12 @@ def _jsonl_rows(
             break
         try:
             row = json.loads(text)
-        except (ValueError, RecursionError) as error:  # also a number of thousands of digits
-            reason = getattr(error, "msg", None) or first_line(error)
-            raise DatasetError(f"{source}:{number}: not valid JSON: {reason}") from error
+        except json.JSONDecodeError as error:
+            raise DatasetError(f"{source}:{number}: not valid JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise DatasetError(
+                f"{source}:{number}: a number of thousands of digits, or nesting without end"
+            ) from error
         if not isinstance(row, dict):
             raise DatasetError(
                 f"{source}:{number}: found a {type(row).__name__}; every line is one JSON object"
