@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.dry_run.fit import with_known_model
 from grpo_replay.dry_run.hub import is_on_hub, weights_are_cached
 from grpo_replay.dry_run.memory import to_gib
 from grpo_replay.errors import GrpoReplayError, RecipeError
@@ -32,8 +31,9 @@ class Findings:
     assumptions: list[str] = field(default_factory=list)
 
 
-def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
-    """Add problems with the components of the recipe, and what could not be checked."""
+def check_parts(recipe: Recipe, device: str, findings: Findings) -> Any:
+    """Add problems with the components of the recipe, and what could not be checked. Returns the
+    prompts, or None if they were not read."""
     _check_versions(findings)
     _check_devices(recipe, device, findings)
     _check_settings(recipe, device, findings)
@@ -41,8 +41,7 @@ def check_parts(recipe: Recipe, device: str, findings: Findings) -> None:
     _check_reward(recipe, findings)
     tokenizer = _check_tokenizer(recipe, findings)
     _check_weights(recipe, findings)
-    prompts = _check_prompts(recipe, tokenizer, findings)
-    _check_room(recipe, prompts, findings)
+    return _check_prompts(recipe, tokenizer, findings)
 
 
 def check_disk_space(
@@ -226,36 +225,6 @@ def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> Any:
             "prompts.max_prompt_length are left out"
         )
     return prompts
-
-
-def _check_room(recipe: Recipe, prompts: Any, findings: Findings) -> None:
-    """Whether prompts and completions fit in the model, by the rule that a run applies when it
-    starts. `prompts` is None if they were not read."""
-    from grpo_replay.engine.sequence_length import (
-        check_evaluation_room,
-        check_training_room,
-        model_length,
-    )
-
-    known = with_known_model(recipe)
-    try:
-        room = model_length(known, known.model)
-    except GrpoReplayError:
-        return  # reported with the sizes of the model
-    completion = recipe.sampling.max_completion_length
-    try:
-        if prompts is not None:
-            check_training_room(known, prompts.longest_prompt)
-        elif recipe.prompts.max_prompt_length + completion > room > completion:
-            findings.unchecked.append(
-                f"prompts of more than {room - completion} tokens: with a completion of "
-                f"{completion} they would exceed the {room} tokens that {recipe.model.path} has "
-                "room for, and the run would stop at its start"
-            )
-        if recipe.eval.benchmarks:
-            check_evaluation_room(known, 1)
-    except RecipeError as error:
-        findings.problems.append(str(error))
 
 
 def _check_hub_columns(recipe: Recipe, findings: Findings) -> None:

@@ -23,6 +23,7 @@ from grpo_replay.dry_run.fit import (
 )
 from grpo_replay.dry_run.hub import cache_only_if_unreachable
 from grpo_replay.dry_run.memory import ModelShape, to_gib
+from grpo_replay.dry_run.room import check_room
 from grpo_replay.dry_run.sizes import (
     describe_host_copies,
     describe_network,
@@ -99,7 +100,8 @@ def _report(
 ) -> DryRunReport:
     findings = Findings()
     hardware = find_hardware(recipe, gpu_memory_gib)
-    check_parts(recipe, hardware.device, findings)
+    prompts = check_parts(recipe, hardware.device, findings)
+    check_room(recipe, prompts, findings)
     known = with_known_model(recipe)
     plan = _plan(recipe, known, hardware, findings)
     expected = expected_of(recipe, facts.measured)
