@@ -57,7 +57,7 @@ def plot_inspection(inspection: Inspection, path: Path) -> None:
         for axis, (title, draw) in zip(axes, drawings.items(), strict=False):
             draw(axis, inspection)
             axis.set_title(title)
-        figure.suptitle(title_of(inspection), fontsize=7.5, color=GREY)
+        figure.suptitle(title_of(inspection), fontsize=7.5, color=GREY, parse_math=False)
         save_figure(figure, path)
 
 

@@ -127,12 +127,6 @@ def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) 
     console.print(f"{total:,} rollouts match{shown}")
 
 
-def printable(text: str) -> str:
-    """The text with control characters other than newlines replaced, so that none reaches the
-    terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def _short(value: Any) -> str:
     if value is None:
         return "–"

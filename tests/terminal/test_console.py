@@ -41,7 +41,7 @@ def test_the_consoles_own_styles_are_sent():
 
 
 def test_what_cannot_be_printed_is_replaced_and_lines_stay():
-    assert printable("a\tb\nc\x07\x9b\udcff\x7f") == "a\tb\nc␇��␡"
+    assert printable("a\tb\nc\x07\x9b\udcff\u202e\x7f") == "a\tb\nc␇���␡"
 
 
 @pytest.mark.parametrize("name", ["exp[/a]", "[bold]", "[red]x", "\\[", "exp\x1b[2J"])
