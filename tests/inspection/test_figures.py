@@ -60,6 +60,13 @@ def test_every_figure_names_the_run_and_the_step(runs, tmp_path):
     assert "synthetic-ours · ours · step 24" in render_page(summarise(open_source(runs["ours"])))
 
 
+def test_the_name_of_a_run_is_not_read_as_a_formula(runs, tmp_path):
+    folder = tmp_path / "a$x_$b"
+    shutil.copytree(runs["ours"], folder)
+    run(str(folder), plot=str(tmp_path / "figure.svg"))
+    assert "a$x_$b" in (tmp_path / "figure.svg").read_text()
+
+
 def test_equal_runs_give_equal_pdfs(runs, tmp_path):
     for name in ("one.pdf", "other.pdf"):
         run(str(runs["ours"]), plot=str(tmp_path / name))
