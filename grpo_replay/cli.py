@@ -57,18 +57,23 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to s
 @app.command()
 def train(
     recipe: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help=f"Recipe file, or the name of a shipped recipe: {SHIPPED}.",
+            help=f"Recipe file, or the name of a shipped recipe: {SHIPPED}. With --resume the "
+            "run's own if left out.",
             autocompletion=_complete_recipe,
         ),
-    ],
+    ] = None,
     overrides: Overrides = None,
     output_dir: Annotated[
         str | None, typer.Option(help="Run directory. Default: runs/RECIPE-TIMESTAMP.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --output-dir.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue the run in --output-dir with its own recipe; --set changes it.",
+        ),
     ] = False,
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="Ranks per node. Overrides engine.num_processes.")

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
-from grpo_replay.errors import INTERRUPTED, UsageError
+from grpo_replay.errors import INTERRUPTED, CheckpointError, UsageError
 from grpo_replay.recipe import Recipe, load_recipe
-from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.storage.recipe_history import recipe_to_resume
+from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 from grpo_replay.storage.tracking import missing_trackers
 
 
 def run(
-    recipe_name: str,
+    recipe_name: str | None,
     overrides: Sequence[str] = (),
     output_dir: str | None = None,
     resume: bool = False,
@@ -33,7 +34,9 @@ def run(
     """
     if num_processes is not None:
         overrides = [*overrides, f"engine.num_processes={num_processes}"]
-    recipe = load_recipe(recipe_name, overrides)
+    if resume and output_dir is None:
+        raise UsageError("--resume needs --output-dir, the directory of the run to continue")
+    recipe = _read_recipe(recipe_name, overrides, Path(output_dir or "."), resume)
     if dry_run:
         from grpo_replay.commands.dry_run import run as report
 
@@ -48,7 +51,7 @@ def run(
         "--generated-tokens-per-second": generated_tokens_per_second,
         "--trained-tokens-per-second": trained_tokens_per_second,
     })  # fmt: skip
-    _check_options(recipe, output_dir, resume, as_json)
+    _check_options(recipe, as_json)
     environment = rank_environment()
     run_dir = Path(output_dir) if output_dir else _default_directory(recipe)
     if not resume and not environment.is_launched:
@@ -72,11 +75,24 @@ def _refuse_without_dry_run(options: Mapping[str, object]) -> None:
             raise UsageError(f"{name} needs --dry-run; a run uses the machine it finds")
 
 
-def _check_options(recipe: Recipe, output_dir: str | None, resume: bool, as_json: bool) -> None:
+def _read_recipe(name: str | None, overrides: Sequence[str], run_dir: Path, resume: bool) -> Recipe:
+    """The recipe of a new run, or with `resume` the run's own with the overrides."""
+    if resume and not RunDirectory(run_dir).is_unborn:
+        refuse_missing(run_dir)
+        return recipe_to_resume(run_dir, name, overrides)
+    if name is None and resume:
+        raise CheckpointError(
+            f"--resume: the run in {run_dir} ended before it had stored its recipe: name RECIPE "
+            "to start it there"
+        )
+    if name is None:
+        raise UsageError("train needs a RECIPE; only --resume --output-dir DIR does without")
+    return load_recipe(name, overrides)
+
+
+def _check_options(recipe: Recipe, as_json: bool) -> None:
     if as_json:
         raise UsageError("--json needs --dry-run; the numbers of a run are in its metrics.jsonl")
-    if resume and output_dir is None:
-        raise UsageError("--resume needs --output-dir, the directory of the run to continue")
     if missing := missing_trackers(recipe):
         raise UsageError("; ".join(missing))
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import CheckpointError
+from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.storage.recipe_history import recipe_file
 
 MODEL_FILES = (
     *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
@@ -59,7 +61,7 @@ def find_model(ckpt: str) -> ModelSource:
         return _checkpoint(path.resolve())
     if (path / "checkpoints").is_dir():
         return _latest(path / "checkpoints")
-    if (path / "latest").is_symlink():
+    if (path / "latest").is_dir() or (path / "latest").is_symlink():
         return _latest(path)
     if (path / "config.json").is_file():
         return _folder(path.resolve())
@@ -107,7 +109,8 @@ def _latest(checkpoints: Path) -> ModelSource:
     chosen = latest.resolve()
     source = _checkpoint(chosen)
     run = checkpoints.resolve().parent
-    return replace(source, notice=f"evaluating {chosen.name}, the latest checkpoint of {run}")
+    name = checkpoint_name(source.step or 0)
+    return replace(source, notice=f"evaluating {name}, the latest checkpoint of {run}")
 
 
 def _checkpoint(checkpoint: Path) -> ModelSource:
@@ -117,7 +120,6 @@ def _checkpoint(checkpoint: Path) -> ModelSource:
     manifest = _read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
     state = _read_json(checkpoint / "state.json", "the checkpoint is incomplete")
     run = checkpoint.parent.parent
-    recipe = run / "recipe.yaml"
     try:
         files = manifest["files"].items()
         checked = {
@@ -128,12 +130,13 @@ def _checkpoint(checkpoint: Path) -> ModelSource:
         step = int(state["step"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{checkpoint}: manifest or state is damaged: {error!r}") from error
+    recipe = recipe_file(run, step)
     missing = [name for name in checked if not (model / name).is_file()]
     if missing:
         raise CheckpointError(f"{model} is damaged: {missing[0]} is in its manifest but missing")
     return ModelSource(
         str(model),
-        f"{run.name}-{checkpoint.name}",
+        f"{run.name}-{checkpoint_name(step)}",
         recipe if recipe.is_file() else None,
         step,
         checked=checked,

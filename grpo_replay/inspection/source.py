@@ -1,7 +1,6 @@
 """Opens PATH as a run, a checkpoint or a snapshot, and finds its files up to a step."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_replay.errors import RecipeError, SnapshotError
-from grpo_replay.recipe import Recipe, read_recipe_layer, resolve_recipe
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.metrics_log import read_metrics
+from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
@@ -159,7 +160,7 @@ def _source(
         step=step,
         snapshot=snapshot,
         run_dir=run_dir,
-        recipe=read_run_recipe(run_dir),
+        recipe=read_run_recipe(run_dir, step),
         metrics=tuple(line for line in metrics if step is None or line["step"] <= step),
         rollout_files=until(step_files(run_dir / "rollouts")),
         draw_files=until(step_files(run_dir / "draws")),
@@ -188,51 +189,13 @@ def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
     return found
 
 
-def read_run_recipe(run_dir: Path) -> Recipe | None:
-    """The resolved recipe of a run; None without recipe.yaml. Raises SnapshotError if invalid."""
-    path = run_dir / "recipe.yaml"
+def read_run_recipe(run_dir: Path, step: int | None = None) -> Recipe | None:
+    """The resolved recipe under which a run trained `step` (default: the last); None without one.
+    Raises SnapshotError if invalid."""
+    path = recipe_file(run_dir, step)
     if not path.exists():
         return None
     try:
-        return resolve_recipe([read_recipe_layer(path)], source=str(path))
+        return read_recipe_file(path)
     except RecipeError as error:
         raise SnapshotError(f"the recipe of the run is invalid: {error}") from error
-
-
-def read_metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """The lines of metrics.jsonl, in file order; empty if there is no file.
-
-    A last line without a newline is still being written and is skipped. Raises SnapshotError,
-    naming the file and the line, for any other line that is not a JSON object with a step, or with
-    a value that is neither a finite number nor null.
-    """
-    if not path.exists():
-        return ()
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines = text.split("\n")
-    lines.pop()
-    return tuple(_metrics_line(path, number, line) for number, line in enumerate(lines, 1))
-
-
-def _metrics_line(path: Path, number: int, line: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(line)
-        int(value["step"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise SnapshotError(
-            f"{path}:{number}: not a line of metrics (a JSON object with a step): {line[:80]!r}"
-        ) from error
-    for name, found in value.items():
-        if not _is_number_or_null(found):
-            raise SnapshotError(
-                f"{path}:{number}: {name} is {str(found)[:80]!r}, expected a number or null: the "
-                "file was changed; restore it from a copy"
-            )
-    return value
-
-
-def _is_number_or_null(value: Any) -> bool:
-    try:
-        return value is None or math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False

@@ -3,11 +3,13 @@
     checkpoints/step_000100/  model/  engine/  buffer.parquet  state.json  manifest.json
     checkpoints/latest -> step_000100
 
-A checkpoint is valid only if its manifest matches its files.
+A checkpoint is valid only if its manifest matches its files and its state has the step of its name.
+`latest` may also be a folder, a copy: what tools that follow links leave.
 """
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +22,14 @@ from grpo_replay.errors import CheckpointError
 from grpo_replay.storage.atomic import flush_tree, point_link, rename_folder, write_json_whole
 
 MANIFEST = "manifest.json"
+LATEST = "latest"
 STATE = "state.json"
 CHECKPOINT_VERSION = 1
 MOST_READERS = 8
 """Maximum number of files hashed at once. More would only compete for the disk."""
+
+_NAME = re.compile(r"step_(\d{6,})")
+_TEMPORARY = ".tmp-"
 
 FileFacts = dict[str, dict[str, Any]]
 """`bytes` and `sha256` of each file, by its path in the checkpoint."""
@@ -75,7 +81,18 @@ def checkpoint_name(step: int) -> str:
 
 def temporary_folder(checkpoints: Path, step: int) -> Path:
     """The folder in which a checkpoint is written before it is renamed."""
-    return checkpoints / f".tmp-{checkpoint_name(step)}"
+    return checkpoints / f"{_TEMPORARY}{checkpoint_name(step)}"
+
+
+def leftovers(checkpoints: Path) -> list[Path]:
+    """Temporary folders of checkpoints that were never completed."""
+    return [path for path in checkpoints.glob(f"{_TEMPORARY}*") if path.is_dir()]
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None for another name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[1]) if match else None
 
 
 def begin_checkpoint(temporary: Path) -> None:
@@ -99,14 +116,32 @@ def complete_checkpoint(
     final = checkpoints / checkpoint_name(state.step)
     rename_folder(temporary, final)
     point_latest(final)
-    for old in list_checkpoints(checkpoints)[:-keep]:
+    earlier = list_checkpoints(checkpoints)
+    for old in earlier[: max(earlier.index(final) + 1 - keep, 0)]:
         shutil.rmtree(old)
     return final
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """All checkpoints, complete or damaged, oldest first."""
-    return sorted(path for path in checkpoints.glob("step_*") if path.is_dir())
+    """All checkpoints, complete or damaged, oldest first. Folders with other names are not ours."""
+    found = {step_of(path): path for path in checkpoints.glob("step_*") if path.is_dir()}
+    return [found[step] for step in sorted(step for step in found if step is not None)]
+
+
+def adopt_latest(checkpoints: Path) -> None:
+    """Give `latest` the name of its step if it is a folder and its checkpoint is nowhere else, as
+    when only `latest` was copied. Raises CheckpointError if it is damaged and the only one."""
+    latest = checkpoints / LATEST
+    if latest.is_symlink() or not latest.is_dir():
+        return
+    try:
+        own = checkpoints / checkpoint_name(read_state(latest).step)
+        if not own.exists():
+            verify_checkpoint(latest)
+            rename_folder(latest, own)
+    except CheckpointError:
+        if not list_checkpoints(checkpoints):
+            raise
 
 
 def find_checkpoint(checkpoints: Path) -> Path | None:
@@ -138,7 +173,8 @@ def _offer_previous(older: list[Path]) -> str:
 
 
 def verify_checkpoint(checkpoint: Path) -> None:
-    """Check every file against the manifest. Raises CheckpointError naming the first bad one."""
+    """Check every file against the manifest, and the state's step against the folder's name. Raises
+    CheckpointError naming the first bad one."""
     manifest = read_json(
         checkpoint / MANIFEST, "the checkpoint is incomplete, or the folder is not a checkpoint"
     )
@@ -157,6 +193,27 @@ def verify_checkpoint(checkpoint: Path) -> None:
                 f"SHA-256 {found['sha256'][:12]}…, its manifest says {expected['bytes']} and "
                 f"{str(expected['sha256'])[:12]}…"
             )
+    _refuse_unlisted(checkpoint, list(facts))
+    _refuse_another_step(checkpoint)
+
+
+def _refuse_unlisted(checkpoint: Path, names: Sequence[str]) -> None:
+    # File systems and desktops leave hidden files.
+    unlisted = [name for name in names if not Path(name).name.startswith(".")]
+    if unlisted:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} was changed: {sorted(unlisted)[0]} is not in its manifest; "
+            "remove that file if it is not the checkpoint's, else restore the manifest from a copy"
+        )
+
+
+def _refuse_another_step(checkpoint: Path) -> None:
+    named, step = step_of(checkpoint), read_state(checkpoint).step
+    if named not in (None, step):
+        raise CheckpointError(
+            f"checkpoint {checkpoint} is of step {step}, by its {STATE}: it was renamed or copied; "
+            f"name it {checkpoint_name(step)} again"
+        )
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -208,5 +265,11 @@ def _sha256(path: Path) -> str:
 
 
 def point_latest(checkpoint: Path) -> None:
-    """Point the symbolic link `latest`, in the same folder, at a checkpoint."""
-    point_link(checkpoint.with_name("latest"), checkpoint.name)
+    """Point the symbolic link `latest`, in the same folder, at a checkpoint. A folder of that name,
+    the copy of a checkpoint, is replaced."""
+    latest = checkpoint.with_name(LATEST)
+    copy = checkpoint.with_name(f"{_TEMPORARY}{LATEST}")
+    if latest.is_dir() and not latest.is_symlink():
+        rename_folder(latest, copy)
+    point_link(latest, checkpoint.name)
+    shutil.rmtree(copy, ignore_errors=True)

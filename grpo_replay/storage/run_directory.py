@@ -1,7 +1,8 @@
 """A run's directory: its lock, its files, and how a resume goes back to a step.
 
 All files of a step are written before the step's checkpoint. To go back to a checkpoint it is
-therefore enough to remove later files; nothing that belongs to the checkpoint can be missing.
+therefore enough to remove later files, once everything that the checkpoint needs is known to be
+whole (`check`, then `go_back`).
 """
 
 import fcntl
@@ -9,7 +10,6 @@ import json
 import logging
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -19,13 +19,22 @@ from typing import IO, Any
 
 from grpo_replay import __version__
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
-from grpo_replay.recipe import Recipe, read_recipe_layer, recipe_to_yaml, resolve_recipe
+from grpo_replay.recipe import Recipe
 from grpo_replay.storage.atomic import write_json_whole, write_text_whole
+from grpo_replay.storage.checkpoint import leftovers
+from grpo_replay.storage.metrics_log import first_steps
+from grpo_replay.storage.recipe_history import (
+    RECIPE_FILE,
+    read_history,
+    record_recipe,
+    write_recipe,
+)
+from grpo_replay.storage.step_files import STEP_FOLDERS, describe_damage, remove_later
 from grpo_replay.storage.versions import VLLM_PACKAGES, installed_version
 
 LOCK = ".lock"
-STEP_FOLDERS = ("rollouts", "draws", "eval")
-_STEP_NAME = re.compile(r"step_(\d+)")
+_FOLDERS = (*STEP_FOLDERS, "checkpoints", "log")
+_OPENING_FILES = (LOCK, f"{RECIPE_FILE}.tmp")
 
 
 class _AttemptLog(logging.FileHandler):
@@ -38,7 +47,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics_path = path / "metrics.jsonl"
-        self.recipe_path = path / "recipe.yaml"
+        self.recipe_path = path / RECIPE_FILE
         self.checkpoints = path / "checkpoints"
         self.summary_path = path / "summary.json"
         self._lock: IO[str] | None = None
@@ -75,22 +84,30 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
+    @property
+    def is_unborn(self) -> bool:
+        """True for a folder with nothing but what a run that died while it began may leave."""
+        if not self.path.is_dir():
+            return False
+        return all(
+            path.name in _OPENING_FILES
+            or (path.name in _FOLDERS and path.is_dir() and not any(path.iterdir()))
+            for path in self.path.iterdir()
+        )
+
     def refuse_occupied(self) -> None:
         """Raises OutputDirectoryError if the directory of a new run already contains files."""
         if self.path.exists() and not self.path.is_dir():
             raise OutputDirectoryError(
                 f"output directory {self.path} is not a directory: choose another --output-dir"
             )
-        if self.path.exists() and self._files():
+        if self.path.exists() and not self.is_unborn:
             found = "another run" if self.exists else "other files"
             remedy = ", or continue that run with --resume" if self.exists else ""
             raise OutputDirectoryError(
                 f"output directory {self.path} already holds {found}: choose another "
                 f"--output-dir{remedy}"
             )
-
-    def _files(self) -> list[Path]:
-        return [path for path in self.path.iterdir() if path.name != LOCK]
 
     def create(self, recipe: Recipe) -> None:
         """Create the directory of a new run. Raises OutputDirectoryError if it is occupied."""
@@ -103,30 +120,58 @@ class RunDirectory:
         self.refuse_occupied()  # another process may have created files before we got the lock
         self._write_opening(recipe)
 
-    def reopen(self, recipe: Recipe, step: int) -> list[str]:
+    def check(self, step: int) -> str | None:
+        """Check what a resume after `step` needs, and change nothing. Returns a sentence if files
+        that training does not need are missing or damaged. Raises CheckpointError for damaged
+        metrics, OutputDirectoryError for a damaged recipe."""
+        first_steps(self.metrics_path, step)
+        try:
+            history = read_history(self.path)
+        except RecipeError as error:
+            raise OutputDirectoryError(
+                f"{self.path} cannot be resumed: its recipe is no longer valid: {error}"
+            ) from error
+        if step == 0:
+            self._refuse_lost_checkpoints(history.first.checkpoint.every_steps)
+        return describe_damage(self.path, history, step)
+
+    def _refuse_lost_checkpoints(self, every_steps: int) -> None:
+        """Without a checkpoint a resume removes every step: refuse if there must have been one."""
+        if self.metrics_path.exists():
+            lines = self.metrics_path.read_bytes().count(b"\n")
+            if lines > every_steps:
+                raise CheckpointError(
+                    f"{self.checkpoints} holds no checkpoint, though {self.metrics_path} has "
+                    f"{lines} steps and one was due every {every_steps}: restore it, or start a "
+                    "new run in another --output-dir. Nothing was changed"
+                )
+
+    def go_back(self, recipe: Recipe, step: int) -> list[str]:
         """Go back to the end of `step` (0: the start). Returns the changes of the recipe."""
-        changes = self._recipe_changes(recipe)
-        self._truncate_metrics(step)
-        for folder in STEP_FOLDERS:
-            for file in (self.path / folder).glob("step_*"):
-                if _step_of(file) > step:
-                    _remove(file)
-        for checkpoint in self.checkpoints.glob("step_*"):
-            if _step_of(checkpoint) > step:
-                _remove(checkpoint)
-        for leftover in self.checkpoints.glob(".tmp-*"):
-            _remove(leftover)
-        self.summary_path.unlink(missing_ok=True)
-        self._write_opening(recipe)
+        try:
+            if self.metrics_path.exists():
+                kept = first_steps(self.metrics_path, step)
+                write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
+            changes = record_recipe(self.path, recipe, step)
+            remove_later(self.path, step)
+            for leftover in leftovers(self.checkpoints):
+                shutil.rmtree(leftover)
+            self.summary_path.unlink(missing_ok=True)
+            self._make_folders()
+        except OSError as error:
+            raise self._unwritable(error) from error
         return changes
 
     def _write_opening(self, recipe: Recipe) -> None:
         try:
-            for folder in ("rollouts", "draws", "eval", "checkpoints", "log"):
-                (self.path / folder).mkdir(parents=True, exist_ok=True)
-            write_text_whole(self.recipe_path, recipe_to_yaml(recipe))
+            self._make_folders()
+            write_recipe(self.recipe_path, recipe)
         except OSError as error:
             raise self._unwritable(error) from error
+
+    def _make_folders(self) -> None:
+        for folder in _FOLDERS:
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
 
     def _unwritable(self, error: OSError) -> OutputDirectoryError:
         return OutputDirectoryError(
@@ -134,43 +179,20 @@ class RunDirectory:
             "--output-dir, free space, or change its permissions"
         )
 
-    def _recipe_changes(self, recipe: Recipe) -> list[str]:
-        if not self.recipe_path.exists():
-            return []
-        try:
-            before = resolve_recipe([read_recipe_layer(self.recipe_path)], str(self.recipe_path))
-        except RecipeError as error:
-            raise OutputDirectoryError(
-                f"{self.path} cannot be resumed: its recipe.yaml is no longer valid: {error}"
-            ) from error
-        old, new = flatten(before.model_dump()), flatten(recipe.model_dump())
-        return [
-            f"{key}: {old.get(key)!r} -> {new[key]!r}" for key in new if old.get(key) != new[key]
-        ]
-
-    def _truncate_metrics(self, step: int) -> None:
-        if not self.metrics_path.exists():
-            return
-        kept = []
-        for line in self.metrics_path.read_text(encoding="utf-8").splitlines():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
-                break  # an incomplete last line, from a kill during the write
-            if row["step"] <= step:
-                kept.append(line + "\n")
-        if len(kept) != step:
-            raise CheckpointError(
-                f"{self.metrics_path} has {len(kept)} complete lines up to step {step}, which "
-                f"the checkpoint of that step needs: the file was changed; restore it, or start "
-                "a new run"
-            )
-        write_text_whole(self.metrics_path, "".join(kept))
-
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics, allow_nan=False) + "\n")
             file.flush()
+
+    def add_to_last_metrics(self, metrics: Mapping[str, Any]) -> bool:
+        """Add to the line of the last step, unless it has them; returns whether it did."""
+        lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
+        last = json.loads(lines[-1])
+        if metrics.keys() <= last.keys():
+            return False
+        lines[-1] = json.dumps(last | dict(metrics), allow_nan=False)
+        write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in lines))
+        return True
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The metrics of every training step so far, in order."""
@@ -214,6 +236,15 @@ class RunDirectory:
         return path
 
 
+def refuse_missing(run_dir: Path) -> None:
+    """Raises CheckpointError if the folder holds no run to resume."""
+    if not RunDirectory(run_dir).exists:
+        raise CheckpointError(
+            f"--resume: {run_dir} holds no run (no {RECIPE_FILE}): check --output-dir, or leave "
+            "--resume out to start one there"
+        )
+
+
 def environment_facts(world_size: int) -> dict[str, Any]:
     """Package versions, hardware, git commit and command of this attempt."""
     import torch
@@ -249,26 +280,3 @@ def _git_commit() -> str | None:
     # An installed package may lie inside another git repository without being part of it.
     tracked = git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     return git("rev-parse", "HEAD") if tracked else None
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one level: dotted keys to leaf values."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _step_of(path: Path) -> int:
-    match = _STEP_NAME.match(path.name)
-    return int(match.group(1)) if match else -1
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -31,8 +31,14 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.opening import open_sampler
 from grpo_replay.sampling.protocol import Sampler
-from grpo_replay.storage.checkpoint import RunState, find_checkpoint, point_latest, read_state
-from grpo_replay.storage.run_directory import RunDirectory, environment_facts
+from grpo_replay.storage.checkpoint import (
+    RunState,
+    adopt_latest,
+    find_checkpoint,
+    point_latest,
+    read_state,
+)
+from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
 from grpo_replay.training.checkpoint_writer import notices_of_room
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.trainer import Parts
@@ -74,7 +80,7 @@ class RunOpener:
 
     def open(self, resume: bool) -> OpenedRun:
         """Prepare the directory, load the components, and restore the last checkpoint if the run
-        is resumed. Collective."""
+        is resumed. What comes after the checkpoint is removed only then. Collective."""
         recipe, comm, position = self.recipe, self.comm, self.comm.position
         checkpoint = self._open_directory(resume)
         state = read_state(checkpoint) if checkpoint else RunState()
@@ -98,7 +104,9 @@ class RunOpener:
         pushed = PushedWeights() if lags and comm.is_main else None
         if checkpoint:
             self._restore_sampler(checkpoint, engine, sampler, pushed, state.policy_version)
-            self._restore_buffer(checkpoint, buffer)
+            run_on_main(comm, lambda: self._restore_buffer(checkpoint, buffer, state.step))
+        if resume:
+            self.notices += run_on_main(comm, lambda: self._go_back(checkpoint, state.step)) or []
         state.world_size, state.zero_stage = comm.world_size, self.stage
         parts = Parts(
             recipe, comm, engine, sampler, scorer, prompts, tokenizer, buffer, self.run_dir, pushed
@@ -140,29 +148,31 @@ class RunOpener:
         self.notices += notices_of_precision(recipe, self.stage)
 
     def _prepare_directory(self, resume: bool) -> tuple[Path | None, list[str]]:
-        """Create the run directory, or reset it to its last checkpoint, which is verified. Returns
+        """Create the run directory, or find the last checkpoint and check what it needs. Returns
         that checkpoint and notices. Called on rank 0 only."""
         run_dir = self.run_dir
-        if not resume:
+        if not resume or run_dir.is_unborn:
             run_dir.create(self.recipe)
             self._open_log()
-            return None, []
-        if not run_dir.exists:
-            raise CheckpointError(
-                f"--resume: {run_dir.path} holds no run (no recipe.yaml): check --output-dir, or "
-                "leave --resume out to start one there"
-            )
+            return None, ["the run had not begun yet: it starts now"] if resume else []
+        refuse_missing(run_dir.path)
         run_dir.lock()
+        adopt_latest(run_dir.checkpoints)
         checkpoint = find_checkpoint(run_dir.checkpoints)
-        step = read_state(checkpoint).step if checkpoint else 0
-        changes = run_dir.reopen(self.recipe, step)
-        if checkpoint:
-            point_latest(checkpoint)
+        damage = run_dir.check(read_state(checkpoint).step if checkpoint else 0)
         self._open_log()
-        notices = [f"recipe changed since the run began: {change}" for change in changes]
+        notices = [damage] if damage else []
         if checkpoint is None:
             notices.append("the run had no checkpoint yet: it starts again from its first step")
         return checkpoint, notices
+
+    def _go_back(self, checkpoint: Path | None, step: int) -> list[str]:
+        """Remove what comes after the checkpoint, now that it is restored; returns notices. Called
+        on rank 0 only."""
+        changes = self.run_dir.go_back(self.recipe, step)
+        if checkpoint:
+            point_latest(checkpoint)
+        return [f"the recipe changes from here on: {change}" for change in changes]
 
     def _notices_of_room(self) -> list[str]:
         if not self.comm.is_main:
@@ -256,14 +266,20 @@ class RunOpener:
             engine.save_model(folder)
         return str(folder)
 
-    def _restore_buffer(self, checkpoint: Path, buffer: ReplayBuffer) -> None:
-        if not self.comm.is_main:
-            return
-        if self.recipe.checkpoint.restore_buffer:
-            restore_snapshot(checkpoint / "buffer.parquet", buffer)
-        else:
+    def _restore_buffer(self, checkpoint: Path, buffer: ReplayBuffer, step: int) -> None:
+        """Called on rank 0 only."""
+        if not self.recipe.checkpoint.restore_buffer:
             self.notices.append(
                 "checkpoint.restore_buffer is false: the replay buffer starts empty"
+            )
+            return
+        snapshot = checkpoint / "buffer.parquet"
+        found = restore_snapshot(snapshot, buffer)
+        if found != step:
+            raise CheckpointError(
+                f"{snapshot} is the buffer after step {found}, in the checkpoint of step {step}: "
+                "restore it from a copy, or start with an empty buffer with --set "
+                "checkpoint.restore_buffer=false"
             )
 
 

@@ -97,7 +97,30 @@ def test_resuming_without_a_directory():
 
 
 def test_resuming_where_there_is_no_run(tmp_path):
-    refused(call("train", "tiny", "--resume", "--output-dir", tmp_path), 3, "holds no run")
+    (tmp_path / "thesis.tex").write_text("x")
+    for place in (tmp_path, tmp_path / "typo"):
+        refused(call("train", "tiny", "--resume", "--output-dir", place), 3, "holds no run")
+
+
+def test_resuming_a_run_that_died_before_it_stored_its_recipe_needs_the_recipe(tmp_path):
+    (tmp_path / ".lock").touch()
+    refused(call("train", "--resume", "--output-dir", tmp_path), 3, "name RECIPE")
+
+
+def test_training_without_a_recipe():
+    refused(call("train"), 2, "needs a RECIPE", "--resume")
+
+
+def test_an_output_directory_that_is_not_a_folder():
+    refused(call("train", "tiny", "--output-dir", "/dev/null"), 3, "/dev/null", "not a folder")
+
+
+def test_a_disk_that_is_full_is_not_our_bug(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device", "somewhere/metrics.jsonl")
+
+    monkeypatch.setattr("grpo_replay.commands.plan.run", refuse)
+    refused(call("plan"), 3, "somewhere/metrics.jsonl", "No space left", "free space")
 
 
 def test_json_without_a_dry_run():

@@ -1,6 +1,7 @@
 """Checkpoints: complete or refused, newest first, never the last good one lost."""
 
 import json
+import shutil
 
 import pytest
 
@@ -8,10 +9,12 @@ from grpo_replay.errors import CheckpointError
 from grpo_replay.storage.checkpoint import (
     MANIFEST,
     RunState,
+    adopt_latest,
     begin_checkpoint,
     complete_checkpoint,
     find_checkpoint,
     list_checkpoints,
+    point_latest,
     read_state,
     temporary_folder,
     verify_checkpoint,
@@ -80,8 +83,21 @@ def empty_the_manifest(checkpoint):
     (checkpoint / MANIFEST).write_text('{"files": {}}')
 
 
+def forget_a_file(checkpoint):
+    path = checkpoint / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["files"]["model/weights"]
+    path.write_text(json.dumps(manifest))
+
+
+def say_another_step(checkpoint):
+    other = make_checkpoint(checkpoint.parent / "elsewhere", 7)
+    shutil.rmtree(checkpoint)
+    shutil.copytree(other, checkpoint)
+
+
 DAMAGES = [flip_a_byte, cut_short, lose_a_file, lose_the_manifest, cut_the_manifest,
-           empty_the_manifest]  # fmt: skip
+           empty_the_manifest, forget_a_file, say_another_step]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -115,3 +131,68 @@ def test_a_state_of_another_version_is_refused(tmp_path, change):
     (made / "state.json").write_text(json.dumps(state))
     with pytest.raises(CheckpointError, match=r"state.json: "):
         read_state(made)
+
+
+def test_files_that_desktops_and_file_systems_leave_are_no_damage(tmp_path):
+    made = make_checkpoint(tmp_path, 5)
+    (made / "model" / ".DS_Store").write_text("")
+    (made / ".nfs000000001").write_text("")
+    verify_checkpoint(made)
+
+
+def test_a_folder_with_another_name_is_not_a_checkpoint_and_stays(tmp_path):
+    made = make_checkpoint(tmp_path, 5)
+    backup = shutil.copytree(made, tmp_path / "step_000009.bak")
+    assert list_checkpoints(tmp_path) == [made]
+    make_checkpoint(tmp_path, 6, keep=2)
+    assert backup.is_dir()
+
+
+def test_the_newest_is_that_of_the_highest_step_whatever_the_number_of_digits(tmp_path):
+    made = [make_checkpoint(tmp_path, step) for step in (999_999, 1_000_000)]
+    assert list_checkpoints(tmp_path) == made
+
+
+def test_a_newer_folder_does_not_cost_the_checkpoint_just_written(tmp_path):
+    for step in (500, 600):
+        make_checkpoint(tmp_path, step)
+    made = make_checkpoint(tmp_path, 100, keep=2)
+    assert made in list_checkpoints(tmp_path)
+
+
+def copy_instead_of_link(checkpoints):
+    target = (checkpoints / "latest").resolve()
+    (checkpoints / "latest").unlink()
+    return shutil.copytree(target, checkpoints / "latest")
+
+
+def test_latest_as_a_folder_becomes_a_link_again(tmp_path):
+    make_checkpoint(tmp_path, 5)
+    copy_instead_of_link(tmp_path)
+    adopt_latest(tmp_path)
+    assert find_checkpoint(tmp_path).name == "step_000005"
+    point_latest(tmp_path / "step_000005")
+    assert (tmp_path / "latest").is_symlink()
+    copy_instead_of_link(tmp_path)
+    made = make_checkpoint(tmp_path, 10)  # while the run trains
+    assert (tmp_path / "latest").resolve() == made
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest", "step_000005", "step_000010",
+    ]  # fmt: skip
+
+
+def test_a_copy_of_latest_alone_is_the_checkpoint(tmp_path):
+    make_checkpoint(tmp_path, 5)
+    copy_instead_of_link(tmp_path)
+    shutil.rmtree(tmp_path / "step_000005")
+    adopt_latest(tmp_path)
+    assert find_checkpoint(tmp_path).name == "step_000005"
+
+
+def test_a_damaged_copy_of_latest_is_refused_if_it_is_the_only_one(tmp_path):
+    make_checkpoint(tmp_path, 5)
+    flip_a_byte(copy_instead_of_link(tmp_path))
+    adopt_latest(tmp_path)  # its original is there
+    shutil.rmtree(tmp_path / "step_000005")
+    with pytest.raises(CheckpointError, match=r"latest is damaged"):
+        adopt_latest(tmp_path)

@@ -41,6 +41,79 @@ def test_a_directory_with_nothing_but_a_lock_is_free(tmp_path):
     directory.unlock()
 
 
+MOMENTS = {
+    "after mkdir": [],
+    "locked": [".lock"],
+    "first folder": [".lock", "rollouts/"],
+    "all folders": [
+        ".lock",
+        *(f"{n}/" for n in ("rollouts", "draws", "eval", "checkpoints", "log")),
+    ],
+    "recipe not yet renamed": [".lock", "rollouts/", "draws/", "recipe.yaml.tmp"],
+}
+
+
+@pytest.mark.parametrize("left", MOMENTS.values(), ids=MOMENTS)
+def test_a_run_that_died_before_its_recipe_was_there_blocks_nothing(tmp_path, left):
+    for name in left:
+        path = tmp_path / name
+        path.mkdir() if name.endswith("/") else path.write_text("name: ti")
+    directory = RunDirectory(tmp_path)
+    assert directory.is_unborn and not directory.exists
+    directory.refuse_occupied()
+    directory.create(load_recipe("tiny"))
+    assert directory.exists and not directory.is_unborn
+    directory.unlock()
+
+
+@pytest.mark.parametrize("name", ["rollouts/step_000001.parquet", "notes.txt", "checkpoints/x"])
+def test_a_folder_with_anything_else_is_occupied(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(OutputDirectoryError, match="already holds other files"):
+        RunDirectory(tmp_path).refuse_occupied()
+
+
+KILLED_WHILE_IT_BEGINS = """
+import os, signal, sys
+from pathlib import Path
+from grpo_replay.recipe import load_recipe
+from grpo_replay.storage.run_directory import RunDirectory
+
+recipe = load_recipe("tiny")
+for moment in range(1, 100):
+    child = os.fork()
+    if child == 0:
+        left = [moment]
+        def count(event, args):
+            changes = event in ("os.mkdir", "os.rename")
+            if changes or (event == "open" and str(args[1])[0] in "aw"):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(count)
+        RunDirectory(Path(sys.argv[1]) / str(moment)).create(recipe)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+"""
+
+
+def test_sigkill_at_any_moment_of_the_opening_blocks_nothing(tmp_path):
+    """One child is killed just before its first change of the disk, the next before its second, …,
+    until one survives."""
+    words = [sys.executable, "-c", KILLED_WHILE_IT_BEGINS, str(tmp_path)]
+    subprocess.run(words, check=True)
+    folders = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
+    unborn = [folder for folder in folders if not (folder / "recipe.yaml").exists()]
+    assert len(unborn) >= 7 and folders[-1] not in unborn
+    for folder in unborn:
+        directory = RunDirectory(folder)
+        assert directory.is_unborn
+        directory.create(load_recipe("tiny"))
+        directory.unlock()
+
+
 def test_a_directory_that_cannot_be_locked_is_said_to_be_unwritable(tmp_path):
     (tmp_path / "run" / ".lock").mkdir(parents=True)
     with pytest.raises(OutputDirectoryError, match=r"run cannot be written.*--output-dir"):
