@@ -91,6 +91,9 @@ class Watcher:
 
     def on_status(self, text: str) -> None: ...
 
+    def lost_reader(self) -> bool:
+        return False
+
 
 def resume_and_close(context: Context) -> None:
     """The plain command: train, lose the last checkpoint, resume; then close a sampler asleep."""

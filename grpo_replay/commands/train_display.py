@@ -1,9 +1,11 @@
 """The terminal display of a training run: a live progress line, and tables at the end."""
 
+import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich import box
 from rich.console import Console
@@ -12,7 +14,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from grpo_replay.errors import DataError
 from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.output import GuardedStream, guarded_stderr
 
 if TYPE_CHECKING:
     from grpo_replay.evaluation.report import EvaluationReport
@@ -41,14 +45,18 @@ class Display:
 
     def on_status(self, text: str) -> None: ...
 
+    def lost_reader(self) -> bool:
+        return False
+
     def conclude(self, result: "RunResult") -> None: ...
 
 
 class RunDisplay(Display):
     """Prints progress to stderr and the result to stdout."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, stream: GuardedStream | None = None) -> None:
         self._console = console
+        self._stream = stream
         self._live: Live | None = None
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -72,6 +80,9 @@ class RunDisplay(Display):
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
+
+    def lost_reader(self) -> bool:
+        return self._stream is not None and self._stream.lost_reader
 
     def on_status(self, text: str) -> None:
         if self._live is None:
@@ -137,20 +148,27 @@ class RunDisplay(Display):
         return " · ".join(parts)
 
     def conclude(self, result: "RunResult") -> None:
-        out = open_console()
         if result.interrupted:
-            self._console.print(
-                f"interrupted after step {result.step}, with a checkpoint. Continue with the same "
-                f"command and --resume --output-dir {result.run_dir}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            self._console.print(describe_stop(result), highlight=False, soft_wrap=True)
             return
         assert result.summary is not None
+        out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
         if result.summary["base"] or result.summary["final"]:
             out.print(result_table(result.summary))
-        _print_staleness(result.run_dir, out)
+        try:
+            _print_staleness(result.run_dir, out)
+        except DataError as error:  # the training went well
+            self.on_notice(f"the ages of the rollouts cannot be shown: {error}")
         out.print(describe_end(result.run_dir, result.summary), soft_wrap=True)
+
+
+def describe_stop(result: "RunResult") -> str:
+    """What an interrupted run leaves, and the command that continues it."""
+    saved = f"after step {result.step}, with a checkpoint"
+    if result.step == 0:
+        saved = "before the end of step 1: there is nothing to save yet"
+    resume = f"grpo-replay train --resume --output-dir {shlex.quote(str(result.run_dir))}"
+    return f"interrupted {saved}. Continue with: {resume}"
 
 
 def _print_staleness(run_dir: Path, out: Console) -> None:
@@ -216,15 +234,19 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     for name in ("base", "trained", "change", *(("greedy base", "trained", "change") * greedy)):
         table.add_column(name, justify="right")
     base, final = summary["base"] or {}, summary["final"] or {}
+    same = summary.get("comparable") is not False
+    if not same:
+        table.title = "held-out accuracy, % (evaluated under other settings before and after)"
     for name in final or base:
         cells = [
             _with_error(base.get(name), (summary["base_stderr"] or {}).get(name)),
             _with_error(final.get(name), (summary["final_stderr"] or {}).get(name)),
-            _change(base.get(name), final.get(name)),
+            _change(base.get(name), final.get(name)) if same else "",
         ]
         if greedy:
             before, after = summary["base_greedy"].get(name), summary["final_greedy"].get(name)
-            cells += [_with_error(before, None), _with_error(after, None), _change(before, after)]
+            cells += [_with_error(before, None), _with_error(after, None)]
+            cells.append(_change(before, after) if same else "")
         if name == "mean":
             table.add_section()
         table.add_row(name, *cells, style="bold" if name == "mean" else None)
@@ -261,5 +283,8 @@ def open_display(is_main: bool) -> Iterator[Display]:
     if not is_main:
         yield Display()
         return
-    with RunDisplay(open_console(stderr=True)) as display:
+    with (
+        guarded_stderr() as stream,
+        RunDisplay(open_console(file=cast(TextIO, stream)), stream) as display,
+    ):
         yield display

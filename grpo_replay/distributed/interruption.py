@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, checkpoint, stop."""
+"""What asks a run to stop: Ctrl-C, SIGTERM, a hang-up, a closed output. It checkpoints first."""
 
 import signal
 from collections.abc import Iterator
@@ -7,14 +7,27 @@ from types import FrameType
 
 
 class Interruption:
-    """Remembers SIGINT and SIGTERM until the step is over. A further SIGINT raises at once."""
+    """Remembers the first request to stop until the run can. `reason` says what asked, or None. A
+    further SIGINT raises at once."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.reason: str | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.reason is not None
+
+    def request(self, reason: str) -> None:
+        """Ask to stop. Later reasons are not kept."""
+        self.reason = self.reason or reason
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        """A context in which SIGINT, SIGTERM and SIGHUP are requests. A SIGHUP that is ignored, as
+        under nohup, stays so."""
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             yield
@@ -25,7 +38,7 @@ class Interruption:
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        self.request(signal.Signals(number).name)
 
 
 @contextmanager

@@ -128,6 +128,8 @@ def _conclude(
         # The agent stopped the failed rank before it could report. The other ranks had received
         # its message, or waited for it until the time-out.
         raise _error_of(told[0])
+    if INTERRUPTED in exit_codes.values():
+        return INTERRUPTED  # the agent may have stopped a rank that was about to end
     for rank, code in exit_codes.items():
         if code < 0:
             raise LaunchError(_describe_signal(rank, -code, positions))
@@ -197,7 +199,9 @@ def _pass_signals_on(ranks: Callable[[], list[int]]) -> Iterator[list[int]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number if len(received) < 3 else signal.SIGKILL)
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    # Under nohup a hang-up is ignored, by the ranks as well.
+    heard = [each for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
+    before = {number: signal.signal(number, forward) for number in heard}
     try:
         yield received
     finally:

@@ -38,12 +38,16 @@ from grpo_replay.sampling.protocol import Sampler
 from grpo_replay.storage.versions import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Verdict
 
-__all__ = ["EvaluationPlan", "Progress", "evaluate", "plan_evaluation"]
+__all__ = ["EvaluationPlan", "EvaluationStopped", "Progress", "evaluate", "plan_evaluation"]
 
 VERSIONED_PACKAGES = ("torch", "transformers", "math-verify", "latex2sympy2_extended", "sympy")
 
 PROGRESS_SECONDS = 0.2
 """Shortest time between two progress reports."""
+
+
+class EvaluationStopped(Exception):
+    """An evaluation that was asked to stop, on every rank. Nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +78,22 @@ def evaluate(
     model: Mapping[str, Any] | None = None,
     generations_folder: Path | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> EvaluationReport | None:
     """The report of the sampler's model on rank 0, None elsewhere.
 
     `scorer` must grade with `plan.settings.reward` and have nothing pending. `model` is copied into
-    the report. `generations_folder` caches the completions of this model. Collective: all ranks
-    call it.
+    the report. `generations_folder` caches the completions of this model. `should_stop` is asked
+    between completions, and raises EvaluationStopped on every rank if it is true on any; once true
+    it must stay so. Collective: all ranks call it.
     """
     mine = [i for i, each in enumerate(plan.samples) if _rank_of(each, comm) == comm.rank]
     grading = _Grading(plan, tokenizer, scorer, len(mine), on_progress)
     missing = _recall(grading, mine, generations_folder) if generations_folder else mine
-    _generate(grading, sampler, missing, generations_folder, comm)
+    _generate(grading, sampler, missing, generations_folder, comm, should_stop or _never)
+    grading.wait(should_stop or _never)
+    if should_stop is not None and any(comm.all_gather_json(should_stop())):
+        raise EvaluationStopped
     table, unparsable = grading.finish()
     payloads = comm.gather(to_bytes(table))
     unparsable_by_rank = comm.all_gather_json(sorted(unparsable))
@@ -131,10 +140,13 @@ class _Grading:
         self._scorer.submit(index, text, self.plan.samples[index].problem.answer)
         self._report_progress()
 
+    def wait(self, should_stop: Callable[[], bool]) -> None:
+        """Wait until everything submitted is graded, or until asked to stop."""
+        while not (self._scorer.wait(PROGRESS_SECONDS) or should_stop()):
+            self._report_progress()
+
     def finish(self) -> tuple[pa.Table, set[str]]:
         """The rows of all submitted completions, and the reference answers that do not parse."""
-        while not self._scorer.wait(PROGRESS_SECONDS):
-            self._report_progress()
         self._report_progress(last=True)
         verdicts = self._scorer.results()
         rows = [self._row(index, verdicts[index]) for index in self._decoded]
@@ -177,10 +189,19 @@ def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
     return [index for index, digest in digests.items() if digest not in cached]
 
 
+def _never() -> bool:
+    return False
+
+
 def _generate(
-    grading: _Grading, sampler: Sampler, missing: Sequence[int], folder: Path | None, comm: Comm
+    grading: _Grading,
+    sampler: Sampler,
+    missing: Sequence[int],
+    folder: Path | None,
+    comm: Comm,
+    should_stop: Callable[[], bool],
 ) -> None:
-    """Sample what is missing, add it to the cache, and submit it."""
+    """Sample what is missing, add it to the cache, and submit it, until asked to stop."""
     by_key = {grading.plan.samples[index].request.key: index for index in missing}
     requests = [grading.plan.samples[index].request for index in missing]
     with ExitStack() as stack:
@@ -192,6 +213,8 @@ def _generate(
             if writer is not None:
                 writer.add(request_digest(grading.plan.samples[index].request), generation)
             grading.submit(index, generation)
+            if should_stop():
+                break
 
 
 def _rank_of(planned: PlannedSample, comm: Comm) -> int:

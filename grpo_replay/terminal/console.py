@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
@@ -34,9 +34,17 @@ class PlainConsole(Console):
                 yield Segment(printable(segment.text), segment.style)
 
 
-def open_console(*, stderr: bool = False, markup: bool = False, soft_wrap: bool = False) -> Console:
-    """A console for results (stdout) or progress (stderr).
+def open_console(
+    *,
+    stderr: bool = False,
+    file: TextIO | None = None,
+    markup: bool = False,
+    soft_wrap: bool = False,
+) -> Console:
+    """A console for results (stdout) or progress (stderr), or on another stream.
 
     With `markup`, the caller escapes every text that comes from the user or the run.
     """
-    return PlainConsole(stderr=stderr, markup=markup, highlight=False, soft_wrap=soft_wrap)
+    return PlainConsole(
+        stderr=stderr, file=file, markup=markup, highlight=False, soft_wrap=soft_wrap
+    )

@@ -12,6 +12,7 @@ from grpo_replay.distributed.hang_watch import STORE_SECONDS, HangWatch
 from grpo_replay.distributed.interruption import Interruption
 from grpo_replay.distributed.processes import initialize_processes
 from grpo_replay.distributed.rendezvous import has_joined, own_connection
+from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.atomic import write_json_whole
@@ -74,6 +75,9 @@ class Run:
         self._checkpoint_bytes = opened.checkpoint_bytes
         self._longest_step_seconds = 0.0
         self._told_of_grace = False
+        self._told_of_stop = False
+        self._interruption = Interruption()
+        self._started = 0.0
         if self.comm.is_main:
             self._announce(opened.notices, stack)
 
@@ -86,29 +90,15 @@ class Run:
         self.observer.on_start(self.recipe, self.run_dir.path, self.state, notices)
 
     def train(self, interruption: Interruption) -> RunResult:
-        """Step until the recipe's last step, or until a signal asks to stop."""
+        """Step until the recipe's last step, or until something asks to stop."""
         state, recipe = self.state, self.recipe
-        started, seconds_before = time.perf_counter(), state.wall_seconds
-        if state.step == 0 and recipe.eval.at_start:
-            self.evaluation.evaluate(0)
-        while state.step < recipe.run.steps:
-            step_started = time.perf_counter()
-            metrics = self.trainer.train_step()
-            step, last = state.step, state.step == recipe.run.steps
-            stop = any(self.comm.all_gather_json(interruption.requested))
-            report = None
-            if self.evaluation.is_due(step, last):
-                report = self.evaluation.evaluate(step)
-            state.wall_seconds = seconds_before + time.perf_counter() - started
-            step_seconds = time.perf_counter() - step_started
-            self._longest_step_seconds = max(self._longest_step_seconds, step_seconds)
-            if self.comm.is_main:
-                self._record(metrics, report)
-            if last or stop or step % recipe.checkpoint.every_steps == 0:
-                with self.comm.position.stage("checkpoint"):
-                    self._checkpoint()
-            if stop and not last:
-                return RunResult(self.run_dir.path, step, True, None)
+        self._interruption = interruption
+        self._started = time.perf_counter() - state.wall_seconds
+        going_on = self._evaluate_pending()
+        while going_on and state.step < recipe.run.steps:
+            going_on = self._step()
+        if not going_on:
+            return RunResult(self.run_dir.path, state.step, True, None)
         summary = None
         if self.comm.is_main:
             steps = self.run_dir.read_metrics()
@@ -116,9 +106,67 @@ class Run:
             write_json_whole(self.run_dir.summary_path, summary)
         return RunResult(self.run_dir.path, state.step, False, summary)
 
+    def _step(self) -> bool:
+        """One step, with its evaluation, record and checkpoint as they are due; returns whether to
+        go on. A request to stop saves first: an evaluation that is due waits for the resume."""
+        state, recipe = self.state, self.recipe
+        step_started = time.perf_counter()
+        metrics = self.trainer.train_step()
+        step_seconds = time.perf_counter() - step_started
+        self._longest_step_seconds = max(self._longest_step_seconds, step_seconds)
+        step, last = state.step, state.step == recipe.run.steps
+        report, is_evaluated = self._evaluate(step)
+        stop = self._is_asked_to_stop()
+        state.wall_seconds = time.perf_counter() - self._started
+        if self.comm.is_main:
+            self._record(metrics, report)
+        if last or stop or step % recipe.checkpoint.every_steps == 0:
+            with self.comm.position.stage("checkpoint"):
+                self._checkpoint()
+        return not stop or (last and is_evaluated)
+
+    def _evaluate(self, step: int) -> tuple[EvaluationReport | None, bool]:
+        """The report on rank 0 if an evaluation is due, and whether nothing of it is left to do."""
+        if not self.evaluation.is_due(step):
+            return None, True
+        if self._is_asked_to_stop():
+            return None, False
+        try:
+            return self.evaluation.evaluate(step, self._hears_request), True
+        except EvaluationStopped:
+            return None, False
+
+    def _evaluate_pending(self) -> bool:
+        """Evaluate the base model, or after a resume what the stop did not wait for. Returns
+        whether to go on."""
+        step = self.state.step
+        report, is_evaluated = self._evaluate(step)
+        if report is not None and step > 0:
+            accuracies = _accuracies(report)
+            if self.run_dir.add_to_last_metrics(accuracies):
+                self.state.wall_seconds = time.perf_counter() - self._started
+                for tracker in self.trackers:
+                    tracker.log(step, accuracies)
+        return is_evaluated
+
+    def _hears_request(self) -> bool:
+        """Whether this rank was asked to stop."""
+        if self.observer.lost_reader():
+            self._interruption.request("its closed output")
+        return self._interruption.requested
+
+    def _is_asked_to_stop(self) -> bool:
+        """Whether any rank was asked to stop. Collective."""
+        asked = any(self.comm.all_gather_json(self._hears_request()))
+        if asked and not self._told_of_stop:
+            self._told_of_stop = True
+            reason = self._interruption.reason or "another rank"
+            logger.warning("stopping, asked by %s, with a checkpoint first", reason)
+        return asked
+
     def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:
         if report is not None:
-            metrics |= {f"eval/{name}": value for name, value in report.accuracies().items()}
+            metrics |= _accuracies(report)
         self.run_dir.append_metrics(metrics)
         for tracker in self.trackers:
             tracker.log(metrics["step"], metrics)
@@ -156,3 +204,8 @@ class Run:
         if notice and self.comm.is_main and not self._told_of_grace:
             self._told_of_grace = True
             self._notify(notice)
+
+
+def _accuracies(report: EvaluationReport) -> dict[str, float]:
+    """The metrics of an evaluation."""
+    return {f"eval/{name}": value for name, value in report.accuracies().items()}

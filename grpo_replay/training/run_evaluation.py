@@ -1,10 +1,10 @@
 """The evaluations of a run, before, during and after training."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from grpo_replay.evaluation.comparison import are_comparable
 from grpo_replay.evaluation.curve import plot_curve
-from grpo_replay.evaluation.evaluate import EvaluationPlan, evaluate
+from grpo_replay.evaluation.evaluate import EvaluationPlan, EvaluationStopped, evaluate
 from grpo_replay.evaluation.regrading import add_gradings
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.rewards.scorer import RewardScorer
@@ -23,13 +23,19 @@ class RunEvaluation:
         self.parts, self.state, self.plan, self.observer = parts, state, plan, observer
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
 
-    def is_due(self, step: int, last: bool) -> bool:
-        every = self.recipe.eval.every_steps
+    def is_due(self, step: int) -> bool:
+        """Whether the policy after `step` (0: the base model) is evaluated."""
+        every, last = self.recipe.eval.every_steps, step == self.recipe.run.steps
+        if self.plan is None:
+            return False
+        if step == 0:
+            return self.recipe.eval.at_start
         return (last and self.recipe.eval.at_end) or (every is not None and step % every == 0)
 
-    def evaluate(self, step: int) -> EvaluationReport | None:
+    def evaluate(self, step: int, should_stop: Callable[[], bool]) -> EvaluationReport | None:
         """Evaluate the current policy into eval/, or read the report if it is there already.
-        Returns the report on rank 0. Collective."""
+        Returns the report on rank 0. Collective. Raises EvaluationStopped on every rank if
+        `should_stop` becomes true on any."""
         if self.plan is None:
             return None
         path = self.run_dir.path / "eval" / f"step_{step:06d}.json"
@@ -40,14 +46,19 @@ class RunEvaluation:
         parts = self.parts
         self._catch_up()
         with self.comm.position.stage("evaluation"), self._scorer() as scorer:
-            report = evaluate(
-                parts.sampler,
-                parts.tokenizer,
-                self.plan,
-                self.comm,
-                scorer,
-                model={"run": self.run_dir.path.name, "step": step},
-            )
+            try:
+                report = evaluate(
+                    parts.sampler,
+                    parts.tokenizer,
+                    self.plan,
+                    self.comm,
+                    scorer,
+                    model={"run": self.run_dir.path.name, "step": step},
+                    should_stop=None if self._samples_in_lockstep() else should_stop,
+                )
+            except EvaluationStopped:
+                parts.sampler.sleep()  # makes room for the checkpoint
+                raise
             parts.sampler.sleep()  # with its weights: the next step samples before any push
         if report is None:
             return None
@@ -56,6 +67,11 @@ class RunEvaluation:
         plot_curve(path.parent)
         self.observer.on_evaluation(step, report)
         return report
+
+    def _samples_in_lockstep(self) -> bool:
+        """With tensor parallelism ranks sample together: none can leave alone."""
+        sampling = self.recipe.sampling
+        return sampling.backend == "vllm" and sampling.vllm.tensor_parallel_size > 1
 
     def _catch_up(self) -> None:
         """Push the policy to a sampler that lags. It can lag only after the last step (see
@@ -73,13 +89,11 @@ class RunEvaluation:
         return RewardScorer.open(reward.model_copy(update={"function": function}))
 
     def base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
-        """The reports of the base model and of the current step; None where there is none. The
-        base's is left out if a changed recipe made the two incomparable."""
+        """The reports of the base model and of the current step; None where there is none. A
+        recipe that was changed at a resume can make the two incomparable."""
         folder = self.run_dir.path / "eval"
         paths = [folder / f"step_{step:06d}.json" for step in (0, self.state.step)]
         first, last = (
             read_report(path, with_samples=False) if path.exists() else None for path in paths
         )
-        if first and last and not are_comparable(first, last):
-            return None, last
         return first, last

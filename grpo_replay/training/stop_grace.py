@@ -27,7 +27,7 @@ def notice_of_grace(grace: float, step_seconds: float, checkpoint_seconds: float
         return None
     ask = 60 * math.ceil(2 * needed / 60)
     return (
-        f"a step with its evaluation ({step_seconds:.0f} s at most so far) and a checkpoint "
+        f"a step ({step_seconds:.0f} s at most so far) and a checkpoint "
         f"({checkpoint_seconds:.0f} s) take longer than the {grace:.0f} s between SIGTERM and "
         "SIGKILL here (run.stop_grace_seconds, or the launcher's own): a run that is told to stop "
         "is killed before its checkpoint is complete, and resumes from the one before. With Slurm "

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from grpo_replay.evaluation.comparison import are_comparable
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
@@ -23,7 +24,8 @@ def summarise_run(
     metrics: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Totals, held-out accuracy before and after (null where nothing was evaluated), and means over
-    the training steps, whose `metrics` these are."""
+    the training steps, whose `metrics` these are. `comparable` is false if the two evaluations have
+    other settings, null if one is missing."""
     return {
         "recipe": recipe.name,
         "preset": recipe.replay.preset,
@@ -35,6 +37,7 @@ def summarise_run(
         "final_stderr": _of(final, EvaluationReport.standard_errors),
         "base_greedy": _of(base, EvaluationReport.greedy_accuracies),
         "final_greedy": _of(final, EvaluationReport.greedy_accuracies),
+        "comparable": are_comparable(base, final) if base and final else None,
         "generated_tokens": state.generated_tokens,
         "trained_tokens": state.trained_tokens,
         "replayed_rollouts": state.replayed_rollouts,

@@ -1,0 +1,204 @@
+"""A run that is asked to stop saves first, whatever asks; what it did not wait for is made up."""
+
+import errno
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from small_runs.trained import FinishedRun, small_recipe
+
+from grpo_replay.commands.train_display import Display, RunDisplay, describe_stop
+from grpo_replay.distributed.interruption import Interruption
+from grpo_replay.distributed.launch import _conclude
+from grpo_replay.storage.checkpoint import find_checkpoint
+from grpo_replay.terminal.output import GuardedStream
+from grpo_replay.training import run_evaluation
+from grpo_replay.training.run import RunResult, run_training
+from grpo_replay.training.trainer import Trainer
+
+PLAIN = {"replay": {"preset": "grpo"}, "run": {"steps": 4}}
+EVALUATED = {
+    **PLAIN,
+    "eval": {"benchmarks": ["tiny_add"], "max_problems": 4, "samples": 1, "every_steps": 2,
+             "reward": "minerva", "temperature": 1.0},
+}  # fmt: skip
+
+
+def train(path: Path, observer: Display | None = None, resume=False, **sections) -> RunResult:
+    return run_training(small_recipe(**sections), path, resume, observer or Display())
+
+
+class After(Display):
+    """Does something once, after a step."""
+
+    def __init__(self, step: int, action) -> None:
+        self._step, self._action = step, action
+
+    def on_step(self, metrics) -> None:
+        if metrics["step"] == self._step:
+            self._action()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_a_signal_is_a_request_to_save_and_stop(tmp_path, processes, caplog, number):
+    with caplog.at_level(logging.WARNING, "grpo_replay.training.run"):
+        result = train(tmp_path / "run", After(1, lambda: os.kill(os.getpid(), number)), **PLAIN)
+    # The record of step 1 comes after the question whether to stop: step 2 is the last.
+    assert (result.interrupted, result.step) == (True, 2)
+    assert find_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000002"
+    (line,) = [each.message for each in caplog.records if "stopping" in each.message]
+    assert number.name in line
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        interruption = Interruption()
+        with interruption.caught():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not interruption.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_output_is_a_request_to_save_and_stop(tmp_path, processes, caplog):
+    """What `grpo-replay train … 2>&1 | head -2` does: the reader goes after two lines."""
+    reading, writing = os.pipe()
+    stream = GuardedStream(os.fdopen(writing, "w", buffering=1))
+    display = RunDisplay(Console(file=stream), stream)
+    os.close(reading)
+    with caplog.at_level(logging.WARNING, "grpo_replay.training.run"), display:
+        result = train(tmp_path / "run", display, **PLAIN)
+        display.conclude(result)
+    assert (result.interrupted, result.step) == (True, 1)
+    assert find_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000001"
+    assert "its closed output" in caplog.text
+    stream.flush()  # as Python does when it ends
+    stream.close()
+
+
+def test_other_errors_of_the_output_are_not_swallowed():
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        GuardedStream(Full()).write("line\n")
+
+
+def test_an_interrupted_run_names_the_command_that_continues_it():
+    text = describe_stop(RunResult(Path("runs/my run"), 7, True, None))
+    assert "after step 7" in text
+    assert text.endswith("grpo-replay train --resume --output-dir 'runs/my run'")
+    assert "nothing to save" in describe_stop(RunResult(Path("runs/x"), 0, True, None))
+
+
+def test_a_rank_that_the_agent_stopped_while_it_ended_does_not_hide_the_interruption():
+    assert _conclude({0: 130, 1: -signal.SIGTERM}, [], interrupted=False) == 130
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, processes) -> FinishedRun:
+    """Evaluated at the start, after step 2 and at the end, and never stopped."""
+    path = tmp_path_factory.mktemp("whole") / "run"
+    assert not train(path, **EVALUATED).interrupted
+    return FinishedRun(path, None)
+
+
+def stop_before_an_evaluation(monkeypatch, at_step: int) -> None:
+    step = Trainer.train_step
+
+    def then_stop(self):
+        metrics = step(self)
+        if self.state.step == at_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return metrics
+
+    monkeypatch.setattr(Trainer, "train_step", then_stop)
+
+
+def stop_during_an_evaluation(monkeypatch, at_step: int) -> None:
+    evaluate = run_evaluation.evaluate
+
+    def stopped(*arguments, model, **options):
+        asked = []
+
+        def after_one_completion():
+            asked.append(1)
+            if model["step"] == at_step and len(asked) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return options["should_stop"]()
+
+        given = {**options, "should_stop": after_one_completion}
+        return evaluate(*arguments, model=model, **given)
+
+    monkeypatch.setattr(run_evaluation, "evaluate", stopped)
+
+
+MOMENTS = {
+    "before": (stop_before_an_evaluation, 2),
+    "during": (stop_during_an_evaluation, 2),
+    "during the last": (stop_during_an_evaluation, 4),
+    "during the base model's": (stop_during_an_evaluation, 0),
+}
+
+
+@pytest.mark.parametrize("stop, step", MOMENTS.values(), ids=MOMENTS)
+def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
+    whole, tmp_path, monkeypatch, stop, step
+):
+    stop(monkeypatch, step)
+    result = train(tmp_path / "run", **EVALUATED)
+    assert (result.interrupted, result.step) == (True, step)
+    assert not (tmp_path / "run" / "eval" / f"step_{step:06d}.json").exists()
+    found = find_checkpoint(tmp_path / "run" / "checkpoints")
+    assert found.name == f"step_{step:06d}" if step else found is None
+    monkeypatch.undo()
+
+    result = train(tmp_path / "run", resume=True, **EVALUATED)
+    assert not result.interrupted and result.summary["base"] and result.summary["final"]
+    resumed = FinishedRun(tmp_path / "run", None)
+    assert resumed.timeless_metrics == whole.timeless_metrics
+    assert [list(line) for line in resumed.metrics] == [list(line) for line in whole.metrics]
+    assert "eval/mean" in resumed.metrics[1] and "eval/mean" in resumed.metrics[3]
+    assert (resumed.path / "eval" / "curve.png").exists()
+    for each in (0, 2, 4):
+        ours, theirs = (
+            json.loads((run.path / f"eval/step_{each:06d}.json").read_text())["benchmarks"]
+            for run in (resumed, whole)
+        )
+        assert ours == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["SIGHUP", "closed pipe"])
+def test_the_command_itself_saves_and_exits_130(tmp_path, how):
+    command = [
+        sys.executable, "-m", "grpo_replay", "train", "tiny", "--output-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    for word in ("run.steps=400", "eval.benchmarks=[]", "tracking.report_to=[]"):
+        command += ["--set", word]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if how == "SIGHUP":
+        reader = threading.Thread(target=process.stdout.read)
+        reader.start()
+        process.send_signal(signal.SIGHUP)
+    else:
+        process.stdout.close()
+    assert process.wait(timeout=120) == 130
+    state = json.loads((tmp_path / "run/checkpoints/latest/state.json").read_text())
+    assert 0 < state["step"] == len(metrics.read_text().splitlines()) < 400
+    assert "stopping, asked by" in (tmp_path / "run/log/attempt_001.log").read_text()
