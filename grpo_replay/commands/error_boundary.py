@@ -11,16 +11,9 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-from grpo_replay.errors import INTERRUPTED, DataError, GrpoReplayError
+from grpo_replay.errors import INTERRUPTED, DataError, GrpoReplayError, OutputDirectoryError
 
-_BAD_PATH = (
-    errno.ENAMETOOLONG,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ELOOP,
-)
+_BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class CommandGroup(TyperGroup):
@@ -49,6 +42,8 @@ def report_error(error: Exception) -> int:
     error = _of_a_bad_path(error) or error
     if is_lost_peer(error):
         error = lost_contact(error)
+    elif reason := _failed_write(error):
+        error = OutputDirectoryError(reason)
     code = error.exit_code if isinstance(error, GrpoReplayError) else 1
     if not report_failure(error, code):
         return code
@@ -68,6 +63,16 @@ def _of_a_bad_path(error: Exception) -> GrpoReplayError | None:
     name = str(error.filename)
     short = name if len(name) <= 100 else f"{name[:60]}… ({len(name):,} characters)"
     return DataError(f"{short}: {error.strerror}; check the path and its permissions")
+
+
+def _failed_write(error: Exception) -> str | None:
+    """A message for an OSError of a disk that is full or a folder that may not be changed."""
+    from grpo_replay.storage.atomic import describe_write_failure
+
+    if not isinstance(error, OSError) or not (reason := describe_write_failure(error)):
+        return None
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{reason}; free space, raise the limit, or make the place writable"
 
 
 def _log(error: Exception) -> None:

@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from grpo_replay.inspection.figures import panel_svg, panels_of, title_of
 from grpo_replay.inspection.panels import TREND_LABELS, describe_settings
 from grpo_replay.inspection.summary import Inspection, first_and_last, plural
+from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.terminal.bars import sparkline
 
 _CAPTIONS = {
@@ -31,7 +32,7 @@ _CAPTIONS = {
 
 
 def write_page(inspection: Inspection, samples: Sequence[Mapping[str, Any]], path: Path) -> None:
-    path.write_text(render_page(inspection, samples), encoding="utf-8")
+    write_text_whole(path, render_page(inspection, samples))
 
 
 def render_page(inspection: Inspection, samples: Sequence[Mapping[str, Any]] = ()) -> str:

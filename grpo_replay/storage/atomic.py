@@ -13,6 +13,7 @@ from typing import Any
 from grpo_replay.errors import OutputDirectoryError
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ESTALE)
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 _TORCH_ERROR = re.compile(r"iostream error|inline_container|PytorchStreamWriter")
 
@@ -92,14 +93,15 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def describe_full_disk(error: BaseException) -> str | None:
-    """The message of an error caused by a full disk or a failed write; None for other errors.
-    Needed because only Python raises an OSError for these; Rust and C++ libraries do not."""
+def describe_write_failure(error: BaseException) -> str | None:
+    """The message of an error caused by a disk that is full or fails, a limit on the size of files,
+    or a folder that may not be changed; None for other errors. Needed because only Python raises
+    an OSError for these; Rust and C++ libraries do not."""
     seen: BaseException | None = error
     while seen is not None:
         from_rust = _RUST_ERROR.search(str(seen))  # safetensors and tokenizers
         number = int(from_rust[1]) if from_rust else getattr(seen, "errno", None)
-        if number in _FULL_DISK:
+        if number in (*_FULL_DISK, *_FORBIDDEN):
             return os.strerror(number)
         if isinstance(seen, RuntimeError) and _TORCH_ERROR.search(str(seen)):
             return f"torch says {str(seen).splitlines()[0]!r}"

@@ -1,5 +1,6 @@
 """Style shared by all figures: column width, font sizes and a colour-blind-safe palette."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,11 +72,17 @@ def figure_style() -> "Iterator[type[Figure]]":
 def save_figure(figure: Any, path: Path) -> None:
     """Write a figure as PNG (300 dpi), SVG or PDF, depending on the file extension.
 
-    Raises UsageError for another extension, or if the folder does not exist.
+    Raises UsageError for another extension, or if the folder does not exist, OSError if the file
+    cannot be written; an existing file then stays.
     """
     check_plot_path(path, FIGURE_FORMATS)
-    metadata = _UNDATED.get(path.suffix.lower())
-    figure.savefig(path, metadata=metadata)
+    kind = path.suffix.lower()
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        figure.savefig(temporary, format=kind.removeprefix("."), metadata=_UNDATED.get(kind))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def check_plot_path(path: Path, extensions: tuple[str, ...]) -> None:

@@ -15,7 +15,12 @@ from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.distributed.long_work import run_on_main
 from grpo_replay.dry_run.memory import to_gib
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.storage.atomic import describe_full_disk, flush_files, free_bytes, write_text_whole
+from grpo_replay.storage.atomic import (
+    describe_write_failure,
+    flush_files,
+    free_bytes,
+    write_text_whole,
+)
 from grpo_replay.storage.checkpoint import (
     FileFacts,
     RunState,
@@ -44,8 +49,9 @@ def write_checkpoint(
 
     def begin() -> None:
         if comm.is_main:
-            parts.run_dir.flush_metrics()
-            begin_checkpoint(temporary)
+            with removed_if_unwritable(temporary):
+                parts.run_dir.flush_metrics()
+                begin_checkpoint(temporary)
             refuse_full_disk(checkpoints, f"the checkpoint of step {state.step}", expected_bytes)
 
     def complete() -> None:
@@ -119,23 +125,23 @@ def _expected_size(checkpoints: Path, expected_bytes: int) -> int:
 
 def _what_is_left(kept: Sequence[Path]) -> str:
     if not kept:
-        return "There is no earlier checkpoint: make room, and start again"
-    return f"{kept[-1].name} is complete: make room, and go on from there with --resume"
+        return "There is no earlier checkpoint: free the place, and start again"
+    return f"{kept[-1].name} is complete: free the place, and go on from there with --resume"
 
 
 @contextmanager
 def removed_if_unwritable(temporary: Path) -> Iterator[None]:
-    """Within, a disk that is full or fails becomes an OutputDirectoryError, and what was written of
-    the checkpoint is removed."""
+    """Within, a disk that is full or fails, or a folder that may not be changed, becomes an
+    OutputDirectoryError, and what was written of the checkpoint is removed."""
     try:
         yield
     except Exception as error:
-        reason = describe_full_disk(error)
+        reason = describe_write_failure(error)
         if reason is None:
             raise
         free = free_bytes(temporary.parent)
         shutil.rmtree(temporary, ignore_errors=True)
         raise OutputDirectoryError(
-            f"{temporary} cannot be written ({reason}; {to_gib(free)} GiB were free then): it was "
-            f"removed. {_what_is_left(list_checkpoints(temporary.parent))}"
+            f"{temporary} cannot be written ({reason}; {to_gib(free)} GiB free then): what was "
+            f"written of it was removed. {_what_is_left(list_checkpoints(temporary.parent))}"
         ) from error
