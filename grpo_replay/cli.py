@@ -226,6 +226,14 @@ def inspect_buffer(
     verify: Annotated[
         bool, typer.Option("--verify", help="Verify the run by recomputing it from its files.")
     ] = False,
+    with_model: Annotated[
+        bool,
+        typer.Option(
+            "--with-model",
+            help="With --verify: also recompute log-probs, outcomes and the loss of a sample of "
+            "rows from the weights of each checkpoint.",
+        ),
+    ] = False,
     what_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -241,7 +249,7 @@ def inspect_buffer(
 
     code = run(
         path, step, as_json=as_json, plot=plot, show=show, where=where, limit=limit, text=text,
-        export=export, verify=verify, changes=what_if or (),
+        export=export, verify=verify, changes=what_if or (), with_model=with_model,
     )  # fmt: skip
     raise typer.Exit(code)
 

@@ -1,7 +1,7 @@
 """`grpo-replay inspect-buffer`: show the content and history of a replay buffer."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from grpo_replay.inspection.compute import summarise
 from grpo_replay.inspection.export import export_rows
 from grpo_replay.inspection.life import read_life
 from grpo_replay.inspection.rows import RowSource, iter_rows, open_rows, sample_rollouts
-from grpo_replay.inspection.source import Source, open_source
+from grpo_replay.inspection.source import Source, open_source, read_run_recipe
 from grpo_replay.inspection.summary import Inspection
 from grpo_replay.inspection.views import LIST_ROWS
 from grpo_replay.inspection.what_if import what_if
 from grpo_replay.inspection.where import Filter, parse_where
+from grpo_replay.storage.atomic import named_if_unwritable
+from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.terminal.console import open_console
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
@@ -36,6 +38,7 @@ def run(
     export: str | None = None,
     verify: bool = False,
     changes: Sequence[str] = (),
+    with_model: bool = False,
 ) -> int:
     """Print the requested output; returns the exit status (3 if a verification failed).
 
@@ -44,10 +47,12 @@ def run(
     _check_options(show, where, export, verify, changes, plot)
     if where is None and (text or limit != LIST_ROWS):
         raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
+    if with_model and not verify:
+        raise UsageError("--with-model recomputes what --verify can check with weights: add it")
     source = open_source(path, step)
     console = open_console(markup=True)
     if verify:
-        return _verify(source, console, as_json)
+        return _verify(source, console, as_json, with_model)
     if changes:
         _what_if(source, changes, console, as_json)
     elif show is not None:
@@ -102,14 +107,15 @@ def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -
 
 
 def _plot(source: Source, inspection: Inspection, path: Path) -> None:
-    if path.suffix.lower() == ".html":
-        from grpo_replay.inspection.page import write_page
+    with named_if_unwritable(path):
+        if path.suffix.lower() == ".html":
+            from grpo_replay.inspection.page import write_page
 
-        write_page(inspection, sample_rollouts(source), path)
-    else:
-        from grpo_replay.inspection.figures import plot_inspection
+            write_page(inspection, sample_rollouts(source), path)
+        else:
+            from grpo_replay.inspection.figures import plot_inspection
 
-        plot_inspection(inspection, path)
+            plot_inspection(inspection, path)
     open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
@@ -141,7 +147,8 @@ def _export(
     console: Console,
     as_json: bool,
 ) -> None:
-    count = export_rows(*chosen, path, where)
+    with named_if_unwritable(path):
+        count = export_rows(*chosen, path, where)
     if as_json:
         _print_json({"exported": count, "file": str(path)})
     else:
@@ -178,16 +185,32 @@ def _matches(
     return listed, total
 
 
-def _verify(source: Source, console: Console, as_json: bool) -> int:
+def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -> int:
     from grpo_replay.verification.verify import verify_run
 
     if source.run_dir is None:
         raise SnapshotError(
             f"{source.path}: --verify recomputes a run from its rollout log; give a run directory"
         )
-    report = verify_run(source.run_dir)
+    report = verify_run(source.run_dir, _policies(source.run_dir) if with_model else None)
     if as_json:
         _print_json(report.to_json())
     else:
         views.print_verification(report, console)
     return 0 if report.passed else SnapshotError.exit_code
+
+
+def _policies(run_dir: Path) -> Callable[[int], Any]:
+    """Opens the policy after a step of the run; of step 0 the model that it began with."""
+    from grpo_replay.terminal.quiet import quiet_libraries
+
+    with quiet_libraries():
+        from grpo_replay.engine.plain_policy import PlainPolicy
+
+    def open_policy(step: int) -> PlainPolicy:
+        recipe = read_run_recipe(run_dir, max(step, 1))
+        assert recipe is not None, "the verification has read it"
+        folder = run_dir / "checkpoints" / checkpoint_name(step) / "model" if step else None
+        return PlainPolicy(recipe, folder)
+
+    return open_policy

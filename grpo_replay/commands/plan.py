@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from grpo_replay.dry_run.assumptions import COST_RATIO, expected_of
-from grpo_replay.errors import UsageError
+from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.curves import plot_curves
 from grpo_replay.planning.design import PlanInputs, make_plan
@@ -29,6 +29,7 @@ from grpo_replay.planning.theory import (
     cost_ratio_from_counts,
 )
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.terminal.console import open_console
 from grpo_replay.terminal.plot_style import check_plot_path
 
@@ -131,7 +132,8 @@ def run(
     inputs = _inputs(resolved, estimates, mu, rho, growth, survival)
     plan = make_plan(inputs, None if resolved is None else resolved.replay)
     if plot is not None:
-        plot_plan(plan, Path(plot))
+        with named_if_unwritable(Path(plot)):
+            plot_plan(plan, Path(plot))
     if as_json:
         print(json.dumps(plan_document(plan), indent=2, ensure_ascii=False, allow_nan=False))
     else:
@@ -164,7 +166,8 @@ def run_curves(path: str, ignored: Mapping[str, Any] | None = None) -> None:
         if value:
             raise UsageError(f"plan --curves covers all μ, a and ρ: leave {name} out")
     check_plot_path(Path(path), (".png", ".svg"))
-    plot_curves(Path(path))
+    with named_if_unwritable(Path(path)):
+        plot_curves(Path(path))
 
 
 def run_machines(
@@ -255,6 +258,12 @@ def _inputs(
 ) -> PlanInputs:
     """The parameters of the plan, each with its origin."""
     seen = estimates or RunEstimates()
+    if estimates is not None and estimates.mu is None and mu is None:
+        raise SnapshotError(
+            "plan --from-run: no step of the run's metrics.jsonl has the seconds of generation and "
+            "training that μ is measured from (cost/generation_seconds, cost/training_seconds, "
+            "cost/trained_rollouts): restore the file, or give μ with --mu"
+        )
     if survival is not None and survival < 1 and recipe and not recipe.replay.drop_zero_variance:
         raise UsageError(
             f"--survival {survival}: replay.drop_zero_variance is false in this recipe, so every "

@@ -9,6 +9,7 @@ import numpy as np
 from grpo_replay.buffer.snapshot import read_snapshot_facts
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import outcomes_by_age
+from grpo_replay.inspection.damage import find_gaps
 from grpo_replay.inspection.rebuild import find_rows, rebuild_stored
 from grpo_replay.inspection.rollout_columns import (
     DrawColumns,
@@ -90,7 +91,11 @@ def summarise(source: Source) -> Inspection:
         trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
     )
-    warnings = (*_rebuild_warnings(source, inspection), *find_warnings(inspection))
+    warnings = (
+        *find_gaps(source),
+        *_rebuild_warnings(source, inspection),
+        *find_warnings(inspection),
+    )
     return replace(inspection, warnings=warnings)
 
 
@@ -110,6 +115,7 @@ def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
     """Replay settings, group size and snapshot metadata. The snapshot takes precedence."""
     facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
     if facts:
+        _refuse_another_step(source, facts["step"])
         return ReplaySection.model_validate(facts["settings"]), facts["group_size"], facts
     if source.recipe is None:
         raise SnapshotError(
@@ -117,6 +123,14 @@ def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
             "replay settings; give the directory of a run"
         )
     return source.recipe.replay, source.recipe.sampling.group_size, facts
+
+
+def _refuse_another_step(source: Source, found: int) -> None:
+    if source.step not in (None, found):
+        raise SnapshotError(
+            f"{source.snapshot} is the buffer after step {found}, in the checkpoint of step "
+            f"{source.step}: it was swapped or copied; restore it from a copy"
+        )
 
 
 def _stored(

@@ -4,7 +4,7 @@ Files are read one batch of rows at a time: memory holds the scalars (about 100 
 and one batch of token ids.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.column_reader import iter_columns, list_lengths
 from grpo_replay.terminal.progress import tracked
 
@@ -153,21 +154,41 @@ def read_stored(path: Path) -> RolloutColumns:
         part["times_used"] = batch.column("times_used").to_numpy(zero_copy_only=False)
         used = pc.fill_null(batch.column("last_used_step"), NEVER)
         part["last_used_step"] = used.to_numpy(zero_copy_only=False)
+        _refuse_non_numbers(path, part)
         collector.add(part, batch.column("prompt_id"))
     return collector.columns()
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
-    """Every rollout of the rollout log, including dropped ones. Raises SnapshotError."""
+    """Every rollout of the rollout log, including dropped ones. Raises SnapshotError, also for a
+    file that holds another step, and for a reward or advantage that is not a number."""
     collector = _Collector()
-    for batch in _log_batches(files):
-        collector.add(_scalars(batch), batch.column("prompt_id"))
+    for step, path in tracked(files, "reading rollouts"):
+        for batch in iter_columns(path, "rollouts", (*SCALARS, "kept")):
+            part = _scalars(batch)
+            _refuse_another_step(path, step, part["birth_step"])
+            _refuse_non_numbers(path, part)
+            collector.add(part, batch.column("prompt_id"))
     return collector.columns()
 
 
-def _log_batches(files: Sequence[tuple[int, Path]]) -> Iterator[pa.RecordBatch]:
-    for _, path in tracked(files, "reading rollouts"):
-        yield from iter_columns(path, "rollouts", (*SCALARS, "kept"))
+def _refuse_another_step(path: Path, step: int, steps_N: np.ndarray) -> None:
+    if (steps_N != step).any():
+        raise SnapshotError(
+            f"{path} holds rows of step {steps_N[steps_N != step][0]}: the file was renamed, "
+            "swapped or copied; restore it from a copy"
+        )
+
+
+def _refuse_non_numbers(path: Path, part: dict[str, np.ndarray]) -> None:
+    for name, needed_N in (("reward", np.True_), ("advantage", part["kept"])):
+        bad = np.flatnonzero(~np.isfinite(part[name]) & needed_N)
+        if bad.size:
+            raise SnapshotError(
+                f"{path}: {name} of rollout {part['rollout_id'][bad[0]]} is "
+                f"{part[name][bad[0]]} ({bad.size} of {len(part[name])} rows): the file was "
+                "changed; restore it from a copy"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,8 +214,9 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
     """Every draw of the draw log. Raises SnapshotError."""
     names = ("step", "rollout_id", "age_steps")
     parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in names]
-    for _, path in tracked(files, "reading draws"):
+    for step, path in tracked(files, "reading draws"):
         for batch in iter_columns(path, "draws", names):
+            _refuse_another_step(path, step, batch.column(0).to_numpy())
             for part, column in zip(parts, batch.columns, strict=True):
                 part.append(column.to_numpy())
     return DrawColumns(*(np.concatenate(part) for part in parts))

@@ -17,7 +17,7 @@ class DrawChecks:
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
-        self.settings = run.recipe.replay
+        self.settings = run.recipes.first.replay  # those of the step being checked
         self.row_of = {int(i): row for row, i in enumerate(run.rollouts["rollout_id"])}
         self.draw_test = DrawTest()
         self.effective_sample_size: float | None = None  # of the step checked last
@@ -34,6 +34,7 @@ class DrawChecks:
     ) -> list[int]:
         """Check the draw of one step from `candidates` (rows, oldest first). Returns the drawn rows
         that exist. `survivors` is B'; `used[row]` is True for rows drawn before."""
+        self.settings = self.run.recipe_at(step).replay
         draws = self.draws(step)
         units = self._units(candidates)
         asked = self._asked(step, survivors)
@@ -67,12 +68,13 @@ class DrawChecks:
         settings = self.settings
         if not (settings.enabled and settings.ratio > 0) or step <= settings.warmup_steps:
             return 0
+        recipe = self.run.recipe_at(step)
         rollouts = {
             "fresh_anchored": settings.ratio * survivors,
             "pool": (1 + settings.ratio) * survivors,
-            "buffer_only": settings.ratio * self.run.recipe.rollouts_per_step,
+            "buffer_only": settings.ratio * recipe.rollouts_per_step,
         }[settings.composition]
-        per_unit = self.run.recipe.sampling.group_size if settings.unit == "query" else 1
+        per_unit = recipe.sampling.group_size if settings.unit == "query" else 1
         return round(rollouts / per_unit)
 
     def _units(self, candidates: list[int]) -> list[list[int]]:
@@ -221,9 +223,11 @@ def _youngest(settings: ReplaySection) -> int:
 
 
 _NO_DRAWS: Columns = {
-    "step": np.zeros(0, dtype=np.int64),
-    "rollout_id": np.zeros(0, dtype=np.int64),
-    "age_steps": np.zeros(0, dtype=np.int64),
-    "probability": np.zeros(0),
-    "tokens": np.zeros(0, dtype=np.int64),
+    **{name: np.zeros(0, dtype=np.int64) for name in ("step", "rollout_id", "age_steps", "tokens")},
+    **{
+        name: np.zeros(0)
+        for name in (
+            *("probability", "clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
+        )
+    },
 }

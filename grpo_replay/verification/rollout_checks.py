@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_replay.recipe import Recipe
 from grpo_replay.verification.report import Check, Tally
 from grpo_replay.verification.run_files import RunFiles
 
@@ -45,9 +46,10 @@ def _check_groups_of_step(run: RunFiles, step: int, rows: slice, tally: Tally) -
         births == step, lambda i: f"step {step}: rollout {ids[i]} has birth_step {births[i]}"
     )
     groups = _groups(run, rows)
-    expected = run.recipe.sampling.prompts_per_step
+    sampling = run.recipe_at(step).sampling
+    expected = sampling.prompts_per_step
     tally.expect(len(groups) == expected, f"step {step}: {len(groups)} groups, expected {expected}")
-    size = run.recipe.sampling.group_size
+    size = sampling.group_size
     for group_id, members in groups.items():
         indices = sorted(run.rollouts["completion_index"][members].tolist())
         prompts = set(run.rollouts["prompt_id"][members].tolist())
@@ -62,12 +64,12 @@ def check_versions(run: RunFiles) -> Check:
     """The policy version that sampled each rollout. In sync mode it is that of the last weight
     push, one every `sync_every_steps` steps. Other modes are not checked."""
     tally = Tally("policy versions", "sampled by the weights of the last push before the step")
-    if run.recipe.run.mode != "sync":
-        return tally.result()
-    every = run.recipe.run.sync_every_steps
     logged = {int(line["step"]): line.get("sampler/policy_version") for line in run.metrics}
+    pushed = _last_pushes(run)
     for step, rows in run.rows_of_step.items():
-        expected = (step - 1) // every * every
+        if run.recipe_at(step).run.mode != "sync":
+            continue
+        expected = pushed[step]
         for name in ("policy_version", "policy_version_end"):
             _check_versions_of_step(run, step, rows, name, expected, tally)
         tally.expect(
@@ -75,6 +77,20 @@ def check_versions(run: RunFiles) -> Check:
             f"step {step}: sampler/policy_version {logged[step]}, the last push was {expected}",
         )
     return tally.result()
+
+
+def _last_pushes(run: RunFiles) -> dict[int, int]:
+    """The version of the last push before each step. A sampler that lags keeps its weights over a
+    resume, unless the recipe that resumes does not let it lag."""
+    found, held = {}, 0
+    for step in range(1, max(run.rows_of_step) + 1):
+        every = run.recipe_at(step).run.sync_every_steps
+        if every == 1:
+            held = step - 1
+        found[step] = held
+        if step % every == 0:
+            held = step
+    return found
 
 
 def _check_versions_of_step(
@@ -91,9 +107,8 @@ def _check_versions_of_step(
 
 def check_advantages(run: RunFiles) -> list[Check]:
     """Group statistics, kept flags and advantages against the rewards, group by group."""
-    rule = (
-        "where a group's rewards differ" if run.recipe.replay.drop_zero_variance else "everywhere"
-    )
+    drops = all(run.recipe_at(step).replay.drop_zero_variance for step in run.rows_of_step)
+    rule = "where a group's rewards differ" if drops else "where the recipe says"
     tallies = _GroupTallies(
         kept=Tally("kept flags", f"kept exactly {rule}; nulls only elsewhere"),
         statistics=Tally("group statistics", "mean, standard deviation, correct count recomputed"),
@@ -102,16 +117,18 @@ def check_advantages(run: RunFiles) -> list[Check]:
     for step, rows in run.rows_of_step.items():
         for group_id, members in _groups(run, rows).items():
             place = f"step {step}, group {group_id}"
-            _check_group(run, place, members, tallies)
+            _check_group(run, run.recipe_at(step), place, members, tallies)
     return [tallies.kept.result(), tallies.statistics.result(), tallies.advantages.result()]
 
 
-def _check_group(run: RunFiles, place: str, members: np.ndarray, tallies: _GroupTallies) -> None:
+def _check_group(
+    run: RunFiles, recipe: Recipe, place: str, members: np.ndarray, tallies: _GroupTallies
+) -> None:
     rewards = [float(reward) for reward in run.rollouts["reward"][members]]
     differ = max(rewards) != min(rewards)
-    keeps = differ or not run.recipe.replay.drop_zero_variance
-    mean, std = _mean_and_std(rewards, run.recipe.advantage.std)
-    correct = sum(bool(reward >= np.float32(run.recipe.reward.correct)) for reward in rewards)
+    keeps = differ or not recipe.replay.drop_zero_variance
+    mean, std = _mean_and_std(rewards, recipe.advantage.std)
+    correct = sum(bool(reward >= np.float32(recipe.reward.correct)) for reward in rewards)
     for row, reward in zip(members, rewards, strict=True):
         here = f"{place}, rollout {run.rollouts['rollout_id'][row]}"
         rollout = {name: column[row] for name, column in run.rollouts.items()}
@@ -130,7 +147,7 @@ def _check_group(run: RunFiles, place: str, members: np.ndarray, tallies: _Group
                 rollout["advantage_is_null"], f"{here}: dropped, but has an advantage"
             )
             continue
-        advantage = (reward - mean) / (std + run.recipe.advantage.epsilon) if differ else 0.0
+        advantage = (reward - mean) / (std + recipe.advantage.epsilon) if differ else 0.0
         tallies.advantages.expect(
             _close(rollout["advantage"], advantage),
             f"{here}: advantage {rollout['advantage']}, recomputed {advantage:.7g}",
@@ -181,7 +198,7 @@ def check_trained(run: RunFiles) -> Check:
 
 
 def _check_trained_as_fresh(run: RunFiles, step: int, rows: slice, tally: Tally) -> None:
-    replay = run.recipe.replay
+    replay = run.recipe_at(step).replay
     replays = replay.enabled and replay.ratio > 0
     all_train = not replays or step <= replay.warmup_steps or replay.composition == "fresh_anchored"
     ids, kept = run.rollouts["rollout_id"][rows], run.rollouts["kept"][rows]

@@ -1,4 +1,4 @@
-"""The files of a run as arrays: rollouts/, draws/, metrics.jsonl, recipe.yaml, checkpoints."""
+"""The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipes, checkpoints."""
 
 import json
 import re
@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.metrics_log import read_metrics
 from grpo_replay.storage.parquet import read_parquet
+from grpo_replay.storage.recipe_history import RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table, step_path
 
 _COLUMNS = (
@@ -21,8 +24,14 @@ _COLUMNS = (
     *("policy_version", "policy_version_end"),
     *("advantage", "group_reward_mean", "group_reward_std", "group_correct", "kept"),
     *("completion_token_ids", "behavior_logprobs", "sampler_logprobs", "tokens"),
+    *("prompt_token_ids", "finish_reason", "verdict"),
+    *("clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
 )
-_LISTS = ("completion_token_ids", "behavior_logprobs", "sampler_logprobs")
+_DRAW_COLUMNS = (
+    *("step", "rollout_id", "age_steps", "probability"),
+    *("clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
+)
+_LISTS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs")
 _SNAPSHOT_COLUMNS = pa.schema(
     [
         ("rollout_id", pa.int64()),
@@ -42,14 +51,19 @@ Columns = Mapping[str, np.ndarray]
 class RunFiles:
     """One run. `rollouts` has the columns of all steps, in file order. A list column contains the
     lengths of the lists (-1 if null). Null numbers are NaN, or -1 in columns of counts.
-    `rows_of_step[t]` is the slice of step t."""
+    `rows_of_step[t]` is the slice of step t. A recipe that was changed at a resume holds from the
+    next step on: `recipe_at`."""
 
     folder: Path
-    recipe: Recipe
+    recipes: RecipeHistory
     metrics: tuple[Mapping[str, Any], ...]
     rollouts: Columns
     rows_of_step: Mapping[int, slice]
     draws_of_step: Mapping[int, Columns]
+
+    def recipe_at(self, step: int) -> Recipe:
+        """The recipe under which a step was trained."""
+        return self.recipes.at(step)
 
     @property
     def steps(self) -> list[int]:
@@ -59,6 +73,11 @@ class RunFiles:
         """The bytes of the behaviour log-probs at birth, by rollout id."""
         columns = ["rollout_id", "behavior_logprobs"]
         return _logprob_bits(read_rollout_table(step_path(self.folder / "rollouts", step), columns))
+
+    def checkpoint_steps(self) -> list[int]:
+        """The steps whose checkpoint holds the weights."""
+        configs = self.folder.glob("checkpoints/step_*/model/config.json")
+        return [step for path in configs if (step := _step_of(path.parents[1])) > 0]
 
     def snapshots(self) -> dict[int, Path]:
         """The buffer.parquet of each checkpoint, by step."""
@@ -78,8 +97,8 @@ def read_run(folder: Path) -> RunFiles:
                 f"{path}: missing; verification needs a run directory with recipe.yaml, "
                 "metrics.jsonl and rollouts/ (tracking.log_rollouts true)"
             )
-    recipe = load_recipe(str(recipe_path))
-    metrics = _read_metrics(metrics_path)
+    recipes = read_history(folder)
+    metrics = read_metrics(metrics_path, allow_unfinished=False)
     steps = sorted({int(line["step"]) for line in metrics})
     rollouts, rows_of_step = _read_rollouts(folder / "rollouts", steps)
     draws = {
@@ -87,11 +106,12 @@ def read_run(folder: Path) -> RunFiles:
         for step in steps
         if step_path(folder / "draws", step).exists()
     }
-    return RunFiles(folder, recipe, metrics, rollouts, rows_of_step, draws)
+    return RunFiles(folder, recipes, metrics, rollouts, rows_of_step, draws)
 
 
-def read_snapshot_columns(path: Path) -> tuple[Columns, dict[int, bytes]]:
-    """Ids, priorities and uses of a snapshot (-1: never used), and behaviour log-probs as bytes."""
+def read_snapshot_columns(path: Path) -> tuple[Columns, dict[int, bytes], int]:
+    """Ids, priorities and uses of a snapshot (-1: never used), behaviour log-probs as bytes, and
+    the step after which it was written."""
     table = read_parquet(path, "buffer", _SNAPSHOT_VERSION, _SNAPSHOT_COLUMNS)
     columns = {
         "rollout_id": table["rollout_id"].to_numpy(),
@@ -99,22 +119,8 @@ def read_snapshot_columns(path: Path) -> tuple[Columns, dict[int, bytes]]:
         "times_used": table["times_used"].to_numpy(),
         "last_used_step": pc.fill_null(table["last_used_step"], -1).to_numpy(),
     }
-    return columns, _logprob_bits(table)
-
-
-def _read_metrics(path: Path) -> tuple[Mapping[str, Any], ...]:
-    lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            line = json.loads(text)
-            int(line["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise SnapshotError(
-                f"{path}:{number}: not a JSON object with a step ({error}); resume the run, which "
-                "rewrites unfinished lines, or restore the file"
-            ) from error
-        lines.append(line)
-    return tuple(lines)
+    facts = json.loads(pq.read_metadata(path).metadata[b"grpo_replay.buffer"])
+    return columns, _logprob_bits(table), int(facts["step"])
 
 
 def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, slice]]:
@@ -145,9 +151,7 @@ def _to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray:
 
 def _read_draws(path: Path) -> Columns:
     table = read_draw_table(path)
-    columns = {
-        name: table[name].to_numpy() for name in ("step", "rollout_id", "age_steps", "probability")
-    }
+    columns = {name: table[name].to_numpy() for name in _DRAW_COLUMNS}
     return {**columns, "tokens": pc.fill_null(table["tokens"], -1).to_numpy()}
 
 

@@ -11,7 +11,8 @@ from grpo_replay.verification.store import Store
 
 def check_snapshot(run: RunFiles, store: Store, step: int, path: Path, tally: Tally) -> None:
     """Check content, order and uses, and behaviour log-probs bit for bit against those at birth."""
-    columns, bits = read_snapshot_columns(path)
+    columns, bits, written_at = read_snapshot_columns(path)
+    tally.expect(written_at == step, f"checkpoint {step}: its buffer is of step {written_at}")
     expected_ids = run.rollouts["rollout_id"][store.rows].tolist()
     if not tally.expect(
         columns["rollout_id"].tolist() == expected_ids,

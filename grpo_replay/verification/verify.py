@@ -1,17 +1,25 @@
 """`verify_run`: check that a finished run followed the algorithm of its recipe.
 
 Recomputes advantages, kept flags, the buffer at each step, ages, draw counts, first-draw
-probabilities and uses from the run's files (rollouts/, draws/, metrics.jsonl, recipe.yaml, and the
-buffer.parquet of its checkpoints), without the code that wrote them. A statistical test compares
-the draws with the stated distribution; a correct run fails it once in a million
-(`verification.draw_test`).
+probabilities, uses, texts and metrics from the run's files (rollouts/, draws/, metrics.jsonl, its
+recipes, and buffer.parquet and tokenizer of its checkpoints), without the code that wrote them. A
+statistical test compares the draws with the stated distribution; a correct run fails it once in a
+million (`verification.draw_test`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_replay.recipe import ReplaySection
 from grpo_replay.verification.draw_checks import DrawChecks
+from grpo_replay.verification.metric_checks import (
+    check_metrics,
+    generated_metrics,
+    stored_metrics,
+    trained_metrics,
+)
+from grpo_replay.verification.model_checks import Policy, check_with_models
 from grpo_replay.verification.report import Check, Tally, VerifyReport
 from grpo_replay.verification.rollout_checks import (
     check_advantages,
@@ -23,15 +31,22 @@ from grpo_replay.verification.rollout_checks import (
 from grpo_replay.verification.run_files import RunFiles, read_run
 from grpo_replay.verification.snapshot_checks import check_snapshot
 from grpo_replay.verification.store import Store
+from grpo_replay.verification.text_checks import check_texts
+
+_TOKENS = ("prompt_token_ids", "completion_token_ids")
 
 
-def verify_run(run_dir: Path) -> VerifyReport:
-    """All checks of a run, in the order of the algorithm. Raises SnapshotError or RecipeError if
-    the files cannot be read."""
+def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None) -> VerifyReport:
+    """All checks of a run, in the order of the algorithm. With `open_policy`, the policy after a
+    step (0: the one that the run began with), also those that need weights. Raises SnapshotError
+    or RecipeError if the files cannot be read."""
     run = read_run(Path(run_dir))
     checks = [check_files(run), check_groups(run), check_versions(run), *check_advantages(run)]
-    checks.append(check_trained(run))
-    return VerifyReport(len(run.steps), (*checks, *_Replay(run).checks()))
+    checks += [check_trained(run), check_texts(run)]
+    checks += _Replay(run).checks()
+    if open_policy is not None:
+        checks += check_with_models(run, open_policy)
+    return VerifyReport(len(run.steps), tuple(checks))
 
 
 class _Replay:
@@ -39,13 +54,13 @@ class _Replay:
 
     def __init__(self, run: RunFiles) -> None:
         self.run = run
-        self.settings = run.recipe.replay
-        self.active = self.settings.enabled and self.settings.ratio > 0
+        self.settings = run.recipes.first.replay  # those of the step being replayed
         self.store = Store(run.rollouts, self.settings)
         self.draws = DrawChecks(run)
         self.snapshots = run.snapshots()
+        self.processed_tokens = 0
         self.metrics = Tally(
-            "metrics", "metrics.jsonl agrees on counts, ages, evictions, sample size"
+            "metrics", "metrics.jsonl agrees with rewards, lengths, outcomes, counts, ages, buffer"
         )
         self.frozen = Tally(
             "snapshots", "buffer.parquet: content, uses, and log-probs unchanged since birth"
@@ -58,15 +73,20 @@ class _Replay:
                 self._step(step, line)
         return [*self.draws.results(), self.metrics.result(), self.frozen.result()]
 
+    @property
+    def active(self) -> bool:
+        return self.settings.enabled and self.settings.ratio > 0
+
     def _step(self, step: int, line: Mapping[str, Any]) -> None:
+        self._use_settings(self.run.recipe_at(step).replay)
         rows = self.run.rows_of_step[step]
         fresh = [row for row in range(rows.start, rows.stop) if self.run.rollouts["kept"][row]]
         evicted = 0
         if self.active:
             self._restart_if_emptied(step, fresh, line)
-            evicted += self.store.evict(step)
-            if self.settings.composition == "buffer_only":
-                evicted += self.store.insert(fresh)
+        evicted += self.store.evict(step)
+        if self.active and self.settings.composition == "buffer_only":
+            evicted += self.store.insert(fresh)
         pool = fresh if self.settings.composition == "pool" else []
         drawn = self.draws.check(step, self.store.rows + pool, len(fresh), self.store.uses > 0)
         self.store.record(drawn, step)
@@ -75,37 +95,43 @@ class _Replay:
                 evicted += self.store.insert(fresh)
             evicted += self.store.evict(step + 1)
         self._check_draw_metrics(step, line, len(fresh))
-        self._compare(line, step, "buffer/rollouts", len(self.store.rows))
-        self._compare(line, step, "buffer/evicted", evicted)
+        self.processed_tokens += int(sum(self.run.rollouts[name][rows].sum() for name in _TOKENS))
+        expected = {
+            **generated_metrics(self.run, step),
+            **trained_metrics(self.run, step, self.draws.draws(step)),
+            **stored_metrics(self.store, step),
+            "buffer/rollouts": len(self.store.rows),
+            "buffer/evicted": evicted,
+            "num_tokens": self.processed_tokens,
+        }
+        check_metrics(self.metrics, step, line, expected)
         if step in self.snapshots and self.active:
             check_snapshot(self.run, self.store, step, self.snapshots[step], self.frozen)
+
+    def _use_settings(self, settings: ReplaySection) -> None:
+        if settings == self.settings:
+            return
+        self.settings = self.store.settings = settings
+        self.store.insert([])  # a smaller capacity evicts as the run is resumed
 
     def _check_draw_metrics(self, step: int, line: Mapping[str, Any], fresh: int) -> None:
         ages = self.draws.draws(step)["age_steps"]
         replayed = ages if self.settings.composition == "buffer_only" else ages[ages > 0]
         count = len(replayed)
-        self._compare(line, step, "fresh/rollouts", fresh)
-        self._compare(line, step, "replay/rollouts", count)
-        self._compare(line, step, "replay/ratio", count / fresh if fresh else None)
-        self._compare(line, step, "replay/ess", self.draws.effective_sample_size)
-        self._compare(line, step, "replay/age_mean", float(replayed.mean()) if count else None)
-        self._compare(line, step, "replay/age_max", int(replayed.max()) if count else None)
-
-    def _compare(
-        self, line: Mapping[str, Any], step: int, name: str, expected: float | None
-    ) -> None:
-        if name not in line:
-            return
-        found = line[name]
-        same = found == expected
-        if found is not None and expected is not None:
-            same = abs(found - expected) <= 1e-9 * max(1.0, abs(expected))
-        self.metrics.expect(same, f"step {step}: {name} {found}, recomputed {expected}")
+        expected = {
+            "fresh/rollouts": fresh,
+            "replay/rollouts": count,
+            "replay/ratio": count / fresh if fresh else None,
+            "replay/ess": self.draws.effective_sample_size,
+            "replay/age_mean": float(replayed.mean()) if count else None,
+            "replay/age_max": int(replayed.max()) if count else None,
+        }
+        check_metrics(self.metrics, step, line, expected)
 
     def _restart_if_emptied(self, step: int, fresh: list[int], line: Mapping[str, Any]) -> None:
         """Empty the store where a run was resumed with `checkpoint.restore_buffer: false`. The
         logged buffer size shows where that was."""
-        if self.run.recipe.checkpoint.restore_buffer or not self.store.rows:
+        if self.run.recipe_at(step).checkpoint.restore_buffer or not self.store.rows:
             return
         found = line.get("buffer/rollouts")
         kept, empty = self.store.copy(), Store(self.run.rollouts, self.settings)

@@ -26,6 +26,7 @@ CHECKS = [
         "group statistics",
         "advantages",
         "trained",
+        "texts",
     ),
     *("stored when drawn", "draw counts", "drawn units", "ages", "probabilities", "draw law"),
     *("metrics", "snapshots"),
@@ -91,7 +92,7 @@ def test_a_correct_run_passes_every_check(name, tmp_path):
     assert (compared["snapshots"] > 60) == replays
     document = json.loads(json.dumps(report.to_json()))
     assert document["passed"] is True
-    assert len(document["checks"]) == len(CHECKS) == 15
+    assert len(document["checks"]) == len(CHECKS) == 16
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +339,28 @@ def test_a_damaged_metrics_line_is_named(run):
         file.write('{"step": 31, "los')
     with pytest.raises(SnapshotError, match=r"metrics\.jsonl:31"):
         verify_run(run)
+
+
+EDITED = ["reward", "frac_reward_zero_std", "fresh/rollouts", "fresh/clip_fraction", "replay/ratio",
+          "replay/clip_fraction", "replay/age_mean", "replay/ess", "buffer/rollouts",
+          "cost/generated_tokens", "cost/trained_tokens", "cost/trained_rollouts"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_a_metric_that_was_edited_in_every_line_is_named(run, name):
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line[name] = None if line[name] is None else line[name] + 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert failed(run) == {"metrics"}
+    assert f": {name} " in detail(run, "metrics")
+
+
+def test_a_buffer_of_another_step_is_named(run):
+    folder = run / "checkpoints"
+    shutil.copy(folder / "step_000015/buffer.parquet", folder / "step_000030/buffer.parquet")
+    assert "checkpoint 30: its buffer is of step 15" in detail(run, "snapshots")
 
 
 def test_the_transform_is_uniform_only_for_draws_from_the_stated_distribution():

@@ -60,6 +60,12 @@ def outcome_of(rollout: Rollout, age: int, rng: np.random.Generator) -> RolloutO
     )
 
 
+def clip_fraction(outcomes: Sequence[RolloutOutcome]) -> float | None:
+    """The mean over tokens; None without any."""
+    tokens = sum(outcome.tokens for outcome in outcomes)
+    return sum(o.tokens * o.clip_fraction for o in outcomes) / tokens if tokens else None
+
+
 class SyntheticRun:
     """Writes the steps of one run; `buffer` and `batches` stay at hand for the tests."""
 
@@ -115,19 +121,20 @@ class SyntheticRun:
         return self.metrics(step, generated, fresh, batch, outcomes)
 
     def metrics(self, step, generated, fresh, batch, outcomes) -> dict:
-        replayed = [o for o, is_old in zip(outcomes, batch.replayed_N, strict=True) if is_old]
-        tokens = sum(o.tokens for o in replayed)
-        clipped = sum(o.tokens * o.clip_fraction for o in replayed)
+        sides = {True: [], False: []}
+        for outcome, is_old in zip(outcomes, batch.replayed_N, strict=True):
+            sides[bool(is_old)].append(outcome)
+        replayed = sides[True]
         ages = batch.ages_N[batch.replayed_N]
         return {
             "step": step,
             "reward": float(np.mean([rollout.reward for rollout in generated])),
             "frac_reward_zero_std": float(np.mean([r.group_reward_std == 0 for r in generated])),
             "fresh/rollouts": len(fresh),
-            "fresh/clip_fraction": 0.001,
+            "fresh/clip_fraction": clip_fraction(sides[False]),
             "replay/rollouts": len(replayed),
             "replay/ratio": len(replayed) / len(fresh) if fresh else None,
-            "replay/clip_fraction": clipped / tokens if tokens else None,
+            "replay/clip_fraction": clip_fraction(replayed),
             "replay/age_mean": float(ages.mean()) if len(ages) else None,
             "replay/age_max": int(ages.max()) if len(ages) else None,
             "replay/ess": batch.draw.effective_sample_size if len(ages) else None,
