@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 _READER_GONE = (errno.EPIPE, errno.EIO)  # a closed pipe; a terminal that hung up
 
@@ -53,7 +53,7 @@ def guarded_stderr() -> Iterator[GuardedStream]:
     """A context in which sys.stderr is guarded; yields it."""
     before = sys.stderr
     stream = GuardedStream(before)
-    sys.stderr = stream  # type: ignore[assignment]
+    sys.stderr = cast(TextIO, stream)
     try:
         yield stream
     finally:

@@ -24,6 +24,7 @@ from grpo_replay.terminal.output import GuardedStream
 from grpo_replay.training import run_evaluation
 from grpo_replay.training.run import RunResult, run_training
 from grpo_replay.training.trainer import Trainer
+from grpo_replay.verification.verify import verify_run
 
 PLAIN = {"replay": {"preset": "grpo"}, "run": {"steps": 4}}
 EVALUATED = {
@@ -200,5 +201,14 @@ def test_the_command_itself_saves_and_exits_130(tmp_path, how):
         process.stdout.close()
     assert process.wait(timeout=120) == 130
     state = json.loads((tmp_path / "run/checkpoints/latest/state.json").read_text())
-    assert 0 < state["step"] == len(metrics.read_text().splitlines()) < 400
+    step = state["step"]
+    assert 0 < step == len(metrics.read_text().splitlines()) < 400
     assert "stopping, asked by" in (tmp_path / "run/log/attempt_001.log").read_text()
+    command = [
+        *(sys.executable, "-m", "grpo_replay", "train", "--resume"),
+        *("--output-dir", str(tmp_path / "run"), "--set", f"run.steps={step + 25}"),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    report = verify_run(tmp_path / "run")
+    assert report.passed and report.steps == step + 25
+    assert [path.name for path in (tmp_path / "run/recipes").iterdir()] == [f"step_{step:06d}.yaml"]
