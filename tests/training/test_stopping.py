@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,12 @@ import pytest
 from rich.console import Console
 from small_runs.trained import FinishedRun, small_recipe
 
-from grpo_replay.commands.train_display import Display, RunDisplay, describe_stop
+from grpo_replay.commands.train_display import (
+    Display,
+    RunDisplay,
+    describe_stop,
+    result_table,
+)
 from grpo_replay.distributed.interruption import Interruption
 from grpo_replay.distributed.launch import _conclude
 from grpo_replay.storage.checkpoint import find_checkpoint
@@ -178,6 +184,21 @@ def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
             for run in (resumed, whole)
         )
         assert ours == theirs
+
+
+def test_the_base_stays_in_the_summary_when_the_evaluation_was_changed(whole, tmp_path):
+    path = shutil.copytree(whole.path, tmp_path / "run", symlinks=True)
+    changed = {**EVALUATED, "run": {"steps": 5}}
+    changed["eval"] = {**EVALUATED["eval"], "temperature": 0.5}
+    summary = train(path, resume=True, **changed).summary
+    assert summary["base"]["mean"] is not None and summary["comparable"] is False
+    before = json.loads((whole.path / "summary.json").read_text())
+    assert before["comparable"] is True and before["base"] == summary["base"]
+    changes = (
+        list(result_table(before).columns[3].cells),
+        list(result_table(summary).columns[3].cells),
+    )
+    assert all(changes[0]) and not any(changes[1])
 
 
 @pytest.mark.slow
