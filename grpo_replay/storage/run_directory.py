@@ -20,7 +20,7 @@ from typing import IO, Any
 from grpo_replay import __version__
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.atomic import write_json_whole, write_text_whole
+from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole, write_text_whole
 from grpo_replay.storage.checkpoint import leftovers
 from grpo_replay.storage.metrics_log import first_steps
 from grpo_replay.storage.recipe_history import (
@@ -180,8 +180,12 @@ class RunDirectory:
         )
 
     def append_metrics(self, metrics: Mapping[str, Any]) -> None:
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics, allow_nan=False) + "\n")
+        line = json.dumps(metrics, allow_nan=False) + "\n"
+        with (
+            named_if_unwritable(self.metrics_path),
+            self.metrics_path.open("a", encoding="utf-8") as file,
+        ):
+            file.write(line)
             file.flush()
 
     def add_to_last_metrics(self, metrics: Mapping[str, Any]) -> bool:
@@ -191,7 +195,8 @@ class RunDirectory:
         if metrics.keys() <= last.keys():
             return False
         lines[-1] = json.dumps(last | dict(metrics), allow_nan=False)
-        write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in lines))
+        with named_if_unwritable(self.metrics_path):
+            write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in lines))
         return True
 
     def read_metrics(self) -> list[dict[str, Any]]:

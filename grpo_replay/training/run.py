@@ -15,7 +15,7 @@ from grpo_replay.distributed.rendezvous import has_joined, own_connection
 from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.atomic import write_json_whole
+from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
 from grpo_replay.training.checkpoint_writer import write_checkpoint
@@ -103,7 +103,8 @@ class Run:
         if self.comm.is_main:
             steps = self.run_dir.read_metrics()
             summary = summarise_run(recipe, state, *self.evaluation.base_and_last(), steps)
-            write_json_whole(self.run_dir.summary_path, summary)
+            with named_if_unwritable(self.run_dir.summary_path):
+                write_json_whole(self.run_dir.summary_path, summary)
         return RunResult(self.run_dir.path, state.step, False, summary)
 
     def _step(self) -> bool:

@@ -67,6 +67,18 @@ def test_a_run_whose_checkpoints_were_removed_is_not_started_again_over_its_step
     run_dir.unlock()
 
 
+def test_a_disk_that_is_full_at_a_line_of_metrics_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OutputDirectoryError, match=r"metrics\.jsonl cannot be written \(No space"):
+        RunDirectory(tmp_path).append_metrics({"step": 1})
+
+
+def test_a_metric_that_is_not_finite_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError):
+        RunDirectory(tmp_path).append_metrics({"step": 1, "loss": float("nan")})
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_going_back_that_meets_a_read_only_folder_is_an_error_of_the_folder(tmp_path, monkeypatch):
     run_dir = RunDirectory(tmp_path / "run")
     run_dir.create(load_recipe("tiny"))
