@@ -19,7 +19,12 @@ from typing import Any
 
 from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import CheckpointError
-from grpo_replay.storage.atomic import flush_tree, point_link, rename_folder, write_json_whole
+from grpo_replay.storage.atomic import (
+    flush_tree,
+    point_link,
+    rename_folder,
+    write_json_whole,
+)
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -30,6 +35,8 @@ MOST_READERS = 8
 
 _NAME = re.compile(r"step_(\d{6,})")
 _TEMPORARY = ".tmp-"
+REPLACED = f"{_TEMPORARY}replaced"
+"""A checkpoint while another version of it takes its place."""
 
 FileFacts = dict[str, dict[str, Any]]
 """`bytes` and `sha256` of each file, by its path in the checkpoint."""
@@ -129,19 +136,20 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def adopt_latest(checkpoints: Path) -> None:
-    """Give `latest` the name of its step if it is a folder and its checkpoint is nowhere else, as
-    when only `latest` was copied. Raises CheckpointError if it is damaged and the only one."""
-    latest = checkpoints / LATEST
-    if latest.is_symlink() or not latest.is_dir():
-        return
-    try:
-        own = checkpoints / checkpoint_name(read_state(latest).step)
-        if not own.exists():
-            verify_checkpoint(latest)
-            rename_folder(latest, own)
-    except CheckpointError:
-        if not list_checkpoints(checkpoints):
-            raise
+    """Give a checkpoint the name of its step if it is nowhere else: `latest` as a folder, when only
+    that was copied, and one whose replacement was interrupted. Raises CheckpointError if it is
+    damaged and the only one."""
+    for found in (checkpoints / LATEST, checkpoints / REPLACED):
+        if found.is_symlink() or not found.is_dir():
+            continue
+        try:
+            own = checkpoints / checkpoint_name(read_state(found).step)
+            if not own.exists():
+                verify_checkpoint(found)
+                rename_folder(found, own)
+        except CheckpointError:
+            if not list_checkpoints(checkpoints):
+                raise
 
 
 def find_checkpoint(checkpoints: Path) -> Path | None:

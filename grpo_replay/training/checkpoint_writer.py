@@ -33,6 +33,8 @@ from grpo_replay.storage.checkpoint import (
 )
 from grpo_replay.training.trainer import Parts
 
+MODEL_CARD = "model/README.md"
+
 _SHARD = re.compile(r"zero_pp_rank_(\d+)_")
 
 
@@ -56,7 +58,7 @@ def write_checkpoint(
 
     def complete() -> None:
         with removed_if_unwritable(temporary):
-            write_text_whole(temporary / "model" / "README.md", model_card())
+            write_text_whole(temporary / MODEL_CARD, model_card())
             write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
             if parts.pushed is not None and parts.pushed.version != state.policy_version:
                 parts.pushed.save(temporary)

@@ -1,6 +1,7 @@
 """The README of a checkpoint's model: what it is, how it was trained, what it scored."""
 
 from grpo_replay import __version__
+from grpo_replay.evaluation.comparison import are_comparable
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe, recipe_to_yaml
 from grpo_replay.storage.checkpoint import RunState
@@ -43,7 +44,7 @@ composition {replay.composition}, ratio {replay.ratio}, age limit {replay.max_ag
 def _results(base: EvaluationReport | None, current: EvaluationReport | None) -> str:
     if current is None:
         return "This step was not evaluated.\n"
-    before = base.accuracies() if base else {}
+    before = base.accuracies() if base and are_comparable(base, current) else {}
     rows = [
         f"| {name} | {_percent(before.get(name))} | {_percent(accuracy)} |"
         for name, accuracy in current.accuracies().items()

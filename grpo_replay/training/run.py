@@ -16,9 +16,11 @@ from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole
+from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.storage.checkpoint_edit import replace_text
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
-from grpo_replay.training.checkpoint_writer import write_checkpoint
+from grpo_replay.training.checkpoint_writer import MODEL_CARD, write_checkpoint
 from grpo_replay.training.model_card import model_card
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.opening import OpenedRun, RunOpener
@@ -148,7 +150,12 @@ class Run:
                 self.state.wall_seconds = time.perf_counter() - self._started
                 for tracker in self.trackers:
                     tracker.log(step, accuracies)
+                checkpoint = self.run_dir.checkpoints / checkpoint_name(step)
+                replace_text(checkpoint, MODEL_CARD, self._model_card())
         return is_evaluated
+
+    def _model_card(self) -> str:
+        return model_card(self.recipe, self.state, self.evaluation.base_and_last())
 
     def _hears_request(self) -> bool:
         """Whether this rank was asked to stop."""
@@ -192,12 +199,7 @@ class Run:
     def _checkpoint(self) -> None:
         state = self.state
         started = time.perf_counter()
-        write_checkpoint(
-            self.trainer.parts,
-            state,
-            self._checkpoint_bytes,
-            lambda: model_card(self.recipe, state, self.evaluation.base_and_last()),
-        )
+        write_checkpoint(self.trainer.parts, state, self._checkpoint_bytes, self._model_card)
         seconds = time.perf_counter() - started
         logger.info("checkpoint of step %d: %.1f s", state.step, seconds)
         grace = grace_seconds(self.recipe.run.stop_grace_seconds)

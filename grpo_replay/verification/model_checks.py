@@ -72,7 +72,8 @@ class _ModelChecks:
         sampled = [
             row
             for row in rows.values()
-            if row["policy_version"] == row["policy_version_end"] == step - 1 and row["kept"]
+            if row["policy_version"] == row["policy_version_end"] == step - 1
+            if row["kept"] and row["completion_token_ids"]
         ]
         for row in _spread(sampled, ROWS_PER_CHECKPOINT):
             self._check_behavior(step, recipe, row, policy)
@@ -170,6 +171,8 @@ def _clipped_loss(rows: Sequence[Row], recipe: Recipe, policy: Policy) -> float:
     tokens = sum(row["tokens"] for row in rows)
     total = 0.0
     for row in rows:
+        if not row["tokens"]:
+            continue
         logprobs, _ = _recompute(row, recipe, policy)
         ratios, a = np.exp(logprobs - np.array(row["behavior_logprobs"])), row["advantage"]
         clipped = np.clip(ratios, 1 - settings.epsilon, 1 + settings.epsilon_high)

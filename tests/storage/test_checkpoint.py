@@ -19,6 +19,7 @@ from grpo_replay.storage.checkpoint import (
     temporary_folder,
     verify_checkpoint,
 )
+from grpo_replay.storage.checkpoint_edit import replace_text
 
 
 def make_checkpoint(checkpoints, step, keep=3):
@@ -131,6 +132,36 @@ def test_a_state_of_another_version_is_refused(tmp_path, change):
     (made / "state.json").write_text(json.dumps(state))
     with pytest.raises(CheckpointError, match=r"state.json: "):
         read_state(made)
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_text_is_replaced_in_a_complete_checkpoint(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError("no hard links")))
+    made = make_checkpoint(tmp_path, 5)
+    kept = (made / "state.json").read_text()
+    replace_text(made, "model/weights", "a new text")
+    verify_checkpoint(made)
+    assert (made / "model" / "weights").read_text() == "a new text"
+    assert (made / "state.json").read_text() == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000005"]
+    assert (tmp_path / "latest").resolve() == made
+
+
+def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path, monkeypatch):
+    made = make_checkpoint(tmp_path, 5)
+
+    def killed(folder, name):
+        if folder.name == ".tmp-new":
+            raise KeyboardInterrupt
+        folder.rename(name)
+
+    monkeypatch.setattr("grpo_replay.storage.checkpoint_edit.rename_folder", killed)
+    with pytest.raises(KeyboardInterrupt):
+        replace_text(made, "model/weights", "a new text")
+    assert find_checkpoint(tmp_path) is None
+    adopt_latest(tmp_path)
+    assert find_checkpoint(tmp_path) == made
 
 
 def test_files_that_desktops_and_file_systems_leave_are_no_damage(tmp_path):

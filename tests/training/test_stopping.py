@@ -25,7 +25,7 @@ from grpo_replay.commands.train_display import (
 )
 from grpo_replay.distributed.interruption import Interruption
 from grpo_replay.distributed.launch import _conclude
-from grpo_replay.storage.checkpoint import find_checkpoint
+from grpo_replay.storage.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from grpo_replay.terminal.output import GuardedStream
 from grpo_replay.training import run_evaluation
 from grpo_replay.training.run import RunResult, run_training
@@ -178,6 +178,11 @@ def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
     assert [list(line) for line in resumed.metrics] == [list(line) for line in whole.metrics]
     assert "eval/mean" in resumed.metrics[1] and "eval/mean" in resumed.metrics[3]
     assert (resumed.path / "eval" / "curve.png").exists()
+    checkpoints = list_checkpoints(resumed.path / "checkpoints")
+    assert len(checkpoints) == (2 if step == 2 else 1)
+    for each in checkpoints:
+        verify_checkpoint(each)
+        assert "| mean |" in (each / "model" / "README.md").read_text()
     for each in (0, 2, 4):
         ours, theirs = (
             json.loads((run.path / f"eval/step_{each:06d}.json").read_text())["benchmarks"]
