@@ -166,17 +166,29 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
     for step, path in tracked(files, "reading rollouts"):
         for batch in iter_columns(path, "rollouts", (*SCALARS, "kept")):
             part = _scalars(batch)
-            _refuse_another_step(path, step, part["birth_step"])
+            born = part["birth_step"]
+            _refuse_another_step(path, born[born > step])
             _refuse_non_numbers(path, part)
             collector.add(part, batch.column("prompt_id"))
-    return collector.columns()
+    columns = collector.columns()
+    _refuse_doubled(files, columns.rollout_id)
+    return columns
 
 
-def _refuse_another_step(path: Path, step: int, steps_N: np.ndarray) -> None:
-    if (steps_N != step).any():
+def _refuse_another_step(path: Path, wrong_steps: np.ndarray) -> None:
+    if wrong_steps.size:
         raise SnapshotError(
-            f"{path} holds rows of step {steps_N[steps_N != step][0]}: the file was renamed, "
-            "swapped or copied; restore it from a copy"
+            f"{path} holds rows of step {wrong_steps[0]}: the file was renamed, swapped or copied; "
+            "restore it from a copy"
+        )
+
+
+def _refuse_doubled(files: Sequence[tuple[int, Path]], ids_N: np.ndarray) -> None:
+    ids, counts = np.unique(ids_N, return_counts=True)
+    if (counts > 1).any():
+        raise SnapshotError(
+            f"{files[0][1].parent}: rollout {ids[counts > 1][0]} is in the files more than once: one "
+            "of them is the copy of another; restore it from a copy"
         )
 
 
@@ -216,7 +228,8 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
     parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in names]
     for step, path in tracked(files, "reading draws"):
         for batch in iter_columns(path, "draws", names):
-            _refuse_another_step(path, step, batch.column(0).to_numpy())
+            steps = batch.column(0).to_numpy()
+            _refuse_another_step(path, steps[steps != step])
             for part, column in zip(parts, batch.columns, strict=True):
                 part.append(column.to_numpy())
     return DrawColumns(*(np.concatenate(part) for part in parts))

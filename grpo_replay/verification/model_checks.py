@@ -77,6 +77,8 @@ class _ModelChecks:
         ]
         for row in _spread(sampled, ROWS_PER_CHECKPOINT):
             self._check_behavior(step, recipe, row, policy)
+        if recipe.run.mode != "sync":
+            return
         batch = self._batch(step, recipe)
         parts = _mini_batches(len(batch), recipe, step)
         if not parts:

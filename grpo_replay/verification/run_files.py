@@ -61,6 +61,11 @@ class RunFiles:
     rows_of_step: Mapping[int, slice]
     draws_of_step: Mapping[int, Columns]
 
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the last step. Checks of single steps use `recipe_at`."""
+        return self.recipes.latest
+
     def recipe_at(self, step: int) -> Recipe:
         """The recipe under which a step was trained."""
         return self.recipes.at(step)

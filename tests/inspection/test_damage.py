@@ -74,6 +74,11 @@ def test_swapped_files_are_refused(copy, folder):
     refused(copy, f"{folder}/step_000012.parquet holds rows of step 13")
 
 
+def test_a_file_that_is_a_copy_of_another_is_refused(copy):
+    shutil.copy(copy / "rollouts/step_000012.parquet", copy / "rollouts/step_000013.parquet")
+    refused(copy, "rollouts: rollout ", "more than once")
+
+
 @pytest.mark.parametrize("name", ["rollouts/step_000012.parquet",
                                   "checkpoints/step_000024/buffer.parquet"])  # fmt: skip
 def test_an_advantage_that_is_not_a_number_is_refused(copy, name):
