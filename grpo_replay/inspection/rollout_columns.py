@@ -187,7 +187,7 @@ def _refuse_doubled(files: Sequence[tuple[int, Path]], ids_N: np.ndarray) -> Non
     ids, counts = np.unique(ids_N, return_counts=True)
     if (counts > 1).any():
         raise SnapshotError(
-            f"{files[0][1].parent}: rollout {ids[counts > 1][0]} is in the files more than once: one "
+            f"{files[0][1].parent}: rollout {ids[counts > 1][0]} is in the files twice: one "
             "of them is the copy of another; restore it from a copy"
         )
 

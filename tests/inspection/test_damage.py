@@ -76,7 +76,7 @@ def test_swapped_files_are_refused(copy, folder):
 
 def test_a_file_that_is_a_copy_of_another_is_refused(copy):
     shutil.copy(copy / "rollouts/step_000012.parquet", copy / "rollouts/step_000013.parquet")
-    refused(copy, "rollouts: rollout ", "more than once")
+    refused(copy, "rollouts: rollout ", "is in the files twice")
 
 
 @pytest.mark.parametrize("name", ["rollouts/step_000012.parquet",
