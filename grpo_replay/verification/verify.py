@@ -14,6 +14,7 @@ from typing import Any
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.verification.draw_checks import DrawChecks
 from grpo_replay.verification.metric_checks import (
+    Values,
     check_metrics,
     generated_metrics,
     stored_metrics,
@@ -96,7 +97,7 @@ class _Replay:
             evicted += self.store.evict(step + 1)
         self._check_draw_metrics(step, line, len(fresh))
         self.processed_tokens += int(sum(self.run.rollouts[name][rows].sum() for name in _TOKENS))
-        expected = {"buffer/rollouts": len(self.store.rows), "buffer/evicted": evicted}
+        expected: Values = {"buffer/rollouts": len(self.store.rows), "buffer/evicted": evicted}
         if self.run.recipe_at(step).run.mode == "sync":
             expected |= {
                 **generated_metrics(self.run, step),
