@@ -219,6 +219,7 @@ class _Parser:
     def _literal(self, column: str) -> Any:
         token = self._next()
         wanted = self._family(column)
+        value: Any
         if token.kind == "number":
             found, value = "a number", self._number(token)
         elif token.kind == "text":

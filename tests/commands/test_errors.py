@@ -112,7 +112,7 @@ def test_training_without_a_recipe():
 
 
 def test_an_output_directory_that_is_not_a_folder():
-    refused(call("train", "tiny", "--output-dir", "/dev/null"), 3, "/dev/null", "not a folder")
+    refused(call("train", "tiny", "--output-dir", "/dev/null"), 3, "/dev/null", "not a directory")
 
 
 def test_a_disk_that_is_full_is_not_our_bug(monkeypatch):

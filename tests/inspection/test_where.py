@@ -149,4 +149,4 @@ def test_a_limit_without_a_filter_and_texts_of_a_snapshot_are_refused(runs):
 def test_what_a_completion_writes_to_the_terminal_is_text(capsys):
     row = {"rollout_id": 7, "completion_text": "[bold]x[/a] \x1b[31mred"}
     print_list([row], 1, Console(force_terminal=True, color_system=None, width=80))
-    assert "7  [bold]x[/a] �[31mred" in capsys.readouterr().out
+    assert "7  [bold]x[/a] ␛[31mred" in capsys.readouterr().out
