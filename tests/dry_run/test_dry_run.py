@@ -300,10 +300,10 @@ def test_prompts_that_were_not_read_may_be_too_long_for_the_model():
 
 
 def test_hours_come_from_a_statement_a_run_or_an_assumption(runs):
-    stated = dry_run(load_recipe("tiny"), known=Known(trained_tokens_per_second=430)).to_json()
-    assert stated["time"]["generated_tokens_per_second"] == 1000  # μ of the tiny model is 0.43
+    stated = dry_run(load_recipe("tiny"), known=Known(trained_tokens_per_second=880)).to_json()
+    assert stated["time"]["generated_tokens_per_second"] == 1000  # μ of the tiny model is 0.88
     assert stated["time"]["hours"] > 0 and stated["time"]["gpu_hours"] is None
-    assert "hours: 1,000 tokens generated and 430 trained" in str(stated["assumptions"])
+    assert "hours: 1,000 tokens generated and 880 trained" in str(stated["assumptions"])
     unknown = report_of("tiny")
     assert unknown["time"]["hours"] is None and "--from-run" in str(unknown["assumptions"])
     assumed = report_of("qwen3-4b", gpu=80)["time"]
