@@ -132,7 +132,7 @@ def test_options_that_cannot_be_combined(runs):
         with pytest.raises(UsageError, match="cannot be combined; use one at a time"):
             run(str(runs["ours"]), **options)
     with pytest.raises(UsageError, match=r"must end in \.png, \.svg, \.pdf, \.html"):
-        run(str(runs["ours"]), plot="figure.pdf")
+        run(str(runs["ours"]), plot="figure.txt")
     with pytest.raises(UsageError, match="create it first"):
         run(str(runs["ours"]), plot="/nowhere/figure.png")
 
