@@ -347,6 +347,38 @@ def plan(
     )  # fmt: skip
 
 
+@app.command()
+def sweep(
+    sweep: Annotated[str, typer.Argument(help="Sweep file, or the name of a shipped sweep.")],
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Cells that run at the same time and share the cores.")
+    ] = 1,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only this arm: ARM, RECIPE or RECIPE/ARM."),
+    ] = None,
+    output_dir: Annotated[
+        str | None, typer.Option(help="Folder of the sweep. Default: runs/NAME.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Estimate cells, tokens and memory without starting any."),
+    ] = False,
+    print_commands: Annotated[
+        bool, typer.Option("--print", help="Print one shell command per unfinished cell.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a grid of arms and seeds; the same command continues it."""
+    from grpo_replay.commands.sweep import SweepOptions, run
+
+    options = SweepOptions(
+        sweep, jobs=jobs, only=only, output_dir=output_dir, dry_run=dry_run,
+        print_commands=print_commands, as_json=as_json,
+    )  # fmt: skip
+    raise typer.Exit(run(options))
+
+
 def main() -> None:
     """The console script. Exit codes: 0 done, 1 unexpected, 2 usage or recipe, 3 data, 4 stopped
     for safety, 130 interrupted."""

@@ -2,7 +2,8 @@
 
     GrpoReplayError                1
     ├── UsageError                 2   a wrong option or argument
-    │   └── RecipeError            2   a value or combination in the recipe
+    │   ├── RecipeError            2   a value or combination in the recipe
+    │   └── SweepFileError         2   a sweep file
     ├── DataError                  3   missing or bad data
     │   ├── DatasetError           3   a prompt set or benchmark
     │   ├── ModelError             3   a model folder, configuration or tokenizer
@@ -37,6 +38,10 @@ class UsageError(GrpoReplayError):
 
 
 class RecipeError(UsageError):
+    pass
+
+
+class SweepFileError(UsageError):
     pass
 
 

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from grpo_replay.errors import LaunchError
 
 DEFAULT_MASTER_PORT = 29500
+CORES_VARIABLE = "GRPO_REPLAY_CORES"
+"""Cores that this process and its children may use, if fewer than the machine offers. A sweep sets
+it for runs that share a machine."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -146,8 +149,15 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def available_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use: those of the machine or of its affinity, and at most
+    GRPO_REPLAY_CORES. Raises LaunchError if that is not a whole number above 0."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    limit = _integer(os.environ, CORES_VARIABLE, cores)
+    if limit < 1:
+        raise LaunchError(f"{CORES_VARIABLE} is {limit}: expected at least 1, or unset it")
+    return min(cores, limit)
 
 
 def prepare_rank(environment: RankEnvironment) -> None:

@@ -1,0 +1,114 @@
+"""`grpo-replay sweep --dry-run`: the cells with their tokens and memory."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_replay.dry_run.report import DryRunReport, dry_run
+from grpo_replay.experiments.run import Entry, Status
+
+
+def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
+    """Print the estimate as tables or as one JSON document."""
+    document = estimate(entries)
+    if as_json:
+        print(json.dumps(document, indent=1))
+        return
+    console = Console(highlight=False)
+    console.print(_table(document))
+    totals = document["totals"]
+    console.print(
+        f"{totals['cells']} cells, {totals['unfinished']} unfinished; to do: "
+        f"{totals['generated_tokens']:,} tokens generated, {totals['trained_tokens']:,} trained; "
+        f"checkpoints {_number(totals['checkpoints_gib'])} GiB",
+        soft_wrap=True,
+    )
+    for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
+        for sentence in document[title]:
+            console.print(f"{title.rstrip('s')}: {sentence}", style=style, markup=False)
+
+
+def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The cells with state, tokens and memory; totals count what is left to do.
+
+    Runs that differ in seed or optimizer share an estimate. Tokens are expected ones of the
+    training steps; evaluations come on top.
+    """
+    reports: dict[str, DryRunReport] = {}
+    cells = []
+    for entry in entries:
+        recipe = entry.cell.resolved_recipe()
+        same = recipe.model_copy(update={"run": None, "optimizer": None}).model_dump_json()
+        if same not in reports:
+            reports[same] = dry_run(recipe, output_dir=entry.cell.root)
+        cells.append(_cell(entry, reports[same]))
+    findings = [report.findings for report in reports.values()]
+    return {
+        "cells": cells,
+        "totals": _totals(cells),
+        "problems": _unique(found.problems for found in findings),
+        "unchecked": _unique(found.unchecked for found in findings),
+        "assumptions": _unique(found.assumptions for found in findings),
+    }
+
+
+def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:
+    left = 0 if entry.status is Status.DONE else entry.steps - entry.progress.step
+    return {
+        "name": entry.cell.name,
+        "folder": str(entry.cell.folder),
+        "state": entry.disk.value if entry.status is Status.WAITING else entry.status.value,
+        "awaits_tuning": entry.cell.awaits_choice,
+        "steps": entry.steps,
+        "steps_left": left,
+        "generated_tokens": left * report.step["generated_tokens_expected"],
+        "trained_tokens": left * report.step["trained_tokens_expected"],
+        "processes": report.hardware["processes"],
+        "peak_gib": None if report.memory is None else report.memory["peak_gib"],
+        "checkpoints_gib": report.storage["checkpoints_gib_most"],
+        "fits": report.fits,
+    }
+
+
+def _totals(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "cells": len(cells),
+        "unfinished": sum(cell["state"] != "done" for cell in cells),
+        "generated_tokens": sum(cell["generated_tokens"] for cell in cells),
+        "trained_tokens": sum(cell["trained_tokens"] for cell in cells),
+        "checkpoints_gib": _sum([cell["checkpoints_gib"] for cell in cells]),
+    }
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known), 3) if len(known) == len(values) else None
+
+
+def _unique(lists: Any) -> list[str]:
+    return list(dict.fromkeys(sentence for each in lists for sentence in each))
+
+
+def _table(document: dict[str, Any]) -> Table:
+    table = Table(title="cells; tokens are those still to do", title_justify="left")
+    table.add_column("cell", overflow="fold")
+    for name in ("state", "steps left", "generated", "trained", "GiB × ranks", "fits"):
+        table.add_column(name, justify="right")
+    for cell in document["cells"]:
+        table.add_row(
+            cell["name"].replace("[", r"\["),
+            cell["state"] + (", awaits tuning" if cell["awaits_tuning"] else ""),
+            str(cell["steps_left"]),
+            f"{cell['generated_tokens']:,}",
+            f"{cell['trained_tokens']:,}",
+            f"{_number(cell['peak_gib'])} × {cell['processes']}",
+            {True: "yes", False: "no", None: "?"}[cell["fits"]],
+        )
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.2f}"

@@ -1,0 +1,237 @@
+"""The state of a cell on disk, and the command that starts or continues it."""
+
+import contextlib
+import enum
+import fcntl
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from grpo_replay import __version__
+from grpo_replay.errors import OutputDirectoryError, RecipeError
+from grpo_replay.experiments.grid import Cell
+from grpo_replay.recipe import read_recipe_layer, resolve_recipe
+from grpo_replay.storage.run_directory import RunDirectory, flatten
+
+
+class CellState(enum.Enum):
+    """What a cell's folder holds."""
+
+    NEW = "new"
+    """No run was started."""
+    STARTED = "started"
+    """A run that did not finish: it is resumed."""
+    DONE = "done"
+    """A run with its last step and its summary."""
+
+
+def state_of(cell: Cell) -> CellState:
+    """The state of a cell whose processes have ended.
+
+    Raises OutputDirectoryError for a folder that holds something other than this cell's run: other
+    files, a run of another recipe, or a run written by a newer version.
+    """
+    run = RunDirectory(cell.folder)
+    if not run.recipe_path.exists():
+        _refuse_other_files(cell)
+        return CellState.NEW
+    _refuse_newer_version(cell)
+    recipe = cell.resolved_recipe()
+    if not cell.awaits_choice:
+        _refuse_other_recipe(cell)
+    summary = read_summary(cell)
+    return CellState.DONE if summary and summary["steps"] >= recipe.run.steps else CellState.STARTED
+
+
+def read_summary(cell: Cell) -> dict | None:
+    """summary.json of a finished run; None if the run has not finished."""
+    try:
+        summary = json.loads((cell.folder / "summary.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise OutputDirectoryError(f"{cell.folder}/summary.json cannot be read: {error}") from error
+    return summary
+
+
+def _refuse_other_files(cell: Cell) -> None:
+    # A run that is killed while it creates its folders leaves them empty, with its lock.
+    files = [path for path in cell.folder.rglob("*") if path.is_file()]
+    other = [path for path in files if path.name != ".lock" and path.suffix != ".tmp"]
+    if other or (cell.folder.exists() and not cell.folder.is_dir()):
+        raise OutputDirectoryError(
+            f"{cell.folder} holds {other[0].name if other else 'no folder'} but no run: the sweep "
+            "would start a run there; move it, or choose another --output-dir"
+        )
+
+
+def _refuse_newer_version(cell: Cell) -> None:
+    path = cell.folder / "environment.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["grpo_replay"]
+        newer = Version(found) > Version(__version__)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, InvalidVersion) as error:
+        raise OutputDirectoryError(f"{path} cannot be read: {error!r}") from error
+    if newer:
+        raise OutputDirectoryError(
+            f"{cell.folder} was written by grpo-replay {found}, newer than this {__version__}: "
+            "update grpo-replay, or choose another --output-dir"
+        )
+
+
+def _refuse_other_recipe(cell: Cell) -> None:
+    path = cell.folder / "recipe.yaml"
+    try:
+        found = resolve_recipe([read_recipe_layer(path)], str(path))
+    except RecipeError as error:
+        raise OutputDirectoryError(f"{path} is not a recipe of this version: {error}") from error
+    old = flatten(found.model_dump(mode="json"))
+    new = flatten(cell.resolved_recipe().model_dump(mode="json"))
+    changed = [key for key in new if old.get(key) != new[key]]
+    if changed:
+        shown = ", ".join(f"{key} {old.get(key)!r}, now {new[key]!r}" for key in changed[:3])
+        raise OutputDirectoryError(
+            f"{cell.folder} is a run of another recipe: {shown}: choose another --output-dir, or "
+            "restore the recipe or the sweep file"
+        )
+
+
+def train_arguments(cell: Cell, state: CellState) -> list[str]:
+    """The words after `grpo-replay` that start the run, or continue it."""
+    words = ["train", cell.recipe]
+    for override in cell.all_overrides():
+        words += ["--set", override]
+    words += ["--output-dir", str(cell.folder)]
+    return [*words, "--resume"] if state is CellState.STARTED else words
+
+
+def shell_command(cell: Cell, state: CellState) -> str:
+    """The cell as one line for a shell."""
+    return shlex.join(["grpo-replay", *train_arguments(cell, state)])
+
+
+def clear_empty_folders(cell: Cell) -> None:
+    """Remove the empty folders of a run that was killed while it created them."""
+    for path in sorted(cell.folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+class CellRunning(OutputDirectoryError):
+    """A process of the cell is alive."""
+
+
+@contextlib.contextmanager
+def locked_log(cell: Cell) -> Iterator[int]:
+    """Yields a descriptor of the cell's log, which holds the lock of the cell.
+
+    A process that inherits it as its output keeps the lock until it ends, in whatever way. Raises
+    CellRunning if such a process is alive.
+    """
+    cell.log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(cell.log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CellRunning(f"{cell.name} is running: {describe_holder(cell)}") from error
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_running(cell: Cell) -> bool:
+    """True if a process that a sweep started in this cell is alive."""
+    return cell.log.exists() and _is_held(cell.log)
+
+
+def refuse_foreign_run(cell: Cell) -> None:
+    """Raises OutputDirectoryError if a process that no sweep started is in the run directory."""
+    lock = cell.folder / ".lock"
+    if lock.exists() and _is_held(lock):
+        pid = lock.read_text(encoding="utf-8").strip()
+        raise OutputDirectoryError(
+            f"{cell.folder} is in use by process {pid}, a run that this sweep did not start: wait "
+            "for it or stop it"
+        )
+
+
+def _is_held(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+_STARTED = "# process "
+
+
+def note_start(descriptor: int, pid: int, cell: Cell, state: CellState) -> None:
+    """Write to the log which process runs which command."""
+    line = f"{_STARTED}{pid}: {shell_command(cell, state)}\n"
+    os.write(descriptor, line.encode())
+
+
+def describe_holder(cell: Cell) -> str:
+    """`process 1234`, from the log."""
+    pid = last_attempt(cell)[0].removeprefix(_STARTED).partition(":")[0]
+    return f"process {pid}"
+
+
+def last_attempt(cell: Cell) -> list[str]:
+    """The lines of the log since the last start; the first names the process."""
+    try:
+        lines = cell.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return [f"{_STARTED}unknown"]
+    starts = [i for i, line in enumerate(lines) if line.startswith(_STARTED)]
+    return lines[starts[-1] :] if starts else [f"{_STARTED}unknown", *lines]
+
+
+def error_line(cell: Cell) -> str | None:
+    """The first line of the error with which the last attempt ended; None if it printed none."""
+    lines = last_attempt(cell)[1:]
+    errors = [line for line in lines if line.startswith("error: ")]
+    if errors:
+        return errors[-1].removeprefix("error: ")
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line)]
+    if raised:
+        return raised[-1]
+    printed = [line for line in lines if line.strip()]
+    return printed[-1] if printed else None
+
+
+@dataclass(slots=True)
+class Progress:
+    """Step and held-out accuracy of a run, read from metrics.jsonl as it grows."""
+
+    path: Path
+    step: int = 0
+    accuracy: float | None = None
+    _offset: int = 0
+
+    def refresh(self) -> None:
+        """Read the lines that were added; from the start if a resume shortened the file."""
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                if size < self._offset:
+                    self._offset = self.step = 0
+                file.seek(self._offset)
+                whole, _, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return
+        self._offset += len(whole) + 1 if whole else 0
+        for line in whole.splitlines():
+            row = json.loads(line)
+            self.step = row["step"]
+            self.accuracy = row.get("eval/mean", self.accuracy)
