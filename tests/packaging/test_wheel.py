@@ -46,6 +46,15 @@ def test_the_shipped_recipes_are_those_of_the_checkout(installed):
     assert _run(installed, code).split("\n")[:-1] == [f"{name} {name}" for name in expected]
 
 
+def test_the_shipped_sweeps_are_those_of_the_checkout(installed):
+    code = (
+        "from grpo_replay.experiments.sweep_file import read_sweep_file, shipped_sweeps\n"
+        "for name, path in shipped_sweeps().items(): print(name, read_sweep_file(path).name)"
+    )
+    expected = sorted(path.stem for path in (ROOT / "recipes" / "sweeps").glob("*.yaml"))
+    assert _run(installed, code).split("\n")[:-1] == [f"{name} {name}" for name in expected]
+
+
 def test_the_template_of_the_page_is_there(installed):
     code = (
         "from jinja2 import PackageLoader\n"

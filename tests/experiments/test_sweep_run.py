@@ -1,0 +1,195 @@
+"""Cells as processes: started, followed, stopped, killed and continued. The trainer is a stand-in
+that writes a run's files in milliseconds; `test_real_sweep.py` has the real one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "support" / "sweep_program.py"
+
+SWEEP = """
+name: fake
+recipe: tiny
+set: [run.steps=25]
+arms: {grpo: [replay.preset=grpo], ours: [replay.preset=ours]}
+seeds: [5, 6]
+"""
+TUNED = SWEEP + """
+tune: {seeds: [1], grid: {optimizer.learning_rate: [5.0e-5, 1.0e-4, 2.0e-4]}}
+"""
+
+
+class Sweep:
+    """A sweep in a folder of its own, run by a process of its own."""
+
+    def __init__(self, folder: Path, text: str = SWEEP, **behaviour: dict) -> None:
+        self.folder, self.out, self.file = folder, folder / "out", folder / "sweep.yaml"
+        self.file.write_text(text)
+        self.behave(behaviour)
+
+    def behave(self, behaviour: dict) -> None:
+        (self.folder / "behaviour.json").write_text(json.dumps(behaviour))
+
+    def start(self, jobs: int = 2) -> subprocess.Popen[str]:
+        paths = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"
+        return subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(self.file), str(self.out), str(jobs)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        )  # fmt: skip
+
+    def run(self, jobs: int = 2) -> tuple[int, str]:
+        process = self.start(jobs)
+        _, err = process.communicate(timeout=120)
+        return process.returncode, err
+
+    def steps(self, cell: str) -> list[int]:
+        lines = (self.out / cell / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def commands(self, cell: str) -> list[str]:
+        lines = (self.out / "log" / f"{cell}.log").read_text().splitlines()
+        return [line for line in lines if line.startswith("# process")]
+
+    def wait_for_steps(self, *cells: str) -> None:
+        wait_until(lambda: all((self.out / c / "metrics.jsonl").exists() for c in cells))
+
+    def cell_processes(self) -> list[psutil.Process]:
+        return [p for p in psutil.process_iter() if str(self.out) in words_of(p)
+                and "fake_trainer" in words_of(p)]  # fmt: skip
+
+
+def words_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+CELLS = ("grpo/seed-5", "ours/seed-5", "grpo/seed-6", "ours/seed-6")
+
+
+def test_cells_run_in_turn_finished_ones_are_skipped_and_one_bad_does_not_stop_the_rest(tmp_path):
+    sweep = Sweep(tmp_path, **{"ours/seed-5": {"fail": "the first line of a message"}})
+    code, err = sweep.run(jobs=2)
+    assert code == 3, err
+    assert "failed: ours/seed-5: the first line of a message (see " in err
+    assert "a line before it" not in err and "more lines" not in err
+    for cell in ("grpo/seed-5", "grpo/seed-6", "ours/seed-6"):
+        assert sweep.steps(cell) == list(range(1, 26))
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (sweep.out / "grpo/seed-5.threads").read_text() == f"{threads} {threads}"
+
+    sweep.behave({})
+    code, err = sweep.run()
+    assert code == 0, err
+    assert [len(sweep.commands(cell)) for cell in CELLS] == [1, 2, 1, 1]
+    assert sweep.commands("ours/seed-5")[1].endswith("--resume")
+    assert sweep.steps("ours/seed-5") == list(range(1, 26))
+
+
+def test_tuning_chooses_per_arm_and_the_comparison_uses_the_choice(tmp_path):
+    failing = {"tune/ours/learning_rate=0.0001/seed-1": {"fail": "no such file"}}
+    sweep = Sweep(tmp_path, TUNED, **failing)
+    code, err = sweep.run()
+    assert code == 3
+    assert "failed: tune/ours/learning_rate=0.0001/seed-1: no such file" in err
+    assert "blocked: ours/seed-5: its tuning is incomplete" in err
+    assert not (sweep.out / "ours").exists()
+    # 1e-4 and 2e-4 both reach 0.5: the first is taken, and the tie is told.
+    assert "grpo: tuning chose learning_rate=0.0001 by final.mean (learning_rate=5e-05 0.4000" in err
+    assert "grpo: learning_rate=0.0002 tied with learning_rate=0.0001" in err
+    recipe = (sweep.out / "grpo/seed-5/recipe.yaml").read_text()
+    assert "learning_rate: 0.0001" in recipe
+
+    sweep.behave({})
+    assert sweep.run()[0] == 0
+    chosen = json.loads((sweep.out / "chosen.json").read_text())
+    assert chosen["metric"] == "final.mean" and chosen["seeds"] == [1]
+    ours = chosen["arms"]["ours"]
+    assert ours["set"] == ["optimizer.learning_rate=0.0001"]
+    assert ours["tied"] == ["learning_rate=0.0002"]
+    assert [each["mean"] for each in ours["candidates"]] == [0.4, 0.5, 0.5]
+
+    path = sweep.out / "tune/ours/learning_rate=5e-05/seed-1/summary.json"
+    path.write_text(path.read_text().replace("0.4", "0.9"))
+    code, err = sweep.run()
+    assert code == 3
+    assert "was compared with optimizer.learning_rate=0.0001" in err and "5e-05" in err
+
+
+def test_sigterm_stops_the_cells_once_and_the_same_command_continues(tmp_path):
+    slow = {cell: {"seconds": 0.1} for cell in CELLS}
+    sweep = Sweep(tmp_path, **slow)
+    process = sweep.start(jobs=2)
+    sweep.wait_for_steps("grpo/seed-5", "ours/seed-5")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted grpo/seed-5" in err and "the same command continues" in err
+    assert sweep.cell_processes() == []
+    assert not (sweep.out / "grpo/seed-6").exists()
+    assert len(sweep.steps("grpo/seed-5")) < 25
+    sweep.behave({})
+    assert sweep.run()[0] == 0
+    assert all(sweep.steps(cell) == list(range(1, 26)) for cell in CELLS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_a_killed_sweep_leaves_no_cell_behind_and_the_next_waits_for_those_that_linger(tmp_path):
+    slow = {cell: {"seconds": 0.1} for cell in CELLS}
+    slow["grpo/seed-5"]["deaf"] = 3.0
+    sweep = Sweep(tmp_path, **slow)
+    process = sweep.start(jobs=2)
+    sweep.wait_for_steps("grpo/seed-5", "ours/seed-5")
+    process.kill()
+    process.communicate()
+    wait_until(lambda: len(sweep.cell_processes()) == 1)  # told by the kernel; one lingers
+    (lingering,) = sweep.cell_processes()
+    sweep.behave({})
+    code, err = sweep.run()
+    assert code == 0, err
+    assert f"running grpo/seed-5: left by an earlier sweep, process {lingering.pid}" in err
+    assert all(sweep.steps(cell) == list(range(1, 26)) for cell in CELLS)
+    first, second = sweep.commands("grpo/seed-5")
+    assert f"process {lingering.pid}:" in first and second.endswith("--resume")
+
+
+def test_a_cell_that_is_killed_fails_and_is_resumed_by_the_next_sweep(tmp_path):
+    sweep = Sweep(tmp_path, **{"ours/seed-5": {"seconds": 0.2}})
+    process = sweep.start(jobs=2)
+    sweep.wait_for_steps("ours/seed-5")
+    (victim,) = (p for p in sweep.cell_processes() if "ours/seed-5" in words_of(p))
+    victim.kill()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert "failed: ours/seed-5: killed by signal 9" in err
+    sweep.behave({})
+    assert sweep.run()[0] == 0
+    assert sweep.steps("ours/seed-5") == list(range(1, 26))
+
+
+def test_two_sweeps_never_work_in_one_folder(tmp_path):
+    sweep = Sweep(tmp_path, **{cell: {"seconds": 0.2} for cell in CELLS})
+    process = sweep.start(jobs=1)
+    sweep.wait_for_steps("grpo/seed-5")
+    code, err = sweep.run()
+    assert code == 3 and f"is in use by process {process.pid}" in err
+    process.terminate()
+    process.communicate(timeout=60)
+    assert [len(sweep.commands("grpo/seed-5"))] == [1]

@@ -1,0 +1,67 @@
+"""Stands in for `grpo-replay train` where tests are about processes: writes the files of a run in
+milliseconds. Started as the cell's entry, `python -m fake_trainer PARENT_PID train RECIPE …`.
+
+The file `behaviour.json` beside the sweep's folder says how runs behave, by `ARM/seed-N`:
+`fail` (an error message), `seconds` (duration of a step), `deaf` (seconds to live after SIGTERM).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from grpo_replay.distributed.environment import stop_with_parent
+from grpo_replay.recipe import load_recipe, recipe_to_yaml
+from grpo_replay.storage.run_directory import RunDirectory
+
+SCORES = {"5e-05": 0.4, "0.0001": 0.5, "0.0002": 0.5}
+
+
+def main() -> None:
+    stop_with_parent(int(sys.argv[1]))
+    assert sys.argv[2] == "train"
+    words = sys.argv[3:]
+    overrides = [after for word, after in zip(words, words[1:]) if word == "--set"]
+    recipe = load_recipe(words[0], overrides)
+    run = RunDirectory(Path(words[words.index("--output-dir") + 1]))
+    behaviour = _behaviour(run.path)
+    (run.path.parent / f"{run.path.name}.threads").write_text(
+        f"{os.environ['OMP_NUM_THREADS']} {os.environ['GRPO_REPLAY_CORES']}"
+    )
+    if "--resume" in words:
+        assert run.exists
+        run.lock()
+    else:
+        run.create(recipe)
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    rows = run.read_metrics() if run.metrics_path.exists() else []
+    for step in range(len(rows) + 1, recipe.run.steps + 1):
+        if behaviour.get("fail"):
+            print(f"a line before it\nerror: {behaviour['fail']}\nmore lines", file=sys.stderr)
+            raise SystemExit(3)
+        time.sleep(behaviour.get("seconds", 0.0))
+        run.append_metrics({"step": step, "eval/mean": step / 100})
+        if stopped:
+            time.sleep(behaviour.get("deaf", 0.0))
+            raise SystemExit(130)
+    assert recipe_to_yaml(recipe) == run.recipe_path.read_text()
+    score = SCORES.get(str(recipe.optimizer.learning_rate), 0.3)
+    final = {"tiny": score, "mean": score}
+    run.summary_path.write_text(json.dumps({"steps": recipe.run.steps, "final": final}))
+
+
+def _behaviour(folder: Path) -> dict:
+    """What behaviour.json says of this run: it lies in a folder above."""
+    for above in folder.parents:
+        path = above / "behaviour.json"
+        if path.exists():
+            told = json.loads(path.read_text())
+            return next((told[name] for name in told if str(folder).endswith(name)), {})
+    return {}
+
+
+if __name__ == "__main__":
+    main()
