@@ -74,11 +74,11 @@ class SweepDisplay:
 
 def _after(entry: Entry) -> str:
     words = []
-    if entry.status is Status.RUNNING and entry.progress.step:
+    if entry.status is not Status.DONE and entry.progress.step:
         words.append(f"step {entry.progress.step}/{entry.steps}")
     if entry.accuracy is not None:
         words.append(f"{100 * entry.accuracy:.1f} %")
-    if entry.message:
+    if entry.message and (entry.status is Status.FAILED or not words):
         words.append(entry.message)
     return f": {', '.join(words)}" if words else ""
 
@@ -89,7 +89,7 @@ def cells_table(entries: Sequence[Entry], room: int | None = None) -> Table:
     counts = Counter(entry.status for entry in entries)
     title = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
     table = Table(title=f"{len(entries)} cells: {title}", title_justify="left")
-    table.add_column("cell", overflow="fold")
+    table.add_column("cell", overflow="fold", min_width=24)
     table.add_column("state")
     table.add_column("step", justify="right")
     table.add_column("accuracy, %", justify="right")

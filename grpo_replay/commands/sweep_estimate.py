@@ -93,14 +93,15 @@ def _unique(lists: Any) -> list[str]:
 
 
 def _table(document: dict[str, Any]) -> Table:
-    table = Table(title="cells; tokens are those still to do", title_justify="left")
-    table.add_column("cell", overflow="fold")
-    for name in ("state", "steps left", "generated", "trained", "GiB × ranks", "fits"):
+    table = Table(title="cells; steps and tokens are those to do; * after tuning")
+    table.title_justify = "left"
+    table.add_column("cell", overflow="fold", min_width=24)
+    for name in ("state", "steps", "generated", "trained", "GiB × ranks", "fits"):
         table.add_column(name, justify="right")
     for cell in document["cells"]:
         table.add_row(
             cell["name"].replace("[", r"\["),
-            cell["state"] + (", awaits tuning" if cell["awaits_tuning"] else ""),
+            cell["state"] + ("*" if cell["awaits_tuning"] else ""),
             str(cell["steps_left"]),
             f"{cell['generated_tokens']:,}",
             f"{cell['trained_tokens']:,}",

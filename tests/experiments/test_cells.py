@@ -37,7 +37,9 @@ def start(cell, steps=None, **environment):
     """The files of a run; finished after `steps`."""
     cell.folder.mkdir(parents=True)
     (cell.folder / "recipe.yaml").write_text(recipe_to_yaml(cell.resolved_recipe()))
-    (cell.folder / "environment.json").write_text(json.dumps({"grpo_replay": "0.1.0"} | environment))
+    (cell.folder / "environment.json").write_text(
+        json.dumps({"grpo_replay": "0.1.0"} | environment)
+    )
     if steps is not None:
         (cell.folder / "summary.json").write_text(json.dumps({"steps": steps}))
 
@@ -117,9 +119,9 @@ def test_a_cell_is_running_while_any_process_with_its_output_lives(cell):
         note_start(log, process.pid, cell, CellState.NEW)
     process.wait()
     assert is_running(cell)  # by the child that the process left behind
-    with pytest.raises(CellRunning, match=f"ours/seed-3 is running: process {process.pid}"):
-        with locked_log(cell):
-            pass
+    told = f"ours/seed-3 is running: process {process.pid}"
+    with pytest.raises(CellRunning, match=told), locked_log(cell):
+        pass
     process.stdin.close()
     for _ in range(200):
         if not is_running(cell):
@@ -132,7 +134,7 @@ def test_a_cell_is_running_while_any_process_with_its_output_lives(cell):
     "printed, line",
     [
         ("note\nerror: the first line\nmore", "the first line"),
-        ("Traceback (most recent call last):\n  File\nValueError: bad\nThis is a bug", "ValueError: bad"),
+        ("Traceback (most recent call last):\n  File\nValueError: bad\nBug", "ValueError: bad"),
         ("something\nlast words", "last words"),
         ("", None),
     ],

@@ -95,9 +95,9 @@ def test_bad_sweeps_are_refused_with_their_place(tmp_path, change, message):
 
 
 def test_an_unknown_sweep_is_refused_with_the_shipped_names(tmp_path):
-    with pytest.raises(SweepFileError, match="'tiny-mian'.*did you mean 'tiny-main'.*paper-a, "):
+    with pytest.raises(SweepFileError, match=r"'tiny-mian'.*did you mean 'tiny-main'.*paper-a, "):
         find_sweep("tiny-mian")
-    with pytest.raises(SweepFileError, match="--only uors: no such arm .did you mean 'ours'"):
+    with pytest.raises(SweepFileError, match=r"--only uors: no such arm .did you mean 'ours'"):
         choose_arms(read(tmp_path, GOOD), "uors")
 
 

@@ -22,9 +22,12 @@ set: [run.steps=25]
 arms: {grpo: [replay.preset=grpo], ours: [replay.preset=ours]}
 seeds: [5, 6]
 """
-TUNED = SWEEP + """
+TUNED = (
+    SWEEP
+    + """
 tune: {seeds: [1], grid: {optimizer.learning_rate: [5.0e-5, 1.0e-4, 2.0e-4]}}
 """
+)
 
 
 class Sweep:
@@ -112,7 +115,9 @@ def test_tuning_chooses_per_arm_and_the_comparison_uses_the_choice(tmp_path):
     assert "blocked: ours/seed-5: its tuning is incomplete" in err
     assert not (sweep.out / "ours").exists()
     # 1e-4 and 2e-4 both reach 0.5: the first is taken, and the tie is told.
-    assert "grpo: tuning chose learning_rate=0.0001 by final.mean (learning_rate=5e-05 0.4000" in err
+    assert (
+        "grpo: tuning chose learning_rate=0.0001 by final.mean (learning_rate=5e-05 0.4000" in err
+    )
     assert "grpo: learning_rate=0.0002 tied with learning_rate=0.0001" in err
     recipe = (sweep.out / "grpo/seed-5/recipe.yaml").read_text()
     assert "learning_rate: 0.0001" in recipe

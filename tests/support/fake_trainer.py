@@ -5,6 +5,7 @@ The file `behaviour.json` beside the sweep's folder says how runs behave, by `AR
 `fail` (an error message), `seconds` (duration of a step), `deaf` (seconds to live after SIGTERM).
 """
 
+import itertools
 import json
 import os
 import signal
@@ -23,7 +24,7 @@ def main() -> None:
     stop_with_parent(int(sys.argv[1]))
     assert sys.argv[2] == "train"
     words = sys.argv[3:]
-    overrides = [after for word, after in zip(words, words[1:]) if word == "--set"]
+    overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
     recipe = load_recipe(words[0], overrides)
     run = RunDirectory(Path(words[words.index("--output-dir") + 1]))
     behaviour = _behaviour(run.path)
