@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Protocol
 
 from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores
@@ -85,25 +86,31 @@ class LocalLauncher:
         self.cores = max(1, available_cores() // jobs)
 
     def start(self, cell: Cell, state: CellState) -> LocalProcess:
+        share = {CORES_VARIABLE: str(self.cores), "OMP_NUM_THREADS": str(self.cores)}
+        return LocalProcess(start_process(cell, state, share))
+
+
+def start_process(
+    cell: Cell, state: CellState, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the cell's process, which stops when this one dies. It holds the lock of the cell.
+
+    Raises CellRunning if a process of the cell is alive.
+    """
+    words = [sys.executable, "-m", ENTRY, str(os.getpid()), *train_arguments(cell, state)]
+    with locked_log(cell) as log:
         if state is CellState.NEW:
             clear_empty_folders(cell)
-        words = [sys.executable, "-m", ENTRY, str(os.getpid()), *train_arguments(cell, state)]
-        with locked_log(cell) as log:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C comes once, through the sweep
-                env=os.environ | share_of_cores(self.cores),
-            )
-            note_start(log, process.pid, cell, state)
-        return LocalProcess(process)
-
-
-def share_of_cores(cores: int) -> dict[str, str]:
-    """Variables that limit the threads of a process and its children."""
-    return {CORES_VARIABLE: str(cores), "OMP_NUM_THREADS": str(cores)}
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # signals reach it once, through the process that started it
+            env={**os.environ, **environment},
+        )
+        note_start(log, process.pid, cell, state)
+    return process
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
