@@ -351,8 +351,9 @@ def plan(
 def sweep(
     sweep: Annotated[str, typer.Argument(help="Sweep file, or the name of a shipped sweep.")],
     jobs: Annotated[
-        int, typer.Option(min=1, help="Cells that run at the same time and share the cores.")
-    ] = 1,
+        int | None,
+        typer.Option(min=1, help="Cells that run at the same time. Default: 1; with slurm, all."),
+    ] = None,
     only: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Only this arm: ARM, RECIPE or RECIPE/ARM."),
@@ -367,6 +368,17 @@ def sweep(
     print_commands: Annotated[
         bool, typer.Option("--print", help="Print one shell command per unfinished cell.")
     ] = False,
+    executor: Annotated[
+        str, typer.Option(metavar="local|submitit-local|slurm", help="What runs the cells.")
+    ] = "local",
+    executor_options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--executor-option",
+            metavar="KEY=VALUE",
+            help="Parameter of submitit's executor, such as time=600. May be repeated.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run a grid of arms and seeds; the same command continues it."""
@@ -374,7 +386,8 @@ def sweep(
 
     options = SweepOptions(
         sweep, jobs=jobs, only=only, output_dir=output_dir, dry_run=dry_run,
-        print_commands=print_commands, as_json=as_json,
+        print_commands=print_commands, as_json=as_json, executor=executor,
+        executor_options=tuple(executor_options or ()),
     )  # fmt: skip
     raise typer.Exit(run(options))
 

@@ -1,14 +1,17 @@
 """Cells as processes of this machine, which share its cores."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores
+from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.experiments.cells import (
     CellState,
     clear_empty_folders,
@@ -24,7 +27,9 @@ ENTRY = "grpo_replay.experiments.entry"
 
 
 class Running(Protocol):
-    """A cell at work."""
+    """A cell at work. One that outlives the sweep is not told to stop with it."""
+
+    outlives_sweep: bool
 
     def poll(self) -> int | None:
         """The exit code once it has ended (negative: killed by that signal); None before."""
@@ -35,6 +40,9 @@ class Running(Protocol):
     def describe(self) -> str:
         """`process 1234`."""
 
+    def reason(self) -> str | None:
+        """Why it ended, if it is not for the cell's own log to say."""
+
 
 class Launcher(Protocol):
     """Starts cells."""
@@ -42,9 +50,14 @@ class Launcher(Protocol):
     def start(self, cell: Cell, state: CellState) -> Running:
         """Start a new cell, or resume a started one."""
 
+    def find(self, cell: Cell) -> Running | None:
+        """What an earlier sweep left running in the cell; None if there is nothing."""
+
 
 class LocalProcess:
     """A cell that this process started."""
+
+    outlives_sweep = False
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -58,9 +71,14 @@ class LocalProcess:
     def describe(self) -> str:
         return f"process {self._process.pid}"
 
+    def reason(self) -> str | None:
+        return None
+
 
 class LeftoverProcess:
     """A cell that a sweep before this one started, and that is still alive."""
+
+    outlives_sweep = False
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
@@ -77,27 +95,50 @@ class LeftoverProcess:
     def describe(self) -> str:
         return describe_holder(self._cell)
 
+    def reason(self) -> str | None:
+        return None
+
+
+def find_leftover(cell: Cell) -> LeftoverProcess | None:
+    """The process of an earlier sweep that is alive in the cell; None if there is none."""
+    return LeftoverProcess(cell) if is_running(cell) else None
+
 
 class LocalLauncher:
-    """Starts each cell as `grpo-replay train` in a session of its own, with its share of the
-    cores. Call it from the main thread: the cells stop when the thread that started them dies."""
+    """Starts each cell as `grpo-replay train` in a session of its own, with variables added to its
+    environment. Call it from the main thread: the cells stop when the thread that started them
+    dies."""
 
-    def __init__(self, jobs: int) -> None:
-        self.cores = max(1, available_cores() // jobs)
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
 
     def start(self, cell: Cell, state: CellState) -> LocalProcess:
-        share = {CORES_VARIABLE: str(self.cores), "OMP_NUM_THREADS": str(self.cores)}
-        return LocalProcess(start_process(cell, state, share))
+        return LocalProcess(start_process(cell, state, self._environment, ENTRY))
+
+    def find(self, cell: Cell) -> LeftoverProcess | None:
+        """Raises OutputDirectoryError if the cell was submitted as a job."""
+        if job := read_record(cell):
+            raise OutputDirectoryError(
+                f"{cell.name} was submitted as {job['cluster']} job {job['job_id']}: continue with "
+                f"--executor {job['cluster']}, or remove {record_path(cell)} if that job is gone"
+            )
+        return find_leftover(cell)
+
+
+def share_of_cores(jobs: int) -> dict[str, str]:
+    """Variables that limit the threads of one of `jobs` cells, and of its children."""
+    cores = str(max(1, available_cores() // jobs))
+    return {CORES_VARIABLE: cores, "OMP_NUM_THREADS": cores}
 
 
 def start_process(
-    cell: Cell, state: CellState, environment: Mapping[str, str]
+    cell: Cell, state: CellState, environment: Mapping[str, str], entry: str
 ) -> subprocess.Popen[bytes]:
     """Start the cell's process, which stops when this one dies. It holds the lock of the cell.
 
     Raises CellRunning if a process of the cell is alive.
     """
-    words = [sys.executable, "-m", ENTRY, str(os.getpid()), *train_arguments(cell, state)]
+    words = [sys.executable, "-m", entry, str(os.getpid()), *train_arguments(cell, state)]
     with locked_log(cell) as log:
         if state is CellState.NEW:
             clear_empty_folders(cell)
@@ -111,6 +152,22 @@ def start_process(
         )
         note_start(log, process.pid, cell, state)
     return process
+
+
+def record_path(cell: Cell) -> Path:
+    """Where the job of a cell is recorded while it is in the queue of a cluster."""
+    return cell.log.with_name(cell.log.name + ".job")
+
+
+def read_record(cell: Cell) -> dict[str, str] | None:
+    """The job that was submitted for a cell; None if there is none, or it was seen to end."""
+    path = record_path(cell)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise OutputDirectoryError(f"{path} cannot be read: {error}") from error
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)

@@ -11,7 +11,6 @@ from grpo_replay.experiments.cells import (
     CellState,
     Progress,
     error_line,
-    is_running,
     read_summary,
     refuse_foreign_run,
     state_of,
@@ -102,8 +101,8 @@ class SweepRun:
     def _entry(self, cell: Cell) -> Entry:
         progress = Progress(RunDirectory(cell.folder).metrics_path)
         steps = cell.resolved_recipe().run.steps
-        if is_running(cell):
-            running = LeftoverProcess(cell)
+        running = self.launcher.find(cell)
+        if running is not None:
             return Entry(
                 cell, Status.RUNNING, CellState.STARTED, steps, progress, running=running,
                 message=f"left by an earlier sweep, {running.describe()}",
@@ -123,10 +122,16 @@ class SweepRun:
                 self._start()
             self._pass_stops_on()
             self.observer.on_progress(self.entries)
-            if not self._with(Status.RUNNING) and (self.stops.count or not self._ready()):
+            if not self._must_wait():
                 break
             time.sleep(POLL_SECONDS)
         return self._conclude()
+
+    def _must_wait(self) -> bool:
+        running = [entry.running for entry in self._with(Status.RUNNING) if entry.running]
+        if self.stops.count:
+            return any(not each.outlives_sweep for each in running)
+        return bool(running or self._ready())
 
     def _with(self, status: Status) -> list[Entry]:
         return [entry for entry in self.entries if entry.status is status]
@@ -155,11 +160,11 @@ class SweepRun:
             entry.accuracy = entry.progress.accuracy
             code = entry.running.poll()
             if code is not None:
-                leftover = isinstance(entry.running, LeftoverProcess)
-                entry.running = None
-                self._note_end(entry, code, leftover)
+                self._note_end(entry, code, entry.running)
 
-    def _note_end(self, entry: Entry, code: int, leftover: bool) -> None:
+    def _note_end(self, entry: Entry, code: int, ended: Running) -> None:
+        entry.running = None
+        leftover = isinstance(ended, LeftoverProcess)
         try:
             entry.disk = state_of(entry.cell)
         except OutputDirectoryError as error:
@@ -174,7 +179,7 @@ class SweepRun:
             self._set(entry, Status.WAITING, "")
         else:
             entry.exit_code = code if code > 0 else 4
-            self._set(entry, Status.FAILED, describe_end(entry.cell, code))
+            self._set(entry, Status.FAILED, describe_end(entry.cell, code, ended.reason()))
 
     def _note_done(self, entry: Entry) -> None:
         summary = read_summary(entry.cell) or {}
@@ -247,11 +252,11 @@ def _lacks_values(entry: Entry) -> bool:
     return entry.cell.awaits_choice and entry.status is not Status.FAILED
 
 
-def describe_end(cell: Cell, code: int) -> str:
-    """Why a cell failed, in one line: its own error, or how its process ended."""
+def describe_end(cell: Cell, code: int, reason: str | None = None) -> str:
+    """Why a cell failed, in one line: its own error, or how its process or job ended."""
     if code < 0:
         why = "; the kernel does that when memory runs out (see dmesg)" if code == -9 else ""
         return f"killed by signal {-code}{why}"
     if code == INTERRUPTED:
         return "told to stop by someone else; it wrote a checkpoint"
-    return error_line(cell) or f"ended with exit code {code} and no summary"
+    return error_line(cell) or reason or f"ended with exit code {code} and no summary"

@@ -40,7 +40,7 @@ class TuneSection(Section):
 class SweepFile(Section):
     """The contents of SWEEP.yaml."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     """Version of this file's format."""
     name: Name
     """Name of the sweep. Its folder is `runs/NAME` unless `--output-dir` says otherwise."""

@@ -4,87 +4,13 @@ that writes a run's files in milliseconds; `test_real_sweep.py` has the real one
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
-from pathlib import Path
 
-import psutil
 import pytest
+from fake_sweep import CELLS, SWEEP, Sweep, wait_until, words_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = ROOT / "tests" / "support" / "sweep_program.py"
-
-SWEEP = """
-name: fake
-recipe: tiny
-set: [run.steps=25]
-arms: {grpo: [replay.preset=grpo], ours: [replay.preset=ours]}
-seeds: [5, 6]
-"""
-TUNED = (
-    SWEEP
-    + """
-tune: {seeds: [1], grid: {optimizer.learning_rate: [5.0e-5, 1.0e-4, 2.0e-4]}}
-"""
-)
-
-
-class Sweep:
-    """A sweep in a folder of its own, run by a process of its own."""
-
-    def __init__(self, folder: Path, text: str = SWEEP, **behaviour: dict) -> None:
-        self.folder, self.out, self.file = folder, folder / "out", folder / "sweep.yaml"
-        self.file.write_text(text)
-        self.behave(behaviour)
-
-    def behave(self, behaviour: dict) -> None:
-        (self.folder / "behaviour.json").write_text(json.dumps(behaviour))
-
-    def start(self, jobs: int = 2) -> subprocess.Popen[str]:
-        paths = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"
-        return subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(self.file), str(self.out), str(jobs)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": paths},
-        )  # fmt: skip
-
-    def run(self, jobs: int = 2) -> tuple[int, str]:
-        process = self.start(jobs)
-        _, err = process.communicate(timeout=120)
-        return process.returncode, err
-
-    def steps(self, cell: str) -> list[int]:
-        lines = (self.out / cell / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["step"] for line in lines]
-
-    def commands(self, cell: str) -> list[str]:
-        lines = (self.out / "log" / f"{cell}.log").read_text().splitlines()
-        return [line for line in lines if line.startswith("# process")]
-
-    def wait_for_steps(self, *cells: str) -> None:
-        wait_until(lambda: all((self.out / c / "metrics.jsonl").exists() for c in cells))
-
-    def cell_processes(self) -> list[psutil.Process]:
-        return [p for p in psutil.process_iter() if str(self.out) in words_of(p)
-                and "fake_trainer" in words_of(p)]  # fmt: skip
-
-
-def words_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-CELLS = ("grpo/seed-5", "ours/seed-5", "grpo/seed-6", "ours/seed-6")
+GRID = "{optimizer.learning_rate: [5.0e-5, 1.0e-4, 2.0e-4]}"
+TUNED = f"{SWEEP}tune: {{seeds: [1], grid: {GRID}}}"
 
 
 def test_cells_run_in_turn_finished_ones_are_skipped_and_one_bad_does_not_stop_the_rest(tmp_path):

@@ -28,6 +28,7 @@ def main() -> None:
     recipe = load_recipe(words[0], overrides)
     run = RunDirectory(Path(words[words.index("--output-dir") + 1]))
     behaviour = _behaviour(run.path)
+    run.path.parent.mkdir(parents=True, exist_ok=True)
     (run.path.parent / f"{run.path.name}.threads").write_text(
         f"{os.environ['OMP_NUM_THREADS']} {os.environ['GRPO_REPLAY_CORES']}"
     )
