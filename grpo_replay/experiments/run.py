@@ -103,18 +103,21 @@ class SweepRun:
         steps = cell.resolved_recipe().run.steps
         running = self.launcher.find(cell)
         if running is not None:
-            return Entry(
-                cell, Status.RUNNING, CellState.STARTED, steps, progress, running=running,
-                message=f"left by an earlier sweep, {running.describe()}",
-            )  # fmt: skip
+            left = f"left by an earlier sweep, {running.describe()}"
+            entry = Entry(cell, Status.WAITING, CellState.STARTED, steps, progress, running=running)
+            self._set(entry, Status.RUNNING, left)
+            return entry
         refuse_foreign_run(cell)
         entry = Entry(cell, Status.WAITING, state_of(cell), steps, progress)
+        progress.refresh()
         if entry.disk is CellState.DONE:
-            self._note_done(entry)
+            entry.status, entry.accuracy = Status.DONE, final_accuracy(cell)
         return entry
 
     def run(self) -> int:
         """Run until no cell can be started; returns the exit code of the sweep."""
+        if done := len(self._with(Status.DONE)):
+            self.observer.on_notice(f"{done} of {len(self.entries)} cells are done already")
         while True:
             self._collect()
             if not self.stops.count:
@@ -182,8 +185,7 @@ class SweepRun:
             self._set(entry, Status.FAILED, describe_end(entry.cell, code, ended.reason()))
 
     def _note_done(self, entry: Entry) -> None:
-        summary = read_summary(entry.cell) or {}
-        entry.accuracy = (summary.get("final") or {}).get("mean")
+        entry.accuracy = final_accuracy(entry.cell)
         self._set(entry, Status.DONE, "")
 
     def _set(self, entry: Entry, status: Status, message: str) -> None:
@@ -250,6 +252,12 @@ class SweepRun:
 
 def _lacks_values(entry: Entry) -> bool:
     return entry.cell.awaits_choice and entry.status is not Status.FAILED
+
+
+def final_accuracy(cell: Cell) -> float | None:
+    """Mean held-out accuracy at the end of a finished run; None if it evaluated nothing."""
+    summary = read_summary(cell) or {}
+    return (summary.get("final") or {}).get("mean")
 
 
 def describe_end(cell: Cell, code: int, reason: str | None = None) -> str:

@@ -57,7 +57,11 @@ class CellJob:
 
         self._stop()
         self._wait()
-        return submitit.helpers.DelayedSubmission(CellJob(self.cell, self.environment))
+        return submitit.helpers.DelayedSubmission(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: not the process, which has ended."""
+        return self.__dict__ | {"_process": None, "_waiting": None}
 
     def _stop(self) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -30,7 +30,7 @@ def main() -> None:
     behaviour = _behaviour(run.path)
     run.path.parent.mkdir(parents=True, exist_ok=True)
     (run.path.parent / f"{run.path.name}.threads").write_text(
-        f"{os.environ['OMP_NUM_THREADS']} {os.environ['GRPO_REPLAY_CORES']}"
+        f"{os.environ.get('OMP_NUM_THREADS')} {os.environ.get('GRPO_REPLAY_CORES')}"
     )
     if "--resume" in words:
         assert run.exists
