@@ -285,11 +285,13 @@ def _markdown_sections(report: EvaluationReport) -> list[str]:
     return [
         line
         for title, content in _contents(report)
-        for line in (f"## {title}", "", *_markdown_table(*content), "")
+        for line in (f"## {title}", "", *markdown_table(*content), "")
     ]
 
 
-def _markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:
+def markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:
+    """The lines of a table: first column left-aligned, others right-aligned."""
+
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

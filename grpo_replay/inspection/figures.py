@@ -20,6 +20,8 @@ from grpo_replay.terminal.plot_style import (
     figure_style,
     legend_above,
     save_figure,
+    svg_element,
+    svg_text,
     whole_numbers,
 )
 
@@ -69,22 +71,10 @@ def title_of(inspection: Inspection) -> str:
 
 def panel_svg(inspection: Inspection, title: str, draw: Drawing) -> str:
     """One panel as an SVG element for an HTML page."""
-    import io
-
     with figure_style() as figure_class:
         figure = figure_class(figsize=(COLUMN_INCHES, 1.75), layout="constrained")
         draw(figure.subplots(), inspection)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
-    text = buffer.getvalue()
-    return _unique_ids(text[text.index("<svg") :], "".join(filter(str.isalnum, title)))
-
-
-def _unique_ids(svg: str, prefix: str) -> str:
-    """Prefix the ids, because figures in one page must not share ids of clip paths."""
-    for mark in ('id="', 'href="#', "url(#"):
-        svg = svg.replace(mark, f"{mark}{prefix}-")
-    return svg
+        return svg_element(svg_text(figure, title), title)
 
 
 def _draw_empty(axes: Any) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from grpo_replay.inspection.figures import panel_svg, panels_of, title_of
 from grpo_replay.inspection.panels import TREND_LABELS, describe_settings
 from grpo_replay.inspection.summary import Inspection, first_and_last, plural
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.terminal.bars import sparkline
+from grpo_replay.terminal.pages import page_environment
 
 _CAPTIONS = {
     "Staleness": "Age of the stored rollouts, and age at use of all replayed rollouts.",
@@ -37,13 +36,7 @@ def write_page(inspection: Inspection, samples: Sequence[Mapping[str, Any]], pat
 
 def render_page(inspection: Inspection, samples: Sequence[Mapping[str, Any]] = ()) -> str:
     """The page as HTML. `samples` are rollouts of the last step (`rows.sample_rollouts`)."""
-    environment = Environment(
-        loader=PackageLoader("grpo_replay", "inspection"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment("inspection")
     environment.filters["number"] = _number
     return environment.get_template("page.html").render(
         inspection=inspection,

@@ -1,5 +1,6 @@
 """Style shared by all figures: column width, font sizes and a colour-blind-safe palette."""
 
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,19 @@ def save_figure(figure: Any, path: Path) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def svg_element(figure: Any, title: str) -> str:
+    """A figure as an SVG element for an HTML page. Its ids begin with the title's letters and
+    digits, because figures in one page must not share ids of clip paths."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    prefix = "".join(filter(str.isalnum, title))
+    for mark in ('id="', 'href="#', "url(#"):
+        svg = svg.replace(mark, f"{mark}{prefix}-")
+    return svg
 
 
 def check_plot_path(path: Path, extensions: tuple[str, ...]) -> None:

@@ -41,12 +41,12 @@ def summarise_run(
         "generated_tokens": state.generated_tokens,
         "trained_tokens": state.trained_tokens,
         "replayed_rollouts": state.replayed_rollouts,
-        "means": {name: _mean(name, metrics) for name in RUN_MEANS},
+        "means": {name: mean_over_steps(name, metrics) for name in RUN_MEANS},
         "checkpoint": f"checkpoints/{checkpoint_name(state.step)}",
     }
 
 
-def _mean(name: str, metrics: Sequence[Mapping[str, Any]]) -> float | None:
+def mean_over_steps(name: str, metrics: Sequence[Mapping[str, Any]]) -> float | None:
     """Over the steps in which the metric is defined, each counted once; None if there is none."""
     values = [step[name] for step in metrics if step.get(name) is not None]
     return fmean(values) if values else None

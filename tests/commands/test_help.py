@@ -41,7 +41,7 @@ def test_the_light_modules_do_not_import_torch():
 
 
 def test_every_command_has_help():
-    commands = ["train", "eval", "inspect-buffer", "aes", "plan", "sweep"]
+    commands = ["train", "eval", "inspect-buffer", "aes", "plan", "sweep", "report"]
     for command in commands:
         result = CliRunner().invoke(app, [command, "--help"])
         assert result.exit_code == 0

@@ -1,0 +1,48 @@
+"""Ablations: arms that differ from the baseline in the same recipe keys, as one table."""
+
+from collections.abc import Sequence
+
+from grpo_replay.experiments.findings import ArmFindings, Findings
+
+
+def ablation_rows(findings: Findings) -> list[tuple[tuple[str, ...], list[ArmFindings]]]:
+    """(keys, arms) of every table, the baseline among the arms, ordered by the values of the keys.
+
+    Arms belong together if they differ from the baseline in the same keys, or in some of them: r,
+    α, and both at once make one table of (r, α).
+    """
+    baseline = findings.arm(findings.baseline)
+    changed = {
+        arm.name: _changed(arm, baseline)
+        for arm in findings.arms
+        if arm is not baseline and arm.scores and _changed(arm, baseline)
+    }
+    found = []
+    for keys in _largest(list(changed.values())):
+        arms = [
+            arm for arm in findings.arms if changed.get(arm.name) and set(changed[arm.name]) <= keys
+        ]
+        ordered = tuple(key for key in baseline.settings if key in keys)
+        found.append((ordered, sorted([baseline, *arms], key=lambda arm: _order(arm, ordered))))
+    return found
+
+
+def _changed(arm: ArmFindings, baseline: ArmFindings) -> frozenset[str]:
+    return frozenset(
+        key for key, value in arm.settings.items() if value != baseline.settings.get(key)
+    )
+
+
+def _largest(sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """The distinct sets that are not part of another."""
+    distinct = list(dict.fromkeys(sets))
+    return [keys for keys in distinct if not any(keys < other for other in distinct)]
+
+
+def _order(arm: ArmFindings, keys: Sequence[str]) -> list[tuple[bool, float, str]]:
+    """Numbers by size, then text."""
+    values = [arm.settings.get(key) for key in keys]
+    return [
+        (False, float(value), "") if isinstance(value, int | float) else (True, 0.0, str(value))
+        for value in values
+    ]

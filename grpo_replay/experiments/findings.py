@@ -1,0 +1,145 @@
+"""The numbers of a report. Accuracies and rates are fractions.
+
+`low` and `high` are always the quartiles over seeds; `interval` is always a 95 % interval.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.evaluation.results import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean, median and quartiles over the seeds of the `runs` that have a quantity."""
+
+    mean: float
+    median: float
+    low: float
+    high: float
+    runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        low, median, high = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+        return cls(float(np.mean(values)), median, low, high, len(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A `Spread` with the interval of its mean, and what the interval is over."""
+
+    mean: float
+    median: float
+    low: float
+    high: float
+    interval: Interval | None
+    interval_over: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """An arm minus the baseline, paired by seed and problem, with a test over seeds.
+
+    `p_value` is None for fewer than two seeds; `smallest_p_value` is what that many seeds can
+    give at best.
+    """
+
+    mean: float
+    median: float
+    low: float
+    high: float
+    interval: Interval | None
+    interval_over: str | None
+    seeds: tuple[int, ...]
+    seeds_better: int
+    p_value: float | None
+    smallest_p_value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The cost to reach an accuracy: median, quartiles and 95 % interval of the median over seeds.
+
+    Infinite where the accuracy was not reached. `interval` is None for fewer than six seeds.
+    `ratio` is the median over seeds of this cost over the baseline's, of the `ratio_seeds` in
+    which both reached it.
+    """
+
+    median: float
+    low: float
+    high: float
+    interval: Interval | None
+    ratio: float | None
+    ratio_seeds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The cost of an arm to reach one accuracy, by axis, and how many of its runs reached it."""
+
+    accuracy: float
+    reached: int
+    runs: int
+    costs: dict[str, Reach]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One kind of accuracy of an arm, by benchmark and `mean`, and its difference to the baseline
+    (None for the baseline itself, and without a common seed)."""
+
+    estimates: dict[str, Estimate]
+    difference: dict[str, Difference] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmFindings:
+    """All numbers of one arm. `scores` is empty if it has no finished run.
+
+    `quantities` are spreads over seeds: lengths, clip fractions, tokens, seconds, compute, AES. One
+    that no run has is left out.
+    """
+
+    name: str
+    seeds: tuple[int, ...]
+    runs: int
+    missing: dict[int, str]
+    settings: dict[str, Any]
+    scores: dict[str, Score]
+    quantities: dict[str, Spread] = field(default_factory=dict)
+    targets: tuple[Target, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All numbers of a report."""
+
+    name: str
+    baseline: str
+    benchmarks: tuple[str, ...]
+    titles: dict[str, str]
+    graded_by: str
+    measured_mu: float | None
+    given_mu: tuple[float, ...]
+    axes: dict[str, str]
+    arms: tuple[ArmFindings, ...]
+    notes: tuple[str, ...]
+    tuned: dict[str, str]
+
+    def arm(self, name: str) -> ArmFindings:
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """A quantile by linear interpolation, of ordered values that may be infinite."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    if place == low:
+        return ordered[low]
+    below, above = ordered[low], ordered[low + 1]
+    return above if math.isinf(above) else below + (place - low) * (above - below)

@@ -1,0 +1,141 @@
+"""Intervals over seeds and problems, and the paired test over seeds.
+
+    S  seeds     N  problems of a benchmark     B  benchmarks
+
+A result is a mean over benchmarks of means over problems and seeds. Both are samples: another seed
+trains another model, and another set of problems asks other questions. Seeds and problems are
+crossed (every model answers every problem), so the variance of the mean is that of the two-way
+random-effects model
+
+    x_sp = mean + seed_s + problem_p + rest_sp
+
+estimated as V = V_seeds + V_problems - V_rest, because the first two both contain the rest. It is
+the two-way clustered variance of Cameron, Gelbach and Miller (2011, eq. 2.11). The interval is
+mean ± t·√V with the degrees of freedom of Satterthwaite (1946).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+from grpo_replay.evaluation.results import Interval
+from grpo_replay.evaluation.statistics import CONFIDENCE, sign_flip_p_value
+
+FLIPS = 20_000
+"""Random sign flips of the test over seeds, with more than 14 seeds; fewer are enumerated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """An independent estimate of a variance, with its degrees of freedom."""
+
+    variance: float
+    freedom: float
+
+
+def two_level_interval(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
+    """The 95 % interval of the mean of one [S, N] array per benchmark, and what it is over.
+
+    With one seed it is over problems alone; if a benchmark has one problem, over seeds alone; if
+    both, there is none.
+    """
+    seeds = len(values_SN[0])
+    problems_known = all(each.shape[1] > 1 for each in values_SN)
+    mean = float(np.mean([each.mean() for each in values_SN]))
+    if seeds > 1 and problems_known:
+        return t_interval(mean, two_level_variance(values_SN)), "seeds and problems"
+    if seeds > 1:
+        return t_interval(mean, _over_seeds(values_SN)), "seeds"
+    if problems_known:
+        return t_interval(mean, _sum(_over_problems(values_SN))), "problems"
+    return None, None
+
+
+def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
+    """V_seeds + V_problems - V_rest. Never below V_seeds or V_problems, of which each is a lower
+    bound in expectation."""
+    over_seeds, over_problems = _over_seeds(values_SN), _sum(_over_problems(values_SN))
+    rest = _sum(_rest(values_SN))
+    total = over_seeds.variance + over_problems.variance - rest.variance
+    larger = max(over_seeds, over_problems, key=lambda part: part.variance)
+    if total <= larger.variance:
+        return larger
+    parts = (over_seeds, over_problems, rest)
+    return Component(total, total**2 / sum(_share(part) for part in parts))
+
+
+def t_interval(mean: float, estimate: Component) -> Interval:
+    """mean ± t·√variance at 95 %."""
+    quantile = float(stdtrit(estimate.freedom, (1 + CONFIDENCE) / 2))
+    half = quantile * math.sqrt(estimate.variance)
+    return mean - half, mean + half
+
+
+def sign_flip_over_seeds(difference_S: np.ndarray) -> float | None:
+    """Two-sided p-value of the mean difference over seeds; None for fewer than two seeds.
+
+    If the two arms are equal, the difference at each seed is equally likely with either sign.
+    """
+    if len(difference_S) < 2:
+        return None
+    return sign_flip_p_value([difference_S], FLIPS, np.random.default_rng(len(difference_S)))
+
+
+def smallest_p_value(seeds: int) -> float:
+    """The smallest p-value that the test over seeds can give: 2/2^S."""
+    return 2.0 ** (1 - seeds)
+
+
+def median_interval(ordered: Sequence[float]) -> Interval | None:
+    """The interval between two order statistics that covers the median with at least 95 %.
+
+    Values may be infinite. None for fewer than six values, whose extremes cover it less often.
+    """
+    count, tail, rank = len(ordered), 0.0, 0
+    while tail + math.comb(count, rank) / 2**count <= (1 - CONFIDENCE) / 2:
+        tail += math.comb(count, rank) / 2**count
+        rank += 1
+    return (ordered[rank - 1], ordered[count - rank]) if rank else None
+
+
+def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:
+    """The variance of the mean over seeds, of each seed's mean over problems and benchmarks."""
+    mean_S = np.mean([each.mean(axis=1) for each in values_SN], axis=0)
+    seeds = len(mean_S)
+    return Component(float(np.var(mean_S, ddof=1)) / seeds, seeds - 1)
+
+
+def _over_problems(values_SN: Sequence[np.ndarray]) -> list[Component]:
+    """Of each benchmark: the variance of the mean over problems, of each one's mean over seeds."""
+    return [
+        Component(float(np.var(each.mean(axis=0), ddof=1)) / each.shape[1], each.shape[1] - 1)
+        for each in values_SN
+    ]
+
+
+def _rest(values_SN: Sequence[np.ndarray]) -> list[Component]:
+    """Of each benchmark: the variance of the mean of what neither seed nor problem explains."""
+    found = []
+    for each in values_SN:
+        seeds, problems = each.shape
+        rest = each - each.mean(axis=0) - each.mean(axis=1, keepdims=True) + each.mean()
+        freedom = (seeds - 1) * (problems - 1)
+        found.append(Component(float((rest**2).sum()) / freedom / each.size, freedom))
+    return found
+
+
+def _sum(parts: Sequence[Component]) -> Component:
+    """The variance of the unweighted mean over independent benchmarks."""
+    variance = sum(part.variance for part in parts) / len(parts) ** 2
+    if variance == 0:
+        return Component(0.0, sum(part.freedom for part in parts))
+    shares = sum(_share(part) for part in parts) / len(parts) ** 4
+    return Component(variance, variance**2 / shares)
+
+
+def _share(part: Component) -> float:
+    """A component's term in Satterthwaite's denominator."""
+    return part.variance**2 / part.freedom

@@ -1,0 +1,100 @@
+"""Writes a report to a folder: page, Markdown, JSON, tables, numbers and figures."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.experiments.collect import Experiment
+from grpo_replay.experiments.document import document, finite, long_rows
+from grpo_replay.experiments.figures import Figure, drawn, report_figures
+from grpo_replay.experiments.findings import Findings
+from grpo_replay.experiments.formats import LONG_SCHEMA, latex, markdown, write_rows
+from grpo_replay.experiments.measure import usable_axes
+from grpo_replay.experiments.page import render_page
+from grpo_replay.experiments.tables import report_tables
+from grpo_replay.experiments.texts import facts_of, warnings_of
+from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+from grpo_replay.terminal.plot_style import save_figure, svg_element
+
+JSON_FILE = "report.json"
+
+
+def check_folder(folder: Path) -> None:
+    """Raises OutputDirectoryError if the folder holds anything but an earlier report."""
+    if folder.exists() and not folder.is_dir():
+        raise OutputDirectoryError(f"--output {folder} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_FILE).exists():
+        raise OutputDirectoryError(
+            f"--output {folder} already holds other files: choose another folder"
+        )
+
+
+def write_report(experiment: Experiment, findings: Findings, folder: Path) -> None:
+    """Write all forms of the report. Raises OutputDirectoryError."""
+    check_folder(folder)
+    tables = report_tables(findings)
+    figures = report_figures(experiment, findings, usable_axes(experiment, findings.given_mu))
+    facts, warnings = facts_of(findings), warnings_of(findings)
+    with named_if_unwritable(folder):
+        for part in ("tables", "figures"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        text = json.dumps(document(findings), indent=2, ensure_ascii=False, allow_nan=False)
+        write_text_whole(folder / JSON_FILE, text + "\n")
+        for table in tables:
+            write_text_whole(folder / "tables" / f"{table.name}.tex", latex(table))
+        write_rows(long_rows(findings), LONG_SCHEMA, folder / "numbers")
+        write_rows(_curve_rows(experiment, findings), CURVE_SCHEMA, folder / "curves")
+        svgs = _write_figures(figures, folder / "figures")
+        write_text_whole(folder / "report.md", markdown(findings, tables, [*facts, *warnings]))
+        page = render_page(findings, tables, figures, svgs, facts, warnings)
+        write_text_whole(folder / "report.html", page)
+
+
+def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:
+    """Write every figure as PNG and SVG; returns the SVG elements by name."""
+    svgs = {}
+    for figure in figures:
+        with drawn(figure) as canvas:
+            for extension in ("png", "svg"):
+                save_figure(canvas, folder / f"{figure.name}.{extension}")
+            svgs[figure.name] = svg_element(canvas, figure.name)
+    return svgs
+
+
+CURVE_SCHEMA = pa.schema(
+    [
+        ("arm", pa.string()),
+        ("seed", pa.int64()),
+        ("step", pa.int64()),
+        ("accuracy", pa.float64()),
+        ("pass_at_k", pa.float64()),
+        ("axis", pa.string()),
+        ("cost", pa.float64()),
+    ]
+)
+"""One row per run, evaluation and axis: what the accuracy figures are drawn from."""
+
+
+def _curve_rows(experiment: Experiment, findings: Findings) -> list[dict[str, Any]]:
+    rows = []
+    for arm in experiment.arms:
+        for run in arm.runs.values():
+            for axis in usable_axes(experiment, findings.given_mu) if run.recipe else ():
+                total = axis.total(run)
+                rows += [
+                    {
+                        "arm": arm.name,
+                        "seed": run.seed,
+                        "step": step,
+                        "accuracy": report.sampled.mean.avg_at_k,
+                        "pass_at_k": report.sampled.mean.pass_at_k,
+                        "axis": axis.key,
+                        "cost": finite(float(total[step])),
+                    }
+                    for step, report in run.evaluations.items()
+                ]
+    return rows
