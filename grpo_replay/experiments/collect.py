@@ -16,10 +16,10 @@ from grpo_replay.experiments.arms import (
 )
 from grpo_replay.experiments.finished_run import (
     FinishedRun,
+    UnfinishedRun,
     read_evaluation,
     read_json,
     read_run,
-    why_unfinished,
 )
 from grpo_replay.recipe import read_recipe_layer
 from grpo_replay.terminal.progress import tracked
@@ -150,12 +150,10 @@ def _add_sweep(folder: Path, found: _Found) -> None:
         runs: dict[int | None, FinishedRun] = {}
         missing = {}
         for seed in tracked(seeds, f"reading {arm}"):
-            cell = folder / arm / f"seed-{seed}"
-            reason = why_unfinished(cell)
-            if reason is None:
-                add_run(runs, _cell(cell, seed), arm)
-            else:
-                missing[seed] = reason
+            try:
+                add_run(runs, _cell(folder / arm / f"seed-{seed}", seed), arm)
+            except UnfinishedRun as error:
+                missing[seed] = error.reason
         found.arms.append(Arm(arm, runs, missing))
     found.tuned |= _read_tuned(folder)
 

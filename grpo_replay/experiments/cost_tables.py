@@ -35,7 +35,7 @@ def aes_table(findings: Findings) -> TextTable:
     columns: list[tuple[str, str, Cell]] = []
     for against, key in (("base", "aes_base"), (findings.baseline, "aes_baseline")):
         columns += [
-            (f"against {against}", key, lambda each: f"{each.mean:+.3f}"),
+            (against, key, lambda each: f"{each.mean:+.3f}"),
             ("median", key, lambda each: f"{each.median:+.3f}"),
             ("quartiles", key, lambda each: f"[{each.low:+.3f}, {each.high:+.3f}]"),
         ]
@@ -43,7 +43,9 @@ def aes_table(findings: Findings) -> TextTable:
         f"AES = ΔL + β·ΔAcc of every seed, β = {GAIN:g} if ΔAcc ≥ 0, else {LOSS:g}; mean, median "
         "and quartiles over seeds. (n): of n runs."
     )
-    return _quantity_table(findings, "aes", "AES", legend, columns)
+    return _quantity_table(
+        findings, "aes", f"AES against base, and against {findings.baseline}", legend, columns
+    )
 
 
 def length_table(findings: Findings) -> TextTable:

@@ -76,6 +76,8 @@ def drawn(figure: Figure) -> Iterator[Any]:
     with figure_style() as figure_class:
         canvas = figure_class(figsize=(COLUMN_INCHES, figure.inches), layout="constrained")
         figure.draw(canvas.add_subplot())
+        canvas.draw_without_rendering()
+        canvas.set_layout_engine("none")  # laid out once for all formats
         yield canvas
 
 

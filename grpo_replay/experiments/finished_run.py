@@ -2,7 +2,7 @@
 
 import fcntl
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,20 +74,12 @@ def read_evaluation(path: Path) -> FinishedRun:
     return FinishedRun(path, None, None, read_report(path), None, None, {}, StepLog(()), None)
 
 
-def why_unfinished(path: Path) -> str | None:
-    """Why a run has no result yet; None if it is finished.
+class UnfinishedRun(DataError):
+    """A run without a result. `reason` says how far it came."""
 
-    Raises DataError for a folder that cannot be a run of this version.
-    """
-    if not (path / "recipe.yaml").exists():
-        return "not started"
-    _refuse_newer(path)
-    done = f"step {_last_step(path)} of {_recipe(path).run.steps}"
-    if is_running(path):
-        return f"still running, {done}"
-    if not (path / "summary.json").exists():
-        return f"stopped after {done}"
-    return None
+    def __init__(self, path: Path, reason: str, remedy: str) -> None:
+        super().__init__(f"{path}: {reason}; a report needs finished runs: {remedy}, or omit it")
+        self.reason = reason
 
 
 def is_running(path: Path) -> bool:
@@ -103,24 +95,34 @@ def is_running(path: Path) -> bool:
 
 
 def read_run(path: Path) -> FinishedRun:
-    """A finished run. Raises DataError if it is unfinished, damaged or of a newer version."""
-    if reason := why_unfinished(path):
-        remedy = (
-            "wait for it"
-            if is_running(path)
-            else f"continue it with grpo-replay train --resume --output-dir {path}"
-        )
-        raise DataError(
-            f"{path}: {reason}; a report needs finished runs: {remedy}, or leave it out"
-        )
-    recipe, summary = _recipe(path), _summary(path)
+    """A finished run. Raises UnfinishedRun, and DataError for a damaged or newer one."""
+    if not (path / "recipe.yaml").exists():
+        raise UnfinishedRun(path, "not started", "start it")
+    _refuse_newer(path)
+    recipe = read_run_recipe(path)
+    assert recipe is not None
     log = StepLog(read_metrics(path / "metrics.jsonl"))
+    _refuse_unfinished(path, recipe, log)
+    summary = _summary(path)
     if len(log) != summary["steps"]:
         raise DataError(
             f"{path}: metrics.jsonl has {len(log)} lines, but summary.json {summary['steps']} "
             "steps: restore the two files together"
         )
-    final = _final(path, summary["steps"])
+    return _with_evaluations(path, recipe, log, summary["wall_seconds"])
+
+
+def _refuse_unfinished(path: Path, recipe: Recipe, log: StepLog) -> None:
+    done = f"step {len(log)} of {recipe.run.steps}"
+    if is_running(path):
+        raise UnfinishedRun(path, f"still running, {done}", "wait for it")
+    if not (path / "summary.json").exists():
+        remedy = f"continue it with grpo-replay train --resume --output-dir {path}"
+        raise UnfinishedRun(path, f"stopped after {done}", remedy)
+
+
+def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: float) -> FinishedRun:
+    final = _final(path, len(log))
     evaluations = {
         step: report
         for step, report in read_curve(path / "eval").items()
@@ -136,7 +138,7 @@ def read_run(path: Path) -> FinishedRun:
         best_step=best,
         evaluations=evaluations,
         log=log,
-        wall_seconds=summary["wall_seconds"],
+        wall_seconds=wall_seconds,
     )
 
 
@@ -161,24 +163,12 @@ def _evaluation_file(path: Path, step: int) -> Path:
     return path / "eval" / f"step_{step:06d}.json"
 
 
-def _recipe(path: Path) -> Recipe:
-    recipe = read_run_recipe(path)
-    if recipe is None:
-        raise DataError(f"{path}: not a run directory (no recipe.yaml)")
-    return recipe
-
-
 def _summary(path: Path) -> dict[str, Any]:
     file = path / "summary.json"
     summary = read_json(file)
     if not isinstance(summary.get("steps"), int) or "wall_seconds" not in summary:
         raise DataError(f"{file}: no steps or wall_seconds; restore the file from a copy")
     return summary
-
-
-def _last_step(path: Path) -> int:
-    metrics: Sequence[Mapping[str, Any]] = read_metrics(path / "metrics.jsonl")
-    return int(metrics[-1]["step"]) if metrics else 0
 
 
 def _refuse_newer(path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 
 import numpy as np
 
-from grpo_replay.evaluation.aggregate import problem_table
+from grpo_replay.evaluation.aggregate import ProblemTable, problem_table
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.results import Interval
 from grpo_replay.experiments.findings import Difference, Estimate, Score, Spread
@@ -60,12 +61,20 @@ def _values(run: FinishedRun, score: str) -> dict[str, np.ndarray] | None:
     """The accuracy of a run on every problem, [N] by benchmark; None without per-sample rows."""
     report = _report(run, score)
     assert report is not None
-    if report.samples is None:
+    tables = _problem_tables(report)
+    if tables is None:
         return None
-    tables = {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
     if score.endswith("pass_at_k"):
         return {name: (table.correct_N > 0).astype(float) for name, table in tables.items()}
     return {name: table.accuracy_N for name, table in tables.items()}
+
+
+@cache
+def _problem_tables(report: EvaluationReport) -> dict[str, ProblemTable] | None:
+    """The problems of every benchmark; None without per-sample rows. Cached by identity."""
+    if report.samples is None:
+        return None
+    return {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
 
 
 def _estimates(values: ProblemValues, means: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.experiments.collect import Experiment
+from grpo_replay.experiments.costs import Axis
 from grpo_replay.experiments.document import document, finite, long_rows
 from grpo_replay.experiments.figures import Figure, drawn, report_figures
 from grpo_replay.experiments.findings import Findings
@@ -18,7 +19,7 @@ from grpo_replay.experiments.page import render_page
 from grpo_replay.experiments.tables import report_tables
 from grpo_replay.experiments.texts import facts_of, warnings_of
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
-from grpo_replay.terminal.plot_style import save_figure, svg_element
+from grpo_replay.terminal.plot_style import save_figure, svg_element, svg_text
 
 JSON_FILE = "report.json"
 
@@ -37,7 +38,8 @@ def write_report(experiment: Experiment, findings: Findings, folder: Path) -> No
     """Write all forms of the report. Raises OutputDirectoryError."""
     check_folder(folder)
     tables = report_tables(findings)
-    figures = report_figures(experiment, findings, usable_axes(experiment, findings.given_mu))
+    axes = usable_axes(experiment, findings.given_mu)
+    figures = report_figures(experiment, findings, axes)
     facts, warnings = facts_of(findings), warnings_of(findings)
     with named_if_unwritable(folder):
         for part in ("tables", "figures"):
@@ -47,7 +49,7 @@ def write_report(experiment: Experiment, findings: Findings, folder: Path) -> No
         for table in tables:
             write_text_whole(folder / "tables" / f"{table.name}.tex", latex(table))
         write_rows(long_rows(findings), LONG_SCHEMA, folder / "numbers")
-        write_rows(_curve_rows(experiment, findings), CURVE_SCHEMA, folder / "curves")
+        write_rows(_curve_rows(experiment, axes), CURVE_SCHEMA, folder / "curves")
         svgs = _write_figures(figures, folder / "figures")
         write_text_whole(folder / "report.md", markdown(findings, tables, [*facts, *warnings]))
         page = render_page(findings, tables, figures, svgs, facts, warnings)
@@ -59,9 +61,10 @@ def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:
     svgs = {}
     for figure in figures:
         with drawn(figure) as canvas:
-            for extension in ("png", "svg"):
-                save_figure(canvas, folder / f"{figure.name}.{extension}")
-            svgs[figure.name] = svg_element(canvas, figure.name)
+            save_figure(canvas, folder / f"{figure.name}.png")
+            svg = svg_text(canvas, figure.title)
+        write_text_whole(folder / f"{figure.name}.svg", svg)
+        svgs[figure.name] = svg_element(svg, figure.name)
     return svgs
 
 
@@ -79,11 +82,11 @@ CURVE_SCHEMA = pa.schema(
 """One row per run, evaluation and axis: what the accuracy figures are drawn from."""
 
 
-def _curve_rows(experiment: Experiment, findings: Findings) -> list[dict[str, Any]]:
+def _curve_rows(experiment: Experiment, axes: Sequence[Axis]) -> list[dict[str, Any]]:
     rows = []
     for arm in experiment.arms:
         for run in arm.runs.values():
-            for axis in usable_axes(experiment, findings.given_mu) if run.recipe else ():
+            for axis in axes if run.recipe else ():
                 total = axis.total(run)
                 rows += [
                     {

@@ -86,17 +86,24 @@ def save_figure(figure: Any, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def svg_element(figure: Any, title: str) -> str:
-    """A figure as an SVG element for an HTML page. Its ids begin with the title's letters and
-    digits, because figures in one page must not share ids of clip paths."""
+def svg_text(figure: Any, title: str) -> str:
+    """A figure as the text of an SVG file."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Title": title})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    prefix = "".join(filter(str.isalnum, title))
+    return buffer.getvalue()
+
+
+def svg_element(svg: str, name: str) -> str:
+    """The element of an SVG file, for an HTML page.
+
+    Its ids begin with the letters and digits of `name`, because figures in one page must not share
+    ids of clip paths.
+    """
+    element = svg[svg.index("<svg") :]
+    prefix = "".join(filter(str.isalnum, name))
     for mark in ('id="', 'href="#', "url(#"):
-        svg = svg.replace(mark, f"{mark}{prefix}-")
-    return svg
+        element = element.replace(mark, f"{mark}{prefix}-")
+    return element
 
 
 def check_plot_path(path: Path, extensions: tuple[str, ...]) -> None:

@@ -1,0 +1,484 @@
+"""Recomputes every number of `grpo-replay report --json` from the raw files of the runs.
+
+    grpo-replay report SWEEP --json > report.json
+    python benchmarks/recompute_report.py report.json SWEEP
+    python benchmarks/recompute_report.py report.json --run ours=runs/a --run ours=runs/b …
+
+It imports nothing of grpo_replay and no statistics library: it reads the per-sample rows, metrics,
+summaries and recipes, and computes in plain Python. It compares every number in report.json,
+counts them, and ends with exit status 1 if one differs or could not be recomputed.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from statistics import fmean, median, variance
+
+import pyarrow.parquet as pq
+import yaml
+
+CONFIDENCE = 0.95
+RELATIVE = 1e-7  # the t quantile is integrated numerically here
+
+
+# ------------------------------------------------------------------ the raw files
+
+
+def read_run(folder: Path) -> dict:
+    """Recipe, metrics, summary and evaluations (by step) of a run."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = {
+        int(re.fullmatch(r"step_(\d+)", file.stem).group(1)): file
+        for file in (folder / "eval").glob("step_*.parquet")
+    }
+    return {
+        "folder": folder,
+        "recipe": yaml.safe_load((folder / "recipe.yaml").read_text()),
+        "lines": [json.loads(line) for line in lines],
+        "summary": json.loads((folder / "summary.json").read_text()),
+        "evaluations": {step: read_rows(steps[step]) for step in sorted(steps)},
+    }
+
+
+def read_rows(file: Path) -> dict:
+    """By benchmark: correct and tokens of every problem's samples; and pooled lengths."""
+    names = ["benchmark", "problem_index", "greedy", "correct", "tokens", "finish_reason"]
+    columns = [pq.read_table(file, columns=[name])[name].to_pylist() for name in names]
+    problems: dict[str, dict[int, list]] = {}
+    lengths: dict[bool, list[int]] = {True: [], False: []}
+    cut: dict[str, list[bool]] = {}
+    for benchmark, problem, greedy, correct, tokens, reason in zip(*columns, strict=True):
+        if greedy:
+            continue
+        samples = problems.setdefault(benchmark, {}).setdefault(problem, [])
+        samples.append((correct, tokens))
+        lengths[correct].append(tokens)
+        cut.setdefault(benchmark, []).append(reason == "length")
+    return {
+        "avg": {
+            name: [fmean(float(c) for c, _ in each[p]) for p in sorted(each)]
+            for name, each in problems.items()
+        },
+        "pass": {
+            name: [float(any(c for c, _ in each[p])) for p in sorted(each)]
+            for name, each in problems.items()
+        },
+        "tokens": fmean(
+            fmean(fmean(tokens for _, tokens in samples) for samples in each.values())
+            for each in problems.values()
+        ),
+        "tokens_correct": fmean(lengths[True]) if lengths[True] else None,
+        "tokens_incorrect": fmean(lengths[False]) if lengths[False] else None,
+        "truncation_rate": fmean(fmean(map(float, each)) for each in cut.values()),
+    }  # fmt: skip
+
+
+def means(evaluation: dict, kind: str) -> dict[str, float]:
+    each = {name: fmean(values) for name, values in evaluation[kind].items()}
+    return {**each, "mean": fmean(each.values())}
+
+
+def accuracy(evaluation: dict) -> float:
+    return means(evaluation, "avg")["mean"]
+
+
+def last_step(run: dict) -> int:
+    return run["summary"]["steps"]
+
+
+def best_step(run: dict) -> int:
+    """The first of the steps after 0 with the highest accuracy."""
+    values = {step: accuracy(e) for step, e in run["evaluations"].items() if step > 0}
+    highest = max(values.values())
+    return min(step for step, value in values.items() if value > highest - 1e-12)
+
+
+# ------------------------------------------------------------------ statistics, from the formulas
+
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    if place == low:
+        return ordered[low]
+    if math.isinf(ordered[low + 1]):
+        return math.inf
+    return ordered[low] + (place - low) * (ordered[low + 1] - ordered[low])
+
+
+def spread(values: list[float]) -> dict:
+    return {
+        "mean": fmean(values),
+        "median": median(values),
+        "low": quantile(values, 0.25),
+        "high": quantile(values, 0.75),
+    }
+
+
+def t_probability(t: float, freedom: float) -> float:
+    """P(|T| ≤ t): with t = √ν·tan θ the density is cos^(ν-1) θ. Simpson's rule."""
+    end, pieces = math.atan(t / math.sqrt(freedom)), 600
+    width = end / pieces
+    heights = [math.cos(i * width) ** (freedom - 1) for i in range(pieces + 1)]
+    area = heights[0] + heights[-1] + 4 * sum(heights[1:-1:2]) + 2 * sum(heights[2:-1:2])
+    whole = math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
+    return 2 * area * width / 3 / (whole * math.sqrt(math.pi))
+
+
+def t_quantile(freedom: float) -> float:
+    """The t with P(|T| ≤ t) = 0.95, by bisection."""
+    low, high = 0.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_probability(middle, freedom) < CONFIDENCE else (low, middle)
+    return (low + high) / 2
+
+
+def two_level(tables: list[list[list[float]]]) -> tuple[list[float] | None, str | None]:
+    """The interval of the mean of [seed][problem] tables, one per benchmark."""
+    count, seeds = len(tables), len(tables[0])
+    mean = fmean(fmean(fmean(row) for row in table) for table in tables)
+    many = all(len(table[0]) > 1 for table in tables)
+    if seeds == 1 and not many:
+        return None, None
+    over_problems, rest = [], []
+    for table in tables:
+        problems = len(table[0])
+        by_problem = [fmean(row[p] for row in table) for p in range(problems)]
+        if many:
+            over_problems.append((variance(by_problem) / problems, problems - 1))
+        if many and seeds > 1:
+            whole = fmean(by_problem)
+            square = sum(
+                (value - by_problem[p] - fmean(row) + whole) ** 2
+                for row in table for p, value in enumerate(row)
+            )  # fmt: skip
+            free = (seeds - 1) * (problems - 1)
+            rest.append((square / free / (seeds * problems), free))
+    if seeds == 1:
+        return interval(mean, *summed(over_problems, count)), "problems"
+    by_seed = [fmean(fmean(table[s]) for table in tables) for s in range(seeds)]
+    seed_part = (variance(by_seed) / seeds, seeds - 1)
+    if not many:
+        return interval(mean, *seed_part), "seeds"
+    problem_part, rest_part = summed(over_problems, count), summed(rest, count)
+    total = seed_part[0] + problem_part[0] - rest_part[0]
+    larger = seed_part if seed_part[0] >= problem_part[0] else problem_part
+    if total <= larger[0]:
+        return interval(mean, *larger), "seeds and problems"
+    free = total**2 / sum(v**2 / f for v, f in (seed_part, problem_part, rest_part))
+    return interval(mean, total, free), "seeds and problems"
+
+
+def summed(parts: list[tuple[float, float]], count: int) -> tuple[float, float]:
+    total = sum(v for v, _ in parts) / count**2
+    if total == 0:
+        return 0.0, sum(f for _, f in parts)
+    return total, total**2 / (sum(v**2 / f for v, f in parts) / count**4)
+
+
+def interval(mean: float, of_variance: float, freedom: float) -> list[float]:
+    half = t_quantile(freedom) * math.sqrt(of_variance)
+    return [mean - half, mean + half]
+
+
+def sign_flip(differences: list[float]) -> float | None:
+    """The share of all sign flips with a mean at least as large."""
+    if len(differences) < 2:
+        return None
+    observed = abs(sum(differences)) - 1e-9 * sum(map(abs, differences))
+    flips = list(itertools.product((1, -1), repeat=len(differences)))
+    large = sum(abs(sum(s * d for s, d in zip(flip, differences))) >= observed for flip in flips)
+    return large / len(flips)
+
+
+def median_interval(values: list[float]) -> list[float] | None:
+    n, tail, rank = len(values), 0.0, 0
+    while tail + math.comb(n, rank) / 2**n <= (1 - CONFIDENCE) / 2:
+        tail, rank = tail + math.comb(n, rank) / 2**n, rank + 1
+    return [sorted(values)[rank - 1], sorted(values)[n - rank]] if rank else None
+
+
+# ------------------------------------------------------------------ the report
+
+
+SCORES = {
+    "final": ("difference", "avg", last_step),
+    "final_pass_at_k": ("difference_pass_at_k", "pass", last_step),
+    "best": ("difference_best", "avg", best_step),
+    "best_pass_at_k": ("difference_best_pass_at_k", "pass", best_step),
+}
+
+
+def recompute(report: dict, runs: dict[str, dict[int, dict]]) -> dict:
+    """The document of these runs; the choice of baseline, μ and targets is the report's."""
+    baseline = report["baseline"]
+    every = [run for by_seed in runs.values() for run in by_seed.values()]
+    mu = median(measured_mu(run) for run in every)
+    targets = [target["accuracy"] for target in report["arms"][0]["reach"]]
+    arms = []
+    for name, own in runs.items():
+        shared = [seed for seed in own if seed in runs[baseline]]
+        pairs = [(own[seed], runs[baseline][seed]) for seed in shared]
+        arm: dict = {"name": name, "seeds": list(own)}
+        for score, (difference, kind, step) in SCORES.items():
+            tables = [run["evaluations"][step(run)] for run in own.values()]
+            arm[score] = estimates([(e[kind], means(e, kind)) for e in tables])
+            arm[difference] = None
+            if name != baseline and pairs:
+                arm[difference] = differences(pairs, kind, step, shared)
+        others = [] if name == baseline else pairs
+        arm["quantities"] = quantities(list(own.values()), others, mu, report["mu"]["given"])
+        arm["reach"] = [reach(t, own, pairs, mu, report["mu"]["given"]) for t in targets]
+        arms.append(arm)
+    return {"mu": {"measured": mu, "given": report["mu"]["given"]}, "arms": arms}
+
+
+def estimates(parts: list[tuple[dict, dict]]) -> dict:
+    """Per benchmark, and of the mean: spread over seeds and two-level interval."""
+    found = {}
+    for name in parts[0][1]:
+        names = list(parts[0][0]) if name == "mean" else [name]
+        bounds, over = two_level([[values[b] for values, _ in parts] for b in names])
+        found[name] = {
+            **spread([mean[name] for _, mean in parts]), "interval": bounds, "interval_over": over,
+        }  # fmt: skip
+    return found
+
+
+def differences(pairs: list, kind: str, step, shared: list[int]) -> dict:
+    parts = []
+    for ours, theirs in pairs:
+        a, b = (run["evaluations"][step(run)] for run in (ours, theirs))
+        values = {
+            name: [x - y for x, y in zip(a[kind][name], b[kind][name], strict=True)]
+            for name in a[kind]
+        }
+        mean_a, mean_b = means(a, kind), means(b, kind)
+        parts.append((values, {name: mean_a[name] - mean_b[name] for name in mean_a}))
+    found = estimates(parts)
+    for name, each in found.items():
+        of_seeds = [mean[name] for _, mean in parts]
+        each |= {
+            "seeds": shared,
+            "seeds_better": sum(value > 0 for value in of_seeds),
+            "p_value": sign_flip(of_seeds),
+            "smallest_p_value": 2 / 2 ** len(of_seeds),
+        }
+    return found
+
+
+def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> dict:
+    found: dict[str, list] = {}
+    for name in ("tokens", "tokens_correct", "tokens_incorrect", "truncation_rate"):
+        found[name] = [final(run)[name] for run in runs]
+        if name != "truncation_rate":
+            found[f"{name}_change"] = [
+                (final(a)[name] - final(b)[name]) / final(b)[name]
+                if final(a)[name] is not None and final(b)[name] else None
+                for a, b in pairs
+            ]  # fmt: skip
+    for name, metric in {
+        "clip_fraction_fresh": "fresh/clip_fraction",
+        "clip_fraction_replayed": "replay/clip_fraction",
+        "age_mean": "replay/age_mean",
+        "replay_ratio": "replay/ratio",
+    }.items():
+        found[name] = [mean_of(run, metric) for run in runs]
+    for name, metric in {
+        "generated_tokens": "cost/generated_tokens",
+        "trained_tokens": "cost/trained_tokens",
+        "training_seconds": "step_time",
+    }.items():
+        found[name] = [sum(line[metric] for line in run["lines"]) for run in runs]
+    for key, value in {"measured": mu, **{f"{each:g}": each for each in given}}.items():
+        found[f"compute_{key}"] = [compute(run, last_step(run), value) for run in runs]
+    found["wall_seconds"] = [run["summary"]["wall_seconds"] for run in runs]
+    found["mu"] = [measured_mu(run) for run in runs]
+    found["base"] = [accuracy(run["evaluations"][0]) for run in runs]
+    found["best_step"] = [best_step(run) for run in runs]
+    found["aes_base"] = [aes(final(run), run["evaluations"][0]) for run in runs]
+    found["aes_baseline"] = [aes(final(a), final(b)) for a, b in pairs]
+    known = {name: [v for v in values if v is not None] for name, values in found.items()}
+    return {n: {**spread(values), "runs": len(values)} for n, values in known.items() if values}
+
+
+def final(run: dict) -> dict:
+    return run["evaluations"][last_step(run)]
+
+
+def mean_of(run: dict, metric: str) -> float | None:
+    values = [line[metric] for line in run["lines"] if line.get(metric) is not None]
+    return fmean(values) if values else None
+
+
+def rollouts_per_step(run: dict) -> int:
+    sampling = run["recipe"]["sampling"]
+    return sampling["prompts_per_step"] * sampling["group_size"]
+
+
+def measured_mu(run: dict) -> float:
+    """Seconds per generated rollout over seconds per rollout trained on."""
+    generation = sum(line["cost/generation_seconds"] for line in run["lines"])
+    training = sum(line["cost/training_seconds"] for line in run["lines"])
+    trained = sum(line["cost/trained_rollouts"] for line in run["lines"])
+    return generation / (rollouts_per_step(run) * len(run["lines"])) / (training / trained)
+
+
+def compute(run: dict, step: int, mu: float) -> float:
+    trained = sum(line["cost/trained_rollouts"] for line in run["lines"][:step])
+    return trained + mu * rollouts_per_step(run) * step
+
+
+def aes(ours: dict, reference: dict) -> float | None:
+    if not accuracy(reference):
+        return None
+    gain = (accuracy(ours) - accuracy(reference)) / accuracy(reference)
+    shorter = (reference["tokens"] - ours["tokens"]) / reference["tokens"]
+    return shorter + (3 if gain >= 0 else 5) * gain
+
+
+def reach(target: float, own: dict, pairs: list, mu: float, given: list[float]) -> dict:
+    costs = {
+        "steps": lambda run, step: step,
+        "generated_tokens": lambda run, step: total(run, step, "cost/generated_tokens"),
+        "compute_measured": lambda run, step: compute(run, step, mu),
+        **{
+            f"compute_{each:g}": lambda run, step, each=each: compute(run, step, each)
+            for each in given
+        },
+        "seconds": lambda run, step: total(run, step, "step_time"),
+    }
+    found = {}
+    for name, cost in costs.items():
+        values = [crossing(run, target, cost) for run in own.values()]
+        both = [(crossing(a, target, cost), crossing(b, target, cost)) for a, b in pairs]
+        ratios = [a / b for a, b in both if math.isfinite(a) and math.isfinite(b) and b > 0]
+        bounds = median_interval(values)
+        found[name] = {
+            "median": finite(quantile(values, 0.5)),
+            "low": finite(quantile(values, 0.25)),
+            "high": finite(quantile(values, 0.75)),
+            "interval": bounds and [finite(bound) for bound in bounds],
+            "ratio": median(ratios) if ratios else None,
+            "ratio_seeds": len(ratios),
+        }
+    reached = sum(any(accuracy(e) >= target for e in run["evaluations"].values())
+                  for run in own.values())  # fmt: skip
+    return {"accuracy": target, "reached": reached, "runs": len(own), "costs": found}
+
+
+def total(run: dict, step: int, metric: str) -> float:
+    return sum(line[metric] for line in run["lines"][:step])
+
+
+def crossing(run: dict, target: float, cost) -> float:
+    before = None
+    for step, evaluation in run["evaluations"].items():
+        here = (cost(run, step), accuracy(evaluation))
+        if here[1] >= target:
+            if before is None:
+                return here[0]
+            share = (target - before[1]) / (here[1] - before[1])
+            return before[0] + share * (here[0] - before[0])
+        before = here
+    return math.inf
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ------------------------------------------------------------------ the comparison
+
+
+def settings_of(run: dict, keys: list[str]) -> dict:
+    """The recipe's values; None for replay keys other than the preset where nothing is replayed."""
+    replay = run["recipe"]["replay"]
+    plain = not replay["enabled"] or replay["ratio"] == 0
+    found = {}
+    for key in keys:
+        value = run["recipe"]
+        for part in key.split("."):
+            value = value[part]
+        hidden = plain and key.startswith("replay.") and key != "replay.preset"
+        found[key] = None if hidden else value
+    return found
+
+
+def compare(place: str, found, expected, problems: list[str]) -> int:
+    """Compare every leaf of `found` with `expected`; returns the number of numbers compared."""
+    if isinstance(found, dict):
+        if not isinstance(expected, dict) or set(found) != set(expected):
+            keys = sorted(set(found) ^ set(expected or {}))
+            problems.append(f"{place}: keys differ: {keys}")
+            return 0
+        return sum(compare(f"{place}.{k}", found[k], expected[k], problems) for k in found)
+    if isinstance(found, list):
+        if not isinstance(expected, list) or len(found) != len(expected):
+            problems.append(f"{place}: {found} in the report, {expected} recomputed")
+            return 0
+        each = enumerate(zip(found, expected, strict=True))
+        return sum(compare(f"{place}[{i}]", a, b, problems) for i, (a, b) in each)
+    numbers = [isinstance(v, int | float) and not isinstance(v, bool) for v in (found, expected)]
+    same = (
+        math.isclose(found, expected, rel_tol=RELATIVE, abs_tol=1e-9)
+        if all(numbers)
+        else found == expected
+    )
+    if not same:
+        problems.append(f"{place}: {found} in the report, {expected} recomputed")
+    return int(numbers[0])
+
+
+def find_runs(report: dict, sweeps: list[Path], given: list[str]) -> dict[str, dict[int, dict]]:
+    """The runs of every arm by seed: the finished cells of sweeps, and `--run ARM=DIR`."""
+    folders: dict[str, list[Path]] = {}
+    for sweep in sweeps:
+        outline = yaml.safe_load((sweep / "sweep.yaml").read_text())
+        for arm in outline["arms"]:
+            cells = [sweep / arm / f"seed-{seed}" for seed in outline["seeds"]]
+            folders[arm] = [cell for cell in cells if (cell / "summary.json").exists()]
+    for word in given:
+        arm, _, folder = word.rpartition("=")
+        folders.setdefault(arm, []).append(Path(folder))
+    found = {}
+    for arm in report["arms"]:
+        runs = [read_run(folder) for folder in folders.get(arm["name"], [])]
+        found[arm["name"]] = {run["recipe"]["run"]["seed"]: run for run in runs}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("report", type=Path, help="output of grpo-replay report --json")
+    parser.add_argument("sweeps", type=Path, nargs="*", help="folders of sweeps")
+    parser.add_argument("--run", action="append", default=[], metavar="ARM=DIR")
+    options = parser.parse_args()
+    report = json.loads(options.report.read_text())
+    runs = find_runs(report, options.sweeps, options.run)
+    expected = recompute(report, {name: own for name, own in runs.items() if own})
+    problems: list[str] = []
+    numbers = compare("mu", report["mu"], expected["mu"], problems)
+    shown = [arm for arm in report["arms"] if arm["seeds"]]
+    for arm, own in zip(shown, expected["arms"], strict=True):
+        settings = arm.pop("settings")
+        arm.pop("missing")
+        numbers += compare(arm["name"], arm, own, problems)
+        for run in runs[arm["name"]].values():
+            values = settings_of(run, list(settings))
+            numbers += compare(f"{arm['name']}.settings", settings, values, problems)
+    for problem in problems:
+        print(problem)
+    count = sum(len(own) for own in runs.values())
+    print(f"{numbers:,} numbers of {count} runs compared, {len(problems)} differ")
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

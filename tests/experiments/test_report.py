@@ -1,0 +1,290 @@
+"""`grpo-replay report`: numbers by hand, missing seeds, and what is refused."""
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, write_sweep
+
+from grpo_replay.commands.report import run
+from grpo_replay.errors import DataError, EvaluationFileError, UsageError
+
+SEEDS = (1, 2, 3)
+SMALL = Size()
+ARMS = {
+    "grpo": (["replay.preset=grpo"], 0.1),
+    "ours": (["replay.preset=ours"], 0.3),
+    "age-1": (["replay.preset=ours", "replay.max_age_steps=1"], 0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> Path:
+    return write_sweep(tmp_path_factory.mktemp("sweeps") / "small", ARMS, SEEDS)
+
+
+@pytest.fixture
+def copy(sweep, tmp_path) -> Path:
+    return Path(shutil.copytree(sweep, tmp_path / "copy"))
+
+
+def report(capsys, *paths, **options) -> dict:
+    run([str(path) for path in paths], as_json=True, **options)
+    return json.loads(capsys.readouterr().out)
+
+
+def arms_of(document: dict) -> dict[str, dict]:
+    return {arm["name"]: arm for arm in document["arms"]}
+
+
+def summary(cell: Path) -> dict:
+    return json.loads((cell / "summary.json").read_text())
+
+
+def test_the_document_has_the_agreed_keys(sweep, capsys):
+    document = report(capsys, sweep)
+    assert document["baseline"] == "grpo"
+    assert [arm["name"] for arm in document["arms"]] == list(ARMS)
+    for arm in document["arms"]:
+        assert arm["seeds"] == list(SEEDS)
+        assert set(arm["final"]) == {"mean", *BENCHMARKS}
+        for each in arm["final"].values():
+            assert each["low"] <= each["median"] <= each["high"]
+        assert (arm["difference"] is None) == (arm["name"] == "grpo")
+
+
+def test_means_medians_and_quartiles_are_those_of_the_summaries(sweep, capsys):
+    ours = arms_of(report(capsys, sweep))["ours"]
+    for name in ("mean", *BENCHMARKS):
+        values = [summary(sweep / "ours" / f"seed-{seed}")["final"][name] for seed in SEEDS]
+        found = ours["final"][name]
+        assert found["mean"] == pytest.approx(sum(values) / 3)
+        assert found["median"] == pytest.approx(sorted(values)[1])
+        assert found["low"] == pytest.approx((sorted(values)[0] + sorted(values)[1]) / 2)
+
+
+def test_differences_are_paired_by_seed(sweep, capsys):
+    ours = arms_of(report(capsys, sweep))["ours"]["difference"]["mean"]
+    each = [
+        summary(sweep / "ours" / f"seed-{seed}")["final"]["mean"]
+        - summary(sweep / "grpo" / f"seed-{seed}")["final"]["mean"]
+        for seed in SEEDS
+    ]
+    assert ours["mean"] == pytest.approx(np.mean(each))
+    assert ours["median"] == pytest.approx(np.median(each))
+    assert ours["seeds"] == list(SEEDS) and ours["seeds_better"] == sum(d > 0 for d in each)
+    assert ours["p_value"] >= ours["smallest_p_value"] == 2 / 8
+    assert ours["interval"][0] < ours["mean"] < ours["interval"][1]
+    assert ours["interval_over"] == "seeds and problems"
+
+
+def test_costs_are_sums_over_the_metrics(sweep, capsys):
+    document = report(capsys, sweep, given_mu=[3.0])
+    lines = [
+        [json.loads(line) for line in (sweep / f"ours/seed-{s}/metrics.jsonl").open()]
+        for s in SEEDS
+    ]
+    quantities = arms_of(document)["ours"]["quantities"]
+    trained = [sum(line["cost/trained_rollouts"] for line in run) for run in lines]
+    # 12 steps of 16 rollouts: c = B + μR.
+    assert quantities["compute_3"]["mean"] == pytest.approx(np.mean(trained) + 3 * 12 * 16)
+    seconds = [sum(line["step_time"] for line in run) for run in lines]
+    assert quantities["training_seconds"]["median"] == pytest.approx(np.median(seconds))
+    assert quantities["wall_seconds"]["mean"] == pytest.approx(np.mean(seconds) + 5)
+    assert "clip_fraction_replayed" not in arms_of(document)["grpo"]["quantities"]
+
+
+def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
+    shutil.rmtree(copy / "ours/seed-2")
+    document = report(capsys, copy)
+    script = Path(__file__).parents[2] / "benchmarks" / "recompute_report.py"
+
+    def recompute() -> subprocess.CompletedProcess:
+        file = tmp_path / "report.json"
+        file.write_text(json.dumps(document))
+        words = [sys.executable, str(script), str(file), str(copy)]
+        return subprocess.run(words, capture_output=True, text=True)
+
+    done = recompute()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 runs compared, 0 differ" in done.stdout
+    document["arms"][1]["difference"]["mean"]["interval"][0] += 1e-5
+    done = recompute()
+    assert done.returncode == 1 and "ours.difference.mean.interval[0]" in done.stdout
+
+
+def test_a_missing_seed_is_listed_and_not_paired(copy, capsys):
+    shutil.rmtree(copy / "ours/seed-2")
+    (copy / "age-1/seed-3/summary.json").unlink()
+    document = report(capsys, copy)
+    ours, age = (arms_of(document)[name] for name in ("ours", "age-1"))
+    assert ours["seeds"] == [1, 3]
+    assert ours["missing"] == [{"seed": 2, "reason": "not started"}]
+    assert age["missing"] == [{"seed": 3, "reason": "stopped after step 12 of 12"}]
+    assert ours["difference"]["mean"]["seeds"] == [1, 3]
+    run([str(copy)])
+    printed = capsys.readouterr().out
+    assert "missing: ours, seed 2: not started" in printed and "2 of 3" in printed
+
+
+def test_a_running_cell_is_missing_and_a_running_run_is_refused(copy, capsys):
+    cell = copy / "ours/seed-2"
+    with (cell / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        reasons = arms_of(report(capsys, copy))["ours"]["missing"]
+        assert reasons == [{"seed": 2, "reason": "still running, step 12 of 12"}]
+        with pytest.raises(DataError, match=r"seed-2: still running, step 12 of 12.*wait for it"):
+            run([str(cell)])
+
+
+def test_a_sweep_without_a_finished_run_is_refused(tmp_path):
+    folder = write_sweep(tmp_path / "new", ARMS, [1], leave_out=[(name, 1) for name in ARMS])
+    with pytest.raises(DataError, match="no finished run yet: grpo seed 1: not started"):
+        run([str(folder)])
+
+
+def test_a_run_of_a_newer_version_is_refused(copy):
+    file = copy / "ours/seed-1/environment.json"
+    file.write_text(json.dumps({"grpo_replay": "99.0"}))
+    with pytest.raises(DataError, match=r"seed-1: a run of grpo-replay 99\.0, newer than this"):
+        run([str(copy)])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("summary.json", "{", "summary.json: cannot be read"),
+        ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl has 1 lines, but summary.json 12"),
+        ("eval/step_000012.json", "{}", "not an evaluation file of this version"),
+        ("recipe.yaml", "nonsense: 1\n", "unknown key 'nonsense'"),
+    ],
+)
+def test_a_damaged_run_is_named(copy, file, content, message):
+    (copy / "ours/seed-1" / file).write_text(content)
+    with pytest.raises(DataError, match=f"(?s)seed-1.*{message}"):
+        run([str(copy)])
+
+
+def test_a_cell_with_another_seed_than_its_folder_is_refused(copy):
+    (copy / "ours/seed-1").rename(copy / "old")
+    shutil.copytree(copy / "ours/seed-2", copy / "ours/seed-1")
+    with pytest.raises(DataError, match=r"seed-1: its recipe has run.seed 2"):
+        run([str(copy)])
+
+
+def evaluation_file(path: Path, size: Size = SMALL, **settings) -> Path:
+    evaluation(0.5, size, np.random.default_rng(0), settings).write(path)
+    return path
+
+
+def test_evaluation_files_are_paired_over_problems(tmp_path, capsys):
+    a, b = (evaluation_file(tmp_path / f"{name}.json") for name in "ab")
+    document = report(capsys, a, b)
+    assert document["baseline"] == "a"
+    other = arms_of(document)["b"]
+    assert other["seeds"] == [] and "best" not in other
+    assert other["difference"]["mean"]["mean"] == 0
+    assert other["difference"]["mean"]["interval_over"] == "problems"
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "message"),
+    [
+        (Size(benchmarks=("easy",)), {}, "a.json evaluates easy, hard, but .*b easy"),
+        (Size(problems=9), {}, "easy has 10 problems in a"),
+        (Size(samples=2), {}, "easy has 4 samples of each problem in a, but 2 in b"),
+        (Size(), {"reward": "minerva"}, "reward 'math_verify', but b 'minerva'"),
+        (Size(), {"temperature": 0.3}, "temperature None, but b 0.3"),
+    ],
+)
+def test_evaluations_that_differ_in_what_they_measure_are_refused(
+    tmp_path, size, settings, message
+):
+    a = evaluation_file(tmp_path / "a.json")
+    b = evaluation_file(tmp_path / "b.json", size, **settings)
+    with pytest.raises(EvaluationFileError, match=message.replace("a.json", "a")):
+        run([str(a), str(b)])
+
+
+def test_another_base_model_is_refused(tmp_path):
+    a = write_run(tmp_path / "a", ["model.path=one"], 1, 0.1)
+    b = write_run(tmp_path / "b", ["model.path=two"], 1, 0.1)
+    with pytest.raises(EvaluationFileError, match=r"trains model.path 'one', but .* 'two'"):
+        run([str(a), str(b)])
+
+
+def test_runs_outside_a_sweep_are_grouped_by_recipe(tmp_path, capsys):
+    for seed in (1, 2):
+        for age in (5, 10):
+            overrides = ["replay.preset=ours", f"replay.max_age_steps={age}"]
+            write_run(tmp_path / f"{age}-{seed}", overrides, seed, 0.2)
+        write_run(tmp_path / f"grpo-{seed}", ["replay.preset=grpo"], seed, 0.1)
+    arms = arms_of(report(capsys, tmp_path))
+    assert list(arms) == ["ours max_age_steps=10", "ours max_age_steps=5", "grpo"]
+    assert all(arm["seeds"] == [1, 2] for arm in arms.values())
+    assert arms["grpo"]["settings"] == {"replay.preset": "grpo", "replay.max_age_steps": None}
+
+
+def test_cells_of_a_sweep_keep_their_arm(sweep, capsys):
+    cells = [sweep / arm / "seed-1" for arm in ARMS]
+    assert list(arms_of(report(capsys, *cells))) == list(ARMS)
+
+
+def test_the_same_seed_twice_is_refused(tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name, ["replay.preset=grpo"], 1, 0.1)
+    with pytest.raises(UsageError, match=r"arm grpo has seed 1 twice: .*a and .*b"):
+        run([str(tmp_path)])
+
+
+def test_an_unknown_baseline_is_refused_with_the_arms(sweep):
+    with pytest.raises(UsageError, match=r"--baseline our: no such arm \(did you mean 'ours'\?\)"):
+        run([str(sweep)], baseline="our")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"targets": [0.0]}, "--reach 0"), ({"targets": [101]}, "--reach 101"),
+     ({"given_mu": [-1.0]}, "--mu -1"), ({"given_mu": [float("nan")]}, "--mu nan")],
+)  # fmt: skip
+def test_invalid_numbers_are_refused(sweep, options, message):
+    with pytest.raises(UsageError, match=message):
+        run([str(sweep)], **options)
+
+
+def test_a_folder_without_runs_and_a_missing_path_are_named(tmp_path):
+    with pytest.raises(DataError, match="neither a run"):
+        run([str(tmp_path)])
+    with pytest.raises(DataError, match="no such file or folder"):
+        run([str(tmp_path / "nothing")])
+
+
+def test_a_sweep_of_several_recipes_names_its_comparisons(tmp_path):
+    inner = write_sweep(tmp_path / "both" / "tiny", ARMS, [1])
+    (tmp_path / "both" / "sweep.yaml").write_text("recipe: [tiny]\narms: {a: []}\nseeds: [1]\n")
+    with pytest.raises(UsageError, match=f"1 comparisons.*{inner}"):
+        run([str(tmp_path / "both")])
+
+
+def test_what_tuning_chose_is_listed_and_its_runs_are_left_out(copy, capsys):
+    write_run(copy / "tune/ours/lr/seed-9", ["replay.preset=ours"], 9, 0.1)
+    chosen = {"arms": {"ours": {"set": ["optimizer.learning_rate=1e-4"]}}}
+    (copy / "chosen.json").write_text(json.dumps(chosen))
+    document = report(capsys, copy)
+    assert document["tuned"] == {"ours": "optimizer.learning_rate=1e-4"}
+    assert arms_of(document)["ours"]["seeds"] == list(SEEDS)
+
+
+def test_an_accuracy_that_is_not_reached_is_a_result(sweep, capsys):
+    reach = arms_of(report(capsys, sweep, targets=[30.0, 99.0]))["ours"]["reach"]
+    assert reach[1]["accuracy"] == 0.99 and reach[1]["reached"] == 0
+    assert reach[1]["costs"]["steps"]["median"] is None
+    assert reach[1]["costs"]["steps"]["ratio"] is None
+    assert 0 <= reach[0]["costs"]["steps"]["median"] <= 12
+    run([str(sweep)], targets=[99.0])
+    assert "∞" in capsys.readouterr().out

@@ -1,0 +1,148 @@
+"""The forms of a report: terminal, Markdown, LaTeX, CSV, Parquet, figures and the page."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from io import StringIO
+from pathlib import Path
+
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from small_runs.experiments import write_sweep
+
+from grpo_replay.commands.report import print_report, run
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.experiments.ablations import ablation_rows
+from grpo_replay.experiments.collect import collect
+from grpo_replay.experiments.findings import Findings
+from grpo_replay.experiments.formats import latex, latex_text
+from grpo_replay.experiments.measure import measure
+from grpo_replay.experiments.tables import report_tables
+from grpo_replay.experiments.text_table import TextTable, amount
+
+ARMS = {
+    "grpo": (["replay.preset=grpo"], 0.1),
+    "ours": (["replay.preset=ours"], 0.3),
+    "ratio-1": (["replay.preset=ours", "replay.ratio=1"], 0.2),
+    "alpha-1": (["replay.preset=ours", "replay.priority_exponent=1"], 0.2),
+    "both-1": (["replay.preset=ours", "replay.ratio=1", "replay.priority_exponent=1"], 0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> Path:
+    return write_sweep(tmp_path_factory.mktemp("sweeps") / "s<x>_1", ARMS, (1, 2))
+
+
+@pytest.fixture(scope="module")
+def findings(sweep) -> Findings:
+    return measure(collect([str(sweep)], "ours"))
+
+
+@pytest.fixture(scope="module")
+def written(sweep, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("out") / "report"
+    run([str(sweep)], output=str(folder))
+    return folder
+
+
+def test_arms_that_change_the_same_keys_are_one_ablation(findings):
+    tables = ablation_rows(findings)
+    (keys, arms), *others = [t for t in tables if "replay.preset" not in t[0]]
+    assert keys == ("replay.priority_exponent", "replay.ratio") and not others
+    assert [arm.name for arm in arms] == ["ours", "ratio-1", "alpha-1", "both-1"]
+
+
+def test_every_number_of_the_json_is_in_the_long_table(written):
+    document = json.loads((written / "report.json").read_text())
+    rows = pq.read_table(written / "numbers.parquet").to_pylist()
+    known = {
+        (r["arm"], r["group"], r["item"], r["benchmark"], r["statistic"]): r["value"] for r in rows
+    }
+    checked = 0
+    for arm in document["arms"]:
+        for benchmark, each in arm["final"].items():
+            for statistic in ("mean", "median", "low", "high"):
+                key = (arm["name"], "score", "final", benchmark, statistic)
+                assert known[key] == each[statistic]
+                checked += 1
+        for name, each in arm["quantities"].items():
+            assert known[(arm["name"], "quantity", name, None, "median")] == each["median"]
+            checked += 1
+    assert checked > 100
+    assert pa_csv.read_csv(written / "numbers.csv").num_rows == len(rows)
+
+
+def test_every_figure_is_written_as_png_and_svg(written):
+    names = {file.stem for file in (written / "figures").iterdir()}
+    assert names >= {
+        *("difference_final", "accuracy_by_steps", "accuracy_by_generated_tokens"),
+        *("accuracy_by_compute_measured", "accuracy_by_compute_5.28", "accuracy_by_seconds"),
+        *("clip_fraction", "staleness", "length"),
+    }
+    for name in names:
+        png = (written / "figures" / f"{name}.png").read_bytes()
+        assert int.from_bytes(png[16:20], "big") == 990  # 3.3 inches at 300 dpi
+        ElementTree.parse(written / "figures" / f"{name}.svg")
+
+
+def test_the_page_is_complete_and_loads_nothing(written, findings):
+    page = (written / "report.html").read_text()
+    assert "<script" not in page and 'http-equiv="Content-Security-Policy"' in page
+    assert "s&lt;x&gt;_1" in page and "s<x>" not in page
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) > 50
+    for table in report_tables(findings):
+        if "grpo" not in table.title:
+            assert table.title.split(" by ")[0] in page
+    assert page.count("<svg") == len(list((written / "figures").glob("*.svg")))
+
+
+def test_markdown_has_every_table_and_latex_every_row(written):
+    page = (written / "report.md").read_text()
+    assert page.startswith("# s<x>_1\n")
+    for name in ("final", "final_difference", "reach", "details", "lengths", "costs"):
+        text = (written / "tables" / f"{name}.tex").read_text()
+        assert text.count("\\\\\n") >= len(ARMS)
+        assert text.count("{") == text.count("}")
+    assert "## final avg@k: difference to grpo" in page
+
+
+def test_latex_escapes_what_is_special():
+    assert latex_text("50 % & a_b") == r"50 \% \& a\_b"
+    table = TextTable("t", "title", ("arm", "95 %"), [["μ", "[1, 2]"]], "legend")
+    assert latex(table).splitlines()[6] == r"$\mu$ & {[}1, 2] \\"
+
+
+def test_amounts_have_three_digits():
+    cases = {None: "–", float("inf"): "∞", 0.5: "0.500", 27: "27.0", 9999: "9,999",
+             27_000: "27.0k", 127_400: "127k", 2.5e6: "2.50M"}  # fmt: skip
+    assert {value: amount(value) for value in cases} == cases
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_terminal_shows_every_brief_table_without_cutting_a_number(findings, width):
+    stream = StringIO()
+    print_report(findings, Console(file=stream, width=width, highlight=False, markup=False))
+    printed = stream.getvalue()
+    assert "…" not in printed
+    for table in report_tables(findings):
+        if table.brief and not table.name.startswith("ablation"):
+            lines = [line for line in printed.splitlines() if line.startswith(" ours ")]
+            assert lines and table.title.split(":")[0][:60] in printed
+    for line in printed.splitlines():
+        assert len(line) <= max(width, 84)
+
+
+def test_a_folder_with_other_files_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(OutputDirectoryError, match="already holds other files"):
+        run([str(tmp_path / "nothing")], output=str(tmp_path))
+
+
+def test_an_earlier_report_is_replaced(written, sweep):
+    (written / "report.md").write_text("old")
+    run([str(sweep)], output=str(written))
+    assert (written / "report.md").read_text() != "old"
