@@ -294,6 +294,52 @@ def aes(
 
 
 @app.command()
+def report(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH...", help="Runs, sweeps, folders of runs, or evaluation files."
+        ),
+    ],
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARM",
+            help="Arm that the others are compared with. Default: grpo, the only arm without "
+            "replay, or the first.",
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Also write the report there: HTML, Markdown, LaTeX, CSV, Parquet, PNG and SVG.",
+        ),
+    ] = None,
+    reach: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="ACC",
+            help="Accuracy in % whose cost is reported. May be repeated. Default: 50, 75 and 90 % "
+            "of the baseline's gain.",
+        ),
+    ] = None,
+    mu: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="μ of the compute axes, next to the measured one. May be repeated. Default: 5.28 "
+            "and 6.84 (paper B)."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare many runs: accuracy, paired differences, AES, lengths, clipping and costs."""
+    from grpo_replay.commands.report import run
+
+    run(paths, baseline, output, reach or (), mu or (), as_json=as_json)
+
+
+@app.command()
 def plan(
     recipe: Annotated[
         str | None, typer.Argument(help="Recipe to plan for.", autocompletion=_complete_recipe)
@@ -390,52 +436,6 @@ def sweep(
         executor_options=tuple(executor_options or ()),
     )  # fmt: skip
     raise typer.Exit(run(options))
-
-
-@app.command()
-def report(
-    paths: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PATH...", help="Runs, sweeps, folders of runs, or evaluation files."
-        ),
-    ],
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ARM",
-            help="Arm that the others are compared with. Default: grpo, the only arm without "
-            "replay, or the first.",
-        ),
-    ] = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Also write the report there: HTML, Markdown, LaTeX, CSV, Parquet, PNG and SVG.",
-        ),
-    ] = None,
-    reach: Annotated[
-        list[float] | None,
-        typer.Option(
-            metavar="ACC",
-            help="Accuracy in % whose cost is reported. May be repeated. Default: 50, 75 and 90 % "
-            "of the baseline's gain.",
-        ),
-    ] = None,
-    mu: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="μ of the compute axes, next to the measured one. May be repeated. Default: 5.28 "
-            "and 6.84 (paper B)."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Compare many runs: accuracy, paired differences, AES, lengths, clipping and costs."""
-    from grpo_replay.commands.report import run
-
-    run(paths, baseline, output, reach or (), mu or (), as_json=as_json)
 
 
 def main() -> None:

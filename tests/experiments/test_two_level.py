@@ -28,20 +28,20 @@ def test_the_variance_by_hand_without_interaction():
 
 
 def test_the_variance_by_hand_with_interaction():
-    """Two benchmarks of 2 problems. Of the first, in 1/16: seeds (1/2, 1/2), problems (3/4, 1/4),
-    what is left ±1/4 (square sum 1/4, freedom 1, so 1/4/4 = 1/16). The second is constant.
-    Means over benchmarks: seeds have none, problems 1/16 / 4, the rest 1/16 / 4."""
+    """First benchmark: seed means 1/2, 1/2; problem means 3/4, 1/4, so V_problems = (1/8)/2 = 1/16;
+    left over are ±1/4 (square sum 1/4, one degree of freedom, four values), so V_rest = 1/16. The
+    second is constant. Over two benchmarks both are divided by 4: V = 0 + 1/64 - 1/64 = 0, which
+    is below V_problems, so that is kept."""
     first = np.array([[1.0, 0.0], [0.5, 0.5]])
     second = np.full((2, 2), 0.5)
     found = two_level_variance([first, second])
-    # V_seeds = 0 and V_problems = V_rest: the larger of the two single ones is kept.
     assert (found.variance, found.freedom) == pytest.approx((1 / 64, 1))
 
 
 def test_what_is_left_over_is_subtracted_once():
     """Seeds ±1/2, problems ±1/2 and ±1/10 left over: V = 1/4 + 1/4 of the means, less 1/400."""
     rest = 0.1 * np.array([[1, -1], [-1, 1]])
-    values = np.array([[0.0, 1.0], [1.0, 2.0]]) / 1.0 + rest
+    values = np.array([[0.0, 1.0], [1.0, 2.0]]) + rest
     found = two_level_variance([values])
     # var((1/2, 3/2))/2 = 1/4 each; rest: 4·0.01 / 1 / 4 = 0.01.
     assert found.variance == pytest.approx(0.25 + 0.25 - 0.01)

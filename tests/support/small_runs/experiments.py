@@ -84,7 +84,7 @@ def report_recipe(overrides: list[str], seed: int, size: Size) -> Recipe:
     layer = {
         "name": "synthetic",
         "sampling": {"prompts_per_step": 4, "group_size": 4},
-        "replay": {"preset": "grpo"},
+        "replay": {"preset": "grpo", "warmup_steps": 2},
         "run": {"steps": size.steps},
     }
     return resolve_recipe([layer, parse_overrides([*overrides, f"run.seed={seed}"])])
