@@ -168,10 +168,11 @@ def two_level(tables: list[list[list[float]]]) -> tuple[list[float] | None, str 
         return interval(mean, *seed_part), "seeds"
     problem_part, rest_part = summed(over_problems, count), summed(rest, count)
     total = seed_part[0] + problem_part[0] - rest_part[0]
-    larger = seed_part if seed_part[0] >= problem_part[0] else problem_part
-    if total <= larger[0]:
-        return interval(mean, *larger), "seeds and problems"
-    free = total**2 / sum(v**2 / f for v, f in (seed_part, problem_part, rest_part))
+    free = min(seed_part[1], problem_part[1])
+    total = max(total, seed_part[0], problem_part[0])
+    if total > 0:
+        shares = sum(v**2 / f for v, f in (seed_part, problem_part, rest_part))
+        free = max(free, total**2 / shares)
     return interval(mean, total, free), "seeds and problems"
 
 
@@ -398,7 +399,7 @@ def finite(value: float) -> float | None:
 
 
 def settings_of(run: dict, keys: list[str]) -> dict:
-    """The recipe's values; None for replay keys other than the preset where nothing is replayed."""
+    """The recipe's values, without replay keys (but the preset) where nothing is replayed."""
     replay = run["recipe"]["replay"]
     plain = not replay["enabled"] or replay["ratio"] == 0
     found = {}
@@ -406,8 +407,8 @@ def settings_of(run: dict, keys: list[str]) -> dict:
         value = run["recipe"]
         for part in key.split("."):
             value = value[part]
-        hidden = plain and key.startswith("replay.") and key != "replay.preset"
-        found[key] = None if hidden else value
+        if not (plain and key.startswith("replay.") and key != "replay.preset"):
+            found[key] = value
     return found
 
 

@@ -31,6 +31,10 @@ WINDOWS = 40
 """Metrics of single steps are averaged over at most this many windows of consecutive steps."""
 
 
+LEGEND_LETTERS = 60
+"""Letters that fit into one line of a legend."""
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One figure: its file name, title, caption, height and how it is drawn on axes."""
@@ -133,7 +137,7 @@ def _draw_accuracy(axes: Any, arms: Sequence[Arm], looks: dict[str, _Look], axis
         _draw_band(axes, costs, values_ST, arm.name, looks[arm.name], marker="o")
     axes.set(xlabel=axis.label, ylabel="held-out accuracy, %")
     _compact_numbers(axes.xaxis)
-    _legend(axes, len(arms))
+    _legend(axes, arms)
 
 
 def _common_steps(runs: Sequence[FinishedRun]) -> list[int]:
@@ -154,7 +158,7 @@ def _draw_band(
 
 
 def _clip_figure(arms: Sequence[Arm], looks: dict[str, _Look]) -> Figure | None:
-    metrics = (("fresh/clip_fraction", ":"), ("replay/clip_fraction", "-"))
+    metrics = (("replay/clip_fraction", "-"), ("fresh/clip_fraction", ":"))
     caption = "Share of tokens whose gradient was clipped: replayed (solid) and fresh (dotted)."
     return _overlay(
         "clip_fraction", "Clip fraction", caption, "clipped tokens, %", 100, metrics, arms, looks
@@ -184,13 +188,14 @@ def _overlay(
 
     def draw(axes: Any) -> None:
         for arm in shown:
-            for metric, line in metrics:
-                if _has(arm, metric):
-                    label_once = arm.name if metric == metrics[-1][0] or len(metrics) == 1 else None
-                    _draw_metric(axes, arm, metric, unit, label_once, looks[arm.name], line)
+            known = [(metric, line) for metric, line in metrics if _has(arm, metric)]
+            for place, (metric, line) in enumerate(known):
+                label_once = arm.name if place == 0 else None
+                _draw_metric(axes, arm, metric, unit, label_once, looks[arm.name], line)
         axes.set(xlabel="training step", ylabel=label)
-        axes.set_ylim(bottom=0)
-        _legend(axes, len(shown))
+        if name != "length":
+            axes.set_ylim(bottom=0)
+        _legend(axes, shown)
 
     return Figure(name, title, f"{caption} Median and quartiles over seeds.", draw)
 
@@ -226,9 +231,11 @@ def _compact_numbers(axis: Any) -> None:
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _legend(axes: Any, arms: int) -> None:
-    """A legend above the data, three arms to a line."""
+def _legend(axes: Any, arms: Sequence[Arm]) -> None:
+    """A legend above the data, as many arms to a line as fit, at most three."""
+    longest = max(len(arm.name) for arm in arms)
+    columns = max(1, min(3, LEGEND_LETTERS // (longest + 5)))
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=min(3, arms), borderaxespad=0.2,
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2,
         columnspacing=1.0,
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """Computes the `Findings` of an experiment: every number of a report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -85,16 +84,15 @@ def _arm(
         seeds=tuple(arm.seeds),
         runs=len(runs),
         missing=arm.missing,
-        settings={key: _setting(arm, own, key) for key in keys if own},
+        settings={key: own[key] for key in keys if key in own and _has_effect(arm, key)},
         scores=score_arm(runs, others) if runs else {},
         quantities=measure_quantities(runs, others, costs),
         targets=tuple(reach_target(each, trained, pairs, costs) for each in targets if trained),
     )
 
 
-def _setting(arm: Arm, own: Mapping[str, Any], key: str) -> Any:
-    """The value of a key; None for one that is without effect in an arm that does not replay."""
-    without_effect = key.startswith("replay.") and key != "replay.preset"
-    if without_effect and arm.recipe is not None and not arm.recipe.replays:
-        return None
-    return own.get(key)
+def _has_effect(arm: Arm, key: str) -> bool:
+    """False for the replay keys of an arm that does not replay, except the preset."""
+    if arm.recipe is None or arm.recipe.replays:
+        return True
+    return key == "replay.preset" or not key.startswith("replay.")

@@ -55,16 +55,20 @@ def two_level_interval(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None
 
 
 def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
-    """V_seeds + V_problems - V_rest. Never below V_seeds or V_problems, of which each is a lower
-    bound in expectation."""
+    """V_seeds + V_problems - V_rest, with Satterthwaite's degrees of freedom.
+
+    Neither V_seeds nor V_problems exceeds V in expectation, so V is at least as large as both, and
+    has at least as many degrees of freedom as the one with fewer.
+    """
     over_seeds, over_problems = _over_seeds(values_SN), _sum(_over_problems(values_SN))
     rest = _sum(_rest(values_SN))
+    fewest = min(over_seeds.freedom, over_problems.freedom)
     total = over_seeds.variance + over_problems.variance - rest.variance
-    larger = max(over_seeds, over_problems, key=lambda part: part.variance)
-    if total <= larger.variance:
-        return larger
-    parts = (over_seeds, over_problems, rest)
-    return Component(total, total**2 / sum(_share(part) for part in parts))
+    variance = max(total, over_seeds.variance, over_problems.variance)
+    if variance == 0:
+        return Component(0.0, fewest)
+    shares = sum(_share(part) for part in (over_seeds, over_problems, rest))
+    return Component(variance, max(variance**2 / shares, fewest))
 
 
 def t_interval(mean: float, estimate: Component) -> Interval:

@@ -227,7 +227,7 @@ def test_runs_outside_a_sweep_are_grouped_by_recipe(tmp_path, capsys):
     arms = arms_of(report(capsys, tmp_path))
     assert list(arms) == ["ours max_age_steps=10", "ours max_age_steps=5", "grpo"]
     assert all(arm["seeds"] == [1, 2] for arm in arms.values())
-    assert arms["grpo"]["settings"] == {"replay.preset": "grpo", "replay.max_age_steps": None}
+    assert arms["grpo"]["settings"] == {"replay.preset": "grpo"}
 
 
 def test_cells_of_a_sweep_keep_their_arm(sweep, capsys):

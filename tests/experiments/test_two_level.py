@@ -38,6 +38,15 @@ def test_the_variance_by_hand_with_interaction():
     assert (found.variance, found.freedom) == pytest.approx((1 / 64, 1))
 
 
+def test_rounding_does_not_move_the_interval():
+    """Where V_problems and V_rest are equal, a difference in the last digit decides nothing."""
+    values = np.array([[1.0, 0.0], [0.5, 0.5]]) + np.array([[0.3], [0.0]])
+    nudge = np.array([[1e-12, 0.0], [0.0, 0.0]])
+    for sign in (1, -1):
+        moved = two_level_interval([values + sign * nudge])[0]
+        assert moved == pytest.approx(two_level_interval([values])[0], rel=1e-6)
+
+
 def test_what_is_left_over_is_subtracted_once():
     """Seeds ±1/2, problems ±1/2 and ±1/10 left over: V = 1/4 + 1/4 of the means, less 1/400."""
     rest = 0.1 * np.array([[1, -1], [-1, 1]])
