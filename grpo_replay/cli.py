@@ -327,8 +327,9 @@ def report(
     mu: Annotated[
         list[float] | None,
         typer.Option(
+            metavar="MU",
             help="μ of the compute axes, next to the measured one. May be repeated. Default: 5.28 "
-            "and 6.84 (paper B)."
+            "and 6.84 (paper B).",
         ),
     ] = None,
     as_json: Json = False,

@@ -40,7 +40,7 @@ def test_the_variance_by_hand_with_interaction():
 
 def test_rounding_does_not_move_the_interval():
     """Where V_problems and V_rest are equal, a difference in the last digit decides nothing."""
-    values = np.array([[1.0, 0.0], [0.5, 0.5]]) + np.array([[0.3], [0.0]])
+    values = np.array([[1.0, 0.0], [0.5, 0.5]]) + np.array([[2.0], [0.0]])
     nudge = np.array([[1e-12, 0.0], [0.0, 0.0]])
     for sign in (1, -1):
         moved = two_level_interval([values + sign * nudge])[0]
