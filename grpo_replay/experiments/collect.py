@@ -27,6 +27,8 @@ from grpo_replay.terminal.progress import tracked
 SWEEP_FILE = "sweep.yaml"
 CHOSEN_FILE = "chosen.json"
 
+MANY_PATHS = 4
+
 BASE_MODEL_KEYS = ("path", "revision", "random_init", "config_overrides")
 """Keys of the recipe's model section that make another base model."""
 
@@ -68,12 +70,19 @@ def collect(paths: Sequence[str], baseline: str | None = None) -> Experiment:
         raise DataError(f"{' '.join(paths)}: no finished run yet: {'; '.join(cells)}")
     refuse_other_experiments(runs)
     return Experiment(
-        name=", ".join(path.resolve().name for path in map(Path, paths)),
+        name=_name_of(paths),
         arms=tuple(arms),
         baseline=next(arm for arm in arms if arm.name == choose_baseline(arms, baseline)),
         notes=tuple(_notes(runs)),
         tuned=found.tuned,
     )
+
+
+def _name_of(paths: Sequence[str]) -> str:
+    """The names of the files and folders; their number if there are many."""
+    if len(paths) > MANY_PATHS:
+        return f"{len(paths)} runs"
+    return ", ".join(path.resolve().name for path in map(Path, paths))
 
 
 def refuse_other_experiments(runs: Sequence[tuple[str, FinishedRun]]) -> None:
@@ -172,9 +181,10 @@ def read_outline(path: Path) -> tuple[list[str], list[int]]:
     """The arms and seeds of a sweep. Raises DataError if the file does not have them."""
     sweep = read_recipe_layer(path)
     arms, seeds = sweep.get("arms"), sweep.get("seeds")
-    if not (isinstance(arms, dict) and arms and isinstance(seeds, list) and seeds):
-        raise DataError(f"{path}: not a sweep: it needs arms (a mapping) and seeds (a list)")
-    return [str(arm) for arm in arms], [int(seed) for seed in seeds]
+    whole = isinstance(seeds, list) and all(isinstance(seed, int) for seed in seeds)
+    if not (isinstance(arms, dict) and arms and seeds and whole):
+        raise DataError(f"{path}: not a sweep: it needs arms (a mapping) and seeds (whole numbers)")
+    return [str(arm) for arm in arms], list(seeds)
 
 
 def _read_tuned(folder: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from grpo_replay import __version__
 from grpo_replay.errors import DataError, EvaluationFileError
@@ -176,7 +176,11 @@ def _refuse_newer(path: Path) -> None:
     if not file.exists():
         return
     found = str(read_json(file).get("grpo_replay", __version__))
-    if Version(found) > Version(__version__):
+    try:
+        newer = Version(found) > Version(__version__)
+    except InvalidVersion as error:
+        raise DataError(f"{file}: {found!r} is not a version; restore the file") from error
+    if newer:
         raise DataError(
             f"{path}: a run of grpo-replay {found}, newer than this one ({__version__}): upgrade "
             "grpo-replay, or leave the run out"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, write_sweep
 
 from grpo_replay.commands.report import run
@@ -240,6 +241,26 @@ def test_the_same_seed_twice_is_refused(tmp_path):
         write_run(tmp_path / name, ["replay.preset=grpo"], 1, 0.1)
     with pytest.raises(UsageError, match=r"arm grpo has seed 1 twice: .*a and .*b"):
         run([str(tmp_path)])
+
+
+def test_without_per_sample_files_intervals_are_over_seeds(copy, capsys):
+    (copy / "ours/seed-1/eval/step_000012.parquet").unlink()
+    arms = arms_of(report(capsys, copy))
+    assert arms["ours"]["final"]["mean"]["interval_over"] == "seeds"
+    assert arms["ours"]["difference"]["mean"]["interval_over"] == "seeds"
+    assert arms["grpo"]["final"]["mean"]["interval_over"] == "seeds and problems"
+    each = [summary(copy / "ours" / f"seed-{seed}")["final"]["mean"] for seed in SEEDS]
+    expected = stats.ttest_1samp(each, 0).confidence_interval(0.95)
+    assert arms["ours"]["final"]["mean"]["interval"] == pytest.approx(list(expected))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("arms: {a: []}", "not a sweep"), ("arms: {a: []}\nseeds: [x]", "whole")]
+)
+def test_a_file_that_is_no_sweep_is_refused(copy, text, message):
+    (copy / "sweep.yaml").write_text(text)
+    with pytest.raises(DataError, match=message):
+        run([str(copy)])
 
 
 def test_an_unknown_baseline_is_refused_with_the_arms(sweep):
