@@ -100,6 +100,20 @@ def test_costs_are_sums_over_the_metrics(sweep, capsys):
     assert "clip_fraction_replayed" not in arms_of(document)["grpo"]["quantities"]
 
 
+def test_the_best_evaluation_is_one_after_training_began(tmp_path, capsys):
+    """A run that only gets worse: the base is better than every later evaluation."""
+    cell = write_run(tmp_path / "run", ["replay.preset=grpo"], 1, -0.25)
+    reports = {step: cell / "eval" / f"step_{step:06d}.json" for step in (0, 4, 8, 12)}
+    accuracy = {
+        step: json.loads(file.read_text())["mean"]["avg_at_k"] for step, file in reports.items()
+    }
+    assert accuracy[0] > accuracy[4] > accuracy[8]
+    arm = arms_of(report(capsys, cell))["grpo"]
+    assert arm["quantities"]["best_step"]["mean"] == 4
+    assert arm["best"]["mean"]["mean"] == accuracy[4]
+    assert arm["final"]["mean"]["mean"] == accuracy[12]
+
+
 def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
     shutil.rmtree(copy / "ours/seed-2")
     document = report(capsys, copy)
