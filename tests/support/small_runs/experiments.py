@@ -61,7 +61,7 @@ def write_run(
 ) -> Path:
     """A finished run directory."""
     recipe = report_recipe(overrides, seed, size)
-    rng = np.random.default_rng([seed, len(overrides), int(1000 * gain)])
+    rng = np.random.default_rng([seed, len(overrides), int(1000 * (1 + gain))])
     (folder / "eval").mkdir(parents=True)
     (folder / "recipe.yaml").write_text(recipe_to_yaml(recipe))
     (folder / "environment.json").write_text(json.dumps({"grpo_replay": __version__}))
@@ -69,7 +69,9 @@ def write_run(
     reports = {}
     for step in range(0, size.steps + 1, size.every):
         chance = START + luck + gain * step / size.steps
-        report = evaluation(chance, size, np.random.default_rng([seed, step, int(1e4 * gain)]))
+        report = evaluation(
+            chance, size, np.random.default_rng([seed, step, int(1e4 * (1 + gain))])
+        )
         report.write(folder / "eval" / f"step_{step:06d}.json")
         reports[step] = report
     lines = [metrics_line(recipe, step, rng) for step in range(1, size.steps + 1)]
