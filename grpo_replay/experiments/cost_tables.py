@@ -72,7 +72,7 @@ def clip_table(findings: Findings) -> TextTable:
     def quartiles(each: Spread) -> str:
         return f"[{100 * each.low:.2f}, {100 * each.high:.2f}]"
 
-    columns = [
+    columns: list[tuple[str, str, Cell]] = [
         ("fresh %", "clip_fraction_fresh", rate),
         ("quartiles", "clip_fraction_fresh", quartiles),
         ("replayed %", "clip_fraction_replayed", rate),

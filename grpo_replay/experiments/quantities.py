@@ -48,7 +48,7 @@ def measure_quantities(
             found[axis.key] = [float(axis.total(run)[-1]) for run in trained]
     found["wall_seconds"] = [run.wall_seconds for run in trained]
     found["mu"] = [mu_of(run) for run in trained]
-    found["base"] = [run.base and run.base.sampled.mean.avg_at_k for run in trained]
+    found["base"] = [run.base.sampled.mean.avg_at_k if run.base else None for run in trained]
     found["best_step"] = [run.best_step for run in trained]
     found["aes_base"] = [_aes(run.final, run.base) for run in trained]
     found["aes_baseline"] = [_aes(a.final, b.final) for a, b in pairs]
