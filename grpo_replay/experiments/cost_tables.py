@@ -132,7 +132,7 @@ def reach_tables(findings: Findings) -> list[TextTable]:
             target = arm.targets[index]
             start = [percent(target.accuracy), arm.name, f"{target.reached} of {target.runs}"]
             costs = target.costs
-            shown = [_median(costs[key]) for key in ("steps", "generated_tokens")]
+            shown = [_median(costs.get(key)) for key in ("steps", "generated_tokens")]
             brief.append([*start, *shown, *_reach_cells(costs[main])])
             full += [[*start, label, *_reach_cells(costs[key], quartiles=True)]
                      for key, label in findings.axes.items()]  # fmt: skip
@@ -153,8 +153,8 @@ def reach_tables(findings: Findings) -> list[TextTable]:
     ]  # fmt: skip
 
 
-def _median(reach: Reach) -> str:
-    return amount(reach.median)
+def _median(reach: Reach | None) -> str:
+    return MISSING if reach is None else amount(reach.median)
 
 
 def _reach_cells(reach: Reach, quartiles: bool = False) -> list[str]:
