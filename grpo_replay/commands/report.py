@@ -16,6 +16,7 @@ from grpo_replay.experiments.findings import Findings
 from grpo_replay.experiments.measure import measure
 from grpo_replay.experiments.tables import report_tables
 from grpo_replay.experiments.texts import facts_of, warnings_of
+from grpo_replay.terminal.console import open_console
 
 
 def run(
@@ -42,11 +43,11 @@ def run(
         from grpo_replay.experiments.write import write_report
 
         write_report(experiment, findings, Path(output))
-        Console(stderr=True, highlight=False).print(f"wrote {output}/report.html", soft_wrap=True)
+        open_console(stderr=True, soft_wrap=True).print(f"wrote {output}/report.html")
     if as_json:
         print(json.dumps(document(findings), indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        print_report(findings, Console(highlight=False, markup=False))
+        print_report(findings, open_console())
 
 
 def _check_numbers(targets: Sequence[float], given_mu: Sequence[float]) -> None:

@@ -110,10 +110,11 @@ def _draw_differences(axes: Any, rows: Sequence[Any], looks: dict[str, _Look], b
         axes.plot([100 * each.low, 100 * each.high], [place] * 2, ".", color=colour, markersize=2.5)
         axes.plot(100 * each.mean, place, "o", color=colour, markersize=4)
     axes.axvline(0, color=GREY, linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [name for name, _ in reversed(rows)])
+    names = [name for name, _ in reversed(rows)]
+    axes.set_yticks(range(len(rows)), names, parse_math=False)
     axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.grid(True, axis="x")
-    axes.set_xlabel(f"points above {base}")
+    axes.set_xlabel(f"points above {base}", parse_math=False)
 
 
 def _accuracy_figure(arms: Sequence[Arm], looks: dict[str, _Look], axis: Axis) -> Figure:
@@ -235,7 +236,9 @@ def _legend(axes: Any, arms: Sequence[Arm]) -> None:
     """A legend above the data, as many arms to a line as fit, at most three."""
     longest = max(len(arm.name) for arm in arms)
     columns = max(1, min(3, LEGEND_LETTERS // (longest + 5)))
-    axes.legend(
+    legend = axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2,
         columnspacing=1.0,
     )  # fmt: skip
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a dollar sign in a name is no formula

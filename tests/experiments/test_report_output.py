@@ -28,7 +28,7 @@ ARMS = {
     "ours": (["replay.preset=ours"], 0.3),
     "ratio-1": (["replay.preset=ours", "replay.ratio=1"], 0.2),
     "alpha-1": (["replay.preset=ours", "replay.priority_exponent=1"], 0.2),
-    "both-1": (["replay.preset=ours", "replay.ratio=1", "replay.priority_exponent=1"], 0.2),
+    "both $^$": (["replay.preset=ours", "replay.ratio=1", "replay.priority_exponent=1"], 0.2),
 }
 
 
@@ -54,7 +54,7 @@ def test_arms_that_change_the_same_keys_are_one_ablation(findings):
     found = {keys: [arm.name for arm in arms] for keys, arms in tables}
     assert found == {
         ("replay.preset",): ["grpo", "ours"],
-        ("replay.priority_exponent", "replay.ratio"): ["ours", "ratio-1", "alpha-1", "both-1"],
+        ("replay.priority_exponent", "replay.ratio"): ["ours", "ratio-1", "alpha-1", "both $^$"],
     }
 
 
