@@ -67,5 +67,6 @@ def print_report(findings: Findings, console: Console) -> None:
         console.print(f"! {warning}", style="yellow")
     for table in report_tables(findings):
         if table.brief:
+            console.print()
             print_table(console, plain_table(table.title, table.header, table.rows))
             console.print(table.legend, style="dim")
