@@ -31,7 +31,7 @@ def report_tables(findings: Findings) -> list[TextTable]:
     """All tables that have rows, in reading order."""
     tables = []
     for score in SCORE_TITLES:
-        brief = score.startswith("final")
+        brief = score != "best_pass_at_k"
         tables += [_score_table(findings, score, brief), _difference_table(findings, score, brief)]
     tables[4:4] = [_benchmark_table(findings, score) for score in ("final", "final_pass_at_k")]
     tables += [aes_table(findings), length_table(findings), clip_table(findings)]
