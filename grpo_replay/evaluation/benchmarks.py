@@ -2,15 +2,22 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_replay.errors import DatasetError, RecipeError, did_you_mean
-from grpo_replay.prompts.prompt_set import answer_text
+from grpo_replay.prompts.fields import (
+    ProblemStatement,
+    answer_after,
+    checked_column,
+    problem_statement,
+    unique_ids,
+)
 from grpo_replay.prompts.sources import MappingRows, ProblemRows, read_hub_rows, read_local_rows
 from grpo_replay.recipe import EvalSection
 from grpo_replay.tiny.problems import BENCHMARKS as TINY_BENCHMARKS
 from grpo_replay.tiny.problems import benchmark_problems
+from grpo_replay.types import Row
 
 WAVE_SAMPLES = 8
 """Samples per problem in one wave; each wave uses the next seed (paper A)."""
@@ -40,15 +47,18 @@ class Benchmark:
     problems: int | None = None
     temperature: float | None = None
     file_stem: str | None = None
+    answer_marker: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a benchmark; `problem_id` is unique within it."""
+    """One problem of a benchmark; `problem_id` is unique within it. `row` has all its fields, for
+    verifiers of the user."""
 
     problem_id: str
-    problem: str
+    problem: ProblemStatement
     answer: str
+    row: Row = field(default_factory=dict, compare=False)
 
 
 def _math_arena(name: str, title: str, dataset: str, problems: int) -> Benchmark:
@@ -129,23 +139,21 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
     """The problems of a benchmark, in the order of its source.
 
     Raises DatasetError if it cannot be read or is empty, if a field is missing, if an answer is
-    neither text nor a whole number, or if an id occurs twice.
+    neither text nor a number, or if an id occurs twice.
     """
     rows = _open(benchmark, settings)
     if len(rows) == 0:
         raise DatasetError(f"benchmark {benchmark.name!r}: {benchmark.source} has no problems")
-    texts = _column(rows, benchmark.problem_field)
-    answers = _column(rows, benchmark.answer_field)
-    ids = [str(index) for index in range(len(rows))]
-    if benchmark.id_field is not None:
-        ids = _column(rows, benchmark.id_field)
-    _check_unique(rows, ids)
+    problems = checked_column(rows, benchmark.problem_field, problem_statement)
+    as_answer = answer_after(benchmark.answer_marker)
+    answers = checked_column(rows, benchmark.answer_field, as_answer)
+    ids = unique_ids(rows, benchmark.id_field)
     if settings.max_problems is None and benchmark.problems not in (None, len(rows)):
         logger.warning(
             "benchmark %r has %d problems here, but the published one has %d: the numbers are not "
             "comparable with published ones", benchmark.name, len(rows), benchmark.problems,
         )  # fmt: skip
-    return tuple(map(Problem, ids, texts, answers))
+    return tuple(map(Problem, ids, problems, answers, map(rows.row, range(len(rows)))))
 
 
 def _named(word: str, settings: EvalSection) -> Sequence[Benchmark]:
@@ -161,7 +169,8 @@ def _named(word: str, settings: EvalSection) -> Sequence[Benchmark]:
                 "mean over all benchmarks: rename the file"
             )
         fields = (settings.problem_field, settings.answer_field, settings.id_field)
-        return [Benchmark(name, name, word, WAVE_SAMPLES, *fields)]
+        marker = settings.answer_marker
+        return [Benchmark(name, name, word, WAVE_SAMPLES, *fields, answer_marker=marker)]
     known = [*GROUPS, *BENCHMARKS]
     raise RecipeError(
         f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "
@@ -218,25 +227,3 @@ def _what_to_download(benchmark: Benchmark) -> str:
         f"fields {', '.join(field for field in fields if field)}, and set eval.data_folder "
         "(--data-folder) to the folder of that file"
     )
-
-
-def _column(rows: ProblemRows, field: str) -> list[str]:
-    texts: list[str] = []
-    for index, value in enumerate(rows.column(field)):
-        try:
-            # AIME answers and MathArena ids are integers in the datasets.
-            texts.append(answer_text(value))
-        except ValueError as error:
-            raise DatasetError(f"{rows.place(index)}: field {field!r} {error}") from None
-    return texts
-
-
-def _check_unique(rows: ProblemRows, ids: Sequence[str]) -> None:
-    first_with: dict[str, int] = {}
-    for index, each in enumerate(ids):
-        first = first_with.setdefault(each, index)
-        if first != index:
-            raise DatasetError(
-                f"{rows.place(index)}: id {each!r} is already used at {rows.place(first)}; ids "
-                "must be unique within a benchmark"
-            )

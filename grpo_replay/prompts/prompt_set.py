@@ -3,13 +3,22 @@
 The order depends only on (seed, cursor), so that a run resumes from the cursor alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.grpo.seeding import stream
+from grpo_replay.prompts.fields import (
+    ChatMessage,
+    ProblemStatement,
+    answer_after,
+    checked_column,
+    count_marked,
+    problem_statement,
+    unique_ids,
+)
 from grpo_replay.prompts.sources import (
     MappingRows,
     ProblemRows,
@@ -41,6 +50,7 @@ class PromptSet:
         skipped_too_long: int,
         seed: int,
         shuffle: bool,
+        notices: Sequence[str] = (),
     ) -> None:
         self._prompts = prompts
         self._rows = rows
@@ -48,6 +58,8 @@ class PromptSet:
         self._shuffle = shuffle
         self._cached_order: tuple[int, np.ndarray] | None = None
         self.skipped_too_long = skipped_too_long
+        self.notices = tuple(notices)
+        """Messages for the user on how the rows were read."""
 
     def __len__(self) -> int:
         return len(self._prompts.row_numbers)
@@ -67,9 +79,16 @@ class PromptSet:
             raise ValueError(f"take(cursor={cursor}, count={count}): both must be at least 0")
         return tuple(self._prompt(position) for position in range(cursor, cursor + count))
 
+    def sample(self, count: int) -> tuple[Prompt, ...]:
+        """At most `count` prompts, evenly spaced in the order of the source."""
+        count = min(count, len(self))
+        return tuple(self._prompt_of(index * len(self) // count) for index in range(count))
+
     def _prompt(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self))
-        index = int(self._order(epoch)[offset])
+        return self._prompt_of(int(self._order(epoch)[offset]))
+
+    def _prompt_of(self, index: int) -> Prompt:
         prompts = self._prompts
         return Prompt(
             prompt_id=prompts.ids[index],
@@ -115,9 +134,9 @@ def load_prompts(
     rows, id_field = _open_source(section, seed, whole_rows)
     if len(rows) == 0:
         raise DatasetError(f"prompts.source {section.source!r} has no rows")
-    problems = _checked(rows, section.problem_field, _problem_text)
-    answers = _checked(rows, section.answer_field, answer_text)
-    ids = _unique_ids(rows, id_field)
+    problems = checked_column(rows, section.problem_field, problem_statement)
+    answers = checked_column(rows, section.answer_field, answer_after(section.answer_marker))
+    ids = unique_ids(rows, id_field)
     kept, skipped, shortest = _TokenisedPrompts(), 0, np.inf
     for number, (text, tokens_P) in enumerate(_rendered(section, tokenizer, problems)):
         if len(tokens_P) > section.max_prompt_length:
@@ -134,42 +153,35 @@ def load_prompts(
             f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
             f"{shortest}: raise the limit or shorten prompts.user_template"
         )
-    return PromptSet(kept, rows, skipped, seed, section.shuffle)
+    notices = _notices(section, problems, rows.column(section.answer_field))
+    return PromptSet(kept, rows, skipped, seed, section.shuffle, notices)
+
+
+def _notices(
+    section: PromptsSection, problems: Sequence[ProblemStatement], answers: Sequence[Any]
+) -> list[str]:
+    notices = []
+    if chats := sum(not isinstance(problem, str) for problem in problems):
+        notices.append(
+            f"{chats} of {len(problems)} problems are chat messages, rendered as they are: "
+            "prompts.system_prompt and prompts.user_template are not used for them"
+        )
+    if marked := count_marked(answers, section.answer_marker):
+        notices.append(
+            f"{marked} of {len(answers)} answers contain {section.answer_marker!r}: only the text "
+            "after the last one is the reference answer (prompts.answer_marker null: all of it)"
+        )
+    return notices
 
 
 def render_prompt(
-    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", problem: str
+    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", problem: ProblemStatement
 ) -> tuple[str, np.ndarray]:
     """Text and token ids (int32 [P]) of one problem, rendered with the section's template.
 
     Raises RecipeError if the template cannot be rendered.
     """
     return next(_rendered(section, tokenizer, [problem]))
-
-
-def answer_text(value: Any) -> str:
-    """A reference answer as text. Text is unchanged; an integer becomes its digits.
-
-    Raises ValueError with the value found for other types and for blank text.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return _problem_text(value)
-
-
-def _problem_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(
-            f"found {value!r} ({type(value).__name__}), expected text (or, as an answer or id, a "
-            "whole number): put it in quotes"
-        )
-    if not value.strip():
-        raise ValueError("is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"found {value!r}, expected valid Unicode: {error.reason}") from None
-    return value
 
 
 def _open_source(
@@ -195,61 +207,59 @@ def _open_source(
     return rows, section.id_field
 
 
-def _checked(rows: ProblemRows, field: str, as_text: Any) -> list[str]:
-    texts: list[str] = []
-    for index, value in enumerate(rows.column(field)):
-        try:
-            texts.append(as_text(value))
-        except ValueError as error:
-            raise DatasetError(f"{rows.place(index)}: field {field!r} {error}") from None
-    return texts
-
-
-def _unique_ids(rows: ProblemRows, id_field: str | None) -> list[str]:
-    if id_field is None:
-        return [str(index) for index in range(len(rows))]
-    ids = _checked(rows, id_field, answer_text)
-    first_with: dict[str, int] = {}
-    for index, each in enumerate(ids):
-        first = first_with.setdefault(each, index)
-        if first != index:
-            raise DatasetError(
-                f"{rows.place(index)}: id {each!r} in field {id_field!r} is also the id of "
-                f"{rows.place(first)}; ids must be unique"
-            )
-    return ids
-
-
 def _rendered(
-    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", problems: Sequence[str]
+    section: PromptsSection,
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[ProblemStatement],
 ) -> Iterator[tuple[str, np.ndarray]]:
     chat = section.template == "chat"
     for start in range(0, len(problems), BATCH_PROMPTS):
         batch = problems[start : start + BATCH_PROMPTS]
-        users = [section.user_template.format(problem=problem) for problem in batch]
-        texts = _chat_texts(section, tokenizer, users) if chat else users
+        if chat:
+            texts = _chat_texts(section, tokenizer, [_messages(section, each) for each in batch])
+        else:
+            texts = [_plain_text(section, each) for each in batch]
         # A chat template contains its special tokens; for plain text the tokenizer adds them.
         encoded = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
         for text, ids in zip(texts, encoded["input_ids"], strict=True):
             yield text, np.array(ids, dtype=np.int32)
 
 
+def _plain_text(section: PromptsSection, problem: ProblemStatement) -> str:
+    if isinstance(problem, str):
+        return section.user_template.format(problem=problem)
+    raise RecipeError(
+        f"prompts.template 'plain': field {section.problem_field!r} has chat messages, which the "
+        "chat template renders; set prompts.template chat"
+    )
+
+
+def _messages(section: PromptsSection, problem: ProblemStatement) -> list[ChatMessage]:
+    """The chat of a problem: its own messages, or those that the section makes of its text."""
+    if not isinstance(problem, str):
+        return problem
+    user = {"role": "user", "content": section.user_template.format(problem=problem)}
+    if section.system_prompt is None:
+        return [user]
+    return [{"role": "system", "content": section.system_prompt}, user]
+
+
 def _chat_texts(
-    section: PromptsSection, tokenizer: "PreTrainedTokenizerBase", users: Sequence[str]
+    section: PromptsSection,
+    tokenizer: "PreTrainedTokenizerBase",
+    chats: Sequence[list[ChatMessage]],
 ) -> list[str]:
     if not tokenizer.chat_template:
         raise RecipeError(
             "prompts.template 'chat': the tokenizer has no chat template; set prompts.template "
             "plain, or model.tokenizer to a tokenizer with a chat template"
         )
-    system: list[Mapping[str, str]] = []
-    if section.system_prompt is not None:
-        system = [{"role": "system", "content": section.system_prompt}]
-    chats = [[*system, {"role": "user", "content": user}] for user in users]
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            list(chats), tokenize=False, add_generation_prompt=True, **section.chat_template_kwargs
+        )
     except TemplateError as error:
         raise RecipeError(
             f"prompts.template 'chat': the tokenizer's chat template failed: {error}; if it "

@@ -4,7 +4,7 @@ Sources only read. The caller checks the values.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,9 @@ class ProblemRows(Protocol):
     def row(self, index: int) -> Mapping[str, Any]: ...
 
     def column(self, field: str) -> Sequence[Any]:
-        """The field's value in every row. Raises DatasetError if a row does not have it."""
+        """The field's value in every row. `reward_model.ground_truth` is the value of
+        `ground_truth` inside the column `reward_model`, unless a column has the whole name. Raises
+        DatasetError if a row does not have the field."""
         ...
 
     def place(self, index: int) -> str:
@@ -48,10 +50,13 @@ class MappingRows:
         return self._rows[index]
 
     def column(self, field: str) -> list[Any]:
+        values = []
         for index, row in enumerate(self._rows):
-            if field not in row:
+            column = column_of(field, row)
+            if column not in row:
                 raise DatasetError(f"{self.place(index)}: no field {field!r}{_among(field, row)}")
-        return [row[field] for row in self._rows]
+            values.append(_inside(row[column], column, field, lambda i=index: self.place(i)))
+        return values
 
     def place(self, index: int) -> str:
         if self._lines is None:
@@ -74,12 +79,35 @@ class TableRows:
         return self._table.slice(index, 1).to_pylist()[0]
 
     def column(self, field: str) -> list[Any]:
-        if field not in self._table.column_names:
+        column = column_of(field, self._table.column_names)
+        if column not in self._table.column_names:
             raise DatasetError(f"{self._source}: no column {field!r}{_among(field, self._names)}")
-        return self._table.column(field).to_pylist()
+        values = self._table.column(column).to_pylist()
+        return [
+            _inside(value, column, field, lambda i=index: self.place(i))
+            for index, value in enumerate(values)
+        ]
 
     def place(self, index: int) -> str:
         return f"{self._source} row {index}"
+
+
+def column_of(field: str, columns: Container[str]) -> str:
+    """The column that contains a field: the field itself, or what is before its first dot."""
+    return field if field in columns else field.partition(".")[0]
+
+
+def _inside(value: Any, column: str, field: str, place: Callable[[], str]) -> Any:
+    """The value at `field` in the value of its column."""
+    path = column
+    for key in field.removeprefix(column).split(".")[1:]:
+        if not isinstance(value, Mapping):
+            kind = type(value).__name__
+            raise DatasetError(f"{place()}: no field {field!r}: {path} is a {kind}, without keys")
+        if key not in value:
+            raise DatasetError(f"{place()}: no field {field!r}: {path} has {', '.join(value)}")
+        value, path = value[key], f"{path}.{key}"
+    return value
 
 
 def is_local_source(source: str) -> bool:
@@ -136,7 +164,8 @@ def read_hub_rows(
         dataset = dataset.select(range(min(limit, len(dataset))))
     names = dataset.column_names
     if fields is not None:
-        dataset = dataset.select_columns([name for name in names if name in fields])
+        wanted = {column_of(field, names) for field in fields}
+        dataset = dataset.select_columns([name for name in names if name in wanted])
     return TableRows(dataset.with_format("arrow")[:], f"{source}[{split}]", names)
 
 
@@ -146,8 +175,9 @@ def _parquet_rows(
     """Rows of a Parquet file. Only `fields` are read: every column read takes memory."""
     try:
         names = pq.read_schema(path, memory_map=True).names
-        wanted = None if fields is None else [name for name in names if name in fields]
-        table = pq.read_table(path, memory_map=True, columns=wanted)
+        wanted = {column_of(field, names) for field in fields or names}
+        columns = [name for name in names if name in wanted]
+        table = pq.read_table(path, memory_map=True, columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
     return TableRows(table if limit is None else table.slice(0, limit), source, names)
@@ -173,8 +203,9 @@ def _jsonl_rows(
             raise DatasetError(
                 f"{source}:{number}: found a {type(row).__name__}; every line is one JSON object"
             )
-        if fields is not None and all(field in row for field in fields):
-            row = {field: row[field] for field in fields}  # else keep all, for the error
+        columns = {column_of(field, row) for field in fields or row}
+        if columns <= row.keys():
+            row = {column: row[column] for column in columns}  # else keep all, for the error
         rows.append(row)
         lines.append(number)
     return MappingRows(rows, source, lines)

@@ -15,6 +15,8 @@ from grpo_replay.recipe.grpo_sections import (
     LossSection,
     ReplaySection,
     RewardSection,
+    WeightedReward,
+    is_function_name,
 )
 from grpo_replay.recipe.input_sections import ModelSection, PromptsSection
 from grpo_replay.recipe.layers import (
@@ -58,8 +60,10 @@ __all__ = [
     "ServersSection",
     "TrackingSection",
     "VllmSection",
+    "WeightedReward",
     "ZeroSection",
     "find_recipe",
+    "is_function_name",
     "load_recipe",
     "parse_overrides",
     "read_recipe_layer",

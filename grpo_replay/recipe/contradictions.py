@@ -10,6 +10,7 @@ def find_contradictions(recipe: RecipeSections) -> list[str]:
     return [
         *_replay_size_contradictions(recipe),
         *_replay_draw_contradictions(recipe),
+        *_reward_contradictions(recipe),
         *_algorithm_contradictions(recipe),
         *_engine_contradictions(recipe),
     ]
@@ -71,12 +72,32 @@ def _replay_draw_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
-    if recipe.reward.correct <= recipe.reward.incorrect:
+def _reward_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    reward, longest = recipe.reward, recipe.sampling.max_completion_length
+    if reward.correct <= reward.incorrect:
         yield (
-            f"reward.correct {recipe.reward.correct} must be greater than reward.incorrect "
-            f"{recipe.reward.incorrect}"
+            f"reward.correct {reward.correct} must be greater than reward.incorrect "
+            f"{reward.incorrect}"
         )
+    names = reward.score_names
+    for name in sorted({each for each in names if names.count(each) > 1}):
+        yield (
+            f"reward.other_functions: two scores are called {name!r} ({', '.join(names)}): give "
+            "each function a name of its own, {function: …, name: …}"
+        )
+    if reward.overlong_buffer_tokens is not None and reward.overlong_buffer_tokens > longest:
+        yield (
+            f"reward.overlong_buffer_tokens {reward.overlong_buffer_tokens} is more than "
+            f"sampling.max_completion_length {longest}: lower it"
+        )
+    if reward.mask_truncated and recipe.replay.enabled and recipe.replay.unit == "query":
+        yield (
+            "reward.mask_truncated with replay.unit 'query': a query is stored and drawn with all "
+            "its rollouts; use replay.unit rollout, or reward.overlong_buffer_tokens"
+        )
+
+
+def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
     if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
         yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
     if recipe.run.mode == "async":

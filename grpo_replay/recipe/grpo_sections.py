@@ -11,21 +11,90 @@ BUILTIN_VERIFIERS: tuple[str, ...] = get_args(BuiltinVerifier)
 """The verifiers that ship with the package, for training rewards and evaluation."""
 
 
+OVERLONG = "overlong"
+"""The name of the length penalty among the scores of a rollout."""
+
+
+def is_function_name(text: str) -> bool:
+    """True for a built-in verifier, `module:function` and `file.py:function`."""
+    place, separator, name = text.rpartition(":")
+    if not separator:
+        return text in BUILTIN_VERIFIERS
+    place_is_named = place.endswith(".py") or all(map(str.isidentifier, place.split(".")))
+    return place_is_named and all(map(str.isidentifier, name.split(".")))
+
+
+class WeightedReward(Section):
+    """One of several reward functions."""
+
+    function: str
+    """As `reward.function`."""
+    weight: float = 1.0
+    """Factor of its score in the reward."""
+    name: str | None = None
+    """Its name in metrics. The part of `function` after the colon if null."""
+
+
 class RewardSection(Section):
     function: str = "minerva"
     """Reward function: `minerva` (paper A, training), `math_verify_boxed` (paper A, evaluation),
-    `math_verify`, or your own as `module:function`, called as
+    `math_verify`, or your own as `module:function` or `file.py:function`, called as
     `f(completion: str, answer: str, row: dict) -> float`."""
+    weight: float = 1.0
+    """Factor of its score in the reward."""
+    other_functions: list[WeightedReward] = Field(default_factory=list)
+    """Further reward functions, each `{function: …, weight: 1.0, name: null}`. The reward is the
+    weighted sum of all scores (TRL: reward_funcs, reward_weights). `function` alone decides which
+    rollouts count as correct."""
     correct: float = 1.0
-    """Reward of a correct answer."""
+    """Score of a correct answer. A score of your own function counts as correct from here on."""
     incorrect: float = -1.0
-    """Reward of any other answer."""
+    """Score of any other answer."""
+    overlong_buffer_tokens: Positive | None = None
+    """L_cache of DAPO's soft overlong punishment: within so many tokens of
+    `sampling.max_completion_length`, a score `overlong` falls linearly from 0 to -1. No penalty if
+    null."""
+    overlong_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Factor of the score `overlong` in the reward (DAPO: 1)."""
+    mask_truncated: bool = False
+    """Neither train on nor store completions that were cut off at the length limit (DAPO's overlong
+    filtering; TRL: mask_truncated_completions). Their rewards still count in the mean and standard
+    deviation of their group."""
+    max_failed_share: Fraction = 0.5
+    """The run stops if a larger share of a step's verdicts are crashes, time-outs or exhausted
+    memory of the reward function. 1 never stops."""
     workers: Positive = 2
-    """Verifier processes per rank."""
+    """Verifier processes per rank. At most 32 per CPU core."""
     time_limit_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Maximum time to grade one completion. A worker that takes longer is killed."""
     memory_limit_mib: Positive = 2048
     """Maximum memory growth of a worker process."""
+
+    @property
+    def functions(self) -> tuple[WeightedReward, ...]:
+        """All reward functions, `function` first, each with its name."""
+        first = WeightedReward(function=self.function, weight=self.weight)
+        return tuple(
+            each.model_copy(update={"name": each.name or each.function.rpartition(":")[2]})
+            for each in (first, *self.other_functions)
+        )
+
+    @property
+    def is_combined(self) -> bool:
+        """True if the reward is not simply the score of `function`: the scores are logged."""
+        penalised = self.overlong_buffer_tokens is not None
+        return bool(self.other_functions) or penalised or self.weight != 1
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """The names of a rollout's scores, in the order in which they are stored."""
+        overlong = () if self.overlong_buffer_tokens is None else (OVERLONG,)
+        return (*(each.name or "" for each in self.functions), *overlong)
+
+    def alone(self, function: str) -> "RewardSection":
+        """These settings with `function` as the only reward function."""
+        only = {"function": function, "weight": 1.0, "other_functions": []}
+        return self.model_copy(update={**only, "overlong_buffer_tokens": None})
 
 
 class AdvantageSection(Section):

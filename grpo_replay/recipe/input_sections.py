@@ -13,6 +13,15 @@ PAPER_USER_TEMPLATE = (
     "Please reason step by step, and put your final answer within \\boxed{{}}."
 )
 
+RENDERING_ARGUMENTS = frozenset(
+    (
+        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+"""Arguments of transformers' `apply_chat_template` that are not variables of the template."""
+
 
 class ModelSection(Section):
     path: str = "builtin:tiny"
@@ -49,9 +58,14 @@ class PromptsSection(Section):
     split: str = "train"
     """Split of the hub dataset, or a slice of one: `train[:-500]` is all but the last 500 rows."""
     problem_field: str = "problem"
-    """Column with the problem statement."""
+    """Column with the problem: text, or a list of chat messages `{role, content}` (TRL, verl:
+    `prompt`), which are rendered as they are, without `system_prompt` and `user_template`. For all
+    fields, dots lead into a nested value: `reward_model.ground_truth`."""
     answer_field: str = "answer"
-    """Column with the reference answer."""
+    """Column with the reference answer: text or a number."""
+    answer_marker: str | None = "####"
+    """Where an answer contains this marker, only the text after the last one is the reference
+    answer (GSM8K: `… #### 18`). Whole answers if null."""
     id_field: str | None = None
     """Column with a unique id. The row number is the id if null."""
     template: Literal["chat", "plain"] = "chat"
@@ -60,6 +74,9 @@ class PromptsSection(Section):
     """System message of the chat template. No system message if null. Ignored by `plain`."""
     user_template: str = PAPER_USER_TEMPLATE
     """Python format string with the placeholder `{problem}`."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, for example `{enable_thinking: false}` (TRL:
+    chat_template_kwargs)."""
     max_prompt_length: Positive = 1024
     """Maximum prompt length in tokens. Longer prompts are skipped and counted (TRL:
     max_prompt_length)."""
@@ -67,6 +84,14 @@ class PromptsSection(Section):
     """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
     limit: Positive | None = None
     """Use only this many rows from the start. All rows if null."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leaves_the_call_alone(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(RENDERING_ARGUMENTS & set(variables))
+        if taken:
+            raise ValueError(f"{', '.join(taken)}: not a variable of the chat template; remove it")
+        return variables
 
     @field_validator("user_template")
     @classmethod

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.base import Section
+from grpo_replay.recipe.paths import anchor_paths
 from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.yaml_text import DEEPEST, is_number, is_text, parse_yaml, problem_of, shown
 from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
@@ -87,7 +88,8 @@ def recipe_source(path: Path) -> str:
 
 
 def read_recipe_layer(path: Path) -> dict[str, Any]:
-    """Read the mapping in a YAML file. Raises RecipeError with file and line."""
+    """Read the mapping in a YAML file. Relative paths of data and reward functions become absolute
+    (`anchor_paths`). Raises RecipeError with file and line."""
     try:
         layer = parse_yaml(path.read_text(encoding="utf-8"), Recipe)
     except yaml.YAMLError as error:
@@ -100,6 +102,7 @@ def read_recipe_layer(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(layer, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {_kind(layer)}")
+    anchor_paths(layer, path.parent)
     return layer
 
 

@@ -2,10 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from grpo_replay.recipe.base import Positive, Section
-from grpo_replay.recipe.grpo_sections import BuiltinVerifier
+from grpo_replay.recipe.grpo_sections import (
+    BUILTIN_VERIFIERS,
+    BuiltinVerifier,
+    is_function_name,
+)
 
 
 class RunSection(Section):
@@ -57,23 +61,37 @@ class EvalSection(Section):
     """Local folder with a file `<benchmark>.jsonl` or `<benchmark>.parquet` per benchmark, read
     instead of the hub."""
     problem_field: str = "problem"
-    """Column with the problem, for benchmarks given as a file (`my.jsonl`, `my.parquet`)."""
+    """Column with the problem, for benchmarks given as a file (`my.jsonl`, `my.parquet`): text, or
+    a list of chat messages."""
     answer_field: str = "answer"
     """Column with the reference answer, for benchmarks given as a file."""
+    answer_marker: str | None = "####"
+    """As `prompts.answer_marker`, for benchmarks given as a file."""
     id_field: str | None = None
     """Column with a unique id, for benchmarks given as a file. The row number if null."""
     max_problems: Positive | None = None
     """Use only this many problems from the start of each benchmark, for a quick look."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seed of the first eight samples of a problem. Each further eight use the next seed."""
-    reward: BuiltinVerifier = "math_verify_boxed"
+    reward: str = "math_verify_boxed"
     """Verifier. `math_verify_boxed` grades the last boxed answer in the final 500 characters
-    (paper A); `math_verify` grades whatever math-verify finds in the whole completion."""
+    (paper A); `math_verify` grades whatever math-verify finds in the whole completion; your own
+    function, as in `reward.function`, counts a completion as correct if its score is at least
+    `reward.correct`."""
     other_rewards: list[BuiltinVerifier] = Field(default_factory=list)
     """Further verifiers that grade the same completions, reported next to the first
     (`--grade-with`)."""
     bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
     """Number of bootstrap resamples for the confidence intervals."""
+
+    @field_validator("reward")
+    @classmethod
+    def _is_a_verifier(cls, reward: str) -> str:
+        if not is_function_name(reward):
+            raise ValueError(
+                f"use {', '.join(BUILTIN_VERIFIERS)}, module:function or file.py:function"
+            )
+        return reward
 
 
 class TrackingSection(Section):

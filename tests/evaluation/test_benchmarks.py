@@ -101,7 +101,7 @@ def test_duplicate_ids_are_refused(tmp_path):
     path = tmp_path / "mine.jsonl"
     row = json.dumps({"problem": "p", "answer": "1", "id": "same"}) + "\n"
     path.write_text(row + row)
-    with pytest.raises(DatasetError, match=r":2: id 'same' is already used at .*:1"):
+    with pytest.raises(DatasetError, match=r":2: id 'same' in field .* is also the id of .*:1"):
         load(str(path), id_field="id")
 
 

@@ -144,10 +144,121 @@ def test_no_prompt_left_says_limit_and_shortest(jsonl, tokenizer):
     )
 
 
-def test_integer_answers_become_text(jsonl, tokenizer):
-    path = jsonl({"problem": "a", "answer": 72}, {"problem": "b", "answer": -3})
+def test_numeric_answers_become_text(jsonl, tokenizer):
+    path = jsonl(*({"problem": "a", "answer": n} for n in (72, -3, 18.0, 0.25, 1e300)))
     prompts = load_prompts(section(path, shuffle=False), tokenizer, 0)
-    assert [p.answer for p in prompts.take(0, 2)] == ["72", "-3"]
+    assert [p.answer for p in prompts.take(0, 5)] == ["72", "-3", "18", "0.25", "1e+300"]
+
+
+def test_only_the_text_after_the_last_marker_is_the_answer(jsonl, tokenizer):
+    """As in GSM8K."""
+    marked = {"problem": "a", "answer": "9 + 9 = <<9+9=18>>18\n#### first\n#### 1,018 "}
+    path = jsonl(marked, {"problem": "b", "answer": "7"})
+    prompts = load_prompts(section(path, shuffle=False), tokenizer, 0)
+    assert [p.answer for p in prompts.take(0, 2)] == ["1,018", "7"]
+    assert prompts.take(0, 1)[0].row == marked
+    (notice,) = prompts.notices
+    assert "1 of 2 answers contain '####'" in notice and "prompts.answer_marker" in notice
+    whole = load_prompts(section(path, shuffle=False, answer_marker=None), tokenizer, 0)
+    assert whole.take(0, 1)[0].answer == marked["answer"] and whole.notices == ()
+    refused(
+        jsonl({"problem": "a", "answer": "7 ####  "}), tokenizer, ":1: .*nothing after the mark"
+    )
+
+
+VERL_ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "What is 2 + 2? Answer after ####."}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "index": 7},
+}
+"""A row in the form of verl's data preprocessing."""
+TRL_ROW = {
+    "prompt": [
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": "What is {2} + 2?", "name": None},
+    ],
+    "solution": "4",
+}
+"""A conversational row in the form that TRL's GRPOTrainer takes."""
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("whole_rows", [True, False])
+def test_message_lists_and_nested_answers_as_in_verl(
+    jsonl, tokenizer, tmp_path, suffix, whole_rows
+):
+    path = jsonl(VERL_ROW)
+    if suffix == "parquet":
+        path = str(tmp_path / "verl.parquet")
+        pq.write_table(pa.Table.from_pylist([VERL_ROW]), path)
+    fields = {"problem_field": "prompt", "answer_field": "reward_model.ground_truth"}
+    chat = section(path, template="chat", id_field="extra_info.index", **fields)
+    prompts = load_prompts(chat, tokenizer, 0, whole_rows)
+    (prompt,) = prompts.take(0, 1)
+    assert prompt.text == "user: What is 2 + 2? Answer after ####.\nassistant: "
+    assert (prompt.answer, prompt.prompt_id) == ("4", "7")
+    assert prompt.row["reward_model"] == VERL_ROW["reward_model"]
+    assert ("ability" in prompt.row) == whole_rows
+    assert "1 of 1 problems are chat messages" in prompts.notices[0]
+
+
+def test_message_lists_as_in_trl_keep_their_system_message(jsonl, tokenizer):
+    path = jsonl(TRL_ROW)
+    chat = section(path, template="chat", problem_field="prompt", answer_field="solution")
+    (prompt,) = load_prompts(chat, tokenizer, 0).take(0, 1)
+    assert prompt.text == "system: Think.\nuser: What is {2} + 2?\nassistant: "
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"prompt": []}, r":1: field 'prompt' is a list without messages"),
+        ({"prompt": ["hello"]}, r"has 'hello' as message 1, expected \{role: text, content: text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "as message 1, expected"),
+        (
+            {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "ends with a message of the assistant",
+        ),
+        (
+            {"reward_model": {"style": "rule"}},
+            r"'reward_model\.ground_truth': reward_model has style",
+        ),
+        ({"reward_model": "4"}, r":1: no field .* reward_model is a str, without keys"),
+    ],
+)
+def test_bad_messages_and_nested_fields_are_refused(jsonl, tokenizer, changes, match):
+    fields = {"problem_field": "prompt", "answer_field": "reward_model.ground_truth"}
+    refused(jsonl(VERL_ROW | changes), tokenizer, match, template="chat", **fields)
+
+
+def test_message_lists_need_the_chat_template(jsonl, tokenizer):
+    fields = {"problem_field": "prompt", "answer_field": "solution", "template": "plain"}
+    refused(jsonl(TRL_ROW), tokenizer, "set prompts.template chat", RecipeError, **fields)
+
+
+def test_a_column_with_dots_in_its_name_comes_before_a_nested_field(jsonl, tokenizer):
+    path = jsonl({"problem": "p", "a.b": "whole", "a": {"b": "nested"}})
+    (prompt,) = load_prompts(section(path, answer_field="a.b"), tokenizer, 0).take(0, 1)
+    assert prompt.answer == "whole"
+
+
+def test_variables_reach_the_chat_template(jsonl):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1].content }}{% if think %}<think>{% endif %}"
+    chat = section(jsonl(*numbered(1)), template="chat", user_template="{problem}")
+    thinking = chat.model_copy(update={"chat_template_kwargs": {"think": True}})
+    texts = [load_prompts(each, tokenizer, 0).take(0, 1)[0].text for each in (chat, thinking)]
+    assert texts == ["0+1", "0+1<think>"]
+    with pytest.raises(ValueError, match="tokenize: not a variable of the chat template"):
+        section("x.jsonl", chat_template_kwargs={"tokenize": True})
+
+
+def test_a_sample_is_evenly_spaced_over_the_source(jsonl, tokenizer):
+    prompts = load_prompts(section(jsonl(*numbered(10))), tokenizer, 0)
+    assert [p.prompt_id for p in prompts.sample(4)] == ["0", "2", "5", "7"]
+    assert len(prompts.sample(100)) == 10
 
 
 @pytest.mark.parametrize(
@@ -159,7 +270,7 @@ def test_integer_answers_become_text(jsonl, tokenizer):
         ({"problem": "p", "answer": " "}, r":3: field 'answer' is empty"),
         ({"problem": "", "answer": "1"}, r":3: field 'problem' is empty"),
         ({"problem": "p", "answer": None}, r":3: field 'answer' found None"),
-        ({"problem": "p", "answer": 1.5}, r":3: field 'answer' found 1.5 \(float\)"),
+        ({"problem": "p", "answer": float("nan")}, r":3: field 'answer' found nan \(float\)"),
         ({"problem": "p", "answer": True}, r":3: field 'answer' found True \(bool\)"),
         ({"problem": "p", "answer": ["1"]}, r":3: field 'answer' found \['1'\] \(list\)"),
         ({"problem": 5, "answer": "1"}, r":3: field 'problem' found 5 \(int\)"),

@@ -269,3 +269,41 @@ def test_the_gap_limit_follows_the_precision(overrides, limit):
 )
 def test_the_automatic_zero_stage_shards_only_over_several_ranks(ranks, overrides, stage):
     assert load_recipe("tiny", overrides).zero_stage(ranks) == stage
+
+
+def test_relative_paths_of_a_file_start_at_its_folder_and_of_set_at_the_working_directory(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "own.yaml").write_text(
+        "model: {path: ./model, tokenizer: owner/name}\n"
+        "prompts: {source: data/train.jsonl}\n"
+        "reward: {function: 'rewards/math.py:score', other_functions: [{function: 'up.py:f'}]}\n"
+        "eval: {benchmarks: [math500, ../test.parquet], data_folder: data, reward: 'e.py:f'}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe("configs/own.yaml")
+    assert recipe.prompts.source == f"{folder}/data/train.jsonl"
+    assert recipe.reward.function == f"{folder}/rewards/math.py:score"
+    assert recipe.reward.other_functions[0].function == f"{folder}/up.py:f"
+    assert recipe.eval.benchmarks == ["math500", f"{tmp_path}/test.parquet"]
+    assert (recipe.eval.data_folder, recipe.eval.reward) == (f"{folder}/data", f"{folder}/e.py:f")
+    assert (recipe.model.path, recipe.model.tokenizer) == (f"{folder}/model", "owner/name")
+    given = load_recipe("configs/own.yaml", ["prompts.source=data/mine.jsonl"])
+    assert given.prompts.source == "data/mine.jsonl"
+    saved = folder.parent / "recipe.yaml"
+    saved.write_text(recipe_to_yaml(recipe))
+    assert load_recipe(str(saved)).model_dump() == recipe.model_dump()
+
+
+@pytest.mark.parametrize("source", ["owner/name", "builtin:tiny", "/data/x.jsonl", "~/x.jsonl"])
+def test_hub_ids_and_absolute_paths_are_left_as_they_are(tmp_path, source):
+    (tmp_path / "own.yaml").write_text(f"prompts: {{source: '{source}'}}\nname: own\n")
+    assert load_recipe(str(tmp_path / "own.yaml")).prompts.source == source
+
+
+@pytest.mark.parametrize("reward", ["mathverify", "a:", ":f", "file.txt:f", "a.py:"])
+def test_a_verifier_of_evaluations_has_the_form_of_one(reward):
+    with pytest.raises(RecipeError, match=r"eval\.reward: use math_verify_boxed, .*file\.py:func"):
+        load_recipe("tiny", [f"eval.reward={reward}"])

@@ -1,0 +1,129 @@
+"""The values of a row: problems, reference answers and ids, checked and converted.
+
+A conversion raises ValueError with the value found; `checked_column` adds the place of the row.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any, TypeVar
+
+from grpo_replay.errors import DatasetError
+from grpo_replay.prompts.sources import ProblemRows
+
+ChatMessage = dict[str, Any]
+ProblemStatement = str | list[ChatMessage]
+"""Text, or the messages of a chat."""
+
+_Value = TypeVar("_Value")
+
+
+def checked_column(rows: ProblemRows, field: str, convert: Callable[[Any], _Value]) -> list[_Value]:
+    """The converted values of a field. Raises DatasetError with the place of a bad value."""
+    converted: list[_Value] = []
+    for index, value in enumerate(rows.column(field)):
+        try:
+            converted.append(convert(value))
+        except ValueError as error:
+            raise DatasetError(f"{rows.place(index)}: field {field!r} {error}") from None
+    return converted
+
+
+def unique_ids(rows: ProblemRows, id_field: str | None) -> list[str]:
+    """The ids of the rows; their numbers if there is no field.
+
+    Raises DatasetError for a duplicate.
+    """
+    if id_field is None:
+        return [str(index) for index in range(len(rows))]
+    ids = checked_column(rows, id_field, answer_text)
+    first_with: dict[str, int] = {}
+    for index, each in enumerate(ids):
+        first = first_with.setdefault(each, index)
+        if first != index:
+            raise DatasetError(
+                f"{rows.place(index)}: id {each!r} in field {id_field!r} is also the id of "
+                f"{rows.place(first)}; ids must be unique"
+            )
+    return ids
+
+
+def problem_statement(value: Any) -> ProblemStatement:
+    """A problem: text, or a list of chat messages that ends with one to be answered."""
+    if not isinstance(value, list):
+        return text(value)
+    messages = [_message(number, each) for number, each in enumerate(value, start=1)]
+    if not messages:
+        raise ValueError("is a list without messages")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            "ends with a message of the assistant, which is what the model is to write: end with "
+            "one of the user"
+        )
+    return messages
+
+
+def _message(number: int, value: Any) -> ChatMessage:
+    # Arrow gives every message the keys of all, with None where there is no value.
+    message = {k: v for k, v in value.items() if v is not None} if _is_mapping(value) else {}
+    if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        raise ValueError(
+            f"has {value!r:.80} as message {number}, expected {{role: text, content: text}}"
+        )
+    return message
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def answer_text(value: Any) -> str:
+    """A reference answer or an id as text. Text is unchanged; a number becomes its digits, without
+    a fraction if it is whole."""
+    if isinstance(value, bool):
+        return text(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        whole = value == int(value) and abs(value) < 1e15
+        return str(int(value)) if whole else str(value)
+    if isinstance(value, int):
+        return str(value)
+    return text(value)
+
+
+def answer_after(marker: str | None) -> Callable[[Any], str]:
+    """A conversion of reference answers to the text after the last `marker` in them; to the whole
+    answers if the marker is None. Example: `8 + 10 = 18\n#### 18` becomes `18`."""
+
+    def convert(value: Any) -> str:
+        answer = answer_text(value)
+        if marker is None or marker not in answer:
+            return answer
+        after = answer.rpartition(marker)[2].strip()
+        if not after:
+            raise ValueError(f"has nothing after the marker {marker!r} (answer_marker)")
+        return after
+
+    return convert
+
+
+def text(value: Any) -> str:
+    """Text that is not blank and valid Unicode."""
+    if not isinstance(value, str):
+        raise ValueError(
+            f"found {value!r} ({type(value).__name__}), expected text (or, as an answer or id, a "
+            "number, or, as a problem, a list of chat messages): put it in quotes"
+        )
+    if not value.strip():
+        raise ValueError("is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"found {value!r}, expected valid Unicode: {error.reason}") from None
+    return value
+
+
+def count_marked(values: Sequence[Any], marker: str | None) -> int:
+    """The number of answers that contain the marker."""
+    return sum(
+        isinstance(value, str) and marker is not None and marker in value for value in values
+    )

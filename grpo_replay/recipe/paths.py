@@ -1,0 +1,59 @@
+"""Relative paths in a recipe file start at the folder of the file.
+
+So a recipe works from every working directory. Paths given on the command line start at the working
+directory, as everywhere in a shell. The recipe that a run saves has absolute paths.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
+    """Make the relative paths of a recipe layer absolute, in place.
+
+    These are files of prompts and benchmarks, `eval.data_folder`, `file.py:function`, and models
+    and tokenizers that begin with a dot: `owner/name` is a hub id. Values of a wrong type are left
+    for the validation.
+    """
+
+    def absolute(path: str) -> str:
+        if path.startswith("~"):
+            return path
+        return os.path.abspath(folder / path)
+
+    def of_data(path: str) -> str:
+        return absolute(path) if path.endswith(DATA_SUFFIXES) or path.startswith(".") else path
+
+    def of_model(path: str) -> str:
+        return absolute(path) if path.startswith(".") else path
+
+    def of_function(function: str) -> str:
+        place, separator, name = function.rpartition(":")
+        return f"{absolute(place)}:{name}" if separator and place.endswith(".py") else function
+
+    _change(layer, "prompts", "source", of_data)
+    _change(layer, "model", "path", of_model)
+    _change(layer, "model", "tokenizer", of_model)
+    _change(layer, "reward", "function", of_function)
+    _change(layer, "eval", "reward", of_function)
+    _change(layer, "eval", "benchmarks", of_data)
+    _change(layer, "eval", "data_folder", absolute)
+    reward = layer.get("reward")
+    others = reward.get("other_functions") if isinstance(reward, dict) else None
+    for other in others if isinstance(others, list) else []:
+        _change({"reward": other}, "reward", "function", of_function)
+
+
+def _change(layer: dict[str, Any], section: str, key: str, change: Callable[[str], str]) -> None:
+    values = layer.get(section)
+    if not isinstance(values, dict) or key not in values:
+        return
+    value = values[key]
+    if isinstance(value, str):
+        values[key] = change(value)
+    elif isinstance(value, list):
+        values[key] = [change(each) if isinstance(each, str) else each for each in value]
