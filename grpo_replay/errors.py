@@ -14,6 +14,7 @@
     └── SafetyStop                 4   training stopped to avoid wrong results
         ├── NonFiniteError         4   a loss or gradient that is not finite
         ├── LogprobGapError        4   sampler and trainer log-probs differ too much
+        ├── RewardError            4   the reward function failed on most completions of a step
         ├── SamplerError           4   a sampler failed and could not be recovered
         └── LaunchError            4   ranks that cannot form a run
 
@@ -82,6 +83,10 @@ class NonFiniteError(SafetyStop):
 
 
 class LogprobGapError(SafetyStop):
+    pass
+
+
+class RewardError(SafetyStop):
     pass
 
 

@@ -22,6 +22,9 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+Row = Mapping[str, Any]
+"""One row of a data set."""
+
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 """Pairs of a parameter name and its full tensor, for weight transfers."""
 
@@ -43,7 +46,7 @@ class Prompt:
     text: str
     token_ids: np.ndarray  # int32 [P]
     answer: str
-    row: Mapping[str, Any]
+    row: Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +79,33 @@ class Completion:
     policy_version_end: int
 
 
+FAILED = ("timeout", "memory", "crash")
+"""The statuses of a verdict that say that the reward function failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A verifier's result. `status` is "correct", "incorrect", "unparsable" (no answer found),
-    "timeout", "memory" or "crash"; the last three get the reward of an incorrect answer. For a
-    `module:function` reward it is "scored"."""
+    """A verifier's result. `status` is "correct", "incorrect", "unparsable" (no answer found), or
+    one of `FAILED`, which get the reward of an incorrect answer. For a function of the user it is
+    "scored". With several functions it is that of the first, unless one of them failed.
+
+    `scores` has the score of each function, in the order of the recipe. `reward` is their weighted
+    sum.
+    """
 
     reward: float
     status: str
+    scores: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
     """One completion and everything computed at its birth, frozen. The unit of replay.
 
-    `advantage` and `behavior_logprobs` are None if the rollout's group was dropped (`kept` False).
-    `group_reward_std` is exactly 0 if all rewards of the group are equal. The age of a rollout is
-    `step - birth_step`, in training steps.
+    `advantage` and `behavior_logprobs` are None if the rollout was dropped (`kept` False): with its
+    group, or because it was cut off and `reward.mask_truncated` is set. `group_reward_std` is
+    exactly 0 if all rewards of the group are equal. The age of a rollout is `step - birth_step`, in
+    training steps.
     """
 
     rollout_id: int
@@ -115,6 +128,7 @@ class Rollout:
     finish_reason: str
     verdict: str
     kept: bool
+    reward_scores: tuple[float, ...] = ()  # before weights, if the reward combines several
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,7 @@ def check_insertable(
 
 
 def frozen(rollout: Rollout) -> Rollout:
-    """The rollout without its text, with read-only arrays."""
+    """The rollout without its text and its single scores, with read-only arrays."""
     for array in (
         rollout.prompt_token_ids,
         rollout.completion_token_ids,
@@ -42,7 +42,9 @@ def frozen(rollout: Rollout) -> Rollout:
     ):
         if array is not None:
             array.flags.writeable = False
-    return replace(rollout, completion_text="") if rollout.completion_text else rollout
+    if rollout.completion_text or rollout.reward_scores:
+        return replace(rollout, completion_text="", reward_scores=())
+    return rollout
 
 
 def is_correct(rollout: Rollout) -> bool:

@@ -1,8 +1,8 @@
 """The buffer as a Parquet file: buffer.parquet in a checkpoint (schema version 1).
 
-One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text`, then
-`priority`, `times_used` and `last_used_step` (null if never drawn). The file's metadata contain the
-step, the replay settings and the counters as JSON. Nothing is pickled.
+One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text` and
+`reward_scores`, then `priority`, `times_used` and `last_used_step` (null if never drawn). The
+file's metadata contain the step, the replay settings and the counters as JSON. Nothing is pickled.
 """
 
 import json
@@ -17,7 +17,12 @@ import pyarrow as pa
 from grpo_replay.buffer.replay_buffer import NEVER_USED, ReplayBuffer
 from grpo_replay.errors import SnapshotError
 from grpo_replay.storage.parquet import open_parquet, write_parquet
-from grpo_replay.storage.rollout_log import ROLLOUT_SCHEMA, rollouts_to_table, table_to_rollouts
+from grpo_replay.storage.rollout_log import (
+    LOG_ONLY,
+    ROLLOUT_SCHEMA,
+    rollouts_to_table,
+    table_to_rollouts,
+)
 
 SNAPSHOT_VERSION = 1
 _FACTS_KEY = b"grpo_replay.buffer"
@@ -30,7 +35,7 @@ _USE_FIELDS = [
     pa.field("last_used_step", pa.int64()),
 ]
 SNAPSHOT_SCHEMA = pa.schema(
-    [*(field for field in ROLLOUT_SCHEMA if field.name != "completion_text"), *_USE_FIELDS]
+    [*(field for field in ROLLOUT_SCHEMA if field.name not in LOG_ONLY), *_USE_FIELDS]
 )
 
 
@@ -110,7 +115,7 @@ def restore_snapshot(path: Path, buffer: ReplayBuffer) -> int:
 def _tables(state: Mapping[str, Any]) -> Iterator[pa.Table]:
     for start in range(0, len(state["rollouts"]), _CHUNK_ROLLOUTS):
         chunk = slice(start, start + _CHUNK_ROLLOUTS)
-        frozen = rollouts_to_table(state["rollouts"][chunk]).drop_columns(["completion_text"])
+        frozen = rollouts_to_table(state["rollouts"][chunk]).drop_columns(list(LOG_ONLY))
         last_used = state["last_used_step"][chunk]
         uses = [
             pa.array(state["priority"][chunk]),

@@ -9,6 +9,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.grpo.advantages import group_advantages
 from grpo_replay.grpo.seeding import completion_seed
 from grpo_replay.recipe import Recipe
+from grpo_replay.rewards.overlong import overlong_score
 from grpo_replay.storage.rollout_log import bytes_to_rollouts, rollouts_to_bytes
 from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Rollout, Verdict
 
@@ -44,7 +45,8 @@ def assemble_rollouts(
     first_group_id: int,
 ) -> list[Rollout]:
     """Rollouts of whole groups, by rollout id. A group with equal rewards has `kept` False, or
-    advantage 0 if `replay.drop_zero_variance` is false.
+    advantage 0 if `replay.drop_zero_variance` is false. With `reward.mask_truncated`, a completion
+    that was cut off has `kept` False too.
 
     Ids are consecutive over the prompts of the step: group `first_group_id + prompt_index`,
     rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
@@ -54,16 +56,31 @@ def assemble_rollouts(
     rollouts = []
     for prompt_index, prompt in sorted(prompts.items()):
         keys = [RequestKey(step, prompt_index, index) for index in range(group_size)]
-        group = _score_group([verdicts[key].reward for key in keys], recipe)
+        of_group = [_with_length(verdicts[key], completions[key], recipe) for key in keys]
+        group = _score_group(of_group, recipe)
         rollouts += [
             _rollout(
-                prompt, completions[key], texts[key], verdicts[key], group,
+                prompt, completions[key], texts[key], verdict, group, recipe,
                 rollout_id=first_rollout_id + prompt_index * group_size + key.completion_index,
                 group_id=first_group_id + prompt_index,
             )
-            for key in keys
+            for key, verdict in zip(keys, of_group, strict=True)
         ]  # fmt: skip
     return rollouts
+
+
+def _with_length(verdict: Verdict, completion: Completion, recipe: Recipe) -> Verdict:
+    """The verdict with the length penalty among its scores, if the recipe has one."""
+    section = recipe.reward
+    if section.overlong_buffer_tokens is None:
+        return verdict
+    score = overlong_score(
+        len(completion.token_ids),
+        recipe.sampling.max_completion_length,
+        section.overlong_buffer_tokens,
+    )
+    reward = verdict.reward + section.overlong_weight * score
+    return replace(verdict, reward=reward, scores=(*verdict.scores, score))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,13 +93,13 @@ class _ScoredGroup:
     advantages_G: np.ndarray | None
 
 
-def _score_group(rewards: Sequence[float], recipe: Recipe) -> _ScoredGroup:
-    rewards_G = np.array(rewards)
+def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
+    rewards_G = np.array([verdict.reward for verdict in verdicts])
     group = group_advantages(rewards_G, recipe.advantage.std, recipe.advantage.epsilon)
     advantages_G = group.advantages_G
     if advantages_G is None and not recipe.replay.drop_zero_variance:
         advantages_G = np.zeros(len(rewards_G), dtype=np.float32)
-    correct = int((rewards_G >= recipe.reward.correct).sum())
+    correct = sum(verdict.scores[0] >= recipe.reward.correct for verdict in verdicts)
     return _ScoredGroup(group.mean, group.std, correct, advantages_G)
 
 
@@ -92,10 +109,14 @@ def _rollout(
     text: str,
     verdict: Verdict,
     group: _ScoredGroup,
+    recipe: Recipe,
     rollout_id: int,
     group_id: int,
 ) -> Rollout:
     index = completion.key.completion_index
+    masked = recipe.reward.mask_truncated and completion.finish_reason == "length"
+    kept = group.advantages_G is not None and not masked
+    scores = verdict.scores if recipe.reward.is_combined else ()
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
@@ -110,13 +131,14 @@ def _rollout(
         behavior_logprobs=None,
         sampler_logprobs=completion.sampler_logprobs,
         reward=float(np.float32(verdict.reward)),  # as it is stored
-        advantage=None if group.advantages_G is None else float(group.advantages_G[index]),
+        advantage=float(group.advantages_G[index]) if kept else None,
         group_reward_mean=group.mean,
         group_reward_std=group.std,
         group_correct=group.correct,
         finish_reason=completion.finish_reason,
         verdict=verdict.status,
-        kept=group.advantages_G is not None,
+        kept=kept,
+        reward_scores=tuple(float(np.float32(score)) for score in scores),
     )
 
 

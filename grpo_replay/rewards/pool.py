@@ -9,7 +9,7 @@ fresh worker, so a verdict never depends on what the worker did earlier.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_replay.errors import GrpoReplayError, RecipeError
@@ -23,7 +23,7 @@ OnAnswer = Callable[[Any, dict[str, Any]], None]
 
 
 class VerifierPool:
-    """`workers` processes that grade with `function`.
+    """`workers` processes that grade with all of `functions`.
 
     Its threads call `on_answer(task, answer)` once per task, and `on_failure(error)` if a worker
     cannot be started.
@@ -31,14 +31,14 @@ class VerifierPool:
 
     def __init__(
         self,
-        function: str,
+        functions: Sequence[str],
         workers: int,
         time_limit_seconds: float,
         memory_limit_mib: int,
         on_answer: OnAnswer,
         on_failure: Callable[[Exception], None],
     ) -> None:
-        self._function = function
+        self._functions = functions
         self._time_limit = time_limit_seconds
         self._memory_limit_mib = memory_limit_mib
         self._on_answer = on_answer
@@ -46,6 +46,7 @@ class VerifierPool:
         self._queues: list[deque[Task]] = [deque() for _ in range(workers)]
         self._wake = threading.Condition()
         self._closing = False
+        self._ready = threading.Event()
         self._processes: dict[int, VerifierProcess] = {}
         self._threads = [
             threading.Thread(
@@ -61,6 +62,10 @@ class VerifierPool:
         with self._wake:
             self._queues[affinity % len(self._queues)].append(task)
             self._wake.notify_all()
+
+    def wait_ready(self) -> None:
+        """Wait until a worker is ready or cannot be started."""
+        self._ready.wait()
 
     def close(self) -> None:
         """Kill the workers and wait for their threads. May be called twice."""
@@ -83,22 +88,25 @@ class VerifierPool:
                     process.reap()
         except Exception as error:
             self._on_failure(error)
+            self._ready.set()
 
     def _start(self, index: int) -> VerifierProcess | None:
         for _ in range(FAILED_STARTS_ALLOWED):
             with self._wake:
                 if self._closing:
                     return None
-                process = VerifierProcess(self._function, self._memory_limit_mib)
+                process = VerifierProcess(self._functions, self._memory_limit_mib)
                 self._processes[index] = process
             try:
                 process.wait_ready()
+                self._ready.set()
                 return process
             except ImportError as error:
                 process.reap()
                 raise RecipeError(
-                    f"reward.function {self._function!r} cannot be loaded: {error}; expected "
-                    "module:function importable from the current folder or the environment"
+                    f"reward.function {', '.join(map(repr, self._functions))} cannot be loaded: "
+                    f"{error}; expected module:function importable from the current folder or the "
+                    "environment, or file.py:function, called as f(completion, answer, row)"
                 ) from error
             except (WorkerGone, WorkerLate):
                 process.reap()
@@ -114,7 +122,7 @@ class VerifierPool:
         while chunk := self._take(index):
             remaining = deque(chunk)
             try:
-                process.send([body for _, body in chunk])
+                process.send([body for _, body in chunk], self._time_limit)
                 while remaining:
                     answer = process.receive(self._time_limit)
                     if answer["status"] == "memory" and self._deserves_retry(process):
@@ -128,7 +136,8 @@ class VerifierPool:
                 return self._put_back(remaining, index)
             except WorkerGone:
                 if not self._closing and not self._deserves_retry(process):
-                    self._on_answer(remaining.popleft()[0], {"status": "crash"})
+                    answer = {"status": "crash", "error": f"its process {process.exit_reason()}"}
+                    self._on_answer(remaining.popleft()[0], answer)
                 return self._put_back(remaining, index)
 
     def _deserves_retry(self, process: VerifierProcess) -> bool:

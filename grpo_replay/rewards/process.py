@@ -1,11 +1,13 @@
 """A handle on one verifier process: start, send tasks, receive with a timeout, kill."""
 
 import contextlib
+import json
 import os
 import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_replay.rewards import wire
@@ -27,18 +29,19 @@ class VerifierProcess:
     The thread that starts it must outlive it: Linux kills the child when that thread ends.
     """
 
-    def __init__(self, function: str, memory_limit_mib: int) -> None:
+    def __init__(self, functions: Sequence[str], memory_limit_mib: int) -> None:
         self.answered = 0
         self._frames = wire.FrameBuffer()
-        command = [sys.executable, "-P", "-m", "grpo_replay.rewards.worker", function]
+        command = [sys.executable, "-P", "-m", "grpo_replay.rewards.worker"]
         self._process = subprocess.Popen(
-            [*command, str(memory_limit_mib), str(os.getpid())],
+            [*command, json.dumps(list(functions)), str(memory_limit_mib), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),
         )
         assert self._process.stdin is not None and self._process.stdout is not None  # pipes
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        os.set_blocking(self._stdin.fileno(), False)
 
     def wait_ready(self) -> None:
         """Return when the grader is loaded.
@@ -49,13 +52,21 @@ class VerifierProcess:
         if "failed" in message:
             raise ImportError(message["failed"])
 
-    def send(self, bodies: list[bytes]) -> None:
-        """Send tasks. Raises WorkerGone."""
-        try:
-            self._stdin.write(wire.frame_of_list(bodies))
-            self._stdin.flush()
-        except (BrokenPipeError, ValueError) as error:
-            raise WorkerGone from error
+    def send(self, bodies: list[bytes], limit_seconds: float) -> None:
+        """Send tasks. Raises WorkerGone, or WorkerLate if the process takes nothing from the pipe
+        for so long: it is stopped, or the machine is out of memory."""
+        left = memoryview(wire.frame_of_list(bodies))
+        waiting = select.poll()
+        waiting.register(self._stdin.fileno(), select.POLLOUT)
+        while left:
+            if not waiting.poll(1000 * limit_seconds):
+                raise WorkerLate
+            try:
+                left = left[os.write(self._stdin.fileno(), left[: 1 << 16]) :]
+            except BlockingIOError:
+                continue
+            except (BrokenPipeError, ValueError) as error:
+                raise WorkerGone from error
 
     def receive(self, limit_seconds: float) -> dict[str, Any]:
         """The next message. Raises WorkerGone or WorkerLate."""
@@ -71,6 +82,14 @@ class VerifierProcess:
                 raise WorkerGone
             self._frames.feed(piece)
         return message
+
+    def exit_reason(self) -> str:
+        """How a process that is gone ended, for messages."""
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
         """Kill the process. May be called twice, and from another thread."""

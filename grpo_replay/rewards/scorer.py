@@ -6,8 +6,9 @@
         verdicts = scorer.results()                       # key -> Verdict, in submission order
 
 A completion whose grading exceeds the time or memory limit, or crashes its worker, earns the
-incorrect reward; the status of the verdict names the cause. Built-in verifiers grade equal
-(completion, answer) pairs once.
+incorrect reward; the status of the verdict names the cause. With several functions, the failure of
+one is that of the verdict. If all functions are built in, equal (completion, answer) pairs are
+graded once.
 """
 
 import hashlib
@@ -19,14 +20,17 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, is_function_name
 from grpo_replay.rewards import wire
 from grpo_replay.rewards.pool import VerifierPool
-from grpo_replay.types import Verdict
+from grpo_replay.types import FAILED, Verdict
 
 CACHED_ANSWERS = 200_000
 """Maximum number of cached verdicts, by digest of (completion, answer): about 60 MB when full."""
+
+MOST_WORKERS_PER_CORE = 32
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +44,27 @@ class _Graded:
 
 
 class RewardScorer:
-    """Scores completions with one reward function. Use it from one thread only."""
+    """Scores completions with the recipe's reward functions. Use it from one thread only."""
 
-    def __init__(self, section: RewardSection) -> None:
-        _check_function(section.function)
+    def __init__(self, section: RewardSection, as_verdicts: bool) -> None:
+        functions = [each.function for each in section.functions]
+        for function in functions:
+            _check_function(function)
+        check_workers(section.workers)
         self.unparsable_answers: set[str] = set()
         """Reference answers seen so far that math-verify could not parse."""
-        self._section = section
-        self._builtin = section.function in BUILTIN_VERIFIERS
+        self.first_error: str | None = None
+        """The first exception of a reward function, and where it was raised."""
+        self._section, self._as_verdicts = section, as_verdicts
+        self._weights = [each.weight for each in section.functions]
+        self._builtin = all(function in BUILTIN_VERIFIERS for function in functions)
         self._changed = threading.Condition()
         self._failure: Exception | None = None
         self._submitted: list[tuple[Hashable, _Graded]] = []
         self._pending = 0
         self._cache: OrderedDict[bytes, _Graded] = OrderedDict()
-        self._warned = False
         self._pool = VerifierPool(
-            section.function,
+            functions,
             section.workers,
             section.time_limit_seconds,
             section.memory_limit_mib,
@@ -64,21 +73,22 @@ class RewardScorer:
         )
 
     @classmethod
-    def open(cls, section: RewardSection) -> "RewardScorer":
-        """A scorer whose workers start in the background.
+    def open(cls, section: RewardSection, as_verdicts: bool = False) -> "RewardScorer":
+        """A scorer whose workers start in the background. With `as_verdicts`, a function of the
+        user gives "correct" from `section.correct` on and "incorrect" below, instead of "scored".
 
-        Raises RecipeError for an invalid name. A module or function that cannot be imported raises
-        RecipeError from the first `results` or `score`.
+        Raises RecipeError for an invalid name or too many workers. A module or function that cannot
+        be imported raises RecipeError from the first `results` or `score`.
         """
-        return cls(section)
+        return cls(section, as_verdicts)
 
     def submit(
         self, key: Hashable, completion: str, answer: str, row: Mapping[str, Any] | None = None
     ) -> None:
         """Queue one completion for grading and return at once.
 
-        Only `module:function` receives `row`. Raises DatasetError if it contains a value that JSON
-        cannot represent.
+        Only functions of the user receive `row`. Raises DatasetError if it contains a value that
+        JSON cannot represent.
         """
         digest = _digest(completion, answer) if self._builtin else None
         with self._changed:
@@ -121,6 +131,12 @@ class RewardScorer:
             raise ValueError("two completions were submitted for grading under one key")
         return verdicts
 
+    def wait_ready(self) -> None:
+        """Wait until a worker is ready. Raises RecipeError if a function cannot be loaded."""
+        self._pool.wait_ready()
+        if self._failure is not None:
+            raise self._failure
+
     def score(self, items: Sequence[tuple[str, str, Mapping[str, Any] | None]]) -> list[Verdict]:
         """Verdicts of (completion, answer, row) items, in order."""
         for index, (completion, answer, row) in enumerate(items):
@@ -145,7 +161,7 @@ class RewardScorer:
             return wire.to_json(task)
         except (TypeError, ValueError) as error:
             raise DatasetError(
-                f"a row cannot be passed to reward.function {self._section.function!r}: {error}; "
+                f"a row cannot be passed to reward.function {self._names()}: {error}; "
                 f"its fields are {', '.join(map(str, row or {}))}: remove the field that is not "
                 "text, a number, a list or a mapping"
             ) from error
@@ -167,26 +183,41 @@ class RewardScorer:
         assert answer is not None
         if answer.get("gold_parsed") is False:
             self.unparsable_answers.add(graded.gold)
-        status = answer["status"]
-        if status == "scored":
-            return Verdict(answer["reward"], status)
-        correct = status == "correct"
-        return Verdict(self._section.correct if correct else self._section.incorrect, status)
+        section, others = self._section, answer.get("others", [])
+        status = next((a["status"] for a in (answer, *others) if _failed(a)), answer["status"])
+        if status in FAILED:
+            scores = (section.incorrect, *(0.0 for _ in section.other_functions))
+        else:
+            scores = tuple(map(self._score, (answer, *others)))
+        weighted = (weight * score for weight, score in zip(self._weights, scores, strict=True))
+        return Verdict(sum(weighted), status, scores)
+
+    def _score(self, answer: dict[str, Any]) -> float:
+        if "reward" in answer:
+            return answer["reward"]
+        return self._section.correct if answer["status"] == "correct" else self._section.incorrect
 
     def _accept(self, graded: _Graded, answer: dict[str, Any]) -> None:
+        if self._as_verdicts and answer["status"] == "scored":
+            is_correct = answer["reward"] >= self._section.correct
+            answer["status"] = "correct" if is_correct else "incorrect"
         with self._changed:
             graded.answer = answer
             self._pending -= 1
             self._changed.notify_all()
-            first_error = "error" in answer and not self._warned
-            self._warned |= first_error
-        if first_error:
+            is_first = "error" in answer and self.first_error is None
+            if is_first:
+                self.first_error = answer["error"]
+        if is_first:
             logger.warning(
-                "reward.function %r failed on a completion, which earns the incorrect reward and "
+                "reward.function %s failed on a completion, which earns the incorrect reward and "
                 "status 'crash' (reported once per run): %s",
-                self._section.function,
+                self._names(),
                 answer["error"],
             )
+
+    def _names(self) -> str:
+        return ", ".join(repr(each.function) for each in self._section.functions)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
@@ -194,15 +225,29 @@ class RewardScorer:
             self._changed.notify_all()
 
 
+def _failed(answer: dict[str, Any]) -> bool:
+    return answer["status"] in FAILED
+
+
 def _check_function(function: str) -> None:
-    module, separator, name = function.partition(":")
-    names = [*module.split("."), *name.split(".")]
-    if function in BUILTIN_VERIFIERS or (separator and all(map(str.isidentifier, names))):
+    if is_function_name(function):
         return
     raise RecipeError(
         f"reward.function {function!r} is not a verifier: use {', '.join(BUILTIN_VERIFIERS)}, "
-        "or module:function, such as my_rewards:score"
+        "module:function, such as my_rewards:score, or file.py:function"
     )
+
+
+def check_workers(workers: int) -> None:
+    """Raises RecipeError for more workers per rank than this machine can start."""
+    cores = available_cores()
+    if workers > MOST_WORKERS_PER_CORE * cores:
+        raise RecipeError(
+            f"reward.workers {workers}: this machine has {cores} CPU cores, and at most "
+            f"{MOST_WORKERS_PER_CORE} worker processes per core are started, "
+            f"{MOST_WORKERS_PER_CORE * cores} here; one or two per core are enough unless the "
+            "function waits for a server"
+        )
 
 
 def _digest(completion: str, answer: str) -> bytes:

@@ -6,28 +6,28 @@ its parent ends. Output printed by a reward function goes to stderr.
 
 import ctypes
 import gc
-import importlib
-import math
+import json
 import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
 from grpo_replay.rewards import wire
+from grpo_replay.rewards.user_function import describe_failure, open_user_function
 
 Grader = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def main() -> None:
-    function, memory_limit_mib, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    functions, memory_limit_mib, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     _die_with(parent)
     requests, replies = _claim_pipes()
     try:
-        grader = _open_grader(function)
-    except Exception as error:
-        _write(replies, {"failed": f"{type(error).__name__}: {error}"})
+        grader = _open_graders(json.loads(functions))
+    except BaseException as error:  # a module of the user may even call sys.exit
+        _write(replies, {"failed": describe_failure(error)})
         return
     # Imported modules are never freed: keep the garbage collector from scanning them.
     gc.freeze()
@@ -77,12 +77,24 @@ def _graded(grader: Grader, task: dict[str, Any]) -> dict[str, Any]:
         return grader(task)
     except MemoryError:
         return {"status": "memory"}
-    except Exception as error:  # from the user's code, or a library given a hostile answer
-        return {"status": "crash", "error": f"{type(error).__name__}: {error}"[:500]}
+    except BaseException as error:  # of the user's code, sys.exit too, or of a library
+        return {"status": "crash", "error": describe_failure(error)[:500]}
+
+
+def _open_graders(functions: Sequence[str]) -> Grader:
+    """The grader of the first function, which adds the answers of the others as `others`."""
+    first, *others = map(_open_grader, functions)
+    if not others:
+        return first
+
+    def grade(task: dict[str, Any]) -> dict[str, Any]:
+        return {**first(task), "others": [other(task) for other in others]}
+
+    return grade
 
 
 def _open_grader(function: str) -> Grader:
-    return BUILTINS[function]() if function in BUILTINS else _user_function(function)
+    return BUILTINS[function]() if function in BUILTINS else open_user_function(function)
 
 
 def _symbolic(boxed: bool) -> Grader:
@@ -109,22 +121,6 @@ BUILTINS: dict[str, Callable[[], Grader]] = {
     "minerva": lambda: _minerva,
 }
 """Opens the grader of each of `recipe.BUILTIN_VERIFIERS`."""
-
-
-def _user_function(function: str) -> Grader:
-    sys.path.append(os.getcwd())
-    module, _, name = function.partition(":")
-    score: Any = importlib.import_module(module)
-    for attribute in name.split("."):
-        score = getattr(score, attribute)
-
-    def grade(task: dict[str, Any]) -> dict[str, Any]:
-        value = float(score(task["text"], task["answer"], task["row"]))
-        if not math.isfinite(value):
-            return {"status": "crash", "error": f"{function} returned {value}"}
-        return {"status": "scored", "reward": value}
-
-    return grade
 
 
 if __name__ == "__main__":

@@ -40,10 +40,14 @@ ROLLOUT_SCHEMA = pa.schema(
         ("verdict", pa.string()),
         ("policy_version_end", pa.int64()),
         ("kept", pa.bool_()),
+        ("reward_scores", pa.list_(pa.float32())),
     ]
 )
-"""A rollout as frozen at birth. `advantage` and `behavior_logprobs` are null if its group was
-dropped (`kept` false)."""
+"""A rollout as frozen at birth. `advantage` and `behavior_logprobs` are null if it was dropped
+(`kept` false). `reward_scores` is empty unless the reward combines several scores."""
+
+LOG_ONLY = ("completion_text", "reward_scores")
+"""Columns of rollouts/ that the buffer and its snapshot do not have."""
 
 OUTCOME_SCHEMA = pa.schema(
     [
@@ -80,14 +84,17 @@ def rollouts_to_table(rollouts: Sequence[Rollout]) -> pa.Table:
     arrays = [
         _to_array(field, [getattr(rollout, field.name) for rollout in rollouts])
         for field in ROLLOUT_SCHEMA
+        if field.name != "reward_scores"
     ]
-    return pa.table(arrays, schema=ROLLOUT_SCHEMA)
+    scores = [np.array(rollout.reward_scores, dtype=np.float32) for rollout in rollouts]
+    kind = ROLLOUT_SCHEMA.field("reward_scores").type
+    return pa.table([*arrays, _to_lists(kind, scores)], schema=ROLLOUT_SCHEMA)
 
 
 def table_to_rollouts(table: pa.Table) -> list[Rollout]:
     """The rollouts of a table with the columns of ROLLOUT_SCHEMA; other columns are ignored.
-    Without a column `completion_text` the texts are empty. Arrays are read-only copies, so that a
-    rollout does not keep the whole table in memory."""
+    Without the columns of `LOG_ONLY`, texts and scores are empty. Arrays are read-only copies, so
+    that a rollout does not keep the whole table in memory."""
     rollouts: list[Rollout] = []
     for batch in table.to_batches():
         columns = {
@@ -96,6 +103,8 @@ def table_to_rollouts(table: pa.Table) -> list[Rollout]:
             if name in batch.schema.names
         }
         columns.setdefault("completion_text", [""] * batch.num_rows)
+        scores = columns.get("reward_scores", [()] * batch.num_rows)
+        columns["reward_scores"] = [tuple(map(float, each)) for each in scores]
         rollouts.extend(
             Rollout(**dict(zip(columns, row, strict=True)))
             for row in zip(*columns.values(), strict=True)

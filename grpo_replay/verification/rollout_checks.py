@@ -109,6 +109,8 @@ def check_advantages(run: RunFiles) -> list[Check]:
     """Group statistics, kept flags and advantages against the rewards, group by group."""
     drops = all(run.recipe_at(step).replay.drop_zero_variance for step in run.rows_of_step)
     rule = "where a group's rewards differ" if drops else "where the recipe says"
+    if any(run.recipe_at(step).reward.mask_truncated for step in run.rows_of_step):
+        rule += ", and it was not cut off"
     tallies = _GroupTallies(
         kept=Tally("kept flags", f"kept exactly {rule}; nulls only elsewhere"),
         statistics=Tally("group statistics", "mean, standard deviation, correct count recomputed"),
@@ -126,12 +128,15 @@ def _check_group(
 ) -> None:
     rewards = [float(reward) for reward in run.rollouts["reward"][members]]
     differ = max(rewards) != min(rewards)
-    keeps = differ or not recipe.replay.drop_zero_variance
+    has_signal = differ or not recipe.replay.drop_zero_variance
     mean, std = _mean_and_std(rewards, recipe.advantage.std)
-    correct = sum(bool(reward >= np.float32(recipe.reward.correct)) for reward in rewards)
+    first_scores = run.rollouts["first_score"][members]
+    correct = int((first_scores >= np.float32(recipe.reward.correct)).sum())
+    masks = recipe.reward.mask_truncated
     for row, reward in zip(members, rewards, strict=True):
         here = f"{place}, rollout {run.rollouts['rollout_id'][row]}"
         rollout = {name: column[row] for name, column in run.rollouts.items()}
+        keeps = has_signal and not (masks and rollout["truncated"])
         _check_statistics(rollout, here, mean, std, correct, tallies.statistics)
         tallies.kept.expect(
             rollout["kept"] == keeps,

@@ -27,6 +27,7 @@ _COLUMNS = (
     *("prompt_token_ids", "finish_reason", "verdict"),
     *("clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
 )
+_COMPUTED = ("advantage_is_null", "first_score", "truncated")
 _DRAW_COLUMNS = (
     *("step", "rollout_id", "age_steps", "probability"),
     *("clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
@@ -51,6 +52,7 @@ Columns = Mapping[str, np.ndarray]
 class RunFiles:
     """One run. `rollouts` has the columns of all steps, in file order. A list column contains the
     lengths of the lists (-1 if null). Null numbers are NaN, or -1 in columns of counts.
+    `first_score` is the score of the first reward function; `truncated`, whether it was cut off.
     `rows_of_step[t]` is the slice of step t. A recipe that was changed at a resume holds from the
     next step on: `recipe_at`."""
 
@@ -129,21 +131,29 @@ def read_snapshot_columns(path: Path) -> tuple[Columns, dict[int, bytes], int]:
 
 
 def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, slice]]:
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, "advantage_is_null")}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*_COLUMNS, *_COMPUTED)}
     rows_of_step, total = {}, 0
     for step in steps:
         path = step_path(folder, step)
         if not path.exists():
             continue
-        table = read_rollout_table(path, _COLUMNS)
+        table = read_rollout_table(path, (*_COLUMNS, "reward_scores"))
         for name in _COLUMNS:
             parts[name].append(_to_numpy(table[name], name))
         parts["advantage_is_null"].append(table["advantage"].is_null().to_numpy())
+        parts["first_score"].append(_first_scores(table))
+        parts["truncated"].append(pc.equal(table["finish_reason"], "length").to_numpy())
         rows_of_step[step] = slice(total, total + table.num_rows)
         total += table.num_rows
     if not rows_of_step:
         raise SnapshotError(f"{folder}: no rollouts of any step in metrics.jsonl")
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}, rows_of_step
+
+
+def _first_scores(table: pa.Table) -> np.ndarray:
+    """The score of the first reward function; the reward, if it is the only one."""
+    pairs = zip(table["reward_scores"].to_pylist(), table["reward"].to_pylist(), strict=True)
+    return np.array([scores[0] if scores else reward for scores, reward in pairs], np.float32)
 
 
 def _to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray:

@@ -81,7 +81,8 @@ def test_an_unparsable_reference_answer_is_reported_with_and_without_a_box():
 
 
 def test_every_builtin_verifier_can_be_chosen_and_grades():
-    assert get_args(EvalSection.model_fields["reward"].annotation) == BUILTIN_VERIFIERS
+    verifiers = get_args(EvalSection.model_fields["other_rewards"].annotation)[0]
+    assert get_args(verifiers) == BUILTIN_VERIFIERS
     assert set(BUILTINS) == set(BUILTIN_VERIFIERS)
     assert BUILTIN_VERIFIERS == ("math_verify_boxed", "math_verify", "minerva")
     for name in BUILTIN_VERIFIERS:

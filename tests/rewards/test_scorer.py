@@ -39,8 +39,8 @@ def test_submitting_returns_at_once_and_results_are_keyed(symbolic):
     assert time.monotonic() - started < 0.5
     results = symbolic.results()
     assert list(results) == [("a", 1), "b"]
-    assert results["b"] == Verdict(1.0, "correct")
-    assert results[("a", 1)] == Verdict(-1.0, "timeout")
+    assert results["b"] == Verdict(1.0, "correct", (1.0,))
+    assert results[("a", 1)] == Verdict(-1.0, "timeout", (-1.0,))
     assert symbolic.results() == {}
 
 
@@ -67,7 +67,7 @@ def test_hostile_answers_neither_hang_nor_end_the_run(symbolic, completion, stat
     (verdict,) = symbolic.score([(completion, "5", None)])
     assert verdict.reward == -1.0 and verdict.status in statuses
     assert time.monotonic() - started < 30
-    assert symbolic.score([("\x00\ud800 \\boxed{5}", "5", None)]) == [Verdict(1.0, "correct")]
+    assert symbolic.score([("\x00\ud800 \\boxed{5}", "5", None)])[0].status == "correct"
 
 
 def test_unparsable_reference_answers_are_named():
@@ -95,7 +95,7 @@ def test_a_users_function_sees_the_row_and_is_called_every_time():
     with scorer("judge_rewards:half_for_hint") as opened:
         row = {"hint": "key", "n": np.int64(3), "v": np.arange(2)}
         verdicts = opened.score([("the key", "", row), ("nothing", "", row)])
-        assert verdicts == [Verdict(0.5, "scored"), Verdict(-0.25, "scored")]
+        assert verdicts == [Verdict(0.5, "scored", (0.5,)), Verdict(-0.25, "scored", (-0.25,))]
         with pytest.raises(DatasetError, match="hint, file"):
             opened.score([("a", "", {"hint": "a", "file": object()})])
     with scorer("judge_rewards:Count.calls", workers=1) as opened:
@@ -116,7 +116,7 @@ def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(c
 def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
     with scorer("judge_rewards:die_unless_first", workers=1) as opened:
         verdicts = opened.score([(str(n), "", {}) for n in range(4)])
-    assert verdicts == [Verdict(1.0, "scored")] * 4
+    assert verdicts == [Verdict(1.0, "scored", (1.0,))] * 4
 
 
 @pytest.mark.parametrize("function", ["mathverify", "a:", ":f", "no-module:f", "a.b"])
@@ -181,6 +181,50 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
     while any(map(_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(_alive, pids))
+
+
+def test_several_functions_are_weighted_and_each_score_is_kept():
+    """By hand: 2 · 1 + 0.5 · 0.25 = 2.125 if right, 2 · -1 + 0.5 · 0.25 = -1.875 if wrong."""
+    others = [{"function": "judge_rewards:quarter", "weight": 0.5, "name": "style"}]
+    section = RewardSection(function="minerva", weight=2.0, other_functions=others, workers=1)
+    assert section.score_names == ("minerva", "style")
+    with RewardScorer.open(section) as opened:
+        verdicts = opened.score([("\\boxed{1}", "1", {}), ("\\boxed{2}", "1", {})])
+    assert verdicts == [
+        Verdict(2.125, "correct", (1.0, 0.25)), Verdict(-1.875, "incorrect", (-1.0, 0.25)),
+    ]  # fmt: skip
+
+
+def test_the_failure_of_one_of_several_functions_is_that_of_the_verdict():
+    others = [{"function": "judge_rewards:misbehave"}]
+    section = RewardSection(function="minerva", other_functions=others, workers=1)
+    with RewardScorer.open(section) as opened:
+        verdicts = opened.score([("raise", "1", {}), ("\\boxed{1}", "1", {})])
+        assert "no such answer" in opened.first_error
+    assert verdicts == [
+        Verdict(-1.0, "crash", (-1.0, 0.0)), Verdict(10.0, "correct", (1.0, 9.0)),
+    ]  # fmt: skip
+
+
+def test_as_verdicts_a_score_counts_as_correct_from_reward_correct_on():
+    section = RewardSection(function="judge_rewards:misbehave", correct=4.0, workers=1)
+    with RewardScorer.open(section, as_verdicts=True) as opened:
+        verdicts = opened.score([("four", "", {}), ("ten", "", {})])
+    assert [verdict.status for verdict in verdicts] == ["correct", "incorrect"]
+    assert [verdict.reward for verdict in verdicts] == [4.0, 3.0]
+
+
+def test_a_stopped_worker_does_not_hold_the_run():
+    """SIGSTOP before the tasks are sent: they are larger than the pipe, so sending blocks."""
+    with scorer("judge_rewards:half_for_hint", workers=1, time_limit_seconds=1.0) as opened:
+        opened.wait_ready()
+        (process,) = opened._pool._processes.values()
+        os.kill(process._process.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        rows = [(f"{n}" * 300_000, "", {"hint": "0"}) for n in range(4)]
+        verdicts = opened.score(rows)
+        assert time.monotonic() - started < 30
+    assert [verdict.status for verdict in verdicts] == ["timeout", "scored", "scored", "scored"]
 
 
 def _alive(pid: int) -> bool:

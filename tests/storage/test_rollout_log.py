@@ -65,12 +65,13 @@ def test_columns_are_the_documented_ones():
         *("policy_version", "prompt_token_ids", "completion_token_ids", "completion_text"),
         *("behavior_logprobs", "sampler_logprobs", "reward", "advantage", "group_reward_mean"),
         *("group_reward_std", "group_correct", "finish_reason", "verdict"),
-        *("policy_version_end", "kept"),
+        *("policy_version_end", "kept", "reward_scores"),
     ]
     outcome = ["tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl"]
-    assert ROLLOUT_FILE_SCHEMA.names[:25] == documented + outcome
+    assert ROLLOUT_FILE_SCHEMA.names[:26] == documented + outcome
     assert DRAW_SCHEMA.names[:9] == ["step", "rollout_id", "age_steps", "probability", *outcome]
-    documented.remove("completion_text")
+    for name in ("completion_text", "reward_scores"):
+        documented.remove(name)
     assert SNAPSHOT_SCHEMA.names == [*documented, "priority", "times_used", "last_used_step"]
 
 

@@ -23,6 +23,16 @@ def misbehave(completion: str, answer: str, row: dict) -> float:
     return float(len(completion))
 
 
+def only_even(completion: str, answer: str, row: dict) -> float:
+    if int(answer) % 2:
+        raise ValueError("odd")
+    return 1.0
+
+
+def quarter(completion: str, answer: str, row: dict) -> float:
+    return 0.25
+
+
 class Count:
     seen = 0
 

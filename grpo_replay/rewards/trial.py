@@ -1,0 +1,121 @@
+"""Reward functions are tried on a few rows before a run, also in the dry run.
+
+A function that fails on every row, or a verifier that accepts no reference answer as equal to
+itself, would let a run train on nothing until its last step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from grpo_replay.distributed.environment import available_cores
+from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.types import FAILED, Row
+
+TRIED_ROWS = 4
+CHECKED_ANSWERS = 100
+SHOWN_CHARACTERS = 30
+USUAL_WORKERS_PER_CORE = 4
+
+
+class Answered(Protocol):
+    """A problem with its reference answer and row."""
+
+    @property
+    def answer(self) -> str: ...
+    @property
+    def row(self) -> Row: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some problems of a set of `total`, and the key of the recipe that names the set."""
+
+    problems: Sequence[Answered]
+    total: int
+    place: str
+
+
+def notices_of_workers(workers: int, ranks: int) -> list[str]:
+    """A notice if the workers of all ranks on a node are many more than its cores."""
+    cores = available_cores()
+    if workers * ranks <= USUAL_WORKERS_PER_CORE * cores:
+        return []
+    return [
+        f"reward.workers {workers} on each of {ranks} rank(s) are {workers * ranks} processes for "
+        f"{cores} CPU cores: they slow each other down unless the reward function waits for a "
+        "server"
+    ]
+
+
+def right_completion(answer: str) -> str:
+    """A completion that ends as a right one does."""
+    return f"The answer is \\boxed{{{answer}}}."
+
+
+def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) -> list[str]:
+    """Notices about the reward functions of `scorer`, which are those of `section`.
+
+    Functions of the user are called on `TRIED_ROWS` rows, a built-in verifier on all of the sample.
+    Raises RecipeError if every call fails, and DatasetError if no answer can be read.
+    """
+    notices, functions = [], [each.function for each in section.functions]
+    own = [function for function in functions if function not in BUILTIN_VERIFIERS]
+    if own:
+        notices += _try_calls(", ".join(own), scorer, sample.problems[:TRIED_ROWS])
+    if own == functions:
+        return notices
+    if not own:
+        return notices + _check_answers(functions[0], scorer, sample)
+    # Calls of a user's function may be slow: verifiers are tried alone.
+    verifier = next(each for each in functions if each in BUILTIN_VERIFIERS)
+    with RewardScorer.open(section.alone(verifier)) as alone:
+        return notices + _check_answers(verifier, alone, sample)
+
+
+def _try_calls(function: str, scorer: RewardScorer, problems: Sequence[Answered]) -> list[str]:
+    verdicts = scorer.score(
+        [(right_completion(each.answer), each.answer, each.row) for each in problems]
+    )
+    failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
+    if not failed:
+        return []
+    reason = scorer.first_error or f"{failed[0]} (reward.time_limit_seconds, memory_limit_mib)"
+    if len(failed) < len(verdicts):
+        return [
+            f"reward function {function} failed on {len(failed)} of the {len(verdicts)} rows that "
+            f"it was tried on; such completions earn the incorrect reward: {reason}"
+        ]
+    raise RecipeError(
+        f"reward function {function} failed on all {len(verdicts)} rows that it was tried on: "
+        f"{reason}. It is called as f(completion: str, answer: str, row: dict) and returns a "
+        "finite number"
+    )
+
+
+def _check_answers(verifier: str, scorer: RewardScorer, sample: Sample) -> list[str]:
+    """Grade each reference answer against itself, in a box."""
+    answers = [each.answer for each in sample.problems]
+    verdicts = scorer.score([(right_completion(each), each, None) for each in answers])
+    unread = [
+        answer
+        for answer, verdict in zip(answers, verdicts, strict=True)
+        if verdict.status != "correct"
+    ]
+    if not unread:
+        return []
+    shown = ", ".join(repr(each[-SHOWN_CHARACTERS:]) for each in unread[:3])
+    if len(unread) < len(answers):
+        return [
+            f"{verifier} cannot read {len(unread)} of {len(answers)} reference answers checked, of "
+            f"{sample.total} (ending in {shown}): it grades them as different from themselves, so "
+            "no completion can be right there"
+        ]
+    raise DatasetError(
+        f"{sample.place}: {verifier} can read none of {len(answers)} reference answers checked, of "
+        f"{sample.total} (ending in {shown}): it grades them as different from themselves, so no "
+        "completion could be right; name the field with the final answer (prompts.answer_field, "
+        "prompts.answer_marker), or choose another reward function"
+    )

@@ -1,0 +1,93 @@
+"""Reward functions of the user, in a worker: loading, the call, and the description of failures."""
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LARGEST_SCORE = 3.4e38
+"""Scores are stored in float32."""
+
+
+def open_user_function(function: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """The grader of `module:function` or `file.py:function`.
+
+    Modules are found from the working directory and in the environment; a file may import modules
+    of its own folder. Raises whatever the module raises, and TypeError if the function cannot be
+    called with three arguments.
+    """
+    place, _, name = function.rpartition(":")
+    score: Any = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    for attribute in name.split("."):
+        score = getattr(score, attribute)
+    _check_signature(score, name)
+
+    def grade(task: dict[str, Any]) -> dict[str, Any]:
+        value = score(task["text"], task["answer"], task["row"])
+        if not hasattr(value, "__float__"):
+            raise TypeError(f"{function} returned {value!r:.80}, expected a number")
+        if not abs(float(value)) <= LARGEST_SCORE:
+            raise ValueError(f"{function} returned {value}, expected a finite float32 number")
+        return {"status": "scored", "reward": float(value)}
+
+    return grade
+
+
+def _load_module(name: str) -> Any:
+    sys.path.append(os.getcwd())
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no file {path}; a relative path in a recipe file starts at the folder of that file, "
+            "one given with --set at the working directory"
+        )
+    path = path.resolve()
+    name = path.stem if path.stem not in sys.modules else f"reward_file_{path.stem}"
+    for known in (path.stem, name):
+        if getattr(sys.modules.get(known), "__file__", None) == str(path):
+            return sys.modules[known]
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up by its name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_signature(score: Any, name: str) -> None:
+    if not callable(score):
+        raise TypeError(f"{name} is a {type(score).__name__}, not a function")
+    try:
+        signature = inspect.signature(score)
+    except (TypeError, ValueError):
+        return  # some builtins have none
+    try:
+        signature.bind("completion", "answer", {})
+    except TypeError as error:
+        raise TypeError(
+            f"{name}{signature} cannot be called as f(completion, answer, row): {error}"
+        ) from None
+
+
+def describe_failure(error: BaseException) -> str:
+    """The error, and the line of the user's code that raised it."""
+    own = os.path.dirname(os.path.abspath(__file__))
+    files = [
+        (frame.filename, frame.lineno)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", own, importlib.__file__))
+    ]
+    # Where their file was last, even if a library that it called raised the error.
+    lines = [line for name, line in files if name == files[0][0]]
+    place = f" ({files[0][0]}:{lines[-1]})" if files else ""
+    what = "it called sys.exit" if isinstance(error, SystemExit) else str(error)
+    return f"{type(error).__name__}: {what}{place}"

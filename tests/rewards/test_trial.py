@@ -1,0 +1,114 @@
+"""Reward functions and reference answers are tried before a run."""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.recipe import RewardSection
+from grpo_replay.rewards import trial
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.trial import Sample, notices_of_workers, try_rewards
+
+FILE = Path(__file__).parents[1] / "support" / "judge_rewards_file.py"
+
+
+@dataclass
+class Problem:
+    answer: str
+    row: dict = field(default_factory=dict)
+
+
+def tried(section: RewardSection, *answers: str) -> list[str]:
+    sample = Sample([Problem(answer) for answer in answers], 1000, "prompts.source")
+    with RewardScorer.open(section) as scorer:
+        return try_rewards(section, scorer, sample)
+
+
+def of_file(name: str, **settings) -> RewardSection:
+    return RewardSection(function=f"{FILE}:{name}", workers=1, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("raises", r"KeyError: 'no such field' \(.*judge_rewards_file\.py:15\)"),
+        ("returns_nan", "returned nan, expected a finite"),
+        ("returns_none", "returned None, expected a number"),
+        ("returns_text", "returned '1', expected a number"),
+        ("exits", r"SystemExit: it called sys.exit \(.*judge_rewards_file\.py:31\)"),
+        ("lacks_the_row", r"lacks_the_row\(completion.*cannot be called as f\(completion, answer"),
+        ("no_such_name", "has no attribute 'no_such_name'"),
+    ],
+)
+def test_a_function_that_fails_on_every_row_is_refused_with_its_first_error(name, reason):
+    with pytest.raises(RecipeError, match=reason):
+        tried(of_file(name), "1", "2", "3", "4", "5")
+
+
+def test_a_function_that_fails_on_some_rows_is_a_notice():
+    section = RewardSection(function="judge_rewards:only_even", workers=1)
+    (notice,) = tried(section, "2", "3", "4", "6", "9")
+    assert "failed on 1 of the 4 rows" in notice and "ValueError: odd" in notice
+
+
+def test_a_function_that_works_says_nothing():
+    assert tried(of_file("shortness"), "1", "2") == []
+
+
+def test_a_missing_file_says_where_paths_start():
+    with pytest.raises(RecipeError, match=r"no file .*none\.py; a relative path in a recipe file"):
+        tried(RewardSection(function="none.py:f", workers=1), "1")
+
+
+def test_answers_are_graded_against_themselves():
+    readable = [str(number) for number in range(20)]
+    assert tried(RewardSection(function="minerva"), *readable) == []
+    long = "word " * 200  # longer than the 500 characters in which a box counts
+    (notice,) = tried(RewardSection(function="minerva"), *readable, long, long)
+    assert "minerva cannot read 2 of 22 reference answers checked, of 1000" in notice
+    with pytest.raises(DatasetError, match=r"prompts\.source: minerva can read none of 2 .*answer"):
+        tried(RewardSection(function="minerva"), long, long)
+
+
+def test_beside_a_function_of_the_user_the_answers_are_still_checked(monkeypatch):
+    section = RewardSection(
+        function="minerva", workers=1, other_functions=[{"function": "judge_rewards:Count.calls"}]
+    )
+    called, original = [], RewardScorer.score
+
+    def counted(self, items):
+        called.append(len(items))
+        return original(self, items)
+
+    monkeypatch.setattr(RewardScorer, "score", counted)
+    (notice,) = tried(section, *map(str, range(30)), "word " * 200)
+    assert "cannot read 1 of 31" in notice
+    assert called == [trial.TRIED_ROWS, 31], "the user's function is called on few rows only"
+
+
+def test_too_many_workers_are_refused_and_many_are_noticed():
+    cores = len(os.sched_getaffinity(0))
+    with pytest.raises(RecipeError, match=rf"reward\.workers {33 * cores}: .*{cores} CPU cores"):
+        RewardScorer.open(RewardSection(workers=33 * cores))
+    assert notices_of_workers(4 * cores, ranks=1) == []
+    (notice,) = notices_of_workers(4 * cores, ranks=2)
+    assert f"reward.workers {4 * cores} on each of 2 rank(s) are {8 * cores} processes" in notice
+
+
+def test_a_file_may_import_its_neighbours_and_share_the_name_of_a_module(tmp_path):
+    (tmp_path / "neighbour.py").write_text("SCORE = 0.5\n")
+    (tmp_path / "json.py").write_text(
+        "from neighbour import SCORE\n\ndef f(completion, answer, row):\n    return SCORE\n"
+    )
+    assert "json" in sys.modules
+    section = RewardSection(
+        function=f"{tmp_path}/json.py:f", workers=1,
+        other_functions=[{"function": f"{tmp_path}/json.py:f", "name": "again"}],
+    )  # fmt: skip
+    with RewardScorer.open(section) as scorer:
+        (verdict,) = scorer.score([("a", "b", {})])
+    assert (verdict.reward, verdict.scores) == (1.0, (0.5, 0.5))

@@ -1,0 +1,41 @@
+"""Reward functions of a user in a file of their own, named as `judge_rewards_file.py:…`."""
+
+import sys
+
+
+def boxed_is_right(completion: str, answer: str, row: dict) -> float:
+    return 1.0 if f"{{{answer}}}" in completion else 0.0
+
+
+def shortness(completion: str, answer: str, row: dict) -> float:
+    return -len(completion) / 100
+
+
+def raises(completion: str, answer: str, row: dict) -> float:
+    return row["no such field"]
+
+
+def returns_nan(completion: str, answer: str, row: dict) -> float:
+    return float("nan")
+
+
+def returns_none(completion: str, answer: str, row: dict) -> None:
+    return None
+
+
+def returns_text(completion: str, answer: str, row: dict) -> str:
+    return "1"
+
+
+def exits(completion: str, answer: str, row: dict) -> float:
+    sys.exit(0)
+
+
+def lacks_the_row(completion: str, answer: str) -> float:
+    return 1.0
+
+
+def raises_for_what_the_model_writes(completion: str, answer: str, row: dict) -> float:
+    if completion.startswith("The answer is"):  # what a function is tried with
+        return 1.0
+    raise ValueError("no such form")
