@@ -1,34 +1,30 @@
 """Checks of a dry run other than memory: versions, GPUs, tokenizer, weights, prompts, disk.
 
-A finding is a problem (the run would fail there) or unchecked (not visible from this machine).
+The findings of each check are sentences for the report.
 """
 
 import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from grpo_replay.dry_run.findings import Findings
 from grpo_replay.dry_run.hub import is_on_hub, weights_are_cached
 from grpo_replay.dry_run.memory import to_gib
+from grpo_replay.dry_run.rewards import check_rewards
 from grpo_replay.errors import GrpoReplayError, RecipeError
+from grpo_replay.prompts.sources import column_of
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.atomic import free_bytes
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.storage.versions import installed_version
 
+if TYPE_CHECKING:
+    from grpo_replay.prompts.prompt_set import PromptSet
+
 _PACKAGE = "grpo-replay"
-
-
-@dataclass(slots=True)
-class Findings:
-    """Sentences for the report, by kind."""
-
-    problems: list[str] = field(default_factory=list)
-    unchecked: list[str] = field(default_factory=list)
-    assumptions: list[str] = field(default_factory=list)
 
 
 def check_parts(recipe: Recipe, device: str, findings: Findings) -> Any:
@@ -38,10 +34,11 @@ def check_parts(recipe: Recipe, device: str, findings: Findings) -> Any:
     _check_devices(recipe, device, findings)
     _check_settings(recipe, device, findings)
     _check_trackers(recipe, device, findings)
-    _check_reward(recipe, findings)
     tokenizer = _check_tokenizer(recipe, findings)
     _check_weights(recipe, findings)
-    return _check_prompts(recipe, tokenizer, findings)
+    prompts = _check_prompts(recipe, tokenizer, findings)
+    check_rewards(recipe, prompts, findings)
+    return prompts
 
 
 def check_disk_space(
@@ -123,31 +120,6 @@ def _check_trackers(recipe: Recipe, device: str, findings: Findings) -> None:
     _list_for_missing(device, findings).extend(missing_trackers(recipe))
 
 
-def _check_reward(recipe: Recipe, findings: Findings) -> None:
-    """Load a custom reward function the way training does: in a worker process."""
-    from grpo_replay.recipe import BUILTIN_VERIFIERS
-    from grpo_replay.rewards.process import VerifierProcess, WorkerGone, WorkerLate
-
-    function = recipe.reward.function
-    if function in BUILTIN_VERIFIERS:
-        return
-    worker = VerifierProcess(function, recipe.reward.memory_limit_mib)
-    try:
-        worker.wait_ready()
-    except ImportError as error:
-        findings.problems.append(
-            f"reward.function {function!r} cannot be loaded: {error}; expected "
-            f"{', '.join(BUILTIN_VERIFIERS)}, or module:function importable from the current "
-            "folder or the environment"
-        )
-    except (WorkerGone, WorkerLate):
-        findings.problems.append(
-            f"reward.function {function!r} cannot be loaded: its process ended or timed out"
-        )
-    finally:
-        worker.reap()
-
-
 def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
     from grpo_replay.engine.deepspeed_config import notices_of_precision
 
@@ -203,7 +175,7 @@ def _check_weights(recipe: Recipe, findings: Findings) -> None:
         )
 
 
-def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> Any:
+def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> "PromptSet | None":
     """Read local prompts in full, as the run would; None if they cannot be read. Of a hub dataset,
     check only the columns."""
     section = recipe.prompts
@@ -224,6 +196,7 @@ def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> Any:
             f"{len(prompts)} prompts; {prompts.skipped_too_long} longer than "
             "prompts.max_prompt_length are left out"
         )
+    findings.assumptions += [] if prompts is None else prompts.notices
     return prompts
 
 
@@ -244,7 +217,7 @@ def _check_hub_columns(recipe: Recipe, findings: Findings) -> None:
         return
     for name in ("problem_field", "answer_field", "id_field"):
         key = getattr(section, name)
-        if key is not None and key not in info.features:
+        if key is not None and column_of(key, info.features) not in info.features:
             findings.problems.append(
                 f"prompts.{name} {key!r}: {section.source} has {', '.join(info.features)}"
             )

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.dry_run.assumptions import Expected, expected_of
-from grpo_replay.dry_run.checks import Findings, check_disk_space, check_parts
+from grpo_replay.dry_run.checks import check_disk_space, check_parts
 from grpo_replay.dry_run.duration import Speed, choose_speed, describe_time
+from grpo_replay.dry_run.findings import Findings
 from grpo_replay.dry_run.fit import (
     EnginePlan,
     Hardware,

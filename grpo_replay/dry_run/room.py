@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from grpo_replay.dry_run.checks import Findings
+from grpo_replay.dry_run.findings import Findings
 from grpo_replay.dry_run.fit import with_known_model
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.recipe import Recipe

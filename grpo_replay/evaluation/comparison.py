@@ -17,6 +17,7 @@ from grpo_replay.evaluation.statistics import interval, resampled_mean, sign_fli
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),
     *("system_prompt", "user_template", "max_problems", "stop_tokens"),
+    *("chat_template_kwargs", "correct_score"),
 )
 """Settings that must agree, so that a difference can only come from the models."""
 

@@ -137,7 +137,8 @@ class _Grading:
         """Grade the completion of `plan.samples[index]`; returns at once."""
         text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
         self._decoded[index] = _Decoded(text, len(generation.token_ids), generation.finish_reason)
-        self._scorer.submit(index, text, self.plan.samples[index].problem.answer)
+        problem = self.plan.samples[index].problem
+        self._scorer.submit(index, text, problem.answer, problem.row)
         self._report_progress()
 
     def wait(self, should_stop: Callable[[], bool]) -> None:

@@ -37,9 +37,7 @@ def add_gradings(
             "two files of an evaluation together, or evaluate again"
         )
     for verifier in verifiers:
-        report = _with_grading(
-            report, limits.model_copy(update={"function": verifier}), on_progress
-        )
+        report = _with_grading(report, limits.alone(verifier), on_progress)
     return report
 
 

@@ -19,7 +19,7 @@ from grpo_replay.evaluation.benchmarks import (
 from grpo_replay.evaluation.statistics import CONFIDENCE
 from grpo_replay.grpo.seeding import completion_seed
 from grpo_replay.prompts.prompt_set import render_prompt
-from grpo_replay.recipe import EvalSection, PromptsSection, Recipe
+from grpo_replay.recipe import BUILTIN_VERIFIERS, EvalSection, PromptsSection, Recipe
 from grpo_replay.types import GenerationRequest, RequestKey
 
 
@@ -159,9 +159,20 @@ def _settings_document(
         "system_prompt": prompts.system_prompt if prompts.template == "chat" else None,
         "user_template": prompts.user_template,
         "reward": settings.reward,
+        **_settings_off_by_default(recipe),
         "bootstrap_samples": settings.bootstrap_samples,
         "confidence": CONFIDENCE,
     }
+
+
+def _settings_off_by_default(recipe: Recipe) -> dict[str, Any]:
+    """Settings that only some evaluations have."""
+    settings: dict[str, Any] = {}
+    if recipe.eval.reward not in BUILTIN_VERIFIERS:
+        settings["correct_score"] = recipe.reward.correct
+    if recipe.prompts.template == "chat" and recipe.prompts.chat_template_kwargs:
+        settings["chat_template_kwargs"] = recipe.prompts.chat_template_kwargs
+    return settings
 
 
 def _digest(problems: Sequence[Problem]) -> str:

@@ -1,5 +1,6 @@
 """Evaluation of a model from the command line: opens all components and runs `evaluate`."""
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
+from grpo_replay.distributed.long_work import run_on_main
 from grpo_replay.engine.models import load_tokenizer, resolve_model_path
 from grpo_replay.engine.sequence_length import check_evaluation_room
 from grpo_replay.evaluation.cache import generations_folder
@@ -15,9 +17,12 @@ from grpo_replay.evaluation.evaluate import EvaluationPlan, Progress, evaluate, 
 from grpo_replay.evaluation.model_source import ModelSource, model_sha256, used_revision
 from grpo_replay.evaluation.regrading import add_gradings
 from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.verifier_trial import try_verifier
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.opening import open_sampler
+
+logger = logging.getLogger(__name__)
 
 
 def evaluate_model(
@@ -33,10 +38,12 @@ def evaluate_model(
     `stack` closes the sampler and the verifiers. Errors are raised on all ranks together.
     """
     comm = _open_comm(recipe, world_size)
-    settings = recipe.reward.model_copy(update={"function": recipe.eval.reward})
-    scorer = stack.enter_context(RewardScorer.open(settings))
+    settings = recipe.reward.alone(recipe.eval.reward)
+    scorer = stack.enter_context(RewardScorer.open(settings, as_verdicts=True))
     tokenizer = load_tokenizer(recipe.model)
     plan = run_collectively(comm, lambda: plan_that_fits(tokenizer, recipe))
+    for notice in run_on_main(comm, lambda: try_verifier(recipe, plan)) or []:
+        logger.warning(notice)
     path = resolve_model_path(source.path)
     sampler = open_sampler(recipe, path, comm)
     stack.callback(sampler.close)

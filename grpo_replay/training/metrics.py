@@ -71,6 +71,20 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
     }
 
 
+def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
+    """Mean and population standard deviation of each score over everything generated in the step;
+    nothing if rollouts have no single scores."""
+    if not all(rollout.reward_scores for rollout in rollouts):
+        return {}
+    scores_NF = np.array([rollout.reward_scores for rollout in rollouts], dtype=np.float64)
+    means_F, stds_F = scores_NF.mean(axis=0).tolist(), scores_NF.std(axis=0).tolist()
+    return {
+        f"rewards/{name}/{quantity}": value
+        for name, mean, std in zip(names, means_F, stds_F, strict=True)
+        for quantity, value in (("mean", mean), ("std", std))
+    }
+
+
 def update_metrics(results: Sequence[UpdateResult], beta: float) -> Metrics:
     """Means over the step's optimizer updates; None if there was none."""
     return {

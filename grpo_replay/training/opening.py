@@ -41,6 +41,7 @@ from grpo_replay.storage.checkpoint import (
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
 from grpo_replay.training.checkpoint_writer import notices_of_room
 from grpo_replay.training.observer import Observer
+from grpo_replay.training.reward_notices import reward_notices
 from grpo_replay.training.trainer import Parts
 from grpo_replay.training.weight_sync import PushedWeights, read_pushed_weights, sync_weights
 
@@ -91,6 +92,10 @@ class RunOpener:
         evaluation = None
         if recipe.eval.benchmarks:
             evaluation = run_collectively(comm, lambda: plan_that_fits(tokenizer, recipe))
+        position.note("rewards")
+        self.notices += (
+            run_on_main(comm, lambda: reward_notices(recipe, scorer, prompts, evaluation)) or []
+        )
         position.note("engine")
         engine = self._open_engine(checkpoint, state, tokenizer)
         self._note_limits()
@@ -125,7 +130,8 @@ class RunOpener:
 
     def _load_prompts(self, tokenizer: Any) -> PromptSet:
         recipe = self.recipe
-        own_reward = recipe.reward.function not in BUILTIN_VERIFIERS
+        functions = {each.function for each in recipe.reward.functions}
+        own_reward = not functions <= set(BUILTIN_VERIFIERS)
         prompts = run_collectively(
             self.comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed, own_reward)
         )
@@ -135,6 +141,7 @@ class RunOpener:
                 f"{prompts.skipped_too_long} prompts are longer than prompts.max_prompt_length "
                 f"{recipe.prompts.max_prompt_length} and were left out; {len(prompts)} remain"
             )
+        self.notices += prompts.notices
         return prompts
 
     def _note_limits(self) -> None:

@@ -7,6 +7,7 @@ from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.evaluate import EvaluationPlan, EvaluationStopped, evaluate
 from grpo_replay.evaluation.regrading import add_gradings
 from grpo_replay.evaluation.report import EvaluationReport, read_report
+from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.observer import Observer
@@ -84,9 +85,9 @@ class RunEvaluation:
     def _scorer(self) -> AbstractContextManager[RewardScorer]:
         """The run's own scorer if it grades as evaluations do, else one with its limits."""
         reward, function = self.recipe.reward, self.recipe.eval.reward
-        if reward.function == function:
+        if function in BUILTIN_VERIFIERS and reward == reward.alone(function):
             return nullcontext(self.parts.scorer)
-        return RewardScorer.open(reward.model_copy(update={"function": function}))
+        return RewardScorer.open(reward.alone(function), as_verdicts=True)
 
     def base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
         """The reports of the base model and of the current step; None where there is none. A

@@ -17,6 +17,7 @@ from grpo_replay.training.metrics import (
     generation_metrics,
     null_where_not_finite,
     sampler_metrics,
+    score_metrics,
     update_metrics,
 )
 from grpo_replay.training.weight_sync import LogprobGap
@@ -86,6 +87,7 @@ def step_metrics(
         {
             "step": record.step,
             **generation_metrics(record.generated, recipe.sampling.group_size),
+            **score_metrics(record.generated, recipe.reward.score_names),
             **update_metrics(record.results, recipe.loss.beta),
             **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
             **buffer_metrics(buffer),

@@ -33,6 +33,7 @@ from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.protocol import Sampler
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training.learning_watch import LearningWatch, refuse_failed_verdicts
 from grpo_replay.training.metrics import Stopwatch
 from grpo_replay.training.step_record import (
     StepRecord,
@@ -81,6 +82,7 @@ class Trainer:
         self.generated: Sequence[Rollout] = ()  # of the last step, on rank 0
         self.state = state
         self.notices: list[str] = []  # messages for the user; the caller shows and clears them
+        self._learning = LearningWatch(parts.recipe)
         self._clock = Stopwatch()
 
     def train_step(self) -> dict[str, Any]:
@@ -103,6 +105,7 @@ class Trainer:
         self.generated = generated
         record = StepRecord(step, generated, fresh, gap, batch, results, outcomes)
         self._warn_if_capacity_binds(step)
+        self.notices += self._learning.observe(step, generated)
         if self.recipe.tracking.log_rollouts:
             write_step_files(self.parts.run_dir.path, self.recipe, record)
         buffer = self.buffer.stats(step)
@@ -118,7 +121,8 @@ class Trainer:
 
     def sample_and_score(self, step: int) -> list[Rollout]:
         """Take prompts, sample G completions of each, score them as they finish, and compute
-        group advantages. Returns all rollouts of the step on rank 0."""
+        group advantages. Returns all rollouts of the step on rank 0. Raises RewardError if the
+        reward function failed on most of them."""
         comm, settings = self.comm, self.recipe.sampling
         prompts = self.parts.prompts.take(self.state.prompt_cursor, settings.prompts_per_step)
         mine = {i: p for i, p in enumerate(prompts) if i % comm.world_size == comm.rank}
@@ -141,7 +145,9 @@ class Trainer:
                 mine, completions, texts, verdicts, step, self.recipe,
                 self.state.next_rollout_id, self.state.next_group_id,
             )  # fmt: skip
-            return gather_rollouts(comm, rollouts)
+            gathered = gather_rollouts(comm, rollouts)
+        refuse_failed_verdicts(gathered, step, self.recipe, self.parts.scorer.first_error)
+        return gathered
 
     def freeze_behavior(
         self, generated: Sequence[Rollout], step: int

@@ -238,3 +238,43 @@ def test_two_evaluations_are_compared(tmp_path, capsys):
     assert "1.000" in capsys.readouterr().out
     with pytest.raises(EvaluationFileError):
         run_comparison(str(tmp_path / "1.json"), str(tmp_path / "3.json"))
+
+
+def own_benchmark(tmp_path, **more):
+    rows = [
+        {"problem": f"{n}+1", "answer": f"{n}+1 = {n + 1}\n#### {n + 1}", "limit": n % 2} | more
+        for n in range(4)
+    ]
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_function_of_the_user_grades_with_the_row_and_the_marked_answer(tmp_path, monkeypatch):
+    (tmp_path / "judge.py").write_text(
+        "def half(completion, answer, row):\n"
+        "    assert row['answer'].endswith('#### ' + answer)\n"
+        "    return row['limit'] + 0.5\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    options = EvalOptions(
+        "builtin:tiny", benchmarks=[own_benchmark(tmp_path)], output="eval.json",
+        overrides=("eval.samples=1", "eval.reward=judge.py:half", "eval.greedy=false"),
+    )  # fmt: skip
+    assert run(options) == 0
+    report = read_report(tmp_path / "eval.json")
+    assert report.verifier == "judge.py:half" and report.settings["correct_score"] == 1.0
+    assert report.samples["answer"].to_pylist() == ["1", "2", "3", "4"]
+    assert report.samples["verdict"].to_pylist() == ["incorrect", "correct"] * 2
+    assert report.accuracies()["mean"] == 0.5
+
+
+def test_a_function_of_the_user_that_always_fails_is_refused_before_sampling(tmp_path):
+    (tmp_path / "judge.py").write_text("def f(completion, answer, row):\n    return None\n")
+    options = EvalOptions(
+        "builtin:tiny", benchmarks=[own_benchmark(tmp_path)], output=str(tmp_path / "e.json"),
+        overrides=(f"eval.reward={tmp_path}/judge.py:f",),
+    )  # fmt: skip
+    with pytest.raises(RecipeError, match=r"judge\.py:f failed on all 4 rows .*returned None"):
+        run(options)
+    assert not (tmp_path / "e.json").exists()

@@ -236,6 +236,7 @@ def patterns(names: set[str]) -> set[str]:
     for name in names:
         name = re.sub(r"^replay/age_\d+(-\d+)?/", "replay/age_<bin>/", name)
         name = re.sub(rf"^verdict/({'|'.join(VERDICTS)})$", "verdict/<status>", name)
+        name = re.sub(r"^rewards/.+/(mean|std)$", r"rewards/<name>/\1", name)
         found.add(re.sub(r"^eval/.+$", "eval/<benchmark>", name))
     return found
 
@@ -246,6 +247,7 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
     evaluated = train_small_run(
         tmp_path / "run",
         run={"steps": 3},
+        reward={"overlong_buffer_tokens": 4},
         eval={"benchmarks": ["tiny"], "samples": 1, "max_problems": 2, "at_start": False},
     )
     names = {

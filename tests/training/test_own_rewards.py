@@ -1,0 +1,192 @@
+"""Whole runs with rewards and data of a user: several functions, message lists, GSM8K's answers,
+functions that fail, and rows on which nothing can be learnt."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_runs.trained import small_recipe, train_small_run
+
+from grpo_replay.commands.train_display import Display
+from grpo_replay.errors import DatasetError, RecipeError, RewardError
+from grpo_replay.evaluation.report import read_report
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.tiny import BASE_DIR
+from grpo_replay.tiny.problems import train_problems
+from grpo_replay.training.run import run_training
+from grpo_replay.verification.verify import verify_run
+
+FILE = Path(__file__).parents[1] / "support" / "judge_rewards_file.py"
+PLAIN = {"template": "plain", "user_template": "{problem}=", "max_prompt_length": 16}
+
+
+class Listener(Display):
+    def __init__(self) -> None:
+        self.at_start: list[str] = []
+        self.later: list[str] = []
+
+    def on_start(self, recipe, run_dir, state, notices) -> None:
+        self.at_start = list(notices)
+
+    def on_notice(self, text) -> None:
+        self.later.append(text)
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    """The tiny base with a chat template that writes what the user asks."""
+    folder = shutil.copytree(BASE_DIR, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}=")
+    return str(folder)
+
+
+@pytest.fixture
+def verl_rows(tmp_path):
+    """Tiny problems in the form of verl's data preprocessing."""
+    rows = [
+        {
+            "data_source": "tiny",
+            "prompt": [{"role": "user", "content": row["problem"]}],
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"index": index},
+        }
+        for index, row in enumerate(train_problems(0)[:64])
+    ]
+    return write_rows(tmp_path / "verl.jsonl", rows)
+
+
+def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
+    tmp_path, chat_model, verl_rows, processes
+):
+    fields = {"problem_field": "prompt", "answer_field": "reward_model.ground_truth"}
+    other = {"function": f"{FILE}:shortness", "weight": 0.5, "name": "short"}
+    run = train_small_run(
+        tmp_path / "run",
+        model={"path": chat_model},
+        prompts={"source": verl_rows, "template": "chat", "id_field": "extra_info.index", **fields},
+        reward={
+            "function": f"{FILE}:boxed_is_right", "other_functions": [other], "incorrect": 0.0,
+            "overlong_buffer_tokens": 8, "mask_truncated": True,
+        },
+        run={"steps": 4},
+        eval={
+            "benchmarks": [verl_rows], "samples": 1, "max_problems": 8, "at_start": False,
+            "reward": f"{FILE}:boxed_is_right", **fields,
+        },
+    )  # fmt: skip
+    rows = run.rollouts(1)
+    scores = np.array([row["reward_scores"] for row in rows])
+    lengths = np.array([len(row["completion_token_ids"]) for row in rows])
+    np.testing.assert_allclose(
+        scores[:, 1], [-len(row["completion_text"]) / 100 for row in rows], rtol=1e-6
+    )
+    np.testing.assert_allclose(scores[:, 2], np.clip((16 - 8 - lengths) / 8, -1, 0), rtol=1e-6)
+    totals = scores @ [1, 0.5, 1]
+    np.testing.assert_allclose([row["reward"] for row in rows], totals, rtol=1e-6)
+    line = run.metrics[0]
+    for index, name in enumerate(("boxed_is_right", "short", "overlong")):
+        assert line[f"rewards/{name}/mean"] == pytest.approx(scores[:, index].mean())
+        assert line[f"rewards/{name}/std"] == pytest.approx(scores[:, index].std())
+    assert 0 < line["rewards/boxed_is_right/mean"] < 1 and line["fresh/rollouts"] > 0
+    cut_off = [row for step in (1, 2, 3, 4) for row in run.rollouts(step)
+               if row["finish_reason"] == "length"]  # fmt: skip
+    assert cut_off and not any(row["kept"] for row in cut_off)
+    assert verify_run(run.path).passed
+    report = read_report(run.path / "eval" / "step_000004.json")
+    verdicts = report.samples["verdict"].to_pylist()
+    right = [
+        f"{{{answer}}}" in text
+        for answer, text in zip(
+            *(report.samples[name].to_pylist() for name in ("answer", "completion_text")),
+            strict=True,
+        )
+    ]
+    assert [verdict == "correct" for verdict in verdicts] == right and len(right) == 8
+    assert 0 < sum(right) < 8
+
+
+GSM8K_ROWS = [
+    {
+        "question": f"Ada has {n} pens and buys {n} more. How many pens has she now?",
+        "answer": f"Ada has {n} + {n} = <<{n}+{n}={2 * n}>>{2 * n:,} pens now.\n#### {2 * n:,}",
+    }
+    for n in range(495, 515)
+]
+"""Rows of our own in the form of GSM8K."""
+
+
+def test_answers_as_in_gsm8k_are_graded_by_the_default_reward(tmp_path, monkeypatch, processes):
+    """The model knows no letters, so every second completion is replaced by a right one."""
+    submitted = []
+    original = RewardScorer.submit
+
+    def half_right(self, key, completion, answer, row=None):
+        if isinstance(key, tuple) and key.completion_index % 2 == 0:
+            submitted.append(answer)
+            completion = f"so \\boxed{{{answer.replace(',', '')}}}"
+        original(self, key, completion, answer, row)
+
+    monkeypatch.setattr(RewardScorer, "submit", half_right)
+    recipe = small_recipe(
+        model={"tokenizer": "builtin:bytes", "random_init": True,
+               "config_overrides": {"vocab_size": 258, "max_position_embeddings": 256}},
+        prompts={"source": write_rows(tmp_path / "gsm8k.jsonl", GSM8K_ROWS), "id_field": None,
+                 "problem_field": "question", "max_prompt_length": 100,
+                 "user_template": "{problem}"},
+        run={"steps": 1},
+    )  # fmt: skip
+    listener = Listener()
+    run_training(recipe, tmp_path / "run", False, listener)
+    assert any("20 of 20 answers contain '####'" in notice for notice in listener.at_start)
+    (line,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert line["verdict/correct"] == len(submitted) == 12 and line["reward"] == 0
+    assert line["fresh/rollouts"] == 24 and line["updates"] > 0
+    assert set(submitted) <= {f"{2 * n:,}" for n in range(495, 515)}
+
+
+def test_answers_that_no_completion_can_match_end_the_run_before_it_loads_a_model(
+    tmp_path, processes
+):
+    rows = [{"problem": f"{n}+1", "answer": "word " * 200} for n in range(20)]
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(DatasetError, match="minerva can read none of 20 reference answers") as e:
+        train_small_run(tmp_path / "run", prompts={"source": source, "id_field": None, **PLAIN})
+    assert e.value.exit_code == 3
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_function_that_always_fails_ends_the_run_before_its_first_step(tmp_path, processes):
+    with pytest.raises(RecipeError, match=r"failed on all 4 rows .*KeyError: 'no such field'"):
+        train_small_run(tmp_path / "run", reward={"function": f"{FILE}:raises"})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_function_that_fails_on_what_the_model_writes_stops_the_run_with_exit_4(
+    tmp_path, processes
+):
+    function = f"{FILE}:raises_for_what_the_model_writes"
+    with pytest.raises(RewardError, match=r"step 1: .*24 of 24 .*ValueError: no such form") as e:
+        train_small_run(tmp_path / "run", reward={"function": function})
+    assert e.value.exit_code == 4
+
+
+def test_a_run_without_signal_says_so_on_screen_and_in_its_log(tmp_path, processes, caplog):
+    recipe = small_recipe(
+        reward={"function": "core_rewards:always_wrong"}, run={"steps": 6},
+        eval={"benchmarks": ["tiny"], "at_start": False, "at_end": False},
+    )  # fmt: skip
+    listener = Listener()
+    with caplog.at_level(logging.WARNING):
+        run_training(recipe, tmp_path / "run", False, listener)
+    (notice,) = [text for text in listener.later if "nothing to learn from for 5 steps" in text]
+    assert "step 5" in notice and notice in caplog.text
+    assert notice in (tmp_path / "run/log/attempt_001.log").read_text()
+    assert any("evaluations are graded by math_verify_boxed" in x for x in listener.at_start)
