@@ -69,6 +69,8 @@ def _allowed(schema: dict[str, Any]) -> str:
     """What a JSON schema allows, in words."""
     if "anyOf" in schema:
         return " or ".join(_allowed(option) for option in schema["anyOf"])
+    if "$ref" in schema:
+        return "mapping"
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
@@ -101,7 +103,8 @@ def cli_reference() -> str:
         "| 1 | unexpected: a bug; the traceback is in the run's log |",
         "| 2 | usage, or a value or combination in the recipe |",
         "| 3 | missing or bad data, snapshot or checkpoint, an occupied output directory |",
-        "| 4 | stopped for safety: non-finite loss, log-prob gap, a lost sampler or rank |",
+        "| 4 | stopped for safety: non-finite loss, log-prob gap, a lost sampler or rank, "
+        "a failing reward function |",
         "| 130 | interrupted, after a checkpoint |",
     ]
     for command in app.registered_commands:
