@@ -37,7 +37,8 @@ def check_parts(recipe: Recipe, device: str, findings: Findings) -> Any:
     tokenizer = _check_tokenizer(recipe, findings)
     _check_weights(recipe, findings)
     prompts = _check_prompts(recipe, tokenizer, findings)
-    check_rewards(recipe, prompts, findings)
+    runs_here = _list_for_missing(device, findings) is findings.problems
+    check_rewards(recipe, prompts, runs_here, findings)
     return prompts
 
 

@@ -12,15 +12,20 @@ if TYPE_CHECKING:
     from grpo_replay.prompts.prompt_set import PromptSet
 
 
-def check_rewards(recipe: Recipe, prompts: "PromptSet | None", findings: Findings) -> None:
+def check_rewards(
+    recipe: Recipe, prompts: "PromptSet | None", runs_here: bool, findings: Findings
+) -> None:
     """Add problems with the reward functions and with the reference answers. Without prompts, which
-    only the run will read, functions are only loaded."""
+    only the run will read, functions are only loaded. The number of workers is only compared with
+    the cores of this machine if the run `runs_here`."""
     section, verifier = recipe.reward, recipe.eval.reward
-    findings.assumptions += notices_of_workers(section.workers, recipe.engine.num_processes)
     sampled = () if prompts is None else prompts.sample(CHECKED_ANSWERS)
     total = 0 if prompts is None else len(prompts)
     try:
-        check_workers(section.workers)
+        if runs_here:
+            ranks = recipe.engine.num_processes
+            findings.assumptions += notices_of_workers(section.workers, ranks)
+            check_workers(section.workers)
         _try(section, Sample(sampled, total, "prompts.source"), findings)
         if recipe.eval.benchmarks and verifier not in BUILTIN_VERIFIERS:
             _try(section.alone(verifier), Sample((), 0, "eval.benchmarks"), findings)

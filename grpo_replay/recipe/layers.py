@@ -79,7 +79,9 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     path = find_recipe(name_or_path)
     layer = read_recipe_layer(path)
     layer.setdefault("name", path.stem)
-    return resolve_recipe([layer, parse_overrides(overrides)], (recipe_source(path), "--set"))
+    given = parse_overrides(overrides)
+    anchor_paths(given, Path.cwd())
+    return resolve_recipe([layer, given], (recipe_source(path), "--set"))
 
 
 def recipe_source(path: Path) -> str:

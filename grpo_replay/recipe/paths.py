@@ -1,7 +1,8 @@
-"""Relative paths in a recipe file start at the folder of the file.
+"""Relative paths in a recipe file start at the folder of the file, those of `--set` at the working
+directory.
 
-So a recipe works from every working directory. Paths given on the command line start at the working
-directory, as everywhere in a shell. The recipe that a run saves has absolute paths.
+So a recipe works from every working directory. Both become absolute, so that the recipe that a run
+saves, in a folder of its own, names the same files.
 """
 
 import os

@@ -85,7 +85,7 @@ def test_an_unknown_name_suggests_a_similar_one():
         ([{"problem": "p"}], r"mine\.jsonl:1: no field 'answer'"),
         ([{"problem": "p", "answer": "1"}, {"answer": "1"}], r"mine\.jsonl:2: no field 'problem'"),
         ([{"problem": "p", "answer": None}], r"mine\.jsonl:1: field 'answer' found None"),
-        ([{"problem": "p", "answer": 1.5}], "found 1.5"),
+        ([{"problem": "p", "answer": [1]}], r"found \[1\]"),
         ([{"problem": "p", "answer": True}], "found True"),
         ([{"problem": "p", "answer": " "}], "is empty"),
     ],

@@ -291,7 +291,7 @@ def test_relative_paths_of_a_file_start_at_its_folder_and_of_set_at_the_working_
     assert (recipe.eval.data_folder, recipe.eval.reward) == (f"{folder}/data", f"{folder}/e.py:f")
     assert (recipe.model.path, recipe.model.tokenizer) == (f"{folder}/model", "owner/name")
     given = load_recipe("configs/own.yaml", ["prompts.source=data/mine.jsonl"])
-    assert given.prompts.source == "data/mine.jsonl"
+    assert given.prompts.source == f"{tmp_path}/data/mine.jsonl"
     saved = folder.parent / "recipe.yaml"
     saved.write_text(recipe_to_yaml(recipe))
     assert load_recipe(str(saved)).model_dump() == recipe.model_dump()
