@@ -303,7 +303,7 @@ def test_hub_ids_and_absolute_paths_are_left_as_they_are(tmp_path, source):
     assert load_recipe(str(tmp_path / "own.yaml")).prompts.source == source
 
 
-@pytest.mark.parametrize("reward", ["mathverify", "a:", ":f", "file.txt:f", "a.py:"])
+@pytest.mark.parametrize("reward", ["mathverify", "a:", ":f", "my-file:f", "a.py:"])
 def test_a_verifier_of_evaluations_has_the_form_of_one(reward):
     with pytest.raises(RecipeError, match=r"eval\.reward: use math_verify_boxed, .*file\.py:func"):
         load_recipe("tiny", [f"eval.reward={reward}"])
