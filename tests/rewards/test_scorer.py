@@ -11,7 +11,7 @@ import pytest
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import RewardSection
-from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.scorer import RewardScorer, _Graded
 from grpo_replay.types import Verdict
 
 
@@ -204,6 +204,13 @@ def test_the_failure_of_one_of_several_functions_is_that_of_the_verdict():
     assert verdicts == [
         Verdict(-1.0, "crash", (-1.0, 0.0)), Verdict(10.0, "correct", (1.0, 9.0)),
     ]  # fmt: skip
+
+
+def test_a_verifier_beside_the_first_that_gives_up_is_a_failure_too():
+    given_up = {"status": "correct", "gold_parsed": True, "others": [{"status": "timeout"}]}
+    section = RewardSection(function="minerva", other_functions=[{"function": "math_verify"}])
+    with RewardScorer.open(section) as opened:
+        assert opened._verdict(_Graded("5", given_up)) == Verdict(-1.0, "timeout", (-1.0, 0.0))
 
 
 def test_as_verdicts_a_score_counts_as_correct_from_reward_correct_on():
