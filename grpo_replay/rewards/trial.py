@@ -59,12 +59,14 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
     """Notices about the reward functions of `scorer`, which are those of `section`.
 
     Functions of the user are called on `TRIED_ROWS` rows, a built-in verifier on all of the sample.
-    Raises RecipeError if every call fails, and DatasetError if no answer can be read.
+    Raises RecipeError if every call fails and `reward.max_failed_share` is below 1, and DatasetError
+    if no answer can be read.
     """
     notices, functions = [], [each.function for each in section.functions]
     own = [function for function in functions if function not in BUILTIN_VERIFIERS]
     if own:
-        notices += _try_calls(", ".join(own), scorer, sample.problems[:TRIED_ROWS])
+        tolerant = section.max_failed_share == 1
+        notices += _try_calls(", ".join(own), scorer, sample.problems[:TRIED_ROWS], tolerant)
     if own == functions:
         return notices
     if not own:
@@ -75,7 +77,9 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
         return notices + _check_answers(verifier, alone, sample)
 
 
-def _try_calls(function: str, scorer: RewardScorer, problems: Sequence[Answered]) -> list[str]:
+def _try_calls(
+    function: str, scorer: RewardScorer, problems: Sequence[Answered], tolerant: bool
+) -> list[str]:
     verdicts = scorer.score(
         [(right_completion(each.answer), each.answer, each.row) for each in problems]
     )
@@ -83,7 +87,7 @@ def _try_calls(function: str, scorer: RewardScorer, problems: Sequence[Answered]
     if not failed:
         return []
     reason = scorer.first_error or f"{failed[0]} (reward.time_limit_seconds, memory_limit_mib)"
-    if len(failed) < len(verdicts):
+    if tolerant or len(failed) < len(verdicts):
         return [
             f"reward function {function} failed on {len(failed)} of the {len(verdicts)} rows that "
             f"it was tried on; such completions earn the incorrect reward: {reason}"
@@ -91,7 +95,8 @@ def _try_calls(function: str, scorer: RewardScorer, problems: Sequence[Answered]
     raise RecipeError(
         f"reward function {function} failed on all {len(verdicts)} rows that it was tried on: "
         f"{reason}. It is called as f(completion: str, answer: str, row: dict) and returns a "
-        "finite number"
+        "finite number. If it is meant to fail on completions that end in a box, set "
+        "reward.max_failed_share 1"
     )
 
 

@@ -55,6 +55,11 @@ def test_a_function_that_fails_on_some_rows_is_a_notice():
     assert "failed on 1 of the 4 rows" in notice and "ValueError: odd" in notice
 
 
+def test_a_function_may_fail_on_every_row_if_the_recipe_says_so():
+    (notice,) = tried(of_file("raises", max_failed_share=1.0), "1", "2")
+    assert "failed on 2 of the 2 rows" in notice
+
+
 def test_a_function_that_works_says_nothing():
     assert tried(of_file("shortness"), "1", "2") == []
 
