@@ -59,8 +59,8 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
     """Notices about the reward functions of `scorer`, which are those of `section`.
 
     Functions of the user are called on `TRIED_ROWS` rows, a built-in verifier on all of the sample.
-    Raises RecipeError if every call fails and `reward.max_failed_share` is below 1, and DatasetError
-    if no answer can be read.
+    Raises RecipeError if every call fails and `reward.max_failed_share` is below 1, and
+    DatasetError if no answer can be read.
     """
     notices, functions = [], [each.function for each in section.functions]
     own = [function for function in functions if function not in BUILTIN_VERIFIERS]
