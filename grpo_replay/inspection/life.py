@@ -98,6 +98,8 @@ def _uses(source: Source, rollout_id: int) -> tuple[Use, ...]:
 
 
 def _fate(source: Source, row: Mapping[str, Any]) -> str:
+    if not row["kept"] and row["group_reward_std"] > 0:
+        return "never stored: it was cut off, and reward.mask_truncated leaves such rollouts out"
     if not row["kept"]:
         return "never stored: all rewards of its group are equal, so there is no learning signal"
     recipe = source.recipe

@@ -143,9 +143,12 @@ def print_life(life: Life, console: Console) -> None:
         f"born at step {rollout['birth_step']} under policy version {rollout['policy_version']}"
     )
     advantage = rollout["advantage"]
+    scores = ", ".join(f"{score:g}" for score in rollout.get("reward_scores") or ())
     console.print(
-        f"{escape(rollout['verdict'])} · reward {rollout['reward']:g} · advantage "
-        + ("none (group dropped)" if advantage is None else f"{advantage:+.3f}")
+        f"{escape(rollout['verdict'])} · reward {rollout['reward']:g}"
+        + (f" (scores {scores})" if scores else "")
+        + " · advantage "
+        + ("none (dropped)" if advantage is None else f"{advantage:+.3f}")
         + f" · {len(rollout['completion_token_ids']):,} tokens, ended by "
         + escape(rollout["finish_reason"])
     )

@@ -1,6 +1,7 @@
 """Whole runs with rewards and data of a user: several functions, message lists, GSM8K's answers,
 functions that fail, and rows on which nothing can be learnt."""
 
+import io
 import json
 import logging
 import shutil
@@ -8,11 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from small_runs.trained import small_recipe, train_small_run
 
 from grpo_replay.commands.train_display import Display
 from grpo_replay.errors import DatasetError, RecipeError, RewardError
 from grpo_replay.evaluation.report import read_report
+from grpo_replay.inspection.life import read_life
+from grpo_replay.inspection.source import open_source
+from grpo_replay.inspection.views import print_life
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.tiny.problems import train_problems
@@ -100,6 +105,12 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
                if row["finish_reason"] == "length"]  # fmt: skip
     assert cut_off and not any(row["kept"] for row in cut_off)
     assert verify_run(run.path).passed
+    masked = read_life(open_source(str(run.path), None), cut_off[0]["rollout_id"])
+    assert masked.fate.startswith("never stored: it was cut off")
+    with io.StringIO() as out:
+        print_life(masked, Console(file=out, width=200))
+        shown = ", ".join(f"{score:g}" for score in cut_off[0]["reward_scores"])
+        assert f"(scores {shown}) · advantage none (dropped)" in out.getvalue()
     report = read_report(run.path / "eval" / "step_000004.json")
     verdicts = report.samples["verdict"].to_pylist()
     right = [
