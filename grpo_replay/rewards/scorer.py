@@ -185,6 +185,7 @@ class RewardScorer:
             self.unparsable_answers.add(graded.gold)
         section, others = self._section, answer.get("others", [])
         status = next((a["status"] for a in (answer, *others) if _failed(a)), answer["status"])
+        scores: tuple[float, ...]
         if status in FAILED:
             scores = (section.incorrect, *(0.0 for _ in section.other_functions))
         else:
