@@ -79,12 +79,13 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
         prompts={"source": verl_rows, "template": "chat", "id_field": "extra_info.index", **fields},
         reward={
             "function": f"{FILE}:boxed_is_right", "other_functions": [other], "incorrect": 0.0,
-            "overlong_buffer_tokens": 8, "mask_truncated": True,
+            "overlong_buffer_tokens": 6, "mask_truncated": True,
         },
+        sampling={"max_completion_length": 10},
         run={"steps": 4},
         eval={
-            "benchmarks": [verl_rows], "samples": 1, "max_problems": 8, "at_start": False,
-            "reward": f"{FILE}:boxed_is_right", **fields,
+            "benchmarks": [verl_rows], "samples": 1, "max_problems": 32, "at_start": False,
+            "max_completion_length": 16, "reward": f"{FILE}:boxed_is_right", **fields,
         },
     )  # fmt: skip
     rows = run.rollouts(1)
@@ -93,7 +94,7 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
     np.testing.assert_allclose(
         scores[:, 1], [-len(row["completion_text"]) / 100 for row in rows], rtol=1e-6
     )
-    np.testing.assert_allclose(scores[:, 2], np.clip((16 - 8 - lengths) / 8, -1, 0), rtol=1e-6)
+    np.testing.assert_allclose(scores[:, 2], np.clip((10 - 6 - lengths) / 6, -1, 0), rtol=1e-6)
     totals = scores @ [1, 0.5, 1]
     np.testing.assert_allclose([row["reward"] for row in rows], totals, rtol=1e-6)
     line = run.metrics[0]
@@ -120,8 +121,8 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
             strict=True,
         )
     ]
-    assert [verdict == "correct" for verdict in verdicts] == right and len(right) == 8
-    assert 0 < sum(right) < 8
+    assert [verdict == "correct" for verdict in verdicts] == right and len(right) == 32
+    assert 0 < sum(right) < 32
 
 
 GSM8K_ROWS = [
@@ -152,6 +153,7 @@ def test_answers_as_in_gsm8k_are_graded_by_the_default_reward(tmp_path, monkeypa
         prompts={"source": write_rows(tmp_path / "gsm8k.jsonl", GSM8K_ROWS), "id_field": None,
                  "problem_field": "question", "max_prompt_length": 100,
                  "user_template": "{problem}"},
+        replay={"preset": "grpo"},
         run={"steps": 1},
     )  # fmt: skip
     listener = Listener()
