@@ -15,6 +15,9 @@ ChatMessage = dict[str, Any]
 ProblemStatement = str | list[ChatMessage]
 """Text, or the messages of a chat."""
 
+LARGEST_WHOLE = 1e15
+"""Whole numbers below it are exact as floats."""
+
 _Value = TypeVar("_Value")
 
 
@@ -83,7 +86,7 @@ def answer_text(value: Any) -> str:
     if isinstance(value, bool):
         return text(value)
     if isinstance(value, float | Decimal) and math.isfinite(value):
-        whole = value == int(value) and abs(value) < 1e15
+        whole = float(value).is_integer() and abs(float(value)) < LARGEST_WHOLE
         return str(int(value)) if whole else str(value)
     if isinstance(value, int):
         return str(value)

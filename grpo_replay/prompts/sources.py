@@ -5,6 +5,7 @@ Sources only read. The caller checks the values.
 
 import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,7 +56,7 @@ class MappingRows:
             column = column_of(field, row)
             if column not in row:
                 raise DatasetError(f"{self.place(index)}: no field {field!r}{_among(field, row)}")
-            values.append(_inside(row[column], column, field, lambda i=index: self.place(i)))
+            values.append(_inside(row[column], column, field, partial(self.place, index)))
         return values
 
     def place(self, index: int) -> str:
@@ -84,7 +85,7 @@ class TableRows:
             raise DatasetError(f"{self._source}: no column {field!r}{_among(field, self._names)}")
         values = self._table.column(column).to_pylist()
         return [
-            _inside(value, column, field, lambda i=index: self.place(i))
+            _inside(value, column, field, partial(self.place, index))
             for index, value in enumerate(values)
         ]
 
