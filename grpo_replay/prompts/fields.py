@@ -114,7 +114,7 @@ def text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(
             f"found {value!r} ({type(value).__name__}), expected text (or, as an answer or id, a "
-            "number, or, as a problem, a list of chat messages): put it in quotes"
+            "number; as a problem, a list of messages): put it in quotes"
         )
     if not value.strip():
         raise ValueError("is empty")

@@ -27,6 +27,7 @@ from grpo_replay.prompts.sources import (
     read_local_rows,
 )
 from grpo_replay.recipe import PromptsSection
+from grpo_replay.recipe.paths import short_path
 from grpo_replay.types import Prompt
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def load_prompts(
     """
     rows, id_field = _open_source(section, seed, whole_rows)
     if len(rows) == 0:
-        raise DatasetError(f"prompts.source {section.source!r} has no rows")
+        raise DatasetError(f"prompts.source {short_path(section.source)!r} has no rows")
     problems = checked_column(rows, section.problem_field, problem_statement)
     answers = checked_column(rows, section.answer_field, answer_after(section.answer_marker))
     ids = unique_ids(rows, id_field)
@@ -149,7 +150,7 @@ def load_prompts(
         kept.answers.append(answers[number])
     if skipped == len(rows):
         raise DatasetError(
-            f"prompts.source {section.source!r}: none of {skipped} prompts has at most "
+            f"prompts.source {short_path(section.source)!r}: none of {skipped} prompts has at most "
             f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
             f"{shortest}: raise the limit or shorten prompts.user_template"
         )

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_replay.errors import DatasetError, did_you_mean, first_line
+from grpo_replay.recipe.paths import short_path
 
 JSONL_SUFFIXES = (".jsonl", ".json")
 PARQUET_SUFFIXES = (".parquet",)
@@ -125,7 +126,7 @@ def read_local_rows(
 
     Raises DatasetError with file and line if something cannot be read.
     """
-    path = Path(source).expanduser()
+    path, source = Path(source).expanduser(), short_path(source)
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise DatasetError(f"{source} {kind}; name a .jsonl or .parquet file, or a hub dataset id")
@@ -180,7 +181,7 @@ def _parquet_rows(
         columns = [name for name in names if name in wanted]
         table = pq.read_table(path, memory_map=True, columns=columns)
     except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{path}: not a readable Parquet file: {first_line(error)}") from error
+        raise DatasetError(f"{source}: not a readable Parquet file: {first_line(error)}") from error
     return TableRows(table if limit is None else table.slice(0, limit), source, names)
 
 

@@ -49,6 +49,12 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
         _change({"reward": other}, "reward", "function", of_function)
 
 
+def short_path(path: str) -> str:
+    """`path` as messages show it: relative if it is below the working directory."""
+    inside = os.path.isabs(path) and Path(path).is_relative_to(Path.cwd())
+    return os.path.relpath(path) if inside else path
+
+
 def _change(layer: dict[str, Any], section: str, key: str, change: Callable[[str], str]) -> None:
     values = layer.get(section)
     if not isinstance(values, dict) or key not in values:

@@ -173,7 +173,7 @@ SAME = {
     "prompts.id_field": ("null", None),
     "prompts.shuffle": ("off", False),
     "sampling.stop_tokens": ("[<|endoftext|>, 1e3, no]", ["<|endoftext|>", "1e3", "no"]),
-    "eval.benchmarks": ("[7.jsonl, 7]", ["7.jsonl", "7"]),
+    "eval.benchmarks": ("[math500, 7]", ["math500", "7"]),
 }
 
 
