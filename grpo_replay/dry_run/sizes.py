@@ -17,10 +17,10 @@ from grpo_replay.recipe import Recipe
 
 def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     """Rollouts and tokens of one training step, once replay has begun."""
-    generated = recipe.rollouts_per_step
+    generated, survivors = _expected_rollouts(recipe, expected)
+    most = recipe.rollouts_per_step * (recipe.sampling.max_refills + 1)
     completion = recipe.sampling.max_completion_length
     mean_tokens = expected.completion_tokens
-    survivors = generated * expected.survival
     replayed = 0.0
     if recipe.replays:
         replayed = recipe.replay.ratio * survivors
@@ -28,9 +28,9 @@ def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     if recipe.replays and recipe.replay.composition == "buffer_only":
         trained = replayed = recipe.replay.ratio * generated
     return {
-        "generated_rollouts": generated,
+        "generated_rollouts": round(generated),
         "generated_tokens_expected": round(generated * mean_tokens),
-        "generated_tokens_most": generated * completion,
+        "generated_tokens_most": most * completion,
         "surviving_rollouts_expected": round(survivors),
         "replayed_rollouts_expected": round(replayed),
         "trained_rollouts_expected": round(trained),
@@ -39,15 +39,26 @@ def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     }
 
 
+def _expected_rollouts(recipe: Recipe, expected: Expected) -> tuple[float, float]:
+    """Rollouts generated in a step, and their survivors: a refill samples what was dropped."""
+    generated = sum(
+        recipe.rollouts_per_step * (1 - expected.survival) ** refill
+        for refill in range(recipe.sampling.max_refills + 1)
+    )
+    return generated, generated * expected.survival
+
+
 def describe_replay(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     """Number of stored rollouts: the maximum, and with the expected share of survivors."""
-    replay, generated = recipe.replay, recipe.rollouts_per_step
+    replay = recipe.replay
+    _, survivors = _expected_rollouts(recipe, expected)
     if not recipe.replays:
         return {"stored_rollouts_expected": 0, "stored_rollouts_most": 0, "capacity_binds": False,
                 "first_replay_step": None, "horizon_steps": None}  # fmt: skip
     births = replay.max_age_steps if replay.max_age_steps is not None else recipe.run.steps
-    most = births * generated
-    stored = births * generated * expected.survival
+    # A refill replaces dropped groups: no more survive than `prompts_per_step` groups.
+    most = births * recipe.rollouts_per_step
+    stored = births * survivors
     first = replay.warmup_steps + 1
     if replay.composition != "buffer_only":
         first = max(2, first)  # nothing is replayed in the step it was born
@@ -66,7 +77,8 @@ def describe_storage(
     """Host memory of the buffer, and sizes of the files of a step and of a checkpoint."""
     prompt, completion = recipe.prompts.max_prompt_length, recipe.sampling.max_completion_length
     mean = (expected.prompt_tokens, expected.completion_tokens)
-    generated = recipe.rollouts_per_step
+    generated, _ = _expected_rollouts(recipe, expected)
+    most_generated = recipe.rollouts_per_step * (recipe.sampling.max_refills + 1)
     checkpoint = None
     if plan is not None:
         size = DTYPE_BYTES[recipe.model.dtype]
@@ -77,7 +89,7 @@ def describe_storage(
         "buffer_memory_gib_expected": to_gib(stored_bytes(stored, *mean)),
         "buffer_memory_gib_most": to_gib(stored_bytes(most, prompt, completion)),
         "disk_per_step_mib_expected": _mib(logged_bytes(generated, *mean)),
-        "disk_per_step_mib_most": _mib(logged_bytes(generated, prompt, completion)),
+        "disk_per_step_mib_most": _mib(logged_bytes(most_generated, prompt, completion)),
         "checkpoint_gib": checkpoint,
         "checkpoints_gib_most": None if checkpoint is None
         else round(checkpoint * (recipe.checkpoint.keep + 1), 3),

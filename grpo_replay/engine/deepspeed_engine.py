@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_config import deepspeed_config
 from grpo_replay.engine.full_tensors import full_tensors
+from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.protocol import UpdateResult
 from grpo_replay.engine.resharding import read_saved_state, restore_engine
@@ -148,7 +149,13 @@ class DeepSpeedEngine:
         row_of_C = self._tensor(microbatch.row_of_C)
         coefficients_C = self._tensor(microbatch.coefficients_R)[row_of_C]
         weights_C = self._tensor(microbatch.token_weights_R)[row_of_C]
-        result = token_loss(logprobs_C, behavior_C, reference_C, coefficients_C, settings)
+        lengths_R = np.bincount(microbatch.row_of_C, minlength=len(microbatch.rows_R)).tolist()
+        weights = microbatch.sampler_weights_C
+        sampler_weights_C = self._tensor(weights) if len(weights) else None
+        result = token_loss(
+            logprobs_C, behavior_C, reference_C, coefficients_C, settings,
+            lengths_R, sampler_weights_C,
+        )  # fmt: skip
         weighted_C = result.losses_C * weights_C
         # DeepSpeed averages gradients over ranks; the weights already hold the global denominator.
         self._engine.backward(weighted_C.sum() * self._comm.world_size, scale_wrt_gas=False)
@@ -237,10 +244,20 @@ class DeepSpeedEngine:
             raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
         self._apply_optimizer_settings()
 
+    def begin_step(self, step: int) -> None:
+        rate = learning_rate(self._recipe, step)
+        for group in self._param_groups():
+            group["lr"] = rate
+
+    def _param_groups(self) -> list[dict[str, Any]]:
+        optimizer = self._engine.optimizer
+        groups: list[dict[str, Any]] = getattr(optimizer, "optimizer", optimizer).param_groups
+        return groups
+
     def _apply_optimizer_settings(self) -> None:
         """Train on with the recipe's settings: DeepSpeed restores those of the saved state."""
         settings, optimizer = self._recipe.optimizer, self._engine.optimizer
-        for group in getattr(optimizer, "optimizer", optimizer).param_groups:
+        for group in self._param_groups():
             group["lr"] = settings.learning_rate
             group["betas"] = (settings.beta1, settings.beta2)
             group["eps"] = settings.epsilon

@@ -33,6 +33,10 @@ class Engine(Protocol):
     None elsewhere, and results come back on rank 0.
     """
 
+    def begin_step(self, step: int) -> None:
+        """Set what depends on the training step: the learning rate of its updates."""
+        ...
+
     def logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
         """Per row float32 [T]: log-probs of its completion tokens under the current policy."""
         ...

@@ -2,7 +2,8 @@
 
 `A_i = (r_i - μ_g) / (σ_g + ε_σ)` over the G completions of one prompt. With k correct of G under
 rewards that take two values, `|A_correct| = √((G-k)/k)` and `|A_incorrect| = √(k/(G-k))`, up to
-ε_σ; these closed forms need the population standard deviation.
+ε_σ; these closed forms need the population standard deviation. Dr. GRPO (arXiv 2503.20783) leaves
+the division out: dividing by σ_g gives very easy and very hard prompts more weight.
 
 Every number returned is exact in float32, the precision of the rollout files. The logged values are
 the trained ones, and a buffer restored from disk has the same priorities bit for bit.
@@ -32,9 +33,15 @@ class GroupAdvantage:
 
 
 def group_advantages(
-    rewards_G: Sequence[float] | np.ndarray, std: str = "population", epsilon: float = 1e-6
+    rewards_G: Sequence[float] | np.ndarray,
+    std: str = "population",
+    epsilon: float = 1e-6,
+    divide_by_std: bool = True,
 ) -> GroupAdvantage:
     """Mean, standard deviation and advantages of one group of G ≥ 2 rewards.
+
+    Without `divide_by_std`, `A_i = r_i - μ_g` (Dr. GRPO): rewards [1, 1, 1, -1] give
+    [0.5, 0.5, 0.5, -1.5].
 
     A group has no signal if its float32 rewards are equal; σ_g is not compared with a tolerance.
     Sums are exactly rounded, so permuting a group permutes its advantages.
@@ -59,5 +66,5 @@ def group_advantages(
     return GroupAdvantage(
         mean=float(np.float32(mean)),
         std=float(np.float32(sigma)),
-        advantages_G=(deviations / (sigma + epsilon)).astype(np.float32),
+        advantages_G=(deviations / (sigma + epsilon if divide_by_std else 1.0)).astype(np.float32),
     )

@@ -5,11 +5,12 @@ numpy only. Rank 0 plans for all ranks. Every rank gets the same number of micro
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.grpo.sampler_weights import sampler_weights
 from grpo_replay.recipe import BatchSection, LossSection
 from grpo_replay.types import Rollout
 
@@ -21,7 +22,7 @@ class TrainRow:
     `coefficient` multiplies the loss of its tokens (the frozen advantage, or AsymRE's
     `r - (V + δV)`). `token_weight` is the weight of each of its tokens in the mini-batch loss
     (`token_weights`). Both are 0 for a row that only needs log-probs. `rollout_id` is for error
-    messages; -1 if unknown.
+    messages; -1 if unknown. `sampler_weights` multiply the surrogate; empty: all 1.
     """
 
     prompt_token_ids: np.ndarray  # int32 [P]
@@ -31,6 +32,7 @@ class TrainRow:
     coefficient: float = 0.0
     token_weight: float = 0.0
     rollout_id: int = -1
+    sampler_weights: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def length_tokens(self) -> int:
@@ -55,6 +57,7 @@ class MicroBatch:
     reference_logprobs_C: np.ndarray  # float32
     coefficients_R: np.ndarray  # float32
     token_weights_R: np.ndarray  # float32
+    sampler_weights_C: np.ndarray  # float32; empty: all 1
 
 
 def logprob_row(prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray) -> TrainRow:
@@ -132,6 +135,7 @@ def train_rows(
                 loss_coefficient(rollout, settings),
                 float(weights_N[index]),
                 rollout.rollout_id,
+                sampler_weights(rollout, settings),
             )
         )
     return rows
@@ -196,6 +200,7 @@ def _micro_batch(indices: Sequence[int] | np.ndarray, chosen: Sequence[TrainRow]
         reference_logprobs_C=np.concatenate([row.reference_logprobs for row in chosen]),
         coefficients_R=np.array([row.coefficient for row in chosen], dtype=np.float32),
         token_weights_R=np.array([row.token_weight for row in chosen], dtype=np.float32),
+        sampler_weights_C=np.concatenate([row.sampler_weights for row in chosen]),
     )
 
 
@@ -212,6 +217,7 @@ def _empty_micro_batch() -> MicroBatch:
         reference_logprobs_C=zero_f,
         coefficients_R=zero_f,
         token_weights_R=zero_f,
+        sampler_weights_C=np.zeros(0, np.float32),
     )
 
 
@@ -252,6 +258,7 @@ def _to_bytes(groups: Sequence[Sequence[int]], rows: Sequence[TrainRow]) -> memo
         ),
         behavior_logprobs=_flat_unless_zero([row.behavior_logprobs for row in chosen]),
         reference_logprobs=_flat_unless_zero([row.reference_logprobs for row in chosen]),
+        sampler_weights=_flat([row.sampler_weights for row in chosen], np.float32),
         coefficients=np.array([row.coefficient for row in chosen], dtype=np.float64),
         token_weights=np.array([row.token_weight for row in chosen], dtype=np.float64),
     )
@@ -277,9 +284,11 @@ def _from_bytes(payload: bytes | memoryview) -> list[MicroBatch]:
         np.split(flat if len(flat) else np.zeros(total, np.float32), np.cumsum(completions_N))
         for flat in (whole["behavior_logprobs"], whole["reference_logprobs"])
     )
+    weights = np.split(whole["sampler_weights"], np.cumsum(completions_N))
     rows = [
         TrainRow(tokens[2 * i], tokens[2 * i + 1], behavior[i], reference[i],
-                 whole["coefficients"][i], whole["token_weights"][i])
+                 whole["coefficients"][i], whole["token_weights"][i],
+                 sampler_weights=weights[i])
         for i in range(len(prompts_N))
     ]  # fmt: skip
     ends = np.cumsum(whole["group_sizes"])

@@ -6,7 +6,8 @@ multiplies them by the weights of `batch.token_weights` and sums, so that the no
 of the whole mini-batch, independent of micro-batches and ranks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,15 +31,24 @@ def clipped_surrogate(
     behavior_logprobs_C: torch.Tensor,
     advantages_C: torch.Tensor,
     settings: LossSection,
+    lengths_R: Sequence[int] | None = None,
 ) -> TokenLoss:
     """-max(min(ρA, clip(ρ, 1-ε_low, 1+ε_high)·A), c·A if A < 0) per token (paper A, eq. 3;
     Clip-Higher from DAPO, dual clip from Ye et al. 2020).
 
     With ρ = 1.5, A = 1, ε_high = 0.28: loss -1.28, clipped. With ρ = 20, A = -1, c = 10: loss 10,
     clipped; with ρ = 0.5, A = -1, ε_low = 0.2: loss 0.8, clipped.
+
+    With `settings.ratio` "sequence", ρ is the same for all tokens of a rollout
+    (`sequence_log_ratios`), whose numbers of tokens are `lengths_R`: with the weights of
+    `sequence_mean` its tokens then add up to the surrogate of GSPO, eq. 5.
     """
     log_ratios_C = logprobs_C - behavior_logprobs_C
-    ratios_C = log_ratios_C.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    exponents_C = log_ratios_C
+    if settings.ratio == "sequence":
+        assert lengths_R is not None, "a sequence ratio needs the rollouts' numbers of tokens"
+        exponents_C = sequence_log_ratios(log_ratios_C, lengths_R)
+    ratios_C = exponents_C.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     low, high = 1.0 - settings.epsilon, 1.0 + settings.epsilon_high
     surrogate_C = torch.minimum(ratios_C * advantages_C, ratios_C.clamp(low, high) * advantages_C)
     negative_C = advantages_C < 0
@@ -48,6 +58,16 @@ def clipped_surrogate(
         surrogate_C = torch.where(negative_C, torch.maximum(surrogate_C, floor_C), surrogate_C)
         clipped_C = clipped_C | (negative_C & (ratios_C > settings.dual_clip))
     return TokenLoss(-surrogate_C, clipped_C, log_ratios_C.detach())
+
+
+def sequence_log_ratios(log_ratios_C: torch.Tensor, lengths_R: Sequence[int]) -> torch.Tensor:
+    """The logarithm of GSPO's sequence-level ratio, s_i = (π_θ(o_i) / π_b(o_i))^(1/T_i), for each
+    token of its rollout: the mean of its tokens' log-ratios (GSPO, arXiv 2507.18071, eq. 7).
+
+    Two rollouts with log-ratios [0.1, 0.3] and [-0.4] give [0.2, 0.2, -0.4].
+    """
+    rows = log_ratios_C.split(list(lengths_R))
+    return torch.cat([row_T.mean().expand_as(row_T) for row_T in rows])
 
 
 def asymmetric_reinforce(
@@ -72,15 +92,23 @@ def token_loss(
     reference_logprobs_C: torch.Tensor,
     coefficients_C: torch.Tensor,
     settings: LossSection,
+    lengths_R: Sequence[int] | None = None,
+    sampler_weights_C: torch.Tensor | None = None,
 ) -> TokenLoss:
-    """The loss per token that `settings` select, KL term included."""
+    """The loss per token that `settings` select, KL term included.
+
+    `lengths_R` are the rollouts' numbers of tokens, for the sequence-level ratio.
+    `sampler_weights_C` (`batch.sampler_weights`) multiply the surrogate, not the KL term.
+    """
     if settings.kind == "asymre":
         return asymmetric_reinforce(logprobs_C, behavior_logprobs_C, coefficients_C)
-    result = clipped_surrogate(logprobs_C, behavior_logprobs_C, coefficients_C, settings)
+    result = clipped_surrogate(logprobs_C, behavior_logprobs_C, coefficients_C, settings, lengths_R)
+    if sampler_weights_C is not None:
+        result = replace(result, losses_C=result.losses_C * sampler_weights_C)
     if settings.beta == 0:
         return result
     penalty_C = settings.beta * kl_to_reference(logprobs_C, reference_logprobs_C)
-    return TokenLoss(result.losses_C + penalty_C, result.clipped_C, result.log_ratios_C)
+    return replace(result, losses_C=result.losses_C + penalty_C)
 
 
 ROW_STATISTICS = (

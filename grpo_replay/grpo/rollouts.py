@@ -95,7 +95,8 @@ class _ScoredGroup:
 
 def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
     rewards_G = np.array([verdict.reward for verdict in verdicts])
-    group = group_advantages(rewards_G, recipe.advantage.std, recipe.advantage.epsilon)
+    settings = recipe.advantage
+    group = group_advantages(rewards_G, settings.std, settings.epsilon, settings.divide_by_std)
     advantages_G = group.advantages_G
     if advantages_G is None and not recipe.replay.drop_zero_variance:
         advantages_G = np.zeros(len(rewards_G), dtype=np.float32)

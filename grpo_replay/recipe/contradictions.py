@@ -12,6 +12,8 @@ def find_contradictions(recipe: RecipeSections) -> list[str]:
         *_replay_draw_contradictions(recipe),
         *_reward_contradictions(recipe),
         *_algorithm_contradictions(recipe),
+        *_loss_contradictions(recipe),
+        *_schedule_contradictions(recipe),
         *_engine_contradictions(recipe),
     ]
 
@@ -109,6 +111,54 @@ def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
         yield (
             f"eval.other_rewards (--grade-with) names {verifier} more than once, or it is already "
             f"eval.reward ({recipe.eval.reward}): name each verifier once"
+        )
+
+
+def _loss_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    loss = recipe.loss
+    if loss.ratio == "sequence" and loss.kind == "asymre":
+        yield "loss.ratio 'sequence' with loss.kind 'asymre', which has no ratio: set it to token"
+    elif loss.ratio == "sequence" and loss.aggregation != "sequence_mean":
+        yield (
+            f"loss.ratio 'sequence' with loss.aggregation '{loss.aggregation}': GSPO is a mean "
+            "over rollouts; set loss.aggregation sequence_mean"
+        )
+    if loss.sampler_ratio_cap is None:
+        return
+    if loss.kind == "asymre":
+        yield (
+            "loss.sampler_ratio_cap with loss.kind 'asymre', which has no importance weights: set "
+            "it to null"
+        )
+    elif loss.behavior_logprobs == "sampler":
+        yield (
+            "loss.sampler_ratio_cap with loss.behavior_logprobs 'sampler': the ratio of the loss "
+            "is that to the sampler already, and would count twice; set loss.sampler_ratio_cap "
+            "null, or loss.behavior_logprobs trainer"
+        )
+    if loss.ratio == "sequence":
+        yield (
+            "loss.sampler_ratio_cap with loss.ratio 'sequence': the cap is of a ratio per token; "
+            "set loss.sampler_ratio_cap null or loss.ratio token"
+        )
+
+
+def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    optimizer, steps = recipe.optimizer, recipe.run.steps
+    if optimizer.warmup_steps >= steps:
+        yield (
+            f"optimizer.warmup_steps {optimizer.warmup_steps} is not less than run.steps {steps}: "
+            "the run would end in its warm-up; lower it"
+        )
+    if optimizer.final_fraction > 0 and optimizer.schedule == "constant":
+        yield (
+            f"optimizer.final_fraction {optimizer.final_fraction:g} with optimizer.schedule "
+            "'constant', which does not fall: set optimizer.schedule linear or cosine"
+        )
+    if recipe.sampling.max_refills > 0 and not recipe.replay.drop_zero_variance:
+        yield (
+            f"sampling.max_refills {recipe.sampling.max_refills} with replay.drop_zero_variance "
+            "false: no group is dropped, so nothing is refilled; set sampling.max_refills 0"
         )
 
 

@@ -9,7 +9,15 @@ from grpo_replay.recipe.base import Positive, Section
 
 class OptimizerSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """AdamW learning rate, constant (TRL: learning_rate)."""
+    """AdamW learning rate: the highest of the schedule (TRL: learning_rate)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, from step to step, down to
+    `final_fraction` of it one step after `run.steps` (TRL: lr_scheduler_type)."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Training steps in which the learning rate rises linearly: in step s it is s / `warmup_steps`
+    of `learning_rate` (TRL: warmup_steps)."""
+    final_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of `learning_rate` towards which `linear` and `cosine` fall."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay rate of the first moment (TRL: adam_beta1)."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999

@@ -103,6 +103,9 @@ class AdvantageSection(Section):
     closed forms need `population`; verl and TRL use `sample`."""
     epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """ε_σ, added to σ_g in the denominator of the advantage."""
+    divide_by_std: bool = True
+    """Divide the advantage by σ_g + ε_σ. If false, A = r - μ_g, as in Dr. GRPO (arXiv 2503.20783),
+    which also has `loss.aggregation: constant` (TRL: scale_rewards)."""
 
 
 class ReplaySection(Section):
@@ -164,6 +167,11 @@ class BatchSection(Section):
 class LossSection(Section):
     kind: Literal["clipped", "asymre"] = "clipped"
     """`clipped`: GRPO's clipped surrogate; `asymre`: asymmetric REINFORCE (paper B)."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Importance ratio of the clipped surrogate. `token`: one per token. `sequence`: one per
+    rollout, the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071; TRL:
+    importance_sampling_level). GSPO needs `aggregation: sequence_mean`, and the paper clips at
+    `epsilon: 3e-4`, `epsilon_high: 4e-4`."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """ε_low: the ratio is clipped below at 1 - ε_low (TRL: epsilon)."""
     epsilon_high: Annotated[float, Field(gt=0)] = 0.28
@@ -179,5 +187,10 @@ class LossSection(Section):
     behavior_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Source of the behaviour log-probs π_b cached with a rollout: `trainer` recomputes them once
     after sampling; `sampler` uses those of the sampler."""
+    sampler_ratio_cap: Annotated[float, Field(gt=0)] | None = None
+    """C of truncated importance sampling (Ionides 2008; between sampler and trainer: Yao et al.
+    2025, C = 2): the loss of each token is multiplied by min(π_b / π_sampler, C), where π_b is the
+    trainer's at birth. Off if null. With `behavior_logprobs: sampler` the ratio of the loss is that
+    to the sampler already, and this is refused (TRL: vllm_importance_sampling_cap)."""
     asymre_delta: float = -0.1
     """δV of AsymRE, in units of the reward."""

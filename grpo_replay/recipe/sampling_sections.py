@@ -64,6 +64,10 @@ class SamplingSection(Section):
     """Prompts sampled per training step, over all ranks."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt, G (TRL: num_generations)."""
+    max_refills: Annotated[int, Field(ge=0)] = 0
+    """Dynamic sampling (DAPO, arXiv 2503.14476): while a step has fewer than `prompts_per_step`
+    groups that are not dropped, it samples as many further prompts as are missing, at most this
+    many times. 0 trains on what one sampling leaves."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Sampling temperature, applied to both log-probs of the importance ratio. Training samples
     from the full distribution, without top-p or top-k."""

@@ -14,7 +14,9 @@ import numpy as np
 
 from grpo_replay.buffer import BufferStats
 from grpo_replay.engine.protocol import UpdateResult
+from grpo_replay.grpo.sampler_weights import sampler_weights
 from grpo_replay.planning.theory import relative_compute
+from grpo_replay.recipe import LossSection
 from grpo_replay.training.weight_sync import LogprobGap
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 
@@ -165,6 +167,19 @@ def sampler_metrics(gap: LogprobGap, policy_version: int) -> Metrics:
         "sampler/logprob_gap_mean": gap.mean,
         "sampler/logprob_gap_max": gap.max,
         "sampler/policy_version": policy_version,
+    }
+
+
+def sampler_weight_metrics(trained: Sequence[Rollout], loss: LossSection) -> Metrics:
+    """The weights of truncated importance sampling over the batch's tokens; empty if it is off."""
+    if loss.sampler_ratio_cap is None:
+        return {}
+    parts = [sampler_weights(rollout, loss) for rollout in trained]
+    weights_C = np.concatenate([np.zeros(0, np.float32), *parts])
+    capped_C = weights_C >= np.float32(loss.sampler_ratio_cap)
+    return {
+        "sampler/weight_mean": float(weights_C.mean(dtype=np.float64)) if len(weights_C) else None,
+        "sampler/weight_capped_fraction": float(capped_C.mean()) if len(weights_C) else None,
     }
 
 

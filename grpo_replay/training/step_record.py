@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.buffer import BufferStats
+from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.engine.protocol import UpdateResult
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import RunState
@@ -17,6 +18,7 @@ from grpo_replay.training.metrics import (
     generation_metrics,
     null_where_not_finite,
     sampler_metrics,
+    sampler_weight_metrics,
     score_metrics,
     update_metrics,
 )
@@ -39,14 +41,18 @@ class StepRecord:
 
 
 def count_step(
-    state: RunState, recipe: Recipe, generated: Sequence[Rollout], batch: ComposedBatch
+    state: RunState,
+    recipe: Recipe,
+    prompts: int,
+    generated: Sequence[Rollout],
+    batch: ComposedBatch,
 ) -> None:
-    """Advance the counters of the run by one step. Token counts are complete on rank 0 only."""
-    settings = recipe.sampling
+    """Advance the counters of the run by one step, which took so many prompts. Token counts are
+    complete on rank 0 only."""
     state.step += 1
-    state.prompt_cursor += settings.prompts_per_step
-    state.next_rollout_id += recipe.rollouts_per_step
-    state.next_group_id += settings.prompts_per_step
+    state.prompt_cursor += prompts
+    state.next_rollout_id += prompts * recipe.sampling.group_size
+    state.next_group_id += prompts
     state.generated_tokens += sum(len(r.completion_token_ids) for r in generated)
     state.trained_tokens += sum(len(r.completion_token_ids) for r in batch.rollouts)
     state.processed_tokens += sum(
@@ -92,8 +98,9 @@ def step_metrics(
             **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
             **buffer_metrics(buffer),
             **sampler_metrics(record.gap, record.generated[0].policy_version),
+            **sampler_weight_metrics(record.batch.rollouts, recipe.loss),
             **cost_metrics(seconds, record.generated, record.batch.rollouts),
             "num_tokens": state.processed_tokens,
-            "learning_rate": recipe.optimizer.learning_rate,
+            "learning_rate": learning_rate(recipe, record.step),
         }
     )

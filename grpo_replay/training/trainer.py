@@ -90,7 +90,8 @@ class Trainer:
         self._clock = Stopwatch()
         step = self.state.step + 1
         self.comm.position.begin_step(step)
-        generated = self.sample_and_score(step)
+        self.parts.engine.begin_step(step)
+        generated, prompts = self.sample_and_score(step)
         fresh, gap = self.freeze_behavior(generated, step)
         self.buffer.evict(step)
         insert_before_draw(self.buffer, fresh, step)
@@ -98,7 +99,7 @@ class Trainer:
         results, outcomes = self.update(batch, step)
         insert_after_update(self.buffer, fresh, step, batch)
         self.sync_weights()
-        count_step(self.state, self.recipe, generated, batch)
+        count_step(self.state, self.recipe, prompts, generated, batch)
         if not self.comm.is_main:
             return {}
         assert gap is not None
@@ -119,13 +120,35 @@ class Trainer:
         with self._clock.stage(name), self.comm.position.stage(name):
             yield
 
-    def sample_and_score(self, step: int) -> list[Rollout]:
+    def sample_and_score(self, step: int) -> tuple[list[Rollout], int]:
         """Take prompts, sample G completions of each, score them as they finish, and compute
-        group advantages. Returns all rollouts of the step on rank 0. Raises RewardError if the
-        reward function failed on most of them."""
-        comm, settings = self.comm, self.recipe.sampling
-        prompts = self.parts.prompts.take(self.state.prompt_cursor, settings.prompts_per_step)
-        mine = {i: p for i, p in enumerate(prompts) if i % comm.world_size == comm.rank}
+        group advantages; again for dropped groups, up to `sampling.max_refills` times (DAPO).
+        Returns all rollouts of the step, on rank 0, and the number of prompts taken. Raises
+        RewardError if the reward function failed on most of them."""
+        settings = self.recipe.sampling
+        generated: list[Rollout] = []
+        taken, missing = 0, settings.prompts_per_step
+        for refill in range(settings.max_refills + 1):
+            is_last = refill == settings.max_refills
+            generated += self._sample_prompts(step, taken, missing, is_last)
+            taken += missing
+            if is_last:
+                break
+            survivors = len({rollout.group_id for rollout in generated if rollout.kept})
+            missing = self.comm.broadcast_json(settings.prompts_per_step - survivors)
+            if missing == 0:
+                self._sleep()
+                break
+        refuse_failed_verdicts(generated, step, self.recipe, self.parts.scorer.first_error)
+        return generated, taken
+
+    def _sample_prompts(self, step: int, first: int, count: int, is_last: bool) -> list[Rollout]:
+        """The rollouts of the step's prompts `first` … `first + count - 1`, on rank 0. The sampler
+        sleeps after the last ones."""
+        comm = self.comm
+        prompts = self.parts.prompts.take(self.state.prompt_cursor + first, count)
+        numbered = enumerate(prompts, start=first)
+        mine = {i: p for i, p in numbered if i % comm.world_size == comm.rank}
         completions, texts = {}, {}
         with self._stage("generation"):
             requests = group_requests(mine, step, self.recipe)
@@ -136,8 +159,8 @@ class Trainer:
                 text = self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 completions[key], texts[key] = completion, text
                 self.parts.scorer.submit(key, text, prompt.answer, prompt.row)
-            # A step that ends with a push brings the sampler its weights, also if nothing trained.
-            self.parts.sampler.sleep(keep_weights=not self._push_is_due())
+            if is_last:
+                self._sleep()
         with self._stage("reward"):
             graded = self.parts.scorer.results()
             verdicts = {key: graded[key] for key in completions}
@@ -145,9 +168,11 @@ class Trainer:
                 mine, completions, texts, verdicts, step, self.recipe,
                 self.state.next_rollout_id, self.state.next_group_id,
             )  # fmt: skip
-            gathered = gather_rollouts(comm, rollouts)
-        refuse_failed_verdicts(gathered, step, self.recipe, self.parts.scorer.first_error)
-        return gathered
+            return gather_rollouts(comm, rollouts)
+
+    def _sleep(self) -> None:
+        # A step that ends with a push brings the sampler its weights, also if nothing trained.
+        self.parts.sampler.sleep(keep_weights=not self._push_is_due())
 
     def freeze_behavior(
         self, generated: Sequence[Rollout], step: int

@@ -72,10 +72,14 @@ class DrawChecks:
         rollouts = {
             "fresh_anchored": settings.ratio * survivors,
             "pool": (1 + settings.ratio) * survivors,
-            "buffer_only": settings.ratio * recipe.rollouts_per_step,
+            "buffer_only": settings.ratio * self._generated(step),
         }[settings.composition]
         per_unit = recipe.sampling.group_size if settings.unit == "query" else 1
         return round(rollouts / per_unit)
+
+    def _generated(self, step: int) -> int:
+        rows = self.run.rows_of_step.get(step, slice(0, 0))
+        return rows.stop - rows.start
 
     def _units(self, candidates: list[int]) -> list[list[int]]:
         if self.settings.unit == "query":

@@ -31,7 +31,8 @@ def check_files(run: RunFiles) -> Check:
 
 
 def check_groups(run: RunFiles) -> Check:
-    """Each step has `prompts_per_step` groups of G completions born in it. Ids are unique."""
+    """Each step has `prompts_per_step` groups of G completions born in it, with refills at most so
+    many more each time. Ids are unique."""
     tally = Tally("groups", "G completions for each prompt of a step, ids unique")
     ids, counts = np.unique(run.rollouts["rollout_id"], return_counts=True)
     tally.expect_all(counts == 1, lambda i: f"rollout {ids[i]} is in the files {counts[i]} times")
@@ -46,10 +47,13 @@ def _check_groups_of_step(run: RunFiles, step: int, rows: slice, tally: Tally) -
         births == step, lambda i: f"step {step}: rollout {ids[i]} has birth_step {births[i]}"
     )
     groups = _groups(run, rows)
-    sampling = run.recipe_at(step).sampling
-    expected = sampling.prompts_per_step
-    tally.expect(len(groups) == expected, f"step {step}: {len(groups)} groups, expected {expected}")
-    size = sampling.group_size
+    settings = run.recipe_at(step).sampling
+    least, most = settings.prompts_per_step, settings.prompts_per_step * (settings.max_refills + 1)
+    expected = f"{least}" if least == most else f"{least} to {most}"
+    tally.expect(
+        least <= len(groups) <= most, f"step {step}: {len(groups)} groups, expected {expected}"
+    )
+    size = settings.group_size
     for group_id, members in groups.items():
         indices = sorted(run.rollouts["completion_index"][members].tolist())
         prompts = set(run.rollouts["prompt_id"][members].tolist())
@@ -129,7 +133,8 @@ def _check_group(
     rewards = [float(reward) for reward in run.rollouts["reward"][members]]
     differ = max(rewards) != min(rewards)
     has_signal = differ or not recipe.replay.drop_zero_variance
-    mean, std = _mean_and_std(rewards, recipe.advantage.std)
+    settings = recipe.advantage
+    mean, std = _mean_and_std(rewards, settings.std)
     first_scores = run.rollouts["first_score"][members]
     correct = int((first_scores >= np.float32(recipe.reward.correct)).sum())
     masks = recipe.reward.mask_truncated
@@ -152,7 +157,8 @@ def _check_group(
                 rollout["advantage_is_null"], f"{here}: dropped, but has an advantage"
             )
             continue
-        advantage = (reward - mean) / (std + recipe.advantage.epsilon) if differ else 0.0
+        divisor = std + settings.epsilon if settings.divide_by_std else 1.0
+        advantage = (reward - mean) / divisor if differ else 0.0
         tallies.advantages.expect(
             _close(rollout["advantage"], advantage),
             f"{here}: advantage {rollout['advantage']}, recomputed {advantage:.7g}",

@@ -64,6 +64,16 @@ def test_the_4b_plan_on_eight_gpus_of_80_gib():
     assert memory["peak_gib"] == max(memory["phases_gib"].values()) < 80
 
 
+def test_refills_are_in_the_estimate():
+    survival = 124.9 / 256
+    once = report_of("qwen3-4b", gpu=80)["step"]
+    twice = report_of("qwen3-4b", "sampling.max_refills=1", gpu=80)["step"]
+    assert once["generated_rollouts"] == 256
+    assert twice["generated_rollouts"] == round(256 * (2 - survival))
+    assert twice["surviving_rollouts_expected"] == round(256 * (2 - survival) * survival)
+    assert twice["generated_tokens_most"] == 2 * once["generated_tokens_most"]
+
+
 def test_rollouts_and_tokens_of_a_step_of_paper_a():
     report = report_of("qwen3-1.7b", gpu=80)
     step, replay = report["step"], report["replay"]

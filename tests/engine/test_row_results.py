@@ -20,7 +20,7 @@ def micro_batch(rows: list[int], lengths: list[int]) -> MicroBatch:
     zeros_C, zeros_R = np.zeros(sum(lengths)), np.zeros(len(rows))
     return MicroBatch(
         np.array(rows), np.zeros((len(rows), 1)), zeros_C, zeros_C, row_of_C, zeros_C, zeros_C,
-        zeros_R, zeros_R,
+        zeros_R, zeros_R, np.zeros(0),
     )  # fmt: skip
 
 

@@ -105,3 +105,11 @@ def test_rewards_of_the_wrong_shape_are_refused(shape):
 def test_an_unknown_std_is_refused():
     with pytest.raises(ValueError, match="population"):
         group_advantages([1, -1], std="biased")
+
+
+def test_without_division_the_advantage_is_the_reward_minus_the_mean():
+    """Dr. GRPO by hand: rewards 1 1 1 -1 have mean 0.5; σ_g is still reported, for priorities."""
+    group = group_advantages([1.0, 1.0, 1.0, -1.0], divide_by_std=False)
+    assert group.advantages_G.tolist() == [0.5, 0.5, 0.5, -1.5]
+    assert group.std == pytest.approx(math.sqrt(0.75), rel=1e-7)
+    assert group_advantages([1.0, 1.0], divide_by_std=False).advantages_G is None

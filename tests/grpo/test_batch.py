@@ -157,11 +157,13 @@ def assert_same_bits(found: list[MicroBatch], expected: list[MicroBatch]) -> Non
 @settings(max_examples=60, deadline=None)
 @given(LENGTHS, st.integers(50, 400), st.integers(1, 4))
 def test_scattered_micro_batches_equal_those_of_rank_0_bit_for_bit(lengths, budget, world_size):
-    rows = [make_row(prompt, completion, seed) for seed, (prompt, completion) in enumerate(lengths)]
-    expected = plan_microbatches(rows, budget, world_size)
-    for groups, whole in zip(_plan(rows, budget, world_size), expected, strict=True):
-        assert_same_bits(_from_bytes(_to_bytes(groups, rows)), whole)
-    assert _from_bytes(_to_bytes([], rows)) == []
+    plain = [make_row(*lengths_of_row, seed) for seed, lengths_of_row in enumerate(lengths)]
+    corrected = [replace(row, sampler_weights=row.behavior_logprobs + 1) for row in plain]
+    for rows in (plain, corrected):
+        expected = plan_microbatches(rows, budget, world_size)
+        for groups, whole in zip(_plan(rows, budget, world_size), expected, strict=True):
+            assert_same_bits(_from_bytes(_to_bytes(groups, rows)), whole)
+        assert _from_bytes(_to_bytes([], rows)) == []
 
 
 def test_scattering_costs_4_bytes_per_token_and_4_per_nonzero_log_prob():

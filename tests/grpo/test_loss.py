@@ -13,6 +13,7 @@ from grpo_replay.grpo.loss import (
     clipped_surrogate,
     kl_to_reference,
     row_statistics,
+    sequence_log_ratios,
     token_loss,
 )
 from grpo_replay.recipe import LossSection
@@ -81,6 +82,49 @@ def test_log_ratios_are_clamped_before_exp_and_logged_raw():
     assert result.losses_C[0].item() == pytest.approx(math.exp(20))
     assert result.losses_C[1].item() == pytest.approx(-math.exp(-20))
     assert result.log_ratios_C.tolist() == [100.0, -100.0]
+
+
+def test_a_sequence_ratio_is_the_geometric_mean_of_its_tokens_ratios_by_hand():
+    """GSPO. Rollout 0: log-ratios 0.1 and 0.3, s = e^0.2, not clipped at 1.28. Rollout 1: log-ratio
+    0.5, s = e^0.5, clipped. Rollout 2: -0.4, A < 0, s = e^-0.4 below 0.8, clipped."""
+    settings = LossSection(ratio="sequence", aggregation="sequence_mean")
+    log_ratios = torch.tensor([0.1, 0.3, 0.5, -0.4], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, 1.0, 2.0, -1.0], dtype=torch.float64)
+    lengths = [2, 1, 1]
+    result = clipped_surrogate(
+        log_ratios, torch.zeros(4).double(), advantages, settings, lengths_R=lengths
+    )
+    s = math.exp(0.2)
+    assert result.losses_C.tolist() == pytest.approx([-s, -s, -2.56, 0.8])
+    assert result.clipped_C.tolist() == [False, False, True, True]
+    assert result.log_ratios_C.tolist() == [0.1, 0.3, 0.5, -0.4]  # logged per token
+    weights = torch.from_numpy(np.repeat(token_weights(np.array(lengths), settings, 9), lengths))
+    total = (result.losses_C * weights).sum()
+    assert total.item() == pytest.approx((-s - 2.56 + 0.8) / 3)  # the mean over rollouts
+    total.backward()
+    # d s/d log π_t = s/T: the tokens of a rollout share its gradient.
+    assert log_ratios.grad.tolist() == pytest.approx([-s / 6, -s / 6, 0, 0])
+
+
+def test_a_rollout_without_tokens_has_no_part_in_the_sequence_ratios_of_others():
+    log_ratios = torch.tensor([0.1, 0.3, -0.4], dtype=torch.float64, requires_grad=True)
+    means = sequence_log_ratios(log_ratios, [2, 0, 1])
+    assert means.tolist() == pytest.approx([0.2, 0.2, -0.4])
+    means.sum().backward()
+    assert log_ratios.grad.tolist() == pytest.approx([1, 1, 1])
+
+
+def test_sampler_weights_multiply_the_surrogate_but_not_the_kl_term():
+    logprobs = torch.tensor([0.1, -0.1], dtype=torch.float64)
+    behavior, reference = torch.zeros(2).double(), torch.tensor([0.0, -0.4]).double()
+    advantages, settings = torch.tensor([1.0, -1.0]).double(), LossSection(beta=0.04)
+    result = token_loss(
+        logprobs, behavior, reference, advantages, settings,
+        sampler_weights_C=torch.tensor([0.5, 2.0]).double(),
+    )  # fmt: skip
+    penalty = 0.04 * kl_to_reference(logprobs, reference)
+    surrogate = torch.tensor([-0.5 * math.exp(0.1), 2 * math.exp(-0.1)]).double()
+    assert torch.allclose(result.losses_C, surrogate + penalty, atol=1e-12)
 
 
 def test_asymmetric_reinforce_by_hand():
@@ -159,6 +203,7 @@ GRADIENT_SETTINGS = {
     "no dual clip": LossSection(dual_clip=None),
     "kl": LossSection(beta=0.3),
     "asymre": LossSection(kind="asymre"),
+    "sequence ratio": LossSection(ratio="sequence"),
 }
 
 
@@ -180,7 +225,8 @@ def test_gradient_of_a_mini_batch_matches_finite_differences(name, aggregation):
     reference = torch.from_numpy(rng.uniform(-3, -0.1, size=19))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        return (token_loss(x, behavior, reference, coefficients, settings).losses_C * weights).sum()
+        result = token_loss(x, behavior, reference, coefficients, settings, lengths.tolist())
+        return (result.losses_C * weights).sum()
 
     x = logprobs.clone().requires_grad_(True)
     loss(x).backward()

@@ -143,6 +143,32 @@ REFUSED = {
         "zero_stage 3, not 2",
     ),
     "no server": (["sampling.backend=vllm_server"], "servers.urls or"),
+    "a sequence ratio over tokens": (
+        ["loss.ratio=sequence"],
+        "loss.ratio 'sequence'.*set loss.aggregation sequence_mean",
+    ),
+    "a ratio of asymre": (["loss.kind=asymre", "loss.ratio=sequence"], "which has no ratio"),
+    "sampler weights of asymre": (
+        ["loss.kind=asymre", "loss.sampler_ratio_cap=2"],
+        "no importance weights",
+    ),
+    "the sampler's ratio twice": (
+        ["loss.behavior_logprobs=sampler", "loss.sampler_ratio_cap=2"],
+        "would count twice",
+    ),
+    "a cap per token of a ratio per rollout": (
+        ["loss.ratio=sequence", "loss.aggregation=sequence_mean", "loss.sampler_ratio_cap=2"],
+        "cap is of a ratio per token",
+    ),
+    "a warm-up of the learning rate as long as the run": (
+        ["run.steps=30", "optimizer.warmup_steps=30"],
+        "warmup_steps 30 is not less.*steps 30",
+    ),
+    "a constant that falls": (["optimizer.final_fraction=0.1"], "set optimizer.schedule linear"),
+    "refills without dropped groups": (
+        ["replay.preset=fifo", "replay.warmup_steps=0", "sampling.max_refills=2"],
+        "no group is dropped",
+    ),
     "asynchronous mode": (["run.mode=async"], "not available yet"),
 }
 

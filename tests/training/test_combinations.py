@@ -30,6 +30,11 @@ OPTIONS = {
     "constant": {"loss": {"aggregation": "constant"}},
     "no dual clip": {"loss": {"dual_clip": None}},
     "sampler log-probs": {"loss": {"behavior_logprobs": "sampler"}},
+    "sequence ratio": {"loss": {"ratio": "sequence", "aggregation": "sequence_mean"}},
+    "sampler weights": {"loss": {"sampler_ratio_cap": 2.0}},
+    "no division by std": {"advantage": {"divide_by_std": False}},
+    "cosine with warm-up": {"optimizer": {"schedule": "cosine", "warmup_steps": 3}},
+    "refills": {"sampling": {"max_refills": 2}},
     "sample std": {"advantage": {"std": "sample"}},
     "mini_batch_rollouts": {"batch": {"mini_batch_rollouts": 5}},
     "many updates": {
@@ -176,6 +181,6 @@ def test_senseless_points_are_refused_with_a_reason(name):
 
 
 def test_the_number_of_combinations():
-    """15 points of the axes, 5 presets and 26 options train; 11 are refused."""
-    assert (len(SENSIBLE), len(PRESETS), len(OPTIONS), len(SENSELESS)) == (15, 5, 26, 11)
+    """15 points of the axes, 5 presets and 31 options train; 11 are refused."""
+    assert (len(SENSIBLE), len(PRESETS), len(OPTIONS), len(SENSELESS)) == (15, 5, 31, 11)
     assert len(AXES) == len(SENSIBLE) + 3

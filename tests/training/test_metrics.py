@@ -248,6 +248,7 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
         tmp_path / "run",
         run={"steps": 3},
         reward={"overlong_buffer_tokens": 4},
+        loss={"sampler_ratio_cap": 2.0},
         eval={"benchmarks": ["tiny"], "samples": 1, "max_problems": 2, "at_start": False},
     )
     names = {

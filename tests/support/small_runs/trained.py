@@ -2,6 +2,7 @@
 in their directories."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,6 +98,26 @@ def train_small_run(path: Path, resume: bool = False, **sections: dict[str, Any]
     recipe = small_recipe(**sections)
     run_training(recipe, path, resume, Display())
     return FinishedRun(path, recipe)
+
+
+class _Stop(Exception):
+    pass
+
+
+class _StopAfter(Display):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        if metrics["step"] == self.step:
+            raise _Stop
+
+
+def interrupted(path: Path, step: int, **sections: dict[str, Any]) -> None:
+    """A run that ends right after a step, as by a crash: without a checkpoint of it."""
+    with suppress(_Stop):
+        run_training(small_recipe(**sections), path, False, _StopAfter(step))
+        raise AssertionError(f"the run ended before step {step}")
 
 
 def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -1,0 +1,238 @@
+"""The real trainer with the options of the loss, the advantage, the optimizer and the sampling."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from core_engine import (
+    ALL_AT_ONCE,
+    ONE_BY_ONE,
+    first_gradient,
+    make_rows,
+    open_engine,
+    plain_logprobs,
+    relative,
+    tiny_model,
+    weighted,
+)
+from small_runs.trained import (
+    GROUP,
+    PROMPTS,
+    FinishedRun,
+    interrupted,
+    same_files,
+    same_weights,
+    steps_of,
+    train_small_run,
+)
+
+from grpo_replay.recipe import LossSection
+from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.tiny.problems import train_problems
+from grpo_replay.verification.verify import verify_run
+
+GSPO = {"ratio": "sequence", "aggregation": "sequence_mean"}
+ONE_UPDATE = {"updates_per_step": 1}
+
+
+# --- GSPO -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [ALL_AT_ONCE, ONE_BY_ONE])
+def test_the_gradient_of_a_sequence_ratio_is_that_of_plain_autograd(processes, budget):
+    rows = weighted(make_rows(6), LossSection(**GSPO))
+    batch = {"max_tokens_per_microbatch": budget}
+    with open_engine(processes, loss=GSPO, batch=batch) as engine:
+        result = engine.update(rows)
+        found = first_gradient(engine)
+    model, total, clipped = tiny_model(), torch.zeros(()), []
+    for row in rows:
+        logprobs, _ = plain_logprobs(model, row)
+        ratio = torch.exp((logprobs - torch.from_numpy(row.behavior_logprobs)).mean())
+        a = row.coefficient
+        surrogate = torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
+        clipped.append(float(ratio > 1.28 if a > 0 else ratio < 0.8))
+        total = total - surrogate / len(rows)
+    total.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert relative(found, expected) < 5e-6
+    assert result.loss == pytest.approx(total.item(), rel=1e-5)
+    assert [outcome.clip_fraction for outcome in result.outcomes] == clipped
+    assert 0 < sum(clipped) < len(rows)
+
+
+def test_a_run_with_a_sequence_ratio_clips_whole_rollouts(tmp_path, processes):
+    loss = GSPO | {"epsilon": 0.01, "epsilon_high": 0.02}
+    run = train_small_run(tmp_path / "run", loss=loss, run={"steps": 6})
+    checked = []
+    for draw in run.all_draws:
+        advantage = run.all_rollouts[draw["rollout_id"]]["advantage"]
+        ratio = math.exp(draw["log_ratio_mean"])
+        clipped = ratio > 1.02 if advantage > 0 else ratio < 0.99
+        assert draw["clip_fraction"] == float(clipped)
+        checked.append(clipped)
+    assert 0 < sum(checked) < len(checked)
+
+
+# --- Dr. GRPO -------------------------------------------------------------------------------------
+
+
+def test_dr_grpo_divides_neither_by_sigma_nor_by_length(tmp_path, processes):
+    run = train_small_run(
+        tmp_path / "run",
+        advantage={"divide_by_std": False},
+        loss={"aggregation": "constant"},
+        batch=ONE_UPDATE,
+        run={"steps": 5},
+    )
+    assert verify_run(run.path).passed
+    for step in steps_of(run):
+        survivors = run.survivors(step)
+        for row in survivors:
+            assert row["advantage"] == pytest.approx(row["reward"] - row["group_reward_mean"])
+            assert row["group_reward_std"] > 0
+        if step <= 2:  # the warm-up: nothing replayed, all ratios 1
+            total = sum(row["advantage"] * row["tokens"] for row in survivors)
+            expected = -total / (len(survivors) * run.recipe.sampling.max_completion_length)
+            assert run.metrics[step - 1]["loss"] == pytest.approx(expected, abs=2e-5)
+
+
+# --- truncated importance sampling ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap, weight", [(2.0, math.exp(-0.05)), (0.9, 0.9)])
+def test_sampler_weights_scale_the_gradient(tmp_path, processes, monkeypatch, cap, weight):
+    """A sampler whose log-probs are 0.05 too high: all weights are e^-0.05, or the cap."""
+    original = HfSampler.generate
+
+    def generate(sampler, requests):
+        for completion in original(sampler, requests):
+            completion.sampler_logprobs[:] += np.float32(0.05)
+            yield completion
+
+    monkeypatch.setattr(HfSampler, "generate", generate)
+    sections = {"run": {"steps": 3}, "sampling": {"logprob_gap_limit": 0.1}, "batch": ONE_UPDATE}
+    plain = train_small_run(tmp_path / "plain", **sections)
+    found = train_small_run(tmp_path / "capped", **sections, loss={"sampler_ratio_cap": cap})
+    first, plain_first = found.metrics[0], plain.metrics[0]
+    assert first["sampler/weight_mean"] == pytest.approx(weight, abs=1e-5)
+    assert first["sampler/weight_capped_fraction"] == (1 if cap < 1 else 0)
+    assert first["grad_norm"] == pytest.approx(weight * plain_first["grad_norm"], rel=1e-4)
+    assert "sampler/weight_mean" not in plain_first
+    assert found.survivors(1)[0]["ratio_mean"] == pytest.approx(1, abs=1e-5)  # of the trainer
+
+
+# --- the learning rate ----------------------------------------------------------------------------
+
+
+def test_updates_are_made_at_the_learning_rate_of_their_step(tmp_path, processes):
+    """The first of four warm-up steps is a step at a quarter of the rate, bit for bit."""
+    warm = train_small_run(
+        tmp_path / "warm",
+        optimizer={"learning_rate": 1e-3, "warmup_steps": 4, "schedule": "linear"},
+        run={"steps": 6},
+        checkpoint={"every_steps": 1, "keep": 9},
+    )
+    quarter = train_small_run(
+        tmp_path / "quarter",
+        optimizer={"learning_rate": 2.5e-4},
+        replay={"warmup_steps": 0},
+        run={"steps": 1},
+    )
+    assert [line["learning_rate"] for line in warm.metrics] == pytest.approx(
+        [2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 5e-4]
+    )
+    assert same_weights(warm.weights(1), quarter.weights())
+
+
+# --- refills --------------------------------------------------------------------------------------
+
+
+def half_hopeless(folder: Path) -> dict:
+    """Prompts in file order; every other one has an answer that nobody gives."""
+    problems = train_problems()[::7][:200]
+    for problem in problems[::2]:
+        problem["answer"] = "never"
+    path = folder / "problems.jsonl"
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    return {"source": str(path), "shuffle": False}
+
+
+def rounds_of(run: FinishedRun, step: int) -> list[int]:
+    """How many prompts each round of the step took, by the rule of DAPO's refill."""
+    rows = run.rollouts(step)
+    kept = [row["kept"] for row in rows[::GROUP]]
+    rounds = [PROMPTS]
+    for _ in range(run.recipe.sampling.max_refills):
+        missing = PROMPTS - sum(kept[: sum(rounds)])
+        if missing == 0:
+            break
+        rounds.append(missing)
+    return rounds
+
+
+OPTIONS = {
+    "sampling": {"max_refills": 2},
+    "optimizer": {"schedule": "cosine", "warmup_steps": 2},
+    "advantage": {"divide_by_std": False},
+    "loss": {"aggregation": "constant", "sampler_ratio_cap": 2.0},
+    "run": {"steps": 6},
+    "checkpoint": {"every_steps": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def refilled(tmp_path_factory, processes) -> tuple[FinishedRun, dict]:
+    folder = tmp_path_factory.mktemp("refilled")
+    prompts = half_hopeless(folder)
+    return train_small_run(folder / "run", prompts=prompts, **OPTIONS), prompts
+
+
+def test_dropped_groups_are_refilled_up_to_the_limit(refilled):
+    run, _ = refilled
+    taken = 0
+    for step in steps_of(run):
+        rows = run.rollouts(step)
+        rounds = rounds_of(run, step)
+        assert len(rows) == GROUP * sum(rounds)
+        assert [row["rollout_id"] for row in rows] == list(
+            range(taken * GROUP, (taken + sum(rounds)) * GROUP)
+        )
+        prompts = [row["prompt_id"] for row in rows[::GROUP]]
+        assert prompts == [
+            problem["problem_id"] for problem in train_problems()[::7][taken : taken + len(prompts)]
+        ]
+        taken += sum(rounds)
+        survivors = sum(row["kept"] for row in rows[::GROUP])
+        assert survivors <= PROMPTS
+        assert survivors == PROMPTS or len(rounds) == 3
+    state = json.loads((run.path / "checkpoints/latest/state.json").read_text())
+    assert state["prompt_cursor"] == taken > 8 * PROMPTS
+    assert state["next_rollout_id"] == taken * GROUP
+    assert verify_run(run.path).passed
+
+
+def test_a_resumed_run_with_every_option_is_the_run_never_stopped(refilled, tmp_path):
+    whole, prompts = refilled
+    interrupted(tmp_path / "run", 5, prompts=prompts, **OPTIONS)
+    resumed = train_small_run(tmp_path / "run", resume=True, prompts=prompts, **OPTIONS)
+    assert resumed.timeless_metrics == whole.timeless_metrics
+    assert same_files(whole.path, resumed.path, "rollouts") == 6
+    assert same_weights(whole.weights(), resumed.weights())
+
+
+def test_a_resume_with_another_learning_rate_follows_the_schedule_of_the_new_one(
+    tmp_path, processes
+):
+    sections = {"run": {"steps": 4}, "checkpoint": {"every_steps": 2}}
+    falling = {"schedule": "linear", "learning_rate": 1e-3}
+    interrupted(tmp_path / "run", 3, **sections, optimizer=falling)
+    run = train_small_run(
+        tmp_path / "run", resume=True, **sections, optimizer=falling | {"learning_rate": 1e-4}
+    )
+    assert [line["learning_rate"] for line in run.metrics] == pytest.approx(
+        [1e-3, 7.5e-4, 5e-5, 2.5e-5]
+    )
