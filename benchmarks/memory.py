@@ -58,11 +58,16 @@ CASES = [
     ("vocabulary", 0, "float32", 1, False, 512, 4, 256),
     ("vocabulary", 0, "float32", 1, False, 512, 4, 1024),
     ("vocabulary", 3, "bfloat16", 1, True, 512, 4, 256),
+    # and the rank of LoRA
+    ("wide", 0, "float32", 1, False, 64, 8, 1024, 16),
+    ("wide", 2, "bfloat16", 1, False, 64, 8, 1024, 16),
+    ("wide", 3, "bfloat16", 1, False, 64, 8, 1024, 16),
+    ("long", 3, "float32", 1, False, 2048, 4, 256, 16),
 ]
 
 
 def recipe_of(case: tuple[Any, ...]) -> dict[str, Any]:
-    shape, stage, dtype, ranks, checkpointing, length, rows, chunk = case
+    shape, stage, dtype, ranks, checkpointing, length, rows, chunk, *lora = case
     prompt = length // 8
     return {
         "name": "memory",
@@ -70,6 +75,7 @@ def recipe_of(case: tuple[Any, ...]) -> dict[str, Any]:
             "path": "builtin:qwen3-0.6b", "random_init": True, "tokenizer": "builtin:bytes",
             "dtype": dtype, "gradient_checkpointing": checkpointing,
             "config_overrides": SHAPES[shape],
+            "lora": {"rank": lora[0]} if lora else {},
         },
         "prompts": {"max_prompt_length": prompt},
         "sampling": {"max_completion_length": length - prompt},

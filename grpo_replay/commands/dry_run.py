@@ -76,9 +76,11 @@ def _headline(report: Mapping[str, Any]) -> Iterable[str]:
     model, hardware = report["model"], report["hardware"]
     if model is not None:
         tied = "tied head" if model["tied_head"] else "untied head"
+        adapters = model["adapter_parameters"]
+        lora = f", LoRA adapters of {adapters:,}" if adapters else ""
         yield (
             f"[bold]{escape(report['recipe'])}[/]: {escape(model['path'])}, "
-            f"{model['parameters']:,} parameters ({tied}), {model['dtype']}"
+            f"{model['parameters']:,} parameters ({tied}){lora}, {model['dtype']}"
         )
     size = hardware["memory_gib_per_process"]
     what = "GPUs" if hardware["device"] == "cuda" else "CPU processes"

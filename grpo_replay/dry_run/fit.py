@@ -101,7 +101,7 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
     from grpo_replay.engine.models import load_config
     from grpo_replay.engine.sequence_length import check_training_room, model_length
 
-    shape = trace.model_shape(load_config(recipe.model))
+    shape = trace.model_shape(load_config(recipe.model), recipe.model.lora)
     check_training_room(recipe, 1)
     prompt, completion = recipe.prompts.max_prompt_length, recipe.sampling.max_completion_length
     longest = min(prompt + completion, shape.max_positions or prompt + completion)
@@ -117,7 +117,7 @@ def plan_engine(recipe: Recipe, on_cuda: bool, capacity: int) -> EnginePlan:
         live_elements=zero.max_live_parameters,
         offload_optimizer=recipe.engine.offload_optimizer,
         offload_parameters=recipe.engine.offload_parameters,
-        reference_copy=recipe.loss.beta > 0,
+        reference_copy=recipe.loss.beta > 0 and recipe.model.lora.rank is None,
     )
     sampler = plan_sampler(recipe, shape, on_cuda, capacity)
     length = model_length(recipe, recipe.model)

@@ -14,6 +14,8 @@ From ZeRO-2 on, the gradient shard of a micro-batch exists in addition to the ac
 ZeRO-3 holds the accumulated shard permanently, and in bf16 both until the end of the step. While
 the optimizer steps over its shard, it also needs a flat fp32 gradient (4 bytes per element) and
 Adam's temporaries (8 in torch's loop on a CPU, 4 in its foreach form on CUDA).
+
+With LoRA, the first line is of base and adapters, and P in the others counts the adapters alone.
 """
 
 from dataclasses import asdict, dataclass
@@ -50,7 +52,8 @@ class ForwardMemory(NamedTuple):
 class ModelShape:
     """Sizes of a model, in elements. `parameters` counts tied weights once,
     `parameters_in_files` under each of their names; `kv_elements_per_token` is over all layers;
-    `attention_width` is heads · head_dim, for counts of floating-point operations."""
+    `attention_width` is heads · head_dim, for counts of floating-point operations. `adapters` are
+    the parameters of LoRA, which are in none of these; 0 if all parameters train."""
 
     parameters: int
     parameters_in_files: int
@@ -62,6 +65,16 @@ class ModelShape:
     kv_elements_per_token: int
     attention_width: int
     max_positions: int | None
+    adapters: int = 0
+    largest_adapter: int = 0
+
+    @property
+    def trained(self) -> int:
+        return self.adapters or self.parameters
+
+    @property
+    def largest_trained(self) -> int:
+        return self.largest_adapter or self.largest_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +138,18 @@ def engine_memory(
     shape: ModelShape, forward: ForwardMemory, setting: EngineSetting
 ) -> EngineMemory:
     """Memory of the engine on one rank, by the table at the top of this module."""
-    count, size, stage = shape.parameters, setting.dtype_bytes, setting.zero_stage
-    shard = -(-count // setting.ranks)
+    count, size, stage = shape.parameters + shape.adapters, setting.dtype_bytes, setting.zero_stage
+    trained = shape.trained
+    shard = -(-trained // setting.ranks)
     sharded = stage >= 1
-    owned = shard if sharded else count
+    owned = shard if sharded else trained
     low_precision = size < FP32
-    parameters = size * (shard if stage == 3 else count)
+    parameters = size * (-(-count // setting.ranks) if stage == 3 else count)
     master = FP32 * owned if sharded or low_precision else 0
     optimizer = master + MOMENTS * owned
-    gradients = size * (count if stage <= 1 else 2 * shard)
+    gradients = size * (trained if stage <= 1 else 2 * shard)
     if stage == 0 and low_precision:
-        gradients += FP32 * count
+        gradients += FP32 * trained
     host = 0
     step_work = _step_work(shape, setting, owned, gradients)
     if setting.offload_optimizer:
@@ -149,9 +163,9 @@ def engine_memory(
         parameters=parameters,
         gradients=gradients - held,
         optimizer=optimizer + held,
-        reference=size * count if setting.reference_copy else 0,
-        bucket=_bucket(count, setting),
-        flat_copy=_flat_copy(count, setting),
+        reference=size * shape.parameters if setting.reference_copy else 0,
+        bucket=_bucket(trained, setting),
+        flat_copy=_flat_copy(trained, setting),
         gathered=size * min(count, setting.live_elements) if stage == 3 else 0,
         activations=forward.saved,
         backward_work=forward.peak - forward.saved,
@@ -187,10 +201,10 @@ def _flat_copy(count: int, setting: EngineSetting) -> int:
 def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients: int) -> int:
     temporaries = FP32 if setting.on_cuda else 2 * FP32
     if setting.zero_stage == 0:  # parameter by parameter, on the gradients themselves
-        return gradients + temporaries * shape.largest_parameter
+        return gradients + temporaries * shape.largest_trained
     kept = 0
     if setting.zero_stage == 3:
-        kept = _bucket(shape.parameters, setting)
+        kept = _bucket(shape.trained, setting)
         if setting.dtype_bytes < FP32:
             kept += setting.dtype_bytes * owned
     return kept + (FP32 + temporaries) * owned
@@ -260,13 +274,17 @@ def logged_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float
     return rollouts * (4 * prompt_tokens + (4 + 4 + 4 + 4) * completion_tokens + 256)
 
 
-def checkpoint_bytes(parameters: int, dtype_bytes: int, zero_stage: int) -> int:
+def checkpoint_bytes(parameters: int, dtype_bytes: int, zero_stage: int, adapters: int = 0) -> int:
     """Size of a checkpoint without the buffer, over all ranks: the parameters in model/, and again
     in engine/ below ZeRO-3 (which derives them from its fp32 master weights); Adam's moments; and
-    the master weights, except with fp32 parameters and ZeRO-0."""
+    the master weights, except with fp32 parameters and ZeRO-0. With LoRA adapters, the merged
+    parameters in model/, and all the rest of the adapters alone, which are also in adapter/."""
     copies = 1 if zero_stage == 3 else 2
     has_masters = dtype_bytes < FP32 or zero_stage > 0
-    return parameters * (copies * dtype_bytes + MOMENTS + (FP32 if has_masters else 0))
+    per_trained = copies * dtype_bytes + MOMENTS + (FP32 if has_masters else 0)
+    if adapters:
+        return parameters * dtype_bytes + adapters * per_trained
+    return parameters * per_trained
 
 
 def to_gib(size: float) -> float:

@@ -164,6 +164,7 @@ def _describe_model(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
     return {
         "path": recipe.model.path,
         "parameters": shape.parameters,
+        "adapter_parameters": shape.adapters,
         "tied_head": shape.tied_head,
         "layers": shape.layers,
         "hidden": shape.hidden,

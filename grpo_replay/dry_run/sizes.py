@@ -81,9 +81,9 @@ def describe_storage(
     most_generated = recipe.rollouts_per_step * (recipe.sampling.max_refills + 1)
     checkpoint = None
     if plan is not None:
-        size = DTYPE_BYTES[recipe.model.dtype]
+        size, shape = DTYPE_BYTES[recipe.model.dtype], plan.shape
         stage = recipe.zero_stage(recipe.engine.num_processes)
-        checkpoint = to_gib(checkpoint_bytes(plan.shape.parameters, size, stage))
+        checkpoint = to_gib(checkpoint_bytes(shape.parameters, size, stage, shape.adapters))
     stored, most = replay["stored_rollouts_expected"], replay["stored_rollouts_most"]
     return {
         "buffer_memory_gib_expected": to_gib(stored_bytes(stored, *mean)),
@@ -127,8 +127,10 @@ def describe_network(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
     ranks = recipe.engine.num_processes
     stage = recipe.zero_stage(ranks)
     whole = DTYPE_BYTES[recipe.model.dtype] * shape.parameters * (ranks - 1) / ranks
-    microbatch = {0: 0.0, 1: 0.0, 2: whole, 3: 3 * whole}[stage]  # gather twice, scatter once
-    update = {0: 2 * whole, 1: 2 * whole, 2: whole, 3: 0.0}[stage]
+    trained = whole * shape.trained / shape.parameters
+    # Gather twice, scatter once.
+    microbatch = {0: 0.0, 1: 0.0, 2: trained, 3: 2 * whole + trained}[stage]
+    update = {0: 2 * trained, 1: 2 * trained, 2: trained, 3: 0.0}[stage]
     pushes_whole_weights = recipe.sampling.backend == "vllm_server"
     return {
         "per_microbatch_gib": to_gib(microbatch),

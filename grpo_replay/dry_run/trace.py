@@ -17,9 +17,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_replay.dry_run.memory import ForwardMemory, ModelShape
 from grpo_replay.engine.attention_kernel import has_whole_scores
+from grpo_replay.engine.lora import LoraAdapters
 from grpo_replay.engine.models import DTYPES, load_config
 from grpo_replay.engine.policy_module import PolicyModule
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import LoraSection, Recipe
 
 # Names with "flash" in them make transformers look for that package.
 _FUSED, _EAGER = "grpo_replay_fused_memory", "grpo_replay_eager_memory"
@@ -93,19 +94,24 @@ def _eager_probe(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
 
 
-def model_shape(config: PreTrainedConfig) -> ModelShape:
+def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> ModelShape:
     """Sizes of a model from its configuration alone; tied parameters count once."""
     model = _meta_model(config, torch.float32, "sdpa")
     names = dict(model.named_parameters(remove_duplicate=False))
     head = model.get_output_embeddings()
+    total, in_files = (
+        sum(each.numel() for each in weights) for weights in (model.parameters(), names.values())
+    )
+    largest = max(p.numel() for p in model.parameters())
+    adapters = _attach(model, lora)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return ModelShape(
-        parameters=sum(p.numel() for p in model.parameters()),
-        parameters_in_files=sum(p.numel() for p in names.values()),
-        largest_parameter=max(p.numel() for p in model.parameters()),
+        parameters=total,
+        parameters_in_files=in_files,
+        largest_parameter=largest,
         tied_head=head.weight is model.get_input_embeddings().weight,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -113,7 +119,18 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
         kv_elements_per_token=2 * config.num_hidden_layers * groups * head_dim,
         attention_width=config.num_attention_heads * head_dim,
         max_positions=getattr(config, "max_position_embeddings", None),
+        adapters=sum(adapters),
+        largest_adapter=max(adapters, default=0),
     )
+
+
+def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
+    """Put LoRA's adapters on a model on the meta device. Returns their sizes."""
+    if lora is None or lora.rank is None:
+        return []
+    with torch.device("meta"):
+        LoraAdapters.attach(model, lora, seed=0)
+    return [p.numel() for p in model.parameters() if p.requires_grad]
 
 
 def forward_memory(
@@ -147,6 +164,7 @@ def _trace(
     shallow = _with_layers(config, layers)
     attention = _EAGER if whole_scores else _FUSED
     model = _meta_model(shallow, DTYPES[recipe.model.dtype], attention)
+    _attach(model, recipe.model.lora)
     if recipe.model.gradient_checkpointing:
         # Restoring the random state has no meaning on the meta device.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
@@ -175,7 +193,8 @@ def _gradients_dropped(model: nn.Module) -> Iterator[None]:
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
-    handles = [p.register_post_accumulate_grad_hook(drop) for p in model.parameters()]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(drop) for p in trained]
     try:
         yield
     finally:

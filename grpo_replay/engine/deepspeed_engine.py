@@ -1,7 +1,7 @@
 """The engine: DeepSpeed ZeRO 0-3, from one CPU process to many nodes."""
 
-import json
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,19 @@ from transformers import PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_config import deepspeed_config
-from grpo_replay.engine.full_tensors import full_tensors
+from grpo_replay.engine.engine_state import (
+    has_other_layout,
+    leave_base_out,
+    load_other_layout,
+    load_same_layout,
+    param_groups,
+    save_state,
+)
+from grpo_replay.engine.full_tensors import full_adapters, full_tensors
 from grpo_replay.engine.learning_rate import learning_rate
+from grpo_replay.engine.lora import LoraAdapters
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.protocol import UpdateResult
-from grpo_replay.engine.resharding import read_saved_state, restore_engine
 from grpo_replay.engine.row_results import (
     pack_statistics,
     pack_tokens,
@@ -25,14 +33,14 @@ from grpo_replay.engine.row_results import (
     update_result,
 )
 from grpo_replay.engine.weight_names import tied_names
-from grpo_replay.errors import CheckpointError, NonFiniteError
+from grpo_replay.errors import NonFiniteError
 from grpo_replay.grpo.batch import MicroBatch, TrainRow, scatter_microbatches
 from grpo_replay.grpo.loss import kl_to_reference, row_statistics, token_loss
+from grpo_replay.grpo.seeding import stream
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.checkpoint import read_json
 
-ENGINE_TAG = "state"
-LAYOUT = "layout.json"
+DROPOUT_STREAM = 0x64726F70
+"""Identifies the random streams of dropout ("drop" in ASCII)."""
 
 
 class DeepSpeedEngine:
@@ -59,15 +67,28 @@ class DeepSpeedEngine:
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
         self._model = model
-        self._reference = self._frozen_copy(model) if recipe.loss.beta > 0 else None
+        self._adapters: LoraAdapters | None = None
+        if recipe.model.lora.rank is not None:
+            self._adapters = LoraAdapters.attach(model, recipe.model.lora, recipe.run.seed)
+        has_copy = recipe.loss.beta > 0 and self._adapters is None
+        self._reference = self._frozen_copy(model) if has_copy else None
         module = self._wrap(model)
         module.train()
+        if self._adapters is not None:
+            self._adapters.set_dropout(False)
+            leave_base_out(module)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
             config=deepspeed_config(recipe, self._stage),
         )
         self._gather_needs_forward = self._stage == 3
+        self._step = self._updates_of_step = 0
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Number of parameters of the LoRA adapters; 0 without."""
+        return 0 if self._adapters is None else self._adapters.parameters
 
     def _wrap(self, model: nn.Module) -> PolicyModule:
         return PolicyModule(
@@ -85,6 +106,9 @@ class DeepSpeedEngine:
         return self._row_logprobs(self._engine, rows)
 
     def reference_logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
+        if self._adapters is not None:  # the initial policy is the base
+            with self._adapters.without():
+                return self.logprobs(rows)
         assert self._reference is not None, "the reference policy exists when loss.beta > 0"
         return self._row_logprobs(self._reference, rows)
 
@@ -119,9 +143,10 @@ class DeepSpeedEngine:
     def update(self, rows: Sequence[TrainRow] | None) -> UpdateResult | None:
         microbatches = self._microbatches(rows)
         tables = []
-        for index, microbatch in enumerate(self._in_turn(microbatches)):
-            self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
-            tables.append(self._backward(microbatch))
+        with self._dropout():
+            for index, microbatch in enumerate(self._in_turn(microbatches)):
+                self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
+                tables.append(self._backward(microbatch))
         gathered = self._comm.gather(pack_statistics(microbatches, tables))
         table = None if gathered is None else unpack_statistics(gathered, len(rows or ()))
         self._refuse_non_finite(table, rows or ())
@@ -139,6 +164,16 @@ class DeepSpeedEngine:
         if table is None:
             return None
         return update_result(table, grad_norm, len(microbatches))
+
+    def _dropout(self) -> AbstractContextManager[None]:
+        """Within, LoRA's dropout is active. Its masks are a function of seed, step, update and
+        rank, so that a resumed run has the same."""
+        self._updates_of_step += 1
+        if self._adapters is None or self._recipe.model.lora.dropout == 0:
+            return nullcontext()
+        place = (self._step, self._updates_of_step, self._comm.rank)
+        randomness = stream(self._recipe.run.seed, DROPOUT_STREAM, *place)
+        return self._adapters.dropout(int(randomness.integers(2**63)), self._device)
 
     def _backward(self, microbatch: MicroBatch) -> np.ndarray:
         """float64 [R, K] row statistics."""
@@ -191,13 +226,16 @@ class DeepSpeedEngine:
         )
 
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+        self._prepare_gather()
+        yield from self._comm.position.each("tensor", full_tensors(self._model, bucket_bytes))
+
+    def _prepare_gather(self) -> None:
         self._forward_once()
         if self._stage == 3:
             # A log-prob pass leaves parameters gathered or on their way; gathering them again
             # without an update in between fails ("Cannot partition a param in flight").
             # The engine's method of this name also collects garbage: 0.3 s each time.
             self._engine.optimizer.empty_partition_cache()
-        yield from self._comm.position.each("tensor", full_tensors(self._model, bucket_bytes))
 
     def _forward_once(self) -> None:
         """Some DeepSpeed versions need one forward before the first ZeRO-3 gather."""
@@ -220,57 +258,34 @@ class DeepSpeedEngine:
             self._tokenizer.save_pretrained(folder)
         self._comm.barrier()
 
-    def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=ENGINE_TAG, save_latest=False)
+    def save_adapter(self, folder: Path) -> None:
+        if self._adapters is None:
+            return
+        self._prepare_gather()
+        state = {}
+        for name, tensor in full_adapters(self._model, 2**29):
+            if self._comm.is_main:
+                state[name] = tensor.to("cpu", copy=True).contiguous()
         if self._comm.is_main:
-            (folder / LAYOUT).write_text(json.dumps(self._layout(), indent=2) + "\n")
+            self._adapters.save(folder, state)
+        self._comm.barrier()
 
-    def _layout(self) -> dict[str, Any]:
-        """The settings that decide how DeepSpeed splits a state into files."""
-        sub_group = self._recipe.engine.zero.sub_group_size if self._stage == 3 else None
-        return {
-            "ranks": self._comm.world_size,
-            "zero_stage": self._stage,
-            "dtype": self._recipe.model.dtype,
-            "sub_group_size": sub_group,
-        }
+    def save(self, folder: Path) -> None:
+        save_state(self._engine, self._recipe, self._comm, folder)
 
     def load(self, folder: Path) -> None:
-        if read_json(folder / LAYOUT, "no layout of an engine state") != self._layout():
-            self._reshard(folder / ENGINE_TAG)
-            return
-        path, _ = self._engine.load_checkpoint(str(folder), tag=ENGINE_TAG)
-        if path is None:
-            raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
-        self._apply_optimizer_settings()
+        if has_other_layout(self._recipe, self._comm, folder):
+            self._forward_once()
+            load_other_layout(self._engine, self._stage, folder)
+            self._comm.barrier()
+        else:
+            load_same_layout(self._engine, self._recipe, folder)
 
     def begin_step(self, step: int) -> None:
+        self._step, self._updates_of_step = step, 0
         rate = learning_rate(self._recipe, step)
-        for group in self._param_groups():
+        for group in param_groups(self._engine):
             group["lr"] = rate
-
-    def _param_groups(self) -> list[dict[str, Any]]:
-        optimizer = self._engine.optimizer
-        groups: list[dict[str, Any]] = getattr(optimizer, "optimizer", optimizer).param_groups
-        return groups
-
-    def _apply_optimizer_settings(self) -> None:
-        """Train on with the recipe's settings: DeepSpeed restores those of the saved state."""
-        settings, optimizer = self._recipe.optimizer, self._engine.optimizer
-        for group in self._param_groups():
-            group["lr"] = settings.learning_rate
-            group["betas"] = (settings.beta1, settings.beta2)
-            group["eps"] = settings.epsilon
-            group["weight_decay"] = settings.weight_decay
-        if hasattr(optimizer, "clip_grad"):
-            optimizer.clip_grad = settings.max_grad_norm
-
-    def _reshard(self, folder: Path) -> None:
-        self._forward_once()
-        names = [n for n, p in self._engine.module.named_parameters() if p.requires_grad]
-        saved = read_saved_state(folder, names)
-        restore_engine(self._engine, self._stage, saved)
-        self._comm.barrier()
 
     def close(self) -> None:
         self._engine.destroy()

@@ -34,7 +34,8 @@ class Engine(Protocol):
     """
 
     def begin_step(self, step: int) -> None:
-        """Set what depends on the training step: the learning rate of its updates."""
+        """Set what depends on the training step: the learning rate of its updates, and the seed
+        of dropout."""
         ...
 
     def logprobs(self, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
@@ -51,11 +52,16 @@ class Engine(Protocol):
 
     def named_full_tensors(self, bucket_bytes: int) -> Iterator[tuple[str, "torch.Tensor"]]:
         """Every parameter in full under its Hugging Face name, a tied one under each of its
-        names, gathered a bucket at a time. All ranks must exhaust the iterator."""
+        names, LoRA adapters merged, gathered a bucket at a time. All ranks must exhaust the
+        iterator."""
         ...
 
     def save_model(self, folder: Path) -> None:
-        """Write the policy in Hugging Face format, tokenizer included."""
+        """Write the policy in Hugging Face format, LoRA adapters merged, tokenizer included."""
+        ...
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the LoRA adapters in peft's format; nothing without LoRA."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ from grpo_replay.recipe.grpo_sections import (
     WeightedReward,
     is_function_name,
 )
-from grpo_replay.recipe.input_sections import ModelSection, PromptsSection
+from grpo_replay.recipe.input_sections import LoraSection, ModelSection, PromptsSection
 from grpo_replay.recipe.layers import (
     REPLAY_PRESETS,
     find_recipe,
@@ -47,6 +47,7 @@ __all__ = [
     "CheckpointSection",
     "EngineSection",
     "EvalSection",
+    "LoraSection",
     "LossSection",
     "ModelSection",
     "OptimizerSection",

@@ -15,6 +15,7 @@ def find_contradictions(recipe: RecipeSections) -> list[str]:
         *_loss_contradictions(recipe),
         *_schedule_contradictions(recipe),
         *_engine_contradictions(recipe),
+        *_lora_contradictions(recipe),
     ]
 
 
@@ -160,6 +161,16 @@ def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"sampling.max_refills {recipe.sampling.max_refills} with replay.drop_zero_variance "
             "false: no group is dropped, so nothing is refilled; set sampling.max_refills 0"
         )
+
+
+def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    lora = recipe.model.lora
+    if lora.rank is not None:
+        return
+    for name in ("alpha", "targets", "dropout"):
+        value = getattr(lora, name)
+        if value != type(lora).model_fields[name].default:
+            yield f"model.lora.{name} {value} without model.lora.rank: set the rank, for example 16"
 
 
 def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """What a run starts from: the model and the prompts."""
 
 import string
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -21,6 +21,22 @@ RENDERING_ARGUMENTS = frozenset(
     )
 )
 """Arguments of transformers' `apply_chat_template` that are not variables of the template."""
+
+
+class LoraSection(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685), trained with peft on a frozen base."""
+
+    rank: Positive | None = None
+    """Rank r of the adapters (peft: r). All parameters train if null. LoRA needs a higher learning
+    rate than full training, about ten times."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """α: the product of the adapters is multiplied by α / r (peft: lora_alpha)."""
+    targets: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of the linear layers that get adapters, for example `[q_proj, v_proj]`. All but the
+    output head if null (peft: target_modules)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of the adapters' input, in updates only (peft: lora_dropout). Its masks depend on
+    the number of ranks; the ratio of a fresh rollout is then not exactly 1."""
 
 
 class ModelSection(Section):
@@ -46,6 +62,8 @@ class ModelSection(Section):
     `{num_hidden_layers: 2}`. Needs `random_init`."""
     trust_remote_code: bool = False
     """Allow code from the model's repository to run."""
+    lora: LoraSection = Field(default_factory=LoraSection)
+    """Train low-rank adapters instead of all parameters."""
 
 
 class PromptsSection(Section):

@@ -68,6 +68,7 @@ def write_checkpoint(
     with removed_if_unwritable(temporary):
         parts.engine.save(temporary / "engine")
         parts.engine.save_model(temporary / "model")
+        parts.engine.save_adapter(temporary / "adapter")
         facts = _facts_of_all(comm, temporary)
     run_on_main(comm, complete)
 

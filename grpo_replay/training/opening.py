@@ -222,13 +222,12 @@ class RunOpener:
     ) -> DeepSpeedEngine:
         recipe = self.recipe
         model = load_policy(recipe.model, recipe.run.seed)
-        self.checkpoint_bytes = checkpoint_bytes(
-            sum(parameter.numel() for parameter in model.parameters()),
-            model.dtype.itemsize,
-            self.stage,
-        )
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
+        self.checkpoint_bytes = checkpoint_bytes(
+            parameters, model.dtype.itemsize, self.stage, engine.adapter_parameters
+        )
         if checkpoint is not None:
             then = (state.world_size, state.zero_stage)
             now = (self.comm.world_size, self.stage)

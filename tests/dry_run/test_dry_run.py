@@ -64,6 +64,25 @@ def test_the_4b_plan_on_eight_gpus_of_80_gib():
     assert memory["peak_gib"] == max(memory["phases_gib"].values()) < 80
 
 
+def test_the_4b_plan_with_lora_on_one_gpu_of_80_gib():
+    one = ("engine.num_processes=1",)
+    full = report_of("qwen3-4b", *one, gpu=80)
+    assert full["fits"] is False
+    report = report_of("qwen3-4b", "model.lora.rank=16", *one, gpu=80)
+    memory, parameters = report["memory"], 4_022_468_096
+    # 36 layers: q, k, v, o, gate, up and down, r·(in + out) each
+    inputs_and_outputs = 2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728)
+    adapters = 36 * 16 * inputs_and_outputs
+    assert report["model"]["adapter_parameters"] == adapters == 33_030_144
+    assert report["fits"] is True
+    assert memory["parameters_gib"] == pytest.approx(2 * (parameters + adapters) / 2**30, abs=1e-3)
+    assert memory["optimizer_gib"] == pytest.approx(14 * adapters / 2**30, abs=1e-3)
+    assert memory["peak_gib"] < 80
+    # the merged model, and of the adapters bf16 values, fp32 ones and two moments
+    checkpoint = (2 * parameters + 14 * adapters) / 2**30
+    assert report["storage"]["checkpoint_gib"] == pytest.approx(checkpoint, abs=1e-3)
+
+
 def test_refills_are_in_the_estimate():
     survival = 124.9 / 256
     once = report_of("qwen3-4b", gpu=80)["step"]

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from grpo_replay.dry_run.memory import (
     EngineSetting,
     ForwardMemory,
     ModelShape,
+    checkpoint_bytes,
     engine_memory,
     hf_memory,
     logged_bytes,
@@ -232,14 +234,40 @@ def memory_benchmark():
 
 
 @pytest.mark.slow
-def test_a_real_engine_takes_the_predicted_memory_within_ten_percent():
+@pytest.mark.parametrize("lora", [(), (16,)])
+def test_a_real_engine_takes_the_predicted_memory_within_ten_percent(lora):
     benchmark = memory_benchmark()
-    case = ("long", 0, "float32", 1, False, 512, 8, 256)
+    case = ("long", 0, "float32", 1, False, 512, 8, 256, *lora)
     base = benchmark.peak_mib(benchmark.BASE_CASES[0])
     measured = benchmark.peak_mib(case) - base
     assert measured == pytest.approx(benchmark.predicted_mib(case), rel=0.10)
     if importlib.util.find_spec("vllm") is None:  # its packages make every process larger
         assert base == pytest.approx(PROCESS / 2**20, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype_bytes", "parameters", "gradients", "optimizer"),
+    [
+        (0, 4, 4400, 400, 800),  # 1,000 of the base and 100 of adapters
+        (0, 2, 2200, 600, 1200),
+        (2, 2, 2200, 2 * 50, 300),
+        (3, 2, 550, 50, 350),
+    ],
+)
+def test_lora_on_four_ranks_trains_its_adapters_alone(
+    stage, dtype_bytes, parameters, gradients, optimizer
+):
+    shape = replace(SHAPE, adapters=100, largest_adapter=10)
+    memory = engine_memory(shape, NOTHING, setting(stage, dtype_bytes))
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (
+        parameters, gradients, optimizer,
+    )  # fmt: skip
+    assert memory.bucket <= dtype_bytes * 100
+
+
+def test_a_checkpoint_of_lora_is_the_merged_model_and_the_adapters_twice():
+    assert checkpoint_bytes(1000, 2, 2, adapters=100) == 2 * 1000 + (2 + 2 + 4 + 8) * 100
+    assert checkpoint_bytes(1000, 2, 2) == (2 + 2 + 4 + 8) * 1000
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 from core_engine import SCALED, make_rows, open_engine, parameters, relative, tiny_model
 
-from grpo_replay.engine.deepspeed_engine import ENGINE_TAG, LAYOUT
+from grpo_replay.engine.engine_state import ENGINE_TAG, LAYOUT
 from grpo_replay.errors import CheckpointError
 
 STAGES = (0, 1, 2, 3)

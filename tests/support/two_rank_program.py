@@ -38,6 +38,7 @@ ROWS = {
     "eight rows at once": (8, 100_000),
     "one row": (1, 100_000),
 }
+LORA = {"lora": {"rank": 4}}
 CHECKPOINTING, BF16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
 ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ZeRO 0": ({"zero_stage": 0}, {}),
@@ -45,6 +46,10 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ZeRO 2": ({"zero_stage": 2}, {}),
     "ZeRO 3": (SHARDED, {}),
     "ZeRO 3, checkpointing": (SHARDED, CHECKPOINTING),
+    "ZeRO 0, LoRA": ({"zero_stage": 0}, LORA),
+    "ZeRO 2, LoRA": ({"zero_stage": 2}, LORA),
+    "ZeRO 3, LoRA": (SHARDED, LORA),
+    "ZeRO 3, LoRA, bf16 and checkpointing": (SHARDED, LORA | BF16 | CHECKPOINTING),
     "ZeRO 3, bf16": (SHARDED, BF16),
     "ZeRO 3, bf16 and checkpointing": (SHARDED, BF16 | CHECKPOINTING),
     "ZeRO 3, thresholds of a 4B model": (SCALED, {}),
@@ -63,6 +68,7 @@ CORE_CASES = [  # the cases of the part "updates"; the others are of "other upda
         for engine in (
             "ZeRO 1",
             "ZeRO 2",
+            "ZeRO 3, LoRA",
             "ZeRO 3, bf16 and checkpointing",
             "ZeRO 3, thresholds of a 4B model, checkpointing",
         )
@@ -78,7 +84,14 @@ LAGGING: dict[str, Any] = RUN | {
     "run": {"steps": 6, "sync_every_steps": 2},
     "loss": {"behavior_logprobs": "sampler"},
 }
-STAGES = {"states": (0, 3), "all states": (0, 1, 2, 3)}  # of ZeRO, by part
+OPTIONS: dict[str, Any] = RUN | {
+    "model": LORA,
+    "sampling": {"max_refills": 2},
+    "loss": {"ratio": "sequence", "aggregation": "sequence_mean"},
+    "optimizer": {"learning_rate": 1e-3, "schedule": "cosine"},
+}
+"""LoRA and the options of loss, optimizer and sampling together."""
+STAGES = {"states": (0, 3), "all states": (0, 1, 2, 3), "LoRA states": (0, 2, 3)}  # by part
 
 
 def results_of(processes, case: Case):
@@ -157,9 +170,10 @@ def random_work(processes, updates: int) -> dict:
         return {"losses": losses, "norms": norms, "parameters": parameters(engine)}
 
 
-def resharding_engine(processes, stage: int):
+def resharding_engine(processes, stage: int, part: str):
     return open_engine(
         processes,
+        model=LORA if part == "LoRA states" else {},
         engine={**SCALED, "zero_stage": stage} | TIMEOUT,
         batch={"max_tokens_per_microbatch": 60},
     )
@@ -170,7 +184,7 @@ def write_states(processes, folder: Path, part: str) -> None:
     comm, _ = processes
     rows = make_rows(7) if comm.is_main else None
     for stage in STAGES[part]:
-        with resharding_engine(processes, stage) as engine:
+        with resharding_engine(processes, stage, part) as engine:
             for _ in range(3):
                 engine.update(rows)
             place = folder / f"{comm.world_size} ranks, ZeRO {stage}"
@@ -188,7 +202,7 @@ def read_states(processes, folder: Path, part: str) -> dict[str, dict[str, Any]]
     found = {}
     for source in sorted(path for path in folder.iterdir() if path.is_dir()):
         for stage in STAGES[part]:
-            with resharding_engine(processes, stage) as engine:
+            with resharding_engine(processes, stage, part) as engine:
                 engine.load(source)
                 found[f"{source.name} to ZeRO {stage}"] = two_more(engine, rows)
     return found
@@ -221,6 +235,7 @@ def other_runs(output: Path) -> None:
     survivors: log-probs are then followed by a weight push with no update in between."""
     train_small_run(output / "scaled", **RUN | {"engine": SCALED | TIMEOUT})
     train_small_run(output / "lagging", **LAGGING)
+    train_small_run(output / "options", **OPTIONS)
     train_small_run(
         output / "hopeless",
         **RUN | {"engine": SCALED | TIMEOUT, "run": {"steps": 4}},
@@ -275,6 +290,7 @@ WORK = {
     "campaign": random_updates,
     "states": states,
     "all states": states,
+    "LoRA states": states,
     "run": lambda processes, output, part: train_small_run(output / "run", **RUN),
     "other runs": lambda processes, output, part: other_runs(output),
 }

@@ -16,6 +16,7 @@ from two_rank_program import (
     CASES,
     CORE_CASES,
     LAGGING,
+    OPTIONS,
     RANDOM_UPDATES,
     RUN,
     STAGES,
@@ -66,8 +67,9 @@ def output(tmp_path_factory, processes) -> Path:
 def other_output(tmp_path_factory, processes) -> Path:
     """What two ranks did: the parts of the slow tests."""
     folder = tmp_path_factory.mktemp("two_ranks_slow")
-    leave_states(processes, folder, "all states")
-    run_program(2, folder, "other updates", "all states", "other runs")
+    for part in ("all states", "LoRA states"):
+        leave_states(processes, folder, part)
+    run_program(2, folder, "other updates", "all states", "LoRA states", "other runs")
     return folder
 
 
@@ -154,6 +156,7 @@ def assert_states_are_restored(found: dict, folder: Path, part: str, sources: in
     [
         ("output", "states", 4),
         pytest.param("other_output", "all states", 8, marks=pytest.mark.slow),
+        pytest.param("other_output", "LoRA states", 6, marks=pytest.mark.slow),
     ],
 )
 def test_a_state_is_restored_on_other_ranks_and_at_other_stages(
@@ -202,6 +205,14 @@ def test_a_lagging_sampler_on_two_ranks_is_the_one_of_one_rank(other_output, pro
     two = FinishedRun(other_output / "lagging", small_recipe(**LAGGING))
     assert [line["sampler/policy_version"] for line in two.metrics] == [0, 0, 2, 2, 4, 4]
     assert_same_run(two, train_small_run(tmp_path / "run", **LAGGING))
+
+
+@pytest.mark.slow
+def test_a_run_with_lora_and_options_on_two_ranks_is_the_run_on_one(
+    other_output, processes, tmp_path
+):
+    two = FinishedRun(other_output / "options", small_recipe(**OPTIONS))
+    assert_same_run(two, train_small_run(tmp_path / "run", **OPTIONS))
 
 
 def test_a_run_on_two_ranks_is_the_run_on_one(output, processes, tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from server_helpers import free_ports, group_members, kill_child_of, wait_for
 from transformers import AutoModelForCausalLM
 
@@ -96,6 +97,30 @@ def test_an_untied_model_is_in_sync_too(tmp_path):
     gaps = largest_gaps(folder)
     assert len(gaps) == 3
     assert max(gaps) <= LARGEST_GAP
+
+
+@pytest.mark.parametrize(
+    "server", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in process", "over HTTP"]
+)
+def test_merged_adapters_are_in_sync_too(tmp_path, server):
+    backend = ["sampling.backend=vllm"]
+    if server:
+        backend = [
+            "sampling.backend=vllm_server",
+            "sampling.servers.launch=1",
+            f"sampling.servers.base_port={free_ports(1)[0]}",
+        ]
+    folder = train(
+        tmp_path / "lora", *backend, "model.lora.rank=8", "optimizer.learning_rate=1e-2",
+        "engine.zero_stage=3",
+    )  # fmt: skip
+    gaps = largest_gaps(folder)
+    assert len(gaps) == 5
+    assert max(gaps) <= LARGEST_GAP
+    adapter = folder / "checkpoints/latest/adapter/adapter_model.safetensors"
+    assert all(
+        tensor.abs().max() > 1e-3 for name, tensor in load_file(adapter).items() if "lora_B" in name
+    )
 
 
 def test_two_ranks_sample_what_one_samples(one_rank, tmp_path):

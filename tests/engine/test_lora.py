@@ -1,0 +1,297 @@
+"""LoRA in the engine: against plain peft, at every ZeRO stage, saved, restored, refused."""
+
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from core_engine import (
+    ALL_AT_ONCE,
+    ONE_BY_ONE,
+    SCALED,
+    PlainTraining,
+    engine_recipe,
+    first_gradient,
+    make_rows,
+    open_engine,
+    parameters,
+    plain_loss,
+    relative,
+    tiny_model,
+)
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from grpo_replay.engine.full_tensors import full_adapters
+from grpo_replay.engine.lora import LoraAdapters
+from grpo_replay.errors import CheckpointError, RecipeError
+from grpo_replay.recipe import LoraSection, resolve_recipe
+
+STAGES = [0, 1, 2, 3]
+LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+LORA = {"rank": 4, "alpha": 8.0}
+MODEL = {"lora": LORA}
+
+
+class PlainLora(PlainTraining):
+    """The plain twin with peft's own model: whole mini-batch in one graph, torch's AdamW."""
+
+    def __init__(self, recipe) -> None:
+        super().__init__(recipe)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR, task_type="CAUSAL_LM")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.run.seed)
+            self.model = get_peft_model(self.model, config)
+        o = recipe.optimizer
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.trained, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon,
+            weight_decay=o.weight_decay,
+        )  # fmt: skip
+
+    def adapters(self) -> dict[str, torch.Tensor]:
+        named = self.model.named_parameters()
+        return {
+            name.removeprefix("base_model.model."): p.detach()
+            for name, p in named
+            if p.requires_grad
+        }
+
+    def merged(self) -> torch.Tensor:
+        named = dict(self.model.merge_and_unload().named_parameters())
+        return torch.cat([named[name].detach().flatten() for name in sorted(named)])
+
+
+def adapters_of(engine) -> dict[str, torch.Tensor]:
+    engine._prepare_gather()
+    return {name: tensor.clone() for name, tensor in full_adapters(engine._model, 2**29)}
+
+
+def base_vector() -> torch.Tensor:
+    named = dict(tiny_model().named_parameters())
+    return torch.cat([named[name].detach().flatten() for name in sorted(named)])
+
+
+@pytest.mark.parametrize(("stage", "budget"), [(0, ALL_AT_ONCE), (3, ONE_BY_ONE)])
+def test_updates_are_those_of_plain_peft_and_autograd(processes, stage, budget):
+    """In the first update B is zero and A has no gradient; from the second on both have one."""
+    sections = {
+        "engine": {"zero_stage": stage},
+        "model": MODEL,
+        "batch": {"max_tokens_per_microbatch": budget},
+    }
+    plain = PlainLora(engine_recipe(**sections))
+    with open_engine(processes, **sections) as engine:
+        for seed in range(3):
+            rows = make_rows(6, seed)
+            result, (loss, norm) = engine.update(rows), plain.update(rows)
+            tolerance = 1e-5 if seed == 0 else 1e-4
+            assert result.loss == pytest.approx(loss, rel=tolerance)
+            assert result.grad_norm == pytest.approx(norm, rel=tolerance) and norm > 0.01
+            found, expected = adapters_of(engine), plain.adapters()
+            assert found.keys() == expected.keys() and len(found) == 2 * len(LINEAR) * 3
+            for name, tensor in expected.items():
+                # AdamW turns rounding of near-zero gradients into steps of full size.
+                assert relative(found[name], tensor) < 10 * tolerance, name
+        merged = parameters(engine)
+    assert relative(merged - base_vector(), plain.merged() - base_vector()) < 1e-4
+    assert relative(merged, base_vector()) > 1e-4
+
+
+def set_b(model: torch.nn.Module) -> None:
+    """Values other than zero, so that A has a gradient too."""
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_the_gradient_of_every_adapter_is_that_of_autograd(processes):
+    rows = make_rows(6)
+    with open_engine(processes, model=MODEL) as engine:
+        set_b(engine._model)
+        engine.update(rows)
+        found = first_gradient(engine)
+    plain = PlainLora(engine_recipe(model=MODEL))
+    set_b(plain.model)
+    plain_loss(plain.model, rows, plain.recipe.loss).backward()
+    expected = torch.cat([p.grad.flatten() for p in plain.trained])
+    assert relative(found, expected) < 5e-6
+    assert len(found) == len(expected) == sum(p.numel() for p in plain.trained)
+
+
+def test_all_zero_stages_agree_and_the_optimizer_holds_the_adapters_alone(processes):
+    rows, results = make_rows(8), []
+    for stage in STAGES:
+        with open_engine(processes, model=MODEL, engine={"zero_stage": stage}) as engine:
+            results.append([engine.update(rows) for _ in range(2)] + [parameters(engine)])
+            optimizer = engine._engine.optimizer
+            states = getattr(optimizer, "optimizer", optimizer).state.values()
+            held = sum(state["exp_avg"].numel() for state in states)
+            assert engine.adapter_parameters <= held < engine.adapter_parameters + 64  # padding
+    for first, second, found in results[1:]:
+        assert first.grad_norm == pytest.approx(results[0][0].grad_norm, rel=1e-6)
+        assert second.grad_norm == pytest.approx(results[0][1].grad_norm, rel=1e-5)
+        assert relative(found, results[0][2]) < 1e-6
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(3, "float32"), (0, "bfloat16")])
+def test_before_the_first_update_policy_and_weights_are_the_base_bit_for_bit(
+    processes, stage, dtype
+):
+    rows = make_rows(6)
+    model = {"dtype": dtype}
+    engine_section = {"zero_stage": stage}
+    with open_engine(processes, model=model, engine=engine_section) as engine:
+        expected = engine.logprobs(rows)
+        weights = {name: t.clone() for name, t in engine.named_full_tensors(2**29)}
+    with open_engine(processes, model=model | MODEL, engine=engine_section) as engine:
+        found = engine.logprobs(rows)
+        merged = {name: t.clone() for name, t in engine.named_full_tensors(1000)}
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert list(merged) == list(weights)
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+    assert all(tensor.dtype == weights[name].dtype for name, tensor in merged.items())
+
+
+def test_only_the_targets_move(processes):
+    lora = LORA | {"targets": ["q_proj", "down_proj"]}
+    with open_engine(processes, model={"lora": lora}) as engine:
+        engine.update(make_rows(6))
+        found = {name: t.clone() for name, t in engine.named_full_tensors(2**29)}
+    base = tiny_model().state_dict()
+    moved = {name for name in base if not torch.equal(found[name], base[name])}
+    expected = {name for name in base if "q_proj" in name or "down_proj" in name}
+    assert moved == expected and len(moved) == 6
+
+
+def test_biases_of_adapted_layers_keep_their_names(processes):
+    """Qwen2.5 has biases at q, k and v."""
+    override = {"random_init": True, "config_overrides": {"attention_bias": True}}
+    with open_engine(processes, model=MODEL | override) as engine:
+        found = {name for name, _ in engine.named_full_tensors(2**29)}
+    assert "model.layers.0.self_attn.q_proj.bias" in found
+    assert not any("base_layer" in name or "lora" in name for name in found)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_saved_and_loaded_is_never_saved(processes, stage, tmp_path):
+    first, second = make_rows(6, 1), make_rows(6, 2)
+    sections = {"engine": {"zero_stage": stage}, "model": MODEL}
+    with open_engine(processes, **sections) as engine:
+        engine.update(first)
+        engine.save(tmp_path / "engine")
+        expected = (engine.update(second), parameters(engine), adapters_of(engine))
+        trained = engine.adapter_parameters
+    with open_engine(processes, **sections) as engine:
+        engine.load(tmp_path / "engine")
+        found = (engine.update(second), parameters(engine), adapters_of(engine))
+    assert asdict(found[0]) == asdict(expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert all(torch.equal(found[2][name], expected[2][name]) for name in expected[2])
+    size = sum(path.stat().st_size for path in (tmp_path / "engine").rglob("*.pt"))
+    assert size < 4 * 4 * trained + 200_000, "the base is not in the state"
+
+
+@pytest.mark.parametrize(
+    ("stage", "other"), [(0, 3), (3, 2), pytest.param(1, 0, marks=pytest.mark.slow)]
+)
+def test_a_state_is_restored_at_another_stage(processes, tmp_path, stage, other):
+    rows = make_rows(5)
+    sections = {"model": MODEL}
+    with open_engine(processes, **sections, engine=SCALED | {"zero_stage": stage}) as engine:
+        for _ in range(2):
+            engine.update(rows)
+        engine.save(tmp_path)
+        expected = engine.update(rows), adapters_of(engine)
+    with open_engine(processes, **sections, engine=SCALED | {"zero_stage": other}) as engine:
+        engine.load(tmp_path)
+        found = engine.update(rows), adapters_of(engine)
+    assert found[0].grad_norm == pytest.approx(expected[0].grad_norm, rel=1e-5)
+    for name, tensor in expected[1].items():
+        assert relative(found[1][name], tensor) < 1e-6, name
+
+
+@pytest.mark.parametrize("other", [{}, {"rank": 4, "alpha": 9.0}, {"rank": 2, "alpha": 8.0}])
+def test_a_state_of_other_adapters_is_refused(processes, tmp_path, other):
+    with open_engine(processes, model=MODEL) as engine:
+        engine.save(tmp_path)
+    with (
+        open_engine(processes, model={"lora": other}) as engine,
+        pytest.raises(CheckpointError, match=r"saved with model.lora \{'rank': 4, 'alpha': 8.0"),
+    ):
+        engine.load(tmp_path)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_adapters_are_saved_in_the_format_of_peft(processes, tmp_path, stage):
+    with open_engine(processes, model=MODEL, engine={"zero_stage": stage}) as engine:
+        engine.update(make_rows(6))
+        engine.save_adapter(tmp_path / "adapter")
+        merged = {name: t.clone() for name, t in engine.named_full_tensors(2**29)}
+    loaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter").merge_and_unload()
+    for name, tensor in loaded.named_parameters():
+        assert relative(tensor, merged[name]) < 1e-6, name
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "README.md", "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+def test_the_reference_is_the_base_without_a_copy_of_it(processes, stage):
+    rows = make_rows(6)
+    sections = {"model": MODEL, "loss": {"beta": 0.1}, "engine": {"zero_stage": stage}}
+    with open_engine(processes, **sections) as engine:
+        base = engine.logprobs(rows)
+        engine.update(rows)
+        result = engine.update(rows)
+        reference, policy = engine.reference_logprobs(rows), engine.logprobs(rows)
+        assert engine._reference is None
+    for a, b, c in zip(base, reference, policy, strict=True):
+        assert a.tobytes() == b.tobytes()
+        assert np.abs(b - c).max() > 1e-5
+    assert result.reference_kl > 0
+
+
+def test_dropout_is_in_updates_alone_and_a_function_of_the_step(processes):
+    rows = make_rows(6)
+
+    def moved(dropout: float, step: int) -> torch.Tensor:
+        lora = LORA | {"dropout": dropout}
+        with open_engine(processes, model={"lora": lora}) as engine:
+            assert all(
+                np.array_equal(a, b)
+                for a, b in zip(engine.logprobs(rows), engine.logprobs(rows), strict=True)
+            )
+            before = torch.random.get_rng_state()
+            engine.begin_step(step)
+            engine.update(rows)
+            engine.update(rows)
+            assert torch.equal(torch.random.get_rng_state(), before)
+            return parameters(engine)
+
+    with_dropout = moved(0.3, 5)
+    assert torch.equal(with_dropout, moved(0.3, 5))
+    assert relative(moved(0.3, 6), with_dropout) > 1e-6
+    assert relative(moved(0.0, 5), with_dropout) > 1e-6
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "qproj"])
+def test_a_target_that_is_no_linear_layer_of_a_block_is_refused(target):
+    section = LoraSection(rank=2, targets=["q_proj", target])
+    with pytest.raises(RecipeError, match=rf"model.lora.targets: '{target}'.*q_proj"):
+        LoraAdapters.attach(tiny_model(), section, seed=0)
+
+
+def test_without_peft_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(RecipeError, match=r"pip install 'grpo-replay\[lora\]'"):
+        LoraAdapters.attach(tiny_model(), LoraSection(rank=2), seed=0)
+
+
+@pytest.mark.parametrize("value", [{"alpha": 16}, {"targets": ["q_proj"]}, {"dropout": 0.1}])
+def test_settings_of_lora_without_a_rank_are_refused(value):
+    (name,) = value
+    with pytest.raises(RecipeError, match=rf"model.lora.{name} .* without model.lora.rank"):
+        resolve_recipe([{"model": {"lora": value}}])

@@ -1,0 +1,92 @@
+"""Whole runs with LoRA: the push, the files, a resume."""
+
+import json
+
+import pytest
+import torch
+from core_engine import relative
+from peft import PeftModel
+from small_runs.trained import (
+    FinishedRun,
+    interrupted,
+    same_files,
+    same_weights,
+    small_recipe,
+    train_small_run,
+)
+from transformers import AutoModelForCausalLM
+
+from grpo_replay.engine.models import load_policy
+from grpo_replay.verification.verify import verify_run
+
+LARGEST_GAP = 1e-4
+SECTIONS = {
+    "model": {"lora": {"rank": 4, "alpha": 16.0}},
+    "optimizer": {"learning_rate": 1e-2},
+    "run": {"steps": 6},
+    "checkpoint": {"every_steps": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, processes) -> FinishedRun:
+    return train_small_run(tmp_path_factory.mktemp("lora") / "run", **SECTIONS)
+
+
+def test_the_merged_weights_are_the_policy_at_every_push(run):
+    gaps = [line["sampler/logprob_gap_max"] for line in run.metrics]
+    assert len(gaps) == 6 and max(gaps) <= LARGEST_GAP
+    assert verify_run(run.path).passed
+    base = load_policy(run.recipe.model, 0).state_dict()
+    moved = {name for name, tensor in run.weights().items() if relative(tensor, base[name]) > 1e-4}
+    assert moved == {name for name in base if "_proj" in name}
+
+
+def test_the_first_step_samples_and_freezes_what_a_run_of_all_parameters_does(run, tmp_path):
+    sections = SECTIONS | {"model": {}, "replay": {"warmup_steps": 0}, "run": {"steps": 1}}
+    whole = train_small_run(tmp_path / "whole", **sections)
+    for one, other in zip(run.rollouts(1), whole.rollouts(1), strict=True):
+        for name in ("completion_token_ids", "behavior_logprobs", "advantage"):
+            assert one[name] == other[name]
+
+
+def test_model_and_adapter_of_a_checkpoint_are_the_same_policy(run):
+    folder = run.path / "checkpoints/latest"
+    merged = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    base = load_policy(run.recipe.model, 0)
+    adapted = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
+    for name, tensor in adapted.named_parameters():
+        assert relative(tensor, merged.get_parameter(name)) < 1e-6, name
+    config = json.loads((folder / "adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 16.0)
+
+
+def test_a_resumed_run_is_the_run_never_stopped_with_dropout_and_kl(tmp_path, processes):
+    sections = SECTIONS | {
+        "model": {"lora": {"rank": 4, "dropout": 0.2}},
+        "loss": {"beta": 0.02},
+        "engine": {"zero_stage": 3},
+        "replay": {"warmup_steps": 1},
+        "run": {"steps": 4},
+        "checkpoint": {"every_steps": 2},
+    }
+    interrupted(tmp_path / "run", 3, **sections)
+    resumed = train_small_run(tmp_path / "run", resume=True, **sections)
+    whole = train_small_run(tmp_path / "whole", **sections)
+    assert resumed.timeless_metrics == whole.timeless_metrics
+    assert same_files(whole.path, resumed.path, "rollouts") == 4
+    assert same_weights(whole.weights(), resumed.weights())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_stage_and_precision_trains(tmp_path, processes, stage, dtype):
+    sections = SECTIONS | {
+        "model": {"dtype": dtype, "lora": {"rank": 4}, "gradient_checkpointing": True},
+        "engine": {"zero_stage": stage},
+    }
+    run = train_small_run(tmp_path / "run", **sections)
+    limit = small_recipe(**sections).logprob_gap_limit
+    assert max(line["sampler/logprob_gap_mean"] for line in run.metrics) <= limit
+    assert sum(line["updates"] > 0 for line in run.metrics) >= 4
