@@ -29,7 +29,7 @@ class LoraSection(Section):
     rank: Positive | None = None
     """Rank r of the adapters (peft: r). All parameters train if null. LoRA needs a higher learning
     rate than full training, about ten times."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Positive = 32
     """α: the product of the adapters is multiplied by α / r (peft: lora_alpha)."""
     targets: Annotated[list[str], Field(min_length=1)] | None = None
     """Names of the linear layers that get adapters, for example `[q_proj, v_proj]`. All but the

@@ -228,6 +228,11 @@ class RunOpener:
         self.checkpoint_bytes = checkpoint_bytes(
             parameters, model.dtype.itemsize, self.stage, engine.adapter_parameters
         )
+        if engine.adapter_parameters:
+            self.notices.append(
+                f"LoRA: {engine.adapter_parameters:,} parameters of adapters train, the "
+                f"{parameters:,} of {recipe.model.path} are frozen"
+            )
         if checkpoint is not None:
             then = (state.world_size, state.zero_stage)
             now = (self.comm.world_size, self.stage)

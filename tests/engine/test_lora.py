@@ -29,7 +29,7 @@ from grpo_replay.recipe import LoraSection, resolve_recipe
 
 STAGES = [0, 1, 2, 3]
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-LORA = {"rank": 4, "alpha": 8.0}
+LORA = {"rank": 4, "alpha": 8}
 MODEL = {"lora": LORA}
 
 
@@ -213,13 +213,13 @@ def test_a_state_is_restored_at_another_stage(processes, tmp_path, stage, other)
         assert relative(found[1][name], tensor) < 1e-6, name
 
 
-@pytest.mark.parametrize("other", [{}, {"rank": 4, "alpha": 9.0}, {"rank": 2, "alpha": 8.0}])
+@pytest.mark.parametrize("other", [{}, {"rank": 4, "alpha": 9}, {"rank": 2, "alpha": 8}])
 def test_a_state_of_other_adapters_is_refused(processes, tmp_path, other):
     with open_engine(processes, model=MODEL) as engine:
         engine.save(tmp_path)
     with (
         open_engine(processes, model={"lora": other}) as engine,
-        pytest.raises(CheckpointError, match=r"saved with model.lora \{'rank': 4, 'alpha': 8.0"),
+        pytest.raises(CheckpointError, match=r"saved with model.lora \{'rank': 4, 'alpha': 8,"),
     ):
         engine.load(tmp_path)
 

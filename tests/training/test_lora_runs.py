@@ -21,7 +21,7 @@ from grpo_replay.verification.verify import verify_run
 
 LARGEST_GAP = 1e-4
 SECTIONS = {
-    "model": {"lora": {"rank": 4, "alpha": 16.0}},
+    "model": {"lora": {"rank": 4, "alpha": 16}},
     "optimizer": {"learning_rate": 1e-2},
     "run": {"steps": 6},
     "checkpoint": {"every_steps": 3},
@@ -37,6 +37,7 @@ def test_the_merged_weights_are_the_policy_at_every_push(run):
     gaps = [line["sampler/logprob_gap_max"] for line in run.metrics]
     assert len(gaps) == 6 and max(gaps) <= LARGEST_GAP
     assert verify_run(run.path).passed
+    assert "parameters of adapters train" in (run.path / "log/attempt_001.log").read_text()
     base = load_policy(run.recipe.model, 0).state_dict()
     moved = {name for name, tensor in run.weights().items() if relative(tensor, base[name]) > 1e-4}
     assert moved == {name for name in base if "_proj" in name}
@@ -58,7 +59,7 @@ def test_model_and_adapter_of_a_checkpoint_are_the_same_policy(run):
     for name, tensor in adapted.named_parameters():
         assert relative(tensor, merged.get_parameter(name)) < 1e-6, name
     config = json.loads((folder / "adapter/adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 16.0)
+    assert (config["r"], config["lora_alpha"]) == (4, 16)
 
 
 def test_a_resumed_run_is_the_run_never_stopped_with_dropout_and_kl(tmp_path, processes):
