@@ -76,10 +76,10 @@ def test_the_4b_plan_with_lora_on_one_gpu_of_80_gib():
     assert report["model"]["adapter_parameters"] == adapters == 33_030_144
     assert report["fits"] is True
     assert memory["parameters_gib"] == pytest.approx(2 * (parameters + adapters) / 2**30, abs=1e-3)
-    assert memory["optimizer_gib"] == pytest.approx(14 * adapters / 2**30, abs=1e-3)
+    assert memory["optimizer_gib"] == pytest.approx(12 * adapters / 2**30, abs=1e-3)
     assert memory["peak_gib"] < 80
-    # the merged model, and of the adapters bf16 values, fp32 ones and two moments
-    checkpoint = (2 * parameters + 14 * adapters) / 2**30
+    # the merged model, and of the adapters bf16 values twice, fp32 ones and two moments
+    checkpoint = (2 * parameters + 16 * adapters) / 2**30
     assert report["storage"]["checkpoint_gib"] == pytest.approx(checkpoint, abs=1e-3)
 
 
