@@ -9,7 +9,7 @@ from typing import Any
 from grpo_replay.errors import UsageError, did_you_mean
 from grpo_replay.experiments.finished_run import FinishedRun
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe
-from grpo_replay.storage.run_directory import flatten
+from grpo_replay.storage.recipe_history import flatten
 
 NOT_AN_AXIS = ("name", "run.seed", "tracking.run_name", "tracking.project")
 """Keys in which the runs of one arm may differ."""

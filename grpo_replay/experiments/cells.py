@@ -17,7 +17,8 @@ from grpo_replay import __version__
 from grpo_replay.errors import OutputDirectoryError, RecipeError
 from grpo_replay.experiments.grid import Cell
 from grpo_replay.recipe import read_recipe_layer, resolve_recipe
-from grpo_replay.storage.run_directory import RunDirectory, flatten
+from grpo_replay.storage.recipe_history import flatten
+from grpo_replay.storage.run_directory import RunDirectory
 
 
 class CellState(enum.Enum):

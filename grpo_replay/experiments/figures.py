@@ -97,7 +97,7 @@ def _difference_figures(findings: Findings, looks: dict[str, _Look]) -> Iterator
                 f"difference_{score}",
                 f"Difference to {findings.baseline}, {title}",
                 "Mean over seeds, paired, with its 95 % interval; small dots: quartiles.",
-                lambda axes, rows=rows: _draw_differences(axes, rows, looks, findings.baseline),
+                partial(_draw_differences, rows=rows, looks=looks, base=findings.baseline),
                 0.75 + 0.24 * len(rows),
             )
 

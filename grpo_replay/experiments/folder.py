@@ -8,7 +8,8 @@ from grpo_replay.errors import OutputDirectoryError, SweepFileError
 from grpo_replay.experiments.grid import Comparison
 from grpo_replay.experiments.sweep_file import SweepFile, read_sweep_file, sweep_to_yaml
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
-from grpo_replay.storage.run_directory import RunDirectory, flatten
+from grpo_replay.storage.recipe_history import flatten
+from grpo_replay.storage.run_directory import RunDirectory
 
 SWEEP = "sweep.yaml"
 

@@ -206,7 +206,7 @@ def slurm_script(cell: Cell, state: CellState, options: Mapping[str, Any]) -> st
     """
     submitit = import_submitit("slurm")
 
-    class Printing(submitit.SlurmExecutor):  # type: ignore[name-defined, misc]
+    class Printing(submitit.SlurmExecutor):  # type: ignore[name-defined]
         """Formats scripts on machines without Slurm too."""
 
         @classmethod

@@ -116,7 +116,9 @@ def _rollout(
 ) -> Rollout:
     index = completion.key.completion_index
     masked = recipe.reward.mask_truncated and completion.finish_reason == "length"
-    kept = group.advantages_G is not None and not masked
+    advantage = None
+    if group.advantages_G is not None and not masked:
+        advantage = float(group.advantages_G[index])
     scores = verdict.scores if recipe.reward.is_combined else ()
     return Rollout(
         rollout_id=rollout_id,
@@ -132,13 +134,13 @@ def _rollout(
         behavior_logprobs=None,
         sampler_logprobs=completion.sampler_logprobs,
         reward=float(np.float32(verdict.reward)),  # as it is stored
-        advantage=float(group.advantages_G[index]) if kept else None,
+        advantage=advantage,
         group_reward_mean=group.mean,
         group_reward_std=group.std,
         group_correct=group.correct,
         finish_reason=completion.finish_reason,
         verdict=verdict.status,
-        kept=kept,
+        kept=advantage is not None,
         reward_scores=tuple(float(np.float32(score)) for score in scores),
     )
 

@@ -86,7 +86,9 @@ def rollouts_to_table(rollouts: Sequence[Rollout]) -> pa.Table:
         for field in ROLLOUT_SCHEMA
         if field.name != "reward_scores"
     ]
-    scores = [np.array(rollout.reward_scores, dtype=np.float32) for rollout in rollouts]
+    scores: list[np.ndarray | None] = [
+        np.array(rollout.reward_scores, dtype=np.float32) for rollout in rollouts
+    ]
     kind = ROLLOUT_SCHEMA.field("reward_scores").type
     return pa.table([*arrays, _to_lists(kind, scores)], schema=ROLLOUT_SCHEMA)
 
