@@ -294,7 +294,7 @@ def test_every_assumption_names_its_source(runs, capsys):
     recipe = sources_of(capsys, recipe="tiny", survival=0.5)
     assert list(recipe) == names
     assert recipe["rollouts_per_step"] == "from the recipe"
-    assert recipe["completion_tokens"] == "assumed: half of the longest"
+    assert recipe["completion_tokens"] == "assumed: a run of the tiny recipe"
     assert recipe["mu"].startswith("assumed") and recipe["survival"] == "given"
     measured = sources_of(capsys, from_run=str(runs["ours"]), rho=0.2, growth=0.3)
     assert [name for name in names if measured[name] == "measured in the run"] == [
