@@ -8,6 +8,7 @@ A test fails when the files are not what this writes.
 import importlib.util
 import inspect
 import json
+import re
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -178,10 +179,42 @@ def _prose(text: str) -> str:
     return text.translate({ord(sign): f"\\{sign}" for sign in "\\`*_{}[]<>|"})
 
 
+def guide_notebook() -> str:
+    """docs/guide.md as a notebook: files are written by cells, commands begin with `!`."""
+    text = (DOCS / "guide.md").read_text(encoding="utf-8")
+    pattern = r"(?:`([\w.-]+)`:\n\n)?```(\w+)\n(.*?)```\n"
+    cells: list[dict[str, Any]] = []
+    end = 0
+    for block in re.finditer(pattern, text, re.DOTALL):
+        _add_cell(cells, "markdown", text[end : block.start()])
+        name, language, code = block.groups()
+        if language == "console":
+            _add_cell(cells, "markdown", block[0])
+        elif name:
+            _add_cell(cells, "code", f"%%writefile {name}\n{code}")
+        else:
+            _add_cell(cells, "code", "\n".join(f"!{line}" for line in code.splitlines()))
+        end = block.end()
+    _add_cell(cells, "markdown", text[end:])
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4}
+    return json.dumps(notebook | {"nbformat_minor": 5}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _add_cell(cells: list[dict[str, Any]], kind: str, source: str) -> None:
+    if not source.strip():
+        return
+    cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}}
+    if kind == "code":
+        cell |= {"execution_count": None, "outputs": []}
+    cells.append(cell | {"source": source.strip()})
+
+
 def main() -> None:
     (DOCS / "recipe.md").write_text(recipe_reference(), encoding="utf-8")
     (DOCS / "cli.md").write_text(cli_reference(), encoding="utf-8")
     (DOCS / "errors.md").write_text(errors_reference(), encoding="utf-8")
+    (DOCS / "guide.ipynb").write_text(guide_notebook(), encoding="utf-8")
 
 
 if __name__ == "__main__":

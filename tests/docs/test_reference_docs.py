@@ -29,6 +29,10 @@ def test_the_table_of_errors_is_that_of_the_hostile_inputs():
     assert (ROOT / "docs/errors.md").read_text() == _reference_maker().errors_reference()
 
 
+def test_the_notebook_is_the_guide():
+    assert (ROOT / "docs/guide.ipynb").read_text() == _reference_maker().guide_notebook()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_relative_link_leads_somewhere(page):
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
