@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from grpo_replay.dry_run.assumptions import COST_RATIO, expected_of
-from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.errors import UsageError
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.curves import plot_curves
 from grpo_replay.planning.design import PlanInputs, make_plan
-from grpo_replay.planning.estimate import RunEstimates, estimate_from_run
+from grpo_replay.planning.estimate import RunEstimates, estimate_from_run, refuse_unknown_mu
 from grpo_replay.planning.machines import (
     all_splits,
     print_splits,
@@ -258,12 +258,8 @@ def _inputs(
 ) -> PlanInputs:
     """The parameters of the plan, each with its origin."""
     seen = estimates or RunEstimates()
-    if estimates is not None and estimates.mu is None and mu is None:
-        raise SnapshotError(
-            "plan --from-run: no step of the run's metrics.jsonl has the seconds of generation and "
-            "training that μ is measured from (cost/generation_seconds, cost/training_seconds, "
-            "cost/trained_rollouts): restore the file, or give μ with --mu"
-        )
+    if estimates is not None and mu is None:
+        refuse_unknown_mu(estimates)
     if survival is not None and survival < 1 and recipe and not recipe.replay.drop_zero_variance:
         raise UsageError(
             f"--survival {survival}: replay.drop_zero_variance is false in this recipe, so every "

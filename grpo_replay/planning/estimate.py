@@ -99,6 +99,16 @@ def _ranks(source: Source) -> int:
         raise SnapshotError(f"{path}: no world_size in it; restore it from a copy") from error
 
 
+def refuse_unknown_mu(estimates: RunEstimates) -> None:
+    """Raises SnapshotError if the run did not determine μ."""
+    if estimates.mu is None:
+        raise SnapshotError(
+            "plan --from-run: no step of the run's metrics.jsonl has the seconds of generation and "
+            "training that μ is measured from (cost/generation_seconds, cost/training_seconds, "
+            "cost/trained_rollouts): restore the file, or give μ with --mu"
+        )
+
+
 def _total(column: Any) -> int:
     return int(list_lengths(column).sum().as_py() or 0) if len(column) else 0
 
