@@ -29,7 +29,6 @@ from grpo_replay.planning.theory import (
     cost_ratio_from_counts,
 )
 from grpo_replay.recipe import Recipe, load_recipe
-from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.terminal.console import open_console
 from grpo_replay.terminal.plot_style import check_plot_path
 
@@ -132,8 +131,7 @@ def run(
     inputs = _inputs(resolved, estimates, mu, rho, growth, survival)
     plan = make_plan(inputs, None if resolved is None else resolved.replay)
     if plot is not None:
-        with named_if_unwritable(Path(plot)):
-            plot_plan(plan, Path(plot))
+        plot_plan(plan, Path(plot))
     if as_json:
         print(json.dumps(plan_document(plan), indent=2, ensure_ascii=False, allow_nan=False))
     else:
@@ -166,8 +164,7 @@ def run_curves(path: str, ignored: Mapping[str, Any] | None = None) -> None:
         if value:
             raise UsageError(f"plan --curves covers all μ, a and ρ: leave {name} out")
     check_plot_path(Path(path), (".png", ".svg"))
-    with named_if_unwritable(Path(path)):
-        plot_curves(Path(path))
+    plot_curves(Path(path))
 
 
 def run_machines(
@@ -258,8 +255,7 @@ def _inputs(
 ) -> PlanInputs:
     """The parameters of the plan, each with its origin."""
     seen = estimates or RunEstimates()
-    if estimates is not None and mu is None:
-        refuse_unknown_mu(estimates)
+    refuse_unknown_mu(estimates, mu)
     if survival is not None and survival < 1 and recipe and not recipe.replay.drop_zero_variance:
         raise UsageError(
             f"--survival {survival}: replay.drop_zero_variance is false in this recipe, so every "

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.planning.theory import PowerGrowth, objective, power_law_optimum
+from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.terminal.plot_style import COLUMN_INCHES, figure_style, save_figure
 
 GROWTHS = (0.1, 0.2, 0.3, 0.4)
@@ -44,7 +45,8 @@ def plot_curves(path: Path) -> None:
         panels[1].set_yscale("log")
         panels[2].set_xlabel("μ: cost of generating a rollout / of training on it")
         _add_legend(figure, panels[0])
-        save_figure(figure, path)
+        with named_if_unwritable(path):
+            save_figure(figure, path)
 
 
 def _add_legend(figure: Any, axes: Any) -> None:

@@ -99,9 +99,9 @@ def _ranks(source: Source) -> int:
         raise SnapshotError(f"{path}: no world_size in it; restore it from a copy") from error
 
 
-def refuse_unknown_mu(estimates: RunEstimates) -> None:
-    """Raises SnapshotError if the run did not determine μ."""
-    if estimates.mu is None:
+def refuse_unknown_mu(estimates: RunEstimates | None, given: float | None) -> None:
+    """Raises SnapshotError if there is a run that does not determine μ, and μ is not given."""
+    if estimates is not None and estimates.mu is None and given is None:
         raise SnapshotError(
             "plan --from-run: no step of the run's metrics.jsonl has the seconds of generation and "
             "training that μ is measured from (cost/generation_seconds, cost/training_seconds, "

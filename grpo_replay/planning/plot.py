@@ -9,6 +9,7 @@ from rich.text import Text
 
 from grpo_replay.planning.design import Plan
 from grpo_replay.planning.theory import Values, best_replay_ratio, objective
+from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.terminal.plot_style import COLUMN_INCHES, STORED, WARN, figure_style, save_figure
 
 BANDS = (1.05, 1.10, 1.25, 1.5, 2.0, 4.0)
@@ -108,7 +109,8 @@ def plot_plan(plan: Plan, path: Path) -> None:
         _plain_log_ticks(axes)
         _hide_at_the_edge(axes, labels)
         figure.legend(loc="outside upper center", ncols=2, columnspacing=1.0)
-        save_figure(figure, path)
+        with named_if_unwritable(path):
+            save_figure(figure, path)
 
 
 def _hide_at_the_edge(axes: Any, labels: Iterable[Any]) -> None:
