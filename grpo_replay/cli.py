@@ -10,7 +10,7 @@ import typer
 
 from grpo_replay import __version__
 from grpo_replay.commands.error_boundary import CommandGroup
-from grpo_replay.shipped_recipes import shipped_recipes
+from grpo_replay.shipped_recipes import shipped_recipes, shipped_sweeps
 
 app = typer.Typer(
     name="grpo-replay",
@@ -22,11 +22,17 @@ app = typer.Typer(
 )
 
 SHIPPED = ", ".join(shipped_recipes())
+SHIPPED_SWEEPS = ", ".join(shipped_sweeps())
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
     """Shipped recipes that begin so. If there are none, the shell completes files."""
     return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+def _complete_sweep(incomplete: str) -> list[str]:
+    """Shipped sweeps that begin so. If there are none, the shell completes files."""
+    return [name for name in shipped_sweeps() if name.startswith(incomplete)]
 
 
 def _print_version(wanted: bool) -> None:
@@ -396,7 +402,13 @@ def plan(
 
 @app.command()
 def sweep(
-    sweep: Annotated[str, typer.Argument(help="Sweep file, or the name of a shipped sweep.")],
+    sweep: Annotated[
+        str,
+        typer.Argument(
+            help=f"Sweep file, or a shipped sweep: {SHIPPED_SWEEPS}.",
+            autocompletion=_complete_sweep,
+        ),
+    ],
     jobs: Annotated[
         int | None,
         typer.Option(min=1, help="Cells that run at the same time. Default: 1; with slurm, all."),

@@ -1,4 +1,7 @@
-"""The recipes that ship with the package, by name. Loads nothing, for `--help` and completion."""
+"""The recipes and sweeps that ship with the package, by name.
+
+Loads nothing, for `--help` and completion.
+"""
 
 from pathlib import Path
 
@@ -13,3 +16,9 @@ def shipped_recipes_folder() -> Path:
 def shipped_recipes() -> dict[str, Path]:
     """The file of every shipped recipe, by name, in alphabetical order."""
     return {file.stem: file for file in sorted(shipped_recipes_folder().glob("*.yaml"))}
+
+
+def shipped_sweeps() -> dict[str, Path]:
+    """The file of every shipped sweep, by name, in alphabetical order."""
+    folder = shipped_recipes_folder() / "sweeps"
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}

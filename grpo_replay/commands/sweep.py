@@ -1,13 +1,10 @@
 """`grpo-replay sweep`: run a grid of arms and seeds, or say what it would run."""
 
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from grpo_replay.commands.sweep_display import SweepDisplay, cells_table
 from grpo_replay.commands.sweep_estimate import print_estimate
@@ -18,6 +15,7 @@ from grpo_replay.experiments.grid import Cell, Comparison, choose_arms, expand
 from grpo_replay.experiments.local import Launcher, LocalLauncher, share_of_cores
 from grpo_replay.experiments.run import Entry, Status, StopRequests, SweepRun
 from grpo_replay.experiments.sweep_file import SweepFile, find_sweep, read_sweep_file
+from grpo_replay.terminal.console import open_console
 
 LOCAL = "local"
 EXECUTORS = (LOCAL, "submitit-local", "slurm")
@@ -88,7 +86,7 @@ def _open(
 
 def _look(chosen: Sequence[Comparison], output_dir: Path, options: SweepOptions) -> int:
     """Print the commands or the estimate of the cells; starts and writes nothing."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = open_console(stderr=True, soft_wrap=True)
     sweep_run = _open(chosen, output_dir, options, SweepDisplay(console), StopRequests())
     sweep_run.prepare(record=False)
     if options.print_commands:
@@ -134,7 +132,7 @@ def _run(
     output_dir: Path,
     options: SweepOptions,
 ) -> int:
-    console = Console(file=sys.stderr)
+    console = open_console(stderr=True)
     stops = StopRequests()
     lock = open_folder(output_dir, sweep, comparisons)
     try:
@@ -165,9 +163,9 @@ def _counted(stops: StopRequests) -> Iterator[None]:
 
 def _conclude(entries: Sequence[Entry], output_dir: Path, code: int) -> None:
     """Print the cells, and why those that failed did."""
-    out = Console(highlight=False)
+    out = open_console()
     out.print(cells_table(entries))
-    err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    err = open_console(stderr=True, soft_wrap=True)
     for entry in entries:
         if entry.status in (Status.FAILED, Status.BLOCKED):
             where = f" (see {entry.cell.log})" if entry.cell.log.exists() else ""

@@ -4,11 +4,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.dry_run.report import DryRunReport, dry_run
 from grpo_replay.experiments.run import Entry, Status
+from grpo_replay.terminal.console import open_console
 
 
 def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
@@ -17,18 +18,12 @@ def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
     if as_json:
         print(json.dumps(document, indent=1))
         return
-    console = Console(highlight=False)
+    console = open_console()
     console.print(_table(document))
-    totals = document["totals"]
-    console.print(
-        f"{totals['cells']} cells, {totals['unfinished']} unfinished; to do: "
-        f"{totals['generated_tokens']:,} tokens generated, {totals['trained_tokens']:,} trained; "
-        f"checkpoints {_number(totals['checkpoints_gib'])} GiB",
-        soft_wrap=True,
-    )
+    console.print(_describe_totals(document["totals"]), soft_wrap=True)
     for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
         for sentence in document[title]:
-            console.print(f"{title.rstrip('s')}: {sentence}", style=style, markup=False)
+            console.print(f"{title.rstrip('s')}: {sentence}", style=style)
 
 
 def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -66,6 +61,8 @@ def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:
         "steps_left": left,
         "generated_tokens": left * report.step["generated_tokens_expected"],
         "trained_tokens": left * report.step["trained_tokens_expected"],
+        "hours": _share(report.time["hours"], left / entry.steps),
+        "gpu_hours": _share(report.time["gpu_hours"], left / entry.steps),
         "processes": report.hardware["processes"],
         "peak_gib": None if report.memory is None else report.memory["peak_gib"],
         "checkpoints_gib": report.storage["checkpoints_gib_most"],
@@ -79,8 +76,14 @@ def _totals(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unfinished": sum(cell["state"] != "done" for cell in cells),
         "generated_tokens": sum(cell["generated_tokens"] for cell in cells),
         "trained_tokens": sum(cell["trained_tokens"] for cell in cells),
+        "hours": _sum([cell["hours"] for cell in cells]),
+        "gpu_hours": _sum([cell["gpu_hours"] for cell in cells]),
         "checkpoints_gib": _sum([cell["checkpoints_gib"] for cell in cells]),
     }
+
+
+def _share(value: float | None, part: float) -> float | None:
+    return None if value is None else round(value * part, 4)
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -92,19 +95,33 @@ def _unique(lists: Any) -> list[str]:
     return list(dict.fromkeys(sentence for each in lists for sentence in each))
 
 
+def _describe_totals(totals: dict[str, Any]) -> str:
+    parts = [
+        f"{totals['cells']} cells, {totals['unfinished']} unfinished; to do: "
+        f"{totals['generated_tokens']:,} tokens generated",
+        f"{totals['trained_tokens']:,} trained",
+    ]
+    if totals["hours"] is not None:
+        parts.append(f"{totals['hours']:,.2f} hours one after the other")
+    if totals["gpu_hours"] is not None:
+        parts.append(f"{totals['gpu_hours']:,.0f} GPU hours")
+    return f"{', '.join(parts)}; checkpoints {_number(totals['checkpoints_gib'])} GiB"
+
+
 def _table(document: dict[str, Any]) -> Table:
     table = Table(title="cells; steps and tokens are those to do; * after tuning")
     table.title_justify = "left"
     table.add_column("cell", overflow="fold", min_width=24)
-    for name in ("state", "steps", "generated", "trained", "GiB × ranks", "fits"):
+    for name in ("state", "steps", "generated", "trained", "hours", "GiB × ranks", "fits"):
         table.add_column(name, justify="right")
     for cell in document["cells"]:
         table.add_row(
-            cell["name"].replace("[", r"\["),
+            escape(cell["name"]),
             cell["state"] + ("*" if cell["awaits_tuning"] else ""),
             str(cell["steps_left"]),
             f"{cell['generated_tokens']:,}",
             f"{cell['trained_tokens']:,}",
+            _number(cell["hours"]),
             f"{_number(cell['peak_gib'])} × {cell['processes']}",
             {True: "yes", False: "no", None: "?"}[cell["fits"]],
         )

@@ -62,7 +62,7 @@ class Cell:
         try:
             return load_recipe(self.recipe, self.all_overrides())
         except RecipeError as error:
-            raise SweepFileError(f"arm {self.arm}: {error}") from error
+            raise SweepFileError(f"arm {self.arm}: {str(error).removeprefix('--set: ')}") from error
 
     def with_choice(self, chosen: Sequence[str]) -> "Cell":
         """The comparison cell with the values that tuning chose."""

@@ -49,7 +49,7 @@ def test_the_table_is_large_and_its_entries_differ():
     assert len({case.what for case in TABLE}) == len(TABLE)
     assert {case.code for case in TABLE} == {2, 3, 4}
     commands = {case.command.split()[0] for case in TABLE}
-    assert commands == {"train", "eval", "inspect-buffer", "aes", "plan", "report"}
+    assert commands == {"train", "eval", "inspect-buffer", "aes", "plan", "sweep", "report"}
 
 
 def test_nothing_is_written_outside_the_folder_by_a_name(tmp_path):

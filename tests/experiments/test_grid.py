@@ -5,12 +5,8 @@ from pathlib import Path
 import pytest
 
 from grpo_replay.experiments.grid import all_cells, choose_arms, expand
-from grpo_replay.experiments.sweep_file import (
-    SweepFile,
-    TuneSection,
-    read_sweep_file,
-    shipped_sweeps,
-)
+from grpo_replay.experiments.sweep_file import SweepFile, TuneSection, read_sweep_file
+from grpo_replay.shipped_recipes import shipped_sweeps
 
 HERE = Path("sweep.yaml")
 
