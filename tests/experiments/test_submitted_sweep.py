@@ -34,12 +34,13 @@ def finished(sweep: Sweep) -> bool:
     return all(sweep.steps(cell) == list(range(1, 26)) for cell in CELLS)
 
 
+@pytest.mark.slow
 def test_jobs_of_the_local_executor_outlive_the_sweep_and_the_next_one_follows_them(tmp_path):
     sweep = Sweep(tmp_path, **{cell: {"seconds": 0.2} for cell in CELLS})
     process = sweep.start(2, "--executor", "submitit-local")
     sweep.wait_for_steps("grpo/seed-5", "ours/seed-5")
     process.kill()
-    process.communicate()
+    process.wait()
     assert len(sweep.cell_processes()) == 2
     sweep.behave({})
     code, err = sweep.run(2)
@@ -52,6 +53,7 @@ def test_jobs_of_the_local_executor_outlive_the_sweep_and_the_next_one_follows_t
     assert list(sweep.out.rglob("*.job")) == []
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_is_reported_with_the_message_of_its_cell(tmp_path):
     sweep = Sweep(tmp_path, **{"ours/seed-5": {"fail": "no such file"}})
     code, err = sweep.run(2, "--executor", "submitit-local")
@@ -59,6 +61,7 @@ def test_a_job_that_fails_is_reported_with_the_message_of_its_cell(tmp_path):
     assert "failed: ours/seed-5: no such file" in err
 
 
+@pytest.mark.slow
 def test_slurm_runs_all_cells_and_a_job_out_of_time_is_checkpointed_and_requeued(tmp_path, slurm):
     sweep = Sweep(tmp_path, **{"ours/seed-5": {"seconds": 0.2}})
     options = ("--executor", "slurm", "--executor-option", "time=60")
@@ -79,6 +82,7 @@ def test_slurm_runs_all_cells_and_a_job_out_of_time_is_checkpointed_and_requeued
     assert sweep.commands("ours/seed-5")[1].endswith("--resume")
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_jobs_of_slurm_in_the_queue(tmp_path, slurm):
     sweep = Sweep(tmp_path, **{cell: {"seconds": 0.2} for cell in CELLS})
     options = ("--executor", "slurm", "--executor-option", "time=60")

@@ -32,6 +32,7 @@ def test_cells_run_in_turn_finished_ones_are_skipped_and_one_bad_does_not_stop_t
     assert sweep.steps("ours/seed-5") == list(range(1, 26))
 
 
+@pytest.mark.slow
 def test_tuning_chooses_per_arm_and_the_comparison_uses_the_choice(tmp_path):
     failing = {"tune/ours/learning_rate=0.0001/seed-1": {"fail": "no such file"}}
     sweep = Sweep(tmp_path, TUNED, **failing)
@@ -64,6 +65,7 @@ def test_tuning_chooses_per_arm_and_the_comparison_uses_the_choice(tmp_path):
     assert "was compared with optimizer.learning_rate=0.0001" in err and "5e-05" in err
 
 
+@pytest.mark.slow
 def test_sigterm_stops_the_cells_once_and_the_same_command_continues(tmp_path):
     slow = {cell: {"seconds": 0.1} for cell in CELLS}
     sweep = Sweep(tmp_path, **slow)
@@ -101,6 +103,7 @@ def test_a_killed_sweep_leaves_no_cell_behind_and_the_next_waits_for_those_that_
     assert f"process {lingering.pid}:" in first and second.endswith("--resume")
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_killed_fails_and_is_resumed_by_the_next_sweep(tmp_path):
     sweep = Sweep(tmp_path, **{"ours/seed-5": {"seconds": 0.2}})
     process = sweep.start(jobs=2)
@@ -115,6 +118,7 @@ def test_a_cell_that_is_killed_fails_and_is_resumed_by_the_next_sweep(tmp_path):
     assert sweep.steps("ours/seed-5") == list(range(1, 26))
 
 
+@pytest.mark.slow
 def test_two_sweeps_never_work_in_one_folder(tmp_path):
     sweep = Sweep(tmp_path, **{cell: {"seconds": 0.2} for cell in CELLS})
     process = sweep.start(jobs=1)
