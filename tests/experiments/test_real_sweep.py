@@ -1,4 +1,5 @@
-"""A sweep of real runs on the tiny model, killed with SIGKILL in between: the sweep and a run."""
+"""A sweep of real runs on the tiny model, killed with SIGKILL in between: the sweep and a run. It
+ends as the same sweep that ran undisturbed as jobs of submitit's local executor."""
 
 import json
 import os
@@ -78,7 +79,7 @@ def process_of(folder: Path) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_a_sweep_killed_with_one_of_its_runs_and_continued_is_the_sweep_never_killed(
+def test_a_sweep_killed_with_one_of_its_runs_and_continued_is_the_sweep_run_as_jobs(
     start, tmp_path
 ):
     out = tmp_path / "killed"
@@ -93,7 +94,8 @@ def test_a_sweep_killed_with_one_of_its_runs_and_continued_is_the_sweep_never_ki
     code, stdout, err = finish(start("killed", "--jobs", "2"))
     assert code == 0, err
     assert "2 cells: 2 done" in stdout
-    code, _, err = finish(start("whole", "--jobs", "2"))
+    jobs = ("--jobs", "2", "--executor", "submitit-local")
+    code, _, err = finish(start("whole", *jobs))
     assert code == 0, err
     for cell in CELLS:
         ours, theirs = (FinishedRun(tmp_path / name / cell, None) for name in ("killed", "whole"))
