@@ -16,8 +16,7 @@ from packaging.version import InvalidVersion, Version
 from grpo_replay import __version__
 from grpo_replay.errors import OutputDirectoryError, RecipeError
 from grpo_replay.experiments.grid import Cell
-from grpo_replay.recipe import read_recipe_layer, resolve_recipe
-from grpo_replay.storage.recipe_history import flatten
+from grpo_replay.storage.recipe_history import differences, read_history
 from grpo_replay.storage.run_directory import RunDirectory
 
 
@@ -62,13 +61,10 @@ def read_summary(cell: Cell) -> dict | None:
 
 
 def _refuse_other_files(cell: Cell) -> None:
-    # A run that is killed while it creates its folders leaves them empty, with its lock.
-    files = [path for path in cell.folder.rglob("*") if path.is_file()]
-    other = [path for path in files if path.name != ".lock" and path.suffix != ".tmp"]
-    if other or (cell.folder.exists() and not cell.folder.is_dir()):
+    if cell.folder.exists() and not RunDirectory(cell.folder).is_unborn:
         raise OutputDirectoryError(
-            f"{cell.folder} holds {other[0].name if other else 'no folder'} but no run: the sweep "
-            "would start a run there; move it, or choose another --output-dir"
+            f"{cell.folder} holds files but no run: the sweep would start a run there; move it, or "
+            "choose another --output-dir"
         )
 
 
@@ -89,40 +85,34 @@ def _refuse_newer_version(cell: Cell) -> None:
 
 
 def _refuse_other_recipe(cell: Cell) -> None:
-    path = cell.folder / "recipe.yaml"
     try:
-        found = resolve_recipe([read_recipe_layer(path)], str(path))
+        history = read_history(cell.folder)
     except RecipeError as error:
-        raise OutputDirectoryError(f"{path} is not a recipe of this version: {error}") from error
-    old = flatten(found.model_dump(mode="json"))
-    new = flatten(cell.resolved_recipe().model_dump(mode="json"))
-    changed = [key for key in new if old.get(key) != new[key]]
-    if changed:
-        shown = ", ".join(f"{key} {old.get(key)!r}, now {new[key]!r}" for key in changed[:3])
         raise OutputDirectoryError(
-            f"{cell.folder} is a run of another recipe: {shown}: choose another --output-dir, or "
-            "restore the recipe or the sweep file"
-        )
+            f"{cell.folder} has a recipe that is not one of this version: {error}"
+        ) from error
+    ours = cell.resolved_recipe()
+    for recipe in (history.first, *(changed for _, changed in history.changed)):
+        if found := differences(recipe, ours):
+            shown = ", ".join(f"{key} {old!r}, now {new!r}" for key, old, new in found[:3])
+            raise OutputDirectoryError(
+                f"{cell.folder} is a run of another recipe: {shown}: choose another --output-dir, "
+                "or restore the recipe or the sweep file"
+            )
 
 
 def train_arguments(cell: Cell, state: CellState) -> list[str]:
-    """The words after `grpo-replay` that start the run, or continue it."""
-    words = ["train", cell.recipe]
-    for override in cell.all_overrides():
-        words += ["--set", override]
-    words += ["--output-dir", str(cell.folder)]
-    return [*words, "--resume"] if state is CellState.STARTED else words
+    """The words after `grpo-replay` that start the run, or continue it with its own recipe."""
+    folder = ["--output-dir", str(cell.folder)]
+    if state is CellState.STARTED:
+        return ["train", "--resume", *folder]
+    overrides = [word for each in cell.all_overrides() for word in ("--set", each)]
+    return ["train", cell.recipe, *overrides, *folder]
 
 
 def shell_command(cell: Cell, state: CellState) -> str:
     """The cell as one line for a shell."""
     return shlex.join(["grpo-replay", *train_arguments(cell, state)])
-
-
-def clear_empty_folders(cell: Cell) -> None:
-    """Remove the empty folders of a run that was killed while it created them."""
-    for path in sorted(cell.folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
 
 
 class CellRunning(OutputDirectoryError):
@@ -174,6 +164,7 @@ def _is_held(path: Path) -> bool:
 
 
 _STARTED = "# process "
+_TAIL_BYTES = 65_536
 
 
 def note_start(descriptor: int, pid: int, cell: Cell, state: CellState) -> None:
@@ -213,26 +204,23 @@ def error_line(cell: Cell) -> str | None:
 
 @dataclass(slots=True)
 class Progress:
-    """Step and held-out accuracy of a run, read from metrics.jsonl as it grows."""
+    """Step and held-out accuracy of a run, from the last lines of its metrics.jsonl."""
 
     path: Path
     step: int = 0
     accuracy: float | None = None
-    _offset: int = 0
 
     def refresh(self) -> None:
-        """Read the lines that were added; from the start if a resume shortened the file."""
+        """Read the end of the file. The accuracy stays that of the last evaluation seen."""
         try:
             with self.path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                if size < self._offset:
-                    self._offset = self.step = 0
-                file.seek(self._offset)
-                whole, _, _ = file.read().rpartition(b"\n")
+                start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+                file.seek(start)
+                lines = file.read().split(b"\n")
         except FileNotFoundError:
             return
-        self._offset += len(whole) + 1 if whole else 0
-        for line in whole.splitlines():
-            row = json.loads(line)
-            self.step = row["step"]
+        rows = [json.loads(line) for line in lines[int(start > 0) : -1]]
+        if rows:
+            self.step = rows[-1]["step"]
+        for row in rows:
             self.accuracy = row.get("eval/mean", self.accuracy)

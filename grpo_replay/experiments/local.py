@@ -14,7 +14,6 @@ from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.experiments.cells import (
     CellState,
-    clear_empty_folders,
     describe_holder,
     is_running,
     locked_log,
@@ -140,8 +139,6 @@ def start_process(
     """
     words = [sys.executable, "-m", entry, str(os.getpid()), *train_arguments(cell, state)]
     with locked_log(cell) as log:
-        if state is CellState.NEW:
-            clear_empty_folders(cell)
         process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,

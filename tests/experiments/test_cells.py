@@ -14,7 +14,6 @@ from grpo_replay.experiments.cells import (
     CellRunning,
     CellState,
     Progress,
-    clear_empty_folders,
     error_line,
     is_running,
     locked_log,
@@ -57,7 +56,8 @@ def test_the_command_starts_or_resumes(cell):
     assert command == (
         f"grpo-replay train tiny --set run.steps=30 --set run.seed=3 --output-dir {cell.folder}"
     )
-    assert shell_command(cell, CellState.STARTED) == command + " --resume"
+    resumed = shell_command(cell, CellState.STARTED)
+    assert resumed == f"grpo-replay train --resume --output-dir {cell.folder}"
 
 
 def test_a_run_killed_while_it_made_its_folders_is_new(cell):
@@ -66,22 +66,31 @@ def test_a_run_killed_while_it_made_its_folders_is_new(cell):
     (cell.folder / ".lock").touch()
     (cell.folder / "recipe.yaml.tmp").touch()
     assert state_of(cell) is CellState.NEW
-    clear_empty_folders(cell)
     RunDirectory(cell.folder).refuse_occupied()
 
 
 def test_a_folder_with_other_files_is_refused(cell):
     cell.folder.mkdir(parents=True)
     (cell.folder / "thesis.tex").touch()
-    with pytest.raises(OutputDirectoryError, match=r"holds thesis\.tex but no run"):
+    with pytest.raises(OutputDirectoryError, match="holds files but no run"):
         state_of(cell)
 
 
 def test_a_run_of_another_recipe_is_refused_with_the_difference(cell):
     start(cell)
     text = (cell.folder / "recipe.yaml").read_text()
-    (cell.folder / "recipe.yaml").write_text(text.replace("ratio: 0.5", "ratio: 1.0"))
-    with pytest.raises(OutputDirectoryError, match=r"another recipe: replay\.ratio 1\.0, now 0\.5"):
+    (cell.folder / "recipe.yaml").write_text(text.replace(" steps: 30", " steps: 31"))
+    with pytest.raises(OutputDirectoryError, match=r"another recipe: run\.steps 31, now 30"):
+        state_of(cell)
+
+
+def test_a_run_that_was_resumed_with_another_recipe_is_refused(cell):
+    start(cell)
+    text = (cell.folder / "recipe.yaml").read_text()
+    (cell.folder / "recipes").mkdir()
+    changed = cell.folder / "recipes" / "step_000006.yaml"
+    changed.write_text(text.replace("steps: 30", "steps: 60"))
+    with pytest.raises(OutputDirectoryError, match=r"another recipe: run\.steps 60, now 30"):
         state_of(cell)
 
 
@@ -156,10 +165,10 @@ def test_progress_follows_a_file_that_grows_and_is_cut_by_a_resume(tmp_path):
     path.write_text('{"step": 1}\n{"step": 2, "eval/mean": 0.25}\n{"step": 3')
     progress.refresh()
     assert (progress.step, progress.accuracy) == (2, 0.25)
-    with path.open("a") as file:
-        file.write("}\n")
+    long = json.dumps({"step": 4, "more": "x" * 40_000})
+    path.write_text(f'{{"step": 1}}\n{long}\n{long.replace("4", "5", 1)}\n')
     progress.refresh()
-    assert (progress.step, progress.accuracy) == (3, 0.25)
+    assert (progress.step, progress.accuracy) == (5, 0.25)
     path.write_text('{"step": 1}\n')
     progress.refresh()
     assert progress.step == 1

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from grpo_replay.distributed.environment import stop_with_parent
 from grpo_replay.recipe import load_recipe, recipe_to_yaml
+from grpo_replay.storage.recipe_history import read_history
 from grpo_replay.storage.run_directory import RunDirectory
 
 SCORES = {"5e-05": 0.4, "0.0001": 0.5, "0.0002": 0.5}
@@ -24,9 +25,13 @@ def main() -> None:
     stop_with_parent(int(sys.argv[1]))
     assert sys.argv[2] == "train"
     words = sys.argv[3:]
-    overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
-    recipe = load_recipe(words[0], overrides)
     run = RunDirectory(Path(words[words.index("--output-dir") + 1]))
+    if "--resume" in words:
+        assert words[0] == "--resume" and "--set" not in words
+        recipe = read_history(run.path).latest
+    else:
+        overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
+        recipe = load_recipe(words[0], overrides)
     behaviour = _behaviour(run.path)
     run.path.parent.mkdir(parents=True, exist_ok=True)
     (run.path.parent / f"{run.path.name}.threads").write_text(
