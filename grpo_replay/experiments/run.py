@@ -220,7 +220,7 @@ class SweepRun:
     ) -> None:
         tune = comparison.file.tune
         assert tune is not None
-        choice = choose(arm, tune.metric)
+        choice = choose(arm, tune)
         check_choice(comparison, choice)
         for entry in waiting:
             entry.cell = entry.cell.with_choice(choice.overrides)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +11,7 @@ from typing import Any
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.experiments.cells import read_summary
 from grpo_replay.experiments.grid import Arm, Cell, Comparison, value_name
+from grpo_replay.experiments.sweep_file import TuneSection
 from grpo_replay.storage.atomic import write_json_whole
 
 CHOSEN = "chosen.json"
@@ -19,17 +20,20 @@ CHOSEN = "chosen.json"
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The values chosen for an arm. `scores` maps each candidate to its metric by seed; `tied` are
-    other candidates with the same mean."""
+    other candidates with the same mean; `at_edge` are keys whose value is the grid's least or
+    greatest number."""
 
     arm: str
     overrides: tuple[str, ...]
     scores: Mapping[tuple[str, ...], Mapping[int, float]]
     tied: tuple[str, ...]
+    at_edge: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
             "set": list(self.overrides),
             "tied": list(self.tied),
+            "at_edge": list(self.at_edge),
             "candidates": [
                 {
                     "name": value_name(candidate),
@@ -53,23 +57,38 @@ class Choice:
                 f"{self.arm}: {' and '.join(self.tied)} tied with {value_name(self.overrides)}, "
                 "which was taken because tune.grid names it first; more tune.seeds would decide"
             )
+        for key in self.at_edge:
+            told.append(
+                f"{self.arm}: {value_name(self.overrides)} is at the edge of tune.grid.{key}: a "
+                "value beyond it may be better"
+            )
         return told
 
 
-def choose(arm: Arm, metric: str) -> Choice:
-    """The candidate with the highest mean of `metric` over the tuning runs, which are all finished.
+def choose(arm: Arm, tune: TuneSection) -> Choice:
+    """The candidate with the highest mean of the metric over the tuning runs, which are all
+    finished.
 
     Of candidates with the same mean, the first of the grid. Raises OutputDirectoryError for a run
     without the metric.
     """
     scores = {
-        candidate: {cell.seed: _metric_of(cell, metric) for cell in cells}
+        candidate: {cell.seed: _metric_of(cell, tune.metric) for cell in cells}
         for candidate, cells in arm.tuning.items()
     }
     means = {candidate: fmean(values.values()) for candidate, values in scores.items()}
     highest = max(means.values())
     best = [each for each in means if math.isclose(means[each], highest, abs_tol=1e-12)]
-    return Choice(arm.name, best[0], scores, tuple(map(value_name, best[1:])))
+    tied = tuple(map(value_name, best[1:]))
+    return Choice(arm.name, best[0], scores, tied, tuple(_at_edge(tune, best[0])))
+
+
+def _at_edge(tune: TuneSection, chosen: Sequence[str]) -> Iterator[str]:
+    for key, values in tune.grid.items():
+        numbers = [float(v) for v in values if isinstance(v, int | float) and v is not bool(v)]
+        value = next(word.partition("=")[2] for word in chosen if word.startswith(f"{key}="))
+        if len(numbers) == len(values) > 1 and float(value) in (min(numbers), max(numbers)):
+            yield key
 
 
 def _metric_of(cell: Cell, metric: str) -> float:

@@ -55,7 +55,7 @@ def test_tuning_chooses_per_arm_and_the_comparison_uses_the_choice(tmp_path):
     assert chosen["metric"] == "final.mean" and chosen["seeds"] == [1]
     ours = chosen["arms"]["ours"]
     assert ours["set"] == ["optimizer.learning_rate=0.0001"]
-    assert ours["tied"] == ["learning_rate=0.0002"]
+    assert ours["tied"] == ["learning_rate=0.0002"] and ours["at_edge"] == []
     assert [each["mean"] for each in ours["candidates"]] == [0.4, 0.5, 0.5]
 
     path = sweep.out / "tune/ours/learning_rate=5e-05/seed-1/summary.json"
