@@ -95,7 +95,7 @@ def _difference_table(findings: Findings, score: str, brief: bool) -> TextTable:
     header = ("arm", "seeds", "mean", "median", "quartiles", "95 %", "better", "p")
     legend = (
         "points, paired by seed and problem; better: seeds in which the arm is ahead; p: "
-        "two-sided, from sign flips over seeds."
+        "two-sided, from sign flips over seeds, on these problems."
     )
     if few:
         least = p_value(2.0 ** (1 - max(few)))

@@ -10,7 +10,7 @@ random-effects model
     x_sp = mean + seed_s + problem_p + rest_sp
 
 estimated as V = V_seeds + V_problems - V_rest, because the first two both contain the rest. It is
-the two-way clustered variance of Cameron, Gelbach and Miller (2011, eq. 2.11). The interval is
+the two-way clustered variance of Cameron, Gelbach and Miller (2011). The interval is
 mean ± t·√V with the degrees of freedom of Satterthwaite (1946).
 """
 
@@ -81,7 +81,8 @@ def t_interval(mean: float, estimate: Component) -> Interval:
 def sign_flip_over_seeds(difference_S: np.ndarray) -> float | None:
     """Two-sided p-value of the mean difference over seeds; None for fewer than two seeds.
 
-    If the two arms are equal, the difference at each seed is equally likely with either sign.
+    If the two arms are equal on these problems, the difference at each seed is equally likely with
+    either sign. Other problems are not part of the test; they are of the interval.
     """
     if len(difference_S) < 2:
         return None
