@@ -244,9 +244,13 @@ def _refuse_other_base(name_a: str, a: FinishedRun, name_b: str, b: FinishedRun)
 
 
 def _notes(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
-    """Other differences from the first run that may affect the comparison, each once."""
+    """Recipes that changed at a resume, and other differences from the first run, each once."""
     name, first = runs[0]
-    found: dict[str, str] = {}
+    found = {
+        change: f"{each}: its recipe changed at a resume: {change}"
+        for each, run in runs
+        for change in run.recipe_changes
+    }
     for other_name, other in runs[1:]:
         for sentence in differences(first.final, other.final):
             found.setdefault(sentence, f"A = {name}, B = {other_name}: {sentence}")

@@ -17,6 +17,7 @@ from grpo_replay.evaluation.curve import read_curve
 from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.inspection.source import read_metrics, read_run_recipe
 from grpo_replay.recipe import Recipe
+from grpo_replay.storage.recipe_history import CHANGES_FOLDER, differences, read_history
 from grpo_replay.storage.run_directory import LOCK
 
 
@@ -45,7 +46,8 @@ class FinishedRun:
 
     `final` and `best` have per-sample rows if their files exist. `evaluations` are those that are
     comparable with `final`, by training step. An evaluation file has no seed, recipe or log, and
-    `evaluations` is empty.
+    `evaluations` is empty. `recipe` is that of the last step; `recipe_changes` are the keys that a
+    resume changed, apart from the number of steps.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class FinishedRun:
     evaluations: dict[int, EvaluationReport]
     log: StepLog
     wall_seconds: float | None
+    recipe_changes: tuple[str, ...] = ()
 
     @property
     def base(self) -> EvaluationReport | None:
@@ -139,7 +142,24 @@ def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: fl
         evaluations=evaluations,
         log=log,
         wall_seconds=wall_seconds,
+        recipe_changes=_recipe_changes(path),
     )
+
+
+def _recipe_changes(path: Path) -> tuple[str, ...]:
+    """`key: old -> new (after step N)` of every change at a resume, but of `run.steps`."""
+    if not (path / CHANGES_FOLDER).is_dir():
+        return ()
+    history = read_history(path)
+    found, before = [], history.first
+    for step, recipe in history.changed:
+        found += [
+            f"{key}: {old!r} -> {new!r} (after step {step})"
+            for key, old, new in differences(before, recipe)
+            if key != "run.steps"
+        ]
+        before = recipe
+    return tuple(found)
 
 
 def _best_step(evaluations: Mapping[int, EvaluationReport]) -> int:

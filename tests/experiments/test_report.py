@@ -250,6 +250,18 @@ def test_cells_of_a_sweep_keep_their_arm(sweep, capsys):
     assert list(arms_of(report(capsys, *cells))) == list(ARMS)
 
 
+def test_a_recipe_that_changed_at_a_resume_is_named(copy, capsys):
+    cell = copy / "ours/seed-2"
+    recipe = (cell / "recipe.yaml").read_text()
+    (cell / "recipes").mkdir()
+    changed = recipe.replace("max_age_steps: 10", "max_age_steps: 5")
+    changed = changed.replace("steps: 12", "steps: 20")  # more steps are no other recipe
+    (cell / "recipes/step_000006.yaml").write_text(changed)
+    (note,) = report(capsys, copy)["notes"]
+    assert "ours seed 2" in note
+    assert note.endswith("replay.max_age_steps: 10 -> 5 (after step 6)")
+
+
 def test_the_same_seed_twice_is_refused(tmp_path):
     for name in "ab":
         write_run(tmp_path / name, ["replay.preset=grpo"], 1, 0.1)
