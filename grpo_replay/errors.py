@@ -9,6 +9,7 @@
     │   ├── ModelError             3   a model folder, configuration or tokenizer
     │   ├── SnapshotError          3   a buffer snapshot, rollout or draw file
     │   ├── CheckpointError        3   a checkpoint that is missing, partial or damaged
+    │   ├── JournalError           3   the journal of an asynchronous run
     │   ├── EvaluationFileError    3   an evaluation report
     │   └── OutputDirectoryError   3   an output directory that is occupied or not writable
     └── SafetyStop                 4   training stopped to avoid wrong results
@@ -16,6 +17,8 @@
         ├── LogprobGapError        4   sampler and trainer log-probs differ too much
         ├── RewardError            4   the reward function failed on most completions of a step
         ├── SamplerError           4   a sampler failed and could not be recovered
+        ├── CollectorError         4   the collector of an asynchronous run failed
+        ├── LedgerError            4   rollouts were lost or counted twice
         └── LaunchError            4   ranks that cannot form a run
 
 A message names the place, the value found, what is allowed, and what to do.
@@ -66,6 +69,10 @@ class CheckpointError(DataError):
     pass
 
 
+class JournalError(DataError):
+    pass
+
+
 class EvaluationFileError(DataError):
     pass
 
@@ -91,6 +98,14 @@ class RewardError(SafetyStop):
 
 
 class SamplerError(SafetyStop):
+    pass
+
+
+class CollectorError(SafetyStop):
+    pass
+
+
+class LedgerError(SafetyStop):
     pass
 
 

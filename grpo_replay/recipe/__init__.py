@@ -36,7 +36,12 @@ from grpo_replay.recipe.run_sections import (
     RunSection,
     TrackingSection,
 )
-from grpo_replay.recipe.sampling_sections import SamplingSection, ServersSection, VllmSection
+from grpo_replay.recipe.sampling_sections import (
+    CollectionSection,
+    SamplingSection,
+    ServersSection,
+    VllmSection,
+)
 from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
 
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "AdvantageSection",
     "BatchSection",
     "CheckpointSection",
+    "CollectionSection",
     "EngineSection",
     "EvalSection",
     "LoraSection",

@@ -56,6 +56,22 @@ class ServersSection(Section):
     """Shared folder for the weights. A folder in shared memory on this machine if null."""
 
 
+class CollectionSection(Section):
+    max_ahead_steps: Annotated[int, Field(ge=0)] = 1
+    """How many steps of prompts may be sampled ahead of the trainer (AReaL: max_head_offpolicyness).
+    0 samples a step's prompts only when the step before is done. Not used with `buffer_only`, which
+    is never gated."""
+    order: Literal["oldest_first", "newest_first"] = "oldest_first"
+    """Which finished groups a step takes first. `newest_first` is paper B's queue without a buffer;
+    it needs `replay.preset: grpo`."""
+    straddlers: Literal["keep", "drop"] = "keep"
+    """Rollouts during which the weights changed: train on them, with the log-probs of the versions
+    that sampled their tokens, or drop them."""
+    replay_journal: str | None = None
+    """Run directory of an asynchronous run whose journal is replayed instead of sampling. The same
+    recipe then gives the same weights."""
+
+
 class SamplingSection(Section):
     backend: Literal["hf", "vllm", "vllm_server"] = "hf"
     """`hf`: transformers; `vllm`: vLLM in the process of every rank; `vllm_server`: vLLM over
@@ -89,3 +105,5 @@ class SamplingSection(Section):
     """Settings of in-process vLLM, and of servers launched by the run."""
     servers: ServersSection = Field(default_factory=ServersSection)
     """Settings of the `vllm_server` backend."""
+    collection: CollectionSection = Field(default_factory=CollectionSection)
+    """Settings of `run.mode: async`."""

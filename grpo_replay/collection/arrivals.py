@@ -1,0 +1,121 @@
+"""Groups that arrived and were not trained on yet, and which of them a step takes.
+
+A function of the journal alone: the same records in the same order give the same ids, selections
+and balance, live or replayed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from grpo_replay.collection.ledger import Amount, Ledger
+from grpo_replay.collection.messages import Drop, Group, Place, Record, Restart, Step
+from grpo_replay.errors import JournalError
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalRules:
+    """What the recipe says about arrivals. `groups_per_step` is None if a step takes whatever is
+    there (buffer_only). A group older than `max_age_steps` at its step is stale."""
+
+    groups_per_step: int | None
+    newest_first: bool
+    max_age_steps: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A group, and how many groups arrived before it in the run."""
+
+    number: int
+    group: Group
+
+    @property
+    def birth_step(self) -> int:
+        """The step whose policy is the oldest that sampled a token of the group: version v is the
+        policy after v steps, with which a synchronous run samples step v + 1."""
+        return self.group.policy_version + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The groups that a step takes, in the order of arrival, and those too old for it."""
+
+    taken: tuple[Arrived, ...]
+    stale: tuple[Arrived, ...]
+
+
+class Arrivals:
+    """The queue on rank 0, and the ledger."""
+
+    def __init__(self, rules: ArrivalRules) -> None:
+        self.rules = rules
+        self.ledger = Ledger()
+        self.arrived_groups = 0
+        self.records = 0  # groups and drops so far
+        self.discarded_groups = 0  # stale, cancelled, lost
+        self._queue: list[Arrived] = []
+        self._seen: set[Place] = set()
+        self._reported = (Amount(), Amount())
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def queued(self) -> Iterator[Arrived]:
+        """The groups that wait, in the order of arrival."""
+        return iter(self._queue)
+
+    def has(self, place: Place) -> bool:
+        """True if the group of this place arrived or was dropped: another copy is a duplicate."""
+        return place in self._seen
+
+    def outstanding(self, epoch_length: int) -> tuple[list[Place], int]:
+        """The places before the last one seen that did not arrive, and the position after it.
+
+        A set, not "the smallest place missing": what follows that one may have arrived already.
+        """
+        seen = {epoch * epoch_length + index for epoch, index in self._seen}
+        cursor = max(seen, default=-1) + 1
+        return [divmod(p, epoch_length) for p in range(cursor) if p not in seen], cursor
+
+    def take_in(self, record: Record) -> None:
+        """Process a record other than a step. Raises JournalError for a place seen before."""
+        if isinstance(record, Restart):
+            self.ledger.write_off("lost", Amount(record.rollouts, record.tokens))
+            return
+        assert not isinstance(record, Step)
+        if record.place in self._seen:
+            raise JournalError(f"the group of epoch and prompt {record.place} is journalled twice")
+        self._seen.add(record.place)
+        self.records += 1
+        if isinstance(record, Drop):
+            self.discarded_groups += 1
+            self.ledger.write_off(record.reason, Amount(record.rollouts, record.tokens))
+            return
+        self._queue.append(Arrived(self.arrived_groups, record))
+        self.arrived_groups += 1
+        self.ledger.arrive(amount_of(record))
+
+    def ready(self, step: int) -> int:
+        """Number of queued groups that are not too old for `step`."""
+        return sum(not self._is_stale(each, step) for each in self._queue)
+
+    def select(self, step: int) -> Selection:
+        """Take the groups of `step` out of the queue, and those too old for it."""
+        stale = [each for each in self._queue if self._is_stale(each, step)]
+        young = [each for each in self._queue if not self._is_stale(each, step)]
+        count, newest = self.rules.groups_per_step, self.rules.newest_first
+        if count is not None and len(young) < count:
+            raise JournalError(f"step {step} takes {count} groups, {len(young)} have arrived")
+        taken = young if count is None else young[-count:] if newest else young[:count]
+        gone = {each.number for each in (*taken, *stale)}
+        self._queue = [each for each in self._queue if each.number not in gone]
+        self.discarded_groups += len(stale)
+        return Selection(tuple(taken), tuple(stale))
+
+    def _is_stale(self, arrived: Arrived, step: int) -> bool:
+        limit = self.rules.max_age_steps
+        return limit is not None and step - arrived.birth_step > limit
+
+
+def amount_of(group: Group) -> Amount:
+    return Amount(len(group.rows), group.tokens)

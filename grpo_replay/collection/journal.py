@@ -1,0 +1,179 @@
+"""The journal of an asynchronous run: which groups arrived, in which order, and what each step saw.
+
+    RUN/journal/segment_000001.journal, segment_000002.journal, …
+
+A segment is `MAGIC`, then records: length and CRC-32 of the payload, CRC-32 of these two (uint32
+each, little-endian), payload (MessagePack). Segments are only appended to.
+
+Promise: when `append` returns, the record is with the operating system, so it survives a kill of
+this process. When `sync` returns, it is on disk and survives a power failure. A run syncs before
+every checkpoint, so a checkpoint never knows of a step that the journal lacks.
+
+A kill or a power failure may leave the last record incomplete. `open` cuts such a tail off. Damage
+anywhere else is an error: the trainer is a function of the journal, and a hole would change it.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from grpo_replay.collection.messages import Record, decode_record, encode
+from grpo_replay.errors import JournalError
+from grpo_replay.storage.atomic import flush_files
+
+MAGIC = b"grpo-replay journal 1\n"
+SEGMENT_BYTES = 64 * 2**20
+_FACTS = struct.Struct("<II")
+_HEADER = struct.Struct("<III")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The readable part of one file: its records, and the bytes that they take with the magic."""
+
+    records: tuple[Record, ...]
+    good_bytes: int
+    torn: bool
+
+
+class Journal:
+    """Appends records. Use `open`."""
+
+    def __init__(self, folder: Path, number: int, descriptor: int, size: int) -> None:
+        self._folder = folder
+        self._number = number
+        self._descriptor = descriptor
+        self._size = size
+
+    @classmethod
+    def open(cls, folder: Path) -> tuple["Journal", list[Record]]:
+        """The journal in `folder`, created if it is not there, and the records that it has.
+        An incomplete last record is removed. Raises JournalError if another is damaged."""
+        folder.mkdir(parents=True, exist_ok=True)
+        records = list(read_journal(folder))
+        paths = segments(folder)
+        if not paths:
+            return cls(folder, 1, *_create(folder, 1)), records
+        last = paths[-1]
+        good = read_segment(last, is_last=True).good_bytes
+        descriptor = os.open(last, os.O_WRONLY | os.O_APPEND)
+        if last.stat().st_size > good:
+            os.ftruncate(descriptor, good)
+        if good == 0:  # killed before the magic was there
+            _write(descriptor, MAGIC)
+        return cls(folder, _number(last), descriptor, max(good, len(MAGIC))), records
+
+    def append(self, record: Record) -> None:
+        """Write one record. Raises OSError if the disk is full; the journal is then as before."""
+        payload = encode(record)
+        if self._size >= SEGMENT_BYTES:
+            self._roll()
+        facts = _FACTS.pack(len(payload), zlib.crc32(payload))
+        framed = facts + struct.pack("<I", zlib.crc32(facts)) + payload
+        try:
+            _write(self._descriptor, framed)
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(framed)
+
+    def sync(self) -> None:
+        """Flush everything appended to disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _roll(self) -> None:
+        """Begin the next segment. The full one is on disk first."""
+        self.sync()
+        os.close(self._descriptor)
+        self._number += 1
+        self._descriptor, self._size = _create(self._folder, self._number)
+
+
+def read_journal(folder: Path) -> Iterator[Record]:
+    """All complete records, in order. Raises JournalError for damage other than a torn tail."""
+    paths = segments(folder)
+    for index, path in enumerate(paths, start=1):
+        if _number(path) != index:
+            raise JournalError(
+                f"{folder}: segment {index} is missing, {path.name} follows: restore it from a copy"
+            )
+        yield from read_segment(path, is_last=index == len(paths)).records
+
+
+def segments(folder: Path) -> list[Path]:
+    """The files of a journal, oldest first."""
+    return sorted(folder.glob("segment_*.journal"))
+
+
+def read_segment(path: Path, is_last: bool) -> Segment:
+    """The records of one file. Raises JournalError if a record is damaged, unless it is the last
+    one of the last segment: that one was being written."""
+    data = path.read_bytes()
+    if not data.startswith(MAGIC):
+        if is_last and MAGIC.startswith(data):
+            return Segment((), 0, torn=True)
+        raise JournalError(f"{path} is not a journal of this version: it begins {data[:24]!r}")
+    records: list[Record] = []
+    offset = len(MAGIC)
+    while offset < len(data):
+        end, record = _read_record(data, offset)
+        if record is None:
+            if is_last and end >= len(data):
+                return Segment(tuple(records), offset, torn=True)
+            raise JournalError(
+                f"{path}: the record at byte {offset} is damaged, and it is not an incomplete last "
+                "one: restore the file from a copy, or start a new run"
+            )
+        records.append(record)
+        offset = end
+    return Segment(tuple(records), offset, torn=False)
+
+
+def _read_record(data: bytes, offset: int) -> tuple[int, Record | None]:
+    """The end of the record at `offset`, and the record; None if it is not whole and right."""
+    body = offset + _HEADER.size
+    # A file system may leave zeros where a write did not complete.
+    if body > len(data) or data.count(0, offset) == len(data) - offset:
+        return len(data), None
+    length, checksum, own_checksum = _HEADER.unpack_from(data, offset)
+    if zlib.crc32(data[offset : offset + _FACTS.size]) != own_checksum:
+        return offset, None  # the length cannot be trusted: where the next record begins is unknown
+    payload = data[body : body + length]
+    if len(payload) < length or zlib.crc32(payload) != checksum:
+        return body + length, None
+    try:
+        return body + length, decode_record(payload)
+    except msgspec.DecodeError as error:
+        raise JournalError(
+            f"the record at byte {offset} of a journal segment is whole, but not of this version "
+            f"of grpo-replay: {error}"
+        ) from error
+
+
+def _create(folder: Path, number: int) -> tuple[int, int]:
+    path = folder / f"segment_{number:06d}.journal"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+    _write(descriptor, MAGIC)
+    flush_files([folder])  # the file's name
+    return descriptor, len(MAGIC)
+
+
+def _write(descriptor: int, payload: bytes) -> None:
+    view = memoryview(payload)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.removeprefix("segment_"))

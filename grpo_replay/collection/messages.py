@@ -1,0 +1,236 @@
+"""What the collector and rank 0 tell each other, and what the journal records. MessagePack, no
+pickle.
+
+    collector → rank 0    Delivery(seq, body, report): a Group, a Drop, a Failure, or only a report
+    rank 0 → collector    Hello, Credit, Version, Cancel, Drain, Stop, Ack
+    journal               Group, Drop, Step, Restart
+
+Arrays travel as bytes: token ids int32, log-probs float32, both little-endian.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+TOKEN_IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
+
+Place = tuple[int, int]
+"""(epoch, prompt_index): a prompt's place in the endless order of the run. Identifies a group."""
+
+Span = tuple[int, int, int]
+"""(policy version, first token, end): output tokens that one version of the weights sampled."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One completion of a group, scored."""
+
+    token_ids: bytes
+    logprobs: bytes
+    spans: tuple[Span, ...]
+    text: str
+    reward: float
+    verdict: str
+    finish_reason: str
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids) // TOKEN_IDS.itemsize
+
+
+class Group(msgspec.Struct, frozen=True, tag="group"):
+    """All G completions of one prompt. `attempt` counts the requests that had to be repeated.
+    `started` and `finished` are in seconds since the epoch."""
+
+    epoch: int
+    prompt_index: int
+    attempt: int
+    prompt_id: str
+    prompt_token_ids: bytes
+    rows: tuple[Row, ...]
+    started: float
+    finished: float
+
+    @property
+    def place(self) -> Place:
+        return self.epoch, self.prompt_index
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.tokens for row in self.rows)
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest version that sampled a token of the group."""
+        return min(row.spans[0][0] for row in self.rows)
+
+
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """A group that will not come: cancelled because it would be too old, or lost because a member
+    failed too often. `rollouts` and `tokens` are those of its members that had finished."""
+
+    epoch: int
+    prompt_index: int
+    reason: Literal["cancelled", "lost"]
+    rollouts: int
+    tokens: int
+
+    @property
+    def place(self) -> Place:
+        return self.epoch, self.prompt_index
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Everything journalled before this record, and nothing else, was there when `step` began.
+
+    `arrivals` counts the groups and drops before it. `version` is the policy at the start of the
+    step, `sampler_version` the newest that a server had confirmed. The other fields are the
+    collector's report: rollouts and tokens generated in the run so far, and those of them that it
+    still held.
+    """
+
+    step: int
+    arrivals: int
+    version: int
+    sampler_version: int
+    generated_rollouts: int
+    generated_tokens: int
+    held_rollouts: int
+    held_tokens: int
+
+
+class Restart(msgspec.Struct, frozen=True, tag="restart"):
+    """A collector ended before it delivered these rollouts, as of its last report. They are lost;
+    the prompts of their groups are sampled again."""
+
+    rollouts: int
+    tokens: int
+
+
+Record = Group | Drop | Step | Restart
+"""What a journal contains."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The state of a collector when it sent a message. Counts are since it started.
+
+    `held_*`: finished completions that are in no message yet. `running` and `waiting` are requests,
+    `unacknowledged` groups. `idle_seconds` is the time without a request running, summed over the
+    servers in use, and `server_seconds` the time that they were in use. `down` maps the URL of a
+    server that is not in use to the reason. `sent` is `time.monotonic()`.
+    """
+
+    generated_rollouts: int = 0
+    generated_tokens: int = 0
+    held_rollouts: int = 0
+    held_tokens: int = 0
+    started_groups: int = 0
+    running: int = 0
+    waiting: int = 0
+    unacknowledged: int = 0
+    idle_seconds: float = 0.0
+    server_seconds: float = 0.0
+    down: dict[str, str] = {}
+    drained: bool = False
+    sent: float = 0.0
+
+
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """The collector cannot go on. `kind` is the class of a GrpoReplayError, or any other's."""
+
+    kind: str
+    message: str
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """A message to rank 0. Those with a group or a drop are numbered from 1 and acknowledged;
+    reports, sent once a second, have number 0."""
+
+    seq: int
+    body: Group | Drop | Failure | None
+    report: Report
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Where to begin: first the outstanding places, then those from `cursor` on.
+
+    `cursor` is a position in the endless order. `run` prefixes the weight labels of this attempt.
+    """
+
+    run: str
+    outstanding: list[Place]
+    cursor: int
+    version: int
+
+
+class Credit(msgspec.Struct, frozen=True, tag="credit"):
+    """The number of groups that the collector may have started since it said hello. None: no
+    limit."""
+
+    may_start: int | None
+
+
+class Version(msgspec.Struct, frozen=True, tag="version"):
+    """A server confirmed this policy version. None: the server must not be used."""
+
+    url: str
+    version: int | None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Give up running groups that have a token of a version older than this one."""
+
+    older_than: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Start nothing, give up what is running, and report `drained`."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End."""
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """The message with this number is in the journal: forget it."""
+
+    seq: int
+
+
+Command = Hello | Credit | Version | Cancel | Drain | Stop | Ack
+"""What rank 0 sends."""
+
+_encoder = msgspec.msgpack.Encoder()
+_record_decoder = msgspec.msgpack.Decoder(Record)
+_delivery_decoder = msgspec.msgpack.Decoder(Delivery)
+_command_decoder = msgspec.msgpack.Decoder(Command)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode_record(payload: bytes) -> Record:
+    """A journal record. Raises msgspec.DecodeError (also for a record of another shape)."""
+    return _record_decoder.decode(payload)
+
+
+def decode_delivery(payload: bytes) -> Delivery:
+    """A message of the collector. Raises msgspec.DecodeError."""
+    return _delivery_decoder.decode(payload)
+
+
+def decode_command(payload: bytes) -> Command:
+    """A message of rank 0. Raises msgspec.DecodeError."""
+    return _command_decoder.decode(payload)
+
+
+def pack(values: np.ndarray, dtype: np.dtype) -> bytes:
+    """An array as little-endian bytes."""
+    return values.astype(dtype, copy=False).tobytes()
+
+
+def unpack(payload: bytes, dtype: np.dtype) -> np.ndarray:
+    """The array of `pack`, read-only."""
+    return np.frombuffer(payload, dtype)
