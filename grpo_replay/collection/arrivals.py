@@ -52,10 +52,10 @@ class Arrivals:
         self.ledger = Ledger()
         self.arrived_groups = 0
         self.records = 0  # groups and drops so far
-        self.discarded_groups = 0  # stale, cancelled, lost
+        self.stale_groups = 0
+        self.dropped_groups = 0  # cancelled or lost
         self._queue: list[Arrived] = []
         self._seen: set[Place] = set()
-        self._reported = (Amount(), Amount())
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -88,7 +88,7 @@ class Arrivals:
         self._seen.add(record.place)
         self.records += 1
         if isinstance(record, Drop):
-            self.discarded_groups += 1
+            self.dropped_groups += 1
             self.ledger.write_off(record.reason, Amount(record.rollouts, record.tokens))
             return
         self._queue.append(Arrived(self.arrived_groups, record))
@@ -109,7 +109,7 @@ class Arrivals:
         taken = young if count is None else young[-count:] if newest else young[:count]
         gone = {each.number for each in (*taken, *stale)}
         self._queue = [each for each in self._queue if each.number not in gone]
-        self.discarded_groups += len(stale)
+        self.stale_groups += len(stale)
         return Selection(tuple(taken), tuple(stale))
 
     def _is_stale(self, arrived: Arrived, step: int) -> bool:

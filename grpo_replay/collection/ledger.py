@@ -59,11 +59,17 @@ class Ledger:
         """Take over the collector's count."""
         self.generated, self.held = generated, held
 
+    @property
+    def delivered(self) -> Amount:
+        """What rank 0 knows of: queued or settled."""
+        total = self.queued
+        for amount in self.settled.values():
+            total = total.plus(amount)
+        return total
+
     def check(self, step: int) -> None:
         """Raises LedgerError if the two sides differ."""
-        accounted = self.in_flight
-        for amount in self.settled.values():
-            accounted = accounted.plus(amount)
+        accounted = self.delivered.plus(self.held)
         if accounted != self.generated:
             parts = ", ".join(f"{name} {amount}" for name, amount in self.settled.items())
             raise LedgerError(

@@ -58,8 +58,8 @@ class ServersSection(Section):
 
 class CollectionSection(Section):
     max_ahead_steps: Annotated[int, Field(ge=0)] = 1
-    """How many steps of prompts may be sampled ahead of the trainer (AReaL: max_head_offpolicyness).
-    0 samples a step's prompts only when the step before is done. Not used with `buffer_only`, which
+    """Steps of prompts that may be sampled ahead of the trainer (AReaL: max_head_offpolicyness). 0
+    samples a step's prompts only when the step before is done. Not used with `buffer_only`, which
     is never gated."""
     order: Literal["oldest_first", "newest_first"] = "oldest_first"
     """Which finished groups a step takes first. `newest_first` is paper B's queue without a buffer;

@@ -137,6 +137,19 @@ class RewardScorer:
         if self._failure is not None:
             raise self._failure
 
+    def take_graded(self) -> dict[Hashable, Verdict]:
+        """The verdicts that have arrived, without waiting for the others; each is returned once.
+
+        Raises RecipeError if the reward function cannot be loaded.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            arrived = [(key, graded) for key, graded in self._submitted if graded.answer]
+            if arrived:
+                self._submitted = [each for each in self._submitted if not each[1].answer]
+        return {key: self._verdict(graded) for key, graded in arrived}
+
     def score(self, items: Sequence[tuple[str, str, Mapping[str, Any] | None]]) -> list[Verdict]:
         """Verdicts of (completion, answer, row) items, in order."""
         for index, (completion, answer, row) in enumerate(items):

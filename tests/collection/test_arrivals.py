@@ -54,7 +54,7 @@ def test_the_age_limit_is_on_the_oldest_version_of_a_group():
     selection = queue.select(5)
     assert numbers(selection.stale) == [0]
     assert numbers(selection.taken) == [1, 2]
-    assert queue.discarded_groups == 1
+    assert queue.stale_groups == 1
 
 
 def test_too_few_groups_in_a_journal_are_named():

@@ -18,6 +18,9 @@ class FakeServer:
         self.tokens = [7, 1]
         self.logprob = -0.5
         self.statuses: list[int] = []  # of the next completions; then 200
+        self.aborts = 0  # of the next completions: finished by "abort"
+        self.spans: list[tuple[str, int, int]] | None = None  # instead of one of `label`
+        self.seeds: list[int] = []  # of all completions asked for
         self.seconds = 0.0
         self.health_seconds = 0.0
         self.generates: bool | None = True  # None: does not count tokens
@@ -82,17 +85,21 @@ class FakeServer:
             self.in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self.in_flight)
             status = self.statuses.pop(0) if self.statuses else 200
+            aborted = status == 200 and self.aborts > 0
+            self.aborts -= aborted
+            self.seeds.append(body["sampling_params"]["seed"])
         time.sleep(self.seconds * (status == 200))
         with self._lock:
             self.in_flight -= 1
             self.served += status == 200
         if status != 200:
             return status, {"error": {"message": "as told", "code": status}}
+        spans = self.spans or [(self.label, 0, len(self.tokens))]
         choice = {
             "token_ids": self.tokens,
             "logprobs": {"content": [{"logprob": self.logprob} for _ in self.tokens]},
-            "finish_reason": "stop",
-            "weight_versions": [{"version": self.label, "start": 0, "end": len(self.tokens)}],
+            "finish_reason": "abort" if aborted else "stop",
+            "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
         }
         return 200, {"choices": [choice], "seed": body["sampling_params"]["seed"]}
 

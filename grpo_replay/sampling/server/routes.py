@@ -34,11 +34,11 @@ class VllmServer:
         self.url = url.rstrip("/")
         self.http = HttpClient(self.url)
         self.log = log
-        self._prefix = f"{run}/"
+        self.prefix = f"{run}/"
 
     def label(self, policy_version: int) -> str:
         """The server's label for the weights of a policy version of this run."""
-        return f"{self._prefix}{policy_version}"
+        return f"{self.prefix}{policy_version}"
 
     async def check_health(self, timeout_seconds: float) -> None:
         """Returns if the server is healthy."""
@@ -70,17 +70,23 @@ class VllmServer:
         """Number of workers: tensor, pipeline and data parallel."""
         return self.http.get("/get_world_size", CONTROL_SECONDS)["world_size"]
 
-    async def complete(
+    async def generate(
         self, request: GenerationRequest, stop_token_ids: Sequence[int]
-    ) -> Completion:
-        """The validated completion of one request, without a time limit. Cancelling closes the
-        connection, and vLLM then aborts the request."""
+    ) -> dict[str, Any]:
+        """vLLM's answer to one request, without a time limit. Cancelling closes the connection, and
+        vLLM then aborts the request."""
         body = {
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_parameters(request, stop_token_ids),
         }
         answer = await self.http.request("POST", "/inference/v1/generate", body, None)
-        sampled = answer["choices"][0]
+        return answer["choices"][0]
+
+    async def complete(
+        self, request: GenerationRequest, stop_token_ids: Sequence[int]
+    ) -> Completion:
+        """The validated completion of one request, as `generate` gets it."""
+        sampled = await self.generate(request, stop_token_ids)
         place = f"completion {tuple(request.key)} from {self.url}"
         spans = sampled["weight_versions"] or []
         return build_completion(
@@ -88,9 +94,16 @@ class VllmServer:
             sampled["token_ids"],
             [entry["logprob"] for entry in sampled["logprobs"]["content"]],
             sampled["finish_reason"],
-            read_spans([span["version"] for span in spans], place, self._prefix),
+            read_spans([span["version"] for span in spans], place, self.prefix),
             stop_token_ids,
         )
+
+    def version_of(self, label: Any) -> int | None:
+        """The policy version that `label` names; None if it is not a label of this run."""
+        if not isinstance(label, str) or not label.startswith(self.prefix):
+            return None
+        version = label.removeprefix(self.prefix)
+        return int(version) if version.isdecimal() else None
 
     async def weight_label(self, timeout_seconds: float = CONTROL_SECONDS) -> str:
         """The label of its current weights; "default" if none was set."""

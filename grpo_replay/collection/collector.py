@@ -1,0 +1,240 @@
+"""The collector: samples groups without pause, grades them, and delivers them to rank 0.
+
+It starts groups as long as servers have room and rank 0's credit lasts, in the order of the prompts
+(those outstanding from an earlier attempt first). A group is delivered when all its completions are
+graded. Rank 0 acknowledges what is in its journal; until then the collector keeps it.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grpo_replay.collection.dispatch import Dispatcher
+from grpo_replay.collection.messages import (
+    Ack,
+    Cancel,
+    Command,
+    Credit,
+    Delivery,
+    Drain,
+    Drop,
+    Group,
+    Hello,
+    Place,
+    Report,
+    Span,
+    Stop,
+    Version,
+)
+from grpo_replay.collection.open_groups import Member, OpenGroup, Sampled
+from grpo_replay.grpo.rollouts import group_requests
+from grpo_replay.prompts.prompt_set import PromptSet
+from grpo_replay.recipe import Recipe
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.types import Completion, Prompt
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+GRADE_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorParts:
+    """What a collector works with. `send` must not block. `unacknowledged_limit`: finished groups
+    that may wait for rank 0 before no more are started; None for no limit."""
+
+    recipe: Recipe
+    urls: Sequence[str]
+    stop_token_ids: Sequence[int]
+    unacknowledged_limit: int | None
+    prompts: PromptSet
+    decode: Callable[[Sequence[int]], str]
+    scorer: RewardScorer
+    send: Callable[[Delivery], None]
+
+
+class Collector:
+    """One collector. `handle` takes rank 0's commands; `run` returns after Stop."""
+
+    def __init__(self, parts: CollectorParts) -> None:
+        self._parts = parts
+        self._dispatcher: Dispatcher | None = None
+        self._places: deque[Place] = deque()  # outstanding, before the cursor's
+        self._cursor = 0
+        self._open: dict[Place, OpenGroup] = {}
+        self._may_start: int | None = 0
+        self._started = 0
+        self._draining = self._drained = False
+        self._generated_rollouts = self._generated_tokens = 0
+        self._seq = 0
+        self._unacknowledged: dict[int, Group | Drop] = {}
+        self._stopped = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until Stop. Raises the error of a request, a verifier or a server that ends it."""
+        loops = [
+            asyncio.create_task(self._send_reports()),
+            asyncio.create_task(self._take_verdicts()),
+        ]
+        stopped = asyncio.create_task(self._stopped.wait())
+        try:
+            while not stopped.done():
+                failure = [self._dispatcher.failure] if self._dispatcher else []
+                done, _ = await asyncio.wait(
+                    [stopped, *loops, *failure], timeout=0.2, return_when=asyncio.FIRST_COMPLETED
+                )
+                for each in done - {stopped}:
+                    each.result()
+        finally:
+            for task in (*loops, stopped):
+                task.cancel()
+            if self._dispatcher is not None:
+                await self._dispatcher.close()
+
+    def handle(self, command: Command) -> None:
+        """Carry out one command of rank 0. Called in the event loop."""
+        if isinstance(command, Hello):
+            self._greet(command)
+        elif isinstance(command, Credit):
+            self._may_start = command.may_start
+        elif isinstance(command, Ack):
+            self._unacknowledged.pop(command.seq, None)
+        elif isinstance(command, Cancel):
+            self._cancel_older_than(command.older_than)
+        elif isinstance(command, Drain):
+            self._drain()
+        elif isinstance(command, Stop):
+            self._stopped.set()
+            return
+        dispatcher = self._dispatcher
+        if dispatcher is None:
+            return
+        if isinstance(command, Version):
+            dispatcher.set_version(command.url, command.version)
+        dispatcher.fill()
+
+    def _greet(self, hello: Hello) -> None:
+        """Begin; or, if rank 0 says hello again, send what it has not acknowledged once more."""
+        if self._dispatcher is not None:
+            for seq, body in self._unacknowledged.items():
+                self._parts.send(Delivery(seq, body, self.report()))
+            return
+        self._places, self._cursor = deque(hello.outstanding), hello.cursor
+        self._dispatcher = Dispatcher(
+            [VllmServer(url, hello.run) for url in self._parts.urls],
+            self._parts.recipe.sampling.servers,
+            self._parts.stop_token_ids,
+            self._admit,
+            self._on_sampled,
+            self._on_lost,
+        )
+
+    def _admit(self) -> OpenGroup | None:
+        """The next group, if back-pressure allows it."""
+        waiting, limit = len(self._unacknowledged), self._parts.unacknowledged_limit
+        if self._draining or (limit is not None and waiting >= limit):
+            return None
+        if self._may_start is not None and self._started >= self._may_start:
+            return None
+        self._started += 1
+        place, prompt = self._next_prompt()
+        group = OpenGroup(place, prompt, time.time())
+        requests = group_requests({place[1]: prompt}, place[0], self._parts.recipe)
+        group.members = [Member(group, index, each) for index, each in enumerate(requests)]
+        self._open[place] = group
+        return group
+
+    def _next_prompt(self) -> tuple[Place, Prompt]:
+        prompts = self._parts.prompts
+        if self._places:
+            place = self._places.popleft()
+        else:
+            place = divmod(self._cursor, len(prompts))
+            self._cursor += 1
+        return place, prompts.take(place[0] * len(prompts) + place[1], 1)[0]
+
+    def _on_sampled(self, member: Member, completion: Completion, spans: tuple[Span, ...]) -> None:
+        text = self._parts.decode(completion.token_ids.tolist())
+        member.sampled = Sampled(completion, spans, text)
+        self._generated_rollouts += 1
+        self._generated_tokens += len(completion.token_ids)
+        prompt = member.group.prompt
+        key = (member.group.place, member.index)
+        self._parts.scorer.submit(key, text, prompt.answer, prompt.row)
+
+    def _on_lost(self, member: Member, reason: str) -> None:
+        group = member.group
+        if not group.closed:
+            logger.warning("group %s is lost: completion %d: %s", group.place, member.index, reason)
+            self._give_up(group, "lost")
+
+    def _cancel_older_than(self, version: int) -> None:
+        for group in list(self._open.values()):
+            oldest = group.oldest_version()
+            if oldest is not None and oldest < version and not group.is_sampled:
+                self._give_up(group, "cancelled")
+
+    def _give_up(self, group: OpenGroup, reason: str) -> None:
+        """Stop working on a group, and tell rank 0 what of it had been generated."""
+        group.closed = True
+        del self._open[group.place]
+        assert self._dispatcher is not None
+        self._dispatcher.withdraw(group)
+        self._deliver(group.drop(reason))
+
+    def _drain(self) -> None:
+        self._draining = True
+        for group in list(self._open.values()):
+            self._give_up(group, "cancelled")
+        self._drained = True
+        self._parts.send(Delivery(0, None, self.report()))
+
+    async def _take_verdicts(self) -> None:
+        while True:
+            await asyncio.sleep(GRADE_POLL_SECONDS)
+            for (place, index), verdict in self._parts.scorer.take_graded().items():  # type: ignore[misc]
+                group = self._open.get(place)
+                if group is None:
+                    continue  # cancelled or lost meanwhile
+                group.members[index].verdict = verdict
+                if group.is_graded:
+                    del self._open[place]
+                    group.closed = True
+                    self._deliver(group.complete(time.time()))
+
+    def _deliver(self, body: Group | Drop) -> None:
+        self._seq += 1
+        self._unacknowledged[self._seq] = body
+        self._parts.send(Delivery(self._seq, body, self.report()))
+
+    async def _send_reports(self) -> None:
+        while True:
+            self._parts.send(Delivery(0, None, self.report()))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def report(self) -> Report:
+        """The state now. What is in a message already is not held."""
+        servers = list(self._dispatcher.servers.values()) if self._dispatcher else []
+        for server in servers:
+            server.account()
+        finished = [group.finished() for group in self._open.values()]
+        return Report(
+            generated_rollouts=self._generated_rollouts,
+            generated_tokens=self._generated_tokens,
+            held_rollouts=sum(rollouts for rollouts, _ in finished),
+            held_tokens=sum(tokens for _, tokens in finished),
+            started_groups=self._started,
+            running=sum(len(server.running) for server in servers),
+            waiting=len(self._dispatcher.waiting) if self._dispatcher else 0,
+            unacknowledged=len(self._unacknowledged),
+            idle_seconds=sum(server.idle_seconds for server in servers),
+            server_seconds=sum(server.used_seconds for server in servers),
+            down={s.client.url: s.down for s in servers if s.down is not None},
+            drained=self._drained,
+            sent=time.monotonic(),
+        )

@@ -1,0 +1,183 @@
+"""Rank 0's side of the collector: its process, its messages, and whether it is alive."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from grpo_replay import errors
+from grpo_replay.collection.messages import (
+    Command,
+    Delivery,
+    Failure,
+    Report,
+    Stop,
+    decode_delivery,
+    encode,
+)
+from grpo_replay.errors import CollectorError
+from grpo_replay.recipe import Recipe
+from grpo_replay.sampling.server.process import TRAINER_VARIABLES
+
+STOP_SECONDS = 5.0
+SILENCE_SECONDS = 120.0
+"""A collector that lives but has sent nothing for so long is stuck. It reports every second; the
+first report comes when prompts and tokenizer are loaded."""
+START_SECONDS = 600.0
+LOG_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorSettings:
+    """What a collector process is given. `run` prefixes the weight labels of this attempt."""
+
+    recipe: Recipe
+    run: str
+    urls: Sequence[str]
+    stop_token_ids: Sequence[int]
+    unacknowledged_limit: int | None
+    log: Path
+
+
+class CollectorGone(Exception):
+    """The collector's process ended, or is stuck. Its work is lost; another one can go on."""
+
+
+class Link:
+    """One collector process and two sockets in a private folder. Use it from one thread at a time.
+
+    `report` is the newest report received; the one at the start has only zeros.
+    """
+
+    def __init__(self, settings: CollectorSettings) -> None:
+        self.report = Report(sent=time.monotonic())
+        self._heard = False
+        self._folder = Path(tempfile.mkdtemp(prefix="grpo-replay-"))  # mode 700
+        self._context = zmq.Context()
+        self._deliveries = self._bind(zmq.PULL, "deliveries")
+        self._commands = self._bind(zmq.PUSH, "commands")
+        self._log = settings.log
+        self._process = self._spawn(settings)
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(f"ipc://{self._folder / name}")
+        return socket
+
+    def _spawn(self, settings: CollectorSettings) -> subprocess.Popen:
+        file = self._folder / "settings.json"
+        file.write_text(
+            json.dumps(
+                {
+                    "recipe": settings.recipe.model_dump(mode="json"),
+                    "urls": list(settings.urls),
+                    "stop_token_ids": list(settings.stop_token_ids),
+                    "unacknowledged_limit": settings.unacknowledged_limit,
+                    "deliveries": f"ipc://{self._folder / 'deliveries'}",
+                    "commands": f"ipc://{self._folder / 'commands'}",
+                    "parent": os.getpid(),
+                }
+            )
+        )
+        settings.log.parent.mkdir(parents=True, exist_ok=True)
+        with settings.log.open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "grpo_replay.collection.worker", str(file)],
+                env=collector_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the trainer, which says Stop
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: Command) -> None:
+        """Send a command without waiting."""
+        self._commands.send(encode(command), zmq.NOBLOCK)
+
+    def receive(self, timeout_seconds: float = 0.0) -> Iterator[Delivery]:
+        """What has arrived; waits for the first message at most `timeout_seconds`.
+
+        Raises CollectorGone if the process ended or is stuck, and the error that it reported.
+        """
+        waited = timeout_seconds
+        while self._deliveries.poll(int(1000 * waited)):
+            waited = 0.0
+            delivery = decode_delivery(self._deliveries.recv(zmq.NOBLOCK))
+            self._heard = True
+            if isinstance(delivery.body, Failure):
+                raise _as_error(delivery.body, self._log)
+            self.report = delivery.report
+            yield delivery
+        self._refuse_gone()
+
+    def _refuse_gone(self) -> None:
+        code = self._process.poll()
+        if code is not None and not self._deliveries.poll(0):
+            raise CollectorGone(f"it exited with code {code}; {self.log_tail()}")
+        silent = time.monotonic() - self.report.sent
+        limit = SILENCE_SECONDS if self._heard else START_SECONDS
+        if silent > limit:
+            raise CollectorGone(f"it has reported nothing for {silent:.0f} s; {self.log_tail()}")
+
+    def log_tail(self) -> str:
+        """The place of its log, and the last lines."""
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join([f"its log is {self._log}:", *lines[-LOG_LINES:]])
+
+    def close(self) -> None:
+        """End the process and remove the sockets. May be called twice."""
+        if self._process.poll() is None:
+            with contextlib.suppress(zmq.ZMQError):
+                self.send(Stop())
+            try:
+                self._process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._deliveries.close()
+        self._commands.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def collector_environment() -> dict[str, str]:
+    """This process's environment without a GPU and without the variables of a rank."""
+    scrubbed = {k: v for k, v in os.environ.items() if k not in TRAINER_VARIABLES}
+    paths = [path for path in sys.path if path]
+    return {
+        **scrubbed,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _as_error(failure: Failure, log: Path) -> Exception:
+    """The collector's error, as the class of the same name."""
+    kind: Any = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, errors.GrpoReplayError):
+        return kind(failure.message)
+    return CollectorError(
+        f"the collector failed with {failure.kind}: {failure.message}; its log is {log}. Resume "
+        "from the last checkpoint with --resume"
+    )

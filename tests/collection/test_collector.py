@@ -1,0 +1,420 @@
+"""The collector against fake servers, which fail exactly when told."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from fake_server import FakeServer
+
+from grpo_replay.collection.collector import Collector, CollectorParts
+from grpo_replay.collection.messages import (
+    TOKEN_IDS,
+    Ack,
+    Cancel,
+    Credit,
+    Delivery,
+    Drain,
+    Drop,
+    Group,
+    Hello,
+    Stop,
+    Version,
+    unpack,
+)
+from grpo_replay.errors import SamplerError
+from grpo_replay.grpo.seeding import completion_seed
+from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.types import Prompt, RequestKey, Verdict
+
+PROMPTS = 6
+
+
+class NumberedPrompts:
+    """An endless order of six prompts; prompt i is the token i + 2."""
+
+    def __len__(self) -> int:
+        return PROMPTS
+
+    def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
+        indices = [position % PROMPTS for position in range(cursor, cursor + count)]
+        return tuple(
+            Prompt(f"p{i}", "", np.array([i + 2], dtype=np.int32), str(i), {}) for i in indices
+        )
+
+
+class InstantScorer:
+    """Grades at once: completion 0 of a group is right. `stalled`: never answers."""
+
+    def __init__(self) -> None:
+        self.stalled = False
+        self.waiting: list = []
+
+    def submit(self, key, text, answer, row=None) -> None:
+        self.waiting.append(key)
+
+    def take_graded(self):
+        if self.stalled:
+            return {}
+        keys, self.waiting = self.waiting, []
+        return {key: Verdict(1.0 if key[1] == 0 else -1.0, "scored") for key in keys}
+
+
+class Harness:
+    """A collector in this process, its messages, and rank 0's part."""
+
+    def __init__(self, servers: list[FakeServer], limit: int | None = None, **settings) -> None:
+        self.servers = servers
+        self.received: list[Delivery] = []
+        self.scorer = InstantScorer()
+        section = {
+            "on_failure": "drop", "urls": [s.url for s in servers], "max_in_flight": 4, **settings
+        }  # fmt: skip
+        self.recipe: Recipe = resolve_recipe(
+            [{"sampling": {"group_size": 2, "servers": section, "max_completion_length": 8}}]
+        )
+        self.collector = Collector(
+            CollectorParts(
+                self.recipe, section["urls"], (1,), limit, NumberedPrompts(),
+                lambda ids: " ".join(map(str, ids)), self.scorer, self.received.append,
+            )
+        )  # fmt: skip
+
+    def run(self, scenario, seconds: float = 20.0) -> None:
+        """Run the collector and a coroutine function that plays rank 0, then stop."""
+
+        async def both() -> None:
+            work = asyncio.create_task(self.collector.run())
+            play = asyncio.create_task(scenario())
+            done, _ = await asyncio.wait([work, play], return_when=asyncio.FIRST_COMPLETED)
+            if play in done:
+                play.result()
+                self.collector.handle(Stop())
+            else:
+                play.cancel()
+            await work
+
+        asyncio.run(asyncio.wait_for(both(), seconds))
+
+    def greet(self, outstanding=(), cursor=0, credit: int | None = None, version=0) -> None:
+        self.collector.handle(Hello("run", list(outstanding), cursor, version))
+        self.collector.handle(Credit(credit))
+
+    def groups(self) -> list[Group]:
+        return [d.body for d in self.received if isinstance(d.body, Group)]
+
+    def drops(self) -> list[Drop]:
+        return [d.body for d in self.received if isinstance(d.body, Drop)]
+
+    async def until(self, condition, seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"not within {seconds} s: {self.collector.report()}"
+            await asyncio.sleep(0.02)
+
+    def check_balance(self) -> None:
+        """The collector's own count equals what it sent and what it holds, at every message."""
+        rollouts = tokens = 0
+        seen = set()
+        for delivery in self.received:
+            body, report = delivery.body, delivery.report
+            if delivery.seq not in seen:
+                if isinstance(body, Group):
+                    rollouts, tokens = rollouts + len(body.rows), tokens + body.tokens
+                if isinstance(body, Drop):
+                    rollouts, tokens = rollouts + body.rollouts, tokens + body.tokens
+                seen.add(delivery.seq or object())
+            assert report.generated_rollouts == rollouts + report.held_rollouts
+            assert report.generated_tokens == tokens + report.held_tokens
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    fake.seconds = 0.02
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture
+def pair(server) -> Iterator[list[FakeServer]]:
+    other = FakeServer()
+    other.seconds = 0.02
+    yield [server, other]
+    other.stop()
+
+
+def test_groups_come_scored_in_the_order_of_the_prompts_with_their_own_seeds(server):
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=3)
+        await harness.until(lambda: len(harness.groups()) == 3)
+        await asyncio.sleep(0.2)
+
+    harness.run(scenario)
+    groups = sorted(harness.groups(), key=lambda each: each.place)
+    assert [g.place for g in groups] == [(0, 0), (0, 1), (0, 2)]  # and no fourth: the credit
+    first = groups[0]
+    assert [row.reward for row in first.rows] == [1.0, -1.0]
+    np.testing.assert_array_equal(unpack(first.rows[0].token_ids, TOKEN_IDS), [7, 1])
+    assert first.rows[0].spans == ((0, 0, 2),)
+    assert first.rows[0].text == "7 1"
+    seeds = {completion_seed(42, RequestKey(0, p, i)) for p in range(3) for i in range(2)}
+    assert set(server.seeds) == seeds
+    harness.check_balance()
+
+
+def test_outstanding_prompts_come_first_and_the_epoch_goes_on(server):
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(outstanding=[(0, 1), (0, 3)], cursor=5, credit=4)
+        await harness.until(lambda: len(harness.groups()) == 4)
+
+    harness.run(scenario)
+    assert {g.place for g in harness.groups()} == {(0, 1), (0, 3), (0, 5), (1, 0)}
+
+
+def test_requests_are_continuous_and_bounded_in_flight(server):
+    server.seconds = 0.05
+    harness = Harness([server], max_in_flight=4)
+
+    async def scenario():
+        harness.greet()
+        await harness.until(lambda: len(harness.groups()) >= 8)
+
+    harness.run(scenario)
+    assert server.most_in_flight == 4
+    assert harness.collector.report().idle_seconds < 0.3
+
+
+def test_finished_groups_that_nobody_takes_hold_the_collector_back(server):
+    harness = Harness([server], limit=3, max_in_flight=2)
+
+    async def scenario():
+        harness.greet()
+        await harness.until(lambda: len(harness.groups()) >= 3)
+        await asyncio.sleep(0.4)
+        held_back = len(harness.groups())
+        assert held_back <= 3 + 1  # one group was in flight when the limit was reached
+        for delivery in list(harness.received):
+            harness.collector.handle(Ack(delivery.seq))
+        await harness.until(lambda: len(harness.groups()) > held_back)
+
+    harness.run(scenario)
+
+
+def test_a_failed_request_is_sent_again_and_kills_nothing(server):
+    """trl#7176."""
+    server.statuses = [500, 500]
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=2)
+        await harness.until(lambda: len(harness.groups()) == 2)
+
+    harness.run(scenario)
+    assert sum(group.attempt for group in harness.groups()) == 2
+    harness.check_balance()
+
+
+def test_a_group_whose_member_fails_for_good_ends_as_lost(server):
+    server.statuses = [500] * 3
+    harness = Harness([server], max_retries=0, max_in_flight=1)
+
+    async def scenario():
+        harness.greet(credit=4)
+        await harness.until(lambda: len(harness.groups()) == 1)
+        await asyncio.sleep(0.1)
+
+    harness.run(scenario)
+    assert [drop.reason for drop in harness.drops()] == ["lost"] * 3
+    assert {d.place for d in harness.drops()} | {g.place for g in harness.groups()} == {
+        (0, 0), (0, 1), (0, 2), (0, 3)
+    }  # fmt: skip
+    harness.check_balance()
+
+
+def test_an_aborted_completion_is_sent_again(server):
+    server.aborts = 2
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=1)
+        await harness.until(lambda: len(harness.groups()) == 1)
+
+    harness.run(scenario)
+    assert harness.groups()[0].attempt == 2
+
+
+def test_a_dead_server_leaves_its_requests_to_the_other(pair):
+    harness = Harness(pair)
+
+    async def scenario():
+        harness.greet()
+        await harness.until(lambda: len(harness.groups()) >= 2)
+        pair[1].stop()
+        before = len(harness.groups())
+        await harness.until(lambda: len(harness.groups()) >= before + 6)
+        assert list(harness.collector.report().down) == [pair[1].url]
+
+    harness.run(scenario)
+    assert harness.drops() == []
+    harness.check_balance()
+
+
+def test_a_server_that_is_stuck_though_healthy_is_taken_down(pair, caplog):
+    """vllm#53130: /health answers 200 while the engine is stuck; only the counter tells."""
+    pair[1].seconds, pair[1].generates = 60.0, False
+    harness = Harness(pair, request_timeout_seconds=0.6)
+
+    async def scenario():
+        harness.greet(credit=6)
+        await harness.until(lambda: len(harness.groups()) == 6)
+
+    with caplog.at_level("WARNING"):
+        harness.run(scenario)
+    assert "generated no token for 0.6 s with" in caplog.text
+    harness.check_balance()
+
+
+def test_a_server_with_other_weights_is_not_used_until_it_has_ours(server):
+    server.label = "default"
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=2)
+        await asyncio.sleep(0.5)
+        assert harness.groups() == [] and server.served == 0
+        server.label = "run/3"
+        await harness.until(lambda: len(harness.groups()) == 2)
+
+    harness.run(scenario)
+    assert {g.policy_version for g in harness.groups()} == {3}
+
+
+def test_a_server_whose_update_failed_is_not_used(server):
+    """trl#5932: a label without the weights. Rank 0 changes the label before it loads."""
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=1)
+        await harness.until(lambda: len(harness.groups()) == 1)
+        server.label = "run/updating"
+        harness.collector.handle(Version(server.url, None))
+        harness.collector.handle(Credit(3))
+        await asyncio.sleep(0.4)
+        assert len(harness.groups()) == 1
+        server.label = "run/1"
+        harness.collector.handle(Version(server.url, 1))
+        await harness.until(lambda: len(harness.groups()) == 3)
+
+    harness.run(scenario)
+    assert {g.policy_version for g in harness.groups()} == {0, 1}
+
+
+def test_spans_of_an_update_during_a_completion_are_recorded(server):
+    server.spans = [("run/4", 0, 1), ("run/5", 1, 2)]
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=1)
+        await harness.until(lambda: len(harness.groups()) == 1)
+
+    harness.run(scenario)
+    row = harness.groups()[0].rows[0]
+    assert row.spans == ((4, 0, 1), (5, 1, 2))
+    assert harness.groups()[0].policy_version == 4
+
+
+def test_groups_that_would_be_too_old_are_cancelled_and_counted(server):
+    server.seconds = 5.0
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=2)
+        await harness.until(lambda: server.in_flight == 4)
+        harness.collector.handle(Cancel(0))
+        assert harness.drops() == []
+        harness.collector.handle(Cancel(1))
+        assert [(d.reason, d.rollouts) for d in harness.drops()] == [("cancelled", 0)] * 2
+        await harness.until(lambda: harness.collector.report().running == 0)
+
+    harness.run(scenario)
+    harness.check_balance()
+
+
+def test_a_stalled_verifier_delays_its_group_and_nothing_else(server):
+    """Sampling goes on; the pool's time limit ends the stall (tests/rewards)."""
+    harness = Harness([server])
+
+    async def scenario():
+        harness.scorer.stalled = True
+        harness.greet()
+        await harness.until(lambda: server.served > 20)
+        assert harness.groups() == []
+        assert harness.collector.report().held_rollouts > 16
+        harness.scorer.stalled = False
+        await harness.until(lambda: len(harness.groups()) > 8)
+
+    harness.run(scenario)
+    harness.check_balance()
+
+
+def test_unacknowledged_groups_are_sent_again_after_a_second_hello(server):
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=3)
+        await harness.until(lambda: len(harness.groups()) == 3)
+        harness.collector.handle(Ack(1))
+        harness.greet(credit=3)
+        await harness.until(lambda: len(harness.groups()) == 5)
+
+    harness.run(scenario)
+    sent = [d.seq for d in harness.received if d.seq]
+    assert sorted(sent) == [1, 2, 2, 3, 3]
+    harness.check_balance()
+
+
+def test_a_drain_closes_the_books(server):
+    server.seconds = 0.3
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet()
+        await harness.until(lambda: len(harness.groups()) >= 2)
+        harness.collector.handle(Drain())
+        await harness.until(lambda: harness.received[-1].report.drained)
+        last = harness.received[-1].report
+        assert (last.held_rollouts, last.running) == (0, 0)
+
+    harness.run(scenario)
+    harness.check_balance()
+
+
+def test_a_refused_request_ends_the_collector_with_its_reason(server):
+    server.statuses = [400]
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=1)
+        await asyncio.sleep(10)
+
+    with pytest.raises(SamplerError, match=r"refused request .*as told"):
+        harness.run(scenario)
+
+
+def test_on_failure_stop_ends_the_collector_when_a_server_is_lost(server):
+    harness = Harness([server], on_failure="stop")
+
+    async def scenario():
+        harness.greet()
+        await harness.until(lambda: len(harness.groups()) >= 2)
+        server.stop()
+        await asyncio.sleep(10)
+
+    with pytest.raises(SamplerError, match=r"is lost .*on_failure is stop"):
+        harness.run(scenario)
