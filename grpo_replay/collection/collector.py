@@ -6,11 +6,13 @@ graded. Rank 0 acknowledges what is in its journal; until then the collector kee
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from grpo_replay.collection.dispatch import Dispatcher
 from grpo_replay.collection.messages import (
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 GRADE_POLL_SECONDS = 0.01
+LOOK_SECONDS = 0.1
+"""Time between two looks whether something failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +85,16 @@ class Collector:
             asyncio.create_task(self._send_reports()),
             asyncio.create_task(self._take_verdicts()),
         ]
-        stopped = asyncio.create_task(self._stopped.wait())
         try:
-            while not stopped.done():
+            while not self._stopped.is_set():
                 failure = [self._dispatcher.failure] if self._dispatcher else []
-                done, _ = await asyncio.wait(
-                    [stopped, *loops, *failure], timeout=0.2, return_when=asyncio.FIRST_COMPLETED
-                )
-                for each in done - {stopped}:
-                    each.result()
+                for each in (*loops, *failure):
+                    if each.done():
+                        each.result()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopped.wait(), LOOK_SECONDS)
         finally:
-            for task in (*loops, stopped):
+            for task in loops:
                 task.cancel()
             if self._dispatcher is not None:
                 await self._dispatcher.close()
@@ -197,7 +200,8 @@ class Collector:
     async def _take_verdicts(self) -> None:
         while True:
             await asyncio.sleep(GRADE_POLL_SECONDS)
-            for (place, index), verdict in self._parts.scorer.take_graded().items():  # type: ignore[misc]
+            for key, verdict in self._parts.scorer.take_graded().items():
+                place, index = cast(tuple[Place, int], key)
                 group = self._open.get(place)
                 if group is None:
                     continue  # cancelled or lost meanwhile

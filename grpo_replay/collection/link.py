@@ -30,6 +30,7 @@ from grpo_replay.errors import CollectorError
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.server.process import TRAINER_VARIABLES
 
+SOCKET_PARENT = "/tmp"
 STOP_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
 """A collector that lives but has sent nothing for so long is stuck. It reports every second; the
@@ -63,19 +64,25 @@ class Link:
     def __init__(self, settings: CollectorSettings) -> None:
         self.report = Report(sent=time.monotonic())
         self._heard = False
-        self._folder = Path(tempfile.mkdtemp(prefix="grpo-replay-"))  # mode 700
+        # Mode 700. The path of a Unix socket has at most 107 bytes, and TMPDIR may be long.
+        self._folder = Path(tempfile.mkdtemp(prefix="grpo-replay-", dir=SOCKET_PARENT))
         self._context = zmq.Context()
-        self._deliveries = self._bind(zmq.PULL, "deliveries")
-        self._commands = self._bind(zmq.PUSH, "commands")
+        self._deliveries = self._socket(zmq.PULL)
+        self._deliveries.bind(self._address("deliveries"))
+        # The side that connects may send before the other is there.
+        self._commands = self._socket(zmq.PUSH)
+        self._commands.connect(self._address("commands"))
         self._log = settings.log
         self._process = self._spawn(settings)
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket:
+    def _socket(self, kind: int) -> zmq.Socket:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(f"ipc://{self._folder / name}")
         return socket
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._folder / name}"
 
     def _spawn(self, settings: CollectorSettings) -> subprocess.Popen:
         file = self._folder / "settings.json"
@@ -86,8 +93,8 @@ class Link:
                     "urls": list(settings.urls),
                     "stop_token_ids": list(settings.stop_token_ids),
                     "unacknowledged_limit": settings.unacknowledged_limit,
-                    "deliveries": f"ipc://{self._folder / 'deliveries'}",
-                    "commands": f"ipc://{self._folder / 'commands'}",
+                    "deliveries": self._address("deliveries"),
+                    "commands": self._address("commands"),
                     "parent": os.getpid(),
                 }
             )

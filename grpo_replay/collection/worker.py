@@ -41,12 +41,13 @@ def main() -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     context = zmq.asyncio.Context()
-    deliveries = zmq.Context.shadow(context).socket(zmq.PUSH)
+    deliveries: zmq.Socket = zmq.Context.shadow(context).socket(zmq.PUSH)
     commands = context.socket(zmq.PULL)
-    for socket, name in ((deliveries, "deliveries"), (commands, "commands")):
+    for socket in (deliveries, commands):
         socket.set_hwm(0)
         socket.setsockopt(zmq.LINGER, 2000)
-        socket.connect(settings[name])
+    deliveries.connect(settings["deliveries"])
+    commands.bind(settings["commands"])
 
     def send(delivery: Delivery) -> None:
         deliveries.send(encode(delivery), zmq.NOBLOCK)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from collected import InstantScorer, NumberedPrompts
 from fake_server import FakeServer
 
 from grpo_replay.collection.collector import Collector, CollectorParts
@@ -26,39 +27,7 @@ from grpo_replay.collection.messages import (
 from grpo_replay.errors import SamplerError
 from grpo_replay.grpo.seeding import completion_seed
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.types import Prompt, RequestKey, Verdict
-
-PROMPTS = 6
-
-
-class NumberedPrompts:
-    """An endless order of six prompts; prompt i is the token i + 2."""
-
-    def __len__(self) -> int:
-        return PROMPTS
-
-    def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
-        indices = [position % PROMPTS for position in range(cursor, cursor + count)]
-        return tuple(
-            Prompt(f"p{i}", "", np.array([i + 2], dtype=np.int32), str(i), {}) for i in indices
-        )
-
-
-class InstantScorer:
-    """Grades at once: completion 0 of a group is right. `stalled`: never answers."""
-
-    def __init__(self) -> None:
-        self.stalled = False
-        self.waiting: list = []
-
-    def submit(self, key, text, answer, row=None) -> None:
-        self.waiting.append(key)
-
-    def take_graded(self):
-        if self.stalled:
-            return {}
-        keys, self.waiting = self.waiting, []
-        return {key: Verdict(1.0 if key[1] == 0 else -1.0, "scored") for key in keys}
+from grpo_replay.types import RequestKey
 
 
 class Harness:

@@ -1,10 +1,13 @@
-"""Groups as a collector would send them, made by hand."""
+"""Groups as a collector would send them, made by hand; prompts and a scorer for collectors."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Group, Row, Span, pack
+from grpo_replay.types import Prompt, Verdict
+
+PROMPTS = 6
 
 
 def row(
@@ -40,3 +43,33 @@ def group(
         started=1.0,
         finished=2.0,
     )
+
+
+class NumberedPrompts:
+    """An endless order of six prompts; prompt i is the token i + 2."""
+
+    def __len__(self) -> int:
+        return PROMPTS
+
+    def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
+        indices = [position % PROMPTS for position in range(cursor, cursor + count)]
+        return tuple(
+            Prompt(f"p{i}", "", np.array([i + 2], dtype=np.int32), str(i), {}) for i in indices
+        )
+
+
+class InstantScorer:
+    """Grades at once: completion 0 of a group is right. `stalled`: never answers."""
+
+    def __init__(self) -> None:
+        self.stalled = False
+        self.waiting: list = []
+
+    def submit(self, key, text, answer, row=None) -> None:
+        self.waiting.append(key)
+
+    def take_graded(self):
+        if self.stalled:
+            return {}
+        keys, self.waiting = self.waiting, []
+        return {key: Verdict(1.0 if key[1] == 0 else -1.0, "scored") for key in keys}

@@ -1,0 +1,281 @@
+"""Where rank 0 gets the groups of each step from: the journal's recorded steps, then the collector.
+
+A step that the journal has is repeated with exactly what it had seen. Afterwards the intake is
+live: what arrives is journalled, queued and acknowledged; `cut` ends a step's arrivals. A collector
+that dies is replaced; what it held is lost, and its groups are sampled again.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from grpo_replay.collection.admission import accepted_limit, may_start
+from grpo_replay.collection.arrivals import ArrivalRules, Arrivals, Selection
+from grpo_replay.collection.assembly import TakenRollouts, take_rollouts
+from grpo_replay.collection.journal import Journal
+from grpo_replay.collection.ledger import Amount
+from grpo_replay.collection.link import CollectorGone, CollectorSettings, Link
+from grpo_replay.collection.messages import (
+    Ack,
+    Cancel,
+    Credit,
+    Delivery,
+    Drain,
+    Drop,
+    Group,
+    Hello,
+    Record,
+    Report,
+    Restart,
+    Step,
+    Version,
+)
+from grpo_replay.collection.patience import Patience
+from grpo_replay.errors import CollectorError, JournalError
+from grpo_replay.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+DRAIN_SECONDS = 10.0
+RESTARTS_WITHOUT_PROGRESS = 3
+
+
+def arrival_rules(recipe: Recipe) -> ArrivalRules:
+    """What the recipe says about arrivals."""
+    never_gated = recipe.replays and recipe.replay.composition == "buffer_only"
+    return ArrivalRules(
+        groups_per_step=None if never_gated else recipe.sampling.prompts_per_step,
+        newest_first=recipe.sampling.collection.order == "newest_first",
+        max_age_steps=recipe.replay.max_age_steps,
+    )
+
+
+class Intake:
+    """The groups of a run, on rank 0. `records` is the journal so far, of which `step` steps are in
+    the checkpoint."""
+
+    def __init__(
+        self, recipe: Recipe, journal: Journal | None, records: Sequence[Record], step: int
+    ) -> None:
+        """`journal` is None for a run that only replays."""
+        self.recipe = recipe
+        self.arrivals = Arrivals(arrival_rules(recipe))
+        self.restarts = 0
+        self.newest_report = Report()
+        self._journal = journal
+        self._pending = deque(records)
+        self._recorded_steps = sum(isinstance(record, Step) for record in records)
+        self._link: Link | None = None
+        # A second Ctrl-C closes the intake while a thread still waits in it.
+        self._using_link = threading.RLock()
+        self._settings: CollectorSettings | None = None
+        self._epoch_length = 0
+        self._base = Amount()  # generated before the present collector
+        self._accepted_at_hello = self._discarded_at_hello = 0
+        self._delivered_groups = 0  # by the present collector
+        self._fruitless_restarts = 0
+        self._patience = Patience(recipe)
+        if step > self._recorded_steps:
+            raise JournalError(
+                f"the journal ends at step {self._recorded_steps}, the checkpoint is of step "
+                f"{step}: restore the run's journal/ folder from the same copy as the checkpoint"
+            )
+        for done in range(1, step + 1):
+            self.take_recorded(done)
+
+    @property
+    def replaying(self) -> bool:
+        """True while the journal has further steps."""
+        return self._recorded_steps > 0
+
+    def take_recorded(self, step: int) -> TakenRollouts:
+        """Repeat a step of the journal. Raises JournalError if it is not the next one."""
+        while not isinstance(record := self._pending.popleft(), Step):
+            self.arrivals.take_in(record)
+        if record.step != step or record.arrivals != self.arrivals.records:
+            raise JournalError(
+                f"the journal goes on with step {record.step} after {record.arrivals} arrivals, "
+                f"expected step {step} after {self.arrivals.records}"
+            )
+        self._recorded_steps -= 1
+        return self._settle(self.arrivals.select(step), record)
+
+    def cut(self, step: int, version: int, sampler_version: int) -> TakenRollouts:
+        """End the arrivals of a step, and take its groups."""
+        assert self._journal is not None
+        report, ledger = self.newest_report, self.arrivals.ledger
+        record = Step(
+            step, self.arrivals.records, version, sampler_version, *ledger.generated,
+            report.held_rollouts, report.held_tokens,
+        )  # fmt: skip
+        self._journal.append(record)
+        return self._settle(self.arrivals.select(step), record)
+
+    def _settle(self, selection: Selection, record: Step) -> TakenRollouts:
+        ledger = self.arrivals.ledger
+        taken = take_rollouts(selection, self.recipe, ledger)
+        generated = Amount(record.generated_rollouts, record.generated_tokens)
+        ledger.report(generated, Amount(record.held_rollouts, record.held_tokens))
+        ledger.check(record.step)
+        return taken
+
+    @property
+    def live(self) -> bool:
+        return self._link is not None
+
+    def go_live(self, settings: CollectorSettings, epoch_length: int, version: int) -> None:
+        """Take in what the journal has after its last step, and start a collector."""
+        while self._pending:
+            self.arrivals.take_in(self._pending.popleft())
+        self._settings, self._epoch_length = settings, epoch_length
+        self._start_collector(version)
+
+    def _start_collector(self, version: int) -> None:
+        assert self._settings is not None and self._journal is not None
+        self._write_off()
+        arrivals = self.arrivals
+        self._base = arrivals.ledger.generated
+        self._accepted_at_hello = arrivals.arrived_groups - arrivals.stale_groups
+        self._discarded_at_hello = arrivals.stale_groups + arrivals.dropped_groups
+        self._delivered_groups = 0
+        self.newest_report = Report()
+        self._patience.begin()
+        outstanding, cursor = arrivals.outstanding(self._epoch_length)
+        self._link = Link(self._settings)
+        self._link.send(Hello(self._settings.run, outstanding, cursor, version))
+        self.give_credit(version)
+
+    def _write_off(self) -> None:
+        """Count as lost what an earlier collector had generated, as of its last report, and did not
+        deliver."""
+        ledger = self.arrivals.ledger
+        known, delivered = ledger.generated, ledger.delivered
+        lost = Amount(*(max(a - b, 0) for a, b in zip(known, delivered, strict=True)))
+        if lost != Amount():
+            record = Restart(*lost)
+            assert self._journal is not None
+            self._journal.append(record)
+            self.arrivals.take_in(record)
+        ledger.report(ledger.delivered, Amount())
+
+    def give_credit(self, version: int) -> None:
+        """Tell the collector how many groups it may have started; `version` steps are done."""
+        if self._link is None:
+            return
+        arrivals, sampling = self.arrivals, self.recipe.sampling
+        if arrivals.rules.groups_per_step is None:
+            self._link.send(Credit(None))
+            return
+        limit = accepted_limit(
+            sampling.collection.max_ahead_steps, version, sampling.prompts_per_step,
+            self.recipe.run.steps,
+        )  # fmt: skip
+        discarded = arrivals.stale_groups + arrivals.dropped_groups - self._discarded_at_hello
+        self._link.send(Credit(may_start(limit, self._accepted_at_hello, discarded)))
+
+    def cancel_stale(self, next_step: int) -> None:
+        """Give up running groups that would be too old for `next_step`."""
+        limit = self.arrivals.rules.max_age_steps
+        if self._link is not None and limit is not None:
+            # Age at the step: next_step - (version + 1).
+            self._link.send(Cancel(next_step - 1 - limit))
+
+    def announce(self, url: str, version: int | None) -> None:
+        """A server was updated, or (None) failed to."""
+        if self._link is not None:
+            self._link.send(Version(url, version))
+
+    def poll(self, version: int, timeout_seconds: float = 0.0) -> None:
+        """Journal, queue and acknowledge what has arrived. Replaces a collector that is gone."""
+        with self._using_link:
+            assert self._link is not None, "the intake is closed"
+            try:
+                for delivery in self._link.receive(timeout_seconds):
+                    self._take_delivery(delivery)
+            except CollectorGone as gone:
+                self._replace_collector(gone, version)
+
+    def _take_delivery(self, delivery: Delivery) -> None:
+        assert self._link is not None and self._journal is not None
+        body, self.newest_report = delivery.body, delivery.report
+        if isinstance(body, Group | Drop):
+            if not self.arrivals.has(body.place):
+                self._journal.append(body)
+                self.arrivals.take_in(body)
+                self._delivered_groups += 1
+                self._fruitless_restarts = 0
+                self._patience.note_delivery(body)
+            self._link.send(Ack(delivery.seq))
+        report = self.newest_report
+        generated = Amount(report.generated_rollouts, report.generated_tokens)
+        held = Amount(report.held_rollouts, report.held_tokens)
+        self.arrivals.ledger.report(self._base.plus(generated), held)
+        self._patience.note(report)
+
+    def _replace_collector(self, gone: CollectorGone, version: int) -> None:
+        assert self._link is not None
+        self._fruitless_restarts += 1
+        if self._fruitless_restarts > RESTARTS_WITHOUT_PROGRESS:
+            raise CollectorError(
+                f"the collector ended {self._fruitless_restarts} times without delivering a group, "
+                f"last because {gone}"
+            ) from gone
+        self.restarts += 1
+        logger.warning("the collector is replaced: %s", gone)
+        self._link.close()
+        self._start_collector(version)
+
+    def wait(
+        self,
+        is_ready: Callable[[], bool],
+        stop_requested: Callable[[], bool],
+        on_poll: Callable[[Report], None],
+        what: str,
+        version: int,
+    ) -> bool:
+        """Poll until `is_ready`; False if a stop was requested first. Raises SamplerError, which
+        names `what` is waited for, if no request runs or none finishes for too long."""
+        self._patience.begin()
+        self.poll(version)
+        while not is_ready():
+            if stop_requested():
+                return False
+            self.poll(version, POLL_SECONDS)
+            self.give_credit(version)
+            on_poll(self.newest_report)
+            self._patience.refuse_endless(what, self.newest_report)
+        return True
+
+    def outstanding_groups(self) -> int:
+        """Groups that the collector works on, or that arrived and wait."""
+        return self.newest_report.started_groups - self._delivered_groups + len(self.arrivals)
+
+    def sync(self) -> None:
+        """Flush the journal, before a checkpoint that relies on it."""
+        if self._journal is not None:
+            self._journal.sync()
+
+    def finish(self) -> None:
+        """The last step has its groups: close the books of what is still running, and end the
+        collector."""
+        if self._link is None:
+            return
+        self._link.send(Drain())
+        deadline = time.monotonic() + DRAIN_SECONDS
+        try:
+            while not self.newest_report.drained and time.monotonic() < deadline:
+                for delivery in self._link.receive(POLL_SECONDS):
+                    self._take_delivery(delivery)
+        except CollectorGone as gone:
+            logger.warning("the collector ended before its books were closed: %s", gone)
+        self.close()
+
+    def close(self) -> None:
+        """End the collector. May be called twice."""
+        with self._using_link:
+            if self._link is not None:
+                self._link.close()
+                self._link = None

@@ -1,0 +1,222 @@
+"""Rank 0's side with a real collector in a thread and fake servers: journal, credit, restarts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from collected import InstantScorer, NumberedPrompts
+from fake_server import FakeServer
+from threaded_link import ThreadedLink
+
+from grpo_replay.collection import intake as intake_module
+from grpo_replay.collection.intake import Intake
+from grpo_replay.collection.journal import Journal, read_journal
+from grpo_replay.collection.link import CollectorSettings
+from grpo_replay.collection.messages import Credit, Group, Restart, Step
+from grpo_replay.errors import CollectorError, JournalError, SamplerError
+from grpo_replay.recipe import Recipe, resolve_recipe
+
+PER_STEP, STEPS = 2, 4
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    fake.seconds = 0.02
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(intake_module, "Link", ThreadedLink)
+    ThreadedLink.made = []
+    ThreadedLink.prompts, ThreadedLink.scorer = NumberedPrompts(), InstantScorer
+    yield
+    for link in ThreadedLink.made:
+        link.close()
+
+
+def recipe(server: FakeServer, **sections) -> Recipe:
+    servers = {"urls": [server.url], "on_failure": "drop", "request_timeout_seconds": 1.0}
+    return resolve_recipe(
+        [
+            {
+                "sampling": {
+                    "backend": "vllm_server", "prompts_per_step": PER_STEP, "group_size": 2,
+                    "servers": servers, "collection": {"max_ahead_steps": 1},
+                },
+                "run": {"mode": "async", "steps": STEPS},
+                "loss": {"behavior_logprobs": "sampler"},
+                "replay": {"warmup_steps": 1},
+            },
+            sections,
+        ]
+    )  # fmt: skip
+
+
+class Run:
+    """Steps of a trainer without a policy."""
+
+    def __init__(self, settings: Recipe, folder: Path, done: int = 0) -> None:
+        self.journal, records = Journal.open(folder)
+        self.intake = Intake(settings, self.journal, records, done)
+        self.recipe, self.done = settings, done
+        self.taken: dict[int, list[int]] = {}
+
+    def step(self) -> None:
+        step, intake = self.done + 1, self.intake
+        if intake.replaying:
+            taken = intake.take_recorded(step)
+        else:
+            if not intake.live:
+                self.go_live()
+            needed = intake.arrivals.rules.groups_per_step or 1
+            ready = lambda: intake.arrivals.ready(step) >= needed  # noqa: E731
+            assert intake.wait(ready, lambda: False, lambda _: None, f"step {step}", self.done)
+            intake.poll(self.done)
+            taken = intake.cut(step, self.done, self.done)
+        self.taken[step] = [rollout.rollout_id for rollout in taken.generated]
+        self.done = step
+        intake.give_credit(self.done)
+
+    def go_live(self) -> None:
+        urls = self.recipe.sampling.servers.urls
+        settings = CollectorSettings(self.recipe, "run", urls, (1,), None, Path("log"))
+        self.intake.go_live(settings, epoch_length=6, version=self.done)
+
+    def close(self) -> None:
+        self.intake.close()
+        self.journal.close()
+
+
+def places(folder: Path) -> list[tuple[int, int]]:
+    return [record.place for record in read_journal(folder) if isinstance(record, Group)]
+
+
+def test_every_step_gets_its_groups_and_the_last_none_too_many(server, tmp_path):
+    """Nothing waits at the first step or the last, and no group is sampled that none trains on."""
+    run = Run(recipe(server), tmp_path)
+    for _ in range(STEPS):
+        run.step()
+    run.intake.finish()
+    assert [len(ids) for ids in run.taken.values()] == [PER_STEP * 2] * STEPS
+    assert len(places(tmp_path)) == len(set(places(tmp_path))) == PER_STEP * STEPS
+    assert run.intake.arrivals.ledger.metrics()["ledger/inserted_rollouts"] == PER_STEP * STEPS * 2
+    run.intake.arrivals.ledger.check(STEPS)
+    run.close()
+
+
+def test_credit_stays_one_step_ahead_of_the_trainer(server, tmp_path):
+    run = Run(recipe(server), tmp_path)
+    run.step()
+    credits = [c.may_start for c in ThreadedLink.made[0].commands if isinstance(c, Credit)]
+    assert (credits[0], credits[-1]) == (2 * PER_STEP, 3 * PER_STEP)
+    run.close()
+
+
+def test_a_resumed_run_repeats_its_steps_and_then_samples_what_is_outstanding(server, tmp_path):
+    first = Run(recipe(server), tmp_path)
+    for _ in range(2):
+        first.step()
+    first.close()  # whatever had not arrived is sampled again
+    second = Run(recipe(server), tmp_path, done=1)
+    for _ in range(STEPS - 1):
+        second.step()
+    assert second.taken[2] == first.taken[2]
+    assert sorted(places(tmp_path)) == sorted({divmod(p, 6) for p in range(PER_STEP * STEPS)})
+    second.intake.arrivals.ledger.check(STEPS)
+    second.close()
+
+
+def test_the_journal_alone_repeats_every_selection(server, tmp_path):
+    run = Run(recipe(server), tmp_path)
+    for _ in range(STEPS):
+        run.step()
+    run.close()
+    again = Intake(recipe(server), None, list(read_journal(tmp_path)), 0)
+    for step in range(1, STEPS + 1):
+        taken = again.take_recorded(step)
+        assert [rollout.rollout_id for rollout in taken.generated] == run.taken[step]
+    assert again.arrivals.ledger.settled == run.intake.arrivals.ledger.settled
+
+
+def test_a_checkpoint_that_is_ahead_of_its_journal_is_refused(server, tmp_path):
+    run = Run(recipe(server), tmp_path)
+    run.step()
+    run.close()
+    with pytest.raises(JournalError, match=r"ends at step 1, the checkpoint is of step 2"):
+        Run(recipe(server), tmp_path, done=2)
+
+
+def test_a_dead_collector_is_replaced_and_no_prompt_is_sampled_twice(server, tmp_path):
+    server.seconds = 0.1
+    run = Run(recipe(server), tmp_path)
+    run.step()
+    ThreadedLink.made[0].die()
+    for _ in range(STEPS - 1):
+        run.step()
+    assert len(ThreadedLink.made) == 2 and run.intake.restarts == 1
+    assert len(places(tmp_path)) == len(set(places(tmp_path))) == PER_STEP * STEPS
+    ledger = run.intake.arrivals.ledger
+    ledger.check(STEPS)
+    lost = [record for record in read_journal(tmp_path) if isinstance(record, Restart)]
+    assert ledger.settled["lost"].rollouts == sum(record.rollouts for record in lost)
+    run.close()
+
+
+def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch):
+    run = Run(recipe(server), tmp_path)
+    run.step()
+    real = ThreadedLink.__init__
+
+    def stillborn(self, settings):
+        real(self, settings)
+        self.die()
+
+    monkeypatch.setattr(ThreadedLink, "__init__", stillborn)
+    ThreadedLink.made[0].die()
+    server.seconds = 5.0
+    with pytest.raises(CollectorError, match="ended 4 times without delivering a group"):
+        for _ in range(STEPS):
+            run.step()
+    run.close()
+
+
+def test_a_wait_without_any_server_names_what_it_waited_for(server, tmp_path):
+    run = Run(recipe(server), tmp_path)
+    run.step()
+    server.stop()
+    with pytest.raises(SamplerError, match=r"waited for step \d.* no request was running for 1 s"):
+        for _ in range(STEPS):
+            run.step()
+    run.close()
+
+
+def test_groups_that_are_lost_one_after_the_other_end_the_run(server, tmp_path):
+    server.statuses = [500] * 1000
+    settings = recipe(server)
+    run = Run(settings, tmp_path)
+    with pytest.raises(SamplerError, match=r"groups in a row were lost"):
+        run.step()
+    run.close()
+
+
+def test_a_stop_request_ends_the_wait(server, tmp_path):
+    server.seconds = 30.0
+    run = Run(recipe(server), tmp_path)
+    run.go_live()
+    assert not run.intake.wait(lambda: False, lambda: True, lambda _: None, "nothing", 0)
+    run.close()
+
+
+def test_every_step_record_says_how_much_had_arrived(server, tmp_path):
+    run = Run(recipe(server), tmp_path)
+    for _ in range(2):
+        run.step()
+    run.close()
+    records = list(read_journal(tmp_path))
+    for index, record in enumerate(records):
+        if isinstance(record, Step):
+            assert record.arrivals == sum(isinstance(r, Group) for r in records[:index])
+            assert record.generated_rollouts >= 2 * record.arrivals

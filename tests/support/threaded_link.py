@@ -1,0 +1,84 @@
+"""A link to a collector that runs in a thread of this process, instead of a process of its own."""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+from grpo_replay.collection.collector import Collector, CollectorParts
+from grpo_replay.collection.link import CollectorGone, CollectorSettings
+from grpo_replay.collection.messages import (
+    Command,
+    Delivery,
+    Report,
+    Stop,
+    decode_command,
+    decode_delivery,
+    encode,
+)
+
+
+class ThreadedLink:
+    """Everything is encoded and decoded as between processes. `die` is what SIGKILL would do."""
+
+    made: "list[ThreadedLink]" = []  # noqa: RUF012
+    prompts = scorer = None  # set by the test
+
+    def __init__(self, settings: CollectorSettings) -> None:
+        self.report = Report(sent=time.monotonic())
+        self.commands: list[Command] = []
+        self._deliveries: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._settings = settings
+        self._gone = False
+        self._loop = asyncio.new_event_loop()
+        self._collector = self._loop.run_until_complete(self._make())
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+        ThreadedLink.made.append(self)
+
+    async def _make(self) -> Collector:
+        return Collector(
+            CollectorParts(
+                self._settings.recipe, self._settings.urls, self._settings.stop_token_ids,
+                self._settings.unacknowledged_limit, type(self).prompts, lambda ids: str(ids),
+                type(self).scorer(), self._accept,
+            )
+        )  # fmt: skip
+
+    def _accept(self, delivery: Delivery) -> None:
+        if not self._gone:
+            self._deliveries.put(encode(delivery))
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._collector.run())
+
+    def send(self, command: Command) -> None:
+        self.commands.append(command)
+        self._loop.call_soon_threadsafe(self._collector.handle, decode_command(encode(command)))
+
+    def receive(self, timeout_seconds: float = 0.0) -> Iterator[Delivery]:
+        wait = timeout_seconds
+        while True:
+            try:
+                payload = (
+                    self._deliveries.get(timeout=wait) if wait else (self._deliveries.get_nowait())
+                )
+            except queue.Empty:
+                break
+            wait = 0.0
+            delivery = decode_delivery(payload)
+            self.report = delivery.report
+            yield delivery
+        if self._gone:
+            raise CollectorGone("it exited with code -9")
+
+    def die(self) -> None:
+        self._gone = True
+        self.close()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._collector.handle, Stop())
+            self._thread.join(10)
