@@ -25,6 +25,14 @@ def open_sampler(
         from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
         return VllmLocalSampler.open(recipe, model_path, comm)
+    if recipe.run.mode == "async":
+        if recipe.sampling.collection.replay_journal is not None:
+            from grpo_replay.sampling.none import NoSampler
+
+            return NoSampler.open(recipe, model_path)
+        from grpo_replay.sampling.server.rolling import RollingServerSampler
+
+        return RollingServerSampler.open(recipe, model_path, comm, log_folder)
     from grpo_replay.sampling.server.sampler import VllmServerSampler
 
     return VllmServerSampler.open(recipe, model_path, comm, log_folder)

@@ -13,7 +13,7 @@ from typing import Any
 class FakeServer:
     """Answers `tokens` with log-prob -0.5 each, from weights labelled `label`."""
 
-    def __init__(self, label: str = "run/0") -> None:
+    def __init__(self, label: str = "run/0", port: int = 0) -> None:
         self.label = label
         self.tokens = [7, 1]
         self.logprob = -0.5
@@ -39,11 +39,14 @@ class FakeServer:
                     self._send(200, server._metrics().encode())
                     return
                 time.sleep(server.health_seconds * (self.path == "/health"))
-                answers = {"/health": None, "/weight_info": {"weight_version": server.label}}
-                self._answer(200, answers[self.path])
+                self._answer(200, server.describe(self.path))
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                payload = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                body = json.loads(payload) if payload else None
+                if self.path != "/inference/v1/generate":
+                    self._answer(*server.control(self.path, body))
+                    return
                 answer = server._complete(body)
                 self.connection.setblocking(False)
                 with contextlib.suppress(BlockingIOError):
@@ -66,9 +69,21 @@ class FakeServer:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         threading.Thread(target=self._http.serve_forever, daemon=True).start()
+
+    def describe(self, path: str) -> Any:
+        """The answer to a GET."""
+        return {"/health": None, "/weight_info": {"weight_version": self.label}}[path]
+
+    def control(self, path: str, body: Any) -> tuple[int, Any]:
+        """The status and answer to a POST other than a completion."""
+        return 404, {"error": {"message": path}}
+
+    def sample(self, body: dict[str, Any]) -> list[int]:
+        """The tokens of a completion."""
+        return self.tokens
 
     def _metrics(self) -> str:
         """As Prometheus prints a counter."""
@@ -94,10 +109,11 @@ class FakeServer:
             self.served += status == 200
         if status != 200:
             return status, {"error": {"message": "as told", "code": status}}
-        spans = self.spans or [(self.label, 0, len(self.tokens))]
+        tokens = self.sample(body)
+        spans = self.spans or [(self.label, 0, len(tokens))]
         choice = {
-            "token_ids": self.tokens,
-            "logprobs": {"content": [{"logprob": self.logprob} for _ in self.tokens]},
+            "token_ids": tokens,
+            "logprobs": {"content": [{"logprob": self.logprob} for _ in tokens]},
             "finish_reason": "abort" if aborted else "stop",
             "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
         }

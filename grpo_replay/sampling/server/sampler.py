@@ -39,7 +39,12 @@ from grpo_replay.sampling.server.request_pool import PoolSettings, ServerPool
 from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
 from grpo_replay.sampling.server.weight_files import SyncFolder
 from grpo_replay.sampling.server.weight_nccl import NcclTransfer
-from grpo_replay.sampling.server.weight_transfer import FolderTransfer, Transfer, publish
+from grpo_replay.sampling.server.weight_transfer import (
+    FolderTransfer,
+    KeptFolderTransfer,
+    Transfer,
+    publish,
+)
 from grpo_replay.sampling.vllm_requests import check_request
 from grpo_replay.sampling.vllm_settings import engine_arguments
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
@@ -252,4 +257,5 @@ def _transfer(recipe: Recipe, expected: ExpectedWeights) -> Transfer:
     if settings.weight_transfer == "nccl":
         return NcclTransfer(expected, bucket_bytes, settings.request_timeout_seconds)
     folder = SyncFolder(settings.sync_folder, expected.bytes_needed)
-    return FolderTransfer(folder, bucket_bytes, settings.request_timeout_seconds)
+    kind = KeptFolderTransfer if recipe.run.mode == "async" else FolderTransfer
+    return kind(folder, bucket_bytes, settings.request_timeout_seconds)

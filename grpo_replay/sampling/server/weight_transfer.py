@@ -69,32 +69,80 @@ class FolderTransfer:
         self._folder.close()
 
 
+class KeptFolderTransfer(FolderTransfer):
+    """Keeps the staged version until another one is published, for servers that come later."""
+
+    def __init__(self, folder: SyncFolder, bucket_bytes: int, timeout_seconds: float) -> None:
+        super().__init__(folder, bucket_bytes, timeout_seconds)
+        self._version: int | None = None
+        self._superseded: Path | None = None
+
+    def stage(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        servers: Sequence[VllmServer],
+    ) -> None:
+        superseded = self._staged
+        super().stage(named_tensors, version, servers)
+        self._superseded, self._version = superseded, version
+
+    def holds(self, version: int) -> bool:
+        """True if this version is staged."""
+        return self._version == version
+
+    def discard(self) -> None:
+        """Discard the version before the staged one."""
+        if self._superseded is not None:
+            self._folder.remove(self._superseded)
+            self._superseded = None
+
+
+UPDATING = "updating"
+"""Label of a server while it loads weights, after the run's prefix: not a version."""
+
+
+def switch_server(
+    server: VllmServer,
+    load_on: Callable[[VllmServer], None],
+    version: int,
+    timeout_seconds: float,
+) -> str | None:
+    """Pause a server, load the weights with `load_on`, empty its prefix cache, set its label and
+    resume it. Returns why it did not confirm the label, or None.
+
+    The label is "updating" in between: a server that fails half-way must not be used as the old
+    version or as the new one.
+    """
+    label = server.label(version)
+    try:
+        server.pause(timeout_seconds)
+        server.set_weight_label(server.prefix + UPDATING)
+        load_on(server)
+        if not server.drop_cached_prompts():
+            return f"its prompt cache could not be emptied for policy version {version}"
+        server.set_weight_label(label)
+        server.resume()
+        confirmed = block_on(server.weight_label())
+    except (Refused, Unreachable) as error:
+        return f"it did not take policy version {version}: {error}"
+    except (KeyError, TypeError) as error:
+        return f"it answers, but not like vLLM 0.32: {error!r}"
+    return None if confirmed == label else f"it confirmed {confirmed!r} instead of {label!r}"
+
+
 def publish(
     servers: Sequence[VllmServer],
     load_on: Callable[[VllmServer], None],
     version: int,
     timeout_seconds: float,
 ) -> dict[str, str]:
-    """Pause every server, load the weights with `load_on`, empty its prefix cache, set its label
-    and resume it; all servers in parallel. Returns URL -> reason for those that did not confirm the
-    label."""
+    """`switch_server` on all servers in parallel. Returns URL -> reason for those that did not
+    confirm the label."""
 
-    def publish_to(server: VllmServer) -> str | None:
-        label = server.label(version)
-        try:
-            server.pause(timeout_seconds)
-            load_on(server)
-            if not server.drop_cached_prompts():
-                return f"its prompt cache could not be emptied for policy version {version}"
-            server.set_weight_label(label)
-            server.resume()
-            confirmed = block_on(server.weight_label())
-        except (Refused, Unreachable) as error:
-            return f"it did not take policy version {version}: {error}"
-        except (KeyError, TypeError) as error:
-            return f"it answers, but not like vLLM 0.32: {error!r}"
-        return None if confirmed == label else f"it confirmed {confirmed!r} instead of {label!r}"
+    def switch(server: VllmServer) -> str | None:
+        return switch_server(server, load_on, version, timeout_seconds)
 
     with ThreadPoolExecutor(max_workers=max(len(servers), 1)) as threads:
-        reasons = list(threads.map(publish_to, servers))
+        reasons = list(threads.map(switch, servers))
     return {s.url: reason for s, reason in zip(servers, reasons, strict=True) if reason}

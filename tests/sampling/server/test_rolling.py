@@ -1,0 +1,168 @@
+"""Rolling weight updates on fake servers: one after the other, kept for those that come later."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from fake_policy_server import FakePolicyServer
+from small_runs.asynchronous import async_recipe
+from tiny_policy import changed, named_tensors, save_policy
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.server.rolling import RollingServerSampler
+from grpo_replay.tiny import BASE_DIR
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakePolicyServer]]:
+    pair = [FakePolicyServer(), FakePolicyServer()]
+    yield pair
+    for server in pair:
+        server.stop()
+
+
+@pytest.fixture
+def policy(tmp_path):
+    return save_policy(tmp_path / "policy", tie=True)
+
+
+def open_sampler(urls: list[str], sync_folder, **servers) -> RollingServerSampler:
+    section = {"sampling": {"servers": {"sync_folder": str(sync_folder), **servers}}}
+    return RollingServerSampler.open(async_recipe(urls, section), str(BASE_DIR), Comm())
+
+
+@pytest.fixture
+def sampler(servers, tmp_path) -> Iterator[RollingServerSampler]:
+    opened = open_sampler([server.url for server in servers], tmp_path / "sync")
+    yield opened
+    opened.close()
+
+
+def wait_until(condition, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(condition())
+
+
+UPDATE = ["pause", "updating", "reload_weights", "reset_prefix_cache", "version", "resume"]
+
+
+def words(server: FakePolicyServer) -> list[str]:
+    """The control calls since the sampler was open, labels by what they say."""
+    start = server.calls.index("pause")
+    labels = {True: "updating", False: "version"}
+    return [
+        labels[call.endswith("/updating")] if "/" in call else call for call in server.calls[start:]
+    ]
+
+
+def test_an_update_pauses_empties_the_cache_labels_and_confirms(sampler, servers, policy):
+    """NeMo-RL#4018: a prefix cache that survives an update answers with the old policy."""
+    sampler.load_weights(named_tensors(changed(policy, 1)), 1)
+    for server in servers:
+        assert words(server) == [*UPDATE, *UPDATE]  # version 0 at the opening, then version 1
+        assert server.label.endswith("/1")
+
+
+def test_everything_is_gathered_before_anything_is_sent(sampler, servers, policy):
+    """trl#7103: gathers between sends hang with more than one rank."""
+    seen = [len(server.calls) for server in servers]
+    gathered = 0
+
+    def gather():
+        nonlocal gathered
+        for pair in named_tensors(changed(policy, 2)):
+            assert [len(server.calls) for server in servers] == seen
+            gathered += 1
+            yield pair
+
+    sampler.load_weights(gather(), 1)
+    assert gathered > 20
+    assert all(len(server.calls) > count for server, count in zip(servers, seen, strict=True))
+
+
+def test_servers_are_updated_one_after_the_other(sampler, servers, policy):
+    """At any time at most one of them is paused."""
+    paused: set[str] = set()
+    most = 0
+    for server in servers:
+        original = server.control
+
+        def control(path, body, server=server, original=original):
+            nonlocal most
+            paused.add(server.url) if path.startswith("/pause") else None
+            paused.discard(server.url) if path == "/resume" else None
+            most = max(most, len(paused))
+            return original(path, body)
+
+        server.control = control
+    sampler.load_weights(named_tensors(changed(policy, 3)), 1)
+    assert most == 1
+
+
+def test_the_last_staged_version_stays_until_the_next_is_published(
+    sampler, servers, policy, tmp_path
+):
+    def staged() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "sync").glob("*/version-*"))
+
+    assert staged() == ["version-0"]
+    sampler.load_weights(named_tensors(changed(policy, 4)), 1)
+    assert staged() == ["version-1"]
+    sampler.close()
+    assert staged() == []
+
+
+def test_a_server_that_fails_to_load_has_no_version_and_the_other_goes_on(sampler, servers, policy):
+    told = {}
+    sampler.on_switch = told.__setitem__
+    servers[0].load_status = 500
+    sampler.load_weights(named_tensors(changed(policy, 5)), 1)
+    assert servers[0].label.endswith("/updating")
+    assert servers[1].label.endswith("/1")
+    assert told == {servers[0].url: None, servers[1].url: 1}
+    servers[0].load_status = 200  # what was wrong is mended: the keeper brings version 1
+    assert wait_until(lambda: servers[0].label.endswith("/1"))
+    assert servers[0].loaded[-1] == "version-1"
+
+
+def test_a_server_that_was_restarted_gets_the_newest_version(sampler, servers, policy):
+    sampler.load_weights(named_tensors(changed(policy, 6)), 1)
+    port = int(servers[0].url.rsplit(":", 1)[1])
+    servers[0].stop()
+    sampler.load_weights(named_tensors(changed(policy, 7)), 2)
+    assert servers[1].label.endswith("/2")
+    servers[0] = FakePolicyServer(port)
+    assert wait_until(lambda: servers[0].label.endswith("/2"))
+    assert servers[0].loaded == ["version-2"]
+    sampler.load_weights(named_tensors(changed(policy, 8)), 3)
+    assert {server.label.rsplit("/")[-1] for server in servers} == {"3"}
+
+
+def test_a_server_may_come_later_but_one_must_be_there(servers, tmp_path):
+    port = int(servers[1].url.rsplit(":", 1)[1])
+    servers[1].stop()
+    opened = open_sampler([server.url for server in servers], tmp_path / "sync")
+    try:
+        servers[1] = FakePolicyServer(port)
+        assert wait_until(lambda: servers[1].label.endswith("/0"))
+    finally:
+        opened.close()
+    urls = [server.url for server in servers]
+    for server in servers:
+        server.stop()
+    with pytest.raises(SamplerError, match="none of the vLLM servers answers"):
+        open_sampler(urls, tmp_path / "other")
+
+
+def test_on_failure_stop_ends_the_run_at_an_update(servers, policy, tmp_path):
+    urls = [server.url for server in servers]
+    opened = open_sampler(urls, tmp_path / "sync", on_failure="stop")
+    servers[0].load_status = 500
+    try:
+        with pytest.raises(SamplerError, match="on_failure is stop"):
+            opened.load_weights(named_tensors(changed(policy, 9)), 1)
+    finally:
+        opened.close()

@@ -1,0 +1,122 @@
+"""Small asynchronous runs: the real trainer, collector and journal with fake policy servers.
+
+    python -m small_runs.asynchronous FOLDER SECTIONS_JSON [KILL_AFTER_STEP]
+
+trains in FOLDER, resuming if a run is there; with a step, it kills itself right after it.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from grpo_replay.collection.ledger import CATEGORIES
+from grpo_replay.commands.train_display import Display
+from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.training.run import run_training
+from small_runs.trained import SMALL, FinishedRun, same_weights
+
+ASYNCHRONOUS: dict[str, Any] = {
+    "sampling": {"backend": "vllm_server", "logprob_gap_limit": 1000.0},
+    "reward": {"function": "collected_rewards:even"},
+    "replay": {"warmup_steps": 2, "max_age_steps": 6},
+    "loss": {"behavior_logprobs": "sampler"},
+    "run": {"mode": "async", "steps": 6},
+    "eval": {"benchmarks": []},
+}
+
+BUFFER_ONLY: dict[str, Any] = {
+    "preset": "fifo", "warmup_steps": 0, "capacity_rollouts": 60, "ratio": 1.0,
+    "max_age_steps": None,
+}  # fmt: skip
+
+
+def async_recipe(urls: Sequence[str], *layers: dict[str, Any]) -> Recipe:
+    servers = {
+        "urls": list(urls), "on_failure": "drop", "request_timeout_seconds": 20.0,
+        "max_in_flight": 16,
+    }  # fmt: skip
+    return resolve_recipe([SMALL, ASYNCHRONOUS, {"sampling": {"servers": servers}}, *layers])
+
+
+def train_async_run(
+    recipe: Recipe, path: Path, resume: bool = False, after: "dict[int, Action] | None" = None
+) -> FinishedRun:
+    """Train in this process. `after[step]()` is called after that step."""
+    run_training(recipe, path, resume, _Acting(after or {}))
+    return FinishedRun(path, recipe)
+
+
+Action = Callable[[], object]
+
+
+class _Acting(Display):
+    def __init__(self, after: dict[int, Action]) -> None:
+        self.after = after
+
+    def on_step(self, metrics: Any) -> None:
+        if action := self.after.get(metrics["step"]):
+            action()
+
+
+def collector_pids() -> list[int]:
+    """Collectors that this process started and that live."""
+    return [
+        child.pid
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE
+        and any("collection.worker" in word for word in child.cmdline())
+    ]
+
+
+def replay_run(run: FinishedRun, path: Path) -> FinishedRun:
+    """The run again, from its journal, without servers."""
+    collection = {"replay_journal": str(run.path)}
+    changed = resolve_recipe(
+        [run.recipe.model_dump(mode="json"), {"sampling": {"collection": collection}}]
+    )
+    return train_async_run(changed, path)
+
+
+class _Killer(Display):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, metrics: Any) -> None:
+        if metrics["step"] == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def same_weights_as_journal(run: FinishedRun, folder: Path) -> bool:
+    return same_weights(run.weights(), replay_run(run, folder).weights())
+
+
+def check_ledger(run: FinishedRun) -> None:
+    """generated = the five ends + in flight, at every step, in rollouts and in tokens; and the ends
+    are what rollouts/ has."""
+    sums = dict.fromkeys(["inserted", "zero_variance", "stale"], 0)
+    for line in run.metrics:
+        for unit in ("rollouts", "tokens"):
+            ends = sum(line[f"ledger/{name}_{unit}"] for name in (*CATEGORIES, "in_flight"))
+            assert line[f"ledger/generated_{unit}"] == ends > 0
+        for row in run.rollouts(line["step"]):
+            zero = row["group_reward_std"] == 0 and not row["kept"]
+            sums["inserted" if row["kept"] else "zero_variance" if zero else "stale"] += 1
+        for name in ("inserted", "zero_variance", "stale"):
+            assert line[f"ledger/{name}_rollouts"] == sums[name]
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    folder, sections = Path(sys.argv[1]), json.loads(sys.argv[2])
+    urls = sections.pop("urls")
+    observer = _Killer(int(sys.argv[3])) if len(sys.argv) > 3 else Display()
+    exists = (folder / "recipe.yaml").exists()
+    run_training(async_recipe(urls, sections), folder, exists, observer)
