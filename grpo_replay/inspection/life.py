@@ -99,7 +99,13 @@ def _uses(source: Source, rollout_id: int) -> tuple[Use, ...]:
 
 def _fate(source: Source, row: Mapping[str, Any]) -> str:
     if not row["kept"] and row["group_reward_std"] > 0:
-        return "never stored: it was cut off, and reward.mask_truncated leaves such rollouts out"
+        recipe = source.recipe
+        masks = recipe is not None and recipe.reward.mask_truncated
+        if masks and row["finish_reason"] == "length":
+            return "never stored: it was cut off, and reward.mask_truncated leaves such rollouts out"
+        return (
+            "never stored: it was too old at its step, or the weights changed while it was sampled"
+        )
     if not row["kept"]:
         return "never stored: all rewards of its group are equal, so there is no learning signal"
     recipe = source.recipe
@@ -121,8 +127,9 @@ def _eviction_step(source: Source, recipe: Recipe, rollout_id: int, birth_step: 
     settings = recipe.replay
     steps, log = survivors_for(source, birth_step, settings)
     buffer = ReplayBuffer(settings, recipe.sampling.group_size)
+    stored_at = int(log.logged_step[log.rollout_id == rollout_id][0])
     for step in replay_storage(buffer, log, steps):
-        if step >= birth_step and not (buffer.column("rollout_id") == rollout_id).any():
+        if step >= stored_at and not (buffer.column("rollout_id") == rollout_id).any():
             return step
     return None
 

@@ -90,7 +90,7 @@ def replay_storage(
     Nothing is drawn, so uses are not counted.
     """
     for step in steps:
-        fresh = rollouts_without_tokens(survivors.take(survivors.birth_step == step))
+        fresh = rollouts_without_tokens(survivors.take(survivors.logged_step == step))
         buffer.evict(step)
         insert_before_draw(buffer, fresh, step)
         insert_after_update(buffer, fresh, step, _NOTHING_DRAWN)

@@ -39,6 +39,9 @@ class RolloutColumns:
     rollout_id: np.ndarray  # int64
     group_id: np.ndarray  # int64
     birth_step: np.ndarray  # int64
+    logged_step: (
+        np.ndarray
+    )  # int64, that took it from the sampler; later than birth if asynchronous
     reward: np.ndarray  # float64
     advantage: np.ndarray  # float64, NaN if the group was dropped
     group_std: np.ndarray  # float64, exactly 0 if all rewards of the group are equal
@@ -101,6 +104,7 @@ _DTYPES = {
     "rollout_id": np.int64,
     "group_id": np.int64,
     "birth_step": np.int64,
+    "logged_step": np.int64,
     "reward": np.float64,
     "advantage": np.float64,
     "group_std": np.float64,
@@ -124,6 +128,7 @@ def _scalars(batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         "rollout_id": array("rollout_id", np.int64),
         "group_id": array("group_id", np.int64),
         "birth_step": array("birth_step", np.int64),
+        "logged_step": array("birth_step", np.int64),
         "reward": array("reward", np.float64),
         "advantage": array("advantage", np.float64),
         "group_std": array("group_reward_std", np.float64),
@@ -163,16 +168,23 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
     """Every rollout of the rollout log, including dropped ones. Raises SnapshotError, also for a
     file that holds another step, and for a reward or advantage that is not a number."""
     collector = _Collector()
-    for step, path in tracked(files, "reading rollouts"):
-        for batch in iter_columns(path, "rollouts", (*SCALARS, "kept")):
-            part = _scalars(batch)
-            born = part["birth_step"]
-            _refuse_another_step(path, born[born > step])
-            _refuse_non_numbers(path, part)
-            collector.add(part, batch.column("prompt_id"))
+    for step, batch in _log_batches(files):
+        path = dict(files)[step]
+        part = _scalars(batch)
+        born = part["birth_step"]
+        _refuse_another_step(path, born[born > step])
+        _refuse_non_numbers(path, part)
+        part |= {"logged_step": np.full(batch.num_rows, step, dtype=np.int64)}
+        collector.add(part, batch.column("prompt_id"))
     columns = collector.columns()
     _refuse_doubled(files, columns.rollout_id)
     return columns
+
+
+def _log_batches(files: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, pa.RecordBatch]]:
+    for step, path in tracked(files, "reading rollouts"):
+        for batch in iter_columns(path, "rollouts", (*SCALARS, "kept")):
+            yield step, batch
 
 
 def _refuse_another_step(path: Path, wrong_steps: np.ndarray) -> None:

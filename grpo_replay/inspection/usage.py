@@ -30,7 +30,7 @@ def uses_over_run(
     rows = find_rows(kept.rollout_id, draws.rollout_id)
     uses = np.bincount(rows[rows >= 0], minlength=len(kept))
     all_train = not settings.replays or settings.composition == "fresh_anchored"
-    uses += all_train | (kept.birth_step <= settings.warmup_steps)
+    uses += all_train | (kept.logged_step <= settings.warmup_steps)
     return RunUses(count_values(uses), float(uses.mean()))
 
 

@@ -135,9 +135,9 @@ def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
     buffer = ReplayBuffer(settings, group_size)
     rollouts = rollouts_without_tokens(log.take(log.kept))
     kept_rows = np.flatnonzero(log.kept)
-    births = log.birth_step[kept_rows]
+    taken = log.logged_step[kept_rows]
     row_of = dict(zip(log.rollout_id[kept_rows].tolist(), kept_rows.tolist(), strict=True))
-    steps, generated = np.unique(log.birth_step, return_counts=True)
+    steps, generated = np.unique(log.logged_step, return_counts=True)
     rows: list[int] = []
     ages: list[np.ndarray] = []
     replayed: list[np.ndarray] = []
@@ -145,7 +145,7 @@ def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
     entropies: list[float] = []
     stored: list[int] = []
     for step, count in zip(steps.tolist(), generated.tolist(), strict=True):
-        first, last = np.searchsorted(births, [step, step + 1])
+        first, last = np.searchsorted(taken, [step, step + 1])
         fresh = rollouts[first:last]
         buffer.evict(step)
         insert_before_draw(buffer, fresh, step)
@@ -186,7 +186,7 @@ def _logged(source: Source, log: RolloutColumns, recipe: Recipe) -> _Trained:
     if settings.composition == "fresh_anchored" or not settings.replays:
         fresh = np.flatnonzero(log.kept)
     else:
-        fresh = np.flatnonzero(log.kept & (log.birth_step <= settings.warmup_steps))
+        fresh = np.flatnonzero(log.kept & (log.logged_step <= settings.warmup_steps))
     replayed = np.ones(int(known.sum()), dtype=bool)
     if settings.composition == "pool":
         replayed = draws.age[known] > 0

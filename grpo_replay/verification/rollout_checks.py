@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.recipe import Recipe
+from grpo_replay.verification.async_checks import (
+    check_async_versions,
+    check_birth_steps,
+    is_dropped,
+)
 from grpo_replay.verification.report import Check, Tally
 from grpo_replay.verification.run_files import RunFiles
 
@@ -42,18 +47,12 @@ def check_groups(run: RunFiles) -> Check:
 
 
 def _check_groups_of_step(run: RunFiles, step: int, rows: slice, tally: Tally) -> None:
-    ids, births = run.rollouts["rollout_id"][rows], run.rollouts["birth_step"][rows]
-    tally.expect_all(
-        births == step, lambda i: f"step {step}: rollout {ids[i]} has birth_step {births[i]}"
-    )
     groups = _groups(run, rows)
-    settings = run.recipe_at(step).sampling
-    least, most = settings.prompts_per_step, settings.prompts_per_step * (settings.max_refills + 1)
-    expected = f"{least}" if least == most else f"{least} to {most}"
-    tally.expect(
-        least <= len(groups) <= most, f"step {step}: {len(groups)} groups, expected {expected}"
-    )
-    size = settings.group_size
+    if run.recipe_at(step).run.mode == "async":
+        check_birth_steps(run, step, rows, len(groups), tally)
+    else:
+        _check_births(run, step, rows, len(groups), tally)
+    size = run.recipe_at(step).sampling.group_size
     for group_id, members in groups.items():
         indices = sorted(run.rollouts["completion_index"][members].tolist())
         prompts = set(run.rollouts["prompt_id"][members].tolist())
@@ -64,9 +63,22 @@ def _check_groups_of_step(run: RunFiles, step: int, rows: slice, tally: Tally) -
         )
 
 
+def _check_births(run: RunFiles, step: int, rows: slice, groups: int, tally: Tally) -> None:
+    ids, births = run.rollouts["rollout_id"][rows], run.rollouts["birth_step"][rows]
+    tally.expect_all(
+        births == step, lambda i: f"step {step}: rollout {ids[i]} has birth_step {births[i]}"
+    )
+    settings = run.recipe_at(step).sampling
+    least, most = settings.prompts_per_step, settings.prompts_per_step * (settings.max_refills + 1)
+    expected = f"{least}" if least == most else f"{least} to {most}"
+    tally.expect(least <= groups <= most, f"step {step}: {groups} groups, expected {expected}")
+
+
 def check_versions(run: RunFiles) -> Check:
     """The policy version that sampled each rollout. In sync mode it is that of the last weight
-    push, one every `sync_every_steps` steps. Other modes are not checked."""
+    push, one every `sync_every_steps` steps."""
+    if run.recipe.run.mode == "async":
+        return check_async_versions(run)
     tally = Tally("policy versions", "sampled by the weights of the last push before the step")
     logged = {int(line["step"]): line.get("sampler/policy_version") for line in run.metrics}
     pushed = _last_pushes(run)
@@ -123,13 +135,14 @@ def check_advantages(run: RunFiles) -> list[Check]:
     for step, rows in run.rows_of_step.items():
         for group_id, members in _groups(run, rows).items():
             place = f"step {step}, group {group_id}"
-            _check_group(run, run.recipe_at(step), place, members, tallies)
+            _check_group(run, step, place, members, tallies)
     return [tallies.kept.result(), tallies.statistics.result(), tallies.advantages.result()]
 
 
 def _check_group(
-    run: RunFiles, recipe: Recipe, place: str, members: np.ndarray, tallies: _GroupTallies
+    run: RunFiles, step: int, place: str, members: np.ndarray, tallies: _GroupTallies
 ) -> None:
+    recipe = run.recipe_at(step)
     rewards = [float(reward) for reward in run.rollouts["reward"][members]]
     differ = max(rewards) != min(rewards)
     has_signal = differ or not recipe.replay.drop_zero_variance
@@ -141,7 +154,8 @@ def _check_group(
     for row, reward in zip(members, rewards, strict=True):
         here = f"{place}, rollout {run.rollouts['rollout_id'][row]}"
         rollout = {name: column[row] for name, column in run.rollouts.items()}
-        keeps = has_signal and not (masks and rollout["truncated"])
+        dropped = recipe.run.mode == "async" and is_dropped(run, step, row)
+        keeps = has_signal and not (masks and rollout["truncated"]) and not dropped
         _check_statistics(rollout, here, mean, std, correct, tallies.statistics)
         tallies.kept.expect(
             rollout["kept"] == keeps,

@@ -21,9 +21,11 @@ def check_snapshot(run: RunFiles, store: Store, step: int, path: Path, tally: Ta
     ):
         return
     _check_uses(columns, store, step, tally)
-    births = run.rollouts["birth_step"][store.rows]
-    for birth in np.unique(births).tolist():
-        born = run.behavior_logprobs_of_step(birth)
+    stored = np.array(store.rows, dtype=np.int64)
+    for logged, rows in run.rows_of_step.items():
+        if not ((rows.start <= stored) & (stored < rows.stop)).any():
+            continue
+        born = run.behavior_logprobs_of_step(logged)
         for rollout_id in set(born) & set(bits):
             tally.expect(
                 born[rollout_id] == bits[rollout_id],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.verification.async_checks import check_ledger
 from grpo_replay.verification.draw_checks import DrawChecks
 from grpo_replay.verification.metric_checks import (
     Values,
@@ -44,6 +45,8 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None
     run = read_run(Path(run_dir))
     checks = [check_files(run), check_groups(run), check_versions(run), *check_advantages(run)]
     checks += [check_trained(run), check_texts(run)]
+    if run.recipe.run.mode == "async":
+        checks.append(check_ledger(run))
     checks += _Replay(run).checks()
     if open_policy is not None:
         checks += check_with_models(run, open_policy)

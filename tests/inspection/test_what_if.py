@@ -97,6 +97,7 @@ def test_statistics_of_a_hand_made_run():
         rollout_id=np.array([0, 1, 2, 3]),
         group_id=np.array([0, 0, 1, 1]),
         birth_step=np.array([1, 1, 2, 2]),
+        logged_step=np.array([1, 1, 2, 2]),
         reward=np.array([1.0, -1.0, 1.0, 1.0]),
         advantage=np.array([1.0, -1.0, np.nan, np.nan]),
         group_std=np.array([1.0, 1.0, 0.0, 0.0]),
