@@ -138,12 +138,15 @@ class RunDisplay(Display):
         return step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
 
     def _line(self, metrics: Mapping[str, Any]) -> str:
-        parts = [f"reward {metrics['reward']:+.2f}"]
+        reward = metrics["reward"]  # None in an asynchronous step in which nothing arrived
+        parts = [] if reward is None else [f"reward {reward:+.2f}"]
         if self._held_out is not None:
             parts.append(f"held-out {100 * self._held_out:.1f} %")
         parts.append(f"fresh {metrics['fresh/rollouts']} replayed {metrics['replay/rollouts']}")
         if metrics["replay/age_mean"] is not None:
             parts.append(f"age {metrics['replay/age_mean']:.1f}")
+        if "async/trainer_idle" in metrics:
+            parts += asynchronous_parts(metrics)
         parts.append(f"{self._tokens_per_second:,.0f} tok/s")
         return " · ".join(parts)
 
@@ -206,6 +209,19 @@ def shortened(text: str, limit: int = 300) -> str:
     line = "".join(c if c.isprintable() else " " for c in text)
     half = limit // 2
     return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
+
+
+def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
+    """Idle shares, age of what was trained on, fill of the buffer, tokens trained per second."""
+    idle, age = metrics["async/sampler_idle"], metrics["async/age_mean"]
+    trained = metrics["cost/trained_tokens"] / max(metrics["step_time"], 1e-9)
+    return [
+        f"trainer idle {100 * metrics['async/trainer_idle']:.0f} %",
+        "sampler idle -" if idle is None else f"sampler idle {100 * idle:.0f} %",
+        "trained age -" if age is None else f"trained age {age:.1f}",
+        f"stored {metrics['buffer/rollouts']:,}",
+        f"{trained:,.0f} trained tok/s, generated",
+    ]
 
 
 def describe_run(recipe: "Recipe", run_dir: Path, step: int) -> str:

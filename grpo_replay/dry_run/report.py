@@ -26,6 +26,7 @@ from grpo_replay.dry_run.hub import cache_only_if_unreachable
 from grpo_replay.dry_run.memory import ModelShape, to_gib
 from grpo_replay.dry_run.room import check_room
 from grpo_replay.dry_run.sizes import (
+    describe_asynchrony,
     describe_host_copies,
     describe_network,
     describe_replay,
@@ -148,6 +149,7 @@ def _plan(
         )
     _note_attention(known, hardware, findings)
     findings.assumptions += describe_host_copies(known, plan.shape, hardware)
+    findings.assumptions += describe_asynchrony(known, plan.shape)
     return plan
 
 

@@ -121,6 +121,17 @@ def describe_host_copies(recipe: Recipe, shape: ModelShape, hardware: Hardware) 
     ]
 
 
+def describe_asynchrony(recipe: Recipe, shape: ModelShape) -> list[str]:
+    """A sentence on what an asynchronous run needs besides; empty for a synchronous one."""
+    if recipe.run.mode != "async":
+        return []
+    folder = to_gib(2 * DTYPE_BYTES[recipe.model.dtype] * shape.parameters_in_files)
+    return [
+        f"asynchronous run: the sync folder holds two sets of weights, {folder} GiB; the journal "
+        "takes about as much disk as the rollouts of the run, and is kept"
+    ]
+
+
 def describe_network(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
     """GiB that each rank receives; it sends the same amount. Ring collectives move (N-1)/N of the
     whole."""

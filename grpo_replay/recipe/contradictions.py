@@ -104,7 +104,7 @@ def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
     if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
         yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
     if recipe.run.mode == "async":
-        yield "run.mode 'async' is not available yet: use sync"
+        yield from _asynchronous_contradictions(recipe)
     elif recipe.run.sync_every_steps > 1:
         yield from _lag_contradictions(recipe)
     verifiers = [recipe.eval.reward, *recipe.eval.other_rewards]
@@ -171,6 +171,46 @@ def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
         value = getattr(lora, name)
         if value != type(lora).model_fields[name].default:
             yield f"model.lora.{name} {value} without model.lora.rank: set the rank, for example 16"
+
+
+def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    collection, replay = recipe.sampling.collection, recipe.replay
+    if recipe.loss.behavior_logprobs != "sampler":
+        yield (
+            "run.mode 'async' with loss.behavior_logprobs 'trainer': the trainer is not the policy "
+            "that sampled, and log-probs of the current policy would switch the clip off; set "
+            "loss.behavior_logprobs sampler"
+        )
+    if recipe.sampling.backend != "vllm_server":
+        yield (
+            f"run.mode 'async' with sampling.backend {recipe.sampling.backend!r}: sampling goes on "
+            "while the trainer works, which needs servers; set sampling.backend vllm_server"
+        )
+    if recipe.sampling.servers.weight_transfer != "folder":
+        yield (
+            "run.mode 'async' with sampling.servers.weight_transfer 'nccl': servers that are "
+            "updated one after the other read the weights from files; set it to folder"
+        )
+    if recipe.replays and replay.composition == "pool":
+        yield (
+            "run.mode 'async' with replay.composition 'pool' is not available: use fresh_anchored "
+            "or buffer_only, or replay.preset grpo for the use-once queue"
+        )
+    if recipe.sampling.max_refills > 0:
+        yield (
+            f"run.mode 'async' with sampling.max_refills {recipe.sampling.max_refills}: steps take "
+            "groups as they arrive, so there is nothing to refill; set it to 0"
+        )
+    if collection.order == "newest_first" and recipe.replays:
+        yield (
+            "sampling.collection.order 'newest_first' with replay: it is the queue of runs without "
+            "a buffer (paper B); set replay.preset grpo, or oldest_first"
+        )
+    if collection.replay_journal is not None and recipe.eval.benchmarks:
+        yield (
+            "sampling.collection.replay_journal with eval.benchmarks: a replayed run has no "
+            "sampler; set eval.benchmarks []"
+        )
 
 
 def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:

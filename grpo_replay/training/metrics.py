@@ -191,7 +191,7 @@ def cost_metrics(
     relative to training once on each survivor (None without survivors)."""
     mu = gamma = None
     survivors = sum(rollout.kept for rollout in generated)
-    if trained and seconds["training"] > 0:
+    if trained and generated and seconds["training"] > 0:
         per_generated = seconds["generation"] / len(generated)
         mu = per_generated / (seconds["training"] / len(trained))
     if mu is not None and survivors > 0:

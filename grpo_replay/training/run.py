@@ -20,6 +20,7 @@ from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.checkpoint_edit import replace_text
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
+from grpo_replay.training.async_trainer import open_trainer
 from grpo_replay.training.checkpoint_writer import MODEL_CARD, write_checkpoint
 from grpo_replay.training.model_card import model_card
 from grpo_replay.training.observer import Observer
@@ -28,7 +29,6 @@ from grpo_replay.training.run_evaluation import RunEvaluation
 from grpo_replay.training.samples import sample_rows, samples_are_due
 from grpo_replay.training.stop_grace import grace_seconds, notice_of_grace
 from grpo_replay.training.summary import summarise_run
-from grpo_replay.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Run:
         parts, state = opened.parts, opened.state
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
         self.observer, self.state = observer, state
-        self.trainer = Trainer(parts, state)
+        self.trainer = open_trainer(parts, state, stack)
         self.evaluation = RunEvaluation(parts, state, opened.evaluation, observer)
         self.trackers: list[Tracker] = []
         self._checkpoint_bytes = opened.checkpoint_bytes
@@ -114,6 +114,9 @@ class Run:
         go on. A request to stop saves first: an evaluation that is due waits for the resume."""
         state, recipe = self.state, self.recipe
         step_started = time.perf_counter()
+        if not self.trainer.await_step(self._hears_request):
+            self._save_what_is_unsaved()
+            return False
         metrics = self.trainer.train_step()
         step_seconds = time.perf_counter() - step_started
         self._longest_step_seconds = max(self._longest_step_seconds, step_seconds)
@@ -172,6 +175,14 @@ class Run:
             logger.warning("stopping, asked by %s, with a checkpoint first", reason)
         return asked
 
+    def _save_what_is_unsaved(self) -> None:
+        """Write the checkpoint of the last step, unless there is one."""
+        step = self.state.step
+        written = self.run_dir.checkpoints / checkpoint_name(step)
+        if not self.comm.broadcast_json(step == 0 or written.is_dir()):
+            with self.comm.position.stage("checkpoint"):
+                self._checkpoint()
+
     def _record(self, metrics: dict[str, Any], report: EvaluationReport | None) -> None:
         if report is not None:
             metrics |= _accuracies(report)
@@ -199,6 +210,7 @@ class Run:
     def _checkpoint(self) -> None:
         state = self.state
         started = time.perf_counter()
+        self.trainer.before_checkpoint()
         write_checkpoint(self.trainer.parts, state, self._checkpoint_bytes, self._model_card)
         seconds = time.perf_counter() - started
         logger.info("checkpoint of step %d: %.1f s", state.step, seconds)

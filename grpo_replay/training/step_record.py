@@ -29,12 +29,13 @@ from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
     """One training step on rank 0. `fresh` are the survivors among `generated`; `outcomes[i]`
-    belongs to rollout i of the batch."""
+    belongs to rollout i of the batch. `gap` is None if an asynchronous step had no rollout to
+    measure it on."""
 
     step: int
     generated: Sequence[Rollout]
     fresh: Sequence[Rollout]
-    gap: LogprobGap
+    gap: LogprobGap | None
     batch: ComposedBatch
     results: Sequence[UpdateResult]
     outcomes: Sequence[RolloutOutcome]
@@ -89,6 +90,7 @@ def step_metrics(
     seconds: dict[str, float],
 ) -> dict[str, Any]:
     """The row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage."""
+    assert record.gap is not None
     return null_where_not_finite(
         {
             "step": record.step,

@@ -8,7 +8,7 @@ Rank 0 owns the buffer, the draw and the files. The other ranks sample, score an
 share; on them, the lists of rollouts are empty.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +84,13 @@ class Trainer:
         self.notices: list[str] = []  # messages for the user; the caller shows and clears them
         self._learning = LearningWatch(parts.recipe)
         self._clock = Stopwatch()
+
+    def await_step(self, stop_requested: Callable[[], bool]) -> bool:
+        """Whether the next step may begin: at once, in a synchronous run."""
+        return True
+
+    def before_checkpoint(self) -> None:
+        """Flush what a checkpoint relies on: nothing, in a synchronous run."""
 
     def train_step(self) -> dict[str, Any]:
         """One step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other ranks."""

@@ -91,6 +91,11 @@ def test_override_values_are_yaml_with_exponents(text, value):
     assert parse_overrides([f"a.b={text}"]) == {"a": {"b": value}}
 
 
+ASYNCHRONOUS = [
+    "run.mode=async", "loss.behavior_logprobs=sampler", "sampling.backend=vllm_server",
+    "sampling.servers.launch=1",
+]  # fmt: skip
+
 REFUSED = {
     "unknown key": (["replay.rato=1"], "replay.rato.*did you mean 'ratio'"),
     "unknown section": (["repla.ratio=1"], "unknown key 'repla'.*did you mean 'replay'"),
@@ -169,7 +174,22 @@ REFUSED = {
         ["replay.preset=fifo", "replay.warmup_steps=0", "sampling.max_refills=2"],
         "no group is dropped",
     ),
-    "asynchronous mode": (["run.mode=async"], "not available yet"),
+    "asynchronous, log-probs recomputed": (["run.mode=async"], "would switch the clip off"),
+    "asynchronous, no server": (ASYNCHRONOUS[:2], "set sampling.backend vllm_server"),
+    "asynchronous over NCCL": (
+        [*ASYNCHRONOUS, "sampling.servers.weight_transfer=nccl"],
+        "set it to folder",
+    ),
+    "asynchronous pool": ([*ASYNCHRONOUS, "replay.preset=uniform"], "'pool' is not available"),
+    "newest first with a buffer": (
+        [*ASYNCHRONOUS, "sampling.collection.order=newest_first"],
+        "set replay.preset grpo",
+    ),
+    "asynchronous refills": ([*ASYNCHRONOUS, "sampling.max_refills=2"], "nothing to refill"),
+    "a replayed run that evaluates": (
+        [*ASYNCHRONOUS, "sampling.collection.replay_journal=runs/x"],
+        "has no sampler",
+    ),
 }
 
 

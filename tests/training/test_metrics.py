@@ -254,7 +254,8 @@ def test_every_metric_of_a_run_is_documented_and_every_documented_one_is_written
     names = {
         name for run in (ours_run, fifo_run, evaluated) for line in run.metrics for name in line
     }
-    assert patterns(names) == set(documented())
+    asynchronous = {name for name in documented() if name.startswith(("async/", "ledger/"))}
+    assert patterns(names) == set(documented()) - asynchronous  # see test_async_runs
     assert len(documented()) > 50
 
 

@@ -1,0 +1,185 @@
+"""The files, metrics and counters of one asynchronous training step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.buffer import BufferStats, ReplayBuffer
+from grpo_replay.collection.assembly import TakenRollouts, mean_lengths
+from grpo_replay.collection.intake import Intake
+from grpo_replay.collection.messages import Report
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.training.metrics import (
+    Metrics,
+    batch_metrics,
+    buffer_metrics,
+    cost_metrics,
+    generation_metrics,
+    null_where_not_finite,
+    update_metrics,
+)
+from grpo_replay.training.step_record import StepRecord
+from grpo_replay.types import ComposedBatch, Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerShare:
+    """The servers during one step. `idle` is None if none was in use."""
+
+    busy_seconds: float
+    idle: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncStep:
+    """What only an asynchronous step has."""
+
+    waited_seconds: float
+    sampler: SamplerShare
+    straddlers: int
+    outstanding_groups: int
+    undrawn_evicted: int
+    sampler_version: int
+    ledger: dict[str, int]
+
+
+class SamplerTimes:
+    """Differences between the collector's reports of two steps. `ranks` is the number of trainers.
+
+    A server that loads weights is idle, too. `busy_seconds` are server-seconds per trainer rank, so
+    that μ compares the cost of generating a rollout with that of training on one (paper B).
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._last = (0.0, 0.0, 0.0)
+
+    def step(self, report: Report, paused_seconds: float) -> SamplerShare:
+        now = (report.idle_seconds, report.server_seconds, paused_seconds)
+        if now[1] < self._last[1]:  # another collector
+            self._last = (0.0, 0.0, self._last[2])
+        idle, used, paused = (a - b for a, b in zip(now, self._last, strict=True))
+        self._last = now
+        if used <= 0:
+            return SamplerShare(0.0, None)
+        idle = min(idle + paused, used)
+        return SamplerShare((used - idle) / self._ranks, idle / used)
+
+
+class UndrawnEvictions:
+    """Counts the rollouts that leave the buffer in a step without ever having been drawn."""
+
+    def __init__(self) -> None:
+        self._never_drawn: set[int] = set()
+
+    def begin(self, buffer: ReplayBuffer, fresh: Sequence[Rollout]) -> None:
+        """Called before the step changes the buffer."""
+        never = buffer.column("rollout_id")[buffer.column("times_used") == 0]
+        self._never_drawn = {*never.tolist(), *(rollout.rollout_id for rollout in fresh)}
+
+    def end(self, buffer: ReplayBuffer, batch: ComposedBatch) -> int:
+        """The number of them that are neither stored nor in the step's draw."""
+        if not buffer.settings.replays:
+            return 0
+        drawn = {rollout.rollout_id for rollout in batch.draw.rollouts}
+        return len(self._never_drawn - set(buffer.column("rollout_id").tolist()) - drawn)
+
+
+def count_async_step(
+    state: RunState, intake: Intake | None, taken: TakenRollouts, batch: ComposedBatch
+) -> None:
+    """Advance the counters of the run by one step. Those of rank 0 are complete."""
+    state.step += 1
+    generated = taken.generated
+    state.generated_tokens += sum(len(r.completion_token_ids) for r in generated)
+    state.trained_tokens += sum(len(r.completion_token_ids) for r in batch.rollouts)
+    state.processed_tokens += sum(
+        len(r.prompt_token_ids) + len(r.completion_token_ids) for r in generated
+    )
+    state.replayed_rollouts += int(batch.replayed_N.sum())
+    if intake is not None:
+        arrivals = intake.arrivals
+        state.prompt_cursor = arrivals.records
+        state.next_group_id = arrivals.arrived_groups
+        state.next_rollout_id = arrivals.arrived_groups * intake.recipe.sampling.group_size
+
+
+def write_async_step_files(run_folder: Path, recipe: Recipe, record: StepRecord) -> None:
+    """Write the rollouts that the step took, and its draws if the recipe replays. Outcomes in
+    rollouts/ are those of rollouts trained on in the step in which they were taken."""
+    batch = record.batch
+    taken = {rollout.rollout_id for rollout in record.fresh}
+    outcomes = {
+        rollout.rollout_id: outcome
+        for rollout, outcome in zip(batch.rollouts, record.outcomes, strict=True)
+        if rollout.rollout_id in taken
+    }
+    write_rollouts(step_path(run_folder / "rollouts", record.step), record.generated, outcomes)
+    if recipe.replays:
+        drawn = len(batch.draw.rollouts)
+        drawn_outcomes = record.outcomes[len(record.outcomes) - drawn :]
+        path = step_path(run_folder / "draws", record.step)
+        write_draws(path, record.step, batch.draw, drawn_outcomes)
+
+
+def async_step_metrics(
+    recipe: Recipe,
+    state: RunState,
+    record: StepRecord,
+    buffer: BufferStats,
+    seconds: dict[str, float],
+    step: AsyncStep,
+) -> dict[str, Any]:
+    """The row of metrics.jsonl (see docs/metrics.md)."""
+    gap = record.gap
+    seconds = {**seconds, "generation": step.sampler.busy_seconds}
+    return null_where_not_finite(
+        {
+            "step": record.step,
+            **_generation(record.generated, recipe.sampling.group_size),
+            **update_metrics(record.results, recipe.loss.beta),
+            **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
+            **buffer_metrics(buffer),
+            "sampler/logprob_gap_mean": gap.mean if gap else None,
+            "sampler/logprob_gap_max": gap.max if gap else None,
+            "sampler/policy_version": step.sampler_version,
+            **cost_metrics(seconds, record.generated, record.batch.rollouts),
+            **_asynchrony(record, seconds, step),
+            **step.ledger,
+            "num_tokens": state.processed_tokens,
+            "learning_rate": recipe.optimizer.learning_rate,
+        }
+    )
+
+
+def _generation(generated: Sequence[Rollout], group_size: int) -> Metrics:
+    """As in synchronous runs; null in a step in which nothing arrived."""
+    if generated:
+        return generation_metrics(generated, group_size)
+    return {
+        "reward": None, "reward_std": None, "frac_reward_zero_std": None,
+        "groups/all_correct_fraction": None, "groups/all_wrong_fraction": None,
+        "completions/mean_length": None, "completions/min_length": None,
+        "completions/max_length": None, "completions/clipped_ratio": None,
+    }  # fmt: skip
+
+
+def _asynchrony(record: StepRecord, seconds: dict[str, float], step: AsyncStep) -> Metrics:
+    ages = [record.step - rollout.birth_step for rollout in record.batch.rollouts]
+    kept_length, dropped_length = mean_lengths(record.generated)
+    return {
+        "async/trainer_idle": step.waited_seconds / max(seconds["step"], 1e-9),
+        "async/sampler_idle": step.sampler.idle,
+        "async/straddlers": step.straddlers,
+        "async/outstanding_groups": step.outstanding_groups,
+        "async/undrawn_evicted": step.undrawn_evicted,
+        "async/age_mean": float(np.mean(ages)) if ages else None,
+        "async/age_max": max(ages, default=None),
+        "async/kept_mean_length": kept_length,
+        "async/dropped_mean_length": dropped_length,
+    }

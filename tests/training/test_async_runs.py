@@ -1,0 +1,185 @@
+"""Whole asynchronous runs with a fake policy server: real trainer, collector process and journal.
+`fresh_anchored` by default; with the slow tests also `buffer_only`. Faults: test_async_faults."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fake_policy_server import FakePolicyServer
+from small_runs.asynchronous import (
+    BUFFER_ONLY,
+    async_recipe,
+    check_ledger,
+    collector_pids,
+    replay_run,
+    train_async_run,
+)
+from small_runs.trained import GROUP, PROMPTS, FinishedRun
+
+from grpo_replay.collection.journal import Journal, read_journal
+from grpo_replay.collection.messages import Group, Step
+from grpo_replay.inspection.rebuild import rebuild_stored
+from grpo_replay.inspection.source import open_source
+from grpo_replay.verification.verify import verify_run
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakePolicyServer]:
+    torch.set_num_threads(1)
+    fake = FakePolicyServer()
+    fake.seconds = 0.03
+    yield fake
+    fake.stop()
+
+
+@pytest.fixture(scope="module")
+def anchored(server, tmp_path_factory, processes) -> FinishedRun:
+    """Paper A's batches; ends with a checkpoint."""
+    return train_async_run(async_recipe([server.url]), tmp_path_factory.mktemp("anchored") / "run")
+
+
+@pytest.fixture(scope="module")
+def fifo(server, tmp_path_factory, processes) -> FinishedRun:
+    """Paper B's buffer, never gated."""
+    recipe = async_recipe([server.url], {"replay": BUFFER_ONLY})
+    return train_async_run(recipe, tmp_path_factory.mktemp("fifo") / "run")
+
+
+@pytest.fixture(params=["anchored", pytest.param("fifo", marks=pytest.mark.slow)])
+def run(request) -> FinishedRun:
+    return request.getfixturevalue(request.param)
+
+
+def test_fresh_anchored_trains_on_the_groups_of_its_step_and_a_draw(anchored):
+    assert [line["step"] for line in anchored.metrics] == [1, 2, 3, 4, 5, 6]
+    for line in anchored.metrics:
+        rows = anchored.rollouts(line["step"])
+        assert len(rows) == PROMPTS * GROUP
+        assert line["fresh/rollouts"] == sum(row["kept"] for row in rows)
+        assert line["replay/rollouts"] == len(anchored.draws(line["step"]))
+    assert sum(line["replay/rollouts"] for line in anchored.metrics) > 0
+    check_ledger(anchored)
+
+
+def test_ages_follow_the_oldest_version_of_a_group_and_stay_within_the_bound(anchored):
+    """max_ahead_steps 1: a group is started at most two steps before its own."""
+    ages = []
+    for line in anchored.metrics:
+        rows = anchored.rollouts(line["step"])
+        for group in {row["group_id"] for row in rows}:
+            members = [row for row in rows if row["group_id"] == group]
+            oldest = min(row["policy_version"] for row in members)
+            assert {row["birth_step"] for row in members} == {oldest + 1}
+            ages.append(line["step"] - oldest - 1)
+    assert 0 <= min(ages) <= max(ages) <= 3
+
+
+def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):
+    """SkyRL#1315: recomputed by the current policy, they would switch the clip off."""
+    for row in anchored.survivors(5):
+        assert (
+            row["behavior_logprobs"]
+            == row["sampler_logprobs"]
+            == [-0.5] * len(row["completion_token_ids"])
+        )
+    assert any(abs(line["fresh/ratio_mean"] - 1) > 1e-3 for line in anchored.metrics)
+
+
+@pytest.mark.slow
+def test_buffer_only_is_never_gated_and_draws_a_whole_batch_every_step(fifo):
+    for line in fifo.metrics:
+        assert len(fifo.draws(line["step"])) == PROMPTS * GROUP
+        assert line["buffer/rollouts"] <= 60
+    generated = fifo.metrics[-1]["ledger/generated_rollouts"]
+    assert generated >= sum(len(fifo.rollouts(s)) for s in range(1, 7))
+    assert any(line["async/sampler_idle"] is not None for line in fifo.metrics)
+    check_ledger(fifo)
+
+
+def test_every_update_pauses_loads_and_confirms(server, run):
+    """Each update: pause, the label that is no version, load, cache, label, resume."""
+    start = server.calls.index("pause")
+    update = server.calls[start : start + 6]
+    assert update[0] == "pause" and update[2:4] == ["reload_weights", "reset_prefix_cache"]
+    assert update[1].endswith("/updating") and update[4].endswith("/0") and update[5] == "resume"
+
+
+def test_the_journal_alone_gives_the_same_weights_bit_for_bit(run, tmp_path):
+    again = replay_run(run, tmp_path / "again")
+    first, second = run.weights(), again.weights()
+    assert first.keys() == second.keys() and len(first) > 10
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    for step in range(1, 7):
+        assert run.rollouts(step) == again.rollouts(step)
+        assert run.draws(step) == again.draws(step)
+    for line, other in zip(run.metrics, again.metrics, strict=True):
+        same = {k for k in line if k.startswith("ledger/")} | {"loss", "grad_norm", "reward"}
+        assert {k: line[k] for k in same} == {k: other[k] for k in same}
+
+
+def test_another_journal_gives_other_weights(anchored, tmp_path):
+    """The test above can fail: without its last group, step 6 is another one."""
+    changed = tmp_path / "changed"
+    journal, _ = Journal.open(changed / "journal")
+    for record in read_journal(anchored.path / "journal"):
+        if isinstance(record, Group) and record.policy_version == 0:
+            rows = tuple(reversed(record.rows))
+            record = Group(*record.place, 0, record.prompt_id, record.prompt_token_ids, rows, 0, 0)
+        journal.append(record)
+    journal.close()
+    again = replay_run(FinishedRun(changed, anchored.recipe), tmp_path / "again")
+    first, second = anchored.weights(), again.weights()
+    assert not all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_every_metric_of_the_mode_is_documented(run):
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    documented = set(re.findall(r"^\| `((?:async|ledger)/[^`]+)` \|", page, re.MULTILINE))
+    for line in run.metrics:
+        assert {name for name in line if name.startswith(("async/", "ledger/"))} == documented
+    assert len(documented) == 9 + 14
+
+
+def test_verify_recomputes_ages_versions_and_the_ledger(run):
+    report = verify_run(run.path)
+    assert report.passed, report.to_json()
+    assert {check.name: check.checked for check in report.checks}["ledger"] >= 6 * 8
+
+
+def test_inspection_rebuilds_the_buffer_although_rollouts_arrive_after_their_birth(run):
+    """Without the checkpoint, from rollouts/ and draws/: the same rollouts and uses."""
+    rebuilt = rebuild_stored(open_source(str(run.path), None), run.recipe.replay, GROUP)
+    state = run.snapshot(6).state
+    assert rebuilt.rollout_id.tolist() == [r.rollout_id for r in state["rollouts"]]
+    assert rebuilt.times_used.tolist() == state["times_used"].tolist()
+    assert (rebuilt.logged_step > rebuilt.birth_step).any()
+
+
+def test_verify_finds_a_ledger_that_does_not_balance(anchored, tmp_path):
+    copy = tmp_path / "run"
+    shutil.copytree(anchored.path, copy)
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines[3]["ledger/lost_tokens"] += 1
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    failed = [check.name for check in verify_run(copy).checks if not check.passed]
+    assert failed == ["ledger"]
+
+
+def test_the_journal_records_what_each_step_saw(anchored):
+    records = list(read_journal(anchored.path / "journal"))
+    steps = [record for record in records if isinstance(record, Step)]
+    assert [(s.step, s.version) for s in steps] == [(n, n - 1) for n in range(1, 7)]
+    for record in steps:
+        assert record.arrivals == sum(
+            isinstance(each, Group) for each in records[: records.index(record)]
+        )
+
+
+def test_a_run_ends_with_its_collector_and_leaves_no_process(run):
+    assert collector_pids() == []
