@@ -142,7 +142,7 @@ class Intake:
         self._discarded_at_hello = arrivals.stale_groups + arrivals.dropped_groups
         self._delivered_groups = 0
         self.newest_report = Report()
-        self._patience.begin()
+        self._patience.expect_collector()
         outstanding, cursor = arrivals.outstanding(self._epoch_length)
         self._link = Link(self._settings)
         self._link.send(Hello(self._settings.run, outstanding, cursor, version))

@@ -23,14 +23,22 @@ class Patience:
         self._lost_allowed = max(3, recipe.sampling.prompts_per_step)
         self._lost_in_a_row = 0
         self._generated = 0
+        self.expect_collector()
+
+    def expect_collector(self) -> None:
+        """A collector is starting, for which it has a time limit of its own."""
+        self._heard = False
         self.begin()
 
     def begin(self) -> None:
-        """A wait begins, or another collector."""
+        """A wait begins."""
         self._ran = self._progressed = time.monotonic()
 
     def note(self, report: Report) -> None:
         """Process a report."""
+        if not self._heard:
+            self._heard = True
+            self.begin()
         if report.running:
             self._ran = time.monotonic()
         if report.generated_rollouts != self._generated:
@@ -49,8 +57,8 @@ class Patience:
 
     def refuse_endless(self, what: str, report: Report) -> None:
         """Raises SamplerError if the wait for `what` is not worth going on."""
-        if report.sent == 0.0:
-            return  # the collector is starting, for which it has a time limit of its own
+        if not self._heard:
+            return
         limit, now = self._settings.request_timeout_seconds, time.monotonic()
         if now - self._ran > limit:
             reason = f"no request was running for {limit:g} s"
