@@ -72,12 +72,16 @@ def _rollouts(arrived: Arrived, recipe: Recipe) -> list[Rollout]:
         {index: prompt},
         {key: _completion(key, row) for key, row in zip(keys, group.rows, strict=True)},
         {key: row.text for key, row in zip(keys, group.rows, strict=True)},
-        {key: Verdict(r.reward, r.verdict) for key, r in zip(keys, group.rows, strict=True)},
+        {key: _verdict(row) for key, row in zip(keys, group.rows, strict=True)},
         birth,
         recipe,
         first_rollout_id=arrived.number * size,
         first_group_id=arrived.number,
     )
+
+
+def _verdict(row: Row) -> Verdict:
+    return Verdict(row.reward, row.verdict, row.scores)
 
 
 def _completion(key: RequestKey, row: Row) -> Completion:

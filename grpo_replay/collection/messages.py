@@ -31,6 +31,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     text: str
     reward: float
     verdict: str
+    scores: tuple[float, ...]
     finish_reason: str
 
     @property

@@ -97,5 +97,6 @@ def _row(member: Member) -> Row:
         text=sampled.text,
         reward=float(np.float32(verdict.reward)),
         verdict=verdict.status,
+        scores=verdict.scores,
         finish_reason=completion.finish_reason,
     )

@@ -71,7 +71,8 @@ async def _collect(settings: dict[str, Any], commands: zmq.asyncio.Socket, send:
 
     recipe = resolve_recipe([settings["recipe"]], "the collector's recipe")
     tokenizer = load_tokenizer(recipe.model)
-    whole_rows = recipe.reward.function not in BUILTIN_VERIFIERS
+    functions = {each.function for each in recipe.reward.functions}
+    whole_rows = not functions <= set(BUILTIN_VERIFIERS)
     prompts = load_prompts(recipe.prompts, tokenizer, recipe.run.seed, whole_rows)
 
     def decode(token_ids: Sequence[int]) -> str:

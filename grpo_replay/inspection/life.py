@@ -102,7 +102,7 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
         recipe = source.recipe
         masks = recipe is not None and recipe.reward.mask_truncated
         if masks and row["finish_reason"] == "length":
-            return "never stored: it was cut off, and reward.mask_truncated leaves such rollouts out"
+            return "never stored: reward.mask_truncated leaves out what was cut off"
         return (
             "never stored: it was too old at its step, or the weights changed while it was sampled"
         )

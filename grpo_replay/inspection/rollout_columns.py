@@ -4,7 +4,7 @@ Files are read one batch of rows at a time: memory holds the scalars (about 100 
 and one batch of token ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 

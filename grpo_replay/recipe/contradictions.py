@@ -196,6 +196,11 @@ def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
             "run.mode 'async' with replay.composition 'pool' is not available: use fresh_anchored "
             "or buffer_only, or replay.preset grpo for the use-once queue"
         )
+    if recipe.reward.mask_truncated:
+        yield (
+            "run.mode 'async' with reward.mask_truncated is not available: set it to false, or "
+            "use reward.overlong_buffer_tokens"
+        )
     if recipe.sampling.max_refills > 0:
         yield (
             f"run.mode 'async' with sampling.max_refills {recipe.sampling.max_refills}: steps take "

@@ -11,6 +11,7 @@ from grpo_replay.buffer import BufferStats, ReplayBuffer
 from grpo_replay.collection.assembly import TakenRollouts, mean_lengths
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.messages import Report
+from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
@@ -21,6 +22,7 @@ from grpo_replay.training.metrics import (
     cost_metrics,
     generation_metrics,
     null_where_not_finite,
+    score_metrics,
     update_metrics,
 )
 from grpo_replay.training.step_record import StepRecord
@@ -142,6 +144,7 @@ def async_step_metrics(
         {
             "step": record.step,
             **_generation(record.generated, recipe.sampling.group_size),
+            **score_metrics(record.generated, recipe.reward.score_names),
             **update_metrics(record.results, recipe.loss.beta),
             **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
             **buffer_metrics(buffer),
@@ -152,7 +155,7 @@ def async_step_metrics(
             **_asynchrony(record, seconds, step),
             **step.ledger,
             "num_tokens": state.processed_tokens,
-            "learning_rate": recipe.optimizer.learning_rate,
+            "learning_rate": learning_rate(recipe, record.step),
         }
     )
 

@@ -41,6 +41,7 @@ from grpo_replay.training.async_record import (
     count_async_step,
     write_async_step_files,
 )
+from grpo_replay.training.learning_watch import refuse_failed_verdicts
 from grpo_replay.training.metrics import Stopwatch
 from grpo_replay.training.step_record import StepRecord
 from grpo_replay.training.trainer import Parts, Trainer
@@ -198,8 +199,11 @@ class AsyncTrainer(Trainer):
         if self.intake is None:
             return {}
         self._after_step(step)
+        refuse_failed_verdicts(taken.generated, step, self.recipe, first_error=None)
         record = StepRecord(step, taken.generated, fresh, gap, batch, results, outcomes)
         self._warn_if_capacity_binds(step)
+        if taken.generated:
+            self.notices += self._learning.observe(step, taken.generated)
         if self.recipe.tracking.log_rollouts:
             write_async_step_files(self.parts.run_dir.path, self.recipe, record)
         asynchronous = AsyncStep(

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.recipe import Recipe
 from grpo_replay.verification.async_checks import (
     check_async_versions,
     check_birth_steps,

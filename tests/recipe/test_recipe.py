@@ -185,6 +185,7 @@ REFUSED = {
         [*ASYNCHRONOUS, "sampling.collection.order=newest_first"],
         "set replay.preset grpo",
     ),
+    "asynchronous masks": ([*ASYNCHRONOUS, "reward.mask_truncated=true"], "is not available"),
     "asynchronous refills": ([*ASYNCHRONOUS, "sampling.max_refills=2"], "nothing to refill"),
     "a replayed run that evaluates": (
         [*ASYNCHRONOUS, "sampling.collection.replay_journal=runs/x"],

@@ -21,6 +21,7 @@ def row(
         text="text",
         reward=reward,
         verdict="correct" if reward > 0 else "incorrect",
+        scores=(reward,),
         finish_reason="stop",
     )
 
@@ -72,4 +73,5 @@ class InstantScorer:
         if self.stalled:
             return {}
         keys, self.waiting = self.waiting, []
-        return {key: Verdict(1.0 if key[1] == 0 else -1.0, "scored") for key in keys}
+        rewards = {key: 1.0 if key[1] == 0 else -1.0 for key in keys}
+        return {key: Verdict(reward, "scored", (reward,)) for key, reward in rewards.items()}

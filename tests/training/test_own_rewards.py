@@ -108,7 +108,7 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
     assert cut_off and not any(row["kept"] for row in cut_off)
     assert verify_run(run.path).passed
     masked = read_life(open_source(str(run.path), None), cut_off[0]["rollout_id"])
-    assert masked.fate.startswith("never stored: it was cut off")
+    assert masked.fate.startswith("never stored: reward.mask_truncated")
     with io.StringIO() as out:
         print_life(masked, Console(file=out, width=200))
         shown = ", ".join(f"{score:g}" for score in cut_off[0]["reward_scores"])
