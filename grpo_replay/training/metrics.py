@@ -75,8 +75,8 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
 
 def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
     """Mean and population standard deviation of each score over everything generated in the step;
-    nothing if rollouts have no single scores."""
-    if not all(rollout.reward_scores for rollout in rollouts):
+    nothing if there are no rollouts, or they have no single scores."""
+    if not rollouts or not all(rollout.reward_scores for rollout in rollouts):
         return {}
     scores_NF = np.array([rollout.reward_scores for rollout in rollouts], dtype=np.float64)
     means_F, stds_F = scores_NF.mean(axis=0).tolist(), scores_NF.std(axis=0).tolist()
