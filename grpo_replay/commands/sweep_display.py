@@ -6,8 +6,8 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from grpo_replay.experiments.run import Entry, Status
 
@@ -104,10 +104,9 @@ def cells_table(entries: Sequence[Entry], room: int | None = None) -> Table:
     return table
 
 
-def _row(entry: Entry) -> Iterable[str]:
+def _row(entry: Entry) -> Iterable[str | Text]:
     step = entry.steps if entry.status is Status.DONE else entry.progress.step
-    style = _STYLES[entry.status]
-    yield escape(entry.cell.name)
-    yield f"[{style}]{entry.status.value}[/]"
+    yield entry.cell.name
+    yield Text(entry.status.value, _STYLES[entry.status])
     yield f"{step}/{entry.steps}" if step else ""
     yield "" if entry.accuracy is None else f"{100 * entry.accuracy:.1f}"

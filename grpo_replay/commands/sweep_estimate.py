@@ -4,7 +4,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.dry_run.report import DryRunReport, dry_run
@@ -116,7 +115,7 @@ def _table(document: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for cell in document["cells"]:
         table.add_row(
-            escape(cell["name"]),
+            cell["name"],
             cell["state"] + ("*" if cell["awaits_tuning"] else ""),
             str(cell["steps_left"]),
             f"{cell['generated_tokens']:,}",

@@ -1,0 +1,67 @@
+"""The table of cells: all of them, or what matters where there is no room."""
+
+import io
+from pathlib import Path
+
+from grpo_replay.commands.sweep_display import SweepDisplay, cells_table
+from grpo_replay.experiments.cells import CellState, Progress
+from grpo_replay.experiments.grid import Cell
+from grpo_replay.experiments.run import Entry, Status
+from grpo_replay.terminal.console import PlainConsole
+
+
+def entry(
+    seed: int, status: Status, step: int = 0, accuracy: float | None = None, message="", arm="a"
+):
+    cell = Cell(Path("out"), "", arm, seed, "tiny", ())
+    progress = Progress(Path("none"), step=step)
+    return Entry(cell, status, CellState.STARTED, 20, progress, message, accuracy=accuracy)
+
+
+def shown(renderable) -> list[str]:
+    console = PlainConsole(file=io.StringIO(), width=80, markup=False)
+    console.print(renderable)
+    return console.file.getvalue().splitlines()
+
+
+def test_every_cell_has_a_row_with_state_step_and_accuracy():
+    lines = shown(
+        cells_table([
+            entry(1, Status.DONE, accuracy=0.4567),
+            entry(2, Status.RUNNING, step=7, accuracy=0.3),
+            entry(3, Status.WAITING),
+        ])
+    )  # fmt: skip
+    assert lines[0].strip() == "3 cells: 1 waiting, 1 running, 1 done"
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert rows == [
+        ["a/seed-1", "done", "20/20", "45.7"],
+        ["a/seed-2", "running", "7/20", "30.0"],
+        ["a/seed-3", "waiting", "", ""],
+    ]
+
+
+def test_without_room_what_failed_and_what_runs_comes_first():
+    many = [entry(seed, Status.DONE) for seed in range(50)]
+    many += [entry(60, Status.RUNNING), entry(61, Status.FAILED)]
+    lines = [line for line in shown(cells_table(many, room=5)) if "│" in line]
+    assert len(lines) == 5
+    assert "seed-61" in lines[0] and "failed" in lines[0] and "seed-60" in lines[1]
+    assert "and 48 more" in lines[-1]
+
+
+def test_elsewhere_than_on_a_terminal_each_change_and_each_evaluation_is_a_line():
+    console = PlainConsole(file=io.StringIO(), width=200, markup=False)
+    with SweepDisplay(console) as display:
+        running = entry(2, Status.RUNNING, message="process 7")
+        display.on_change(running)
+        display.on_progress([running])
+        running.progress.step, running.accuracy = 10, 0.25
+        display.on_progress([running, entry(3, Status.WAITING)])
+        display.on_progress([running])
+        display.on_change(entry(2, Status.FAILED, step=12, message="no [file]", accuracy=0.25))
+    assert console.file.getvalue().splitlines() == [
+        "running a/seed-2: process 7",
+        "running a/seed-2: step 10/20, 25.0 %",
+        "failed a/seed-2: step 12/20, 25.0 %, no [file]",
+    ]
