@@ -12,7 +12,12 @@ from grpo_replay.errors import INTERRUPTED, UsageError, did_you_mean
 from grpo_replay.experiments.cells import CellState, shell_command
 from grpo_replay.experiments.folder import check_folder, open_folder
 from grpo_replay.experiments.grid import Cell, Comparison, choose_arms, expand
-from grpo_replay.experiments.local import Launcher, LocalLauncher, share_of_cores
+from grpo_replay.experiments.local import (
+    Launcher,
+    LocalLauncher,
+    refuse_too_few_gpus,
+    share_of_cores,
+)
 from grpo_replay.experiments.run import Entry, Status, StopRequests, SweepRun
 from grpo_replay.experiments.sweep_file import SweepFile, find_sweep, read_sweep_file
 from grpo_replay.terminal.console import open_console
@@ -73,7 +78,8 @@ def _open(
     jobs = options.jobs or (_ALL if options.executor == "slurm" else 1)
     launcher: Launcher
     if options.executor == LOCAL:
-        launcher = LocalLauncher(share_of_cores(jobs))
+        refuse_too_few_gpus((arm.comparison[0] for c in chosen for arm in c.arms), jobs)
+        launcher = LocalLauncher(jobs)
     else:
         from grpo_replay.experiments.submitting import SubmitLauncher, read_options
 

@@ -5,6 +5,7 @@ OUTPUT_DIR/tune/ARM/VALUE-NAME/seed-N/      the tuning stage
 OUTPUT_DIR/RECIPE/…                         both, for every recipe of a list
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from grpo_replay.evaluation.benchmarks import find_benchmarks
 from grpo_replay.experiments.sweep_file import SweepFile
 from grpo_replay.recipe import Recipe, find_recipe, load_recipe
 
+_load = functools.lru_cache(maxsize=None)(load_recipe)
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -21,7 +24,8 @@ class Cell:
 
     `value` names the values that a tuning run tries; it is None in the comparison. `place` is the
     cell's folder relative to `root`, the folder of its comparison. The overrides of a comparison
-    cell lack the tuned values until they are chosen.
+    cell lack the tuned values until they are chosen. `run_name` is for trackers that keep all runs
+    in one place, where `seed-42` says nothing.
     """
 
     root: Path
@@ -32,6 +36,7 @@ class Cell:
     overrides: tuple[str, ...]
     value: str | None = None
     awaits_choice: bool = False
+    run_name: str | None = None
 
     @property
     def place(self) -> Path:
@@ -55,12 +60,13 @@ class Cell:
         return f"{self.label}{self.place}"
 
     def all_overrides(self) -> tuple[str, ...]:
-        return (*self.overrides, f"run.seed={self.seed}")
+        named = () if self.run_name is None else (f"tracking.run_name={self.run_name}",)
+        return (*self.overrides, f"run.seed={self.seed}", *named)
 
     def resolved_recipe(self) -> Recipe:
         """The recipe of the run. Raises SweepFileError that names the arm."""
         try:
-            return load_recipe(self.recipe, self.all_overrides())
+            return _load(self.recipe, self.all_overrides())
         except RecipeError as error:
             raise SweepFileError(f"arm {self.arm}: {str(error).removeprefix('--set: ')}") from error
 
@@ -132,15 +138,23 @@ def _comparison(sweep: SweepFile, recipe: str, root: Path, label: str) -> Compar
         for candidate in sweep.tune.candidates() if sweep.tune else []:
             value = value_name(candidate)
             tuning[candidate] = tuple(
-                Cell(root, label, name, seed, recipe, (*shared, *candidate), value)
+                _named(Cell(root, label, name, seed, recipe, (*shared, *candidate), value), sweep)
                 for seed in (sweep.tune.seeds if sweep.tune else [])
             )
         comparison = tuple(
-            Cell(root, label, name, seed, recipe, shared, awaits_choice=bool(tuning))
+            _named(Cell(root, label, name, seed, recipe, shared, awaits_choice=bool(tuning)), sweep)
             for seed in sweep.seeds
         )
         arms.append(Arm(name, tuning, comparison))
     return Comparison(root, sweep, tuple(arms))
+
+
+def _named(cell: Cell, sweep: SweepFile) -> Cell:
+    """The cell with a name for trackers, if it reports to one and the recipe gives no name."""
+    tracking = cell.resolved_recipe().tracking
+    if tracking.run_name is not None or not {"wandb", "trackio"} & {*tracking.report_to}:
+        return cell
+    return replace(cell, run_name=f"{sweep.name}/{cell.name}")
 
 
 def value_name(candidate: Sequence[str]) -> str:

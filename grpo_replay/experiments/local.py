@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores
-from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.experiments.cells import (
     CellState,
     describe_holder,
@@ -23,6 +23,8 @@ from grpo_replay.experiments.cells import (
 from grpo_replay.experiments.grid import Cell
 
 ENTRY = "grpo_replay.experiments.entry"
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+_GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 class Running(Protocol):
@@ -104,15 +106,29 @@ def find_leftover(cell: Cell) -> LeftoverProcess | None:
 
 
 class LocalLauncher:
-    """Starts each cell as `grpo-replay train` in a session of its own, with variables added to its
-    environment. Call it from the main thread: the cells stop when the thread that started them
-    dies."""
+    """Starts each cell as `grpo-replay train` in a session of its own, with its share of cores and
+    GPUs. Call it from the main thread: the cells stop when the thread that started them dies."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+    def __init__(self, jobs: int) -> None:
+        self._environment = share_of_cores(jobs)
+        self._gpus = shares_of_gpus(jobs)
+        self._in_share: dict[int, LocalProcess] = {}
 
     def start(self, cell: Cell, state: CellState) -> LocalProcess:
-        return LocalProcess(start_process(cell, state, self._environment, ENTRY))
+        share = self._free_share()
+        gpus = {} if share is None else {GPUS_VARIABLE: self._gpus[share]}
+        process = LocalProcess(start_process(cell, state, self._environment | gpus, ENTRY))
+        if share is not None:
+            self._in_share[share] = process
+        return process
+
+    def _free_share(self) -> int | None:
+        """The number of a share of the GPUs that no cell has; None if there are no shares."""
+        for share in range(len(self._gpus)):
+            process = self._in_share.get(share)
+            if process is None or process.poll() is not None:
+                return share
+        return None
 
     def find(self, cell: Cell) -> LeftoverProcess | None:
         """Raises OutputDirectoryError if the cell was submitted as a job."""
@@ -122,6 +138,38 @@ class LocalLauncher:
                 f"--executor {job['cluster']}, or remove {record_path(cell)} if that job is gone"
             )
         return find_leftover(cell)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them; found without torch."""
+    named = os.environ.get(GPUS_VARIABLE)
+    if named is not None:
+        return [word.strip() for word in named.split(",") if word.strip()]
+    return [str(number) for number in range(len(list(_GPU_FOLDER.glob("*"))))]
+
+
+def shares_of_gpus(jobs: int) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each of `jobs` cells, in equal parts; empty for one job or no GPU."""
+    gpus = visible_gpus()
+    size = len(gpus) // jobs
+    if jobs == 1 or not gpus:
+        return []
+    return [",".join(gpus[size * job : size * (job + 1)]) for job in range(jobs)]
+
+
+def refuse_too_few_gpus(cells: Iterable[Cell], jobs: int) -> None:
+    """Raises UsageError if a cell has more ranks on GPUs than its share of them."""
+    gpus = len(visible_gpus())
+    if not gpus or jobs == 1:
+        return
+    for cell in cells:
+        engine = cell.resolved_recipe().engine
+        if engine.device != "cpu" and engine.num_processes > gpus // jobs:
+            raise UsageError(
+                f"--jobs {jobs}: {gpus} GPUs are {gpus // jobs} for each of {jobs} cells, and "
+                f"{cell.name} has engine.num_processes {engine.num_processes}: lower --jobs to "
+                f"{max(1, gpus // engine.num_processes)}"
+            )
 
 
 def share_of_cores(jobs: int) -> dict[str, str]:

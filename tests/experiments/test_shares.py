@@ -1,0 +1,70 @@
+"""Cells that run at the same time share cores and GPUs in equal parts."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from grpo_replay.distributed.environment import available_cores
+from grpo_replay.errors import LaunchError, UsageError
+from grpo_replay.experiments import local
+from grpo_replay.experiments.cells import CellState
+from grpo_replay.experiments.grid import Cell
+
+
+def cell(ranks: int, device: str = "auto") -> Cell:
+    overrides = (f"engine.num_processes={ranks}", f"engine.device={device}")
+    return Cell(Path("out"), "", "ours", 3, "tiny", overrides)
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+
+
+def test_cores_are_divided_and_a_run_counts_on_its_share(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    assert local.share_of_cores(2) == {"GRPO_REPLAY_CORES": "4", "OMP_NUM_THREADS": "4"}
+    assert local.share_of_cores(20)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("GRPO_REPLAY_CORES", "4")
+    assert available_cores() == 4
+    monkeypatch.setenv("GRPO_REPLAY_CORES", "40")
+    assert available_cores() == 9
+    monkeypatch.setenv("GRPO_REPLAY_CORES", "0")
+    with pytest.raises(LaunchError, match="GRPO_REPLAY_CORES is 0"):
+        available_cores()
+
+
+def test_gpus_are_divided_and_a_share_is_given_to_one_cell_at_a_time(eight_gpus, monkeypatch):
+    given = []
+
+    class Process:
+        pid, ended = 1, None
+
+        def poll(self):
+            return self.ended
+
+    def start(cell, state, environment, entry):
+        given.append(environment["CUDA_VISIBLE_DEVICES"])
+        return Process()
+
+    monkeypatch.setattr(local, "start_process", start)
+    launcher = local.LocalLauncher(2)
+    first, _ = (launcher.start(cell(4), CellState.NEW) for _ in range(2))
+    first._process.ended = 0
+    launcher.start(cell(4), CellState.NEW)
+    assert given == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
+
+
+def test_one_cell_at_a_time_sees_all_gpus_and_nothing_is_set_without_gpus(eight_gpus, monkeypatch):
+    assert local.shares_of_gpus(1) == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert local.shares_of_gpus(4) == []
+
+
+def test_more_ranks_than_gpus_in_a_share_are_refused(eight_gpus):
+    local.refuse_too_few_gpus([cell(4)], 2)
+    local.refuse_too_few_gpus([cell(8)], 1)
+    local.refuse_too_few_gpus([cell(8, "cpu")], 2)
+    with pytest.raises(UsageError, match=r"8 GPUs are 2 for each of 4 cells, .* lower --jobs to 2"):
+        local.refuse_too_few_gpus([cell(4)], 4)
