@@ -15,7 +15,6 @@ from grpo_replay.experiments.grid import Cell, Comparison, choose_arms, expand
 from grpo_replay.experiments.local import (
     Launcher,
     LocalLauncher,
-    refuse_too_few_gpus,
     share_of_cores,
 )
 from grpo_replay.experiments.run import Entry, Status, StopRequests, SweepRun
@@ -67,33 +66,24 @@ def run(options: SweepOptions) -> int:
     return _run(sweep, comparisons, chosen, output_dir, options)
 
 
-def _open(
-    chosen: Sequence[Comparison],
-    output_dir: Path,
-    options: SweepOptions,
-    display: SweepDisplay,
-    stops: StopRequests,
-) -> SweepRun:
-    """The sweep with its executor; starts nothing."""
+def _open_launcher(output_dir: Path, options: SweepOptions) -> tuple[Launcher, int]:
+    """What starts the cells, and how many at a time."""
     jobs = options.jobs or (_ALL if options.executor == "slurm" else 1)
-    launcher: Launcher
     if options.executor == LOCAL:
-        refuse_too_few_gpus((arm.comparison[0] for c in chosen for arm in c.arms), jobs)
-        launcher = LocalLauncher(jobs)
-    else:
-        from grpo_replay.experiments.submitting import SubmitLauncher, read_options
+        return LocalLauncher(jobs), jobs
+    from grpo_replay.experiments.submitting import SubmitLauncher, read_options
 
-        parameters = read_options(options.executor, options.executor_options)
-        environment = {} if options.executor == "slurm" else share_of_cores(jobs)
-        folder = output_dir / "log" / "jobs"
-        launcher = SubmitLauncher(options.executor, folder, parameters, environment)
-    return SweepRun(chosen, launcher, jobs, display, stops)
+    parameters = read_options(options.executor, options.executor_options)
+    environment = {} if options.executor == "slurm" else share_of_cores(jobs)
+    folder = output_dir / "log" / "jobs"
+    return SubmitLauncher(options.executor, folder, parameters, environment), jobs
 
 
 def _look(chosen: Sequence[Comparison], output_dir: Path, options: SweepOptions) -> int:
     """Print the commands or the estimate of the cells; starts and writes nothing."""
     console = open_console(stderr=True, soft_wrap=True)
-    sweep_run = _open(chosen, output_dir, options, SweepDisplay(console), StopRequests())
+    launcher, jobs = _open_launcher(output_dir, options)
+    sweep_run = SweepRun(chosen, launcher, jobs, SweepDisplay(console), StopRequests())
     sweep_run.prepare(record=False)
     if options.print_commands:
         for line in command_lines(sweep_run.entries, _writer(options)):
@@ -140,10 +130,12 @@ def _run(
 ) -> int:
     console = open_console(stderr=True)
     stops = StopRequests()
+    launcher, jobs = _open_launcher(output_dir, options)
+    launcher.check([arm.comparison[0] for each in chosen for arm in each.arms])
     lock = open_folder(output_dir, sweep, comparisons)
     try:
         with SweepDisplay(console) as display, _counted(stops):
-            sweep_run = _open(chosen, output_dir, options, display, stops)
+            sweep_run = SweepRun(chosen, launcher, jobs, display, stops)
             sweep_run.prepare()
             code = sweep_run.run()
     finally:

@@ -189,17 +189,19 @@ def last_attempt(cell: Cell) -> list[str]:
     return lines[starts[-1] :] if starts else [f"{_STARTED}unknown", *lines]
 
 
+_RAISED = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
+
+
+def raised_line(text: str) -> str | None:
+    """The last line that names an exception, as at the end of a traceback; None if none does."""
+    return next((line for line in reversed(text.splitlines()) if _RAISED.match(line)), None)
+
+
 def error_line(cell: Cell) -> str | None:
     """The first line of the error with which the last attempt ended; None if it printed none."""
     lines = last_attempt(cell)[1:]
     errors = [line for line in lines if line.startswith("error: ")]
-    if errors:
-        return errors[-1].removeprefix("error: ")
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt|Exit)\b", line)]
-    if raised:
-        return raised[-1]
-    printed = [line for line in lines if line.strip()]
-    return printed[-1] if printed else None
+    return errors[-1].removeprefix("error: ") if errors else raised_line("\n".join(lines))
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,9 @@ class Running(Protocol):
 
 class Launcher(Protocol):
     """Starts cells."""
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        """Raises UsageError if such cells cannot be started here."""
 
     def start(self, cell: Cell, state: CellState) -> Running:
         """Start a new cell, or resume a started one."""
@@ -110,9 +113,22 @@ class LocalLauncher:
     GPUs. Call it from the main thread: the cells stop when the thread that started them dies."""
 
     def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
         self._environment = share_of_cores(jobs)
         self._gpus = shares_of_gpus(jobs)
         self._in_share: dict[int, LocalProcess] = {}
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        """Raises UsageError if a cell has more ranks on GPUs than its share of them."""
+        gpus, jobs = len(visible_gpus()), self._jobs
+        for cell in cells if gpus and jobs > 1 else []:
+            engine = cell.resolved_recipe().engine
+            if engine.device != "cpu" and engine.num_processes > gpus // jobs:
+                raise UsageError(
+                    f"--jobs {jobs}: {gpus} GPUs are {gpus // jobs} for each of {jobs} cells, and "
+                    f"{cell.name} has engine.num_processes {engine.num_processes}: lower --jobs to "
+                    f"{max(1, gpus // engine.num_processes)}"
+                )
 
     def start(self, cell: Cell, state: CellState) -> LocalProcess:
         share = self._free_share()
@@ -155,21 +171,6 @@ def shares_of_gpus(jobs: int) -> list[str]:
     if jobs == 1 or not gpus:
         return []
     return [",".join(gpus[size * job : size * (job + 1)]) for job in range(jobs)]
-
-
-def refuse_too_few_gpus(cells: Iterable[Cell], jobs: int) -> None:
-    """Raises UsageError if a cell has more ranks on GPUs than its share of them."""
-    gpus = len(visible_gpus())
-    if not gpus or jobs == 1:
-        return
-    for cell in cells:
-        engine = cell.resolved_recipe().engine
-        if engine.device != "cpu" and engine.num_processes > gpus // jobs:
-            raise UsageError(
-                f"--jobs {jobs}: {gpus} GPUs are {gpus // jobs} for each of {jobs} cells, and "
-                f"{cell.name} has engine.num_processes {engine.num_processes}: lower --jobs to "
-                f"{max(1, gpus // engine.num_processes)}"
-            )
 
 
 def share_of_cores(jobs: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ from grpo_replay.experiments.cells import (
     CellState,
     Progress,
     error_line,
+    last_attempt,
     read_summary,
     refuse_foreign_run,
     state_of,
@@ -267,4 +268,6 @@ def describe_end(cell: Cell, code: int, reason: str | None = None) -> str:
         return f"killed by signal {-code}{why}"
     if code == INTERRUPTED:
         return "told to stop by someone else; it wrote a checkpoint"
-    return error_line(cell) or reason or f"ended with exit code {code} and no summary"
+    last = [line for line in last_attempt(cell)[1:] if line.strip()][-1:]
+    ended = f"ended with exit code {code} and no summary; last line: {''.join(last) or 'none'}"
+    return error_line(cell) or reason or ended

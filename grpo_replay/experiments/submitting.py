@@ -18,7 +18,7 @@ import psutil
 
 from grpo_replay.errors import UsageError
 from grpo_replay.experiments import local
-from grpo_replay.experiments.cells import CellState, shell_command, state_of
+from grpo_replay.experiments.cells import CellState, raised_line, shell_command, state_of
 from grpo_replay.experiments.grid import Cell
 from grpo_replay.storage.atomic import write_json_whole
 
@@ -103,8 +103,10 @@ class SubmittedJob:
         """A job outlives the sweep; the scheduler's own command stops it."""
 
     def reason(self) -> str | None:
-        error = self._job.paths.stderr
-        return f"{self.describe()} ended as {self._job.state} (see {error})"
+        place = f"see {self._job.paths.stderr}"
+        if self._job.paths.result_pickle.exists() and (error := self._job.exception()):
+            return f"{self.describe()}: {raised_line(str(error)) or 'failed'}; {place}"
+        return f"{self.describe()} ended as {self._job.state} without a result; {place}"
 
     def describe(self) -> str:
         return f"{self._cluster} job {self._job.job_id}"
@@ -128,6 +130,12 @@ class SubmitLauncher:
         self._cluster, self._folder, self._options = cluster, folder, dict(options)
         self._environment = environment
         self._executor: Any = None
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        """Raises UsageError without submitit or Slurm, or for an option that submitit lacks."""
+        import_submitit(self._cluster)
+        if self._cluster == "slurm":  # the local executor would already make its folder
+            _open_executor(self._cluster, self._folder, self._options)
 
     def start(self, cell: Cell, state: CellState) -> SubmittedJob:
         if self._executor is None:

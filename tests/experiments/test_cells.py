@@ -144,7 +144,7 @@ def test_a_cell_is_running_while_any_process_with_its_output_lives(cell):
     [
         ("note\nerror: the first line\nmore", "the first line"),
         ("Traceback (most recent call last):\n  File\nValueError: bad\nBug", "ValueError: bad"),
-        ("something\nlast words", "last words"),
+        ("something\nlast words", None),
         ("", None),
     ],
 )  # fmt: skip

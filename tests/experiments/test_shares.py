@@ -63,8 +63,8 @@ def test_one_cell_at_a_time_sees_all_gpus_and_nothing_is_set_without_gpus(eight_
 
 
 def test_more_ranks_than_gpus_in_a_share_are_refused(eight_gpus):
-    local.refuse_too_few_gpus([cell(4)], 2)
-    local.refuse_too_few_gpus([cell(8)], 1)
-    local.refuse_too_few_gpus([cell(8, "cpu")], 2)
+    local.LocalLauncher(2).check([cell(4)])
+    local.LocalLauncher(1).check([cell(8)])
+    local.LocalLauncher(2).check([cell(8, "cpu")])
     with pytest.raises(UsageError, match=r"8 GPUs are 2 for each of 4 cells, .* lower --jobs to 2"):
-        local.refuse_too_few_gpus([cell(4)], 4)
+        local.LocalLauncher(4).check([cell(4)])

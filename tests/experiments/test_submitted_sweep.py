@@ -12,6 +12,7 @@ import psutil
 import pytest
 from fake_sweep import CELLS, Sweep, words_of
 
+from grpo_replay.commands.sweep import SweepOptions, run
 from grpo_replay.errors import UsageError
 from grpo_replay.experiments.submitting import read_options
 
@@ -36,18 +37,20 @@ def finished(sweep: Sweep) -> bool:
 
 @pytest.mark.slow
 def test_jobs_of_the_local_executor_outlive_the_sweep_and_the_next_one_follows_them(tmp_path):
-    sweep = Sweep(tmp_path, **{cell: {"seconds": 0.2} for cell in CELLS})
+    sweep = Sweep(tmp_path, **{cell: {"hold": True} for cell in CELLS})
     process = sweep.start(2, "--executor", "submitit-local")
     sweep.wait_for_steps("grpo/seed-5", "ours/seed-5")
     process.kill()
     process.wait()
     assert len(sweep.cell_processes()) == 2
-    sweep.behave({})
     code, err = sweep.run(2)
     assert code == 3 and "grpo/seed-5 was submitted as submitit-local job" in err
-    code, err = sweep.run(2, "--executor", "submitit-local")
-    assert code == 0, err
-    assert "running grpo/seed-5: left by an earlier sweep, submitit-local job" in err
+    process = sweep.start(2, "--executor", "submitit-local")
+    told = sweep.wait_for_line(process, "running grpo/seed-5")
+    assert "left by an earlier sweep, submitit-local job" in told
+    sweep.behave({})
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
     assert finished(sweep)
     assert [len(sweep.commands(cell)) for cell in CELLS] == [1, 1, 1, 1]
     assert list(sweep.out.rglob("*.job")) == []
@@ -63,7 +66,7 @@ def test_a_job_that_fails_is_reported_with_the_message_of_its_cell(tmp_path):
 
 @pytest.mark.slow
 def test_slurm_runs_all_cells_and_a_job_out_of_time_is_checkpointed_and_requeued(tmp_path, slurm):
-    sweep = Sweep(tmp_path, **{"ours/seed-5": {"seconds": 0.2}})
+    sweep = Sweep(tmp_path, **{"ours/seed-5": {"hold": True}})
     options = ("--executor", "slurm", "--executor-option", "time=60")
     process = sweep.start(None, *options, "--executor-option", "partition=gpu")
     sweep.wait_for_steps("ours/seed-5")
@@ -84,7 +87,7 @@ def test_slurm_runs_all_cells_and_a_job_out_of_time_is_checkpointed_and_requeued
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_jobs_of_slurm_in_the_queue(tmp_path, slurm):
-    sweep = Sweep(tmp_path, **{cell: {"seconds": 0.2} for cell in CELLS})
+    sweep = Sweep(tmp_path, **{cell: {"hold": True} for cell in CELLS})
     options = ("--executor", "slurm", "--executor-option", "time=60")
     process = sweep.start(None, *options)
     sweep.wait_for_steps(*CELLS)
@@ -92,6 +95,7 @@ def test_ctrl_c_leaves_the_jobs_of_slurm_in_the_queue(tmp_path, slurm):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "4 jobs go on without the sweep" in err
     assert len(sweep.cell_processes()) == 4
+    sweep.behave({})
     code, err = sweep.run(None, *options)
     assert code == 0, err
     assert finished(sweep) and [len(sweep.commands(cell)) for cell in CELLS] == [1, 1, 1, 1]
@@ -119,17 +123,17 @@ def test_bad_options_are_refused_before_anything_is_started(tmp_path):
         read_options("slurm", ["partition=gpu"])
     with pytest.raises(UsageError, match="'time': expected key=value"):
         read_options("slurm", ["time"])
-    sweep = Sweep(tmp_path)
-    for words, told in {
-        ("--executor", "slrum"): "--executor slrum (did you mean 'slurm'?)",
-        ("--executor-option", "time=3"): "--executor-option needs --executor",
-        ("--executor", "slurm", "--executor-option", "time=3"): 'Could not detect "srun"',
-        ("--executor", "slurm", "--executor-option", "time=3", "--executor-option", "tiem=3",
-         "--print"): "tiem",
+    sweep, time = Sweep(tmp_path), ("time=3",)
+    for told, options in {
+        r"--executor slrum .did you mean 'slurm'": {"executor": "slrum"},
+        "--executor-option needs --executor": {"executor_options": time},
+        'Could not detect "srun"': {"executor": "slurm", "executor_options": time},
+        "tiem": {"executor": "slurm", "executor_options": (*time, "tiem=3"),
+                 "print_commands": True},
     }.items():  # fmt: skip
-        code, err = sweep.run(None, *words)
-        assert code == 2 and told in err, err
-        assert not list(sweep.out.glob("*/seed-*"))
+        with pytest.raises(UsageError, match=told):
+            run(SweepOptions(str(sweep.file), output_dir=str(sweep.out), **options))
+        assert not sweep.out.exists()
 
 
 def test_submitit_that_is_not_installed_is_named(tmp_path):

@@ -67,8 +67,8 @@ def test_tuning_chooses_per_arm_and_the_comparison_uses_the_choice(tmp_path):
 
 @pytest.mark.slow
 def test_sigterm_stops_the_cells_once_and_the_same_command_continues(tmp_path):
-    slow = {cell: {"seconds": 0.1} for cell in CELLS}
-    sweep = Sweep(tmp_path, **slow)
+    held = {cell: {"hold": True} for cell in CELLS}
+    sweep = Sweep(tmp_path, **held)
     process = sweep.start(jobs=2)
     sweep.wait_for_steps("grpo/seed-5", "ours/seed-5")
     process.send_signal(signal.SIGTERM)
@@ -85,19 +85,24 @@ def test_sigterm_stops_the_cells_once_and_the_same_command_continues(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_killed_sweep_leaves_no_cell_behind_and_the_next_waits_for_those_that_linger(tmp_path):
-    slow = {cell: {"seconds": 0.1} for cell in CELLS}
-    slow["grpo/seed-5"]["deaf"] = 3.0
-    sweep = Sweep(tmp_path, **slow)
+    held = {cell: {"hold": True} for cell in CELLS}
+    deaf = {"grpo/seed-5": {"deaf": True}}
+    sweep = Sweep(tmp_path, **held | deaf)
     process = sweep.start(jobs=2)
     sweep.wait_for_steps("grpo/seed-5", "ours/seed-5")
     process.kill()
     process.communicate()
     wait_until(lambda: len(sweep.cell_processes()) == 1)  # told by the kernel; one lingers
     (lingering,) = sweep.cell_processes()
+    sweep.behave(deaf)
+    process = sweep.start(jobs=2)
+    told = sweep.wait_for_line(process, "running grpo/seed-5")
+    assert told.endswith(f"left by an earlier sweep, process {lingering.pid}")
+    wait_until(lambda: (sweep.out / "ours/seed-6/summary.json").exists())
+    assert len(sweep.commands("grpo/seed-5")) == 1  # the others went on, this one was waited for
     sweep.behave({})
-    code, err = sweep.run()
-    assert code == 0, err
-    assert f"running grpo/seed-5: left by an earlier sweep, process {lingering.pid}" in err
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
     assert all(sweep.steps(cell) == list(range(1, 26)) for cell in CELLS)
     first, second = sweep.commands("grpo/seed-5")
     assert f"process {lingering.pid}:" in first and "train --resume" in second
@@ -105,7 +110,7 @@ def test_a_killed_sweep_leaves_no_cell_behind_and_the_next_waits_for_those_that_
 
 @pytest.mark.slow
 def test_a_cell_that_is_killed_fails_and_is_resumed_by_the_next_sweep(tmp_path):
-    sweep = Sweep(tmp_path, **{"ours/seed-5": {"seconds": 0.2}})
+    sweep = Sweep(tmp_path, **{"ours/seed-5": {"hold": True}})
     process = sweep.start(jobs=2)
     sweep.wait_for_steps("ours/seed-5")
     (victim,) = (p for p in sweep.cell_processes() if "ours/seed-5" in words_of(p))
@@ -120,7 +125,7 @@ def test_a_cell_that_is_killed_fails_and_is_resumed_by_the_next_sweep(tmp_path):
 
 @pytest.mark.slow
 def test_two_sweeps_never_work_in_one_folder(tmp_path):
-    sweep = Sweep(tmp_path, **{cell: {"seconds": 0.2} for cell in CELLS})
+    sweep = Sweep(tmp_path, **{cell: {"hold": True} for cell in CELLS})
     process = sweep.start(jobs=1)
     sweep.wait_for_steps("grpo/seed-5")
     code, err = sweep.run()

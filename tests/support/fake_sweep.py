@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from grpo_replay.storage.atomic import write_text_whole
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "sweep_program.py"
 
@@ -30,7 +32,7 @@ class Sweep:
         self.behave(behaviour)
 
     def behave(self, behaviour: dict) -> None:
-        (self.folder / "behaviour.json").write_text(json.dumps(behaviour))
+        write_text_whole(self.folder / "behaviour.json", json.dumps(behaviour))
 
     def start(self, jobs: int | None = 2, *options: str) -> subprocess.Popen[str]:
         paths = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'support'}"
@@ -45,6 +47,13 @@ class Sweep:
         process = self.start(jobs, *options)
         _, err = process.communicate(timeout=120)
         return process.returncode, err
+
+    def wait_for_line(self, process: subprocess.Popen[str], start: str) -> str:
+        """The first line of stderr that starts so."""
+        for line in process.stderr:
+            if line.startswith(start):
+                return line.rstrip()
+        raise AssertionError(f"no line starts with {start!r}")
 
     def steps(self, cell: str) -> list[int]:
         lines = (self.out / cell / "metrics.jsonl").read_text().splitlines()

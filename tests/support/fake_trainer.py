@@ -1,8 +1,9 @@
 """Stands in for `grpo-replay train` where tests are about processes: writes the files of a run in
 milliseconds. Started as the cell's entry, `python -m fake_trainer PARENT_PID train RECIPE …`.
 
-The file `behaviour.json` beside the sweep's folder says how runs behave, by `ARM/seed-N`:
-`fail` (an error message), `seconds` (duration of a step), `deaf` (seconds to live after SIGTERM).
+The file `behaviour.json` beside the sweep's folder says how runs behave, by `ARM/seed-N`: `fail`
+(an error message), `hold` (stay after the first step) and `deaf` (ignore SIGTERM), the last two
+until the file no longer says so.
 """
 
 import itertools
@@ -32,7 +33,6 @@ def main() -> None:
     else:
         overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
         recipe = load_recipe(words[0], overrides)
-    behaviour = _behaviour(run.path)
     run.path.parent.mkdir(parents=True, exist_ok=True)
     (run.path.parent / f"{run.path.name}.threads").write_text(
         f"{os.environ.get('OMP_NUM_THREADS')} {os.environ.get('GRPO_REPLAY_CORES')}"
@@ -46,13 +46,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     rows = run.read_metrics() if run.metrics_path.exists() else []
     for step in range(len(rows) + 1, recipe.run.steps + 1):
-        if behaviour.get("fail"):
-            print(f"a line before it\nerror: {behaviour['fail']}\nmore lines", file=sys.stderr)
+        if failure := _told(run.path, "fail"):
+            print(f"a line before it\nerror: {failure}\nmore lines", file=sys.stderr)
             raise SystemExit(3)
-        time.sleep(behaviour.get("seconds", 0.0))
         run.append_metrics({"step": step, "eval/mean": step / 100})
+        while _told(run.path, "deaf") or (_told(run.path, "hold") and not stopped):
+            time.sleep(0.05)
         if stopped:
-            time.sleep(behaviour.get("deaf", 0.0))
             raise SystemExit(130)
     assert recipe_to_yaml(recipe) == run.recipe_path.read_text()
     score = SCORES.get(str(recipe.optimizer.learning_rate), 0.3)
@@ -60,14 +60,15 @@ def main() -> None:
     run.summary_path.write_text(json.dumps({"steps": recipe.run.steps, "final": final}))
 
 
-def _behaviour(folder: Path) -> dict:
+def _told(folder: Path, what: str) -> object:
     """What behaviour.json says of this run: it lies in a folder above."""
-    for above in folder.parents:
-        path = above / "behaviour.json"
-        if path.exists():
-            told = json.loads(path.read_text())
-            return next((told[name] for name in told if str(folder).endswith(name)), {})
-    return {}
+    path = next(above / "behaviour.json" for above in folder.parents if _is_told(above))
+    told = json.loads(path.read_text())
+    return next((told[name].get(what) for name in told if str(folder).endswith(name)), None)
+
+
+def _is_told(folder: Path) -> bool:
+    return (folder / "behaviour.json").exists()
 
 
 if __name__ == "__main__":
