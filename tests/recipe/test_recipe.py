@@ -105,7 +105,7 @@ REFUSED = {
     "above the range": (["checkpoint.keep=1"], "checkpoint.keep: .*greater than or equal to 2"),
     "wrong type": (["run.steps=many"], "run.steps: .*integer.*'many'"),
     "not one of the words": (["replay.unit=row"], "replay.unit: .*'rollout' or 'query'.*'row'"),
-    "capacity below one step": (["replay.capacity_rollouts=100"], "capacity_rollouts 100.*256"),
+    "capacity below one step": (["replay.capacity_rollouts=100"], "capacity_rollouts 100.*128"),
     "warm-up as long as the run": (["run.steps=20"], "warmup_steps 20.*run.steps 20"),
     "|A| of a query": (["replay.unit=query"], "abs_advantage.*query"),
     "grpo that replays": (
