@@ -1,5 +1,6 @@
 """`grpo-replay sweep`: run a grid of arms and seeds, or say what it would run."""
 
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,7 +103,9 @@ def _writer(options: SweepOptions) -> Callable[[Cell, CellState], str]:
     parameters = read_options(options.executor, options.executor_options)
 
     def submission(cell: Cell, state: CellState) -> str:
-        return f"sbatch <<'END'\n{slurm_script(cell, state, parameters).rstrip()}\nEND"
+        folder = shlex.quote(str(cell.log.parent))  # Slurm fails where it cannot write its log
+        script = slurm_script(cell, state, parameters).rstrip()
+        return f"mkdir -p {folder} && sbatch <<'END'\n{script}\nEND"
 
     return submission
 

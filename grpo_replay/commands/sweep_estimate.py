@@ -1,7 +1,9 @@
 """`grpo-replay sweep --dry-run`: the cells with their tokens and memory."""
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from rich.table import Table
@@ -108,23 +110,29 @@ def _describe_totals(totals: dict[str, Any]) -> str:
 
 
 def _table(document: dict[str, Any]) -> Table:
-    table = Table(title="cells; steps and tokens are those to do; * after tuning")
-    table.title_justify = "left"
-    table.add_column("cell", overflow="fold", min_width=24)
-    for name in ("state", "steps", "generated", "trained", "hours", "GiB × ranks", "fits"):
-        table.add_column(name, justify="right")
+    """One row for the seeds of an arm or of a tuned value."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for cell in document["cells"]:
-        table.add_row(
-            cell["name"],
-            cell["state"] + ("*" if cell["awaits_tuning"] else ""),
-            str(cell["steps_left"]),
-            f"{cell['generated_tokens']:,}",
-            f"{cell['trained_tokens']:,}",
-            _number(cell["hours"]),
-            f"{_number(cell['peak_gib'])} × {cell['processes']}",
-            {True: "yes", False: "no", None: "?"}[cell["fits"]],
-        )
+        groups.setdefault(str(PurePath(cell["name"]).parent), []).append(cell)
+    title = "runs by seed, and their tokens still to do; * after tuning"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column("cells", overflow="fold")
+    for name in ("seeds", "generated", "trained", "hours", "GiB × ranks", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, cells in groups.items():
+        table.add_row(name, *_group(cells))
     return table
+
+
+def _group(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
+    states = Counter(cell["state"] for cell in cells)
+    mark = "*" if cells[0]["awaits_tuning"] else ""
+    yield ", ".join(f"{count} {state}" for state, count in states.items()) + mark
+    for name in ("generated_tokens", "trained_tokens"):
+        yield f"{sum(cell[name] for cell in cells) / 1e6:,.1f} M"
+    yield _number(_sum([cell["hours"] for cell in cells]))
+    yield f"{_number(cells[0]['peak_gib'])} × {cells[0]['processes']}"
+    yield {True: "yes", False: "no", None: "?"}[cells[0]["fits"]]
 
 
 def _number(value: float | None) -> str:

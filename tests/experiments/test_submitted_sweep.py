@@ -3,6 +3,7 @@ commands. The trainer is a stand-in too, except in the slow test."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def test_slurm_scripts_are_printed_without_slurm(tmp_path):
     process = sweep.start(None, *options, "--executor-option", "gpus_per_node=4")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    scripts = out.split("sbatch <<'END'\n")[1:]
+    scripts = re.split(r"mkdir -p \S+ && sbatch <<'END'\n", out)[1:]
     assert len(scripts) == 4
     for script, cell in zip(scripts, CELLS, strict=True):
         assert script.startswith("#!/bin/bash") and script.endswith("\nEND\n")
