@@ -20,7 +20,7 @@ def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
         print(json.dumps(document, indent=1))
         return
     console = open_console()
-    console.print(_table(document))
+    console.print(estimate_table(document))
     console.print(_describe_totals(document["totals"]), soft_wrap=True)
     for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
         for sentence in document[title]:
@@ -109,7 +109,7 @@ def _describe_totals(totals: dict[str, Any]) -> str:
     return f"{', '.join(parts)}; checkpoints {_number(totals['checkpoints_gib'])} GiB"
 
 
-def _table(document: dict[str, Any]) -> Table:
+def estimate_table(document: dict[str, Any]) -> Table:
     """One row for the seeds of an arm or of a tuned value."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for cell in document["cells"]:

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 from grpo_replay.commands.sweep_display import SweepDisplay, cells_table
+from grpo_replay.commands.sweep_estimate import estimate_table
 from grpo_replay.experiments.cells import CellState, Progress
 from grpo_replay.experiments.grid import Cell
 from grpo_replay.experiments.run import Entry, Status
@@ -64,4 +65,22 @@ def test_elsewhere_than_on_a_terminal_each_change_and_each_evaluation_is_a_line(
         "running a/seed-2: process 7",
         "running a/seed-2: step 10/20, 25.0 %",
         "failed a/seed-2: step 12/20, 25.0 %, no [file]",
+    ]
+
+
+def test_the_dry_run_sums_the_seeds_of_an_arm_in_one_row():
+    def cell(name: str, state: str, tokens: int) -> dict:
+        return {"name": name, "state": state, "awaits_tuning": name.startswith("a/"),
+                "generated_tokens": tokens, "trained_tokens": 2 * tokens, "hours": 0.5,
+                "peak_gib": 0.75, "processes": 2, "fits": True}  # fmt: skip
+
+    cells = [
+        cell("tune/a/rate=1/seed-1", "done", 0),
+        cell("tune/a/rate=1/seed-2", "new", 1_000_000),
+        cell("a/seed-3", "new", 1_500_000),
+    ]
+    rows = [" ".join(line.split()) for line in shown(estimate_table({"cells": cells}))[2:]]
+    assert rows == [
+        "tune/a/rate=1 1 done, 1 new 1.0 M 2.0 M 1.00 0.75 × 2 yes",
+        "a 1 new* 1.5 M 3.0 M 0.50 0.75 × 2 yes",
     ]
