@@ -56,7 +56,7 @@ def test_a_value_out_of_range():
 
 def test_a_contradiction():
     result = call("train", "tiny", "--set", "replay.capacity_rollouts=10")
-    refused(result, 2, "capacity_rollouts 10", "256")
+    refused(result, 2, "capacity_rollouts 10", "128")
 
 
 def test_a_warm_up_longer_than_the_run():
