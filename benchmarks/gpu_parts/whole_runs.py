@@ -14,6 +14,7 @@ from gpu_parts.record import Context, Record, Skipped
 from gpu_parts.runner import missing_modules
 from gpu_parts.sizes import make_recipe
 from gpu_parts.workload import write_problems
+from grpo_replay.commands.train_display import Display
 
 if TYPE_CHECKING:
     from grpo_replay.recipe import Recipe
@@ -66,7 +67,7 @@ def take_steps(context: Context) -> None:
     record.figure("peak by the dry run, GiB, all phases", predicted_peak(recipe, size.device))
 
 
-class Watcher:
+class Watcher(Display):
     """A run's observer that records its steps."""
 
     def __init__(self, record: Record, meter: PeakMemory) -> None:
@@ -83,8 +84,6 @@ class Watcher:
         row = {name.removeprefix("cost/"): metrics.get(name) for name in SHOWN}
         self._record.row("steps", row | self._meter.read())
         self._meter.reset()
-
-    def on_evaluation(self, step: int, report: Any) -> None: ...
 
     def on_notice(self, text: str) -> None:
         self._record.note(text)

@@ -24,6 +24,7 @@ from transformers.utils import cached_file
 from grpo_replay.engine.byte_tokenizer import byte_tokenizer
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
+from grpo_replay.recipe.paths import short_path
 
 BUILTIN_MODELS = ("tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
 """Names after `builtin:` of model.path. Only `tiny` has weights and a tokenizer."""
@@ -79,7 +80,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     name = model.tokenizer or model.path
     if name == BYTE_TOKENIZER:
         return byte_tokenizer()
-    place = f"model.{'tokenizer' if model.tokenizer else 'path'} {name!r}"
+    place = f"model.{'tokenizer' if model.tokenizer else 'path'} {short_path(name)!r}"
     source = resolve_model_path(name)
     _check_local(source, place)
     if Path(source).is_dir() and not any((Path(source) / f).is_file() for f in _TOKENIZER_FILES):
@@ -103,11 +104,11 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
     Raises ModelError if it cannot be read; RecipeError for an override that it does not have or
     that makes it invalid.
     """
-    place = f"model.path {model.path!r}"
+    place = f"model.path {short_path(model.path)!r}"
     source = resolve_model_path(model.path)
     _check_local(source, place)
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-        raise ModelError(f"{place}: no config.json in {source}; model.path is a model's folder")
+        raise ModelError(f"{place}: no config.json there; model.path is a model's folder")
     config = _load(AutoConfig.from_pretrained, source, place, "config.json", model)
     return _overridden(config, model.config_overrides) if model.config_overrides else config
 
@@ -212,7 +213,7 @@ def _check_local(source: str, place: str) -> None:
 
 
 def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedModel:
-    place = f"model.path {model.path!r}"
+    place = f"model.path {short_path(model.path)!r}"
     source = resolve_model_path(model.path)
     folder = Path(source)
     if folder.is_dir() and not any(any(folder.glob(each)) for each in _WEIGHT_PATTERNS):

@@ -164,7 +164,7 @@ def test_a_tokenizer_without_eos_is_refused(folder):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("config.json", "no config.json in"),
+        ("config.json", "no config.json there"),
         ("tokenizer", "no tokenizer in .*set model.tokenizer"),
         ("model.safetensors", "no weights in .*random_init"),
     ],
