@@ -28,7 +28,7 @@ from two_rank_program import (
 
 from grpo_replay.verification.verify import verify_run
 
-DEADLINE_SECONDS = 280
+DEADLINE_SECONDS = 1200
 PROGRAM = Path(__file__).parents[1] / "support" / "two_rank_program.py"
 
 
