@@ -78,7 +78,7 @@ def test_one_stated_speed_gives_the_other_by_the_cost_ratio():
 def test_nothing_is_assumed_of_the_speed_of_a_cpu():
     recipe = load_recipe("tiny")
     assert choose_speed(recipe, expected_of(recipe), SHAPE, CPU) is None
-    assert time_of(recipe, CPU, None) == {"steps": 150, "hours": None, "gpu_hours": None}
+    assert time_of(recipe, CPU, None) == {"steps": 240, "hours": None, "gpu_hours": None}
 
 
 def test_the_speed_of_a_run_is_that_of_one_of_its_ranks(runs, tmp_path):

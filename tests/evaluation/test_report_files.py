@@ -166,7 +166,7 @@ def test_a_file_called_mean_is_refused():
         find_benchmarks(EvalSection(benchmarks=["some/mean.jsonl"]))
 
 
-@pytest.mark.parametrize(("answer", "message"), [("\ud83d", "valid Unicode"), (2.5, "in quotes")])
+@pytest.mark.parametrize(("answer", "message"), [("\ud83d", "valid Unicode"), ([2], "in quotes")])
 def test_an_invalid_answer_is_refused_with_its_line(tmp_path, answer, message):
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps({"problem": "1+1", "answer": answer}) + "\n")

@@ -43,8 +43,8 @@ def test_the_command_that_began_the_run_resumes_it(run):
 def test_a_recipe_that_differs_is_refused_with_the_difference_and_the_remedy(run):
     with pytest.raises(UsageError) as seen:
         recipe_to_resume(run, "tiny", ["replay.preset=grpo"])
-    assert "run.steps is 30 in the run, 150 in tiny" in str(seen.value)
-    assert "--set run.steps=150" in str(seen.value) and "Leave RECIPE out" in str(seen.value)
+    assert "run.steps is 30 in the run, 240 in tiny" in str(seen.value)
+    assert "--set run.steps=240" in str(seen.value) and "Leave RECIPE out" in str(seen.value)
 
 
 def test_a_recipe_that_is_no_longer_valid_is_named(run):
@@ -84,4 +84,4 @@ def test_two_changes_are_both_kept(run):
     record_recipe(run, recipe_to_resume(run, None, ["replay.ratio=0.2"]), 9)
     history = read_history(run)
     assert [history.at(step).run.steps for step in (6, 7, 10)] == [30, 40, 40]
-    assert [history.at(step).replay.ratio for step in (9, 10)] == [0.5, 0.2]
+    assert [history.at(step).replay.ratio for step in (9, 10)] == [1.0, 0.2]

@@ -225,7 +225,11 @@ def test_the_default_recipe_replays_once_its_warm_up_is_over(tmp_path, processes
     replayed = [line["replay/rollouts"] for line in run.metrics]
     assert replayed[:20] == [0] * 20
     for step in (21, 22, 23):
-        assert replayed[step - 1] == round(0.5 * run.metrics[step - 1]["fresh/rollouts"]) > 0
+        assert (
+            replayed[step - 1]
+            == round(recipe.replay.ratio * run.metrics[step - 1]["fresh/rollouts"])
+            > 0
+        )
     assert run.metrics[-1]["replay/age_max"] > 1
 
 
