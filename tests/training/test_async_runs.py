@@ -79,7 +79,7 @@ def test_ages_follow_the_oldest_version_of_a_group_and_stay_within_the_bound(anc
             assert {row["birth_step"] for row in members} == {oldest + 1}
             ages.append(line["step"] - oldest - 1)
             assert ages[-1] <= limit or not any(row["kept"] for row in members)
-    assert 0 <= min(ages) and sum(age <= 3 for age in ages) > 0.9 * len(ages)
+    assert min(ages) >= 0 and sum(age <= 3 for age in ages) > 0.9 * len(ages)
 
 
 def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):
