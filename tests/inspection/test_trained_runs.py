@@ -33,7 +33,9 @@ def train(folder: Path, preset: str, **replay) -> Path:
     settings = {"preset": preset, "capacity_rollouts": 96 if preset == "fifo" else 5000} | replay
     if preset == "fifo":
         settings |= {"ratio": 1.5}
-    elif preset != "grpo":
+    elif preset == "grpo":
+        settings |= {"max_age_steps": 10}
+    else:
         settings |= {"warmup_steps": 3, "max_age_steps": settings.get("max_age_steps", 5)}
     words = [f"replay.{key}={value}" for key, value in settings.items()] + [
         "sampling.prompts_per_step=8",
