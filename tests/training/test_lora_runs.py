@@ -90,4 +90,4 @@ def test_every_stage_and_precision_trains(tmp_path, processes, stage, dtype):
     run = train_small_run(tmp_path / "run", **sections)
     limit = small_recipe(**sections).logprob_gap_limit
     assert max(line["sampler/logprob_gap_mean"] for line in run.metrics) <= limit
-    assert sum(line["updates"] > 0 for line in run.metrics) >= 4
+    assert sum(line["updates"] > 0 for line in run.metrics) >= 3  # a step may have no survivors
