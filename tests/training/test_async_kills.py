@@ -75,7 +75,7 @@ def test_a_run_killed_twice_is_the_run_of_its_journal(server, tmp_path, seed, pr
         members = family(run)
         run.kill()
         run.wait()
-        assert all_gone(members, 10), "the collector or a verifier outlived its trainer"
+        assert all_gone(members, 60), "the collector or a verifier outlived its trainer"
     run = start(folder, [server.url])
     assert run.wait(300) == 0, (tmp_path / "output").read_text()[-3000:]
     done = finished(folder, server)
@@ -93,7 +93,7 @@ def test_sigterm_in_a_wait_ends_it_with_a_checkpoint_and_no_process(server, tmp_
     step, members = steps_of(folder), family(run)
     run.send_signal(signal.SIGTERM)
     assert run.wait(40) == 0
-    assert all_gone(members, 5)
+    assert all_gone(members, 60)
     assert (folder / f"checkpoints/step_{step:06d}").is_dir()
     assert not (folder / "summary.json").exists()
     server.seconds = 0.05
