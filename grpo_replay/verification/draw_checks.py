@@ -78,6 +78,10 @@ class DrawChecks:
         return round(rollouts / per_unit)
 
     def _generated(self, step: int) -> int:
+        """R: what the step generated. An asynchronous step draws as many whatever has arrived."""
+        recipe = self.run.recipe_at(step)
+        if recipe.run.mode == "async":
+            return recipe.rollouts_per_step
         rows = self.run.rows_of_step.get(step, slice(0, 0))
         return rows.stop - rows.start
 
