@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     programs = Path(sys.executable).parent
     return subprocess.run(
-        command, shell=True, cwd=folder, capture_output=True, text=True, timeout=800,
+        command, shell=True, cwd=folder, capture_output=True, text=True, timeout=1500,
         env=os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"},
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ def test_its_recipes_are_valid(folder, name):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(4000)
 def test_every_command_runs_and_the_model_learns(folder):
     outputs = {}
     for command in COMMANDS:
