@@ -168,8 +168,7 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
     """Every rollout of the rollout log, including dropped ones. Raises SnapshotError, also for a
     file that holds another step, and for a reward or advantage that is not a number."""
     collector = _Collector()
-    for step, batch in _log_batches(files):
-        path = dict(files)[step]
+    for step, path, batch in _log_batches(files):
         part = _scalars(batch)
         born = part["birth_step"]
         _refuse_another_step(path, born[born > step])
@@ -181,10 +180,10 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
     return columns
 
 
-def _log_batches(files: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, pa.RecordBatch]]:
+def _log_batches(files: Sequence[tuple[int, Path]]) -> Iterator[tuple[int, Path, pa.RecordBatch]]:
     for step, path in tracked(files, "reading rollouts"):
         for batch in iter_columns(path, "rollouts", (*SCALARS, "kept")):
-            yield step, batch
+            yield step, path, batch
 
 
 def _refuse_another_step(path: Path, wrong_steps: np.ndarray) -> None:
