@@ -15,10 +15,13 @@ def shipped_recipes_folder() -> Path:
 
 def shipped_recipes() -> dict[str, Path]:
     """The file of every shipped recipe, by name, in alphabetical order."""
-    return {file.stem: file for file in sorted(shipped_recipes_folder().glob("*.yaml"))}
+    return _by_name(shipped_recipes_folder())
 
 
 def shipped_sweeps() -> dict[str, Path]:
     """The file of every shipped sweep, by name, in alphabetical order."""
-    folder = shipped_recipes_folder() / "sweeps"
-    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    return _by_name(shipped_recipes_folder() / "sweeps")
+
+
+def _by_name(folder: Path) -> dict[str, Path]:
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"), key=lambda file: file.stem)}
