@@ -74,6 +74,22 @@ def test_the_cost_table_agrees_with_the_formula():
     assert [int(w) for w, _, _ in rows] == [7, 6, 5, 4, 3, 2, 1]
 
 
+def test_the_papers_own_table_is_compared_with_the_formula():
+    rows = re.findall(r"^\| (\d), (\d) \|(.*)\|$", PAGE, re.MULTILINE)
+    printed = {(7, 1): (1.29, 1), (6, 2): (0.65, 2.2), (5, 3): (0.43, 5.6), (4, 4): (0.32, 17.6)}
+    for workers, trainers, cells in rows:
+        w, t = int(workers), int(trainers)
+        gamma, y = printed.pop((w, t))
+        ours = relative_compute(balanced_replay_ratio(5.28, w, t), 5.28)
+        fitted = relative_compute(balanced_replay_ratio(5.19, w, t), 5.19)
+        reuse = balanced_replay_ratio(5.28, w, t)
+        shown = [float(cell) for cell in cells.split("|")]
+        exact = [gamma, ours, ours - gamma, fitted, y, reuse, reuse - y]
+        assert shown == [round(value, 3) for value in exact]
+        assert abs(fitted - gamma) < 0.005, "the fitted μ gives the printed two decimals"
+    assert not printed
+
+
 def test_the_untying_program_writes_a_model_that_loads_untied(tmp_path, monkeypatch):
     from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.recipe import ModelSection
