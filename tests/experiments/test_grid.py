@@ -89,7 +89,7 @@ def test_the_sweeps_of_the_papers_ship_with_their_tiny_versions():
         assert files[paper].arms.keys() == files[tiny].arms.keys()
     assert len(files["paper-a"].recipes) == 3
     main = files["tiny-main"]
-    assert main.tune and len(main.tune.seeds) == 3 and len(main.seeds) == 8
+    assert main.tune and len(main.tune.seeds) == 2 and len(main.seeds) == 8
     assert len(files) == 6
 
 
