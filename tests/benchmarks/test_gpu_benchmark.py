@@ -261,6 +261,7 @@ def context(tmp_path: Path, **changes) -> Context:
     return Context(size, record, tmp_path, peak_tflops=1.0)
 
 
+@pytest.mark.slow
 def test_the_chunks_part_compares_equal_gradients(tmp_path):
     found = context(tmp_path)
     training.compare_chunks(found)
@@ -271,6 +272,7 @@ def test_the_chunks_part_compares_equal_gradients(tmp_path):
     assert small["predicted_gib"] < large["predicted_gib"]
 
 
+@pytest.mark.slow
 def test_the_training_part_measures_every_pack_and_the_push_after_it(tmp_path):
     found = context(tmp_path, packs=(64, 256))
     training.measure_1_7b(found)
@@ -284,6 +286,7 @@ def test_the_training_part_measures_every_pack_and_the_push_after_it(tmp_path):
         assert row["peak_gib"] > 0 and row["predicted_gib"] > 0
 
 
+@pytest.mark.slow
 def test_out_of_memory_ends_the_table_and_not_the_part(tmp_path, monkeypatch):
     whole = training.measure_pack
 
@@ -301,6 +304,7 @@ def test_out_of_memory_ends_the_table_and_not_the_part(tmp_path, monkeypatch):
     assert "packs of 128 tokens" in found.record.result["notes"][0]
 
 
+@pytest.mark.slow
 def test_other_micro_batches_than_reported_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "pack_rows", lambda recipe, shape: (rows, lengths))
     recipe = training.row_recipe(TOY, MODELS[0], 64)

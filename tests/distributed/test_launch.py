@@ -182,6 +182,7 @@ def test_ranks_started_by_hand_also_print_one_message(mode):
     assert codes[1] == FAILURES[mode][0] and codes[0] in {FAILURES[mode][0], 4}
 
 
+@pytest.mark.slow
 def test_when_the_rank_that_hosts_the_store_is_killed_every_other_rank_says_so():
     codes, errs = by_hand("killed-on-0", free_port(), local_ranks=(0, 1, 2))
     assert codes == [-signal.SIGKILL, 4, 4], errs
@@ -231,6 +232,7 @@ def torchrun_node(node: int, port: int, address: str, mode: str, prefix=(), **ex
 MASTER_OF = {False: "127.0.0.2", True: "10.77.0.1"}
 
 
+@pytest.mark.slow
 def test_two_torchrun_agents_with_addresses_of_their_own_form_one_run():
     port = free_port()
     nodes = [torchrun_node(i, port, f"127.0.0.{2 + i}", "sums") for i in range(2)]

@@ -377,6 +377,7 @@ def test_the_dtype_of_the_sampler_decides_what_it_holds_on_a_cpu_too(monkeypatch
     assert sampler("bfloat16").cache_tokens == 2 * sampler("auto").cache_tokens
 
 
+@pytest.mark.slow
 def test_a_hub_tokenizer_that_cannot_be_used_says_why(tmp_path):
     """A tokenizer without EOS, cached as the hub's client does."""
     from tokenizers import Tokenizer, models
@@ -420,6 +421,7 @@ def test_json_is_one_document_on_stdout_and_the_exit_code_is_0_even_if_it_does_n
             "network", "sampler", "model", "hardware", "first_change"} <= set(report)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_screen_ends_with_the_verdict():
     done = run_cli("two-gpus", "--dry-run", "--gpu-memory-gib", "24")
     assert done.returncode == 0, done.stderr
@@ -432,6 +434,7 @@ def scaling_page() -> str:
     return (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
     done = run_cli("qwen3-4b", "--dry-run", "--gpu-memory-gib", "80", COLUMNS="100")
     printed = [line for line in done.stdout.splitlines() if not line.startswith("unchecked")]
@@ -480,6 +483,7 @@ def test_whole_copies_in_host_memory_are_reported(overrides, why):
         assert told[0].startswith("119.209 GiB of host memory")  # 8 · 4e9 · 4 bytes
 
 
+@pytest.mark.slow
 def test_the_network_table_in_the_documentation_is_the_dry_runs():
     page = scaling_page()
     for name in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"):

@@ -32,6 +32,7 @@ def run_program(part: str, **variables: str) -> subprocess.CompletedProcess[str]
     return done
 
 
+@pytest.mark.slow
 def test_joining_prints_nothing_and_sets_every_time_out():
     """Without a toolkit DeepSpeed would print a warning for every operator to stdout, where --json
     belongs, and its own group would wait as long as torch's default."""
@@ -40,6 +41,7 @@ def test_joining_prints_nothing_and_sets_every_time_out():
     assert json.loads(seen.stderr.splitlines()[-1]) == {"timeout_seconds": 77.0}
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_a_gpu_prints_json_and_nothing_else():
     report = json.loads(run_program("dry-run").stdout)
     assert report["hardware"]["device"] == "cuda" and not report["hardware"]["assumed"]

@@ -99,6 +99,7 @@ def test_completions_of_a_torn_generations_file_are_sampled_again(
     assert files(tmp_path / "b.json") == files(uninterrupted)
 
 
+@pytest.mark.slow
 def test_one_and_two_ranks_agree(tmp_path, uninterrupted):
     output = tmp_path / "eval.json"
     ranks = [start(output, rank, 2) for rank in range(2)]
