@@ -14,24 +14,20 @@ _Result = TypeVar("_Result")
 
 
 def run_on_main(
-    comm: Comm,
-    action: Callable[[], _Result],
-    while_waiting: Callable[[], object] = lambda: None,
-    poll_seconds: float = POLL_SECONDS,
+    comm: Comm, action: Callable[[], _Result], poll_seconds: float = POLL_SECONDS
 ) -> _Result | None:
     """The result of `action` on rank 0, None on the others, once it is done. Collective.
 
     Rank 0 works in a thread and tells the others every `poll_seconds` that it is still working. No
     collective takes longer than that, so `engine.timeout_seconds` does not limit the work, and the
-    others still notice if rank 0 dies. `while_waiting` is called on rank 0 just as often.
+    others still notice if rank 0 dies.
 
     A GrpoReplayError of `action` is raised on rank 0, and on the others as a PeerFailure.
     `action` must not call collectives.
     """
     future = _started(action) if comm.is_main else None
     while not comm.broadcast_json(future is not None and _is_done(future, poll_seconds)):
-        if comm.is_main:
-            while_waiting()
+        pass  # rank 0 is still working
     error = None if future is None else future.exception()
     if error is not None and not isinstance(error, GrpoReplayError):
         raise error
