@@ -87,6 +87,8 @@ def _check_versions(findings: Findings) -> None:
 def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
     import torch
 
+    from grpo_replay.engine.lora import MISSING_PEFT
+
     missing = _list_for_missing(device, findings)
     if device == "cuda":
         found, wanted = torch.cuda.device_count(), recipe.engine.num_processes
@@ -98,6 +100,8 @@ def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
         missing.append(
             f"sampling.backend vllm: vLLM is not installed here: pip install '{_PACKAGE}[vllm]'"
         )
+    if lacks_peft(recipe):
+        missing.append(MISSING_PEFT)
     if (
         recipe.model.attn_implementation == "flash_attention_2"
         and importlib.util.find_spec("flash_attn") is None
@@ -106,6 +110,11 @@ def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
             "model.attn_implementation flash_attention_2: flash-attn is not installed here; "
             "use sdpa"
         )
+
+
+def lacks_peft(recipe: Recipe) -> bool:
+    """Whether the recipe trains LoRA adapters and peft is not installed here."""
+    return recipe.model.lora.rank is not None and importlib.util.find_spec("peft") is None
 
 
 def _list_for_missing(device: str, findings: Findings) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.dry_run.assumptions import Expected, expected_of
-from grpo_replay.dry_run.checks import check_disk_space, check_parts
+from grpo_replay.dry_run.checks import check_disk_space, check_parts, lacks_peft
 from grpo_replay.dry_run.duration import Speed, choose_speed, describe_time
 from grpo_replay.dry_run.findings import Findings
 from grpo_replay.dry_run.fit import (
@@ -137,7 +137,11 @@ def _report(
 def _plan(
     recipe: Recipe, known: Recipe, hardware: Hardware, findings: Findings
 ) -> EnginePlan | None:
-    """Memory of engine and sampler; None if the configuration of the model cannot be read."""
+    """Memory of engine and sampler; None if the configuration of the model cannot be read, or its
+    LoRA adapters cannot be counted."""
+    if lacks_peft(recipe):
+        findings.unchecked.append("sizes of the model: LoRA adapters are counted with peft")
+        return None
     try:
         plan = plan_engine(known, hardware.device == "cuda", hardware.capacity)
     except ModelError as error:

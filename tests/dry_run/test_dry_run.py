@@ -361,6 +361,18 @@ def test_a_tracker_that_is_not_installed_is_a_problem(monkeypatch, name):
     assert report_of("tiny", "tracking.report_to=[tensorboard]")["problems"] == []
 
 
+def test_without_peft_a_recipe_with_lora_still_gets_its_report(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    report = report_of("tiny", "model.lora.rank=8")
+    (problem,) = report["problems"]
+    assert problem == (
+        "model.lora needs peft, which is not installed: pip install 'grpo-replay[lora]'"
+    )
+    assert "sizes of the model: LoRA adapters are counted with peft" in report["unchecked"]
+    assert report["fits"] is None and report["memory"] is None
+    assert report["step"]["generated_rollouts"] == 128
+
+
 def test_the_dtype_of_the_sampler_decides_what_it_holds_on_a_cpu_too(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     shape = ModelShape(
