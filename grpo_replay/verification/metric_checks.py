@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.verification.report import Tally
+from grpo_replay.verification.reward_checks import logged_scores
 from grpo_replay.verification.run_files import Columns, RunFiles
 from grpo_replay.verification.store import Store
 
@@ -58,7 +59,19 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
         "completions/clipped_ratio": float((column["finish_reason"] == "length").mean()),
         "cost/generated_tokens": int(lengths.sum()),
         **{f"verdict/{status}": count for status, count in verdicts.items()},
+        **_score_metrics(run, step),
     }
+
+
+def _score_metrics(run: RunFiles, step: int) -> Values:
+    """Of each score, if the reward combines several."""
+    scores_NF = logged_scores(run, step)
+    if scores_NF is None:
+        return {}
+    names = run.recipe_at(step).reward.score_names
+    columns = dict(zip(names, scores_NF.T, strict=True))
+    means = {f"rewards/{name}/mean": float(scores.mean()) for name, scores in columns.items()}
+    return means | {f"rewards/{name}/std": float(s.std()) for name, s in columns.items()}
 
 
 def trained_metrics(run: RunFiles, step: int, draws: Columns) -> Values:

@@ -1,6 +1,6 @@
 """`verify_run`: check that a finished run followed the algorithm of its recipe.
 
-Recomputes advantages, kept flags, the buffer at each step, ages, draw counts, first-draw
+Recomputes combined rewards, advantages, kept flags, the buffer at each step, ages, draw counts, first-draw
 probabilities, uses, texts and metrics from the run's files (rollouts/, draws/, metrics.jsonl, its
 recipes, and buffer.parquet and tokenizer of its checkpoints), without the code that wrote them. A
 statistical test compares the draws with the stated distribution; a correct run fails it once in a
@@ -23,6 +23,7 @@ from grpo_replay.verification.metric_checks import (
 )
 from grpo_replay.verification.model_checks import Policy, check_with_models
 from grpo_replay.verification.report import Check, Tally, VerifyReport
+from grpo_replay.verification.reward_checks import check_rewards
 from grpo_replay.verification.rollout_checks import (
     check_advantages,
     check_files,
@@ -43,7 +44,8 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None
     step (0: the one that the run began with), also those that need weights. Raises SnapshotError
     or RecipeError if the files cannot be read."""
     run = read_run(Path(run_dir))
-    checks = [check_files(run), check_groups(run), check_versions(run), *check_advantages(run)]
+    checks = [check_files(run), check_groups(run), check_versions(run)]
+    checks += [*check_rewards(run), *check_advantages(run)]
     checks += [check_trained(run), check_texts(run)]
     if run.recipe.run.mode == "async":
         checks.append(check_ledger(run))

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 from small_runs.trained import small_recipe, train_small_run
@@ -107,6 +109,7 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
                if row["finish_reason"] == "length"]  # fmt: skip
     assert cut_off and not any(row["kept"] for row in cut_off)
     assert verify_run(run.path).passed
+    assert_changed_scores_are_named(run.path, tmp_path / "changed")
     other_than_its_group = next(row for row in cut_off if row["group_reward_std"] > 0)
     masked = read_life(open_source(str(run.path), None), other_than_its_group["rollout_id"])
     assert masked.fate.startswith("never stored: reward.mask_truncated")
@@ -125,6 +128,27 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
     ]
     assert [verdict == "correct" for verdict in verdicts] == right and len(right) == 32
     assert 0 < sum(right) < 32
+
+
+def assert_changed_scores_are_named(path, copy):
+    """`--verify` recomputes Σ weight · score, the score for length, and the scores' metrics."""
+    rollouts = Path("rollouts/step_000002.parquet")
+    for index, reason in ((1, "weighted sum of its scores"), (2, "overlong score")):
+        shutil.copytree(path, copy)
+        table = pq.read_table(copy / rollouts)
+        scores = table["reward_scores"].to_pylist()
+        scores[5][index] += 0.25
+        column = table.column_names.index("reward_scores")
+        field = table.schema.field(column)
+        changed = table.set_column(column, field, pa.array(scores, field.type))
+        pq.write_table(changed, copy / rollouts)
+        failed = {check.name: check.detail for check in verify_run(copy).checks if not check.passed}
+        shutil.rmtree(copy)
+        assert set(failed) == {"rewards", "metrics"}
+        assert f"step 2, rollout {table['rollout_id'][5]}: " in failed["rewards"]
+        assert reason in failed["rewards"]
+        name = ("boxed_is_right", "short", "overlong")[index]
+        assert f"step 2: rewards/{name}/mean" in failed["metrics"]
 
 
 GSM8K_ROWS = [
