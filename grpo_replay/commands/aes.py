@@ -23,8 +23,9 @@ from grpo_replay.evaluation.aes import (
 from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.report import read_report_graded_by
 from grpo_replay.evaluation.results import Interval
-from grpo_replay.evaluation.tables import plain_table, print_table, tokens
+from grpo_replay.evaluation.tables import plain_table, tokens
 from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.tables import print_table
 
 
 def run(

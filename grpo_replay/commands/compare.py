@@ -10,9 +10,9 @@ from grpo_replay.evaluation.tables import (
     COMPARISON_LEGEND,
     comparison_table,
     length_table,
-    print_table,
 )
 from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.tables import print_table
 
 
 def run_comparison(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from grpo_replay.evaluation.output import page_path
 from grpo_replay.evaluation.report import EvaluationReport, samples_path
-from grpo_replay.evaluation.tables import heading, legend, print_table, terminal_tables
+from grpo_replay.evaluation.tables import heading, legend, terminal_tables
 from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.tables import print_table
 
 
 def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:

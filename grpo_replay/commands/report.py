@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from grpo_replay.errors import UsageError
-from grpo_replay.evaluation.tables import plain_table, print_table
+from grpo_replay.evaluation.tables import plain_table
 from grpo_replay.experiments.collect import collect
 from grpo_replay.experiments.costs import PAPER_MU
 from grpo_replay.experiments.document import document
@@ -17,6 +17,7 @@ from grpo_replay.experiments.measure import measure
 from grpo_replay.experiments.tables import report_tables
 from grpo_replay.experiments.texts import facts_of, warnings_of
 from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.tables import print_table
 
 
 def run(

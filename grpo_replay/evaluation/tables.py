@@ -7,8 +7,6 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -33,7 +31,6 @@ GRADING_LEGEND = (
     "summed over benchmarks)."
 )
 PAGE_TITLE = "# Evaluation of"
-WIDEST = 10_000  # columns; more than any table needs
 SHORT_NAME = 12
 """Minimum width to which names of models and benchmarks are folded on a narrow terminal."""
 
@@ -141,7 +138,7 @@ def markdown(report: EvaluationReport) -> str:
     lines = [
         f"{PAGE_TITLE} {model.get('name', 'a model')}",
         "",
-        *_markdown_sections(report),
+        *markdown_sections(report),
         legend(report),
         "",
         "## Settings",
@@ -273,15 +270,8 @@ def plain_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
     return table
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table; on a narrow terminal lines may be too long, but no number is truncated."""
-    width, wide = console.width, console.options.update_width(WIDEST)
-    console.width = max(width, Measurement.get(console, wide, table).minimum)
-    console.print(table)
-    console.width = width
-
-
-def _markdown_sections(report: EvaluationReport) -> list[str]:
+def markdown_sections(report: EvaluationReport) -> list[str]:
+    """The tables of a report as lines of Markdown, each under a heading."""
     return [
         line
         for title, content in _contents(report)

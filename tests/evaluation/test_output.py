@@ -28,9 +28,10 @@ from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.model_source import find_model, model_sha256, used_revision
 from grpo_replay.evaluation.report import EvaluationReport, read_report
-from grpo_replay.evaluation.tables import comparison_table, markdown, print_table
+from grpo_replay.evaluation.tables import comparison_table, markdown
 from grpo_replay.recipe import EvalSection, load_recipe
 from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.terminal.tables import print_table
 from grpo_replay.training.run_evaluation import RunEvaluation
 from grpo_replay.training.trainer import Parts
 
