@@ -1,0 +1,1 @@
+"""What the campaigns on asynchronous runs share."""
