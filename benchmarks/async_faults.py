@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from async_parts.forks import Forked
 from async_parts.run_process import RunProcess, family, living, repeat_from_journal
 from async_parts.servers import Server, servers, wait_for
 
@@ -50,7 +50,7 @@ class Scene:
     run: RunProcess
     first: Server
     second: Server
-    process: subprocess.Popen
+    process: Forked
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def lost(self) -> int:

@@ -13,14 +13,13 @@ checkpoint after it is equal bit for bit in both.
 import argparse
 import json
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from async_parts.forks import Forked
 from async_parts.run_process import RunProcess, family, living, repeat_from_journal
 from async_parts.servers import servers, wait_for
 
@@ -81,7 +80,7 @@ def campaign(options: argparse.Namespace, run: RunProcess, results: Path) -> lis
 
 
 def wait_for_moment(
-    chance: random.Random, run: RunProcess, attempt: subprocess.Popen, start_seconds: float
+    chance: random.Random, run: RunProcess, attempt: Forked, start_seconds: float
 ) -> str:
     """Wait for a random moment of an attempt; what it was."""
     if chance.random() < START_SHARE:
@@ -94,10 +93,10 @@ def wait_for_moment(
     return f"step {goal}"
 
 
-def kill(attempt: subprocess.Popen) -> dict[str, Any]:
+def kill(attempt: Forked) -> dict[str, Any]:
     """SIGKILL to the trainer alone; how long what it had started outlived it."""
     members = family(attempt)
-    attempt.send_signal(signal.SIGKILL)
+    attempt.kill()
     attempt.wait()
     gone = wait_for(lambda: not living(members), GONE_SECONDS)
     return {"processes": len(members), "gone_after": gone, "left": len(living(members))}

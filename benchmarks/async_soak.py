@@ -4,14 +4,13 @@
 
 Samples every ten seconds: resident memory, open files and threads of the trainer, the collector
 with its verifiers, and the vLLM server; the queues from metrics.jsonl. After the first third of the
-time, a straight line is fitted to each; over the rest it may rise by at most TOLERANCES. Ends the
-run with SIGTERM and checks that the ledger balances at every step.
+time, a straight line is fitted to each. Over the rest it may rise by at most TOLERANCES, beyond
+twice the standard error of that rise: connections come and go. Ends the run with SIGTERM and checks
+that the ledger balances at every step. --report FILE prints the table of an earlier samples.jsonl.
 """
 
 import argparse
 import json
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from async_parts.forks import Forked
 from async_parts.run_process import RunProcess, balances, family, living
 from async_parts.servers import free_port, wait_for
 
@@ -32,7 +32,7 @@ QUEUES = {
     "rollouts in flight": "ledger/in_flight_rollouts",
     "stored rollouts": "buffer/rollouts",
 }
-TOLERANCES = {"MiB": (0.03, 8.0), "files": (0.0, 2.0), "threads": (0.0, 2.0), "queue": (0.1, 4.0)}
+TOLERANCES = {"MiB": (0.03, 8.0), "files": (0.02, 2.0), "threads": (0.02, 2.0), "queue": (0.1, 4.0)}
 """Largest rise of the fitted line over the time that is fitted: a share of its mean, or so many,
 whichever is larger."""
 
@@ -42,8 +42,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--recipe", default="tiny-async")
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--report", type=Path, default=None, metavar="FILE")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
+    if options.report:
+        lines = options.report.read_text().splitlines()
+        return report([json.loads(line) for line in lines])
     folder = options.output or Path(tempfile.mkdtemp(prefix="async-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     overrides = [
@@ -55,7 +59,7 @@ def main() -> int:
     try:
         samples = watch(run, process, options.minutes * 60, folder / "samples.jsonl")
         members = family(process)
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         code = process.wait(300)
         wait_for(lambda: not living(members), 60)
     finally:
@@ -66,9 +70,7 @@ def main() -> int:
     return report(samples) or code or bool(unbalanced)
 
 
-def watch(
-    run: RunProcess, process: subprocess.Popen, seconds: float, results: Path
-) -> list[dict[str, Any]]:
+def watch(run: RunProcess, process: Forked, seconds: float, results: Path) -> list[dict[str, Any]]:
     """The samples from the first step on."""
     if wait_for(lambda: run.steps() > 0 or process.poll() is not None, 600) is None:
         raise SystemExit(f"no step in ten minutes: see {run.log}")
@@ -83,7 +85,7 @@ def watch(
     return samples
 
 
-def sample(run: RunProcess, process: subprocess.Popen) -> dict[str, float]:
+def sample(run: RunProcess, process: Forked) -> dict[str, float]:
     groups: dict[str, list[psutil.Process]] = {"trainer": [psutil.Process(process.pid)]}
     for member in living(family(process)):
         groups.setdefault(role_of(member), []).append(member)
@@ -127,14 +129,28 @@ def report(samples: Sequence[dict[str, Any]]) -> int:
         if unit not in TOLERANCES:
             continue
         values = np.array([each.get(name, np.nan) for each in later], dtype=float)
-        slope = np.polyfit(seconds, values, 1)[0] if np.isfinite(values).all() else np.nan
-        rise, mean = slope * np.ptp(seconds), values.mean()
+        rise, error = rise_of_line(seconds, values)
+        mean = values.mean()
         allowed = max(TOLERANCES[unit][0] * mean, TOLERANCES[unit][1])
-        flat = bool(rise <= allowed)
+        flat = bool(rise - 2 * error <= allowed)
         rising += not flat
         first = samples[0].get(name, np.nan)
-        print(f"| {name} | {first:.1f} | {mean:.1f} | {rise:+.2f} | {allowed:.1f} | {flat} |")
+        line = f"{rise:+.2f} ± {error:.2f}"
+        print(f"| {name} | {first:.1f} | {mean:.1f} | {line} | {allowed:.1f} | {flat} |")
     return int(rising > 0)
+
+
+def rise_of_line(seconds: np.ndarray, values: np.ndarray) -> tuple[float, float]:
+    """The rise of the fitted line over the whole time, and its standard error; NaN for samples that
+    are missing."""
+    if not np.isfinite(values).all():
+        return np.nan, np.nan
+    slope, start = np.polyfit(seconds, values, 1)
+    residual = values - (start + slope * seconds)
+    spread = np.sqrt(
+        (residual**2).sum() / (len(values) - 2) / ((seconds - seconds.mean()) ** 2).sum()
+    )
+    return float(slope * np.ptp(seconds)), float(spread * np.ptp(seconds))
 
 
 if __name__ == "__main__":

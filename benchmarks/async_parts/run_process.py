@@ -1,8 +1,6 @@
 """An asynchronous run as a process of its own, and the proof that it is what its journal says."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from async_parts.forks import Forked
 from grpo_replay.collection.journal import read_journal
 from grpo_replay.collection.ledger import CATEGORIES
 from grpo_replay.collection.messages import Group, Record
@@ -31,17 +30,15 @@ class RunProcess:
     folder: Path
     overrides: Sequence[str]
 
-    def start(self, *overrides: str) -> subprocess.Popen:
+    def start(self) -> Forked:
         """Train, or resume if a run is there; in a session of its own, as from a terminal."""
-        words = [sys.executable, "-m", "grpo_replay", "train", self.recipe]
-        words += ["--output-dir", str(self.folder)]
+        words = ["train", self.recipe, "--output-dir", str(self.folder)]
         if (self.folder / "recipe.yaml").exists():
             words.append("--resume")
-        for override in (*self.overrides, *overrides):
+        for override in self.overrides:
             words += ["--set", override]
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            return subprocess.Popen(words, stdout=log, stderr=log, start_new_session=True)
+        return Forked(words, self.log)
 
     @property
     def log(self) -> Path:
@@ -75,7 +72,7 @@ class RunProcess:
         return list(read_journal(folder)) if folder.exists() else []
 
 
-def family(process: subprocess.Popen) -> list[psutil.Process]:
+def family(process: Forked) -> list[psutil.Process]:
     """The processes that a run has started and that live."""
     try:
         return psutil.Process(process.pid).children(recursive=True)

@@ -109,5 +109,5 @@ def wait_for(condition: Callable[[], object], seconds: float) -> float | None:
     while time.monotonic() - started < seconds:
         if condition():
             return time.monotonic() - started
-        time.sleep(0.05)
+        time.sleep(0.1)
     return None
