@@ -31,8 +31,9 @@ class FakePolicyServer(FakeServer):
     """`calls` are the control routes called, in order. `load_status` is the HTTP status with which
     it answers the next loads of weights."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, seconds: float = 0.0) -> None:
         super().__init__("default", port)
+        self.seconds = seconds
         self.calls: list[str] = []
         self.loaded: list[str] = []
         self.load_status = 200
@@ -84,8 +85,8 @@ class FakePolicyServer(FakeServer):
 
 
 if __name__ == "__main__":
-    server = FakePolicyServer(int(sys.argv[1]))
-    server.seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+    seconds = float(sys.argv[2]) if len(sys.argv) > 2 else 0.02
+    server = FakePolicyServer(int(sys.argv[1]), seconds)
     print(server.url, flush=True)
     while True:
         time.sleep(60)

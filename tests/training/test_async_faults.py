@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,22 +25,13 @@ from grpo_replay.verification.verify import verify_run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakePolicyServer]:
-    torch.set_num_threads(1)
-    fake = FakePolicyServer()
-    fake.seconds = 0.03
-    yield fake
-    fake.stop()
-
-
-def test_the_use_once_queue_takes_the_newest_first(server, tmp_path, processes):
+def test_the_use_once_queue_takes_the_newest_first(fake_server, tmp_path, processes):
     sections = {
         "replay": {"preset": "grpo", "max_age_steps": 4},
         "sampling": {"collection": {"order": "newest_first", "max_ahead_steps": 3}},
         "run": {"steps": 4},
     }
-    run = train_async_run(async_recipe([server.url], sections), tmp_path / "run")
+    run = train_async_run(async_recipe([fake_server.url], sections), tmp_path / "run")
     check_ledger(run)
     seen: set[int] = set()
     for line in run.metrics:
@@ -64,10 +54,10 @@ def crash() -> None:
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_run_that_crashes_and_is_resumed_is_the_run_of_its_journal(
-    server, tmp_path, processes, step
+    fake_server, tmp_path, processes, step
 ):
     """The checkpoint is of step 2: the steps after it are repeated from the journal."""
-    recipe = async_recipe([server.url], {"checkpoint": {"every_steps": 2}})
+    recipe = async_recipe([fake_server.url], {"checkpoint": {"every_steps": 2}})
     with pytest.raises(Stopped):
         train_async_run(recipe, tmp_path / "run", after={step: crash})
     before = list(read_journal(tmp_path / "run/journal"))
@@ -76,39 +66,41 @@ def test_a_run_that_crashes_and_is_resumed_is_the_run_of_its_journal(
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     check_ledger(run)
     assert same_weights_as_journal(run, tmp_path / "again")
+    repeated = [line["step"] for line in run.metrics if line["cost/generation_seconds"] is None]
+    assert repeated == [step]  # what it cost to generate is unknown, not nothing
     groups = [r.place for r in read_journal(run.path / "journal") if isinstance(r, Group)]
     assert len(groups) == len(set(groups))
     assert verify_run(run.path).passed
 
 
-def test_a_killed_collector_is_replaced_and_what_it_held_is_lost(server, tmp_path, processes):
+def test_a_killed_collector_is_replaced_and_what_it_held_is_lost(fake_server, tmp_path, processes):
     def kill() -> None:
         for pid in collector_pids():
             os.kill(pid, signal.SIGKILL)
 
-    run = train_async_run(async_recipe([server.url]), tmp_path / "run", after={2: kill})
+    run = train_async_run(async_recipe([fake_server.url]), tmp_path / "run", after={2: kill})
     assert len(run.metrics) == 6
     check_ledger(run)
     assert same_weights_as_journal(run, tmp_path / "again")
     assert collector_pids() == []
 
 
-def test_a_server_that_dies_and_comes_back_gets_the_newest_weights(server, tmp_path, processes):
+def test_a_server_that_dies_and_comes_back_gets_the_newest_weights(
+    fake_server, tmp_path, processes
+):
     """The run goes on with the other one; nothing is lost."""
-    second = FakePolicyServer()
-    second.seconds = 0.03
+    second = FakePolicyServer(seconds=0.03)
     port = int(second.url.rsplit(":", 1)[1])
     returned: list[FakePolicyServer] = []
 
     def come_back() -> None:
-        returned.append(FakePolicyServer(port))
-        returned[0].seconds = 0.03
+        returned.append(FakePolicyServer(port, seconds=0.03))
         deadline = time.monotonic() + 10
         while not returned[0].loaded and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(2.5)  # the collector looks once a second
 
-    recipe = async_recipe([server.url, second.url], {"run": {"steps": 8}})
+    recipe = async_recipe([fake_server.url, second.url], {"run": {"steps": 8}})
     try:
         run = train_async_run(recipe, tmp_path / "run", after={2: second.stop, 4: come_back})
     finally:
@@ -122,16 +114,17 @@ def test_a_server_that_dies_and_comes_back_gets_the_newest_weights(server, tmp_p
     assert same_weights_as_journal(run, tmp_path / "again")
 
 
-def test_a_server_that_fails_to_load_is_not_used_and_keeps_no_version(server, tmp_path, processes):
+def test_a_server_that_fails_to_load_is_not_used_and_keeps_no_version(
+    fake_server, tmp_path, processes
+):
     """trl#5932, trl#6797: the label is raised only after the load, whose answer is read."""
-    second = FakePolicyServer()
-    second.seconds = 0.03
+    second = FakePolicyServer(seconds=0.03)
 
     def break_loading() -> None:
         second.load_status = 500
 
     try:
-        recipe = async_recipe([server.url, second.url])
+        recipe = async_recipe([fake_server.url, second.url])
         run = train_async_run(recipe, tmp_path / "run", after={2: break_loading})
         assert second.label.endswith("/updating")
     finally:
@@ -142,8 +135,7 @@ def test_a_server_that_fails_to_load_is_not_used_and_keeps_no_version(server, tm
 
 def test_a_wait_for_rollouts_ends_with_a_message_that_names_them(tmp_path, processes):
     """NeMo-RL#2694: neither side waits for the other without a limit."""
-    lonely = FakePolicyServer()
-    lonely.seconds = 0.03
+    lonely = FakePolicyServer(seconds=0.03)
     recipe = async_recipe([lonely.url], {"sampling": {"servers": {"request_timeout_seconds": 2.0}}})
     with pytest.raises(
         SamplerError, match=r"waited for the 6 groups of step \d.*no request was run"
@@ -152,9 +144,11 @@ def test_a_wait_for_rollouts_ends_with_a_message_that_names_them(tmp_path, proce
     assert collector_pids() == []
 
 
-def test_a_stalled_verifier_ends_as_a_timeout_and_delays_nothing_else(server, tmp_path, processes):
+def test_a_stalled_verifier_ends_as_a_timeout_and_delays_nothing_else(
+    fake_server, tmp_path, processes
+):
     reward = {"function": "collected_rewards:stalls_on_seven", "time_limit_seconds": 0.5}
-    recipe = async_recipe([server.url], {"reward": reward, "run": {"steps": 3}})
+    recipe = async_recipe([fake_server.url], {"reward": reward, "run": {"steps": 3}})
     run = train_async_run(recipe, tmp_path / "run")
     verdicts = [row["verdict"] for step in (1, 2, 3) for row in run.rollouts(step)]
     assert "timeout" in verdicts and "scored" in verdicts

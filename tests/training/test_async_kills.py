@@ -29,8 +29,7 @@ SECTIONS = {"checkpoint": {"every_steps": 3, "keep": 3}, "run": {"steps": 12}}
 
 @pytest.fixture
 def server() -> Iterator[FakePolicyServer]:
-    fake = FakePolicyServer()
-    fake.seconds = 0.05
+    fake = FakePolicyServer(seconds=0.05)
     yield fake
     fake.stop()
 

@@ -4,12 +4,10 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import (
     BUFFER_ONLY,
     async_recipe,
@@ -24,30 +22,24 @@ from grpo_replay.collection.journal import Journal, read_journal
 from grpo_replay.collection.messages import Group, Step
 from grpo_replay.inspection.rebuild import rebuild_stored
 from grpo_replay.inspection.source import open_source
+from grpo_replay.planning.estimate import measured_mu
 from grpo_replay.verification.verify import verify_run
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakePolicyServer]:
-    torch.set_num_threads(1)
-    fake = FakePolicyServer()
-    fake.seconds = 0.03
-    yield fake
-    fake.stop()
-
-
-@pytest.fixture(scope="module")
-def anchored(server, tmp_path_factory, processes) -> FinishedRun:
+def anchored(fake_server, tmp_path_factory, processes) -> FinishedRun:
     """Paper A's batches; ends with a checkpoint."""
-    return train_async_run(async_recipe([server.url]), tmp_path_factory.mktemp("anchored") / "run")
+    return train_async_run(
+        async_recipe([fake_server.url]), tmp_path_factory.mktemp("anchored") / "run"
+    )
 
 
 @pytest.fixture(scope="module")
-def fifo(server, tmp_path_factory, processes) -> FinishedRun:
+def fifo(fake_server, tmp_path_factory, processes) -> FinishedRun:
     """Paper B's buffer, never gated."""
-    recipe = async_recipe([server.url], {"replay": BUFFER_ONLY})
+    recipe = async_recipe([fake_server.url], {"replay": BUFFER_ONLY})
     return train_async_run(recipe, tmp_path_factory.mktemp("fifo") / "run")
 
 
@@ -104,10 +96,10 @@ def test_buffer_only_is_never_gated_and_draws_a_whole_batch_every_step(fifo):
     check_ledger(fifo)
 
 
-def test_every_update_pauses_loads_and_confirms(server, run):
+def test_every_update_pauses_loads_and_confirms(fake_server, run):
     """Each update: pause, the label that is no version, load, cache, label, resume."""
-    start = server.calls.index("pause")
-    update = server.calls[start : start + 6]
+    start = fake_server.calls.index("pause")
+    update = fake_server.calls[start : start + 6]
     assert update[0] == "pause" and update[2:4] == ["reload_weights", "reset_prefix_cache"]
     assert update[1].endswith("/updating") and update[4].endswith("/0") and update[5] == "resume"
 
@@ -123,6 +115,8 @@ def test_the_journal_alone_gives_the_same_weights_bit_for_bit(run, tmp_path):
     for line, other in zip(run.metrics, again.metrics, strict=True):
         same = {k for k in line if k.startswith("ledger/")} | {"loss", "grad_norm", "reward"}
         assert {k: line[k] for k in same} == {k: other[k] for k in same}
+    assert measured_mu(run.metrics, PROMPTS * GROUP) > 0
+    assert measured_mu(again.metrics, PROMPTS * GROUP) is None  # nothing was generated for it
 
 
 def test_another_journal_gives_other_weights(anchored, tmp_path):

@@ -1,5 +1,6 @@
 """Small runs that several test files read, made once per session. Tests may not change them."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,8 @@ import pytest
 from small_runs.synthetic import PRESETS, write_synthetic_run
 
 if TYPE_CHECKING:
+    from fake_policy_server import FakePolicyServer
+
     from small_runs.trained import FinishedRun
 
 # The trainer is imported where it is used: torch and DeepSpeed take seconds to load.
@@ -30,6 +33,18 @@ def processes():
 
     torch.set_num_threads(1)
     return initialize_processes(engine_recipe())
+
+
+@pytest.fixture(scope="module")
+def fake_server() -> "Iterator[FakePolicyServer]":
+    """A fake vLLM server that takes weights and answers within 30 ms."""
+    import torch
+    from fake_policy_server import FakePolicyServer
+
+    torch.set_num_threads(1)
+    server = FakePolicyServer(seconds=0.03)
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")
