@@ -4,7 +4,7 @@ The buffer and the composer are those of the trainer. Generation is held fixed: 
 real run would have trained another policy, which would have sampled other rollouts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -81,7 +81,8 @@ class _Trained:
 def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
     """The comparison for `key=value` changes to the replay section.
 
-    Raises UsageError for a key that is not a replay setting, RecipeError for a bad value, and
+    Raises UsageError for a key that is not a replay setting, and for a longer age limit with which
+    an asynchronous run would have kept rollouts that it dropped; RecipeError for a bad value; and
     SnapshotError if the run has no recipe or logged no rollouts.
     """
     recipe = source.recipe
@@ -92,6 +93,7 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
         )
     other = changed_recipe(recipe, changes)
     log = read_log(source.rollout_files)
+    refuse_what_was_not_kept(log, recipe.replay, other.replay)
     plan = [(settings, seed + i) for settings in (recipe, other) for i in range(REPEATS)]
     results = [simulate(log, *each) for each in tracked(plan, "replaying the log")]
     same, changed = results[:REPEATS], results[REPEATS:]
@@ -137,14 +139,13 @@ def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
     kept_rows = np.flatnonzero(log.kept)
     taken = log.logged_step[kept_rows]
     row_of = dict(zip(log.rollout_id[kept_rows].tolist(), kept_rows.tolist(), strict=True))
-    steps, generated = np.unique(log.logged_step, return_counts=True)
     rows: list[int] = []
     ages: list[np.ndarray] = []
     replayed: list[np.ndarray] = []
     ess: list[float] = []
     entropies: list[float] = []
     stored: list[int] = []
-    for step, count in zip(steps.tolist(), generated.tolist(), strict=True):
+    for step, count in _steps(log, recipe):
         first, last = np.searchsorted(taken, [step, step + 1])
         fresh = rollouts[first:last]
         buffer.evict(step)
@@ -169,12 +170,44 @@ def simulate(log: RolloutColumns, recipe: Recipe, seed: int) -> DrawStatistics:
     return statistics(log, trained)
 
 
+def _steps(log: RolloutColumns, recipe: Recipe) -> Iterable[tuple[int, int]]:
+    """Each step of the log, and the rollouts that a step of the run generates. Into a step of an
+    asynchronous run any number may have come, none too; its batches are sized by the recipe."""
+    steps, counts = np.unique(log.logged_step, return_counts=True)
+    if recipe.run.mode == "sync":
+        return zip(steps.tolist(), counts.tolist(), strict=True)
+    return [(step, recipe.rollouts_per_step) for step in range(steps[0], steps[-1] + 1)]
+
+
 def kept_under(log: RolloutColumns, settings: ReplaySection) -> RolloutColumns:
     """The log as a run with these settings keeps it: without the groups whose rewards are all
-    equal, or with them, at advantage 0."""
+    equal, or with them, at advantage 0. What an asynchronous run dropped as stale or straddling
+    stays out, and so does what came later than these settings allow."""
+    kept = log.kept | (log.group_std == 0)
+    if settings.max_age_steps is not None:
+        kept &= log.logged_step - log.birth_step <= settings.max_age_steps
     if settings.drop_zero_variance:
-        return replace(log, kept=log.group_std > 0)
-    return replace(log, kept=np.ones(len(log), dtype=bool), advantage=np.nan_to_num(log.advantage))
+        return replace(log, kept=kept & (log.group_std > 0))
+    return replace(log, kept=kept, advantage=np.nan_to_num(log.advantage))
+
+
+def refuse_what_was_not_kept(
+    log: RolloutColumns, settings: ReplaySection, other: ReplaySection
+) -> None:
+    """Raises UsageError if `other` would have kept rollouts that the run dropped as stale: their
+    advantages are not in the log."""
+    limit, longer = settings.max_age_steps, other.max_age_steps
+    if limit is None:
+        return
+    age = log.logged_step - log.birth_step
+    stale = ~log.kept & (log.group_std > 0) & (age > limit)
+    missing = int((stale if longer is None else stale & (age <= longer)).sum())
+    if missing:
+        raise UsageError(
+            f"--what-if max_age_steps={'null' if longer is None else longer}: the run dropped "
+            f"{missing} rollouts that came more than {limit} steps late, and their advantages are "
+            f"not in its log: give at most {limit}, or make a new run"
+        )
 
 
 def _logged(source: Source, log: RolloutColumns, recipe: Recipe) -> _Trained:

@@ -1,7 +1,7 @@
 """What-if: the settings of a run reproduce its draws; other settings match runs with them."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
@@ -9,9 +9,18 @@ from small_runs.synthetic import write_synthetic_run
 
 from grpo_replay.commands.inspect_buffer import run
 from grpo_replay.errors import RecipeError, SnapshotError, UsageError
-from grpo_replay.inspection.rollout_columns import read_log
+from grpo_replay.inspection import what_if as module
+from grpo_replay.inspection.rollout_columns import RolloutColumns, read_log
 from grpo_replay.inspection.source import open_source
-from grpo_replay.inspection.what_if import DrawStatistics, changed_recipe, simulate, what_if
+from grpo_replay.inspection.what_if import (
+    DrawStatistics,
+    changed_recipe,
+    kept_under,
+    refuse_what_was_not_kept,
+    simulate,
+    what_if,
+)
+from grpo_replay.recipe import load_recipe
 
 STEPS = 60
 # Draws vary between simulations of one log; these counts are deterministic.
@@ -88,29 +97,34 @@ def test_deterministic_statistics_have_no_error(long_runs):
     assert result.changes == {"max_age_steps": [5, 2]}
 
 
+def two_groups(**columns) -> RolloutColumns:
+    """A group with a signal, taken in step 1, and one without, taken in step 2."""
+    return replace(
+        RolloutColumns(
+            rollout_id=np.array([0, 1, 2, 3]),
+            group_id=np.array([0, 0, 1, 1]),
+            birth_step=np.array([1, 1, 2, 2]),
+            logged_step=np.array([1, 1, 2, 2]),
+            reward=np.array([1.0, -1.0, 1.0, 1.0]),
+            advantage=np.array([1.0, -1.0, np.nan, np.nan]),
+            group_std=np.array([1.0, 1.0, 0.0, 0.0]),
+            group_correct=np.array([1, 1, 2, 2], dtype=np.int32),
+            tokens=np.array([10, 20, 5, 5], dtype=np.int32),
+            truncated=np.zeros(4, bool),
+            kept=np.array([True, True, False, False]),
+            prompt=np.array([0, 0, 1, 1], dtype=np.int32),
+            priority=np.full(4, np.nan),
+            times_used=np.zeros(4, np.int32),
+            last_used_step=np.full(4, -1),
+            prompt_ids=("a", "b"),
+        ),
+        **columns,
+    )
+
+
 def test_statistics_of_a_hand_made_run():
     """Two survivors of one group, one dropped group; the second rollout drawn twice at age 1."""
-    from grpo_replay.inspection import what_if as module
-    from grpo_replay.inspection.rollout_columns import RolloutColumns
-
-    log = RolloutColumns(
-        rollout_id=np.array([0, 1, 2, 3]),
-        group_id=np.array([0, 0, 1, 1]),
-        birth_step=np.array([1, 1, 2, 2]),
-        logged_step=np.array([1, 1, 2, 2]),
-        reward=np.array([1.0, -1.0, 1.0, 1.0]),
-        advantage=np.array([1.0, -1.0, np.nan, np.nan]),
-        group_std=np.array([1.0, 1.0, 0.0, 0.0]),
-        group_correct=np.array([1, 1, 2, 2], dtype=np.int32),
-        tokens=np.array([10, 20, 5, 5], dtype=np.int32),
-        truncated=np.zeros(4, bool),
-        kept=np.array([True, True, False, False]),
-        prompt=np.array([0, 0, 1, 1], dtype=np.int32),
-        priority=np.full(4, np.nan),
-        times_used=np.zeros(4, np.int32),
-        last_used_step=np.full(4, -1),
-        prompt_ids=("a", "b"),
-    )
+    log = two_groups()
     trained = module._Trained(
         row=np.array([0, 1, 1, 1]),
         age=np.array([0, 0, 1, 1]),
@@ -136,6 +150,51 @@ def test_statistics_of_a_hand_made_run():
         stored_mean=2.0,
         trained_tokens_per_generated=70 / 40,
     )
+
+
+def asynchronous(*overrides: str):
+    small = ("sampling.group_size=2", "sampling.prompts_per_step=1", "replay.warmup_steps=0")
+    return load_recipe("tiny-async", [*small, *overrides])
+
+
+def stale_group() -> RolloutColumns:
+    """Two groups with a signal, taken in the steps 3 and 7, the second six steps after its birth:
+    it was dropped."""
+    return two_groups(
+        birth_step=np.array([3, 3, 1, 1]),
+        logged_step=np.array([3, 3, 7, 7]),
+        group_std=np.ones(4),
+        group_correct=np.ones(4, np.int32),
+    )
+
+
+def test_what_an_asynchronous_run_dropped_as_stale_stays_dropped():
+    """Two draws a step, also in the three steps in which nothing arrived."""
+    recipe = asynchronous("replay.preset=fifo", "replay.max_age_steps=4", "replay.ratio=1")
+    found = simulate(stale_group(), recipe, seed=0)
+    assert (found.replayed_rollouts, found.stored_mean) == (10, 2)
+    assert found.abs_advantage_mean == 1.0
+    assert found.never_drawn_share == 0.0
+
+
+def test_a_shorter_age_limit_drops_what_arrives_late():
+    log = stale_group()
+    log.kept[2:] = True
+    log.advantage[2:] = (1.0, -1.0)
+    for limit, kept in ((6, 4), (5, 2), ("null", 4)):
+        settings = asynchronous(f"replay.max_age_steps={limit}").replay
+        assert kept_under(log, settings).kept.sum() == kept
+
+
+def test_an_age_limit_that_needs_what_was_dropped_is_refused():
+    settings = asynchronous("replay.max_age_steps=4").replay
+    for limit in (3, 4, 5):
+        other = asynchronous(f"replay.max_age_steps={limit}").replay
+        refuse_what_was_not_kept(stale_group(), settings, other)
+    for limit in (6, "null"):
+        other = asynchronous(f"replay.max_age_steps={limit}").replay
+        with pytest.raises(UsageError, match="2 rollouts that came more than 4 steps late"):
+            refuse_what_was_not_kept(stale_group(), settings, other)
 
 
 def test_replay_can_be_simulated_for_a_run_without_it(runs):
