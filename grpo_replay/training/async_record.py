@@ -31,9 +31,10 @@ from grpo_replay.types import ComposedBatch, Rollout
 
 @dataclass(frozen=True, slots=True)
 class SamplerShare:
-    """The servers during one step. `idle` is None if none was in use."""
+    """The servers during one step. `idle` is None if none was in use. `busy_seconds` is None for a
+    step repeated from the journal: its generation was in an earlier attempt."""
 
-    busy_seconds: float
+    busy_seconds: float | None
     idle: float | None
 
 
@@ -139,7 +140,8 @@ def async_step_metrics(
 ) -> dict[str, Any]:
     """The row of metrics.jsonl (see docs/metrics.md)."""
     gap = record.gap
-    seconds = {**seconds, "generation": step.sampler.busy_seconds}
+    busy = step.sampler.busy_seconds
+    seconds = {**seconds, "generation": busy or 0.0}
     return null_where_not_finite(
         {
             "step": record.step,
@@ -151,7 +153,7 @@ def async_step_metrics(
             "sampler/logprob_gap_mean": gap.mean if gap else None,
             "sampler/logprob_gap_max": gap.max if gap else None,
             "sampler/policy_version": step.sampler_version,
-            **cost_metrics(seconds, record.generated, record.batch.rollouts),
+            **cost_metrics(seconds, record.generated, record.batch.rollouts, busy is not None),
             **_asynchrony(record, seconds, step),
             **step.ledger,
             "num_tokens": state.processed_tokens,

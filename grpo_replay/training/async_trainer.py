@@ -35,6 +35,7 @@ from grpo_replay.sampling.server.rolling import RollingServerSampler
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.async_record import (
     AsyncStep,
+    SamplerShare,
     SamplerTimes,
     UndrawnEvictions,
     async_step_metrics,
@@ -208,7 +209,7 @@ class AsyncTrainer(Trainer):
             write_async_step_files(self.parts.run_dir.path, self.recipe, record)
         asynchronous = AsyncStep(
             waited_seconds=self._waited_seconds,
-            sampler=self._times.step(self.intake.newest_report, self._paused_seconds()),
+            sampler=self._sampler_share(),
             straddlers=taken.straddlers,
             outstanding_groups=self.intake.outstanding_groups(),
             undrawn_evicted=self._undrawn.end(self.buffer, batch),
@@ -279,8 +280,12 @@ class AsyncTrainer(Trainer):
         if self.intake is not None:
             self.intake.sync()
 
-    def _paused_seconds(self) -> float:
-        return getattr(self.parts.sampler, "paused_seconds", 0.0)
+    def _sampler_share(self) -> SamplerShare:
+        if self._replaying:
+            return SamplerShare(None, None)
+        assert self.intake is not None
+        paused = getattr(self.parts.sampler, "paused_seconds", 0.0)
+        return self._times.step(self.intake.newest_report, paused)
 
 
 def _gap_sample(taken: TakenRollouts, version: int) -> list[Rollout]:

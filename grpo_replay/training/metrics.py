@@ -184,14 +184,18 @@ def sampler_weight_metrics(trained: Sequence[Rollout], loss: LossSection) -> Met
 
 
 def cost_metrics(
-    seconds: dict[str, float], generated: Sequence[Rollout], trained: Sequence[Rollout]
+    seconds: dict[str, float],
+    generated: Sequence[Rollout],
+    trained: Sequence[Rollout],
+    generation_known: bool = True,
 ) -> Metrics:
     """The ledger of the step. μ = seconds to generate one rollout / seconds to train on one;
     γ = paper B's relative compute, (1 + μR/B) / (1 + μR/B'): the step per rollout trained on,
-    relative to training once on each survivor (None without survivors)."""
+    relative to training once on each survivor (None without survivors). Without
+    `generation_known` both are None, and so are the seconds of generation."""
     mu = gamma = None
     survivors = sum(rollout.kept for rollout in generated)
-    if trained and generated and seconds["training"] > 0:
+    if trained and generated and seconds["training"] > 0 and generation_known:
         per_generated = seconds["generation"] / len(generated)
         mu = per_generated / (seconds["training"] / len(trained))
     if mu is not None and survivors > 0:
@@ -201,6 +205,7 @@ def cost_metrics(
         "cost/trained_tokens": sum(len(r.completion_token_ids) for r in trained),
         "cost/trained_rollouts": len(trained),
         **{f"cost/{name}_seconds": seconds[name] for name in (*STAGES, "other")},
+        **({} if generation_known else {"cost/generation_seconds": None}),
         "cost/mu": mu,
         "cost/gamma": gamma,
         "step_time": seconds["step"],
