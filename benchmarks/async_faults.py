@@ -25,7 +25,7 @@ from async_parts.servers import Server, servers, wait_for
 from grpo_replay.collection.messages import Group
 
 LIMIT_SECONDS = 10
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 600.0
 VERIFIER = '''
 import time
 from pathlib import Path

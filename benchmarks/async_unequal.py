@@ -77,13 +77,17 @@ def one_run(run: RunProcess, pair: list[Server], share: float) -> dict[str, Any]
 @contextlib.contextmanager
 def throttled(server: Server, share: float) -> Iterator[None]:
     """The server runs for a share of the time."""
-    over = threading.Event()
+    over, processes = threading.Event(), server.processes()
+
+    def send(number: signal.Signals) -> None:
+        for process in processes:
+            process.send_signal(number)
 
     def alternate() -> None:
         while not over.wait(PERIOD_SECONDS * share):
-            server.signal_all(signal.SIGSTOP)
+            send(signal.SIGSTOP)
             over.wait(PERIOD_SECONDS * (1 - share))
-            server.signal_all(signal.SIGCONT)
+            send(signal.SIGCONT)
 
     thread = threading.Thread(target=alternate, daemon=True)
     try:

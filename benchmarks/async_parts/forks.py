@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["grpo_replay.cli", "grpo_replay.training.run", "deepspeed"])
+_context.set_forkserver_preload(
+    ["__main__", "grpo_replay.cli", "grpo_replay.training.run", "deepspeed"]
+)
+# The server of the forks finds modules by this variable only (CPython 3.11).
+os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
 
 
 class Forked:
@@ -17,7 +21,7 @@ class Forked:
 
     def __init__(self, words: Sequence[str], log: Path) -> None:
         """`words` are the arguments of `grpo-replay`."""
-        self._process = _context.Process(target=_run, args=(list(words), str(log)))
+        self._process = _context.Process(target=_run, args=(list(words), str(log)), daemon=True)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -31,7 +31,9 @@ class Server:
         self._process: LaunchedServer | None = None
 
     def launch(self) -> None:
-        """Start it, without waiting for it."""
+        """Start it, without waiting for it; what is left of an earlier one must have ended."""
+        if self._process is not None:
+            self._process.guard.wait(60)
         servers = ["sampling.servers.launch=1", f"sampling.servers.base_port={self.port}"]
         recipe = load_recipe(self._recipe, servers)
         arguments = engine_arguments(recipe, recipe.model, on_gpu=False)
@@ -67,10 +69,8 @@ class Server:
         return psutil.Process(self._process.guard.pid).children(recursive=True)
 
     def kill(self) -> None:
-        """SIGKILL to the main process, and wait until all of it is gone."""
-        assert self._process is not None
+        """SIGKILL to the main process."""
         self.processes()[0].kill()
-        self._process.guard.wait(60)
 
     def signal_all(self, number: signal.Signals) -> None:
         for process in self.processes():
