@@ -19,6 +19,15 @@ _BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errn
 class CommandGroup(TyperGroup):
     """A Typer group that reports every error of its commands."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options of the group. A flag that is not given is False, not None: Typer loads
+        pydantic to convert anything but a bool, which would cost the help of every command."""
+        params = super().get_params(ctx)
+        for parameter in params:
+            if getattr(parameter, "is_flag", False) and parameter.default is None:
+                parameter.default = False
+        return params
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
