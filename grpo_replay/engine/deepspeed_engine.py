@@ -148,7 +148,9 @@ class DeepSpeedEngine:
                 self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
                 tables.append(self._backward(microbatch))
         gathered = self._comm.gather(pack_statistics(microbatches, tables))
-        table = None if gathered is None else unpack_statistics(gathered, len(rows or ()))
+        table, positions = None, 0
+        if gathered is not None:
+            table, positions = unpack_statistics(gathered, len(rows or ()))
         self._refuse_non_finite(table, rows or ())
         self._comm.position.note("optimizer step")
         unsharded_norm = self._unsharded_grad_norm()
@@ -163,7 +165,9 @@ class DeepSpeedEngine:
             )
         if table is None:
             return None
-        return update_result(table, grad_norm, len(microbatches))
+        tokens = sum(row.length_tokens for row in rows or ())
+        padding_share = 1 - tokens / positions if positions else 0.0
+        return update_result(table, grad_norm, len(microbatches), padding_share)
 
     def _dropout(self) -> AbstractContextManager[None]:
         """Within, LoRA's dropout is active. Its masks are a function of seed, step, update and

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, eq=False)
 class UpdateResult:
     """One optimizer update. `outcomes[i]` belongs to row i; `loss` is the whole mini-batch's,
-    over all ranks; `grad_norm` is the global L2 norm before clipping."""
+    over all ranks; `grad_norm` is the global L2 norm before clipping; `padding_share` is the share
+    of the positions in its forward passes, over all ranks, that are not tokens of its rows."""
 
     outcomes: tuple[RolloutOutcome, ...]
     loss: float
     grad_norm: float
     reference_kl: float
     micro_batches: int
+    padding_share: float
 
 
 class Engine(Protocol):

@@ -12,6 +12,9 @@ from grpo_replay.grpo.batch import MicroBatch
 from grpo_replay.grpo.loss import ROW_STATISTICS
 from grpo_replay.types import RolloutOutcome
 
+_PACKED_COLUMNS = 2 + len(ROW_STATISTICS)
+"""Row, padded length, statistics."""
+
 
 def pack_tokens(parts: Sequence[tuple[MicroBatch, np.ndarray]]) -> tuple[bytes, bytes]:
     """One rank's float32 value per completion token of its micro-batches, as bytes to send: (index
@@ -43,26 +46,28 @@ def unpack_tokens(
 
 
 def pack_statistics(microbatches: Sequence[MicroBatch], tables: Sequence[np.ndarray]) -> bytes:
-    """One rank's float64 [R, K] row statistics of each micro-batch, as bytes to send."""
-    width = 1 + len(ROW_STATISTICS)
+    """One rank's float64 [R, K] row statistics of each micro-batch, as bytes to send, and the
+    padded length of its rows."""
     mine = [
-        np.column_stack([microbatch.rows_R, table])
+        np.column_stack([microbatch.rows_R, np.full(len(table), microbatch.width_tokens), table])
         for microbatch, table in zip(microbatches, tables, strict=True)
     ]
-    return np.concatenate([np.zeros((0, width)), *mine]).tobytes()
+    return np.concatenate([np.zeros((0, _PACKED_COLUMNS)), *mine]).tobytes()
 
 
-def unpack_statistics(payloads: Sequence[bytes], count: int) -> np.ndarray:
-    """float64 [N, K] in the mini-batch's order, N = `count`, from what all ranks packed."""
-    width = 1 + len(ROW_STATISTICS)
-    everything = np.concatenate([np.frombuffer(p).reshape(-1, width) for p in payloads])
+def unpack_statistics(payloads: Sequence[bytes], count: int) -> tuple[np.ndarray, int]:
+    """float64 [N, K] in the mini-batch's order, N = `count`, and the number of positions of all
+    forward passes, from what all ranks packed."""
+    everything = np.concatenate([np.frombuffer(p).reshape(-1, _PACKED_COLUMNS) for p in payloads])
     table = np.zeros((count, len(ROW_STATISTICS)))
     real = everything[everything[:, 0] >= 0]
-    table[real[:, 0].astype(np.int64)] = real[:, 1:]
-    return table
+    table[real[:, 0].astype(np.int64)] = real[:, 2:]
+    return table, int(everything[:, 1].sum())
 
 
-def update_result(table: np.ndarray, grad_norm: float, micro_batches: int) -> UpdateResult:
+def update_result(
+    table: np.ndarray, grad_norm: float, micro_batches: int, padding_share: float
+) -> UpdateResult:
     """The update's result: sums over tokens become means, which are 0 for rows without tokens."""
     column = {name: table[:, index] for index, name in enumerate(ROW_STATISTICS)}
     tokens = np.maximum(column["tokens"], 1.0)
@@ -88,4 +93,5 @@ def update_result(table: np.ndarray, grad_norm: float, micro_batches: int) -> Up
         grad_norm,
         float(column["reference_kl"].sum() / total) if total else 0.0,
         micro_batches,
+        padding_share,
     )

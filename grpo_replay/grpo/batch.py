@@ -59,6 +59,11 @@ class MicroBatch:
     token_weights_R: np.ndarray  # float32
     sampler_weights_C: np.ndarray  # float32; empty: all 1
 
+    @property
+    def width_tokens(self) -> int:
+        """L, the padded length of its rows."""
+        return self.input_ids_RL.shape[1]
+
 
 def logprob_row(prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray) -> TrainRow:
     """A row that only needs log-probs."""

@@ -92,6 +92,7 @@ def update_metrics(results: Sequence[UpdateResult], beta: float) -> Metrics:
     return {
         "updates": len(results),
         "micro_batches": sum(result.micro_batches for result in results),
+        "padding_share": _mean([result.padding_share for result in results]),
         "loss": _mean([result.loss for result in results]),
         "grad_norm": _mean([result.grad_norm for result in results]),
         "kl": _mean([result.reference_kl for result in results]) if beta > 0 else None,

@@ -15,11 +15,12 @@ from grpo_replay.grpo.loss import ROW_STATISTICS
 
 
 def micro_batch(rows: list[int], lengths: list[int]) -> MicroBatch:
-    """Of these rows of the mini-batch, with as many completion tokens each; the rest is zeros."""
+    """Of these rows of the mini-batch, padded to six tokens, with as many completion tokens each;
+    the rest is zeros."""
     row_of_C = np.repeat(np.arange(len(rows)), lengths)
     zeros_C, zeros_R = np.zeros(sum(lengths)), np.zeros(len(rows))
     return MicroBatch(
-        np.array(rows), np.zeros((len(rows), 1)), zeros_C, zeros_C, row_of_C, zeros_C, zeros_C,
+        np.array(rows), np.zeros((len(rows), 6)), zeros_C, zeros_C, row_of_C, zeros_C, zeros_C,
         zeros_R, zeros_R, np.zeros(0),
     )  # fmt: skip
 
@@ -49,7 +50,8 @@ def test_a_rank_without_micro_batches_adds_nothing():
     pairs = [pack_tokens([(micro_batch([0], [2]), values(1, 2))]), pack_tokens([])]
     lengths, tokens = zip(*pairs, strict=True)
     assert [row.tolist() for row in unpack_tokens(lengths, tokens, 1)] == [[1, 2]]
-    assert unpack_statistics([pack_statistics([], [])], 0).shape == (0, len(ROW_STATISTICS))
+    table, positions = unpack_statistics([pack_statistics([], [])], 0)
+    assert (table.shape, positions) == ((0, len(ROW_STATISTICS)), 0)
 
 
 def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
@@ -60,14 +62,15 @@ def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
     second = pack_statistics(
         [micro_batch([1], [1]), micro_batch([-1], [1])], [table(1.5), table(-9.0)]
     )
-    found = unpack_statistics([first, second], 3)
+    found, positions = unpack_statistics([first, second], 3)
     np.testing.assert_array_equal(found, table(0.5, 1.5, 2.5))
+    assert positions == 2 * 6 + 6 + 6  # four rows, padding row included, of six positions
 
 
 def test_a_loss_that_is_not_finite_stays_in_its_row():
     table = np.ones((2, len(ROW_STATISTICS)))
     table[1, 0] = np.nan
-    found = unpack_statistics([pack_statistics([micro_batch([1, 0], [1, 1])], [table])], 2)
+    found, _ = unpack_statistics([pack_statistics([micro_batch([1, 0], [1, 1])], [table])], 2)
     assert np.isnan(found[:, 0]).tolist() == [True, False]
 
 
@@ -81,13 +84,13 @@ def test_sums_over_tokens_become_means():
     nothing = dict.fromkeys(ROW_STATISTICS, 0.0) | {"log_ratio_max": -np.inf}
     assert sums.keys() == nothing.keys()
     table = np.array([[row[name] for name in ROW_STATISTICS] for row in (sums, nothing)])
-    result = update_result(table, 1.5, 3)
+    result = update_result(table, 1.5, 3, 0.25)
     assert (result.loss, result.grad_norm, result.reference_kl) == (0.25, 1.5, 0.25)
-    assert result.micro_batches == 3
+    assert (result.micro_batches, result.padding_share) == (3, 0.25)
     whole, empty = result.outcomes
     assert (whole.tokens, whole.clip_fraction, whole.entropy) == (2, 0.5, 0.5)
     assert (whole.log_ratio_mean, whole.log_ratio_var, whole.approx_kl) == (1.0, 1.0, 1.5)
     assert whole.ratio_mean == pytest.approx((1 + np.exp(2)) / 2)
     assert whole.ratio_max == pytest.approx(np.exp(2))
     assert (empty.tokens, empty.ratio_mean, empty.ratio_max, empty.log_ratio_var) == (0, 0, 0, 0)
-    assert update_result(table[1:], 0.0, 1).reference_kl == 0.0
+    assert update_result(table[1:], 0.0, 1, 0.0).reference_kl == 0.0
