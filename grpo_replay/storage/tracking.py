@@ -5,9 +5,12 @@ import importlib.util
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_replay.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class Tracker(Protocol):
@@ -23,25 +26,39 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in RUN/tensorboard. After a resume, events from `first_step` on are hidden."""
+    """Event files in RUN/tensorboard. After a resume, events from `first_step` on are hidden.
+
+    A new run loads TensorBoard with its first record: loading takes a second of processor time,
+    which would delay the first step.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        self._folder, self._first_step = folder, first_step
+        self._opened: SummaryWriter | None = None
+        if first_step > 1:  # the resumed run may make no step, and hides events all the same
+            self._writer()
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+    def _writer(self) -> "SummaryWriter":
+        if self._opened is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._opened = SummaryWriter(str(self._folder), purge_step=self._first_step)
+        return self._opened
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        writer = self._writer()
         for name, value in metrics.items():
             if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(name, value, step)
+                writer.add_scalar(name, value, step)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         head = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
         lines = [*head, *(" | ".join(map(_markdown_cell, row.values())) for row in rows)]
-        self._writer.add_text("samples", "\n".join(f"| {line} |" for line in lines), step)
+        self._writer().add_text("samples", "\n".join(f"| {line} |" for line in lines), step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
 def _markdown_cell(value: Any) -> str:

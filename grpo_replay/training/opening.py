@@ -71,8 +71,9 @@ class RunOpener:
         run_dir: RunDirectory,
         observer: Observer,
         stack: ExitStack,
+        scorer: RewardScorer | None = None,
     ) -> None:
-        self.recipe, self.comm, self.device = recipe, comm, device
+        self.recipe, self.comm, self.device, self.scorer = recipe, comm, device, scorer
         self.run_dir, self.observer, self.stack = run_dir, observer, stack
         self.stage = recipe.zero_stage(comm.world_size)
         self.notices: list[str] = []
@@ -86,7 +87,7 @@ class RunOpener:
         checkpoint = self._open_directory(resume)
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
-        scorer = self.stack.enter_context(RewardScorer.open(recipe.reward))
+        scorer = self.scorer or self.stack.enter_context(RewardScorer.open(recipe.reward))
         position.note("prompts")
         prompts = self._load_prompts(tokenizer)
         evaluation = None

@@ -15,6 +15,7 @@ from grpo_replay.distributed.rendezvous import has_joined, own_connection
 from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe
+from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole
 from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.checkpoint_edit import replace_text
@@ -43,14 +44,22 @@ class RunResult:
     summary: dict[str, Any] | None
 
 
-def run_training(recipe: Recipe, run_path: Path, resume: bool, observer: Observer) -> RunResult:
-    """Train as the recipe says, in `run_path`. Called on every rank."""
+def run_training(
+    recipe: Recipe,
+    run_path: Path,
+    resume: bool,
+    observer: Observer,
+    scorer: RewardScorer | None = None,
+) -> RunResult:
+    """Train as the recipe says, in `run_path`. Called on every rank. `scorer` is the recipe's, if
+    the caller has opened it already; the caller closes it."""
     comm, device = initialize_processes(recipe)
     # Ranks that a launcher started apart would name a directory after different times.
     run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
     with ExitStack() as stack, _watch(recipe, comm):
         with comm.position.stage("opening"):
-            opened = RunOpener(recipe, comm, device, run_dir, observer, stack).open(resume)
+            opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
+            opened = opener.open(resume)
             run = Run(opened, observer, stack)
         interruption = Interruption()
         with interruption.caught():
@@ -187,9 +196,9 @@ class Run:
         if report is not None:
             metrics |= _accuracies(report)
         self.run_dir.append_metrics(metrics)
+        self.observer.on_step(metrics)
         for tracker in self.trackers:
             tracker.log(metrics["step"], metrics)
-        self.observer.on_step(metrics)
         if samples_are_due(self.recipe, metrics["step"]):
             self._show_samples(metrics["step"])
         for notice in self.trainer.notices:

@@ -30,6 +30,25 @@ def test_help_imports_no_heavy_library(words):
     assert not imported & set(HEAVY) - converts_values
 
 
+STAND_IN_RUN = """
+import sys, types
+def run_training(recipe, path, resume, observer, scorer):
+    scorer.wait_ready()
+    print("torch" in sys.modules, scorer.score([("42", "42", None)])[0].status)
+    raise SystemExit
+sys.modules["grpo_replay.training.run"] = types.SimpleNamespace(run_training=run_training)
+from grpo_replay.cli import app
+app(["train", "tiny", "--set", "reward.function=minerva", "--output-dir", sys.argv[1]])
+"""
+
+
+def test_a_run_starts_its_verifiers_before_it_loads_torch(tmp_path):
+    """So that they load at the same time."""
+    words = [sys.executable, "-c", STAND_IN_RUN, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "unparsable"], done.stderr
+
+
 def test_the_light_modules_do_not_import_torch():
     light = ("recipe", "types", "grpo.advantages", "buffer", "buffer.snapshot", "buffer.compose",
              "grpo.batch", "storage.rollout_log", "prompts.prompt_set", "rewards.scorer",

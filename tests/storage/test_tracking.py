@@ -37,3 +37,21 @@ def test_samples_reach_a_hosted_tracker_as_a_table(tmp_path, monkeypatch):
     tracker.log_samples(5, rows)
     assert calls[1] == ("log", 5, {"samples": ("table", rows)})
     assert "id" not in calls[0][1]
+
+
+def test_tensorboard_is_loaded_by_the_first_record_or_a_resume(tmp_path):
+    """Loading it would delay the first step. A resume hides later events even if it makes none."""
+    recipe = small_recipe(tracking={"report_to": ["tensorboard"]})
+
+    def files(run: str) -> int:
+        return len(list((tmp_path / run / "tensorboard").glob("events.*")))
+
+    (unused,) = open_trackers(recipe, tmp_path / "unused", 1)
+    unused.close()
+    (new,) = open_trackers(recipe, tmp_path / "new", 1)
+    before = files("new")
+    new.log(1, {"loss": 0.5})
+    new.close()
+    (resumed,) = open_trackers(recipe, tmp_path / "resumed", 6)
+    resumed.close()
+    assert (files("unused"), before, files("new"), files("resumed")) == (0, 0, 1, 1)
