@@ -40,7 +40,8 @@ def test_the_shipped_recipes_are_those_of_the_checkout(installed):
     code = (
         "import grpo_replay.recipe as r, pathlib\n"
         "folder = r.shipped_recipes_folder()\n"
-        "for path in sorted(folder.glob('*.yaml'), key=lambda path: path.stem): print(path.stem, r.load_recipe(path.stem).name)"
+        "for name in sorted(path.stem for path in folder.glob('*.yaml')):\n"
+        "    print(name, r.load_recipe(name).name)"
     )
     expected = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
     assert _run(installed, code).split("\n")[:-1] == [f"{name} {name}" for name in expected]
