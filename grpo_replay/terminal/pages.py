@@ -1,7 +1,7 @@
 """HTML pages: one style, no script and no network, whatever text a run contains.
 
-Templates of other folders extend `page_base.html`, fill its blocks `title` and `body`, and import its
-macros.
+Templates of other folders extend `page_base.html`, fill its blocks `title` and `body`, and import
+its macros.
 """
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
