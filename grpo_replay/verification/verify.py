@@ -3,9 +3,8 @@
 Recomputes combined rewards, advantages, kept flags, the buffer at each step, ages, draw counts,
 first-draw probabilities, uses, texts and metrics from the run's files (rollouts/, draws/,
 metrics.jsonl, its recipes, and buffer.parquet and tokenizer of its checkpoints), without the code
-that wrote them. A
-statistical test compares the draws with the stated distribution; a correct run fails it once in a
-million (`verification.draw_test`).
+that wrote them. A statistical test compares the draws with the stated distribution; a correct run
+fails it once in a million (`verification.draw_test`).
 """
 
 from collections.abc import Callable, Mapping

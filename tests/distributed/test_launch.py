@@ -94,7 +94,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("mode", slow_except(["crash-on-1", "disagree"], FAILURES))
+@pytest.mark.parametrize("mode", slow_except(["crash-on-1"], FAILURES))
 def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode, tmp_path):
     code, message = FAILURES[mode]
     started = time.monotonic()

@@ -311,6 +311,7 @@ def test_a_non_finite_gradient_of_a_finite_loss_stops_the_run(processes, stage, 
         handle.remove()
 
 
+@pytest.mark.slow
 def test_bf16_gradients_of_many_micro_batches_add_up(processes):
     """300 equal micro-batches: a bf16 sum stops growing at 256 times its summand."""
     (row,) = make_rows(1)

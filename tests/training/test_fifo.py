@@ -158,6 +158,7 @@ def test_unused_first_takes_what_was_never_drawn_before_anything_else(tmp_path, 
 # --- no buffer ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_buffer_updates_are_as_large_and_each_rollout_is_used_once(
     tmp_path, processes, update_sizes
 ):

@@ -62,6 +62,7 @@ def test_model_and_adapter_of_a_checkpoint_are_the_same_policy(run):
     assert (config["r"], config["lora_alpha"]) == (4, 16)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_never_stopped_with_dropout_and_kl(tmp_path, processes):
     sections = SECTIONS | {
         "model": {"lora": {"rank": 4, "dropout": 0.2}},

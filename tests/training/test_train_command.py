@@ -78,6 +78,7 @@ def killed(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_train_replay_and_agree_on_one_directory(whole):
     rows = metrics(whole)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
