@@ -91,7 +91,7 @@ OPTIONS: dict[str, Any] = RUN | {
     "optimizer": {"learning_rate": 1e-3, "schedule": "cosine"},
 }
 """LoRA and the options of loss, optimizer and sampling together."""
-STAGES = {"states": (0, 3), "all states": (0, 1, 2, 3), "LoRA states": (0, 2, 3)}  # by part
+STAGES = {"all states": (0, 1, 2, 3), "LoRA states": (0, 2, 3)}  # by part
 
 
 def results_of(processes, case: Case):
@@ -288,7 +288,6 @@ WORK = {
     "other updates": other_updates,
     "random": random_updates,
     "campaign": random_updates,
-    "states": states,
     "all states": states,
     "LoRA states": states,
     "run": lambda processes, output, part: train_small_run(output / "run", **RUN),

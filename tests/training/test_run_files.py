@@ -145,6 +145,7 @@ def test_checkpointed_weights_give_the_log_probs_that_were_sampled_with(run):
         assert (chosen - stored).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_checkpoints_and_can_be_resumed(tmp_path):
     words = [word for setting in SETTINGS[1:] for word in ("--set", setting)]
     command = [sys.executable, "-m", "grpo_replay.cli", "train", "tiny", "--output-dir",

@@ -58,8 +58,7 @@ def leave_states(processes, folder: Path, part: str) -> None:
 def output(tmp_path_factory, processes) -> Path:
     """What two ranks did: the parts of the default suite."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    leave_states(processes, folder, "states")
-    run_program(2, folder, "updates", "random", "states", "run")
+    run_program(2, folder, "updates", "random", "run")
     return folder
 
 
@@ -67,9 +66,9 @@ def output(tmp_path_factory, processes) -> Path:
 def other_output(tmp_path_factory, processes) -> Path:
     """What two ranks did: the parts of the slow tests."""
     folder = tmp_path_factory.mktemp("two_ranks_slow")
-    for part in ("all states", "LoRA states"):
+    for part in STAGES:
         leave_states(processes, folder, part)
-    run_program(2, folder, "other updates", "all states", "LoRA states", "other runs")
+    run_program(2, folder, "other updates", *STAGES, "other runs")
     return folder
 
 
@@ -151,22 +150,16 @@ def assert_states_are_restored(found: dict, folder: Path, part: str, sources: in
             assert result["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
 
 
-@pytest.mark.parametrize(
-    ("folder", "part", "sources"),
-    [
-        ("output", "states", 4),
-        pytest.param("other_output", "all states", 8, marks=pytest.mark.slow),
-        pytest.param("other_output", "LoRA states", 6, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "sources"), [("all states", 8), ("LoRA states", 6)])
 def test_a_state_is_restored_on_other_ranks_and_at_other_stages(
-    request, processes, folder, part, sources
+    other_output, processes, part, sources
 ):
     """With several optimizer sub-groups, each of which has its own count of Adam's steps."""
-    output = request.getfixturevalue(folder)
-    assert_states_are_restored(torch.load(output / f"{part}.pt"), output, part, sources)
-    on_one = read_states(processes, output / part, part)
-    assert_states_are_restored(on_one, output, part, sources)
+    results = torch.load(other_output / f"{part}.pt")
+    assert_states_are_restored(results, other_output, part, sources)
+    on_one = read_states(processes, other_output / part, part)
+    assert_states_are_restored(on_one, other_output, part, sources)
 
 
 @pytest.mark.slow
