@@ -187,6 +187,17 @@ def evaluate(
         tuple[str, str] | None,
         typer.Option(metavar="A.json B.json", help="Compare two reports with a paired test."),
     ] = None,
+    push_to_hub: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER/NAME",
+            help="Push the evaluated model to this repository of the Hugging Face hub, with a card "
+            "of the results. With HF_HUB_OFFLINE=1, only list what would be pushed.",
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push-to-hub: a public repository, not private.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate a checkpoint on benchmarks, regrade an evaluation, or compare two evaluations."""
@@ -196,7 +207,7 @@ def evaluate(
         ckpt, recipe=recipe, benchmarks=benchmarks or (), k=k, output=output, backend=backend,
         data_folder=data_folder, greedy=greedy, grade_with=grade_with or (),
         num_processes=num_processes, overrides=overrides or (), regrade=regrade, compare=compare,
-        as_json=as_json,
+        as_json=as_json, push_to_hub=push_to_hub, public=public,
     )  # fmt: skip
     raise typer.Exit(run(options))
 

@@ -40,6 +40,8 @@ _EVALUATION_OPTIONS = {
     "greedy": "--greedy",
     "num_processes": "--num-processes",
     "overrides": "--set",
+    "push_to_hub": "--push-to-hub",
+    "public": "--public",
 }
 """Options without effect on `--compare` and `--regrade`, by field of `EvalOptions`."""
 
@@ -62,6 +64,8 @@ class EvalOptions:
     regrade: str | None = None
     compare: tuple[str, str] | None = None
     as_json: bool = False
+    push_to_hub: str | None = None
+    public: bool = False
 
 
 def run(options: EvalOptions) -> int:
@@ -101,7 +105,7 @@ def evaluate_in_process(options: EvalOptions) -> EvaluationReport:
 
 def _given(options: EvalOptions) -> list[str]:
     values = {name: getattr(options, field) for field, name in _EVALUATION_OPTIONS.items()}
-    return [name for name, value in values.items() if value not in (None, (), [])]
+    return [name for name, value in values.items() if value not in (None, (), [], False)]
 
 
 def _check_comparison(options: EvalOptions) -> None:
@@ -136,6 +140,7 @@ def _run_evaluation(options: EvalOptions, source: ModelSource) -> int:
     if earlier is not None and options.output is None:
         _refuse_to_replace(output, earlier, source, recipe)
     environment = rank_environment()
+    _check_push(options, source, environment.rank)
     if not environment.is_launched and (options.num_processes or 1) > 1:
         from grpo_replay.distributed.launch import launch_ranks
 
@@ -152,7 +157,22 @@ def _run_evaluation(options: EvalOptions, source: ModelSource) -> int:
     if report is not None:
         write_output(report, output)
         print_report(report, output, options.as_json)
+        if options.push_to_hub is not None:
+            from grpo_replay.commands.eval_push import push_evaluated
+
+            to = (options.push_to_hub, options.public)
+            push_evaluated(source, report, output, *to, options.as_json)
     return 0
+
+
+def _check_push(options: EvalOptions, source: ModelSource, rank: int) -> None:
+    if options.push_to_hub is None:
+        if options.public:
+            raise UsageError("--public needs --push-to-hub")
+    elif rank == 0:
+        from grpo_replay.evaluation.hub_push import check_push
+
+        check_push(options.push_to_hub, source)
 
 
 def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:

@@ -72,6 +72,15 @@ def find_model(ckpt: str) -> ModelSource:
     )
 
 
+def model_files(folder: Path) -> list[Path]:
+    """The files in a model's folder that belong to the model (`MODEL_FILES`), by name."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.is_file() and any(file.match(pattern) for pattern in MODEL_FILES)
+    ]
+
+
 def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:
     """The SHA-256 over names and contents of a model's files (`MODEL_FILES`).
 
@@ -80,9 +89,7 @@ def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = 
     """
     folder = _local_folder(path, revision)
     total = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if not (file.is_file() and any(file.match(pattern) for pattern in MODEL_FILES)):
-            continue
+    for file in model_files(folder):
         with file.open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
         if expected.get(file.name, found) != found:

@@ -2,6 +2,7 @@
 
 from grpo_replay import __version__
 from grpo_replay.evaluation.comparison import are_comparable
+from grpo_replay.evaluation.model_card import card_metadata
 from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe, recipe_to_yaml
 from grpo_replay.storage.checkpoint import RunState
@@ -13,14 +14,8 @@ def model_card(
     reports: tuple[EvaluationReport | None, EvaluationReport | None],
 ) -> str:
     """Markdown with Hugging Face metadata. `reports` are of the base model and of this step."""
-    base_model = "" if ":" in recipe.model.path else f"base_model: {recipe.model.path}\n"
     replay = recipe.replay
-    return f"""---
-library_name: transformers
-tags: [grpo, grpo-replay, rollout-replay]
-{base_model}---
-
-# {recipe.name}, step {state.step}
+    return f"""{card_metadata(recipe)}# {recipe.name}, step {state.step}
 
 Post-trained from `{recipe.model.path}` with GRPO by grpo-replay {__version__}, recipe
 `{recipe.name}`, replay preset `{replay.preset}` (unit {replay.unit}, priority {replay.priority},
