@@ -54,7 +54,7 @@ def run(
     for line in _headline(report):
         console.print(line)
     if report["memory"] is not None:
-        console.print(_memory_table(report["memory"]))
+        console.print(_memory_table(report["memory"], report["hardware"]["device"]))
     console.print(_step_table(report))
     for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
         for sentence in report[title]:
@@ -83,23 +83,30 @@ def _headline(report: Mapping[str, Any]) -> Iterable[str]:
             f"{model['parameters']:,} parameters ({tied}){lora}, {model['dtype']}"
         )
     size = hardware["memory_gib_per_process"]
-    what = "GPUs" if hardware["device"] == "cuda" else "CPU processes"
+    what = "GPU" if hardware["device"] == "cuda" else "CPU process"
+    number = hardware["processes"]
+    many, each = ("", "") if number == 1 else ("s" if what == "GPU" else "es", " each")
     assumed = " (assumed)" if hardware["assumed"] else ""
-    yield f"{hardware['processes']} {what} of {size:.1f} GiB each{assumed}"
+    yield f"{number} {what}{many} of {size:.1f} GiB{each}{assumed}"
 
 
-def _memory_table(memory: Mapping[str, Any]) -> Table:
+def _memory_table(memory: Mapping[str, Any], device: str) -> Table:
     table = Table(title="Memory per process, GiB", title_justify="left")
     table.add_column("")
     table.add_column("GiB", justify="right")
     for key, label in _MEMORY_ROWS:
         if memory[key] > 0:
-            table.add_row(label, f"{memory[key]:.2f}")
+            shown = label if device == "cuda" else label.replace(", CUDA context", "")
+            table.add_row(shown, _two_digits(memory[key]))
     table.add_section()
     for name, value in memory["phases_gib"].items():
         mark = " ← peak" if name == memory["peak_phase"] else ""
         table.add_row(f"{name.replace('_', ' ')}{mark}", f"{value:.2f}")
     return table
+
+
+def _two_digits(gib: float) -> str:
+    return f"{gib:.2f}" if gib >= 0.005 else "< 0.01"
 
 
 def _step_table(report: Mapping[str, Any]) -> Table:
@@ -167,9 +174,10 @@ def _verdict(report: Mapping[str, Any]) -> str:
     if report["fits"] is None or memory is None:
         return "[bold yellow]cannot say whether it fits[/]: see what is unchecked"
     size = f"{memory['peak_gib']:.1f} of {memory['capacity_gib']:.1f} GiB"
+    peak = f"{size} at the peak ({memory['peak_phase'].replace('_', ' ')})"
     if report["fits"]:
-        return f"[bold green]fits[/]: {size} at the peak ({memory['peak_phase']})"
-    text = f"[bold red]does not fit[/]: {size} at the peak ({memory['peak_phase']})"
+        return f"[bold green]fits[/]: {peak}"
+    text = f"[bold red]does not fit[/]: {peak}"
     if report["sampler"]["longest_rollouts_at_once"] == 0:
         text += "; vLLM's share has no room for one longest rollout"
     if change is None:

@@ -117,7 +117,7 @@ def estimate_table(document: dict[str, Any]) -> Table:
     title = "runs by seed, and their tokens still to do; * after tuning"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column("cells", overflow="fold")
-    for name in ("seeds", "generated", "trained", "hours", "GiB × ranks", "fits"):
+    for name in ("seeds", "generated", "trained", "hours", "GiB ×\nranks", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
     for name, cells in groups.items():
         table.add_row(name, *_group(cells))

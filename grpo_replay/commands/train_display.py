@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -63,19 +63,23 @@ class RunDisplay(Display):
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[line]}", markup=False),
             console=console,
         )
-        self._task = self._progress.add_task("starting", total=None, line="")
+        self._task = self._progress.add_task("starting", total=None)
+        self._line = ""
         self._steps = 0
         self._held_out: float | None = None
         self._tokens_per_second: float | None = None
 
     def __enter__(self) -> "RunDisplay":
         if self._console.is_terminal:
-            self._live = Live(self._progress, console=self._console, transient=True)
+            self._live = Live(get_renderable=self._screen, console=self._console, transient=True)
             self._live.start()
         return self
+
+    def _screen(self) -> Group:
+        """The bar, and below it the last step: side by side they need more than 80 columns."""
+        return Group(self._progress, Text(self._line))
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
@@ -88,7 +92,7 @@ class RunDisplay(Display):
         if self._live is None:
             self._console.print(text, highlight=False, soft_wrap=True)
         else:
-            self._progress.update(self._task, line=text)
+            self._line = text
 
     def on_start(
         self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
@@ -99,8 +103,9 @@ class RunDisplay(Display):
         )
         for notice in notices:
             self.on_notice(notice)
+        self._line = ""
         self._progress.update(
-            self._task, description="step", total=self._steps, completed=state.step, line=""
+            self._task, description="step", total=self._steps, completed=state.step
         )
 
     def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -110,7 +115,7 @@ class RunDisplay(Display):
         self._console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
-        self._progress.update(self._task, line="")
+        self._line = ""
         accuracies, errors = report.accuracies(), report.standard_errors()
         self._held_out = accuracies["mean"]
         greedy = report.greedy_accuracies()
@@ -127,8 +132,8 @@ class RunDisplay(Display):
         speed = metrics["cost/generated_tokens"] / max(metrics["step_time"], 1e-9)
         before = self._tokens_per_second
         self._tokens_per_second = speed if before is None else 0.9 * before + 0.1 * speed
-        line = self._line(metrics)
-        self._progress.update(self._task, completed=metrics["step"], line=line)
+        self._line = line = self._describe_step(metrics)
+        self._progress.update(self._task, completed=metrics["step"])
         if self._live is None and self._is_due(metrics["step"]):
             self._console.print(
                 f"step {metrics['step']}/{self._steps}  {line}", highlight=False, soft_wrap=True
@@ -137,7 +142,7 @@ class RunDisplay(Display):
     def _is_due(self, step: int) -> bool:
         return step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
 
-    def _line(self, metrics: Mapping[str, Any]) -> str:
+    def _describe_step(self, metrics: Mapping[str, Any]) -> str:
         reward = metrics["reward"]  # None in an asynchronous step in which nothing arrived
         parts = [] if reward is None else [f"reward {reward:+.2f}"]
         if self._held_out is not None:
@@ -189,17 +194,17 @@ def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Prompts, completions and rewards; long texts are shortened in the middle."""
     table = Table(title=f"samples of step {step}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("rollout", justify="right")
-    table.add_column("prompt", ratio=1)
-    table.add_column("completion", ratio=2)
     table.add_column("reward", justify="right")
     table.add_column("verdict")
+    table.add_column("prompt")
+    table.add_column("completion")
     for row in rows:
         table.add_row(
             str(row["rollout_id"]),
-            Text(shortened(row["prompt"])),
-            Text(shortened(row["completion"])),
             f"{row['reward']:+.2f}",
             row["verdict"],
+            Text(shortened(row["prompt"])),
+            Text(shortened(row["completion"])),
         )
     return table
 

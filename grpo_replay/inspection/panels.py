@@ -267,7 +267,7 @@ TREND_LABELS = {
     "replay/approx_kl": "KL of replayed, nats",
     "replay/age_mean": "age at use, steps",
     "replay/ess": "effective sample size",
-    "replay/draw_entropy": "entropy of the draw, nats",
+    "replay/draw_entropy": "draw entropy, nats",
     "replay/ratio": "replayed per fresh",
     "replay/positive_fraction": "correct among replayed",
     "buffer/rollouts": "rollouts stored",
@@ -290,4 +290,6 @@ def trends_table(inspection: Inspection, width: int) -> Table:
 def _short(value: float) -> str:
     if value == 0:
         return "0"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.01 else f"{value:.2g}"

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,7 @@ from grpo_replay.inspection.life import Life
 from grpo_replay.inspection.summary import Inspection
 from grpo_replay.inspection.what_if import DrawStatistics, WhatIf
 from grpo_replay.terminal.console import printable
+from grpo_replay.terminal.tables import print_table
 
 LISTED = (
     "rollout_id",
@@ -29,6 +31,8 @@ LISTED = (
     "stored",
 )
 LIST_ROWS = 20
+FOLDED = 8
+"""Minimum width to which prompt ids are folded on a narrow terminal."""
 
 _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("replayed_rollouts", "rollouts replayed", ",.0f"),
@@ -79,10 +83,10 @@ def print_what_if(result: WhatIf, console: Console) -> None:
     changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
     console.print(f"[bold]What if: {escape(changes) or 'nothing changed'}[/bold]")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     table.add_column("as logged", justify="right")
-    table.add_column("same settings, simulated", justify="right")
-    table.add_column("changed, simulated", justify="right", style="green")
+    table.add_column("same settings,\nsimulated", justify="right")
+    table.add_column("changed,\nsimulated", justify="right", style="green")
     for name, label, format_spec in _STATISTICS:
         table.add_row(
             label,
@@ -114,17 +118,33 @@ def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) 
     texts = [(row["rollout_id"], row.get("completion_text")) for row in rows]
     rows = [{k: v for k, v in row.items() if k != "completion_text"} for row in rows]
     if rows:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in rows[0]:
-            table.add_column(name, justify="left" if name in ("prompt_id", "verdict") else "right")
-        for row in rows:
-            table.add_row(*(_short(value) for value in row.values()))
-        console.print(table)
+        print_table(console, _list_table(rows, console.width))
     for rollout_id, text in texts:
         if text is not None:
             console.print(Text.assemble((f"{rollout_id}  ", "bold"), printable(text)))
     shown = f"; the first {len(rows)} are shown" if total > len(rows) else ""
     console.print(f"{total:,} rollouts match{shown}")
+
+
+def _list_table(rows: Sequence[Mapping[str, Any]], room: int) -> Table:
+    """The rows with two-line headers. Prompt ids are folded where `room` is narrow: 80 columns have
+    room for `LISTED`."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    cells = [[_short(value) for value in row.values()] for row in rows]
+    headers = [name.replace("_", "\n_", 1) for name in rows[0]]
+    widths = {
+        name: max(map(cell_len, (*header.split("\n"), *column)))
+        for name, header, column in zip(rows[0], headers, zip(*cells, strict=True), strict=True)
+    }
+    if "prompt_id" in widths:
+        others = sum(widths.values()) - widths["prompt_id"] + len(widths) - 1
+        widths["prompt_id"] = min(widths["prompt_id"], max(FOLDED, room - others))
+    for header, (name, width) in zip(headers, widths.items(), strict=True):
+        side: JustifyMethod = "left" if name in ("prompt_id", "verdict") else "right"
+        table.add_column(header, justify=side, overflow="fold", width=width)
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
 def _short(value: Any) -> str:
@@ -169,7 +189,8 @@ def print_life(life: Life, console: Console) -> None:
     )
     console.print(_group_table(life))
     console.print(f"[bold]life[/bold]: drawn {len(life.uses)} times")
-    console.print(_life_table(life))
+    if life.uses or life.fresh_outcome is not None:
+        console.print(_life_table(life))
     console.print(f"→ {escape(life.fate)}")
 
 

@@ -45,8 +45,12 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print("[bold]Compute J to reach a given accuracy, relative to the best[/bold]")
     console.print(terminal_map(plan), no_wrap=True, crop=False)
     console.print("\n[bold]Assumptions[/bold]")
+    assumed = Table.grid(padding=(0, 2))
+    assumed.add_column(no_wrap=True)
+    assumed.add_column(no_wrap=True)
     for name, value in _assumed(plan).items():
-        console.print(f"  {name:<22}{value:<32}{escape(plan.inputs.sources.get(name, ''))}")
+        assumed.add_row(f"  {name}", value, escape(plan.inputs.sources.get(name, "")))
+    console.print(assumed)
     for sentence in THEORY_ASSUMES:
         console.print(f"  [dim]· {sentence}[/dim]")
 

@@ -50,8 +50,8 @@ def terminal_map(plan: Plan) -> Text:
             text.append(symbol or _shade(values[row, column]), style)
         text.append("\n")
     text.append(" " * 8 + "└" + "─" * _COLUMNS + " x, steps\n")
-    text.append(" " * 9 + _tick_line(xs) + "\n")
-    text.append("  " + "   ".join(_legend()), style="dim")
+    text.append(" " * 9 + _tick_line(xs))
+    text.append("".join(f"\n  {line}" for line in _legend(plan)), style="dim")
     return text
 
 
@@ -80,9 +80,10 @@ def _tick_line(xs: np.ndarray) -> str:
     return line
 
 
-def _legend() -> list[str]:
+def _legend(plan: Plan) -> list[str]:
     shades = [f"{s} ≤ {band:.2f}" for s, band in zip(_SHADES[:5], BANDS[:5], strict=True)]
-    return [" ".join(shades), "+ recommended  @ recipe  o no replay"]
+    recipe = "  @ recipe" if plan.current else ""
+    return [" ".join(shades), f"+ recommended{recipe}  o no replay"]
 
 
 def plot_plan(plan: Plan, path: Path) -> None:

@@ -212,7 +212,7 @@ class DrawChecks:
         tally = Tally("draw law", "")
         parts = []
         for order, (count, p_value) in self.draw_test.p_values().items():
-            words = f"Kolmogorov-Smirnov by {order}: p = {p_value:.3g} over {count} draws"
+            words = f"Kolmogorov-Smirnov by {order}: p = {p_value:.3g} over {count:,} draws"
             parts.append(words)
             tally.expect(p_value >= FALSE_ALARM / len(DrawTest.ORDERS), words)
             tally.checked = count

@@ -43,6 +43,7 @@ def test_json_has_the_keys_that_tools_rely_on(runs, preset, capsys):
 def test_every_line_fits_the_terminal(runs, preset, width):
     text = screen(runs[preset], width)
     assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
     assert f"preset {preset}" in text
 
 

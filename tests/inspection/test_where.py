@@ -1,5 +1,6 @@
 """The filter language: selected rows, errors and their positions."""
 
+import io
 import json
 
 import by_hand
@@ -10,7 +11,7 @@ from grpo_replay.commands.inspect_buffer import run as inspect_run
 from grpo_replay.errors import UsageError
 from grpo_replay.inspection.rows import iter_rows, open_rows
 from grpo_replay.inspection.source import open_source
-from grpo_replay.inspection.views import print_list
+from grpo_replay.inspection.views import LISTED, print_list
 from grpo_replay.inspection.where import parse_where
 
 
@@ -150,3 +151,13 @@ def test_what_a_completion_writes_to_the_terminal_is_text(capsys):
     row = {"rollout_id": 7, "completion_text": "[bold]x[/a] \x1b[31mred"}
     print_list([row], 1, Console(force_terminal=True, color_system=None, width=80))
     assert "7  [bold]x[/a] ␛[31mred" in capsys.readouterr().out
+
+
+def test_the_list_fits_in_80_columns_and_cuts_off_no_value():
+    values = (30_592, "tiny_pair:2*9-8*2", 1_234, 239, -1.0, -0.7746, 1_024, "incorrect", 0, False)
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_list([dict(zip(LISTED, values, strict=True))], 1, console)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = [line.split() for line in lines if "30592" in line]
+    assert " ".join(row) == "30592 tiny_pai 1234 239 -1 -0.775 1024 incorrect 0 False"

@@ -9,7 +9,6 @@ import tracemalloc
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from rich.console import Console
 from small_runs.synthetic import (
     PRESETS,
     VARIANCE_AT_AGE_ONE,
@@ -207,7 +206,9 @@ def test_the_screen_shows_settings_and_assumptions(monkeypatch, capsys):
     assert "x = 4.27 steps" in text and "y = 3.97 times" in text
     assert "--set replay.max_age_steps=3" in text
     assert "draws are uniform over the buffer" in text
-    assert "+ recommended" in text and text.count("│") >= 11
+    assert "+ recommended  o no replay" in text and text.count("│") >= 11
+    in_columns = [line for line in text.splitlines() if "--set" not in line]
+    assert max(map(len, in_columns)) <= 80
 
 
 def test_the_map_marks_every_design(runs):
@@ -216,8 +217,7 @@ def test_the_map_marks_every_design(runs):
     plan = make_plan(inputs(), synthetic_recipe("ours", max_age_steps=10).replay)
     map_text = terminal_map(plan).plain.split("+ recommended")[0]
     assert map_text.count("+") == 1 and map_text.count("@") == 1 and map_text.count("o") == 1
-    console = Console(width=80, record=True)
-    console.print(terminal_map(plan))
+    assert "+ recommended  @ recipe  o no replay" in terminal_map(plan).plain
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

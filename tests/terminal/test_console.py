@@ -53,9 +53,24 @@ def test_a_run_directory_of_any_name_is_shown_as_it_is(name, terminal, capsys):
     with RunDisplay(console) as display:
         display.on_status(f"loading {name}")
         display.on_notice(f"run directory {name}")
-        display._progress.refresh()
+        console.print(display._screen())
     assert f"note: run directory {printable(name)}" in console.file.getvalue()
     assert "\x1b[2J" not in console.file.getvalue()
+
+
+def test_the_progress_of_a_run_is_complete_in_80_columns():
+    console = PlainConsole(file=io.StringIO(), width=80, force_terminal=False)
+    display = RunDisplay(console)
+    step = {
+        **{"step": 238, "reward": 0.34, "fresh/rollouts": 96, "replay/rollouts": 96},
+        **{"replay/age_mean": 2.3, "cost/generated_tokens": 2_677, "step_time": 1.0},
+    }
+    display._held_out = 0.361
+    display.on_step(step)
+    console.print(display._screen())
+    shown = console.file.getvalue()
+    assert "reward +0.34 · held-out 36.1 % · fresh 96 replayed 96 · age 2.3 · 2,677 tok/s" in shown
+    assert "…" not in shown and "━" in shown
 
 
 def test_results_are_printed_without_markup_unless_asked_for(capsys):

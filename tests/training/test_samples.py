@@ -64,4 +64,4 @@ def test_long_and_hostile_texts_fit_on_a_line():
     assert len(shortened("x" * 10_000)) == 303
     row = {"rollout_id": 1, "prompt": "[/a]", "completion": "[bold]", "reward": 1.0,
            "verdict": "correct"}  # fmt: skip
-    assert samples_table(1, [row]).columns[2]._cells[0].plain == "[bold]"
+    assert samples_table(1, [row]).columns[4]._cells[0].plain == "[bold]"
