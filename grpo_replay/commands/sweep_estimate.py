@@ -115,7 +115,7 @@ def estimate_table(document: dict[str, Any]) -> Table:
     for cell in document["cells"]:
         groups.setdefault(str(PurePath(cell["name"]).parent), []).append(cell)
     title = "runs by seed, and their tokens still to do; * after tuning"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("cells", overflow="fold")
     for name in ("seeds", "generated", "trained", "hours", "GiB ×\nranks", "fits"):
         table.add_column(name, justify="right", no_wrap=True)
