@@ -200,7 +200,7 @@ def test_shipped_recipes_have_a_plan(capsys):
 
 
 def test_the_screen_shows_settings_and_assumptions(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setenv("COLUMNS", "80")
     run(mu=5.28, rho=0.1, growth=0.2)
     text = capsys.readouterr().out
     assert "x = 4.27 steps" in text and "y = 3.97 times" in text
