@@ -24,6 +24,8 @@ from async_parts.forks import Forked
 from async_parts.run_process import RunProcess, balances, family, living
 from async_parts.servers import free_port, wait_for
 
+from grpo_replay.errors import INTERRUPTED
+
 SAMPLE_SECONDS = 10.0
 SETTLING_SHARE = 1 / 3
 MIB = 2**20
@@ -65,9 +67,9 @@ def main() -> int:
     finally:
         process.kill()
     unbalanced = [line["step"] for line in run.metrics() if not balances(line)]
-    print(f"exit code {code}, processes left {len(living(members))}, steps {run.steps()}, "
-          f"unbalanced steps {unbalanced}")  # fmt: skip
-    return report(samples) or code or bool(unbalanced)
+    print(f"exit code {code} (of an interrupted run: {INTERRUPTED})")
+    print(f"processes left {len(living(members))}, steps {run.steps()}, unbalanced {unbalanced}")
+    return report(samples) or code != INTERRUPTED or bool(unbalanced)
 
 
 def watch(run: RunProcess, process: Forked, seconds: float, results: Path) -> list[dict[str, Any]]:
