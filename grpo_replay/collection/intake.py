@@ -8,13 +8,12 @@ that dies is replaced; what it held is lost, and its groups are sampled again.
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from grpo_replay.collection.admission import accepted_limit, may_start
 from grpo_replay.collection.arrivals import ArrivalRules, Arrivals, Selection
 from grpo_replay.collection.assembly import TakenRollouts, take_rollouts
-from grpo_replay.collection.journal import Journal
+from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.ledger import Amount
 from grpo_replay.collection.link import CollectorGone, CollectorSettings, Link
 from grpo_replay.collection.messages import (
@@ -26,7 +25,6 @@ from grpo_replay.collection.messages import (
     Drop,
     Group,
     Hello,
-    Record,
     Report,
     Restart,
     Step,
@@ -58,7 +56,7 @@ class Intake:
     the checkpoint."""
 
     def __init__(
-        self, recipe: Recipe, journal: Journal | None, records: Sequence[Record], step: int
+        self, recipe: Recipe, journal: Journal | None, records: JournalRecords, step: int
     ) -> None:
         """`journal` is None for a run that only replays."""
         self.recipe = recipe
@@ -66,8 +64,8 @@ class Intake:
         self.restarts = 0
         self.newest_report = Report()
         self._journal = journal
-        self._pending = deque(records)
-        self._recorded_steps = sum(isinstance(record, Step) for record in records)
+        self._pending = iter(records)
+        self._recorded_steps = records.steps
         self._link: Link | None = None
         # A second Ctrl-C closes the intake while a thread still waits in it.
         self._using_link = threading.RLock()
@@ -93,7 +91,7 @@ class Intake:
 
     def take_recorded(self, step: int) -> TakenRollouts:
         """Repeat a step of the journal. Raises JournalError if it is not the next one."""
-        while not isinstance(record := self._pending.popleft(), Step):
+        while not isinstance(record := next(self._pending), Step):
             self.arrivals.take_in(record)
         if record.step != step or record.arrivals != self.arrivals.records:
             raise JournalError(
@@ -128,8 +126,8 @@ class Intake:
 
     def go_live(self, settings: CollectorSettings, epoch_length: int, version: int) -> None:
         """Take in what the journal has after its last step, and start a collector."""
-        while self._pending:
-            self.arrivals.take_in(self._pending.popleft())
+        for record in self._pending:
+            self.arrivals.take_in(record)
         self._settings, self._epoch_length = settings, epoch_length
         self._start_collector(version)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from grpo_replay.collection.messages import Record, decode_record, encode
+from grpo_replay.collection.messages import Record, Step, decode_record, encode
 from grpo_replay.errors import JournalError
 from grpo_replay.storage.atomic import flush_files
 
@@ -41,6 +41,23 @@ class Segment:
     torn: bool
 
 
+@dataclass(frozen=True, slots=True)
+class JournalRecords:
+    """The records of a journal, of which `steps` are steps. They are read from the files whenever
+    they are iterated over, a segment at a time: all of a long run do not fit into memory."""
+
+    folder: Path
+    steps: int
+
+    @classmethod
+    def of(cls, folder: Path) -> "JournalRecords":
+        """Reads all of it once. Raises JournalError as `read_journal` does."""
+        return cls(folder, sum(isinstance(record, Step) for record in read_journal(folder)))
+
+    def __iter__(self) -> Iterator[Record]:
+        return read_journal(self.folder)
+
+
 class Journal:
     """Appends records. Use `open`."""
 
@@ -51,11 +68,12 @@ class Journal:
         self._size = size
 
     @classmethod
-    def open(cls, folder: Path) -> tuple["Journal", list[Record]]:
-        """The journal in `folder`, created if it is not there, and the records that it has.
-        An incomplete last record is removed. Raises JournalError if another is damaged."""
+    def open(cls, folder: Path) -> tuple["Journal", JournalRecords]:
+        """The journal in `folder`, created if it is not there, and the records that it has: read
+        them before the first `append`. An incomplete last record is removed. Raises JournalError if
+        another is damaged."""
         folder.mkdir(parents=True, exist_ok=True)
-        records = list(read_journal(folder))
+        records = JournalRecords.of(folder)
         paths = segments(folder)
         if not paths:
             return cls(folder, 1, *_create(folder, 1)), records

@@ -25,7 +25,7 @@ from grpo_replay.buffer.compose import (
 from grpo_replay.collection.admission import unacknowledged_limit
 from grpo_replay.collection.assembly import TakenRollouts
 from grpo_replay.collection.intake import Intake
-from grpo_replay.collection.journal import Journal, read_journal
+from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Report
 from grpo_replay.distributed.failures import run_collectively
@@ -77,7 +77,7 @@ def _open_intake(parts: Parts, state: RunState, stack: ExitStack) -> Intake | No
         return None
     source = parts.recipe.sampling.collection.replay_journal
     if source is not None:
-        records = list(read_journal(Path(source) / JOURNAL_FOLDER))
+        records = JournalRecords.of(Path(source) / JOURNAL_FOLDER)
         return Intake(parts.recipe, None, records, state.step)
     journal, records = Journal.open(parts.run_dir.path / JOURNAL_FOLDER)
     stack.callback(journal.close)

@@ -10,7 +10,7 @@ from threaded_link import ThreadedLink
 
 from grpo_replay.collection import intake as intake_module
 from grpo_replay.collection.intake import Intake
-from grpo_replay.collection.journal import Journal, read_journal
+from grpo_replay.collection.journal import Journal, JournalRecords, read_journal
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Credit, Group, Restart, Step
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
@@ -134,7 +134,7 @@ def test_the_journal_alone_repeats_every_selection(server, tmp_path):
     for _ in range(STEPS):
         run.step()
     run.close()
-    again = Intake(recipe(server), None, list(read_journal(tmp_path)), 0)
+    again = Intake(recipe(server), None, JournalRecords.of(tmp_path), 0)
     for step in range(1, STEPS + 1):
         taken = again.take_recorded(step)
         assert [rollout.rollout_id for rollout in taken.generated] == run.taken[step]

@@ -36,7 +36,7 @@ def write(folder: Path, records=RECORDS) -> Path:
 def test_records_come_back_in_order_and_a_reopened_journal_goes_on(tmp_path):
     write(tmp_path, RECORDS[:4])
     journal, found = Journal.open(tmp_path)
-    assert found == RECORDS[:4]
+    assert list(found) == RECORDS[:4] and found.steps == 1
     for record in RECORDS[4:]:
         journal.append(record)
     assert list(read_journal(tmp_path)) == RECORDS  # without sync or close
@@ -55,7 +55,7 @@ def test_a_journal_cut_at_any_byte_keeps_every_whole_record_and_goes_on(tmp_path
         (folder / path.name).write_bytes(data[:cut])
         journal, found = Journal.open(folder)
         whole = sum(end <= cut for end in ends[1:])
-        assert found == RECORDS[:whole]
+        assert list(found) == RECORDS[:whole]
         journal.append(RECORDS[-1])
         journal.close()
         assert list(read_journal(folder)) == [*RECORDS[:whole], RECORDS[-1]]
@@ -68,7 +68,7 @@ def test_a_tail_of_zeros_is_incomplete_not_damaged(tmp_path):
     path = write(tmp_path)
     with path.open("ab") as file:
         file.write(bytes(4096))
-    assert Journal.open(tmp_path)[1] == RECORDS
+    assert list(Journal.open(tmp_path)[1]) == RECORDS
 
 
 def test_damage_before_the_last_record_is_refused_wherever_it_is(tmp_path):
@@ -96,6 +96,24 @@ def test_segments_follow_each_other_and_a_missing_one_is_named(tmp_path, monkeyp
     segments(tmp_path)[1].unlink()
     with pytest.raises(JournalError, match="segment 2 is missing"):
         list(read_journal(tmp_path))
+
+
+def test_records_of_earlier_segments_are_not_kept_in_memory(tmp_path, monkeypatch):
+    """A resume reads the journal of the whole run: one segment at a time is in memory."""
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 200)
+    write(tmp_path)
+    read: list[Path] = []
+    whole = journal_module.read_segment
+    monkeypatch.setattr(
+        journal_module,
+        "read_segment",
+        lambda path, is_last: read.append(path) or whole(path, is_last),
+    )
+    records = iter(Journal.open(tmp_path)[1])
+    read.clear()
+    first = next(records)
+    assert first == RECORDS[0] and read == segments(tmp_path)[:1]
+    assert [first, *records] == RECORDS and read == segments(tmp_path)
 
 
 def test_an_incomplete_record_in_an_earlier_segment_is_damage(tmp_path, monkeypatch):
