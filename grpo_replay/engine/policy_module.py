@@ -1,9 +1,10 @@
 """The policy as one module that returns log-probs instead of logits."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 class PolicyModule(nn.Module):
@@ -35,7 +36,7 @@ class LogprobHead(nn.Module):
 
     The head works on chunks of `chunk_tokens` completion tokens. With V words in the vocabulary, it
     holds logits for one chunk only, [chunk_tokens, V], instead of [C, V]. The backward pass
-    recomputes the logits chunk by chunk.
+    recomputes the logits chunk by chunk (`_ChunkedLogprobs`); a single chunk keeps them.
 
     The weight of `lm_head` is a parameter of this module, and `lm_head` itself is never called.
     Under ZeRO-3 this avoids a hang. ZeRO-3 gathers a weight, with a collective, each time the
@@ -64,29 +65,109 @@ class LogprobHead(nn.Module):
         self, hidden_CH: torch.Tensor, target_ids_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) of the target ids, both fp32."""
-        hidden_chunks = hidden_CH.split(self.chunk_tokens)
-        target_chunks = target_ids_C.split(self.chunk_tokens)
-        recompute = torch.is_grad_enabled() and len(hidden_chunks) > 1
-        results = []
-        for hidden, target in zip(hidden_chunks, target_chunks, strict=True):
-            if recompute:
-                results.append(
-                    checkpoint(self._chunk_logprobs, hidden, target, use_reentrant=False)
-                )
-            else:
-                results.append(self._chunk_logprobs(hidden, target))
-        logprobs, entropies = zip(*results, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        if torch.is_grad_enabled() and len(target_ids_C) > self.chunk_tokens:
+            return _ChunkedLogprobs.apply(
+                hidden_CH, self.weight, target_ids_C, self.temperature, self.chunk_tokens
+            )
+        logprobs_C, entropies_C, _ = _in_chunks(
+            hidden_CH, self.weight, target_ids_C, self.temperature, self.chunk_tokens
+        )
+        return logprobs_C, entropies_C
 
-    def _chunk_logprobs(
-        self, hidden_CH: torch.Tensor, target_ids_C: torch.Tensor
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Log-probs and entropies [C] whose backward pass recomputes the logits of one chunk at a time.
+
+    d log p(target) / d logits is one-hot(target) - softmax, formed in place of the logits; neither
+    entropies nor normalisers are computed twice, as `torch.utils.checkpoint` would. The gradient of
+    the weight is summed over chunks in one fp32 buffer, also in bfloat16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_CH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        target_ids_C: torch.Tensor,
+        temperature: float,
+        chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_CV = F.linear(hidden_CH, self.weight).float()
-        if self.temperature != 1.0:
-            logits_CV = logits_CV / self.temperature
-        log_normalizer_C = torch.logsumexp(logits_CV, dim=-1)
-        chosen_C = logits_CV.gather(-1, target_ids_C.unsqueeze(-1)).squeeze(-1)
-        with torch.no_grad():
-            probabilities_CV = (logits_CV - log_normalizer_C.unsqueeze(-1)).exp()
-            entropies_C = log_normalizer_C - (probabilities_CV * logits_CV).sum(-1)
-        return chosen_C - log_normalizer_C, entropies_C
+        logprobs_C, entropies_C, log_normalizers_C = _in_chunks(
+            hidden_CH, weight_VH, target_ids_C, temperature, chunk_tokens
+        )
+        ctx.save_for_backward(hidden_CH, weight_VH, target_ids_C, log_normalizers_C)
+        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.mark_non_differentiable(entropies_C)
+        return logprobs_C, entropies_C
+
+    @staticmethod
+    def backward(ctx: Any, gradients_C: torch.Tensor, _: Any) -> Any:
+        hidden_CH, weight_VH, target_ids_C, log_normalizers_C = ctx.saved_tensors
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        hidden_gradients = []
+        weight_gradient_VH = None
+        if needs_weight:
+            weight_gradient_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        columns = (hidden_CH, target_ids_C, log_normalizers_C, gradients_C)
+        for hidden, target, log_normalizer, gradient in zip(
+            *(column.split(ctx.chunk_tokens) for column in columns), strict=True
+        ):
+            logits_cV = _logits(hidden, weight_VH, ctx.temperature)
+            probabilities_cV = logits_cV.sub_(log_normalizer.unsqueeze(-1)).exp_()
+            gradient_cV = probabilities_cV.mul_(-gradient.unsqueeze(-1))
+            gradient_cV.scatter_add_(1, target.unsqueeze(-1), gradient.unsqueeze(-1))
+            if ctx.temperature != 1.0:
+                gradient_cV /= ctx.temperature
+            gradient_cV = gradient_cV.to(hidden.dtype)
+            if needs_hidden:
+                hidden_gradients.append(gradient_cV @ weight_VH)
+            if weight_gradient_VH is not None:
+                _add_product(weight_gradient_VH, gradient_cV.t(), hidden)
+        return (
+            torch.cat(hidden_gradients) if needs_hidden else None,
+            None if weight_gradient_VH is None else weight_gradient_VH.to(weight_VH.dtype),
+            None, None, None,
+        )  # fmt: skip
+
+
+def _in_chunks(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    target_ids_C: torch.Tensor,
+    temperature: float,
+    chunk_tokens: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(log-probs_C, entropies_C, log-normalisers_C), all fp32."""
+    results = [
+        _chunk_logprobs(_logits(hidden, weight_VH, temperature), target)
+        for hidden, target in zip(
+            hidden_CH.split(chunk_tokens), target_ids_C.split(chunk_tokens), strict=True
+        )
+    ]
+    logprobs, entropies, log_normalizers = zip(*results, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_normalizers)
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    """fp32 [C, V]: logits of the sampling distribution."""
+    logits_CV = F.linear(hidden_CH, weight_VH).float()
+    return logits_CV if temperature == 1.0 else logits_CV / temperature
+
+
+def _chunk_logprobs(
+    logits_CV: torch.Tensor, target_ids_C: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    log_normalizers_C = torch.logsumexp(logits_CV, dim=-1)
+    chosen_C = logits_CV.gather(-1, target_ids_C.unsqueeze(-1)).squeeze(-1)
+    with torch.no_grad():
+        terms_CV = (logits_CV - log_normalizers_C.unsqueeze(-1)).exp_().mul_(logits_CV)
+        entropies_C = log_normalizers_C - terms_CV.sum(-1)
+    return chosen_C - log_normalizers_C, entropies_C, log_normalizers_C
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`total += left @ right`, where `total` is fp32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

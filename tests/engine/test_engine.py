@@ -81,6 +81,9 @@ def test_one_micro_batch_of_eight_is_eight_micro_batches_of_one(processes, stage
         processes, rows, engine=engine, batch={"max_tokens_per_microbatch": ONE_BY_ONE}
     )
     assert (whole[0].micro_batches, parts[0].micro_batches) == (1, 8)
+    lengths = [row.length_tokens for row in rows]
+    assert whole[0].padding_share == pytest.approx(1 - sum(lengths) / (8 * max(lengths)))
+    assert whole[0].padding_share > parts[0].padding_share == 0
     assert parts[0].loss == pytest.approx(whole[0].loss, rel=1e-6)
     assert parts[0].grad_norm == pytest.approx(whole[0].grad_norm, rel=1e-6)
     assert relative(parts[1], whole[1]) < 1e-6
@@ -140,22 +143,27 @@ def test_all_zero_stages_agree(processes):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_chunks_of_the_output_head_change_nothing(processes, stage):
-    rows = make_rows(8)
-    whole = one_update(processes, rows, engine={"zero_stage": stage, "logprob_chunk_tokens": 4096})
-    chunks = one_update(processes, rows, engine={"zero_stage": stage, "logprob_chunk_tokens": 7})
+    rows, sampling = make_rows(8), {"temperature": 0.7}
+    whole, chunks = (
+        one_update(
+            processes, rows, sampling=sampling,
+            engine={"zero_stage": stage, "logprob_chunk_tokens": tokens},
+        )
+        for tokens in (4096, 7)
+    )  # fmt: skip
     assert relative(chunks[1], whole[1]) < 1e-6
     assert relative(chunks[2], whole[2]) < 1e-6
 
 
 def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
     heights = []
-    chunk = grpo_replay.engine.policy_module.LogprobHead._chunk_logprobs
+    logits = grpo_replay.engine.policy_module._logits
 
-    def watched(self, hidden_CH, target_ids_C):
+    def watched(hidden_CH, weight_VH, temperature):
         heights.append(len(hidden_CH))
-        return chunk(self, hidden_CH, target_ids_C)
+        return logits(hidden_CH, weight_VH, temperature)
 
-    monkeypatch.setattr(grpo_replay.engine.policy_module.LogprobHead, "_chunk_logprobs", watched)
+    monkeypatch.setattr(grpo_replay.engine.policy_module, "_logits", watched)
     rows = make_rows(8)
     one_update(processes, rows, engine={"logprob_chunk_tokens": 16})
     assert max(heights) == 16

@@ -1,0 +1,212 @@
+"""One forward and backward pass at a real vocabulary, beside TRL's: memory and seconds.
+
+    pip install trl==1.16.0                              # in an environment of its own
+    python benchmarks/head_against_trl.py                # 4 x 1,024 tokens in fp32, ten minutes
+    python benchmarks/head_against_trl.py --dtype bfloat16 --rows 1
+    python benchmarks/head_against_trl.py --device cuda --dtype bfloat16 --layers 28
+
+A random Qwen3 of the width and the vocabulary (151,936) of Qwen3-0.6B gets the same rows, and the
+same loss of log-probs and entropies, from three heads: `ours` (engine/policy_module.py), `trl` (the
+default of TRL 1.16, which computes log-probs in tiles of the vocabulary), and `logits`, which keeps
+all of them. Each runs in a process of its own, once to warm up with a short row and once measured.
+Memory is the peak of the resident set over that of the model, gradients included (glibc returns
+freed memory at once), on CUDA that of live tensors. The gradient of the embedding, which is the
+head's, is compared with that of `logits` (relative L2).
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072", "HF_HUB_OFFLINE": "1",
+    "MALLOC_TRIM_THRESHOLD_": "131072", "TRL_EXPERIMENTAL_SILENCE": "1",
+}  # fmt: skip
+PROMPT_TOKENS = 16
+
+Scored = tuple[Any, Any]  # log-probs and entropies of the completion tokens, flat
+Head = Callable[[Any], Scored]
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=1024, help="completion tokens of a row")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--chunk", type=int, default=1024, help="engine.logprob_chunk_tokens")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--head", choices=HEADS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def ours(model: Any, options: argparse.Namespace) -> Head:
+    import torch
+
+    from grpo_replay.engine.policy_module import PolicyModule
+
+    module = PolicyModule(model, 1.0, options.chunk)
+
+    def score(ids_RL: Any) -> Scored:
+        rows, length = ids_RL.shape
+        positions = torch.arange(rows * length, device=ids_RL.device).view(rows, length)
+        return module(
+            ids_RL, positions[:, PROMPT_TOKENS - 1 : -1].flatten(),
+            ids_RL[:, PROMPT_TOKENS:].flatten(),
+        )  # fmt: skip
+
+    return score
+
+
+def trl(model: Any, options: argparse.Namespace) -> Head:
+    import torch
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+
+    def score(ids_RL: Any) -> Scored:
+        labels = ids_RL.clone()
+        labels[:, :PROMPT_TOKENS] = -100
+        found = model(
+            input_ids=ids_RL, attention_mask=torch.ones_like(ids_RL), labels=labels,
+            fused_lm_head=True,
+        )  # fmt: skip
+        completion = slice(PROMPT_TOKENS - ids_RL.shape[1], None)
+        return found.log_probs[:, completion].flatten(), found.entropy[:, completion].flatten()
+
+    return score
+
+
+def logits(model: Any, options: argparse.Namespace) -> Head:
+    import torch
+
+    def score(ids_RL: Any) -> Scored:
+        kept = ids_RL.shape[1] - PROMPT_TOKENS + 1
+        scores = model(input_ids=ids_RL, logits_to_keep=kept, use_cache=False).logits[:, :-1]
+        logp = torch.log_softmax(scores.float(), dim=-1)
+        with torch.no_grad():
+            entropies = -(logp.exp() * logp).sum(-1)
+        chosen = logp.gather(-1, ids_RL[:, PROMPT_TOKENS:, None])
+        return chosen.flatten(), entropies.flatten()
+
+    return score
+
+
+HEADS: dict[str, Callable[[Any, argparse.Namespace], Head]] = {
+    "ours": ours,
+    "trl": trl,
+    "logits": logits,
+}
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
+    import torch
+    from safetensors.torch import save_file
+
+    from grpo_replay.engine.models import load_policy
+    from grpo_replay.recipe import ModelSection
+
+    torch.set_num_threads(options.threads)
+    section = ModelSection(
+        path="builtin:qwen3-0.6b", random_init=True, tokenizer="builtin:bytes", dtype=options.dtype,
+        config_overrides={"num_hidden_layers": options.layers},
+    )  # fmt: skip
+    model = load_policy(section, seed=0).train().to(options.device)
+    head = HEADS[options.head](model, options)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(
+        0, model.config.vocab_size, (options.rows, PROMPT_TOKENS + options.tokens),
+        generator=generator,
+    ).to(options.device)  # fmt: skip
+    step(head, ids[:1, : PROMPT_TOKENS + 8])
+    model.zero_grad()
+    before = reset_peak(options.device)
+    wall, cpu = time.perf_counter(), time.process_time()
+    step(head, ids)
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+    taken = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    taken["peak_mib"] = peak(options.device) - before
+    gradient = model.get_input_embeddings().weight.grad.float().cpu()
+    save_file({"gradient": gradient}, options.folder / f"{options.head}.safetensors")
+    return taken
+
+
+def step(head: Head, ids_RL: Any) -> None:
+    """Forward and backward pass of a clipped surrogate at ratio 1."""
+    import torch
+
+    logprobs_C, _ = head(ids_RL)
+    advantages_C = torch.linspace(-1, 1, len(logprobs_C), device=logprobs_C.device)
+    ratios_C = (logprobs_C - logprobs_C.detach()).exp()
+    (-(ratios_C * advantages_C).mean()).backward()
+
+
+def reset_peak(device: str) -> float:
+    """MiB in use now."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / 2**20
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def peak(device: str) -> float:
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**20
+    return resident("VmHWM")
+
+
+def resident(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+
+
+def distance(folder: Path, name: str) -> float:
+    from safetensors.torch import load_file
+
+    if not (folder / "logits.safetensors").exists():
+        return float("nan")
+    one, other = (
+        load_file(folder / f"{each}.safetensors")["gradient"] for each in (name, "logits")
+    )
+    return float((one - other).norm() / other.norm())
+
+
+def main() -> None:
+    options = parse_options()
+    if options.head:
+        print(json.dumps(measure(options)))
+        return
+    print(f"{'':<8}{'wall s':>10}{'CPU s':>10}{'peak MiB':>10}")
+    with tempfile.TemporaryDirectory() as name:
+        found = {}
+        for head in options.only:
+            words = [sys.executable, __file__, *sys.argv[1:], "--head", head, "--folder", name]
+            environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(options.threads)}
+            done = subprocess.run(words, env=environment, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise SystemExit(f"{head} failed:\n{done.stderr[-3000:]}")
+            found[head] = json.loads(done.stdout.splitlines()[-1])
+            print(f"{head:<8}{found[head]['wall']:>10.2f}{found[head]['cpu']:>10.2f}"
+                  f"{found[head]['peak_mib']:>10.0f}", flush=True)  # fmt: skip
+        for head in options.only:
+            print(f"{head:<8} gradient {distance(Path(name), head):.1e} from that of all logits")
+
+
+if __name__ == "__main__":
+    main()
