@@ -60,10 +60,8 @@ logger = logging.getLogger(__name__)
 JOURNAL_FOLDER = "journal"
 
 
-def open_trainer(parts: Parts, state: RunState, stack: ExitStack) -> Trainer:
-    """The trainer of the recipe's mode. Collective. What it opens is closed with `stack`."""
-    if parts.recipe.run.mode == "sync":
-        return Trainer(parts, state)
+def open_async_trainer(parts: Parts, state: RunState, stack: ExitStack) -> Trainer:
+    """The trainer of an asynchronous run. Collective. What it opens is closed with `stack`."""
     intake = run_collectively(parts.comm, lambda: _open_intake(parts, state, stack))
     trainer = AsyncTrainer(parts, state, intake)
     if intake is not None:

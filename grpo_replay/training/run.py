@@ -17,11 +17,10 @@ from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole
-from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.storage.checkpoint_edit import replace_text
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
-from grpo_replay.training.async_trainer import open_trainer
 from grpo_replay.training.checkpoint_writer import MODEL_CARD, write_checkpoint
 from grpo_replay.training.model_card import model_card
 from grpo_replay.training.observer import Observer
@@ -30,6 +29,7 @@ from grpo_replay.training.run_evaluation import RunEvaluation
 from grpo_replay.training.samples import sample_rows, samples_are_due
 from grpo_replay.training.stop_grace import grace_seconds, notice_of_grace
 from grpo_replay.training.summary import summarise_run
+from grpo_replay.training.trainer import Parts, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,16 @@ def _watch(recipe: Recipe, comm: Comm) -> AbstractContextManager[object]:
     return HangWatch(comm, own_connection(STORE_SECONDS), recipe.hang_report_seconds)
 
 
+def _open_trainer(parts: Parts, state: RunState, stack: ExitStack) -> Trainer:
+    """The trainer of the recipe's mode. Collective. What it opens is closed with `stack`."""
+    if parts.recipe.run.mode == "sync":
+        return Trainer(parts, state)
+    # Loads the clients of servers and collector.
+    from grpo_replay.training.async_trainer import open_async_trainer
+
+    return open_async_trainer(parts, state, stack)
+
+
 class Run:
     """One attempt at a run: steps, evaluations, records and checkpoints."""
 
@@ -80,7 +90,7 @@ class Run:
         parts, state = opened.parts, opened.state
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
         self.observer, self.state = observer, state
-        self.trainer = open_trainer(parts, state, stack)
+        self.trainer = _open_trainer(parts, state, stack)
         self.evaluation = RunEvaluation(parts, state, opened.evaluation, observer)
         self.trackers: list[Tracker] = []
         self._checkpoint_bytes = opened.checkpoint_bytes

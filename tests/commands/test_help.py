@@ -49,6 +49,13 @@ def test_a_run_starts_its_verifiers_before_it_loads_torch(tmp_path):
     assert done.stdout.split() == ["False", "unparsable"], done.stderr
 
 
+@pytest.mark.slow
+def test_a_synchronous_run_loads_no_clients_of_servers_nor_tensorboard():
+    imported = _imported_by("import grpo_replay.training.run")
+    assert "transformers" in imported
+    assert not imported & {"aiohttp", "zmq", "msgspec", "tensorboard", "matplotlib", "datasets"}
+
+
 def test_the_light_modules_do_not_import_torch():
     light = ("recipe", "types", "grpo.advantages", "buffer", "buffer.snapshot", "buffer.compose",
              "grpo.batch", "storage.rollout_log", "prompts.prompt_set", "rewards.scorer",
