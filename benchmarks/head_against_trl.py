@@ -2,7 +2,8 @@
 
     pip install trl==1.16.0                              # in an environment of its own
     python benchmarks/head_against_trl.py                # 4 x 1,024 tokens in fp32, ten minutes
-    python benchmarks/head_against_trl.py --dtype bfloat16 --rows 1
+    python benchmarks/head_against_trl.py --rows 1 --tokens 512 --chunk 128       # an eighth of it
+    python benchmarks/head_against_trl.py --device meta --dtype bfloat16          # memory only
     python benchmarks/head_against_trl.py --device cuda --dtype bfloat16 --layers 28
 
 A random Qwen3 of the width and the vocabulary (151,936) of Qwen3-0.6B gets the same rows, and the
@@ -10,8 +11,9 @@ same loss of log-probs and entropies, from three heads: `ours` (engine/policy_mo
 default of TRL 1.16, which computes log-probs in tiles of the vocabulary), and `logits`, which keeps
 all of them. Each runs in a process of its own, once to warm up with a short row and once measured.
 Memory is the peak of the resident set over that of the model, gradients included (glibc returns
-freed memory at once), on CUDA that of live tensors. The gradient of the embedding, which is the
-head's, is compared with that of `logits` (relative L2).
+freed memory at once), on CUDA that of live tensors, and on the meta device, where nothing is
+computed, the bytes of live tensors as `dry_run/trace.py` counts them. The gradient of the
+embedding, which is the head's, is compared with that of `logits` (relative L2).
 """
 
 import argparse
@@ -42,7 +44,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--chunk", type=int, default=1024, help="engine.logprob_chunk_tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "meta"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument("--head", choices=HEADS, help=argparse.SUPPRESS)
@@ -117,6 +119,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     from grpo_replay.recipe import ModelSection
 
     torch.set_num_threads(options.threads)
+    if options.device == "meta":
+        return {"wall": 0.0, "cpu": 0.0, "peak_mib": traced_mib(options)}
     section = ModelSection(
         path="builtin:qwen3-0.6b", random_init=True, tokenizer="builtin:bytes", dtype=options.dtype,
         config_overrides={"num_hidden_layers": options.layers},
@@ -140,6 +144,23 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     gradient = model.get_input_embeddings().weight.grad.float().cpu()
     save_file({"gradient": gradient}, options.folder / f"{options.head}.safetensors")
     return taken
+
+
+def traced_mib(options: argparse.Namespace) -> float:
+    """Peak of live bytes over those of the model, with attention as a flash kernel saves it."""
+    import torch
+
+    from grpo_replay.dry_run.trace import _FUSED, LiveBytes, _meta_model, _with_layers
+    from grpo_replay.engine.models import DTYPES, load_config
+    from grpo_replay.recipe import ModelSection
+
+    config = load_config(ModelSection(path="builtin:qwen3-0.6b", random_init=True))
+    model = _meta_model(_with_layers(config, options.layers), DTYPES[options.dtype], _FUSED).train()
+    head = HEADS[options.head](model, options)
+    with LiveBytes(model) as live:
+        shape = (options.rows, PROMPT_TOKENS + options.tokens)
+        step(head, torch.zeros(shape, dtype=torch.int64, device="meta"))
+    return live.peak / 2**20
 
 
 def step(head: Head, ids_RL: Any) -> None:
@@ -204,7 +225,7 @@ def main() -> None:
             found[head] = json.loads(done.stdout.splitlines()[-1])
             print(f"{head:<8}{found[head]['wall']:>10.2f}{found[head]['cpu']:>10.2f}"
                   f"{found[head]['peak_mib']:>10.0f}", flush=True)  # fmt: skip
-        for head in options.only:
+        for head in options.only if options.device != "meta" else ():
             print(f"{head:<8} gradient {distance(Path(name), head):.1e} from that of all logits")
 
 
