@@ -69,9 +69,11 @@ def _score_metrics(run: RunFiles, step: int) -> Values:
     if scores_NF is None:
         return {}
     names = run.recipe_at(step).reward.score_names
-    columns = dict(zip(names, scores_NF.T, strict=True))
-    means = {f"rewards/{name}/mean": float(scores.mean()) for name, scores in columns.items()}
-    return means | {f"rewards/{name}/std": float(s.std()) for name, s in columns.items()}
+    return {
+        f"rewards/{name}/{quantity}": value
+        for name, scores_N in zip(names, scores_NF.T, strict=True)
+        for quantity, value in (("mean", float(scores_N.mean())), ("std", float(scores_N.std())))
+    }
 
 
 def trained_metrics(run: RunFiles, step: int, draws: Columns) -> Values:
