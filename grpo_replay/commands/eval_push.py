@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-from huggingface_hub import is_offline_mode
+from huggingface_hub import constants, is_offline_mode
+from huggingface_hub.utils import enable_progress_bars
 
 from grpo_replay.errors import HubError
 from grpo_replay.evaluation.hub_push import HubPush, planned_push, upload
@@ -34,6 +35,8 @@ def push_evaluated(
         return
     count, total = len(push.files), sum(push.sizes().values())
     print(f"pushing {count} files, {total:,} bytes, to {repo_id}", file=sys.stderr)
+    if sys.stderr.isatty() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        enable_progress_bars()  # hidden while the model was loaded
     try:
         url = upload(push, f"{source.name}, evaluated by grpo-replay")
     except HubError as error:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ _LIBRARIES = ("DeepSpeed", "deepspeed", "torch", "transformers", "datasets", "vl
 def quiet_libraries() -> Iterator[None]:
     """Send warnings and log records of libraries to the log file only, inside this context."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    _hide_progress_bars()
     os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
     logging.captureWarnings(True)
     root = logging.getLogger()
@@ -26,6 +27,16 @@ def quiet_libraries() -> Iterator[None]:
             yield
     finally:
         logging.captureWarnings(False)
+
+
+def _hide_progress_bars() -> None:
+    """Unless the user wants the bars of huggingface_hub and transformers. The variable is read when
+    huggingface_hub is imported, which may be over."""
+    chosen = os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if chosen == "1" and "huggingface_hub" in sys.modules:
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
 
 
 @contextmanager
