@@ -68,8 +68,13 @@ def heading(report: EvaluationReport) -> str:
     ]
     if "stop_tokens" in settings:  # absent from files of version 2
         words.append(f"ends at {' or '.join(settings['stop_tokens'])}")
-    words.append(f"graded by {report.verifier}")
+    words.append(f"graded by {_short(report.verifier)}")
     return " · ".join(words)
+
+
+def _short(verifier: str) -> str:
+    """The name of a verifier, of `folder/file.py:function` without the folder."""
+    return verifier.rpartition("/")[2]
 
 
 def terminal_tables(report: EvaluationReport) -> list[Table]:
@@ -174,7 +179,7 @@ def _unparsable(results: Results) -> list[str]:
 def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]]]:
     contents = [("accuracy", _accuracy_rows(report)), ("length", _length_rows(report))]
     for verifier, other in report.other_gradings.items():
-        title = f"{verifier} (other) vs {report.verifier} (own)"
+        title = f"{verifier} (other) vs {_short(report.verifier)} (own)"
         contents.insert(-1, (title, _grading_rows(report, other)))
     if any(result.k > 1 for result in report.sampled.benchmarks.values()):
         contents.append(("pass@j", _pass_rows(report)))

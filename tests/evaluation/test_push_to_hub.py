@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from fake_hub import FakeHub
 
 from grpo_replay.commands.eval import EvalOptions, run
 from grpo_replay.errors import HubError, UsageError
+from grpo_replay.evaluation.model_card import evaluated_card
 from grpo_replay.evaluation.report import read_report
 from grpo_replay.tiny import BASE_DIR
 
@@ -97,6 +99,9 @@ def check_card(card, report):
     assert "| training steps | 20 |" in text
     assert "LoRA, rank 8" in text
     assert "secret" not in card
+    own = replace(report, settings={**report.settings, "reward": "/home/me/secret/mine.py:score"})
+    card = evaluated_card("me/adder", own, None, None)
+    assert "graded by mine.py:score." in card and "secret" not in card
 
 
 def test_public_makes_a_public_repository(hub, tmp_path):
