@@ -205,7 +205,7 @@ def _magnitude(inspection: Inspection) -> Panel | None:
         p = inspection.priority
         line = (
             f"p: median {p.median:.3g} · quartiles {p.quarter:.3g}–{p.three_quarters:.3g} · "
-            f"largest {p.maximum:.3g}"
+            f"max {p.maximum:.3g}"
         )
         body = Group(body, Text(line, style="dim"))
     return _panel("|advantage|", body)
