@@ -15,10 +15,15 @@ SLOW_SECONDS = 1500
 """Time limit of a slow test, with the runs that its fixtures make, beside other tests."""
 
 
+LONG_FOLDERS = ("training", "evaluation", "distributed", "engine")
+"""Where the longest files are: they start first, so that no worker ends alone with one."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests their time. Skip where vLLM is missing; with GRPO_REPLAY_REQUIRE_VLLM=1, as
-    in CI, let tests fail."""
+    """Put long files first and give slow tests their time. Skip where vLLM is missing; with
+    GRPO_REPLAY_REQUIRE_VLLM=1, as in CI, let tests fail."""
+    items.sort(key=lambda item: item.path.parent.name not in LONG_FOLDERS)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))

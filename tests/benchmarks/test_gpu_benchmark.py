@@ -79,6 +79,7 @@ def test_a_part_that_crashes_after_its_result_has_failed(tmp_path):
     assert result["reason"] == "the process ended with 3, after its last result"
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_is_ended_with_all_its_processes(tmp_path):
     script = f"""
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

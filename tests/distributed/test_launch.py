@@ -191,6 +191,7 @@ def test_when_the_rank_that_hosts_the_store_is_killed_every_other_rank_says_so()
         assert f"rank {rank} lost contact with another rank" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_arrives_is_named():
     process = start_program(
         "rank", "sums", RANK="0", LOCAL_RANK="0", WORLD_SIZE="3", LOCAL_WORLD_SIZE="3",

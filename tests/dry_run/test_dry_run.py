@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from grpo_replay.cli import app
 from grpo_replay.commands.dry_run import _measured
 from grpo_replay.dry_run import checks
 from grpo_replay.dry_run.checks import Findings, check_disk_space
@@ -425,8 +427,9 @@ def run_cli(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_json_is_one_document_on_stdout_and_the_exit_code_is_0_even_if_it_does_not_fit():
-    done = run_cli("qwen3-4b", "--dry-run", "--json", "--gpu-memory-gib", "8")
-    assert done.returncode == 0, done.stderr
+    words = ["train", "qwen3-4b", "--dry-run", "--json", "--gpu-memory-gib", "8"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["fits"] is False
     assert {"problems", "unchecked", "assumptions", "memory", "step", "replay", "storage", "time",

@@ -83,6 +83,7 @@ def test_sigterm_stops_the_cells_once_and_the_same_command_continues(tmp_path):
     assert all(sweep.steps(cell) == list(range(1, 26)) for cell in CELLS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_a_killed_sweep_leaves_no_cell_behind_and_the_next_waits_for_those_that_linger(tmp_path):
     held = {cell: {"hold": True} for cell in CELLS}

@@ -217,6 +217,7 @@ def test_requests_that_wait_for_a_lost_server_are_given_to_others_at_once(fakes)
     assert list(pool.lost) == [servers[0].url]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_busy_server_with_a_slow_health_check_is_kept(fakes):
     (server,) = fakes(1)
