@@ -66,6 +66,7 @@ def test_the_4b_plan_on_eight_gpus_of_80_gib():
     assert memory["peak_gib"] == max(memory["phases_gib"].values()) < 80
 
 
+@pytest.mark.slow
 def test_the_4b_plan_with_lora_on_one_gpu_of_80_gib():
     one = ("engine.num_processes=1",)
     full = report_of("qwen3-4b", *one, gpu=80)
@@ -195,6 +196,7 @@ def test_a_max_model_len_beyond_the_positions_is_refused_only_with_vllm():
     assert report_of("tiny", too_long)["fits"] is True
 
 
+@pytest.mark.slow
 def test_zero_stages_shrink_what_a_rank_holds():
     at_rest = []
     for stage in (0, 1, 2, 3):

@@ -72,6 +72,7 @@ def base_vector() -> torch.Tensor:
     return torch.cat([named[name].detach().flatten() for name in sorted(named)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "budget"), [(0, ALL_AT_ONCE), (3, ONE_BY_ONE)])
 def test_updates_are_those_of_plain_peft_and_autograd(processes, stage, budget):
     """In the first update B is zero and A has no gradient; from the second on both have one."""

@@ -50,6 +50,7 @@ def pairs(*quick: tuple[int, int]) -> list:
     return [pytest.param(*p, marks=() if p in quick else pytest.mark.slow) for p in every]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "other"), pairs((0, 3), (1, 2), (3, 1)))
 def test_a_state_from_before_the_first_update_is_restored(processes, rows, tmp_path, stage, other):
     with engine_at(processes, stage) as engine:
@@ -140,6 +141,7 @@ def test_a_state_of_another_model_is_refused(processes, tmp_path, stage, dtype):
             engine.load(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "other"), pairs((0, 1), (3, 0)))
 def test_frozen_parameters_are_left_alone(processes, rows, tmp_path, stage, other):
     def partly_frozen():

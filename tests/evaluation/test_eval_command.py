@@ -125,6 +125,7 @@ def test_a_hub_id_is_distinguished_from_a_missing_folder():
     assert find_model("Qwen/Qwen3-0.6B-Base").path == "Qwen/Qwen3-0.6B-Base"
 
 
+@pytest.mark.slow
 def test_the_paper_group_can_be_read_from_a_folder(model, tmp_path, capsys):
     recipe = tmp_path / "paper.yaml"
     recipe.write_text(PAPER_RECIPE)

@@ -65,6 +65,7 @@ def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
     assert notes.read_text() == "# My notes\n"
 
 
+@pytest.mark.slow
 def test_the_files_of_an_earlier_evaluation_are_replaced(tmp_path, capsys):
     for seed in (1, 2):
         assert run(tiny(tmp_path / "e.json", f"eval.seed={seed}", benchmarks=["tiny_add"])) == 0

@@ -29,6 +29,7 @@ def test_png_is_one_column_wide_at_300_dpi(runs, tmp_path, preset, capsys):
     assert captured.out == "" and "wrote" in captured.err
 
 
+@pytest.mark.slow
 def test_svg_has_live_text_with_units(runs, tmp_path):
     path = tmp_path / "figure.svg"
     run(str(runs["ours"]), plot=str(path))
@@ -67,6 +68,7 @@ def test_the_name_of_a_run_is_not_read_as_a_formula(runs, tmp_path):
     assert "a$x_$b" in (tmp_path / "figure.svg").read_text()
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_pdfs(runs, tmp_path):
     for name in ("one.pdf", "other.pdf"):
         run(str(runs["ours"]), plot=str(tmp_path / name))

@@ -55,6 +55,7 @@ def simulated(source, recipe, count: int = 24) -> dict[str, tuple[float, float]]
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["ours", "uniform", "fifo"])
 def test_the_runs_own_settings_reproduce_its_draws(long_runs, preset):
     source = open_source(long_runs[preset])
@@ -77,6 +78,7 @@ def test_wrong_priorities_do_not_reproduce_the_draws(long_runs):
     assert abs(logged["abs_advantage_mean"] - mean) > 4.5 * deviation
 
 
+@pytest.mark.slow
 def test_a_shorter_age_predicts_the_draws_of_real_runs(long_runs):
     predicted = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"]).changed
     real = [asdict(what_if(open_source(long_runs[f"tau2-{seed}"]), []).logged) for seed in range(4)]

@@ -63,11 +63,11 @@ def directly(pairs: list[tuple[str, str]]) -> list[bool]:
 def test_verdicts_equal_those_of_direct_calls_in_any_order(grader):
     pairs = [(frame.format(a), b) for frame in FRAMES for a in PIECES for b in PIECES]
     random.Random(0).shuffle(pairs)
-    pairs = pairs[:350]
+    pairs = pairs[:250]
     ours = [grader.grade(*pair)[0] == "correct" for pair in pairs + pairs[::-1]]
     expected = directly(pairs)
     assert ours == expected + expected[::-1]
-    assert 10 < sum(expected) < 150
+    assert 5 < sum(expected) < 150
 
 
 def test_decimal_fractions_times_large_numbers_are_compared_as_math_verify_does(grader):

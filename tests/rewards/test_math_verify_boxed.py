@@ -80,6 +80,7 @@ def test_an_unparsable_reference_answer_is_reported_with_and_without_a_box():
     assert grader.grade("no box", "")[1] is grader.grade("\\boxed{5}", "")[1] is False
 
 
+@pytest.mark.slow
 def test_every_builtin_verifier_can_be_chosen_and_grades():
     verifiers = get_args(EvalSection.model_fields["other_rewards"].annotation)[0]
     assert get_args(verifiers) == BUILTIN_VERIFIERS

@@ -131,6 +131,7 @@ def test_a_run_that_keeps_its_zero_variance_groups_passes_the_recomputation(labo
 # --- variants of the draw -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_unused_first_takes_what_was_never_drawn_before_anything_else(tmp_path, processes):
     run = train(
         tmp_path / "run", "replay.with_replacement=false", "replay.unused_first=true",

@@ -128,6 +128,7 @@ def test_sampler_weights_scale_the_gradient(tmp_path, processes, monkeypatch, ca
 # --- the learning rate ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_updates_are_made_at_the_learning_rate_of_their_step(tmp_path, processes):
     """The first of four warm-up steps is a step at a quarter of the rate, bit for bit."""
     warm = train_small_run(
@@ -191,6 +192,7 @@ def refilled(tmp_path_factory, processes) -> tuple[FinishedRun, dict]:
     return train_small_run(folder / "run", prompts=prompts, **OPTIONS), prompts
 
 
+@pytest.mark.slow
 def test_dropped_groups_are_refilled_up_to_the_limit(refilled):
     run, _ = refilled
     taken = 0
@@ -215,6 +217,7 @@ def test_dropped_groups_are_refilled_up_to_the_limit(refilled):
     assert verify_run(run.path).passed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_every_option_is_the_run_never_stopped(refilled, tmp_path):
     whole, prompts = refilled
     interrupted(tmp_path / "run", 5, prompts=prompts, **OPTIONS)
@@ -224,6 +227,7 @@ def test_a_resumed_run_with_every_option_is_the_run_never_stopped(refilled, tmp_
     assert same_weights(whole.weights(), resumed.weights())
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_learning_rate_follows_the_schedule_of_the_new_one(
     tmp_path, processes
 ):

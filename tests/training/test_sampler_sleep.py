@@ -1,10 +1,12 @@
 """When the loop lets the sampler drop its weights, and when it must keep them."""
 
+import pytest
 from small_runs.trained import train_small_run
 
 from grpo_replay.sampling.hf import HfSampler
 
 
+@pytest.mark.slow
 def test_weights_are_dropped_where_a_push_comes_next_and_kept_after_an_evaluation(
     tmp_path, monkeypatch
 ):

@@ -133,7 +133,9 @@ def test_a_positive_bias_buffer_keeps_correct_rollouts_longer(tmp_path, processe
 # --- off is off -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("composition", ["fresh_anchored", "pool"])
+@pytest.mark.parametrize(
+    "composition", ["fresh_anchored", pytest.param("pool", marks=pytest.mark.slow)]
+)
 def test_ratio_zero_is_the_grpo_preset_bit_for_bit(tmp_path, processes, composition):
     plain = train_small_run(tmp_path / "grpo", replay={"preset": "grpo"}, run={"steps": 6})
     off = train_small_run(
