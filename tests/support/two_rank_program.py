@@ -249,7 +249,7 @@ def core_updates(processes, output: Path, part: str) -> None:
     comm, _ = processes
     results = {name: results_of(processes, CASES[name]) for name in CORE_CASES}
     report = {
-        "non_finite": {stage: non_finite(processes, stage) for stage in (0, 3)},
+        "non_finite": {stage: non_finite(processes, stage) for stage in (0, 2, 3)},
         "exchanged": exchanged(processes),
     }
     (output / f"rank{comm.rank}.json").write_text(json.dumps(report))

@@ -102,7 +102,7 @@ def test_two_ranks_update_as_one_rank_does(request, processes, name):
     assert len(two["outcomes"]) == case.count
 
 
-@pytest.mark.parametrize("stage", ["0", "3"])
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_non_finite_loss_stops_every_rank_before_the_step(output, stage, rank):
     seen = json.loads((output / f"rank{rank}.json").read_text())["non_finite"][stage]
