@@ -177,6 +177,8 @@ class Collector:
             self._give_up(group, "lost")
 
     def _cancel_older_than(self, version: int) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.oldest_usable = version
         for group in list(self._open.values()):
             oldest = group.oldest_version()
             if oldest is not None and oldest < version and not group.is_sampled:
@@ -235,10 +237,11 @@ class Collector:
             started_groups=self._started,
             running=sum(len(server.running) for server in servers),
             waiting=len(self._dispatcher.waiting) if self._dispatcher else 0,
+            grading=sum(group.grading for group in self._open.values()),
             unacknowledged=len(self._unacknowledged),
             idle_seconds=sum(server.idle_seconds for server in servers),
             server_seconds=sum(server.used_seconds for server in servers),
-            down={s.client.url: s.down for s in servers if s.down is not None},
+            down=self._dispatcher.unused() if self._dispatcher else {},
             drained=self._drained,
             sent=time.monotonic(),
         )

@@ -3,7 +3,8 @@
 A server is `up` while it answers and holds weights of this run. One that fails a request, generates
 nothing for too long or could not be updated is down; it is asked once a second for its label, and
 is up again as soon as that is of this run. Its requests are sent again, to another server if there
-is one. All of this runs in one event loop.
+is one. A server whose version is too old for the next step gets no requests until it is updated:
+its rollouts would be dropped as stale. All of this runs in one event loop.
 """
 
 import asyncio
@@ -73,6 +74,7 @@ class Dispatcher:
     ) -> None:
         self.servers = {client.url: ServerState(client) for client in clients}
         self.waiting: deque[Member] = deque()
+        self.oldest_usable = 0  # policy version
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settings = settings
         self._stop_token_ids = stop_token_ids
@@ -126,6 +128,11 @@ class Dispatcher:
             self.waiting.appendleft(member)
         self.fill()
 
+    def unused(self) -> dict[str, str]:
+        """The reason for each server that gets no requests, by URL."""
+        reasons = {url: self._reason_not_to_use(server) for url, server in self.servers.items()}
+        return {url: reason for url, reason in reasons.items() if reason is not None}
+
     async def close(self) -> None:
         """Cancel everything."""
         tasks = [*self._watchers, *(task for s in self.servers.values() for task in s.running)]
@@ -137,12 +144,19 @@ class Dispatcher:
         return [server for server in self.servers.values() if self._has_room(server)]
 
     def _has_room(self, server: ServerState) -> bool:
-        return server.down is None and len(server.running) < self._settings.max_in_flight
+        is_used = self._reason_not_to_use(server) is None
+        return is_used and len(server.running) < self._settings.max_in_flight
+
+    def _reason_not_to_use(self, server: ServerState) -> str | None:
+        version, oldest = server.version, self.oldest_usable
+        if server.down is None and version is not None and version < oldest:
+            return f"it holds version {version}; the next step takes version {oldest} or newer"
+        return server.down
 
     def _next_member(self, server: ServerState) -> Member | None:
         """The next waiting member that has not failed at this server, or failed at all that are up;
         else one of a new group."""
-        up = {url for url, each in self.servers.items() if each.down is None}
+        up = self.servers.keys() - self.unused().keys()
         for index, member in enumerate(self.waiting):
             if server.client.url not in member.failed_at or up <= member.failed_at:
                 del self.waiting[index]

@@ -116,9 +116,10 @@ class Report(msgspec.Struct, frozen=True):
     """The state of a collector when it sent a message. Counts are since it started.
 
     `held_*`: finished completions that are in no message yet. `running` and `waiting` are requests,
-    `unacknowledged` groups. `idle_seconds` is the time without a request running, summed over the
-    servers in use, and `server_seconds` the time that they were in use. `down` maps the URL of a
-    server that is not in use to the reason. `sent` is `time.monotonic()`.
+    `grading` completions without a verdict, `unacknowledged` groups. `idle_seconds` is the time
+    without a request running, summed over the servers in use, and `server_seconds` the time that
+    they were in use. `down` maps the URL of a server that is not in use to the reason. `sent` is
+    `time.monotonic()`.
     """
 
     generated_rollouts: int = 0
@@ -128,6 +129,7 @@ class Report(msgspec.Struct, frozen=True):
     started_groups: int = 0
     running: int = 0
     waiting: int = 0
+    grading: int = 0
     unacknowledged: int = 0
     idle_seconds: float = 0.0
     server_seconds: float = 0.0

@@ -59,6 +59,11 @@ class OpenGroup:
     def is_graded(self) -> bool:
         return all(member.verdict for member in self.members)
 
+    @property
+    def grading(self) -> int:
+        """Members that have finished and have no verdict yet."""
+        return sum(m.sampled is not None and m.verdict is None for m in self.members)
+
     def finished(self) -> tuple[int, int]:
         """Rollouts and tokens of the members that have finished."""
         lengths = [len(m.sampled.completion.token_ids) for m in self.members if m.sampled]

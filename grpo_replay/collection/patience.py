@@ -1,8 +1,10 @@
 """How long rank 0 waits: no wait is endless, and each ends with a message that names its object.
 
-A completion may take as long as it needs while its server generates (the collector watches that). A
-wait ends when no request runs, when no completion finishes although the collector took every server
-down and sent its requests again several times, or when one group after the other is lost.
+A completion may take as long as it needs while its server generates (the collector watches that),
+and a verdict has a time limit of its own. A wait ends when reports show no request running and no
+completion in grading, when no completion finishes although the collector took every server down and
+sent its requests again several times, when one group after the other is lost, or when the collector
+sends no report.
 """
 
 import time
@@ -13,6 +15,10 @@ from grpo_replay.recipe import Recipe
 
 PATIENCE = 4
 """`request_timeout_seconds` without a finished completion before a run gives up."""
+
+SILENCE_SECONDS = 60.0
+"""Longest time without a report of a collector, which sends one each second. On a busy machine it
+may be late by several."""
 
 
 class Patience:
@@ -32,17 +38,19 @@ class Patience:
 
     def begin(self) -> None:
         """A wait begins."""
-        self._ran = self._progressed = time.monotonic()
+        self._ran = self._progressed = self._reported = time.monotonic()
 
     def note(self, report: Report) -> None:
         """Process a report."""
         if not self._heard:
             self._heard = True
             self.begin()
-        if report.running:
-            self._ran = time.monotonic()
+        self._reported = time.monotonic()
+        if report.running or report.grading:
+            self._ran = self._reported
         if report.generated_rollouts != self._generated:
-            self._generated, self._progressed = report.generated_rollouts, time.monotonic()
+            self._generated = report.generated_rollouts
+            self._ran = self._progressed = self._reported
 
     def note_delivery(self, body: Group | Drop) -> None:
         """Process a group or a drop. Raises SamplerError if one group after the other is lost."""
@@ -59,10 +67,13 @@ class Patience:
         """Raises SamplerError if the wait for `what` is not worth going on."""
         if not self._heard:
             return
-        limit, now = self._settings.request_timeout_seconds, time.monotonic()
-        if now - self._ran > limit:
+        limit = self._settings.request_timeout_seconds
+        silence = max(limit, SILENCE_SECONDS)
+        if time.monotonic() - self._reported > silence:
+            reason = f"the collector sent no report for {silence:g} s"
+        elif self._reported - self._ran > limit:
             reason = f"no request was running for {limit:g} s"
-        elif now - self._progressed > PATIENCE * limit:
+        elif self._reported - self._progressed > PATIENCE * limit:
             reason = f"no completion finished for {PATIENCE * limit:g} s"
         else:
             return

@@ -315,6 +315,33 @@ def test_groups_that_would_be_too_old_are_cancelled_and_counted(server):
     harness.check_balance()
 
 
+def test_a_server_whose_version_is_too_old_gets_no_requests_until_it_is_updated(pair):
+    """A server that was stopped answers again with the weights that it had."""
+    harness = Harness(pair)
+    collector = harness.collector
+
+    async def scenario():
+        harness.greet()
+        await harness.until(lambda: all(each.served for each in pair))
+        pair[0].label = "run/3"
+        collector.handle(Version(pair[0].url, 3))
+        collector.handle(Cancel(2))
+        assert collector.report().down == {
+            pair[1].url: "it holds version 0; the next step takes version 2 or newer"
+        }
+        await harness.until(lambda: pair[1].in_flight == 0)
+        served = pair[1].served
+        await asyncio.sleep(0.3)
+        assert pair[1].served == served and not pair[1].in_flight
+        pair[1].label = "run/3"
+        collector.handle(Version(pair[1].url, 3))
+        await harness.until(lambda: pair[1].served > served)
+        assert collector.report().down == {}
+
+    harness.run(scenario)
+    harness.check_balance()
+
+
 def test_a_stalled_verifier_delays_its_group_and_nothing_else(server):
     """Sampling goes on; the pool's time limit ends the stall (tests/rewards)."""
     harness = Harness([server])
@@ -324,7 +351,8 @@ def test_a_stalled_verifier_delays_its_group_and_nothing_else(server):
         harness.greet()
         await harness.until(lambda: server.served > 20)
         assert harness.groups() == []
-        assert harness.collector.report().held_rollouts > 16
+        report = harness.collector.report()
+        assert report.held_rollouts == report.grading > 16
         harness.scorer.stalled = False
         await harness.until(lambda: len(harness.groups()) > 8)
 

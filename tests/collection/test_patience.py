@@ -28,8 +28,33 @@ def test_a_collector_may_take_longer_to_start_than_a_server_to_answer(patience, 
     patience.note(Report(running=0))  # its first
     patience.refuse_endless("step 1", Report())
     clock[0] += 11
+    patience.note(Report(running=0))
     with pytest.raises(SamplerError, match=r"waited for step 1: no request was running for 10 s"):
         patience.refuse_endless("step 1", Report(down={"http://a": "gone"}))
+
+
+def test_completions_in_grading_are_worth_waiting_for(patience, clock):
+    patience.note(Report(generated_rollouts=4, grading=4))
+    for _ in range(3):
+        clock[0] += 9
+        patience.note(Report(generated_rollouts=4, grading=4))
+        patience.refuse_endless("step 1", Report())
+
+
+def test_requests_too_short_to_be_seen_running_are_seen_by_what_they_generated(patience, clock):
+    for generated in range(1, 5):
+        clock[0] += 9
+        patience.note(Report(generated_rollouts=generated))
+        patience.refuse_endless("step 1", Report())
+
+
+def test_a_collector_that_is_silent_gets_a_minute(patience, clock):
+    patience.note(Report(running=0))
+    clock[0] += 60
+    patience.refuse_endless("step 1", Report())
+    clock[0] += 1
+    with pytest.raises(SamplerError, match="the collector sent no report for 60 s"):
+        patience.refuse_endless("step 1", Report())
 
 
 def test_requests_that_run_without_ever_finishing_end_the_wait(patience, clock):
@@ -37,8 +62,8 @@ def test_requests_that_run_without_ever_finishing_end_the_wait(patience, clock):
         patience.note(Report(running=3))
         clock[0] += 1
         patience.refuse_endless("step 2", Report())
-    patience.note(Report(running=3))
     clock[0] += 1
+    patience.note(Report(running=3))
     with pytest.raises(SamplerError, match="no completion finished for 40 s"):
         patience.refuse_endless("step 2", Report())
 
