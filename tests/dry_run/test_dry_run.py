@@ -174,6 +174,7 @@ def test_every_suggested_change_is_a_valid_override():
         load_recipe("qwen3-4b", ["model.gradient_checkpointing=false", change])
 
 
+@pytest.mark.slow
 def test_a_share_too_small_for_one_rollout_does_not_fit():
     report = report_of("qwen3-4b", "sampling.vllm.gpu_memory_utilization=0.12", gpu=80)
     assert report["fits"] is False and report["sampler"]["longest_rollouts_at_once"] == 0
@@ -205,6 +206,7 @@ def test_zero_stages_shrink_what_a_rank_holds():
     assert at_rest == sorted(at_rest, reverse=True) and at_rest[3] < 0.3 * at_rest[0]
 
 
+@pytest.mark.slow
 def test_network_traffic():
     parameters, share = 1_720_574_976, 3 / 4
     whole = 2 * parameters * share / 2**30

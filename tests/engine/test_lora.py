@@ -122,6 +122,7 @@ def test_the_gradient_of_every_adapter_is_that_of_autograd(processes):
     assert len(found) == len(expected) == sum(p.numel() for p in plain.trained)
 
 
+@pytest.mark.slow
 def test_all_zero_stages_agree_and_the_optimizer_holds_the_adapters_alone(processes):
     rows, results = make_rows(8), []
     for stage in STAGES:

@@ -223,6 +223,7 @@ def test_bad_options_are_refused(tmp_path, model):
         run(options)
 
 
+@pytest.mark.slow
 def test_two_evaluations_are_compared(tmp_path, capsys):
     for seed in (1, 2):
         overrides = (*FAST, f"eval.seed={seed}")

@@ -72,6 +72,7 @@ def test_the_files_of_an_earlier_evaluation_are_replaced(tmp_path, capsys):
     assert read_report(tmp_path / "e.json").settings["benchmarks"]["tiny_add"]["seeds"] == [2]
 
 
+@pytest.mark.slow
 def test_the_default_output_does_not_replace_another_evaluation(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(tiny(benchmarks=["tiny_add"])) == 0

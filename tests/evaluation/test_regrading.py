@@ -162,6 +162,7 @@ def test_comparisons_and_aes_can_use_either_grading(both, evaluated, tmp_path, c
         assert json.loads(result.stdout)["reference"]["accuracy"] == pytest.approx(accuracy)
 
 
+@pytest.mark.slow
 def test_grading_while_sampling_equals_regrading(tmp_path, capsys):
     settings = ("eval.max_problems=3", "eval.samples=2", "eval.bootstrap_samples=100")
     options = {"benchmarks": ["tiny_add"], "overrides": settings}

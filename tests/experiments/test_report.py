@@ -114,6 +114,7 @@ def test_the_best_evaluation_is_one_after_training_began(tmp_path, capsys):
     assert arm["final"]["mean"]["mean"] == accuracy[12]
 
 
+@pytest.mark.slow
 def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
     shutil.rmtree(copy / "ours/seed-2")
     document = report(capsys, copy)

@@ -177,6 +177,7 @@ def test_a_run_directory_belongs_to_one_process(tmp_path):
     second.unlock()
 
 
+@pytest.mark.slow
 def test_a_capacity_that_binds_is_said_once(tmp_path):
     from grpo_replay.commands.train_display import Display
     from grpo_replay.training.run import run_training

@@ -167,6 +167,7 @@ def test_every_fresh_survivor_has_an_outcome_and_the_ledger_counts_its_tokens(ou
 # --- steps without survivors ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_steps_without_survivors_train_nothing_but_count_evict_and_log(tmp_path, processes):
     run = train_small_run(
         tmp_path / "run",
@@ -211,6 +212,7 @@ def test_a_run_that_never_has_a_survivor_finishes(tmp_path, processes):
 # --- the default recipe ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_default_recipe_replays_once_its_warm_up_is_over(tmp_path, processes):
     """Replay settings as shipped; only sizes that have nothing to do with replay are reduced."""
     recipe = load_recipe(

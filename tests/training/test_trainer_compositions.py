@@ -108,6 +108,7 @@ def test_an_independent_recomputation_accepts_the_run(name, request):
     assert report.passed, report
 
 
+@pytest.mark.slow
 def test_a_positive_bias_buffer_keeps_correct_rollouts_longer(tmp_path, processes):
     run = train_small_run(
         tmp_path / "run",

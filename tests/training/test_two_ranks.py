@@ -128,7 +128,7 @@ def assert_same_work(found: dict, expected: dict, updates: int) -> None:
 
 def test_uneven_random_work_never_hangs_and_is_that_of_one_rank(output, processes):
     one = random_work(processes, RANDOM_UPDATES["random"])
-    assert_same_work(torch.load(output / "random.pt"), one, updates=40)
+    assert_same_work(torch.load(output / "random.pt"), one, updates=RANDOM_UPDATES["random"])
 
 
 @pytest.mark.slow
