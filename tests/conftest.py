@@ -5,10 +5,16 @@ import os
 
 import pytest
 
-# The suite runs in one worker per core: a second thread in each would only get in the way.
+# The workers share the cores: a second thread in each would only get in the way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = "small_runs.fixtures"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than cores: many tests wait for a server or a process."""
+    return (os.cpu_count() or 1) + 1
 
 
 SLOW_SECONDS = 1500
