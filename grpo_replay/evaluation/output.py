@@ -28,7 +28,7 @@ def generations_parent(report_path: Path) -> Path:
 
 
 def check_output(output: Path) -> EvaluationReport | None:
-    """The evaluation that would be replaced, if there is one.
+    """The evaluation that would be replaced, if there is one. Creates nothing.
 
     Raises UsageError unless the name ends in .json, and OutputDirectoryError if another kind of
     file would be replaced or the folder is not writable.
@@ -40,8 +40,8 @@ def check_output(output: Path) -> EvaluationReport | None:
         )
     with named_if_unwritable(output):
         earlier = _refuse_other_files(output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.NamedTemporaryFile(dir=output.parent, prefix=output.name).close()
+        folder = next(each for each in output.absolute().parents if each.exists())
+        tempfile.NamedTemporaryFile(dir=folder, prefix=output.name).close()
     generations = generations_parent(output)
     with named_if_unwritable(generations):
         if generations.exists():

@@ -169,8 +169,10 @@ def test_evaluating_a_folder_without_a_checkpoint(tmp_path):
     refused(call("eval", "--ckpt", tmp_path, "--benchmark", "tiny"), 3, str(tmp_path))
 
 
-def test_evaluating_an_unknown_benchmark():
+def test_evaluating_an_unknown_benchmark(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     refused(call("eval", "--ckpt", "builtin:tiny", "--benchmark", "nosuch"), 2, "nosuch", "math500")
+    assert not list(tmp_path.iterdir())
 
 
 def test_eval_without_a_checkpoint():
