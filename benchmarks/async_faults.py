@@ -186,14 +186,14 @@ def verifier_stalled(scene: Scene) -> dict[str, Any]:
     flag = scene.run.folder.parent / "stall"
     flag.touch()
     wait_for(lambda: not flag.exists(), PATIENCE_SECONDS)
-    started = time.monotonic()
+    started = time.time()
 
-    def timeouts() -> int:
+    def timeouts() -> list[float]:
         groups = [each for each in scene.run.records() if isinstance(each, Group)]
-        return sum(row.verdict == "timeout" for group in groups for row in group.rows)
+        return [g.finished for g in groups if any(row.verdict == "timeout" for row in g.rows)]
 
     assert wait_for(timeouts, PATIENCE_SECONDS) is not None
-    return {"verdict in the journal": time.monotonic() - started}
+    return {"group graded": min(timeouts()) - started}
 
 
 def trainer_killed(scene: Scene) -> dict[str, Any]:

@@ -19,18 +19,21 @@ _TORCH_ERROR = re.compile(r"iostream error|inline_container|PytorchStreamWriter"
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_whole(path: Path, flushed: bool = True) -> Iterator[Path]:
     """Yields a temporary path to write to. The file is then flushed and renamed to `path`, or
-    removed after an error."""
+    removed after an error. Without `flushed` it is whole after a kill, but only `flush_files` makes
+    it survive a power failure."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
-        _flush(temporary)
+        if flushed:
+            _flush(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush(path.parent)
+    if flushed:
+        _flush(path.parent)
 
 
 @contextmanager

@@ -25,14 +25,15 @@ def write_parquet(
     schema: pa.Schema,
     tables: Iterable[pa.Table],
     metadata: dict[bytes, bytes] | None = None,
+    flushed: bool = True,
 ) -> None:
     """Write tables of one schema atomically, zstd-compressed with page checksums, with kind and
-    schema version in the metadata. Raises OutputDirectoryError if the disk is full or the folder
-    is not writable."""
+    schema version in the metadata. `flushed`: see `written_whole`. Raises OutputDirectoryError if
+    the disk is full or the folder is not writable."""
     marks = {_KIND_KEY: kind.encode(), _VERSION_KEY: str(version).encode(), **(metadata or {})}
     try:
         with (
-            written_whole(path) as temporary,
+            written_whole(path, flushed) as temporary,
             pq.ParquetWriter(
                 temporary, schema.with_metadata(marks), compression="zstd", write_page_checksum=True
             ) as writer,

@@ -141,7 +141,7 @@ def write_rollouts(
     table = rollouts_to_table(rollouts)
     seen = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
     whole = pa.table([*table.columns, *seen], schema=ROLLOUT_FILE_SCHEMA)
-    write_parquet(path, "rollouts", ROLLOUT_LOG_VERSION, ROLLOUT_FILE_SCHEMA, [whole])
+    _write(path, "rollouts", whole)
 
 
 def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOutcome]) -> None:
@@ -157,7 +157,12 @@ def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOut
         *_outcome_columns(outcomes),
     ]
     whole = pa.table(columns, schema=DRAW_SCHEMA)
-    write_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA, [whole])
+    _write(path, "draws", whole)
+
+
+def _write(path: Path, kind: str, table: pa.Table) -> None:
+    """Not flushed: a checkpoint flushes the files of the steps before it."""
+    write_parquet(path, kind, ROLLOUT_LOG_VERSION, table.schema, [table], flushed=False)
 
 
 def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:

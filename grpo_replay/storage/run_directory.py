@@ -1,8 +1,8 @@
 """A run's directory: its lock, its files, and how a resume goes back to a step.
 
-All files of a step are written before the step's checkpoint. To go back to a checkpoint it is
-therefore enough to remove later files, once everything that the checkpoint needs is known to be
-whole (`check`, then `go_back`).
+All files of a step are written and flushed before the step's checkpoint. To go back to a checkpoint
+it is therefore enough to remove later files, once everything that the checkpoint needs is known to
+be whole (`check`, then `go_back`).
 """
 
 import fcntl
@@ -20,7 +20,12 @@ from typing import IO, Any
 from grpo_replay import __version__
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole, write_text_whole
+from grpo_replay.storage.atomic import (
+    flush_files,
+    named_if_unwritable,
+    write_json_whole,
+    write_text_whole,
+)
 from grpo_replay.storage.checkpoint import leftovers
 from grpo_replay.storage.metrics_log import first_steps
 from grpo_replay.storage.recipe_history import (
@@ -29,7 +34,7 @@ from grpo_replay.storage.recipe_history import (
     record_recipe,
     write_recipe,
 )
-from grpo_replay.storage.step_files import STEP_FOLDERS, describe_damage, remove_later
+from grpo_replay.storage.step_files import STEP_FOLDERS, describe_damage, remove_later, step_files
 from grpo_replay.storage.versions import VLLM_PACKAGES, installed_version
 
 LOCK = ".lock"
@@ -51,6 +56,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.summary_path = path / "summary.json"
         self._lock: IO[str] | None = None
+        self._flushed_step = 0
 
     @property
     def exists(self) -> bool:
@@ -160,6 +166,7 @@ class RunDirectory:
             self._make_folders()
         except OSError as error:
             raise self._unwritable(error) from error
+        self._flushed_step = step
         return changes
 
     def _write_opening(self, recipe: Recipe) -> None:
@@ -204,11 +211,13 @@ class RunDirectory:
         lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
-    def flush_metrics(self) -> None:
-        """Flush the metrics to disk, before a checkpoint that relies on them."""
-        if self.metrics_path.exists():
-            with self.metrics_path.open("rb") as file:
-                os.fsync(file.fileno())
+    def flush_steps(self, step: int) -> None:
+        """Flush metrics and files of the steps up to `step`, before its checkpoint."""
+        files = step_files(self.path, self._flushed_step + 1, step)
+        folders = [self.path / name for name in STEP_FOLDERS]
+        metrics = [self.metrics_path] if self.metrics_path.exists() else []
+        flush_files([*files, *folders, *metrics])
+        self._flushed_step = step
 
     def write_environment(self, attempt: int, facts: Mapping[str, Any]) -> None:
         write_json_whole(self.path / "environment.json", {"attempt": attempt, **facts})

@@ -18,6 +18,13 @@ STEP_FOLDERS = ("rollouts", "draws", "eval")
 _STEP_FILE = re.compile(r"step_(\d{6,})\.(?:parquet|json)(?:\.tmp)?")
 
 
+def step_files(run_dir: Path, first: int, last: int) -> list[Path]:
+    """The files of rollouts/ and draws/ of the steps `first` … `last`."""
+    steps = range(first, last + 1)
+    paths = [step_path(run_dir / kind, step) for step in steps for kind in ("rollouts", "draws")]
+    return [path for path in paths if path.exists()]
+
+
 def remove_later(run_dir: Path, step: int) -> None:
     """Remove the files of the steps after `step`. Files with other names stay."""
     for folder in STEP_FOLDERS:

@@ -52,7 +52,7 @@ def write_checkpoint(
     def begin() -> None:
         if comm.is_main:
             with removed_if_unwritable(temporary):
-                parts.run_dir.flush_metrics()
+                parts.run_dir.flush_steps(state.step)
                 begin_checkpoint(temporary)
             refuse_full_disk(checkpoints, f"the checkpoint of step {state.step}", expected_bytes)
 

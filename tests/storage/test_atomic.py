@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from small_runs.trained import train_small_run
 
 from grpo_replay.storage import atomic
 from grpo_replay.storage.checkpoint import (
@@ -62,6 +63,23 @@ def test_a_checkpoint_is_on_disk_before_it_is_named_and_before_latest_names_it(t
         ("rename", tmp_path / "latest"),
         ("flush", tmp_path),
     ]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_flushes_the_files_of_its_steps_once(tmp_path, processes, events):
+    """A step does not wait for the disk; what a checkpoint relies on is there before it."""
+    sections = {"run": {"steps": 4}, "checkpoint": {"every_steps": 2}}
+    run = train_small_run(tmp_path / "run", **sections).path
+    for step in range(1, 5):
+        written, checkpoint = 2 * ((step + 1) // 2), run / "checkpoints"
+        done = events.index(("rename", checkpoint / f"step_{written:06d}"))
+        for folder in ("rollouts", "draws"):
+            file = run / folder / f"step_{step:06d}.parquet"
+            (flushed,) = (i for i, each in enumerate(events) if each == ("flush", file))
+            assert events.index(("rename", file)) < flushed < done
+            assert ("flush", file.with_name(file.name + ".tmp")) not in events
+            assert ("flush", file.parent) in events[flushed:done]
+        assert ("flush", run / "metrics.jsonl") in events[:done]
 
 
 def test_a_failed_write_leaves_only_the_old_file(tmp_path):

@@ -404,10 +404,10 @@ def test_a_full_disk_is_reported_and_leaves_the_old_file(tmp_path, monkeypatch):
     write_rollouts(path, some_rollouts(), {})
     before = path.read_bytes()
 
-    def no_space(_):
+    def no_space(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", no_space)
+    monkeypatch.setattr("os.replace", no_space)
     with pytest.raises(
         OutputDirectoryError, match=r"f\.parquet: cannot be written.*No space.*free"
     ):
