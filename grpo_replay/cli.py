@@ -148,8 +148,8 @@ def evaluate(
         typer.Option(
             "--benchmark",
             metavar="NAME",
-            help="math500, aime25, aime26, hmmt_feb25 or hmmt_feb26; a group: paper, paper_b or "
-            "tiny; or a JSONL or Parquet file. May be repeated.",
+            help="math500, aime25, aime26, hmmt_feb25 or hmmt_feb26; a group: paper, paper_b, tiny "
+            "or tiny_long; or a JSONL or Parquet file. May be repeated.",
         ),
     ] = None,
     k: Annotated[int | None, typer.Option("--k", min=1, help="Completions per problem.")] = None,

@@ -27,6 +27,7 @@ from grpo_replay.recipe import (
     recipe_source,
     resolve_recipe,
 )
+from grpo_replay.tiny.tasks import TASKS
 
 DEFAULT_FOLDER = Path("evaluations")
 
@@ -178,7 +179,7 @@ def _check_push(options: EvalOptions, source: ModelSource, rank: int) -> None:
 def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
     """The recipe of an evaluation.
 
-    It starts from --recipe, else the run's own recipe, else the tiny recipe for `builtin:tiny`,
+    It starts from --recipe, else the run's own recipe, else the recipe of a builtin tiny model,
     else paper A's benchmarks with its settings for 0.6B and 1.7B. --set and then the other options
     override it. Raises RecipeError, and UsageError if no benchmark is named.
     """
@@ -218,7 +219,8 @@ def _recipe_layer(options: EvalOptions, source: ModelSource) -> tuple[str, dict[
 def _recipe_path(options: EvalOptions, source: ModelSource) -> Path | None:
     if options.recipe is not None:
         return find_recipe(options.recipe)
-    return find_recipe("tiny") if source.path == "builtin:tiny" else source.recipe
+    name = source.path.removeprefix("builtin:")
+    return find_recipe(name) if source.path != name and name in TASKS else source.recipe
 
 
 def _option_layer(options: EvalOptions) -> dict[str, Any]:

@@ -23,8 +23,15 @@ MEAN_COMPLETION_SHARE = 0.3
 MEAN_PROMPT_SHARE = 0.15
 """Mean over maximum prompt length: about 150 of 1,024 tokens for competition problems."""
 
-_TINY = {"survival": 0.68, "mu": 0.88, "completion_tokens": 11.0, "prompt_tokens": 6.0}
-_TINY_SOURCE = "a run of the tiny recipe"  # docs/planning.md shows it
+_TINY = {
+    "builtin:tiny": {
+        "survival": 0.68, "mu": 0.88, "completion_tokens": 11.0, "prompt_tokens": 6.0,
+    },
+    "builtin:tiny-long": {
+        "survival": 0.70, "mu": 4.8, "completion_tokens": 215.0, "prompt_tokens": 10.0,
+    },
+}  # fmt: skip
+"""Measured in runs of the tiny recipes (docs/planning.md, docs/tiny.md), by `model.path`."""
 _UNKNOWN_MODEL_USES = "Qwen3-1.7B"
 
 
@@ -62,8 +69,8 @@ def assumed_survival(recipe: Recipe) -> tuple[float, str]:
     """Share of rollouts that survive the zero-variance filter, and where the number comes from."""
     if not recipe.replay.drop_zero_variance:
         return 1.0, "replay.drop_zero_variance is false"
-    if recipe.model.path == "builtin:tiny":
-        return _TINY["survival"], _TINY_SOURCE
+    if recipe.model.path in _TINY:
+        return _of_tiny("survival", recipe.model.path)
     name = _known_name(recipe, SURVIVORS_OF_256)
     measured = name or _UNKNOWN_MODEL_USES
     kept = SURVIVORS_OF_256[measured]
@@ -74,8 +81,8 @@ def assumed_survival(recipe: Recipe) -> tuple[float, str]:
 def assumed_cost_ratio(recipe: Recipe) -> tuple[float, str]:
     """μ of the recipe's model, and where it comes from: measured by paper B, or for sizes between
     its models interpolated over the logarithm of the size."""
-    if recipe.model.path == "builtin:tiny":
-        return _TINY["mu"], _TINY_SOURCE
+    if recipe.model.path in _TINY:
+        return _of_tiny("mu", recipe.model.path)
     name = _known_name(recipe, BILLIONS)
     if name in COST_RATIO:
         return COST_RATIO[name], f"paper B's {name}"
@@ -90,17 +97,23 @@ def assumed_cost_ratio(recipe: Recipe) -> tuple[float, str]:
 def assumed_completion_tokens(recipe: Recipe) -> tuple[float, str]:
     """Mean length of a completion, and where it comes from."""
     longest = recipe.sampling.max_completion_length
-    if recipe.model.path == "builtin:tiny":
-        return min(_TINY["completion_tokens"], longest), _TINY_SOURCE
+    if recipe.model.path in _TINY:
+        tokens, source = _of_tiny("completion_tokens", recipe.model.path)
+        return min(tokens, longest), source
     return MEAN_COMPLETION_SHARE * longest, f"{MEAN_COMPLETION_SHARE:.0%} of the longest"
 
 
 def assumed_prompt_tokens(recipe: Recipe) -> tuple[float, str]:
     """Mean length of a prompt, and where it comes from."""
     longest = recipe.prompts.max_prompt_length
-    if recipe.prompts.source == "builtin:tiny":
-        return min(_TINY["prompt_tokens"], longest), _TINY_SOURCE
+    if recipe.prompts.source in _TINY:
+        tokens, source = _of_tiny("prompt_tokens", recipe.prompts.source)
+        return min(tokens, longest), source
     return MEAN_PROMPT_SHARE * longest, f"{MEAN_PROMPT_SHARE:.0%} of the longest"
+
+
+def _of_tiny(name: str, builtin: str) -> tuple[float, str]:
+    return _TINY[builtin][name], f"a run of the {builtin.removeprefix('builtin:')} recipe"
 
 
 def _known_name(recipe: Recipe, known: Iterable[str]) -> str | None:

@@ -25,9 +25,10 @@ from grpo_replay.engine.byte_tokenizer import byte_tokenizer
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.paths import short_path
+from grpo_replay.tiny.tasks import TASKS
 
-BUILTIN_MODELS = ("tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
-"""Names after `builtin:` of model.path. Only `tiny` has weights and a tokenizer."""
+BUILTIN_MODELS = (*TASKS, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
+"""Names after `builtin:` of model.path. Only the tiny ones have weights and a tokenizer."""
 
 BYTE_TOKENIZER = "builtin:bytes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -52,7 +53,7 @@ def resolve_model_path(path: str) -> str:
     if name not in BUILTIN_MODELS:
         known = ", ".join(f"builtin:{each}" for each in BUILTIN_MODELS)
         raise ModelError(f"model.path {path!r}: no such builtin model; there are: {known}")
-    folder = _PACKAGE / "tiny" / "base" if name == "tiny" else _PACKAGE / "models" / name
+    folder = TASKS[name].base_dir if name in TASKS else _PACKAGE / "models" / name
     if not folder.is_dir():
         raise ModelError(f"model.path {path!r}: {folder} is missing; reinstall grpo-replay")
     return str(folder)

@@ -15,8 +15,7 @@ from grpo_replay.prompts.fields import (
 )
 from grpo_replay.prompts.sources import MappingRows, ProblemRows, read_hub_rows, read_local_rows
 from grpo_replay.recipe import EvalSection
-from grpo_replay.tiny.problems import BENCHMARKS as TINY_BENCHMARKS
-from grpo_replay.tiny.problems import benchmark_problems
+from grpo_replay.tiny.tasks import TASKS, benchmark_problems
 from grpo_replay.types import Row
 
 WAVE_SAMPLES = 8
@@ -107,14 +106,16 @@ _PAPER_B = (
     ),
 )
 _TINY = tuple(
-    Benchmark(name, name, "builtin", 4, id_field="problem_id") for name in TINY_BENCHMARKS
+    Benchmark(name, name, "builtin", 4, id_field="problem_id")
+    for task in TASKS.values()
+    for name in task.benchmarks
 )
 
 BENCHMARKS: Mapping[str, Benchmark] = {b.name: b for b in (*_PAPER, *_PAPER_B, *_TINY)}
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "paper": tuple(b.name for b in _PAPER),
     "paper_b": tuple(b.name for b in _PAPER_B),
-    "tiny": tuple(b.name for b in _TINY),
+    **{task.group: task.benchmarks for task in TASKS.values()},
 }
 
 

@@ -28,6 +28,7 @@ from grpo_replay.prompts.sources import (
 )
 from grpo_replay.recipe import PromptsSection
 from grpo_replay.recipe.paths import short_path
+from grpo_replay.tiny.tasks import TASKS
 from grpo_replay.types import Prompt
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 ORDER_STREAM = 0x70726F6D
 """Identifies the random stream of epoch orders ("prom" in ASCII)."""
 
-BUILTIN_SOURCES = ("builtin:tiny",)
+BUILTIN_SOURCES = tuple(f"builtin:{name}" for name in TASKS)
 BATCH_PROMPTS = 2048
 """Prompts rendered and tokenised at once."""
 
@@ -190,10 +191,9 @@ def _open_source(
 ) -> tuple[ProblemRows, str | None]:
     """The rows, and the field with their ids. None: the row number is the id."""
     source = section.source
-    if source == "builtin:tiny":
-        from grpo_replay.tiny.problems import train_problems
-
-        return MappingRows(train_problems(seed)[: section.limit], source), "problem_id"
+    if source in BUILTIN_SOURCES:
+        problems = TASKS[source.removeprefix("builtin:")].train_problems(seed)
+        return MappingRows(problems[: section.limit], source), "problem_id"
     if source.startswith("builtin:"):
         raise DatasetError(
             f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"

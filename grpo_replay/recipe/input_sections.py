@@ -41,9 +41,9 @@ class LoraSection(Section):
 
 class ModelSection(Section):
     path: str = "builtin:tiny"
-    """Hugging Face model id, local folder, or `builtin:tiny`. With `random_init` also a published
-    configuration that ships with the package: `builtin:qwen3-0.6b`, `builtin:qwen3-1.7b`,
-    `builtin:qwen3-4b` or `builtin:qwen2.5-7b`."""
+    """Hugging Face model id, local folder, `builtin:tiny` or `builtin:tiny-long`. With
+    `random_init` also a published configuration that ships with the package:
+    `builtin:qwen3-0.6b`, `builtin:qwen3-1.7b`, `builtin:qwen3-4b` or `builtin:qwen2.5-7b`."""
     revision: str | None = None
     """Git revision of the model on the hub. The default branch if null."""
     tokenizer: str | None = None
@@ -68,7 +68,8 @@ class ModelSection(Section):
 
 class PromptsSection(Section):
     source: str = "builtin:tiny"
-    """Hugging Face dataset id, local JSONL or Parquet file, or `builtin:tiny`."""
+    """Hugging Face dataset id, local JSONL or Parquet file, `builtin:tiny` or
+    `builtin:tiny-long`."""
     config_name: str | None = None
     """Configuration of the dataset on the hub. The default configuration if null."""
     revision: str | None = None

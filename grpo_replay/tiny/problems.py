@@ -82,9 +82,9 @@ def train_problems(seed: int = 0) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     for name in BENCHMARKS:
         pool = operand_pool(name)
-        chosen = _generator(name, seed, "train").choice(len(pool), TRAIN_PROBLEMS, replace=False)
+        chosen = generator(name, seed, "train").choice(len(pool), TRAIN_PROBLEMS, replace=False)
         rows.extend(problem_row(name, pool[i]) for i in chosen)
-    order = _generator("all", seed, "order").permutation(len(rows))
+    order = generator("all", seed, "order").permutation(len(rows))
     return [rows[i] for i in order]
 
 
@@ -119,7 +119,7 @@ def operand_pool(name: str) -> tuple[tuple[int, ...], ...]:
 @cache
 def _held_out(name: str) -> tuple[tuple[int, ...], ...]:
     every = _all_operands(name)
-    rng = _generator(name, HELD_OUT_SEED, "held out")
+    rng = generator(name, HELD_OUT_SEED, "held out")
     return tuple(every[i] for i in rng.choice(len(every), HELD_OUT_PROBLEMS, replace=False))
 
 
@@ -137,6 +137,6 @@ def _family(name: str) -> _Family:
     return _FAMILIES[name]
 
 
-def _generator(name: str, seed: int, purpose: str) -> np.random.Generator:
+def generator(name: str, seed: int, purpose: str) -> np.random.Generator:
     """A random generator that depends only on the arguments."""
     return np.random.default_rng([seed, crc32(f"{purpose}/{name}".encode())])

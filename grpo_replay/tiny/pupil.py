@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from grpo_replay.tiny.problems import BENCHMARKS, PROMPT_TEMPLATE, operand_pool, problem_row
+
 
 @dataclass(frozen=True)
 class Habits:
@@ -35,13 +37,41 @@ class Habits:
     table_seed: int = 7  # which products are misremembered, and as what
 
 
-class Pupil:
-    """Writes worked answers. All random choices come from `rng`."""
+class Imperfect:
+    """Makes a mistake with a given probability. All random choices come from `rng`."""
+
+    def __init__(self, slip: float, rng: np.random.Generator) -> None:
+        self.slip = slip
+        self.rng = rng
+
+    def _write(self, number: int) -> int:
+        """The number, or after a slip a neighbour of it, never negative."""
+        if self._does(self.slip):
+            return abs(number + (1 if self._does(0.5) else -1))
+        return number
+
+    def _does(self, probability: float) -> bool:
+        return self.rng.random() < probability
+
+
+class Pupil(Imperfect):
+    """Writes worked answers to the problems of the tiny task."""
 
     def __init__(self, habits: Habits, rng: np.random.Generator) -> None:
+        super().__init__(habits.slip, rng)
         self.habits = habits
-        self.rng = rng
         self.misremembered = misremembered_products(habits)
+
+    def lessons(self, size: int) -> list[tuple[str, str]]:
+        """Prompts of random problems that are not held out, each with a worked answer."""
+        names = [BENCHMARKS[i] for i in self.rng.integers(len(BENCHMARKS), size=size)]
+        return [self._lesson(name) for name in names]
+
+    def _lesson(self, name: str) -> tuple[str, str]:
+        pool = operand_pool(name)
+        operands = pool[self.rng.integers(len(pool))]
+        prompt = PROMPT_TEMPLATE.format(problem=problem_row(name, operands)["problem"])
+        return prompt, self.answer(name, operands)
 
     def answer(self, benchmark: str, operands: tuple[int, ...]) -> str:
         """The worked answer to a problem of this benchmark, ending in `\\boxed{...}`."""
@@ -89,15 +119,6 @@ class Pupil:
         if wrong is not None and self._does(self.habits.misremembered_product):
             return wrong
         return self._write(a * b)
-
-    def _write(self, number: int) -> int:
-        """The number, or after a slip a neighbour of it, never negative."""
-        if self._does(self.habits.slip):
-            return abs(number + (1 if self._does(0.5) else -1))
-        return number
-
-    def _does(self, probability: float) -> bool:
-        return self.rng.random() < probability
 
 
 def misremembered_products(habits: Habits) -> dict[frozenset[int], int]:

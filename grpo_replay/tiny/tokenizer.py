@@ -1,6 +1,8 @@
-r"""The tokenizer of the tiny task: one token per character, and one for `\boxed{`."""
+r"""The tokenizers of the tiny tasks: one token per character, and one for `\boxed{`."""
 
 from __future__ import annotations
+
+from string import ascii_lowercase
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -10,10 +12,15 @@ BOX = "\\boxed{"
 VOCABULARY: tuple[str, ...] = (PAD, EOS, UNKNOWN, BOX, "}", *"0123456789", *"+-*=,;() ")
 """Token of each id. Other characters become `<unk>`."""
 
+LONG_VOCABULARY: tuple[str, ...] = (*VOCABULARY, *ascii_lowercase)
+"""The same for the long task, which needs letters too."""
 
-def build_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
+
+def build_tokenizer(
+    model_max_length: int, vocabulary: tuple[str, ...] = VOCABULARY
+) -> PreTrainedTokenizerFast:
     """A tokenizer that adds no special tokens and decodes exactly the text it encoded."""
-    ids = {token: i for i, token in enumerate(VOCABULARY)}
+    ids = {token: i for i, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
     every_piece = Regex(r"\\boxed\{|[\s\S]")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(every_piece, behavior="isolated")

@@ -28,6 +28,7 @@ def test_groups_expand_in_order_without_duplicates():
     assert names("paper") == ["math500", "aime25", "aime26", "hmmt_feb25", "hmmt_feb26"]
     assert names("paper_b") == ["math_pass1", "math_passk", "openr1_pass1", "openr1_passk"]
     assert len(names("tiny")) == 5
+    assert names("tiny_long") == ["tiny_long_10", "tiny_long_14", "tiny_long_18"]
     assert names("aime25", "paper", "aime25")[0] == "aime25"
     assert len(names("aime25", "paper", "aime25")) == 5
     assert names() == []

@@ -66,12 +66,13 @@ def test_the_template_of_the_page_is_there(installed):
     assert "page.html" in _run(installed, code)
 
 
-def test_the_tiny_base_loads(installed):
+@pytest.mark.parametrize("name", ["tiny", "tiny-long"])
+def test_the_tiny_bases_load(installed, name):
     code = (
         "import grpo_replay, os\n"
         "from grpo_replay.engine.models import load_policy, load_tokenizer\n"
         "from grpo_replay.recipe import ModelSection\n"
-        "section = ModelSection()\n"
+        f"section = ModelSection(path='builtin:{name}')\n"
         "print(os.path.dirname(grpo_replay.__file__))\n"
         "print(sum(p.numel() for p in load_policy(section, 0).parameters()))\n"
         "print(load_tokenizer(section).decode(load_tokenizer(section)('1+2=')['input_ids']))"

@@ -296,6 +296,10 @@ def test_every_assumption_names_its_source(runs, capsys):
     assert recipe["rollouts_per_step"] == "from the recipe"
     assert recipe["completion_tokens"] == "assumed: a run of the tiny recipe"
     assert recipe["mu"].startswith("assumed") and recipe["survival"] == "given"
+    long = sources_of(capsys, recipe="tiny-long")
+    assert {long[name] for name in ("mu", "survival", "completion_tokens", "prompt_tokens")} == {
+        "assumed: a run of the tiny-long recipe"
+    }
     measured = sources_of(capsys, from_run=str(runs["ours"]), rho=0.2, growth=0.3)
     assert [name for name in names if measured[name] == "measured in the run"] == [
         "mu", "survival", "rollouts_per_step", "completion_tokens", "prompt_tokens",

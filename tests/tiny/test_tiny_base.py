@@ -1,69 +1,97 @@
-"""The shipped base model: it loads plainly, speaks its tokenizer, and is what the script makes."""
+"""The shipped base models: they load, speak their tokenizers, and are what the script makes."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo_replay.tiny import BASE_DIR
 from grpo_replay.tiny.make_base import (
     Lessons,
-    WarmUp,
-    build_tokenizer,
     learning_rate_factor,
     make_base,
+    model_card,
     save_base,
     weights_sha256,
 )
-from grpo_replay.tiny.problems import BENCHMARKS, PROMPT_TEMPLATE, benchmark_problems
-from grpo_replay.tiny.tokenizer import BOX, EOS, PAD, VOCABULARY
+from grpo_replay.tiny.makers import MAKERS, Maker, WarmUp
+from grpo_replay.tiny.problems import PROMPT_TEMPLATE
+from grpo_replay.tiny.tasks import TASKS, Task
+from grpo_replay.tiny.tokenizer import BOX, EOS, PAD
+
+SOLVED = {"tiny": (5, 25), "tiny-long": (12, 28)}
+"""Of 40 problems solved greedily: the base is neither hopeless nor already taught."""
+
+LONGEST = {"tiny": 20, "tiny-long": 300}
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def name(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def model():
-    return AutoModelForCausalLM.from_pretrained(BASE_DIR)
+def task(name) -> Task:
+    return TASKS[name]
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(BASE_DIR)
+def maker(name) -> Maker:
+    return MAKERS[name]
 
 
-def test_the_shipped_weights_are_those_of_the_script():
-    record = json.loads((BASE_DIR / "recipe.json").read_text())
-    constants = json.loads(json.dumps(asdict(WarmUp())))
-    assert record == {"warm_up": constants, "model_safetensors_sha256": weights_sha256(BASE_DIR)}
+@pytest.fixture(scope="module")
+def model(task):
+    return AutoModelForCausalLM.from_pretrained(task.base_dir)
 
 
-def test_the_model_is_a_small_fp32_qwen3_with_tied_embeddings(model):
+@pytest.fixture(scope="module")
+def tokenizer(task):
+    return AutoTokenizer.from_pretrained(task.base_dir)
+
+
+def test_every_task_has_a_maker_and_the_other_way_round():
+    assert set(TASKS) == set(MAKERS) == {"tiny", "tiny-long"}
+    assert [maker.recipe for maker in MAKERS.values()] == list(MAKERS)
+
+
+def test_the_shipped_weights_and_card_are_those_of_the_script(task, maker, model):
+    record = json.loads((task.base_dir / "recipe.json").read_text())
+    constants = json.loads(json.dumps(asdict(maker.warm_up)))
+    sha256 = weights_sha256(task.base_dir)
+    assert record == {"warm_up": constants, "model_safetensors_sha256": sha256}
+    assert (task.base_dir / "README.md").read_text() == model_card(model, maker)
+
+
+def test_the_model_is_a_small_fp32_qwen3_with_tied_embeddings(model, task):
     assert model.config.model_type == "qwen3"
-    assert model.config.head_dim == 32
+    assert model.config.head_dim in (32, 48, 64)  # vLLM on a CPU has no other small ones
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert sum(p.numel() for p in model.parameters()) < 1_000_000
-    assert (BASE_DIR / "model.safetensors").stat().st_size < 2 * 1024**2
+    assert (task.base_dir / "model.safetensors").stat().st_size < 2 * 1024**2
 
 
-def test_model_and_tokenizer_agree_on_the_special_tokens(tokenizer):
-    config = AutoConfig.from_pretrained(BASE_DIR)
-    generation = GenerationConfig.from_pretrained(BASE_DIR)
-    eos, pad = VOCABULARY.index(EOS), VOCABULARY.index(PAD)
+def test_model_and_tokenizer_agree_on_the_special_tokens(tokenizer, task, maker):
+    config = AutoConfig.from_pretrained(task.base_dir)
+    generation = GenerationConfig.from_pretrained(task.base_dir)
+    eos, pad = maker.vocabulary.index(EOS), maker.vocabulary.index(PAD)
     assert tokenizer.eos_token_id == config.eos_token_id == generation.eos_token_id == eos
     assert tokenizer.pad_token_id == config.pad_token_id == generation.pad_token_id == pad
     assert config.bos_token_id is None and tokenizer.bos_token_id is None
-    assert len(tokenizer) == config.vocab_size == len(VOCABULARY)
+    assert len(tokenizer) == config.vocab_size == len(maker.vocabulary)
 
 
-def test_the_shipped_tokenizer_is_the_one_of_the_script(tokenizer):
-    built = build_tokenizer(WarmUp().architecture.max_position_embeddings)
+def test_the_shipped_tokenizer_is_the_one_of_the_script(tokenizer, maker):
+    built = maker.tokenizer()
     assert tokenizer.get_vocab() == built.get_vocab()
     assert tokenizer.backend_tokenizer.to_str() == built.backend_tokenizer.to_str()
 
 
-def test_texts_survive_the_tokenizer(tokenizer):
-    texts = [PROMPT_TEMPLATE.format(**row) for b in BENCHMARKS for row in benchmark_problems(b)]
+def test_texts_survive_the_tokenizer(tokenizer, task):
+    rows = [row for each in task.benchmarks for row in task.benchmark_problems(each)]
+    texts = [PROMPT_TEMPLATE.format(**row) for row in rows]
     texts += [r"27-56;9,2\boxed{-29}", r"\boxed{\boxed{1}} , = ( )  2 ", "}", ""]
     for text in texts:
         ids = tokenizer(text)["input_ids"]
@@ -73,30 +101,32 @@ def test_texts_survive_the_tokenizer(tokenizer):
 
 def test_one_token_a_character_and_one_for_the_box(tokenizer):
     assert tokenizer.tokenize(r"15,8\boxed{85}") == ["1", "5", ",", "8", BOX, "8", "5", "}"]
-    assert tokenizer("a\n")["input_ids"] == [tokenizer.unk_token_id] * 2
+    assert tokenizer("A\n")["input_ids"] == [tokenizer.unk_token_id] * 2
 
 
-def test_greedy_answers_are_boxed_and_end_in_eos(model, tokenizer):
-    rows = [row for name in BENCHMARKS for row in benchmark_problems(name)[:8]]
+def test_greedy_answers_are_boxed_and_end_in_eos(model, tokenizer, task, name):
+    each = 40 // len(task.benchmarks) + 1
+    rows = [row for b in task.benchmarks for row in task.benchmark_problems(b)[:each]][:40]
     texts = [PROMPT_TEMPLATE.format(**row) for row in rows]
     prompts = tokenizer(texts, return_tensors="pt", padding=True)
-    output = model.generate(**prompts, do_sample=False, max_new_tokens=20)
+    output = model.generate(**prompts, do_sample=False, max_new_tokens=LONGEST[name])
     completions = tokenizer.batch_decode(output[:, prompts["input_ids"].shape[1] :])
     assert len(completions) == 40
     finished = [c for c in completions if BOX in c and EOS in c]
     assert len(finished) >= 38
     right = sum(f"{BOX}{row['answer']}}}" in c for row, c in zip(rows, completions, strict=True))
-    assert 5 <= right <= 25  # the base is neither hopeless nor already taught
+    fewest, most = SOLVED[name]
+    assert fewest <= right <= most
 
 
-def test_lessons_train_the_answer_and_its_eos_only():
-    lessons = Lessons(WarmUp())
+def test_lessons_train_the_answer_and_its_eos_only(maker):
+    lessons = Lessons(maker)
     ids, labels = lessons.batch(64)
     assert ids.shape == labels.shape == (64, ids.shape[1])
     for row, targets in zip(ids, labels, strict=True):
         trained = targets != -100
         assert torch.equal(row[trained], targets[trained])
-        answer = lessons.tokenizer.decode(row).split("=")[1].split(PAD)[0]
+        answer = lessons.tokenizer.decode(row).split("=", 1)[1].split(PAD)[0]
         assert answer.endswith("}" + EOS)
         assert lessons.tokenizer.decode(row[trained]) == answer
 
@@ -110,15 +140,16 @@ def test_learning_rate_rises_then_falls_to_zero():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_script_rebuilds_the_shipped_model(tmp_path, model):
-    """Two minutes. Rounding differs between processors, so the losses are compared, not bits.
+def test_the_script_rebuilds_the_shipped_model(tmp_path, model, maker):
+    """Minutes. Rounding differs between processors, so the losses are compared, not bits.
 
     A coarse check: it finds a broken warm-up, not slightly other habits (the constants' test does).
     """
     torch.set_num_threads(1)
-    rebuilt = make_base(WarmUp())
-    save_base(rebuilt, WarmUp(), tmp_path)
-    ids, labels = Lessons(WarmUp(seed=99)).batch(512)
+    rebuilt = make_base(maker)
+    save_base(rebuilt, maker, tmp_path)
+    others = replace(maker, warm_up=replace(maker.warm_up, seed=99))
+    ids, labels = Lessons(others).batch(512 if maker.recipe == "tiny" else 64)
     with torch.no_grad():
         shipped_loss = model(input_ids=ids, labels=labels).loss.item()
         rebuilt_loss = rebuilt(input_ids=ids, labels=labels).loss.item()

@@ -1,0 +1,30 @@
+"""A short real run of the tiny-long recipe."""
+
+import pytest
+
+from grpo_replay.commands.train_display import Display
+from grpo_replay.inspection.source import open_source
+from grpo_replay.planning.estimate import estimate_from_run
+from grpo_replay.recipe import load_recipe
+from grpo_replay.training.run import run_training
+from tests.support.small_runs.trained import FinishedRun
+
+SHORT = ["run.steps=6", "eval.benchmarks=[]", "reward.workers=1"]
+OURS = ["replay.warmup_steps=2"]
+FIFO = ["replay.preset=fifo", "replay.capacity_rollouts=64"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", [OURS, FIFO])
+def test_a_short_run_samples_graded_completions_of_two_hundred_tokens_and_replays(tmp_path, arm):
+    recipe = load_recipe("tiny-long", [*SHORT, *arm])
+    run_training(recipe, tmp_path / "run", False, Display())
+    run = FinishedRun(tmp_path / "run", recipe)
+    rows = list(run.all_rollouts.values())
+    assert len(rows) == 6 * recipe.rollouts_per_step
+    assert sum(row["finish_reason"] == "stop" for row in rows) > 0.95 * len(rows)
+    assert {row["verdict"] for row in rows} <= {"correct", "incorrect", "unparsable"}
+    assert 0.1 < sum(row["verdict"] == "correct" for row in rows) / len(rows) < 0.8
+    assert run.all_draws
+    found = estimate_from_run(open_source(run.path))
+    assert found.mu is not None and 180 < found.completion_tokens < 240
