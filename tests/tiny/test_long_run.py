@@ -1,13 +1,13 @@
 """A short real run of the tiny-long recipe."""
 
 import pytest
+from small_runs.trained import FinishedRun
 
 from grpo_replay.commands.train_display import Display
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.estimate import estimate_from_run
 from grpo_replay.recipe import load_recipe
 from grpo_replay.training.run import run_training
-from tests.support.small_runs.trained import FinishedRun
 
 SHORT = ["run.steps=6", "eval.benchmarks=[]", "reward.workers=1"]
 OURS = ["replay.warmup_steps=2"]
