@@ -1,17 +1,14 @@
-"""Whole training runs of the tiny task beside TRL's, generation included: seconds of a step, and of
-the way to an accuracy.
+"""Whole training runs of the tiny task beside TRL's, generation included: seconds of a step.
 
     pip install trl==1.16.0                            # in an environment of its own
-    python benchmarks/tiny_against_trl.py              # seconds of a step, three rounds
-    python benchmarks/tiny_against_trl.py --steps 240 --save-every 20 --rates 7e-5 1.4e-4
-                                                       # and held-out accuracy over time
+    python benchmarks/tiny_against_trl.py              # three rounds
 
 All trainers get the tiny base model, its training problems, 32 prompts of 8 completions a step, two
 updates, the same clipped token-mean loss, AdamW, reward function and temperature, in fp32 on one
-thread. `ours` drops groups without a signal, `ours-all` trains on them as TRL does. A run is a
-process of its own; rounds alternate the order; the first steps of a run are not timed. CPU seconds
-count the reward worker. With `--save-every` the weights are kept, and evaluated afterwards on the
-held-out problems (T = 1, one completion each), all by the same code.
+thread. `ours` drops groups without a signal, `ours-all` trains on them as TRL does, `ours-replay`
+also replays as many rollouts. A run is a process of its own; rounds alternate the order; the first
+steps of a run are not timed. CPU seconds count the reward worker. `tiny_to_accuracy.py` compares
+the time to an accuracy.
 """
 
 import argparse
@@ -22,17 +19,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-CONTENDERS = ("ours", "ours-all", "trl")
+OURS = {
+    "ours": ["replay.preset=grpo", "replay.drop_zero_variance=true"],
+    "ours-all": ["replay.preset=grpo", "replay.drop_zero_variance=false"],
+    "ours-replay": [],  # as the recipe
+}
+CONTENDERS = (*OURS, "trl")
 PROMPTS, GROUP, UPDATES = 32, 8, 2
-LONGEST = 20
-BETA2 = 0.99
+LONGEST, BETA2 = 20, 0.99
 NOT_TIMED = 3
+SAMPLES = 2  # of each held-out problem
 
 
 def parse_options() -> argparse.Namespace:
@@ -40,9 +44,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1001, help="of the first round, then upwards")
-    parser.add_argument("--rates", type=float, nargs="+", default=[7e-5])
-    parser.add_argument("--save-every", type=int, default=0, help="steps between kept weights")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--rate", type=float, default=7e-5)
+    parser.add_argument("--save-every", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=["ours", "trl"])
     parser.add_argument("--json", type=Path, help="keep the numbers in this file")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -60,32 +64,43 @@ class Marks:
 
     def __init__(self) -> None:
         self._me = psutil.Process()
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
+        self._left_out = np.zeros(2)
+        self._marks: list[np.ndarray] = []
 
     def mark(self) -> None:
+        self._marks.append(self._now() - self._left_out)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What happens within is not counted."""
+        before = self._now()
+        yield
+        self._left_out += self._now() - before
+
+    def _now(self) -> np.ndarray:
         everyone = [self._me, *self._me.children(recursive=True)]
-        self.cpu.append(sum(sum(each.cpu_times()[:2]) for each in everyone))
-        self.wall.append(time.time() - self._me.create_time())
+        cpu = sum(sum(each.cpu_times()[:2]) for each in everyone)
+        return np.array([time.time() - self._me.create_time(), cpu])
+
+    def read(self) -> dict[str, list[float]]:
+        wall, cpu = np.array(self._marks).T.tolist()
+        return {"wall": wall, "cpu": cpu, "saving": self._left_out.tolist()}
 
 
-def ours(options: argparse.Namespace, folder: Path, drop: bool) -> dict[str, Any]:
+def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from grpo_replay.commands.train_display import Display
     from grpo_replay.recipe import load_recipe
     from grpo_replay.terminal.quiet import quiet_libraries
 
-    recipe = load_recipe(
-        "tiny",
-        [
-            "replay.preset=grpo", f"replay.drop_zero_variance={str(drop).lower()}",
-            f"sampling.prompts_per_step={PROMPTS}", f"sampling.group_size={GROUP}",
-            f"batch.updates_per_step={UPDATES}", f"optimizer.learning_rate={options.rates[0]}",
-            "reward.function=tiny_against_trl:grade", "reward.workers=1", "loss.dual_clip=null",
-            "tracking.report_to=[]", "eval.benchmarks=[]", f"run.steps={options.steps}",
-            f"run.seed={options.seed}",
-            f"checkpoint.every_steps={options.save_every or options.steps}", "checkpoint.keep=1000",
-        ],
-    )  # fmt: skip
+    recipe = load_recipe("tiny", [
+        *OURS[options.contender],
+        f"sampling.prompts_per_step={PROMPTS}", f"sampling.group_size={GROUP}",
+        f"batch.updates_per_step={UPDATES}", f"optimizer.learning_rate={options.rate}",
+        "reward.function=tiny_against_trl:grade", "reward.workers=1", "loss.dual_clip=null",
+        "tracking.report_to=[]", "eval.benchmarks=[]", f"run.steps={options.steps}",
+        f"run.seed={options.seed}", "checkpoint.keep=1000",
+        f"checkpoint.every_steps={options.save_every or options.steps}",
+    ])  # fmt: skip
     marks = Marks()
 
     class Watch(Display):
@@ -93,14 +108,21 @@ def ours(options: argparse.Namespace, folder: Path, drop: bool) -> dict[str, Any
             marks.mark()
 
     with quiet_libraries():
-        from grpo_replay.training.run import run_training
+        from grpo_replay.training import run
 
-        run_training(recipe, folder / "run", False, Watch())
+        write = run.write_checkpoint
+
+        def save(*arguments: Any) -> None:
+            with marks.left_out():
+                write(*arguments)
+
+        run.write_checkpoint = save
+        run.run_training(recipe, folder / "run", False, Watch())
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
     parts = ("generation", "reward", "logprob", "training", "sync", "other")
     saved = sorted((folder / "run" / "checkpoints").glob("step_*/model"))
     return {
-        "wall": marks.wall, "cpu": marks.cpu, "reward": [row["reward"] for row in rows],
+        **marks.read(), "reward": [row["reward"] for row in rows],
         "parts": {
             part: statistics.median(row[f"cost/{part}_seconds"] for row in rows[NOT_TIMED:])
             for part in parts
@@ -138,6 +160,11 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if state.global_step % UPDATES == 0:
                 marks.mark()
 
+    class Trainer(GRPOTrainer):
+        def _save_checkpoint(self, *arguments: Any) -> None:
+            with marks.left_out():
+                super()._save_checkpoint(*arguments)
+
     config = GRPOConfig(
         output_dir=str(folder / "run"), use_cpu=True, bf16=False, report_to=[], logging_steps=1,
         disable_tqdm=True, seed=options.seed, max_steps=UPDATES * options.steps,
@@ -146,36 +173,40 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         per_device_train_batch_size=PROMPTS * GROUP // UPDATES, gradient_accumulation_steps=1,
         steps_per_generation=UPDATES, num_generations=GROUP, max_completion_length=LONGEST,
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", epsilon=0.2,
-        epsilon_high=0.28, learning_rate=options.rates[0], adam_beta2=BETA2, weight_decay=0.01,
+        epsilon_high=0.28, learning_rate=options.rate, adam_beta2=BETA2, weight_decay=0.01,
         lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0,
         model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(base)
-    trainer = GRPOTrainer(
+    trainer = Trainer(
         str(base), reward, config, Dataset.from_list(rows), processing_class=tokenizer,
         callbacks=[Watch()],
     )  # fmt: skip
     trainer.train()
     saved = (folder / "run").glob("checkpoint-*")
     return {
-        "wall": marks.wall, "cpu": marks.cpu, "reward": rewards,
+        **marks.read(), "reward": rewards,
         "saved": {int(path.name.split("-")[1]) // UPDATES: str(path) for path in saved},
     }  # fmt: skip
 
 
 def run_here(options: argparse.Namespace) -> dict[str, Any]:
-    if options.contender == "trl":
-        return trl(options, options.folder)
-    return ours(options, options.folder, drop=options.contender == "ours")
+    train = trl if options.contender == "trl" else ours
+    result = train(options, options.folder)
+    if options.save_every:
+        saved = sorted(result["saved"].items())
+        result["accuracy"] = {step: accuracy(Path(model)) for step, model in saved}
+    return result
 
 
-def run_apart(name: str, seed: int, rate: float, options: argparse.Namespace, folder: Path) -> Any:
+def run_apart(
+    name: str, seed: int, rate: float, steps: int, save_every: int, folder: Path
+) -> dict[str, Any]:
     """The result of one run, in a process of its own."""
     folder.mkdir(parents=True)
     words = [
         sys.executable, __file__, "--contender", name, "--folder", str(folder), "--seed", str(seed),
-        "--rates", str(rate), "--steps", str(options.steps), "--save-every",
-        str(options.save_every),
+        "--rate", str(rate), "--steps", str(steps), "--save-every", str(save_every),
     ]  # fmt: skip
     here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
@@ -185,15 +216,12 @@ def run_apart(name: str, seed: int, rate: float, options: argparse.Namespace, fo
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
-    result |= {"name": name, "seed": seed, "rate": rate}
-    if options.save_every:
-        result["accuracy"] = {step: accuracy(Path(at)) for step, at in result["saved"].items()}
-    return result
+    return json.loads(done.stdout.splitlines()[-1]) | {"name": name, "seed": seed, "rate": rate}
 
 
 def accuracy(model: Path) -> float:
-    """Share of the held-out problems that the model answers right, sampled once at T = 1."""
+    """Share of right answers to the held-out problems, sampled at T = 1 with the same seeds for
+    every model."""
     from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.recipe import ModelSection
     from grpo_replay.sampling.hf import HfSampler
@@ -205,21 +233,23 @@ def accuracy(model: Path) -> float:
     rows = [row for name in BENCHMARKS for row in benchmark_problems(name)]
     prompts = tokenizer([PROMPT_TEMPLATE.format(problem=row["problem"]) for row in rows])
     requests = [
-        GenerationRequest(RequestKey(1, index, 0), np.array(ids, np.int32), index, LONGEST)
+        GenerationRequest(
+            RequestKey(1, index, sample), np.array(ids, np.int32), index * SAMPLES + sample, LONGEST
+        )
         for index, ids in enumerate(prompts["input_ids"])
+        for sample in range(SAMPLES)
     ]
-    sampler = HfSampler(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id, len(requests))
+    sampler = HfSampler(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id, 1000)
     right = 0
     for completion in sampler.generate(requests):
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         right += grade(text, str(rows[completion.key.prompt_index]["answer"]), {}) > 0
-    return right / len(rows)
+    return right / len(requests)
 
 
 def steps_of(run: dict[str, Any], quantity: str) -> list[float]:
     """Seconds of each timed step."""
-    marks = run[quantity]
-    return np.diff(marks)[NOT_TIMED:].tolist()
+    return np.diff(run[quantity])[NOT_TIMED:].tolist()
 
 
 def report(runs: list[dict[str, Any]], names: list[str]) -> None:
@@ -246,10 +276,6 @@ def report(runs: list[dict[str, Any]], names: list[str]) -> None:
         first = f"first step after {run['wall'][0]:.1f} s ({run['cpu'][0]:.1f} s of CPU)"
         parts = ", ".join(f"{part} {1e3 * s:.0f} ms" for part, s in run.get("parts", {}).items())
         print(f"{run['name']} seed {run['seed']} rate {run['rate']:g}: {first}. {parts}")
-        for step, value in run.get("accuracy", {}).items():
-            at = int(step) - 1
-            print(f"  step {step}: {100 * value:.1f} % at {run['wall'][at]:.1f} s of wall, "
-                  f"{run['cpu'][at]:.1f} s of CPU")  # fmt: skip
 
 
 def main() -> None:
@@ -260,13 +286,12 @@ def main() -> None:
     runs = []
     with tempfile.TemporaryDirectory() as name:
         for number in range(options.rounds):
-            order = options.only if number % 2 == 0 else options.only[::-1]
-            for rate in options.rates:
-                for each in order:
-                    folder = Path(name) / f"{number}-{rate:g}-{each}"
-                    runs.append(run_apart(each, options.seed + number, rate, options, folder))
-                    if options.json:
-                        options.json.write_text(json.dumps(runs))
+            for each in options.only if number % 2 == 0 else options.only[::-1]:
+                folder = Path(name) / f"{number}-{each}"
+                seed = options.seed + number
+                runs.append(run_apart(each, seed, options.rate, options.steps, 0, folder))
+                if options.json:
+                    options.json.write_text(json.dumps(runs))
     report(runs, options.only)
 
 
