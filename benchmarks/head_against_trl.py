@@ -42,7 +42,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024, help="completion tokens of a row")
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--chunk", type=int, default=1024, help="engine.logprob_chunk_tokens")
+    parser.add_argument("--chunk", type=int, default=256, help="engine.logprob_chunk_tokens")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda", "meta"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)

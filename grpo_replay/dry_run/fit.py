@@ -175,8 +175,8 @@ def candidate_changes(recipe: Recipe) -> Iterator[str]:
     vllm, engine = recipe.sampling.vllm, recipe.engine
     if in_process and not vllm.sleep_mode:
         yield "sampling.vllm.sleep_mode=true"
-    if engine.logprob_chunk_tokens > 256:
-        yield "engine.logprob_chunk_tokens=256"
+    if engine.logprob_chunk_tokens is not None:
+        yield "engine.logprob_chunk_tokens=null"
     if not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
     stage = recipe.zero_stage(engine.num_processes)

@@ -176,6 +176,7 @@ def _describe_model(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
         "hidden": shape.hidden,
         "vocabulary": shape.vocabulary,
         "dtype": recipe.model.dtype,
+        "logprob_chunk_tokens": recipe.logprob_chunk_tokens(shape.vocabulary),
     }
 
 

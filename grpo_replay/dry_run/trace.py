@@ -169,7 +169,8 @@ def _trace(
         # Restoring the random state has no meaning on the meta device.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     model.train()
-    policy = PolicyModule(model, recipe.sampling.temperature, recipe.engine.logprob_chunk_tokens)
+    chunk_tokens = recipe.logprob_chunk_tokens(config.vocab_size)
+    policy = PolicyModule(model, recipe.sampling.temperature, chunk_tokens)
     saved = 0
 
     def note(_module: Any, _inputs: Any, _output: Any) -> None:

@@ -90,10 +90,9 @@ class DeepSpeedEngine:
         """Number of parameters of the LoRA adapters; 0 without."""
         return 0 if self._adapters is None else self._adapters.parameters
 
-    def _wrap(self, model: nn.Module) -> PolicyModule:
-        return PolicyModule(
-            model, self._recipe.sampling.temperature, self._recipe.engine.logprob_chunk_tokens
-        )
+    def _wrap(self, model: PreTrainedModel) -> PolicyModule:
+        chunk_tokens = self._recipe.logprob_chunk_tokens(model.config.vocab_size)
+        return PolicyModule(model, self._recipe.sampling.temperature, chunk_tokens)
 
     def _frozen_copy(self, model: PreTrainedModel) -> PolicyModule:
         import copy

@@ -65,8 +65,10 @@ class EngineSection(Section):
     """Keep the optimizer state in host memory (ZeRO 1-3, CUDA)."""
     offload_parameters: bool = False
     """Keep the parameters in host memory (ZeRO 3, CUDA)."""
-    logprob_chunk_tokens: Positive = 1024
-    """Completion tokens whose logits are computed at once. Limits the memory of the output head."""
+    logprob_chunk_tokens: Positive | None = None
+    """Completion tokens whose logits are computed at once. Limits the memory of the output head.
+    If null, as many as have 160 MiB of fp32 logits, rounded down to a multiple of 64, from 64 to
+    1,024: 256 for Qwen's vocabulary of 151,936, and 1,024 up to 40,960 words."""
     threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch per rank. CPU cores divided by ranks if null."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0

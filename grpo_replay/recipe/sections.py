@@ -26,6 +26,11 @@ from grpo_replay.recipe.run_sections import (
 )
 from grpo_replay.recipe.sampling_sections import SamplingSection
 
+CHUNK_LOGITS_BYTES = 160 * 2**20
+"""fp32 logits of a chunk of the output head, if the recipe has no number of tokens."""
+CHUNK_TOKENS = (64, 1024)
+"""Its fewest tokens, of which it has a multiple, and its most."""
+
 
 class RecipeSections(Section):
     """Sections that are each valid alone. `Recipe` also checks them against each other."""
@@ -82,6 +87,15 @@ class RecipeSections(Section):
         if ranks > 1 or engine.offload_parameters:
             return 3
         return 2 if engine.offload_optimizer or self.model.dtype == "bfloat16" else 0
+
+    def logprob_chunk_tokens(self, vocabulary: int) -> int:
+        """Completion tokens in a chunk of the output head of a model with this many words:
+        `engine.logprob_chunk_tokens`, or its default by memory."""
+        if self.engine.logprob_chunk_tokens is not None:
+            return self.engine.logprob_chunk_tokens
+        fewest, most = CHUNK_TOKENS
+        tokens = CHUNK_LOGITS_BYTES // (4 * vocabulary)
+        return min(max(tokens // fewest * fewest, fewest), most)
 
     @property
     def hang_report_seconds(self) -> float:

@@ -183,12 +183,13 @@ def test_without_checkpointing_a_layer_keeps_its_attention_and_mlp():
 
 
 def test_the_logits_exist_for_one_chunk_at_a_time():
-    def peak(chunk: int) -> int:
-        recipe = qwen(f"engine.logprob_chunk_tokens={chunk}")
+    def peak(chunk: int | None) -> int:
+        recipe = qwen(f"engine.logprob_chunk_tokens={chunk or 'null'}")
         return _trace(recipe, load_config(recipe.model), 1, 1, 1024, 900).peak
 
     one = 4 * 151_936  # fp32 logits of one token
     assert 2 * 300 * one < peak(450) - peak(150) < 5 * 300 * one
+    assert peak(None) == peak(256)
 
 
 def test_extrapolation_over_layers_is_exact():

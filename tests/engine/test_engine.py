@@ -172,6 +172,15 @@ def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
     assert sum(heights) == 2 * sum(len(row.completion_token_ids) for row in rows)
 
 
+@pytest.mark.parametrize("vocabulary, tokens", [(24, 1024), (100_000, 384)])
+def test_the_chunk_of_the_head_follows_the_vocabulary_of_the_model(processes, vocabulary, tokens):
+    overrides = {"vocab_size": vocabulary, "hidden_size": 8}
+    model = {"random_init": True, "config_overrides": overrides}
+    with open_engine(processes, model=model, loss={"beta": 0.1}) as engine:
+        assert engine._engine.module.head.chunk_tokens == tokens
+        assert engine._reference.head.chunk_tokens == tokens
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradient_checkpointing_changes_nothing(processes, stage):
     rows = make_rows(8)

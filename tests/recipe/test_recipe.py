@@ -143,6 +143,10 @@ REFUSED = {
     "an infinite ratio": (["replay.ratio=.inf"], "replay.ratio: .*finite"),
     "an infinite learning rate": (["optimizer.learning_rate=1e999"], "learning_rate: .*finite"),
     "a reward that is no number": (["reward.correct=.nan"], "reward.correct: .*finite"),
+    "chunks of nothing": (
+        ["engine.logprob_chunk_tokens=0"],
+        "engine.logprob_chunk_tokens.*greater than or equal to 1.*found 0",
+    ),
     "offload without its stage": (
         ["engine.offload_parameters=true", "engine.zero_stage=2"],
         "zero_stage 3, not 2",
@@ -236,7 +240,7 @@ def test_a_value_means_the_same_in_a_file_and_after_set(key, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["run.steps", "optimizer.beta1", "replay.max_age_steps",
-                                 "engine.zero_stage"])  # fmt: skip
+                                 "engine.zero_stage", "engine.logprob_chunk_tokens"])  # fmt: skip
 @pytest.mark.parametrize("word", ["yes", "on", "true", "no"])
 def test_true_and_false_are_not_numbers(key, word):
     with pytest.raises(RecipeError, match=f"{key}: expected a number, found (true|false)"):
@@ -316,6 +320,25 @@ def test_the_gap_limit_follows_the_precision(overrides, limit):
 )
 def test_the_automatic_zero_stage_shards_only_over_several_ranks(ranks, overrides, stage):
     assert load_recipe("tiny", overrides).zero_stage(ranks) == stage
+
+
+@pytest.mark.parametrize(
+    "vocabulary, overrides, tokens",
+    [
+        (24, [], 1024),
+        (40_960, [], 1024),  # 4 · 40,960 · 1,024 bytes are 160 MiB
+        (40_961, [], 960),
+        (151_936, [], 256),  # 148 MiB
+        (262_144, [], 128),
+        (10**7, [], 64),
+        (24, ["engine.logprob_chunk_tokens=300"], 300),
+        (151_936, ["engine.logprob_chunk_tokens=1024"], 1024),
+    ],
+)
+def test_the_default_chunk_of_the_head_keeps_its_logits_within_160_mib(
+    vocabulary, overrides, tokens
+):
+    assert load_recipe("tiny", overrides).logprob_chunk_tokens(vocabulary) == tokens
 
 
 def test_relative_paths_of_a_file_start_at_its_folder_and_of_set_at_the_working_directory(

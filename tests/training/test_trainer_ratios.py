@@ -172,7 +172,7 @@ def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
     assert max(line["sampler/logprob_gap_max"] for line in run.metrics) < 1e-4
 
     def wrap(engine, model):
-        return PolicyModule(model, 1.0, engine._recipe.engine.logprob_chunk_tokens)
+        return PolicyModule(model, 1.0, 1024)
 
     monkeypatch.setattr(DeepSpeedEngine, "_wrap", wrap)
     with pytest.raises(LogprobGapError, match="The sampler is not the policy"):
