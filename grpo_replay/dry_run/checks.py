@@ -17,6 +17,7 @@ from grpo_replay.dry_run.rewards import check_rewards
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.prompts.sources import column_of
 from grpo_replay.recipe import Recipe
+from grpo_replay.recipe.sections import PACKING_ATTENTION
 from grpo_replay.storage.atomic import free_bytes
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.storage.versions import installed_version
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from grpo_replay.prompts.prompt_set import PromptSet
 
 _PACKAGE = "grpo-replay"
+_ATTENTION_PACKAGES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+}
 
 
 def check_parts(recipe: Recipe, device: str, findings: Findings) -> Any:
@@ -102,13 +107,11 @@ def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
         )
     if lacks_peft(recipe):
         missing.append(MISSING_PEFT)
-    if (
-        recipe.model.attn_implementation == "flash_attention_2"
-        and importlib.util.find_spec("flash_attn") is None
-    ):
+    attention = recipe.model.attn_implementation
+    package = _ATTENTION_PACKAGES.get(attention)
+    if package is not None and importlib.util.find_spec(package) is None:
         missing.append(
-            "model.attn_implementation flash_attention_2: flash-attn is not installed here; "
-            "use sdpa"
+            f"model.attn_implementation {attention}: {package} is not installed here; use sdpa"
         )
 
 
@@ -143,6 +146,15 @@ def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
     if device == "cpu" and (engine.offload_optimizer or engine.offload_parameters):
         findings.problems.append(
             "offloading needs a GPU; on a CPU everything is in host memory already"
+        )
+    attention, tokens = recipe.model.attn_implementation, recipe.batch.max_tokens_per_microbatch
+    if device == "cpu" and attention in PACKING_ATTENTION:
+        findings.problems.append(f"model.attn_implementation {attention} needs a GPU; use sdpa")
+    if recipe.batch.packing and attention not in PACKING_ATTENTION:
+        findings.assumptions.append(
+            f"batch.packing true with {attention} computes and masks every pair of tokens in a "
+            f"pack of up to {tokens:,}; the masks, {tokens**2 / 2**30:.3g} G elements a layer, are "
+            f"not counted here. Use one of {', '.join(PACKING_ATTENTION)}, or padding"
         )
     if recipe.loss.beta > 0 and engine.offload_parameters:
         findings.assumptions.append("the reference copy of loss.beta is not offloaded")

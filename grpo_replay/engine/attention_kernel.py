@@ -20,7 +20,8 @@ def has_whole_scores(model: ModelSection, config: PreTrainedConfig, on_cuda: boo
         return True
     heads = config.num_attention_heads
     grouped = getattr(config, "num_key_value_heads", None) not in (None, heads)
-    return on_cuda and model.dtype == "float32" and grouped
+    sdpa = model.attn_implementation == "sdpa"
+    return sdpa and on_cuda and model.dtype == "float32" and grouped
 
 
 def float32_warning(

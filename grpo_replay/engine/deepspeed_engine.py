@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from grpo_replay.engine.engine_state import (
 from grpo_replay.engine.full_tensors import full_adapters, full_tensors
 from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.engine.lora import LoraAdapters
+from grpo_replay.engine.packing import can_pack
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.protocol import UpdateResult
 from grpo_replay.engine.row_results import (
@@ -34,8 +36,9 @@ from grpo_replay.engine.row_results import (
 )
 from grpo_replay.engine.weight_names import tied_names
 from grpo_replay.errors import NonFiniteError
-from grpo_replay.grpo.batch import MicroBatch, TrainRow, scatter_microbatches
+from grpo_replay.grpo.batch import MicroBatch, TrainRow, logprob_row
 from grpo_replay.grpo.loss import kl_to_reference, row_statistics, token_loss
+from grpo_replay.grpo.scatter import scatter_microbatches
 from grpo_replay.grpo.seeding import stream
 from grpo_replay.recipe import Recipe
 
@@ -83,12 +86,20 @@ class DeepSpeedEngine:
             config=deepspeed_config(recipe, self._stage),
         )
         self._gather_needs_forward = self._stage == 3
+        self._packing = recipe.packs(device.type == "cuda") and self._can_pack()
         self._step = self._updates_of_step = 0
 
     @property
     def adapter_parameters(self) -> int:
         """Number of parameters of the LoRA adapters; 0 without."""
         return 0 if self._adapters is None else self._adapters.parameters
+
+    def _can_pack(self) -> bool:
+        forward = partial(self._logprobs_of, self._engine)
+        found = can_pack(self._recipe, self._model.config, forward, self._comm)
+        if self._stage == 3:  # a state that is loaded next must find no gathered parameters
+            self._engine.optimizer.empty_partition_cache()
+        return found
 
     def _wrap(self, model: PreTrainedModel) -> PolicyModule:
         chunk_tokens = self._recipe.logprob_chunk_tokens(model.config.vocab_size)
@@ -112,29 +123,28 @@ class DeepSpeedEngine:
         return self._row_logprobs(self._reference, rows)
 
     def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
-        parts = []
-        with torch.no_grad():
-            for microbatch in self._in_turn(self._microbatches(rows)):
-                logprobs_C, _ = module(*self._inputs(microbatch))
-                parts.append((microbatch, logprobs_C.float().cpu().numpy()))
+        microbatches = self._in_turn(self._microbatches(rows))
+        parts = [(each, self._logprobs_of(module, each)) for each in microbatches]
         lengths, values = pack_tokens(parts)
         all_lengths, all_values = self._comm.gather(lengths), self._comm.gather(values)
         if all_lengths is None or all_values is None or rows is None:
             return []
         return unpack_tokens(all_lengths, all_values, len(rows))
 
+    @torch.no_grad()
+    def _logprobs_of(self, module: nn.Module, microbatch: MicroBatch) -> np.ndarray:
+        logprobs_C, _ = module(*self._inputs(microbatch))
+        return logprobs_C.float().cpu().numpy()
+
     def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
-        return scatter_microbatches(self._comm, rows, self._max_tokens)
+        return scatter_microbatches(self._comm, rows, self._max_tokens, self._packing)
 
     def _in_turn(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         return self._comm.position.each("micro-batch", microbatches, len(microbatches))
 
-    def _inputs(self, microbatch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return (
-            self._tensor(microbatch.input_ids_RL),
-            self._tensor(microbatch.positions_C),
-            self._tensor(microbatch.target_ids_C),
-        )
+    def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | None, ...]:
+        arrays = (batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL)
+        return tuple(None if each is None else self._tensor(each) for each in arrays)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array).to(self._device, non_blocking=True)
@@ -244,10 +254,7 @@ class DeepSpeedEngine:
         """Some DeepSpeed versions need one forward before the first ZeRO-3 gather."""
         if self._gather_needs_forward:
             self._gather_needs_forward = False
-            row = TrainRow(
-                np.zeros(1, np.int32), np.zeros(1, np.int32), np.zeros(1, np.float32),
-                np.zeros(1, np.float32),
-            )  # fmt: skip
+            row = logprob_row(np.zeros(1, np.int32), np.zeros(1, np.int32))
             self.logprobs([row] if self._comm.is_main else None)
 
     def save_model(self, folder: Path) -> None:

@@ -22,12 +22,19 @@ class PolicyModule(nn.Module):
         self.head = LogprobHead(lm_head, temperature, chunk_tokens)
 
     def forward(
-        self, input_ids_RL: torch.Tensor, positions_C: torch.Tensor, target_ids_C: torch.Tensor
+        self,
+        input_ids_RL: torch.Tensor,
+        positions_C: torch.Tensor,
+        target_ids_C: torch.Tensor,
+        position_ids_RL: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) under the sampling distribution, both fp32; the entropies
-        have no gradient. Rows are padded on the right, so causal attention needs no mask."""
+        have no gradient. Rows are padded on the right, so causal attention needs no mask, or packed
+        into one, which the model takes apart by the position ids (`engine.packing`)."""
         backbone = self.model.get_submodule("model")
-        hidden_RLH = backbone(input_ids=input_ids_RL, use_cache=False).last_hidden_state
+        hidden_RLH = backbone(
+            input_ids=input_ids_RL, position_ids=position_ids_RL, use_cache=False
+        ).last_hidden_state
         return self.head(hidden_RLH.flatten(0, 1)[positions_C], target_ids_C)
 
 

@@ -13,7 +13,7 @@ from grpo_replay.grpo.loss import ROW_STATISTICS
 from grpo_replay.types import RolloutOutcome
 
 _PACKED_COLUMNS = 2 + len(ROW_STATISTICS)
-"""Row, padded length, statistics."""
+"""Row, positions it takes up, statistics."""
 
 
 def pack_tokens(parts: Sequence[tuple[MicroBatch, np.ndarray]]) -> tuple[bytes, bytes]:
@@ -47,9 +47,9 @@ def unpack_tokens(
 
 def pack_statistics(microbatches: Sequence[MicroBatch], tables: Sequence[np.ndarray]) -> bytes:
     """One rank's float64 [R, K] row statistics of each micro-batch, as bytes to send, and the
-    padded length of its rows."""
+    positions that its rows take up."""
     mine = [
-        np.column_stack([microbatch.rows_R, np.full(len(table), microbatch.width_tokens), table])
+        np.column_stack([microbatch.rows_R, microbatch.widths_R, table])
         for microbatch, table in zip(microbatches, tables, strict=True)
     ]
     return np.concatenate([np.zeros((0, _PACKED_COLUMNS)), *mine]).tobytes()

@@ -3,13 +3,11 @@
 numpy only. Rank 0 plans for all ranks. Every rank gets the same number of micro-batches.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from grpo_replay.distributed.comm import Comm
 from grpo_replay.grpo.sampler_weights import sampler_weights
 from grpo_replay.recipe import BatchSection, LossSection
 from grpo_replay.types import Rollout
@@ -41,7 +39,8 @@ class TrainRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Rows padded on the right to one length, and their completion tokens flattened row by row.
+    """Rows padded on the right to one length, or packed end to end into a single sequence [1, L],
+    and their completion tokens flattened row by row.
 
     Causal attention never looks right, so padding needs no mask. `positions_C` are indices into the
     flattened [R·L] positions, whose hidden states predict `target_ids_C`. `rows_R` are indices into
@@ -49,6 +48,7 @@ class MicroBatch:
     """
 
     rows_R: np.ndarray  # int64
+    widths_R: np.ndarray  # int64, positions that a row takes up: its own length, or L if padded
     input_ids_RL: np.ndarray  # int64
     positions_C: np.ndarray  # int64
     target_ids_C: np.ndarray  # int64
@@ -60,9 +60,11 @@ class MicroBatch:
     sampler_weights_C: np.ndarray  # float32; empty: all 1
 
     @property
-    def width_tokens(self) -> int:
-        """L, the padded length of its rows."""
-        return self.input_ids_RL.shape[1]
+    def position_ids_RL(self) -> np.ndarray | None:
+        """int64 [1, L], beginning at 0 for each row of a pack; None if every row is a sequence."""
+        if len(self.input_ids_RL) == len(self.rows_R):
+            return None
+        return np.concatenate([np.arange(width) for width in self.widths_R])[None]
 
 
 def logprob_row(prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray) -> TrainRow:
@@ -147,33 +149,51 @@ def train_rows(
 
 
 def plan_microbatches(
-    rows: Sequence[TrainRow], max_tokens: int, world_size: int
+    rows: Sequence[TrainRow], max_tokens: int, world_size: int, packing: bool = False
 ) -> list[list[MicroBatch]]:
     """Micro-batches for each rank: the same number per rank, with balanced numbers of tokens.
 
     Rows are dealt to the ranks from longest to shortest in snake order, so that all ranks get
-    similar lengths. Each rank packs neighbouring rows while the padded size (rows times longest)
-    is at most `max_tokens`. A row longer than that gets a micro-batch of its own.
+    similar lengths. Each rank groups neighbouring rows while the padded size (rows times longest)
+    is at most `max_tokens`; with `packing`, any rows whose lengths add up to that. A row longer
+    than that gets a micro-batch of its own.
     """
     return [
-        [_micro_batch(group, [rows[index] for index in group]) for group in groups]
-        for groups in _plan(rows, max_tokens, world_size)
+        [micro_batch(group, [rows[index] for index in group], packing) for group in groups]
+        for groups in plan_groups(rows, max_tokens, world_size, packing)
     ]
 
 
-def _plan(rows: Sequence[TrainRow], max_tokens: int, world_size: int) -> list[list[list[int]]]:
+def plan_groups(
+    rows: Sequence[TrainRow], max_tokens: int, world_size: int, packing: bool = False
+) -> list[list[list[int]]]:
     """Row indices of each micro-batch of each rank. An empty list is a micro-batch without rows."""
     longest_first = sorted(range(len(rows)), key=lambda i: (-rows[i].length_tokens, i))
     dealt: list[list[int]] = [[] for _ in range(world_size)]
     for position, index in enumerate(longest_first):
         turn, seat = divmod(position, world_size)
         dealt[seat if turn % 2 == 0 else world_size - 1 - seat].append(index)
-    packed = [_pack(indices, rows, max_tokens) for indices in dealt]
-    count = max(1, *(len(groups) for groups in packed)) if rows else 0
-    return [groups + [[] for _ in range(count - len(groups))] for groups in packed]
+    grouped = [(_packs if packing else _padded)(indices, rows, max_tokens) for indices in dealt]
+    count = max(1, *(len(groups) for groups in grouped)) if rows else 0
+    return [groups + [[] for _ in range(count - len(groups))] for groups in grouped]
 
 
-def _pack(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> list[list[int]]:
+def _packs(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> list[list[int]]:
+    """First fit: the longest rows open packs, and shorter ones fill them."""
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in indices:
+        length = rows[index].length_tokens
+        fitting = next((place for place, left in enumerate(room) if length <= left), len(room))
+        if fitting == len(room):
+            groups.append([])
+            room.append(max_tokens)
+        groups[fitting].append(index)
+        room[fitting] -= length
+    return groups
+
+
+def _padded(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> list[list[int]]:
     groups: list[list[int]] = []
     for index in indices:  # longest first: a group's first row sets its padded length
         if groups and (len(groups[-1]) + 1) * rows[groups[-1][0]].length_tokens <= max_tokens:
@@ -183,21 +203,26 @@ def _pack(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> 
     return groups
 
 
-def _micro_batch(indices: Sequence[int] | np.ndarray, chosen: Sequence[TrainRow]) -> MicroBatch:
+def micro_batch(
+    indices: Sequence[int] | np.ndarray, chosen: Sequence[TrainRow], packing: bool
+) -> MicroBatch:
     if not chosen:
         return _empty_micro_batch()
-    width = max(row.length_tokens for row in chosen)
-    input_ids_RL = np.zeros((len(chosen), width), dtype=np.int64)
+    lengths_R = np.array([row.length_tokens for row in chosen])
+    widths_R = lengths_R if packing else np.full(len(chosen), lengths_R.max())
+    input_ids = np.zeros(widths_R.sum(), dtype=np.int64)
     positions, row_of = [], []
-    for r, row in enumerate(chosen):
+    for r, (row, end) in enumerate(zip(chosen, np.cumsum(widths_R), strict=True)):
+        start = end - widths_R[r]
         prompt_tokens, total_tokens = len(row.prompt_token_ids), row.length_tokens
-        input_ids_RL[r, :prompt_tokens] = row.prompt_token_ids
-        input_ids_RL[r, prompt_tokens:total_tokens] = row.completion_token_ids
-        positions.append(r * width + np.arange(prompt_tokens - 1, total_tokens - 1))
+        input_ids[start : start + prompt_tokens] = row.prompt_token_ids
+        input_ids[start + prompt_tokens : start + total_tokens] = row.completion_token_ids
+        positions.append(start + np.arange(prompt_tokens - 1, total_tokens - 1))
         row_of.append(np.full(total_tokens - prompt_tokens, r))
     return MicroBatch(
         rows_R=np.asarray(indices, dtype=np.int64),
-        input_ids_RL=input_ids_RL,
+        widths_R=widths_R,
+        input_ids_RL=input_ids.reshape(1 if packing else len(chosen), -1),
         positions_C=np.concatenate(positions).astype(np.int64),
         target_ids_C=np.concatenate([row.completion_token_ids for row in chosen]).astype(np.int64),
         row_of_C=np.concatenate(row_of).astype(np.int64),
@@ -214,6 +239,7 @@ def _empty_micro_batch() -> MicroBatch:
     zero, zero_f = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
     return MicroBatch(
         rows_R=np.array([-1]),
+        widths_R=np.array([2]),
         input_ids_RL=np.zeros((1, 2), dtype=np.int64),
         positions_C=zero,
         target_ids_C=zero,
@@ -224,80 +250,3 @@ def _empty_micro_batch() -> MicroBatch:
         token_weights_R=zero_f,
         sampler_weights_C=np.zeros(0, np.float32),
     )
-
-
-def scatter_microbatches(
-    comm: Comm, rows: Sequence[TrainRow] | None, max_tokens: int
-) -> list[MicroBatch]:
-    """This rank's micro-batches of rank 0's rows. Collective.
-
-    Padding, positions and targets are computed on the receiving rank. A token costs 4 bytes of
-    traffic; each kind of log-prob 4 bytes per completion token, or nothing if all are zero.
-    """
-    if comm.world_size == 1:
-        assert rows is not None
-        return plan_microbatches(rows, max_tokens, 1)[0]
-    payloads = None
-    if comm.is_main:
-        assert rows is not None
-        # A generator: rank 0 holds the payload of one rank at a time.
-        payloads = (_to_bytes(groups, rows) for groups in _plan(rows, max_tokens, comm.world_size))
-    return _from_bytes(comm.scatter(payloads))
-
-
-def _to_bytes(groups: Sequence[Sequence[int]], rows: Sequence[TrainRow]) -> memoryview:
-    indices = [index for group in groups for index in group]
-    chosen = [rows[index] for index in indices]
-    stream = io.BytesIO()
-    np.savez(
-        stream,
-        group_sizes=np.array([len(group) for group in groups], dtype=np.int64),
-        indices=np.array(indices, dtype=np.int64),
-        lengths=np.array(
-            [(len(row.prompt_token_ids), len(row.completion_token_ids)) for row in chosen],
-            dtype=np.int64,
-        ).reshape(-1, 2),
-        token_ids=_flat(
-            [ids for row in chosen for ids in (row.prompt_token_ids, row.completion_token_ids)],
-            np.int32,
-        ),
-        behavior_logprobs=_flat_unless_zero([row.behavior_logprobs for row in chosen]),
-        reference_logprobs=_flat_unless_zero([row.reference_logprobs for row in chosen]),
-        sampler_weights=_flat([row.sampler_weights for row in chosen], np.float32),
-        coefficients=np.array([row.coefficient for row in chosen], dtype=np.float64),
-        token_weights=np.array([row.token_weight for row in chosen], dtype=np.float64),
-    )
-    return stream.getbuffer()
-
-
-def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
-
-
-def _flat_unless_zero(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    zero = not any(array.any() for array in arrays)
-    return _flat([] if zero else arrays, np.float32)
-
-
-def _from_bytes(payload: bytes | memoryview) -> list[MicroBatch]:
-    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
-        whole = dict(arrays)
-    prompts_N, completions_N = whole["lengths"].T
-    tokens = np.split(whole["token_ids"], np.cumsum(whole["lengths"]))
-    total = int(completions_N.sum())
-    behavior, reference = (
-        np.split(flat if len(flat) else np.zeros(total, np.float32), np.cumsum(completions_N))
-        for flat in (whole["behavior_logprobs"], whole["reference_logprobs"])
-    )
-    weights = np.split(whole["sampler_weights"], np.cumsum(completions_N))
-    rows = [
-        TrainRow(tokens[2 * i], tokens[2 * i + 1], behavior[i], reference[i],
-                 whole["coefficients"][i], whole["token_weights"][i],
-                 sampler_weights=weights[i])
-        for i in range(len(prompts_N))
-    ]  # fmt: skip
-    ends = np.cumsum(whole["group_sizes"])
-    return [
-        _micro_batch(whole["indices"][end - size : end], rows[end - size : end])
-        for end, size in zip(ends, whole["group_sizes"], strict=True)
-    ]

@@ -161,7 +161,13 @@ class BatchSection(Section):
     """Maximum rollouts per mini-batch: a batch of n is split into ceil(n / size) even parts, one
     per update. Replaces `updates_per_step` if set."""
     max_tokens_per_microbatch: Positive = 16_384
-    """Maximum number of tokens in one forward pass: prompts plus completions, padding included."""
+    """Maximum number of tokens in one forward pass: prompts plus completions, padding included
+    (with `packing` there is none)."""
+    packing: bool | None = None
+    """Pack the rows of a forward pass end to end instead of padding them to the longest one. If
+    null, on a GPU with an attention of flash_attention_2, flash_attention_3 or flex_attention, for
+    models that keep the rows apart. With other attentions true is right but costs the square of all
+    tokens in the pass."""
 
 
 class LossSection(Section):

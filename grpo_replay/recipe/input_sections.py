@@ -50,8 +50,11 @@ class ModelSection(Section):
     """Tokenizer id, local folder, or `builtin:bytes`. The model's own tokenizer if null."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute precision of the policy. With bfloat16 the optimizer keeps fp32 master weights."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
-    """Attention implementation of the trainer, by its name in transformers."""
+    attn_implementation: Literal[
+        "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = "sdpa"
+    """Attention implementation of the trainer, by its name in transformers. The last three need a
+    GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory (TRL: gradient_checkpointing)."""
     random_init: bool = False

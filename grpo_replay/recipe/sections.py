@@ -31,6 +31,9 @@ CHUNK_LOGITS_BYTES = 160 * 2**20
 CHUNK_TOKENS = (64, 1024)
 """Its fewest tokens, of which it has a multiple, and its most."""
 
+PACKING_ATTENTION = ("flash_attention_2", "flash_attention_3", "flex_attention")
+"""Their cost follows from the lengths of the rows of a pack. Others mask all pairs of tokens."""
+
 
 class RecipeSections(Section):
     """Sections that are each valid alone. `Recipe` also checks them against each other."""
@@ -96,6 +99,13 @@ class RecipeSections(Section):
         fewest, most = CHUNK_TOKENS
         tokens = CHUNK_LOGITS_BYTES // (4 * vocabulary)
         return min(max(tokens // fewest * fewest, fewest), most)
+
+    def packs(self, on_cuda: bool) -> bool:
+        """Whether rows are packed: `batch.packing`, or its default for the attention. The engine
+        also needs a model that keeps them apart."""
+        if self.batch.packing is not None:
+            return self.batch.packing
+        return on_cuda and self.model.attn_implementation in PACKING_ATTENTION
 
     @property
     def hang_report_seconds(self) -> float:

@@ -166,6 +166,19 @@ def test_a_plan_that_does_not_fit_names_one_override_that_makes_it_fit():
     assert again["memory"]["peak_gib"] == change["peak_gib"]
 
 
+def test_packs_under_an_attention_that_masks_all_pairs_are_remarked_upon():
+    said = "computes and masks every pair of tokens in a pack of up to 16,384"
+    padded, packed = report_of("tiny"), report_of("tiny", "batch.packing=true")
+    assert [any(said in each for each in report["assumptions"]) for report in (padded, packed)] == [
+        False, True,
+    ]  # fmt: skip
+
+
+def test_attention_for_gpus_is_a_problem_on_a_cpu():
+    report = report_of("tiny", "engine.device=cpu", "model.attn_implementation=flex_attention")
+    assert "model.attn_implementation flex_attention needs a GPU; use sdpa" in report["problems"]
+
+
 def test_every_suggested_change_is_a_valid_override():
     recipe = load_recipe("qwen3-4b", ["model.gradient_checkpointing=false", "engine.zero_stage=2"])
     changes = list(candidate_changes(recipe))

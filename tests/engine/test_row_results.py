@@ -20,8 +20,8 @@ def micro_batch(rows: list[int], lengths: list[int]) -> MicroBatch:
     row_of_C = np.repeat(np.arange(len(rows)), lengths)
     zeros_C, zeros_R = np.zeros(sum(lengths)), np.zeros(len(rows))
     return MicroBatch(
-        np.array(rows), np.zeros((len(rows), 6)), zeros_C, zeros_C, row_of_C, zeros_C, zeros_C,
-        zeros_R, zeros_R, np.zeros(0),
+        np.array(rows), np.full(len(rows), 6), np.zeros((len(rows), 6)), zeros_C, zeros_C,
+        row_of_C, zeros_C, zeros_C, zeros_R, zeros_R, np.zeros(0),
     )  # fmt: skip
 
 

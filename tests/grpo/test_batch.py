@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 from grpo_replay.grpo.batch import (
     MicroBatch,
     TrainRow,
-    _from_bytes,
-    _plan,
-    _to_bytes,
     logprob_row,
     mini_batch_indices,
+    plan_groups,
     plan_microbatches,
     train_rows,
 )
+from grpo_replay.grpo.scatter import from_bytes, to_bytes
 from grpo_replay.recipe import BatchSection, LossSection
 from grpo_replay.types import Rollout
 
@@ -70,12 +69,12 @@ def test_the_split_is_random_but_reproducible():
 
 
 @settings(max_examples=150, deadline=None)
-@given(LENGTHS, st.integers(50, 400), st.integers(1, 5))
+@given(LENGTHS, st.integers(50, 400), st.integers(1, 5), st.booleans())
 def test_every_row_is_planned_once_within_the_budget_and_equally_often_per_rank(
-    lengths, budget, world_size
+    lengths, budget, world_size, packing
 ):
     rows = [make_row(prompt, completion) for prompt, completion in lengths]
-    plan = plan_microbatches(rows, budget, world_size)
+    plan = plan_microbatches(rows, budget, world_size, packing)
     assert len(plan) == world_size
     assert len({len(microbatches) for microbatches in plan}) == 1
     seen = [int(row) for rank in plan for m in rank for row in m.rows_R if row >= 0]
@@ -88,6 +87,31 @@ def test_every_row_is_planned_once_within_the_budget_and_equally_often_per_rank(
         sum(rows[row].length_tokens for m in rank for row in m.rows_R if row >= 0) for rank in plan
     ]
     assert max(tokens) - min(tokens) <= max(row.length_tokens for row in rows)
+
+
+def test_the_budget_of_a_pack_counts_tokens_and_short_rows_fill_up_long_ones():
+    rows = [make_row(3, length - 3) for length in (4, 9, 5, 6)]
+    assert plan_groups(rows, 10, 1) == [[[1], [3], [2, 0]]]
+    assert plan_groups(rows, 10, 1, packing=True) == [[[1], [3, 0], [2]]]
+    assert plan_groups(rows, 8, 1, packing=True) == [[[1], [3], [2], [0]]]  # 9 is above the budget
+
+
+def test_a_pack_is_its_rows_end_to_end_with_positions_that_begin_again():
+    rows = [
+        replace(
+            make_row(p, t), prompt_token_ids=np.arange(p), completion_token_ids=10 + np.arange(t)
+        )
+        for p, t in ((2, 3), (1, 2), (1, 0))
+    ]
+    ((pack,),) = plan_microbatches(rows, 100, 1, packing=True)
+    assert pack.input_ids_RL.tolist() == [[0, 1, 10, 11, 12, 0, 10, 11, 0]]
+    assert pack.position_ids_RL.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0]]
+    assert pack.positions_C.tolist() == [1, 2, 3, 5, 6]
+    assert pack.target_ids_C.tolist() == [10, 11, 12, 10, 11]
+    assert pack.row_of_C.tolist() == [0, 0, 0, 1, 1]
+    ((padded,),) = plan_microbatches(rows, 100, 1)
+    assert padded.input_ids_RL.shape == (3, 5)
+    assert padded.position_ids_RL is None
 
 
 def test_no_rows_need_no_micro_batches():
@@ -155,15 +179,18 @@ def assert_same_bits(found: list[MicroBatch], expected: list[MicroBatch]) -> Non
 
 
 @settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(50, 400), st.integers(1, 4))
-def test_scattered_micro_batches_equal_those_of_rank_0_bit_for_bit(lengths, budget, world_size):
+@given(LENGTHS, st.integers(50, 400), st.integers(1, 4), st.booleans())
+def test_scattered_micro_batches_equal_those_of_rank_0_bit_for_bit(
+    lengths, budget, world_size, packing
+):
     plain = [make_row(*lengths_of_row, seed) for seed, lengths_of_row in enumerate(lengths)]
     corrected = [replace(row, sampler_weights=row.behavior_logprobs + 1) for row in plain]
     for rows in (plain, corrected):
-        expected = plan_microbatches(rows, budget, world_size)
-        for groups, whole in zip(_plan(rows, budget, world_size), expected, strict=True):
-            assert_same_bits(_from_bytes(_to_bytes(groups, rows)), whole)
-        assert _from_bytes(_to_bytes([], rows)) == []
+        expected = plan_microbatches(rows, budget, world_size, packing)
+        plan = plan_groups(rows, budget, world_size, packing)
+        for groups, whole in zip(plan, expected, strict=True):
+            assert_same_bits(from_bytes(to_bytes(groups, rows), packing), whole)
+        assert from_bytes(to_bytes([], rows), packing) == []
 
 
 def test_scattering_costs_4_bytes_per_token_and_4_per_nonzero_log_prob():
@@ -175,10 +202,10 @@ def test_scattering_costs_4_bytes_per_token_and_4_per_nonzero_log_prob():
         (without_reference, 4 * 10_000 + 4 * 9000),
         (rows, 4 * 10_000 + 8 * 9000),
     ):
-        (groups,) = _plan(given_rows, 20_000, 1)
-        payload = _to_bytes(groups, given_rows)
+        (groups,) = plan_groups(given_rows, 20_000, 1)
+        payload = to_bytes(groups, given_rows)
         assert 4 * bytes_per_row < len(payload) < 4 * bytes_per_row + 4000
-        assert_same_bits(_from_bytes(payload), plan_microbatches(given_rows, 20_000, 1)[0])
+        assert_same_bits(from_bytes(payload), plan_microbatches(given_rows, 20_000, 1)[0])
 
 
 def make_rollout(

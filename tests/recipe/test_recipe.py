@@ -322,6 +322,19 @@ def test_the_automatic_zero_stage_shards_only_over_several_ranks(ranks, override
     assert load_recipe("tiny", overrides).zero_stage(ranks) == stage
 
 
+@pytest.mark.parametrize("attention, packs", [
+    ("sdpa", False), ("eager", False), ("flash_attention_2", True), ("flash_attention_3", True),
+    ("flex_attention", True),
+])  # fmt: skip
+def test_rows_are_packed_by_default_where_attention_takes_packs(attention, packs):
+    overrides = [f"model.attn_implementation={attention}"]
+    recipe = load_recipe("tiny", overrides)
+    assert (recipe.packs(on_cuda=True), recipe.packs(on_cuda=False)) == (packs, False)
+    for word in (True, False):
+        chosen = load_recipe("tiny", [*overrides, f"batch.packing={word}"])
+        assert (chosen.packs(on_cuda=True), chosen.packs(on_cuda=False)) == (word, word)
+
+
 @pytest.mark.parametrize(
     "vocabulary, overrides, tokens",
     [

@@ -31,6 +31,7 @@ class Case:
     tokens: int
     engine: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
+    packing: bool | None = None
 
 
 ROWS = {
@@ -40,7 +41,7 @@ ROWS = {
 }
 LORA = {"lora": {"rank": 4}}
 CHECKPOINTING, BF16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
-ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+ENGINES: dict[str, tuple[Any, ...]] = {
     "ZeRO 0": ({"zero_stage": 0}, {}),
     "ZeRO 1": ({"zero_stage": 1}, {}),
     "ZeRO 2": ({"zero_stage": 2}, {}),
@@ -52,10 +53,17 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ZeRO 3, LoRA, bf16 and checkpointing": (SHARDED, LORA | BF16 | CHECKPOINTING),
     "ZeRO 3, bf16": (SHARDED, BF16),
     "ZeRO 3, bf16 and checkpointing": (SHARDED, BF16 | CHECKPOINTING),
+    "ZeRO 3, packed": (SHARDED, {}, True),
+    "ZeRO 3, packed, checkpointing": (SHARDED, CHECKPOINTING, True),
     "ZeRO 3, thresholds of a 4B model": (SCALED, {}),
     "ZeRO 3, thresholds of a 4B model, checkpointing": (SCALED, CHECKPOINTING),
 }
-EVERY_ROWS = ("ZeRO 0", "ZeRO 2", "ZeRO 3")  # the others train on the first kind of rows only
+EVERY_ROWS = (
+    "ZeRO 0",
+    "ZeRO 2",
+    "ZeRO 3",
+    "ZeRO 3, packed",
+)  # the others train on the first kind of rows only
 CASES = {
     f"{rows}, {engine}": Case(*ROWS[rows], *ENGINES[engine])
     for engine in ENGINES
@@ -94,7 +102,7 @@ def results_of(processes, case: Case):
         processes,
         engine=case.engine | TIMEOUT,
         model=case.model,
-        batch={"max_tokens_per_microbatch": case.tokens},
+        batch={"max_tokens_per_microbatch": case.tokens, "packing": case.packing},
         loss={"beta": 0.05},
     ) as engine:
         updates = [engine.update(mine) for _ in range(2)]

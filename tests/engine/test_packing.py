@@ -1,0 +1,153 @@
+"""Rows packed into one sequence: the results are those of padded rows."""
+
+import importlib.util
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from core_engine import first_gradient, make_rows, open_engine, parameters, relative
+from slow_tests import slow_except
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_replay.engine.models import load_policy
+from grpo_replay.engine.packing import keeps_rows_apart
+from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.errors import RecipeError
+from grpo_replay.grpo.batch import MicroBatch, plan_microbatches
+from grpo_replay.recipe import ModelSection
+
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 24, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MIXING = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "shared_expert_intermediate_size": 32,
+    },
+    "falcon_h1": {},
+}  # fmt: skip
+"""Layers that carry a state from position to position."""
+APART = {
+    "qwen2": {}, "qwen3": {}, "llama": {}, "gemma3_text": {}, "mistral": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}  # fmt: skip
+
+
+def random_model(kind: str, dtype: str = "float32"):
+    config = AutoConfig.for_model(kind, **SIZES | (MIXING | APART)[kind])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
+
+
+def two_updates(processes, packing, **sections):
+    rows = make_rows(9)
+    batch = {"max_tokens_per_microbatch": 90, "packing": packing}
+    loss, sampling = {"beta": 0.1}, {"temperature": 0.7, "max_completion_length": 20}
+    with open_engine(processes, batch=batch, loss=loss, sampling=sampling, **sections) as engine:
+        logprobs, reference = engine.logprobs(rows), engine.reference_logprobs(rows)
+        first, gradient = engine.update(rows), first_gradient(engine)
+        moved, second = parameters(engine), engine.update(rows[:1])
+    values = np.concatenate([*logprobs, *reference])
+    return rows, first, second, values, gradient, moved
+
+
+@pytest.mark.parametrize(
+    "case",
+    slow_except(
+        [("sdpa", 0, False), ("eager", 3, True)],
+        [(a, s, c) for a in ("sdpa", "eager") for s in (0, 2, 3) for c in (False, True)],
+    ),
+)
+def test_packed_rows_give_the_update_of_padded_rows(processes, case):
+    attention, stage, checkpointing = case
+    sections = {
+        "engine": {"zero_stage": stage},
+        "model": {"attn_implementation": attention, "gradient_checkpointing": checkpointing},
+    }
+    rows, padded, _, values, gradient, moved = two_updates(processes, False, **sections)
+    _, packed, alone, found, its_gradient, its_moved = two_updates(processes, True, **sections)
+    assert np.abs(found - values).max() < 1e-5
+    assert relative(its_gradient, gradient) < 1e-6
+    assert relative(its_moved, moved) < 1e-6
+    assert packed.loss == pytest.approx(padded.loss, rel=1e-6)
+    assert packed.grad_norm == pytest.approx(padded.grad_norm, rel=1e-6)
+    assert packed.reference_kl == pytest.approx(padded.reference_kl, rel=1e-5)
+    for a, b in zip(packed.outcomes, padded.outcomes, strict=True):
+        assert asdict(a) == pytest.approx(asdict(b), rel=5e-5, abs=1e-5)
+    assert padded.padding_share > 0 == packed.padding_share == alone.padding_share
+    tokens = sum(row.length_tokens for row in rows)
+    assert packed.micro_batches == -(-tokens // 90) > 1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_state_is_loaded_as_saved_with_packed_rows(processes, stage, tmp_path):
+    """The trial of the model at the start leaves nothing behind that a state would not replace."""
+    first, second = make_rows(6, 1), make_rows(6, 2)
+    sections = {"engine": {"zero_stage": stage}, "batch": {"packing": True}}
+    with open_engine(processes, **sections) as engine:
+        engine.update(first)
+        engine.save(tmp_path / "engine")
+        expected = (engine.update(second), parameters(engine))
+    with open_engine(processes, **sections) as engine:
+        engine.load(tmp_path / "engine")
+        found = (engine.update(second), parameters(engine))
+    assert asdict(found[0]) == asdict(expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch):
+    with (
+        pytest.raises(RecipeError, match=r"batch\.packing true: a model of type lfm2 does not"),
+        open_engine(processes, random_model("lfm2"), batch={"packing": True}),
+    ):
+        pass
+    monkeypatch.setattr("grpo_replay.recipe.Recipe.packs", lambda *_: True)  # as on a GPU
+    for kind, packing in (("lfm2", False), ("qwen3", True)):
+        with open_engine(processes, random_model(kind)) as engine:
+            assert engine._packing is packing
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [*MIXING, *APART])
+def test_which_models_keep_rows_apart_is_found_by_trying(kind, dtype):
+    module = PolicyModule(random_model(kind, dtype), 1.0, 1024)
+
+    @torch.no_grad()
+    def forward(pack: MicroBatch) -> np.ndarray:
+        return module(*inputs(pack, "cpu"))[0].numpy()
+
+    assert keeps_rows_apart(forward, SIZES["vocab_size"]) is (kind in APART)
+
+
+def inputs(batch: MicroBatch, device: str) -> list[torch.Tensor | None]:
+    arrays = (batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL)
+    return [None if each is None else torch.as_tensor(each, device=device) for each in arrays]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_packed_rows_on_a_gpu_give_the_gradient_of_padded_rows_under_sdpa(attention):
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    if attention in package and importlib.util.find_spec(package[attention]) is None:
+        pytest.skip(f"{package[attention]} is not installed")
+    rows = make_rows(9)
+
+    def backward(kind: str, packing: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        policy = load_policy(ModelSection(dtype="bfloat16", attn_implementation=kind), 0).cuda()
+        module = PolicyModule(policy.train(), 1.0, 1024)
+        ((batch,),) = plan_microbatches(rows, 10**6, 1, packing)
+        logprobs, _ = module(*inputs(batch, "cuda"))
+        logprobs.mean().backward()
+        gradients = [p.grad.flatten().float() for p in module.parameters()]
+        return logprobs.detach(), torch.cat(gradients)
+
+    expected, found = backward("sdpa", False), backward(attention, True)
+    assert relative(found[0], expected[0]) < 0.02
+    assert relative(found[1], expected[1]) < 0.05
