@@ -206,6 +206,13 @@ def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"run.mode 'async' with sampling.max_refills {recipe.sampling.max_refills}: steps take "
             "groups as they arrive, so there is nothing to refill; set it to 0"
         )
+    every, limit = recipe.run.sync_every_steps, replay.max_age_steps
+    if limit is not None and limit < every - 1:
+        yield (
+            f"run.mode 'async' with run.sync_every_steps {every} and replay.max_age_steps {limit}: "
+            f"servers hold policies of up to {every - 1} steps ago, and what these sample is too "
+            f"old; set replay.max_age_steps to {every - 1} or more, or sync more often"
+        )
     if collection.order == "newest_first" and recipe.replays:
         yield (
             "sampling.collection.order 'newest_first' with replay: it is the queue of runs without "

@@ -360,10 +360,13 @@ def test_bf16_keeps_fp32_master_weights(processes, stage):
     assert int((moved[weights] != 0).sum()) > 100
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_saved_and_loaded_is_never_saved(processes, stage, tmp_path):
+@pytest.mark.parametrize(
+    "stage, packing", [(0, False), (2, False), (3, False), (0, True), (3, True)]
+)
+def test_saved_and_loaded_is_never_saved(processes, stage, packing, tmp_path):
+    """Also where the engine, when it opens, tries out whether the model's rows can be packed."""
     first, second = make_rows(6, 1), make_rows(6, 2)
-    sections = {"engine": {"zero_stage": stage}}
+    sections = {"engine": {"zero_stage": stage}, "batch": {"packing": packing}}
     with open_engine(processes, **sections) as engine:
         engine.update(first)
         engine.save(tmp_path / "engine")

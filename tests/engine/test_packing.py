@@ -86,22 +86,6 @@ def test_packed_rows_give_the_update_of_padded_rows(processes, case):
     assert packed.micro_batches == -(-tokens // 90) > 1
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_state_is_loaded_as_saved_with_packed_rows(processes, stage, tmp_path):
-    """The trial of the model at the start leaves nothing behind that a state would not replace."""
-    first, second = make_rows(6, 1), make_rows(6, 2)
-    sections = {"engine": {"zero_stage": stage}, "batch": {"packing": True}}
-    with open_engine(processes, **sections) as engine:
-        engine.update(first)
-        engine.save(tmp_path / "engine")
-        expected = (engine.update(second), parameters(engine))
-    with open_engine(processes, **sections) as engine:
-        engine.load(tmp_path / "engine")
-        found = (engine.update(second), parameters(engine))
-    assert asdict(found[0]) == asdict(expected[0])
-    assert torch.equal(found[1], expected[1])
-
-
 def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch):
     with (
         pytest.raises(RecipeError, match=r"batch\.packing true: a model of type lfm2 does not"),

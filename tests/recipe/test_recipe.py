@@ -191,6 +191,10 @@ REFUSED = {
     ),
     "asynchronous masks": ([*ASYNCHRONOUS, "reward.mask_truncated=true"], "is not available"),
     "asynchronous refills": ([*ASYNCHRONOUS, "sampling.max_refills=2"], "nothing to refill"),
+    "asynchronous weights that are always too old": (
+        [*ASYNCHRONOUS, "run.sync_every_steps=4", "replay.max_age_steps=2"],
+        "up to 3 steps ago.*set replay.max_age_steps to 3 or more",
+    ),
     "a replayed run that evaluates": (
         [*ASYNCHRONOUS, "sampling.collection.replay_journal=runs/x"],
         "has no sampler",
