@@ -84,7 +84,7 @@ class Dispatcher:
         self._watchers = [
             self._spawn(watch(server))
             for server in self.servers.values()
-            for watch in (self._probe_while_down, self._watch_progress)
+            for watch in (self._probe_while_unused, self._watch_progress)
         ]
 
     def fill(self) -> None:
@@ -245,20 +245,23 @@ class Dispatcher:
         else:
             self.waiting.appendleft(member)
 
-    async def _probe_while_down(self, server: ServerState) -> None:
-        """Put a server up whenever its label is of this run."""
+    async def _probe_while_unused(self, server: ServerState) -> None:
+        """Put a server up whenever its label is of this run, and learn when one that is too old has
+        newer weights."""
         while True:
-            if server.down is not None:
+            if self._reason_not_to_use(server) is not None:
                 reason = await self._reason_to_stay_down(server)
+                is_lost = server.down is not None and server.version is not None
                 if reason is None:
                     self._put_up(server)
-                elif self._settings.on_failure == "stop" and server.version is not None:
+                elif self._settings.on_failure == "stop" and is_lost:
                     raise SamplerError(
                         f"the vLLM server {server.client.url} is lost ({server.down}; then "
                         f"{reason}). The run stops because sampling.servers.on_failure is stop; "
                         "resume it when the server is back, or set on_failure to drop"
                     )
-            await asyncio.sleep(PROBE_SECONDS if server.down is not None else PROBE_SECONDS / 4)
+            is_used = self._reason_not_to_use(server) is None
+            await asyncio.sleep(PROBE_SECONDS / 4 if is_used else PROBE_SECONDS)
 
     async def _reason_to_stay_down(self, server: ServerState) -> str | None:
         try:

@@ -144,6 +144,7 @@ class Intake:
         outstanding, cursor = arrivals.outstanding(self._epoch_length)
         self._link = Link(self._settings)
         self._link.send(Hello(self._settings.run, outstanding, cursor, version))
+        self.cancel_stale(version + 1)
         self.give_credit(version)
 
     def _write_off(self) -> None:

@@ -46,9 +46,9 @@ class Patience:
             self._heard = True
             self.begin()
         self._reported = time.monotonic()
-        if report.running or report.grading:
+        if report.running:
             self._ran = self._reported
-        if report.generated_rollouts != self._generated:
+        if report.grading or report.generated_rollouts != self._generated:
             self._generated = report.generated_rollouts
             self._ran = self._progressed = self._reported
 

@@ -12,7 +12,7 @@ from grpo_replay.collection import intake as intake_module
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords, read_journal
 from grpo_replay.collection.link import CollectorSettings
-from grpo_replay.collection.messages import Credit, Group, Restart, Step
+from grpo_replay.collection.messages import Cancel, Credit, Group, Restart, Step
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
 
@@ -163,6 +163,17 @@ def test_a_dead_collector_is_replaced_and_no_prompt_is_sampled_twice(server, tmp
     lost = [record for record in read_journal(tmp_path) if isinstance(record, Restart)]
     assert ledger.settled["lost"].rollouts == sum(record.rollouts for record in lost)
     run.close()
+
+
+def test_a_new_collector_knows_which_weights_are_too_old(server, tmp_path):
+    run = Run(recipe(server, replay={"max_age_steps": 3}), tmp_path)
+    run.step()
+    ThreadedLink.made[0].die()
+    run.step()
+    run.close()
+    first, second = (link.commands for link in ThreadedLink.made)
+    assert Cancel(0 - 3) in first[:3]
+    assert Cancel(1 - 3) in second[:3]  # of step 2, which comes after version 1
 
 
 def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ def test_a_collector_may_take_longer_to_start_than_a_server_to_answer(patience, 
 
 def test_completions_in_grading_are_worth_waiting_for(patience, clock):
     patience.note(Report(generated_rollouts=4, grading=4))
-    for _ in range(3):
+    for _ in range(10):
         clock[0] += 9
         patience.note(Report(generated_rollouts=4, grading=4))
         patience.refuse_endless("step 1", Report())
