@@ -117,9 +117,9 @@ class Report(msgspec.Struct, frozen=True):
 
     `held_*`: finished completions that are in no message yet. `running` and `waiting` are requests,
     `grading` completions without a verdict, `unacknowledged` groups. `idle_seconds` is the time
-    without a request running, summed over the servers that are up, and `server_seconds` the time that
-    they were up. `down` maps the URL of a server that gets no requests to the reason: it is not up,
-    or its weights are too old. `sent` is `time.monotonic()`.
+    without a request running, summed over the servers that are up, and `server_seconds` the time
+    that they were up. `down` maps the URL of a server that gets no requests to the reason: it is
+    not up, or its weights are too old. `sent` is `time.monotonic()`.
     """
 
     generated_rollouts: int = 0

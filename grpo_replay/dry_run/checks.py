@@ -154,7 +154,8 @@ def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
         findings.assumptions.append(
             f"batch.packing true with {attention} computes and masks every pair of tokens in a "
             f"pack of up to {tokens:,}; the mask, {tokens**2 / 2**30:.3g} G elements, and what "
-            f"attention keeps of so many pairs are not counted here. Use one of {', '.join(PACKING_ATTENTION)}, or padding"
+            "attention keeps of so many pairs are not counted here. Use one of "
+            f"{', '.join(PACKING_ATTENTION)}, or padding"
         )
     if recipe.loss.beta > 0 and engine.offload_parameters:
         findings.assumptions.append("the reference copy of loss.beta is not offloaded")
