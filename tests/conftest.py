@@ -21,7 +21,7 @@ SLOW_SECONDS = 1500
 """Time limit of a slow test, with the runs that its fixtures make, beside other tests."""
 
 
-LONG_FOLDERS = ("training", "evaluation", "distributed", "engine")
+LONG_FOLDERS = ("training", "evaluation", "distributed", "engine", "tiny")
 """Where the longest files are: they start first, so that no worker ends alone with one."""
 
 
