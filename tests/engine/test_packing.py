@@ -61,7 +61,7 @@ def two_updates(processes, packing, **sections):
 @pytest.mark.parametrize(
     "case",
     slow_except(
-        [("sdpa", 0, False), ("eager", 3, True)],
+        [("sdpa", 0, False)],
         [(a, s, c) for a in ("sdpa", "eager") for s in (0, 2, 3) for c in (False, True)],
     ),
 )

@@ -58,7 +58,7 @@ def leave_states(processes, folder: Path, part: str) -> None:
 def output(tmp_path_factory, processes) -> Path:
     """What two ranks did: the parts of the default suite."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_program(2, folder, "updates", "random", "run")
+    run_program(2, folder, "updates", "random")
     return folder
 
 
@@ -68,7 +68,7 @@ def other_output(tmp_path_factory, processes) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks_slow")
     for part in STAGES:
         leave_states(processes, folder, part)
-    run_program(2, folder, "other updates", *STAGES, "other runs")
+    run_program(2, folder, "other updates", *STAGES, "run", "other runs")
     return folder
 
 
@@ -174,9 +174,9 @@ def test_a_state_is_restored_from_and_on_three_ranks(other_output, processes, tm
 
 
 @pytest.mark.slow
-def test_deepspeed_s_thresholds_change_no_bit_of_a_run(output, other_output):
+def test_deepspeed_s_thresholds_change_no_bit_of_a_run(other_output):
     """But the last of the norm's, whose squares are summed by optimizer sub-group."""
-    folders = output / "run", other_output / "scaled"
+    folders = other_output / "run", other_output / "scaled"
     one, other = (FinishedRun(folder, small_recipe(**RUN)) for folder in folders)
     for a, b in zip(one.timeless_metrics, other.timeless_metrics, strict=True):
         assert a.pop("grad_norm") == pytest.approx(b.pop("grad_norm"), rel=1e-14)
@@ -208,8 +208,9 @@ def test_a_run_with_lora_and_options_on_two_ranks_is_the_run_on_one(
     assert_same_run(two, train_small_run(tmp_path / "run", **OPTIONS))
 
 
-def test_a_run_on_two_ranks_is_the_run_on_one(output, processes, tmp_path):
-    two = FinishedRun(output / "run", small_recipe(**RUN))
+@pytest.mark.slow
+def test_a_run_on_two_ranks_is_the_run_on_one(other_output, processes, tmp_path):
+    two = FinishedRun(other_output / "run", small_recipe(**RUN))
     assert_same_run(two, train_small_run(tmp_path / "run", **RUN))
 
 
