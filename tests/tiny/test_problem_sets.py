@@ -1,0 +1,46 @@
+"""What the problems of both tiny tasks have in common."""
+
+import pytest
+
+from grpo_replay.tiny import long_problems, problems
+
+FIRST_TRAINED = {
+    problems: ["81+48", "23*8", "5*8-9*4"],
+    long_problems: ["03+18-27j", "43+31-92r", "16+48-29j"],
+}
+FIRST_HELD_OUT = {
+    problems: ["82+35", "53-47", "56*4", "22+2*2", "9*2-2*2"],
+    long_problems: ["45+25-34j", "61+78-94n", "85+63-97r"],
+}
+
+both = pytest.mark.parametrize("task", [problems, long_problems], ids=["tiny", "tiny-long"])
+
+
+@both
+def test_rows_hold_strings_and_an_id_made_of_benchmark_and_problem(task):
+    held_out = [row for name in task.BENCHMARKS for row in task.benchmark_problems(name)]
+    for row in task.train_problems() + held_out:
+        assert set(row) == {"problem", "answer", "benchmark", "problem_id"}
+        assert all(isinstance(value, str) for value in row.values())
+        assert row["problem_id"] == f"{row['benchmark']}:{row['problem']}"
+
+
+@both
+def test_the_seed_decides_the_training_problems_and_nothing_else_does(task):
+    assert task.train_problems(3) == task.train_problems(3)
+    assert task.train_problems(3) != task.train_problems(4)
+    assert task.train_problems() == task.train_problems(0)
+
+
+@both
+def test_problems_are_the_same_on_every_machine_and_in_every_release(task):
+    assert [row["problem"] for row in task.train_problems()[:3]] == FIRST_TRAINED[task]
+    first = [task.benchmark_problems(name)[0]["problem"] for name in task.BENCHMARKS]
+    assert first == FIRST_HELD_OUT[task]
+
+
+@both
+def test_an_unknown_benchmark_is_refused_with_the_names_that_are_allowed(task):
+    allowed = ", ".join(task.BENCHMARKS)
+    with pytest.raises(ValueError, match=f"'tiny_div'; allowed: {allowed}$"):
+        task.benchmark_problems("tiny_div")
