@@ -36,10 +36,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 6, "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     },
+    "seventy": {
+        "num_hidden_layers": 10, "vocab_size": 32_768, "hidden_size": 640,
+        "intermediate_size": 1920, "num_attention_heads": 10, "num_key_value_heads": 5,
+        "head_dim": 64,
+    },
     "vocabulary": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 768,
                    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
 }  # fmt: skip
-"""Qwen3-0.6B with other sizes; `vocabulary` keeps the real 151,936 tokens."""
+"""Qwen3-0.6B with other sizes; `vocabulary` keeps the real 151,936 tokens; `seventy` has 70 million
+parameters."""
+
+
+def bucket(elements: int) -> dict[str, Any]:
+    return {"zero": {"reduce_bucket_size": elements}}
+
+
+OFFLOAD = {"offload_optimizer": True}
 
 BASE_CASES = [("nothing", stage, "float32", 1, False, 64, 2, 1024) for stage in (0, 2)]
 CASES = [
@@ -63,11 +76,20 @@ CASES = [
     ("wide", 2, "bfloat16", 1, False, 64, 8, 1024, 16),
     ("wide", 3, "bfloat16", 1, False, 64, 8, 1024, 16),
     ("long", 3, "float32", 1, False, 2048, 4, 256, 16),
+    # and settings of the engine
+    ("seventy", 2, "float32", 1, False, 16, 4, 1024),
+    ("seventy", 2, "float32", 1, False, 16, 4, 1024, bucket(50_000_000)),
+    ("seventy", 2, "float32", 1, False, 16, 4, 1024, OFFLOAD),
+    ("seventy", 3, "float32", 2, False, 16, 8, 1024),
+    ("seventy", 3, "float32", 2, False, 16, 8, 1024, bucket(50_000_000)),
+    ("seventy", 3, "float32", 2, False, 16, 8, 1024, OFFLOAD),
 ]
 
 
 def recipe_of(case: tuple[Any, ...]) -> dict[str, Any]:
-    shape, stage, dtype, ranks, checkpointing, length, rows, chunk, *lora = case
+    shape, stage, dtype, ranks, checkpointing, length, rows, chunk, *more = case
+    lora = [each for each in more if isinstance(each, int)]
+    engine = next((each for each in more if isinstance(each, dict)), {})
     prompt = length // 8
     return {
         "name": "memory",
@@ -83,7 +105,7 @@ def recipe_of(case: tuple[Any, ...]) -> dict[str, Any]:
         "batch": {"max_tokens_per_microbatch": rows // ranks // 2 * length, "updates_per_step": 1},
         "engine": {
             "device": "cpu", "zero_stage": stage, "num_processes": ranks,
-            "logprob_chunk_tokens": chunk,
+            "logprob_chunk_tokens": chunk, **engine,
         },
     }  # fmt: skip
 
@@ -137,7 +159,7 @@ def predicted_mib(case: tuple[Any, ...]) -> float:
     from grpo_replay.recipe import resolve_recipe
 
     memory = plan_engine(resolve_recipe([recipe_of(case)]), on_cuda=False, capacity=0).engine
-    return (memory.peak - memory.base) / 2**20
+    return (memory.peak - memory.base + memory.host) / 2**20
 
 
 def peak_mib(case: tuple[Any, ...]) -> float:
