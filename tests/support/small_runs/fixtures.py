@@ -1,8 +1,10 @@
-"""Small runs that several test files read, made once per session. Tests may not change them."""
+"""Small runs that several test files read, made once for all workers. Tests may not change them."""
 
-from collections.abc import Iterator
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,10 +19,36 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory) -> dict[str, Path]:
+def shared_folder(tmp_path_factory, worker_id) -> Path:
+    """A folder of this session that all of its workers see."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def made_once(folder: Path, make: Callable[[], Any]) -> None:
+    """Let the first worker that gets here make `folder`, and the others wait for it."""
+    made = folder.with_name(f"{folder.name}.made")
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+            make()
+            made.touch()
+
+
+@pytest.fixture(scope="session")
+def runs(shared_folder) -> dict[str, Path]:
     """One synthetic run of 24 steps for each preset."""
-    folder = tmp_path_factory.mktemp("runs")
-    return {preset: write_synthetic_run(folder / preset, preset).folder for preset in PRESETS}
+    folders = {preset: shared_folder / "synthetic" / preset for preset in PRESETS}
+
+    def make() -> None:
+        for preset, folder in folders.items():
+            write_synthetic_run(folder, preset)
+
+    made_once(shared_folder / "synthetic", make)
+    return folders
 
 
 @pytest.fixture(scope="session")
@@ -48,10 +76,10 @@ def fake_server() -> "Iterator[FakePolicyServer]":
 
 
 @pytest.fixture(scope="session")
-def one_update_run(tmp_path_factory, processes) -> "FinishedRun":
+def one_update_run(shared_folder, processes) -> "FinishedRun":
     """Our method with one mini-batch per step and a checkpoint after every step."""
     return _train(
-        tmp_path_factory.mktemp("one_update") / "run",
+        shared_folder / "one_update",
         batch={"updates_per_step": 1},
         run={"steps": 12},
         checkpoint={"every_steps": 1, "keep": 100},
@@ -59,19 +87,19 @@ def one_update_run(tmp_path_factory, processes) -> "FinishedRun":
 
 
 @pytest.fixture(scope="session")
-def ours_run(tmp_path_factory, processes) -> "FinishedRun":
+def ours_run(shared_folder, processes) -> "FinishedRun":
     """Our method as it comes, two mini-batches per step."""
     return _train(
-        tmp_path_factory.mktemp("ours") / "run",
+        shared_folder / "ours",
         run={"steps": 12},
         checkpoint={"every_steps": 3, "keep": 100},
     )
 
 
 @pytest.fixture(scope="session")
-def pool_run(tmp_path_factory, processes) -> "FinishedRun":
+def pool_run(shared_folder, processes) -> "FinishedRun":
     return _train(
-        tmp_path_factory.mktemp("pool") / "run",
+        shared_folder / "pool",
         replay={"composition": "pool"},
         run={"steps": 12},
         checkpoint={"every_steps": 4, "keep": 100},
@@ -79,10 +107,10 @@ def pool_run(tmp_path_factory, processes) -> "FinishedRun":
 
 
 @pytest.fixture(scope="session")
-def fifo_run(tmp_path_factory, processes) -> "FinishedRun":
+def fifo_run(shared_folder, processes) -> "FinishedRun":
     """Paper B's preset, with a buffer small enough to be full and a step without survivors."""
     return _train(
-        tmp_path_factory.mktemp("fifo") / "run",
+        shared_folder / "fifo",
         replay={
             "preset": "fifo", "ratio": 0.75, "capacity_rollouts": 30, "warmup_steps": 0,
             "max_age_steps": None,
@@ -93,6 +121,7 @@ def fifo_run(tmp_path_factory, processes) -> "FinishedRun":
 
 
 def _train(path: Path, **sections) -> "FinishedRun":
-    from small_runs.trained import train_small_run
+    from small_runs.trained import FinishedRun, small_recipe, train_small_run
 
-    return train_small_run(path, **sections)
+    made_once(path, lambda: train_small_run(path, **sections))
+    return FinishedRun(path, small_recipe(**sections))
