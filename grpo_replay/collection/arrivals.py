@@ -4,7 +4,6 @@ A function of the journal alone: the same records in the same order give the sam
 and balance, live or replayed.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from grpo_replay.collection.ledger import Amount, Ledger
@@ -60,9 +59,9 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def queued(self) -> Iterator[Arrived]:
-        """The groups that wait, in the order of arrival."""
-        return iter(self._queue)
+    def young(self, step: int) -> list[Arrived]:
+        """The groups that wait and are not too old for `step`, in the order of arrival."""
+        return [each for each in self._queue if not self._is_stale(each, step)]
 
     def has(self, place: Place) -> bool:
         """True if the group of this place arrived or was dropped: another copy is a duplicate."""
@@ -97,12 +96,12 @@ class Arrivals:
 
     def ready(self, step: int) -> int:
         """Number of queued groups that are not too old for `step`."""
-        return sum(not self._is_stale(each, step) for each in self._queue)
+        return len(self.young(step))
 
     def select(self, step: int) -> Selection:
         """Take the groups of `step` out of the queue, and those too old for it."""
         stale = [each for each in self._queue if self._is_stale(each, step)]
-        young = [each for each in self._queue if not self._is_stale(each, step)]
+        young = self.young(step)
         count, newest = self.rules.groups_per_step, self.rules.newest_first
         if count is not None and len(young) < count:
             raise JournalError(f"step {step} takes {count} groups, {len(young)} have arrived")

@@ -172,7 +172,9 @@ class Intake:
             sampling.collection.max_ahead_steps, version, sampling.prompts_per_step,
             self.recipe.run.steps,
         )  # fmt: skip
-        discarded = arrivals.stale_groups + arrivals.dropped_groups - self._discarded_at_hello
+        stale = len(arrivals) - arrivals.ready(version + 1)  # and not taken out of the queue yet
+        discarded = arrivals.stale_groups + stale + arrivals.dropped_groups
+        discarded -= self._discarded_at_hello
         self._link.send(Credit(may_start(limit, self._accepted_at_hello, discarded)))
 
     def cancel_stale(self, next_step: int) -> None:

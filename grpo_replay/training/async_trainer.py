@@ -23,7 +23,7 @@ from grpo_replay.buffer.compose import (
     insert_before_draw,
 )
 from grpo_replay.collection.admission import unacknowledged_limit
-from grpo_replay.collection.assembly import TakenRollouts
+from grpo_replay.collection.assembly import TakenRollouts, rollouts_to_insert
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.link import CollectorSettings
@@ -42,6 +42,7 @@ from grpo_replay.training.async_record import (
     count_async_step,
     write_async_step_files,
 )
+from grpo_replay.training.journal_rules import JOURNAL_FOLDER
 from grpo_replay.training.learning_watch import refuse_failed_verdicts
 from grpo_replay.training.metrics import Stopwatch
 from grpo_replay.training.step_record import StepRecord
@@ -56,8 +57,6 @@ from grpo_replay.training.weight_sync import (
 from grpo_replay.types import Rollout
 
 logger = logging.getLogger(__name__)
-
-JOURNAL_FOLDER = "journal"
 
 
 def open_async_trainer(parts: Parts, state: RunState, stack: ExitStack) -> Trainer:
@@ -168,19 +167,16 @@ class AsyncTrainer(Trainer):
         )  # fmt: skip
 
     def _rollouts_waiting(self, step: int) -> int:
-        """Rollouts in the queue that will enter the buffer."""
+        """Rollouts in the queue that will enter the buffer at `step`."""
         assert self.intake is not None
-        drops = self.recipe.replay.drop_zero_variance
-        rewards = [
-            {row.reward for row in each.group.rows} for each in self.intake.arrivals.queued()
-        ]
-        kept = sum(len(each) > 1 for each in rewards) if drops else len(rewards)
-        return kept * self.recipe.sampling.group_size
+        young = self.intake.arrivals.young(step)
+        return sum(rollouts_to_insert(each.group, self.recipe) for each in young)
 
     def train_step(self) -> dict[str, Any]:
         """One step: take what has arrived, then Algorithm 1 from the eviction on. Returns the
         step's metrics on rank 0, an empty dict on other ranks. `await_step` comes before it."""
         step = self.state.step + 1
+        self.parts.engine.begin_step(step)
         taken = self._take(step)
         self.generated = taken.generated
         gap = self._measure_gap(taken, step)
@@ -261,10 +257,11 @@ class AsyncTrainer(Trainer):
         `run.sync_every_steps`-th version, unless the step was replayed from the journal; none is
         waited for after the last step."""
         version = self.state.policy_version + 1
-        if not self._replaying and self._push_is_due() and version < self.recipe.run.steps:
+        if not self._replaying and version < self.recipe.run.steps:
             if self.intake is not None:
                 self.intake.cancel_stale(version + 1)
-            self._push(version)
+            if self._push_is_due():
+                self._push(version)
         self.state.policy_version = version
 
     def _push(self, version: int) -> None:

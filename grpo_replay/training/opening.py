@@ -40,6 +40,7 @@ from grpo_replay.storage.checkpoint import (
 )
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
 from grpo_replay.training.checkpoint_writer import notices_of_room
+from grpo_replay.training.journal_rules import refuse_other_rules
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.reward_notices import reward_notices
 from grpo_replay.training.trainer import Parts
@@ -158,12 +159,15 @@ class RunOpener:
     def _prepare_directory(self, resume: bool) -> tuple[Path | None, list[str]]:
         """Create the run directory, or find the last checkpoint and check what it needs. Returns
         that checkpoint and notices. Called on rank 0 only."""
-        run_dir = self.run_dir
+        run_dir, journal = self.run_dir, self.recipe.sampling.collection.replay_journal
+        if journal is not None:
+            refuse_other_rules(self.recipe, Path(journal))
         if not resume or run_dir.is_unborn:
             run_dir.create(self.recipe)
             self._open_log()
             return None, ["the run had not begun yet: it starts now"] if resume else []
         refuse_missing(run_dir.path)
+        refuse_other_rules(self.recipe, run_dir.path)
         run_dir.lock()
         adopt_latest(run_dir.checkpoints)
         checkpoint = find_checkpoint(run_dir.checkpoints)

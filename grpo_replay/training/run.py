@@ -218,6 +218,8 @@ class Run:
     def _show_samples(self, step: int) -> None:
         count, tokenizer = self.recipe.tracking.samples, self.trainer.parts.tokenizer
         rows = sample_rows(self.trainer.generated, count, tokenizer)
+        if not rows:  # nothing has arrived since the step before (`buffer_only`, asynchronous)
+            return
         for tracker in self.trackers:
             tracker.log_samples(step, rows)
         self.observer.on_samples(step, rows)

@@ -27,7 +27,7 @@ def test_the_oldest_finished_groups_come_first():
     queue = filled(arrivals(), 5)
     assert numbers(queue.select(1).taken) == [0, 1]
     assert numbers(queue.select(2).taken) == [2, 3]
-    assert numbers(queue.queued()) == [4]
+    assert numbers(queue.young(9)) == [4]
 
 
 def test_the_use_once_queue_takes_the_newest_first_and_nothing_twice():
@@ -35,7 +35,7 @@ def test_the_use_once_queue_takes_the_newest_first_and_nothing_twice():
     assert numbers(queue.select(1).taken) == [3, 4]
     queue.take_in(group((0, 5)))
     assert numbers(queue.select(2).taken) == [2, 5]
-    assert numbers(queue.queued()) == [0, 1]
+    assert numbers(queue.young(9)) == [0, 1]
 
 
 def test_buffer_only_takes_whatever_is_there_and_never_waits():

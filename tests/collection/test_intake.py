@@ -107,11 +107,35 @@ def test_every_step_gets_its_groups_and_the_last_none_too_many(server, tmp_path)
     run.close()
 
 
+def credits_sent() -> list[int]:
+    """To the first collector."""
+    return [c.may_start for c in ThreadedLink.made[0].commands if isinstance(c, Credit)]
+
+
 def test_credit_stays_one_step_ahead_of_the_trainer(server, tmp_path):
     run = Run(recipe(server), tmp_path)
     run.step()
-    credits = [c.may_start for c in ThreadedLink.made[0].commands if isinstance(c, Credit)]
+    credits = credits_sent()
     assert (credits[0], credits[-1]) == (2 * PER_STEP, 3 * PER_STEP)
+    run.close()
+
+
+def test_groups_that_grow_too_old_in_the_queue_are_replaced_up_to_the_last_step(server, tmp_path):
+    """Four steps ahead, but no older than one: most of what is sampled is never trained on."""
+    settings = recipe(
+        server, run={"steps": 10}, replay={"max_age_steps": 1},
+        sampling={"collection": {"max_ahead_steps": 4}},
+    )  # fmt: skip
+    server.seconds = 0.0
+    run = Run(settings, tmp_path)
+    for step in range(1, 11):
+        run.step()
+        while run.intake.arrivals.arrived_groups < credits_sent()[-1]:
+            run.intake.poll(step, 0.05)  # the collector samples all that it may
+        server.label = f"run/{step}"
+        run.intake.announce(server.url, step)
+    assert [len(run.taken[step]) >= 2 * PER_STEP for step in run.taken] == [True] * 10
+    assert run.intake.arrivals.stale_groups > 0
     run.close()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import (
     BUFFER_ONLY,
     async_recipe,
@@ -20,9 +21,12 @@ from small_runs.trained import GROUP, PROMPTS, FinishedRun
 
 from grpo_replay.collection.journal import Journal, read_journal
 from grpo_replay.collection.messages import Group, Step
+from grpo_replay.engine.models import load_policy
+from grpo_replay.errors import RecipeError
 from grpo_replay.inspection.rebuild import rebuild_stored
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.estimate import measured_mu
+from grpo_replay.recipe import resolve_recipe
 from grpo_replay.verification.verify import verify_run
 
 pytestmark = pytest.mark.timeout(240)
@@ -97,6 +101,23 @@ def test_buffer_only_is_never_gated_and_draws_a_whole_batch_every_step(fifo):
     check_ledger(fifo)
 
 
+@pytest.mark.slow
+def test_steps_to_which_nothing_has_arrived_train_all_the_same(tmp_path, processes):
+    """The trainer of `buffer_only` does not wait, and here it is faster than the server."""
+    server = FakePolicyServer(seconds=0.5)
+    tracking = {"report_to": ["tensorboard"], "samples_every_steps": 1}
+    sections = {"replay": BUFFER_ONLY, "tracking": tracking, "run": {"steps": 20}}
+    run = train_async_run(async_recipe([server.url], sections), tmp_path / "run")
+    server.stop()
+    idle = [line for line in run.metrics if not run.rollouts(line["step"])]
+    assert len(idle) > 5
+    for line in idle:
+        assert line["reward"] is None and line["fresh/rollouts"] == 0
+        assert line["replay/rollouts"] == PROMPTS * GROUP
+    check_ledger(run)
+    assert verify_run(run.path).passed
+
+
 def test_every_update_pauses_loads_and_confirms(fake_server, run):
     """Each update: pause, the label that is no version, load, cache, label, resume."""
     start = fake_server.calls.index("pause")
@@ -118,6 +139,45 @@ def test_the_journal_alone_gives_the_same_weights_bit_for_bit(run, tmp_path):
         assert {k: line[k] for k in same} == {k: other[k] for k in same}
     assert measured_mu(run.metrics, PROMPTS * GROUP) > 0
     assert measured_mu(again.metrics, PROMPTS * GROUP) is None  # nothing was generated for it
+
+
+def test_the_learning_rate_follows_its_schedule(anchored, tmp_path):
+    """While the rate rises, the same groups move the weights less."""
+    again = replay_run(anchored, tmp_path / "again", {"optimizer": {"warmup_steps": 5}})
+    peak = anchored.recipe.optimizer.learning_rate
+    rates = [line["learning_rate"] / peak for line in again.metrics]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    base = load_policy(anchored.recipe.model, 0).state_dict()
+    assert 0.3 < moved(again, base) / moved(anchored, base) < 0.9
+
+
+def moved(run: FinishedRun, base: dict[str, torch.Tensor]) -> float:
+    return sum(float((w - base[name]).norm()) ** 2 for name, w in run.weights().items()) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("sampling", "prompts_per_step", 2),
+        ("replay", "max_age_steps", 5),
+        ("replay", "drop_zero_variance", False),
+    ],
+)
+def test_a_journal_is_repeated_by_its_own_rules_alone(anchored, tmp_path, section, key, value):
+    change = {section: {key: value}}
+    named = rf"{section}\.{key} {value}, was .*Leave these keys"
+    with pytest.raises(RecipeError, match=named):
+        replay_run(anchored, tmp_path / "again", change)
+    assert not (tmp_path / "again").exists()
+    copy = tmp_path / "copy"
+    shutil.copytree(anchored.path, copy, symlinks=True)
+    before = sorted(copy.rglob("*"))
+    longer = resolve_recipe(
+        [anchored.recipe.model_dump(mode="json"), change, {"run": {"steps": 7}}]
+    )
+    with pytest.raises(RecipeError, match=named):
+        train_async_run(longer, copy, resume=True)
+    assert sorted(copy.rglob("*")) == before
 
 
 def test_another_journal_gives_other_weights(anchored, tmp_path):

@@ -74,12 +74,10 @@ def collector_pids() -> list[int]:
     ]
 
 
-def replay_run(run: FinishedRun, path: Path) -> FinishedRun:
+def replay_run(run: FinishedRun, path: Path, *layers: dict[str, Any]) -> FinishedRun:
     """The run again, from its journal, without servers."""
-    collection = {"replay_journal": str(run.path)}
-    changed = resolve_recipe(
-        [run.recipe.model_dump(mode="json"), {"sampling": {"collection": collection}}]
-    )
+    source = {"sampling": {"collection": {"replay_journal": str(run.path)}}}
+    changed = resolve_recipe([run.recipe.model_dump(mode="json"), source, *layers])
     return train_async_run(changed, path)
 
 
