@@ -8,6 +8,7 @@ serves more of them. All of this runs as tasks of the background loop of `http_c
 import asyncio
 import logging
 import queue
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,10 @@ from grpo_replay.types import Completion, GenerationRequest
 logger = logging.getLogger(__name__)
 
 CHECKS_PER_LIMIT = 4
-"""How often a server's progress is checked within `request_timeout_seconds`."""
+"""How often a server's progress is checked within `request_timeout_seconds`, at least."""
+
+LONGEST_CHECK_SECONDS = 5.0
+"""Longest time between two checks: after it a server that came back gets requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +128,8 @@ class _Work:
         """Put all completions, or those before the first error and then it, into the results."""
         try:
             async with self._tasks:
-                live = self._pool.live()
-                watchers = [self._tasks.create_task(self._watch(server)) for server in live]
+                servers = self._pool.servers
+                watchers = [self._tasks.create_task(self._watch(server)) for server in servers]
                 self._dispatch()
                 await self._all_finished.wait()
                 for watcher in watchers:
@@ -223,12 +227,22 @@ class _Work:
         return None
 
     async def _watch(self, server: VllmServer) -> None:
-        """Lose the server if it generates nothing for too long."""
+        """Lose the server if it generates nothing for too long, and use it again if it comes back.
+        Raises SamplerError if for so long no server can be used."""
         limit = self._pool.settings.request_timeout_seconds
         running = self._running[server.url]
         progress = ServerProgress(server, limit)
-        while server.url not in self._pool.lost:
-            await asyncio.sleep(limit / CHECKS_PER_LIMIT)
+        alone = time.monotonic()
+        while True:
+            await asyncio.sleep(min(limit / CHECKS_PER_LIMIT, LONGEST_CHECK_SECONDS))
+            if self._pool.live():
+                alone = time.monotonic()
+            elif time.monotonic() - alone > limit:
+                raise SamplerError(f"no vLLM server came back for {limit:g} s: {self._pool.lost}")
+            if server.url in self._pool.lost:
+                progress = ServerProgress(server, limit)
+                continue
+            self._dispatch()
             if await progress.stalled_seconds(len(running)) > limit and running:
                 self._lose(
                     server,

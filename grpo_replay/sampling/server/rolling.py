@@ -21,7 +21,7 @@ from grpo_replay.sampling.server.request_pool import ServerPool
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.sampling.server.weight_transfer import KeptFolderTransfer, switch_server
-from grpo_replay.types import Completion, GenerationRequest
+from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RollingServerSampler(VllmServerSampler):
         self.on_switch: Callable[[str, int | None], None] = lambda url, version: None
         self.paused_seconds = 0.0
         self._suspects: set[str] = set()
-        self._switching = threading.Lock()
+        self._switching = threading.RLock()
         self._closing = threading.Event()
         self._keeper: threading.Thread | None = None
 
@@ -72,6 +72,12 @@ class RollingServerSampler(VllmServerSampler):
         if not self._pool.live():
             raise SamplerError(f"all vLLM servers are away: {self._pool.lost}")
         return super().generate(requests)
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """As `VllmServerSampler.load_weights`. Meanwhile the keeper brings weights to no server: it
+        would not know which version is the newest, and which is staged."""
+        with self._switching:
+            super().load_weights(named_tensors, version)
 
     def suspect(self, urls: Iterable[str]) -> None:
         """Look at these servers, which the collector does not use."""
@@ -108,8 +114,7 @@ class RollingServerSampler(VllmServerSampler):
         """Switch the servers on rank 0, one after the other. Every rank learns which are away."""
         if self._comm.is_main and load_on is not None:
             for server in self._pool.live():  # the keeper brings it to the others
-                with self._switching:
-                    self._switch(server, load_on, version)
+                self._switch(server, load_on, version)
         lost = self._comm.broadcast_json(dict(self._pool.lost))
         if lost and not self._pool.settings.drop_lost:
             raise SamplerError(
