@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from grpo_replay.collection.messages import (
     Delivery,
     Failure,
     Report,
-    Stop,
     decode_command,
     encode,
 )
@@ -85,15 +84,24 @@ async def _collect(settings: dict[str, Any], commands: zmq.asyncio.Socket, send:
                 settings["unacknowledged_limit"], prompts, decode, scorer, send,
             )
         )  # fmt: skip
-        helpers = [
-            asyncio.create_task(_take_commands(collector, commands)),
-            asyncio.create_task(_stop_without_parent(collector, settings["parent"])),
-        ]
-        try:
-            await collector.run()
-        finally:
-            for task in helpers:
-                task.cancel()
+        await _until_the_first_ends(
+            collector.run(),
+            _take_commands(collector, commands),
+            _stop_without_parent(collector, settings["parent"]),
+        )
+
+
+async def _until_the_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends or fails, and cancel the others. Raises its error."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _take_commands(collector: Collector, commands: zmq.asyncio.Socket) -> None:
@@ -105,7 +113,6 @@ async def _stop_without_parent(collector: Collector, parent: int) -> None:
     """Not the kernel's death signal: that follows the thread that spawned us, which may end."""
     while os.getppid() == parent:
         await asyncio.sleep(PARENT_POLL_SECONDS)
-    collector.handle(Stop())
 
 
 if __name__ == "__main__":
