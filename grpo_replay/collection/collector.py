@@ -36,6 +36,7 @@ from grpo_replay.grpo.rollouts import group_requests
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.sampling.server.http_client import close_kept_connections
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.types import Completion, Prompt
 
@@ -98,6 +99,7 @@ class Collector:
                 task.cancel()
             if self._dispatcher is not None:
                 await self._dispatcher.close()
+            await close_kept_connections()
 
     def handle(self, command: Command) -> None:
         """Carry out one command of rank 0. Called in the event loop."""

@@ -28,11 +28,18 @@ class FakeServer:
         self.served = 0
         self.hung_up = 0  # completions whose client had closed the connection
         self.in_flight = self.most_in_flight = 0
+        self.connections = 0  # made so far
+        self._open: list[socket.socket] = []
         self._lock = threading.Lock()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                server.connections += 1
+                server._open.append(self.connection)
 
             def do_GET(self) -> None:
                 if self.path == "/metrics":
@@ -119,6 +126,13 @@ class FakeServer:
         }
         return 200, {"choices": [choice], "seed": body["sampling_params"]["seed"]}
 
+    def close_connections(self) -> None:
+        """As vLLM closes those that nobody used for a while."""
+        for connection in self._open:
+            with contextlib.suppress(OSError):  # closed already
+                connection.shutdown(socket.SHUT_RDWR)
+
     def stop(self) -> None:
         self._http.shutdown()
         self._http.server_close()
+        self.close_connections()

@@ -1,6 +1,7 @@
 """JSON over HTTP with aiohttp. All requests run in one event loop, in a background thread."""
 
 import asyncio
+import atexit
 import functools
 import json
 import os
@@ -13,7 +14,12 @@ import aiohttp
 
 API_KEY_VARIABLE = "VLLM_API_KEY"
 
+KEPT_SECONDS = 2.0
+"""How long an unused connection is kept: less than vLLM does (5 s), which then closes it."""
+
 T = TypeVar("T")
+
+_kept: dict[asyncio.AbstractEventLoop, aiohttp.TCPConnector] = {}
 
 
 class Unreachable(Exception):
@@ -33,6 +39,7 @@ def background_loop() -> asyncio.AbstractEventLoop:
     """The event loop of all requests of this process. The first call starts its thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="http", daemon=True).start()
+    atexit.register(lambda: block_on(close_kept_connections()))
     return loop
 
 
@@ -43,6 +50,12 @@ def block_on(coroutine: Coroutine[Any, Any, T]) -> T:
         return future.result()
     finally:
         future.cancel()  # after an interrupt; does nothing to a finished one
+
+
+async def close_kept_connections() -> None:
+    """Those of the running loop, which makes no more requests."""
+    if connector := _kept.pop(asyncio.get_running_loop(), None):
+        await connector.close()
 
 
 class HttpClient:
@@ -63,23 +76,34 @@ class HttpClient:
         return block_on(self.request("POST", path, body, timeout_seconds))
 
     async def request(
-        self, method: str, path: str, body: Any, timeout_seconds: float | None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout_seconds: float | None,
+        repeatable: bool = False,
     ) -> Any:
         """The JSON answer, or None if it is empty. Without a time limit it waits until it is
-        cancelled, which closes the connection. Raises Unreachable or Refused."""
-        answer = await self.request_text(method, path, body, timeout_seconds)
+        cancelled, which closes the connection. A `repeatable` request may take a connection that
+        others had, which is faster. Raises Unreachable or Refused."""
+        answer = await self.request_text(method, path, body, timeout_seconds, repeatable)
         try:
             return json.loads(answer) if answer else None
         except ValueError as error:
             raise Unreachable(f"{path} did not answer in JSON: {answer[:100]!r}") from error
 
     async def request_text(
-        self, method: str, path: str, body: Any, timeout_seconds: float | None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout_seconds: float | None,
+        repeatable: bool = False,
     ) -> str:
         """The answer as text. Raises Unreachable or Refused."""
         try:
-            # A connection of its own: a kept one may be closed by the server at any moment, and
-            # a control request must not be sent twice.
+            # The server may close a kept connection at any moment. Whoever made a request that must
+            # not be sent twice would not know what came of it: these get a connection of their own.
             async with aiohttp.request(
                 method,
                 self._url + path,
@@ -87,6 +111,7 @@ class HttpClient:
                 headers=_headers(),
                 timeout=aiohttp.ClientTimeout(total=timeout_seconds),
                 allow_redirects=False,
+                connector=_kept_connections() if repeatable else None,
             ) as response:
                 answer = (await response.read()).decode("utf-8", "replace")
         except (aiohttp.ClientError, OSError) as error:
@@ -96,6 +121,14 @@ class HttpClient:
         if response.status != 200:
             raise Refused(response.status, _error_message(answer))
         return answer
+
+
+def _kept_connections() -> aiohttp.TCPConnector:
+    """Of the running loop; any number."""
+    loop = asyncio.get_running_loop()
+    if loop not in _kept:
+        _kept[loop] = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_SECONDS)
+    return _kept[loop]
 
 
 def _headers() -> dict[str, str]:

@@ -79,7 +79,8 @@ class VllmServer:
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_parameters(request, stop_token_ids),
         }
-        answer = await self.http.request("POST", "/inference/v1/generate", body, None)
+        path = "/inference/v1/generate"
+        answer = await self.http.request("POST", path, body, None, repeatable=True)
         return answer["choices"][0]
 
     async def complete(

@@ -259,6 +259,24 @@ def test_a_finished_run_leaves_no_task(fakes):
     assert block_on(other_tasks()) == 0, "also while the iterator is still open"
 
 
+def test_completions_share_connections_and_control_requests_do_not(fakes):
+    (server,) = fakes(1)
+    assert len(list(make_pool([server]).run(make_requests(count=24), STOP, 0))) == 24
+    assert server.connections == 4, "as many as requests in flight"
+    client = HttpClient(server.url)
+    for _ in range(3):
+        client.get("/weight_info", 5.0)
+    assert server.connections == 4 + 3
+
+
+def test_a_completion_survives_that_the_server_closes_the_kept_connection(fakes):
+    (server,) = fakes(1)
+    pool = make_pool([server])
+    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+    server.close_connections()
+    assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
+
+
 def test_http_errors_are_distinguished(fakes):
     (server,) = fakes(1)
     client = HttpClient(server.url)
