@@ -133,15 +133,15 @@ def compare_in_process(
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
-    prompts = [{"prompt_token_ids": r.prompt_token_ids.tolist()} for r in requests]
-    parameters = [
-        SamplingParams(**sampling_parameters(r, sampler.stop_token_ids)) for r in requests
-    ]
 
     def ours() -> int:
         return sum(len(c.token_ids) for c in sampler.generate(requests))
 
     def bare() -> int:
+        prompts = [{"prompt_token_ids": r.prompt_token_ids.tolist()} for r in requests]
+        parameters = [
+            SamplingParams(**sampling_parameters(r, sampler.stop_token_ids)) for r in requests
+        ]
         outputs = llm.generate(prompts, parameters, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
@@ -155,20 +155,23 @@ def compare_http(folder: str, requests: Sequence[GenerationRequest], rounds: int
     tokens = requests[0].max_tokens
     recipe = make_recipe(folder, tokens, backend="vllm_server", servers=servers)
     sampler = VllmServerSampler.open(recipe, folder, Comm())
-    bodies = [
-        {
-            "token_ids": r.prompt_token_ids.tolist(),
-            "sampling_params": sampling_parameters(r, sampler.stop_token_ids),
-        }
-        for r in requests
-    ]
     url = f"http://127.0.0.1:{PORT}/inference/v1/generate"
 
     def ours() -> int:
         return sum(len(c.token_ids) for c in sampler.generate(requests))
 
+    def bare() -> int:
+        bodies = [
+            {
+                "token_ids": r.prompt_token_ids.tolist(),
+                "sampling_params": sampling_parameters(r, sampler.stop_token_ids),
+            }
+            for r in requests
+        ]
+        return asyncio.run(post_all(url, bodies))
+
     try:
-        return compare(ours, lambda: asyncio.run(post_all(url, bodies)), rounds)
+        return compare(ours, bare, rounds)
     finally:
         sampler.close()
 

@@ -121,14 +121,11 @@ class VllmLocalSampler:
                 )
                 running.add(str(index))
             while running:
-                with preserved_torch_randomness():
-                    outputs = engine.step()
-                for output in outputs:
-                    if output.finished:
-                        running.discard(output.request_id)
-                        index = int(output.request_id)
-                        if index in wanted:
-                            yield self._completion(requests[index], output.outputs[0])
+                for output in _steps_to_an_end(engine):
+                    running.discard(output.request_id)
+                    index = int(output.request_id)
+                    if index in wanted:
+                        yield self._completion(requests[index], output.outputs[0])
         finally:
             self._abandon(engine, running)
 
@@ -274,6 +271,14 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     # including the trainer's. `close` shuts the executor down instead.
     engine.engine_core._finalizer.detach()
     return engine
+
+
+def _steps_to_an_end(engine: "LLMEngine") -> list[Any]:
+    """Step the engine until a request is finished. Returns the outputs of the finished."""
+    with preserved_torch_randomness():
+        while True:
+            if outputs := [output for output in engine.step() if output.finished]:
+                return outputs
 
 
 def _encode(requests: Sequence[GenerationRequest]) -> bytes:

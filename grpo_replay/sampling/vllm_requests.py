@@ -1,6 +1,5 @@
 """Shared by both vLLM backends: requests as sampling parameters, and validation of completions."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +73,13 @@ def build_completion(
     place = f"completion {tuple(request.key)} of policy version {spans.first}"
     if len(logprobs) != len(token_ids) or not token_ids:
         raise SamplerError(f"{place}: {len(token_ids)} tokens came with {len(logprobs)} log-probs")
-    for position, logprob in enumerate(logprobs):
-        if not math.isfinite(logprob) or logprob <= NO_LOGPROB:
-            raise SamplerError(
-                f"{place}: the log-prob of token {position} is not finite; the weights hold NaN "
-                "or infinity: look at grad_norm and loss of the last steps"
-            )
+    logprobs_T = np.asarray(logprobs, dtype=np.float32)
+    bad = ~np.isfinite(logprobs_T) | (logprobs_T <= NO_LOGPROB)
+    if bad.any():
+        raise SamplerError(
+            f"{place}: the log-prob of token {bad.argmax()} is not finite; the weights hold NaN "
+            "or infinity: look at grad_norm and loss of the last steps"
+        )
     ended = finish_reason == "stop" and token_ids[-1] in stop_token_ids
     truncated = finish_reason == "length" and len(token_ids) == request.max_tokens
     if finish_reason is None or not (ended or truncated):
@@ -91,7 +91,7 @@ def build_completion(
     return Completion(
         key=request.key,
         token_ids=np.asarray(token_ids, dtype=np.int32),
-        sampler_logprobs=np.asarray(logprobs, dtype=np.float32),
+        sampler_logprobs=logprobs_T,
         finish_reason=finish_reason,
         policy_version=spans.first,
         policy_version_end=spans.last,
