@@ -54,4 +54,8 @@ def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dic
     }
     if on_gpu:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
+    else:
+        # vLLM 0.32 rewinds the generator of a seeded request after a part of a prompt; that of a
+        # CPU cannot be rewound, and the engine dies ("CPU Generator does not use offset").
+        arguments["enable_chunked_prefill"] = False
     return arguments

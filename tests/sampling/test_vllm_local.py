@@ -5,6 +5,7 @@ import pytest
 import torch
 from tiny_policy import (
     GAP_LIMIT,
+    LONGEST_PROMPT,
     PROMPTS,
     STOP_TOKENS,
     by_key,
@@ -12,6 +13,7 @@ from tiny_policy import (
     gaps,
     long_prompt_requests,
     make_requests,
+    many_long_prompts,
     push,
     tiny_recipe,
 )
@@ -72,6 +74,18 @@ def test_a_completion_depends_only_on_its_request(opened):
     assert len(together) == len(alone) == 32
     for key, completion in together.items():
         np.testing.assert_array_equal(completion.token_ids, alone[key].token_ids)
+
+
+def test_more_prompt_tokens_than_one_forward_pass_takes(opened):
+    """vLLM would split a prompt at the limit, and rewind the seeded generator of its request, which
+    a CPU's cannot do."""
+    policy, sampler = opened
+    push(sampler, policy.model)
+    scheduler = sampler._engine.vllm_config.scheduler_config
+    requests = many_long_prompts(2 * scheduler.max_num_batched_tokens)
+    completions = list(sampler.generate(requests))
+    assert len(completions) == len(requests) > scheduler.max_num_batched_tokens / LONGEST_PROMPT
+    assert gaps(policy.model, requests, completions).max() < 1e-4
 
 
 def test_stop_tokens_are_included_and_reasons_kept(opened):

@@ -162,10 +162,12 @@ def test_a_server_is_started_as_an_engine_would_be(tied):
     assert "--logprobs-mode processed_logprobs --no-enable-prefix-caching" in text
     assert "--enforce-eager" in command and "--trust-remote-code" not in command
     assert "--revision" not in command, "no revision was named"
+    assert "--no-enable-chunked-prefill" in command
     assert command[-2:] == ["--weight-transfer-config", '{"backend": "nccl"}']
     assert "gpu_memory_utilization" not in arguments
     on_gpu = engine_arguments(recipe, recipe.model, on_gpu=True)
     assert on_gpu["gpu_memory_utilization"] == 0.6 and on_gpu["enforce_eager"] is False
+    assert "enable_chunked_prefill" not in on_gpu
 
 
 def test_what_vllm_switches_on_for_gpus_can_be_switched_off(tied):

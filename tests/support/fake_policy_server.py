@@ -38,6 +38,7 @@ class FakePolicyServer(FakeServer):
         self.loaded: list[str] = []
         self.load_status = 200
         self.longest = 5
+        self.device, self.splits_prompts = "cpu", False
         self._resumed = threading.Event()
         self._resumed.set()
 
@@ -50,7 +51,13 @@ class FakePolicyServer(FakeServer):
                 "dtype": "float32",
                 "quantization": None,
             }
-            return {"vllm_config": {"model_config": model, "weight_transfer_config": None}}
+            config = {
+                "model_config": model,
+                "scheduler_config": {"enable_chunked_prefill": self.splits_prompts},
+                "device_config": {"device": self.device},
+                "weight_transfer_config": None,
+            }
+            return {"vllm_config": config}
         return super().describe(path)
 
     def control(self, path: str, body: Any) -> tuple[int, Any]:

@@ -108,6 +108,17 @@ def long_prompt_requests() -> list[GenerationRequest]:
     ]
 
 
+def many_long_prompts(tokens: int) -> list[GenerationRequest]:
+    """Requests with prompts of their own of at least so many tokens together."""
+    prompts = np.random.default_rng(4).integers(
+        2, 24, (tokens // LONGEST_PROMPT + 1, LONGEST_PROMPT)
+    )
+    return [
+        GenerationRequest(RequestKey(1, index, 0), prompt, seed=index, max_tokens=4)
+        for index, prompt in enumerate(prompts.astype(np.int32))
+    ]
+
+
 def by_key(completions: Sequence[Completion]) -> dict[RequestKey, Completion]:
     found = {completion.key: completion for completion in completions}
     assert len(found) == len(completions), "a completion came twice"

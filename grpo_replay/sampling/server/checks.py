@@ -119,6 +119,9 @@ def _setting_problems(server: VllmServer, required: ServerRequirements) -> Itera
         yield f"it does not count tokens ({TOKEN_COUNTER} in /metrics): --disable-log-stats is set"
     if model["quantization"] is not None:
         yield f"its weights are quantized ({model['quantization']})"
+    on_cpu = settings["device_config"]["device"] == "cpu"
+    if on_cpu and settings["scheduler_config"]["enable_chunked_prefill"]:
+        yield "it splits prompts, of which vLLM 0.32 dies on a CPU: --no-enable-chunked-prefill"
     transfer = (settings["weight_transfer_config"] or {}).get("backend")
     if required.nccl and transfer != "nccl":
         yield (

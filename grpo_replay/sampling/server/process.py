@@ -20,7 +20,7 @@ from grpo_replay.sampling.server import guard as server_guard
 from grpo_replay.sampling.vllm_settings import set_environment
 
 MODEL_NAME = "policy"
-ON_BY_DEFAULT = ("enable_prefix_caching", "async_scheduling")
+ON_BY_DEFAULT = ("enable_prefix_caching", "async_scheduling", "enable_chunked_prefill")
 """EngineArgs that vLLM turns on by default: `false` needs an explicit `--no-` option."""
 LOG_LINES = 15
 POLL_SECONDS = 0.3

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import async_recipe
-from tiny_policy import changed, named_tensors, save_policy
+from tiny_policy import changed, make_requests, named_tensors, save_policy
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.server.rolling import RollingServerSampler
+from grpo_replay.sampling.server.rolling import KEEPER_SECONDS, RollingServerSampler
 from grpo_replay.tiny import BASE_DIR
 
 
@@ -166,3 +166,63 @@ def test_on_failure_stop_ends_the_run_at_an_update(servers, policy, tmp_path):
             opened.load_weights(named_tensors(changed(policy, 9)), 1)
     finally:
         opened.close()
+
+
+def test_a_server_that_is_back_during_an_update_gets_the_new_version(sampler, servers, policy):
+    """It still has the label of the version that the sampler holds until the update is complete."""
+    old, port = servers[0].label, int(servers[0].url.rsplit(":", 1)[1])
+    servers[0].stop()
+    load = servers[1].control
+
+    def slowly(path, body):
+        if path.startswith("/collective_rpc") and body["method"] == "reload_weights":
+            servers[0] = FakePolicyServer(port)
+            servers[0].label = old
+            time.sleep(3 * KEEPER_SECONDS)
+        return load(path, body)
+
+    servers[1].control = slowly
+    sampler.load_weights(named_tensors(changed(policy, 10)), 1)
+    assert wait_until(lambda: servers[0].label.endswith("/1"))
+    assert servers[0].loaded == ["version-1"]
+
+
+def test_an_evaluation_goes_on_when_its_only_server_is_back(tmp_path):
+    server = FakePolicyServer(seconds=0.3)
+    opened = open_sampler([server.url], tmp_path / "sync", max_in_flight=1)
+    completions = opened.generate(make_requests(count=6))
+    found = [next(completions)]
+    server.stop()
+    server = FakePolicyServer(int(server.url.rsplit(":", 1)[1]))
+    try:
+        found += completions
+        assert len({completion.key for completion in found}) == 6
+    finally:
+        opened.close()
+        server.stop()
+
+
+def test_an_evaluation_that_is_left_alone_ends_with_a_message(tmp_path):
+    server = FakePolicyServer(seconds=0.3)
+    limits = {"max_in_flight": 1, "request_timeout_seconds": 2.0}
+    opened = open_sampler([server.url], tmp_path / "sync", **limits)
+    completions = opened.generate(make_requests(count=6))
+    next(completions)
+    server.stop()
+    try:
+        with pytest.raises(SamplerError, match=r"no vLLM server came back for 2 s"):
+            list(completions)
+    finally:
+        opened.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_server_that_splits_prompts_is_refused_on_a_cpu(servers, tmp_path, device):
+    """vLLM 0.32 would die as soon as it splits the prompt of a seeded request."""
+    servers[1].device, servers[1].splits_prompts = device, True
+    urls = [server.url for server in servers]
+    if device == "cuda":
+        open_sampler(urls, tmp_path / "sync").close()
+        return
+    with pytest.raises(SamplerError, match="dies on a CPU: --no-enable-chunked-prefill; start it"):
+        open_sampler(urls, tmp_path / "sync")
