@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from evaluate_program import recipe
+from evaluate_program import evaluate_tiny, recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
@@ -55,7 +55,7 @@ def files(output: Path) -> tuple[bytes, bytes]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "eval.json"
-    assert finish(start(output)) == SAMPLES
+    assert evaluate_tiny(output, rank=0, ranks=1, generations=None) == SAMPLES
     return output
 
 

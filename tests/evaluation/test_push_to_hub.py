@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 from fake_hub import FakeHub
+from slow_tests import slow_except
 
 from grpo_replay.commands.eval import EvalOptions, run
 from grpo_replay.errors import HubError, UsageError
@@ -178,14 +179,14 @@ def test_a_hub_that_is_out_of_reach_is_noticed_before_sampling(hub, tmp_path):
     assert not (tmp_path / "eval.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("repository", "failing", "reason"),
-    [
-        ("other/model", {}, r"may not write there \(You don't have the rights.* access to other"),
-        ("me/adder", {"/commit/main": (500, "out of order")}, r"did not take the push \(out of"),
-        ("me/adder", {"/preupload/main": (403, "read only")}, r"may not write there \(read only"),
-    ],
-)
+REFUSALS = [
+    ("me/adder", {"/commit/main": (500, "out of order")}, r"did not take the push \(out of"),
+    ("other/model", {}, r"may not write there \(You don't have the rights.* access to other"),
+    ("me/adder", {"/preupload/main": (403, "read only")}, r"may not write there \(read only"),
+]
+
+
+@pytest.mark.parametrize(("repository", "failing", "reason"), slow_except(REFUSALS[:1], REFUSALS))
 def test_a_refused_push_keeps_the_evaluation(hub, tmp_path, repository, failing, reason):
     hub.failing = failing
     with pytest.raises(HubError, match=reason) as caught:

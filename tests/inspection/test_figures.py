@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from slow_tests import slow_except
 from small_runs.synthetic import PRESETS, write_synthetic_run
 
 from grpo_replay.commands.inspect_buffer import run
@@ -18,7 +19,7 @@ from grpo_replay.inspection.rows import sample_rollouts
 from grpo_replay.inspection.source import open_source
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(["ours"], PRESETS))
 def test_png_is_one_column_wide_at_300_dpi(runs, tmp_path, preset, capsys):
     path = tmp_path / "figure.png"
     run(str(runs[preset]), plot=str(path))

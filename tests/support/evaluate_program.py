@@ -37,9 +37,15 @@ class CountingSampler:
 
 def main() -> None:
     output, rank, ranks, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
     cache.FLUSH_ROWS = 16
     cache.FLUSH_SECONDS = 3600.0  # on a busy machine too, a shard has as many rows
+    generations = None if folder == "none" else Path(folder)
+    print(f"sampled {evaluate_tiny(Path(output), rank, ranks, generations)}")
+
+
+def evaluate_tiny(output: Path, rank: int, ranks: int, generations: Path | None) -> int:
+    """The number of completions that this rank sampled."""
+    torch.set_num_threads(1)
     group = None
     if ranks > 1:
         store = torch.distributed.FileStore(f"{output}.store", ranks)
@@ -50,7 +56,6 @@ def main() -> None:
     sampler = CountingSampler(HfSampler.open(settings, str(BASE_DIR)))
     plan = plan_evaluation(tokenizer, settings)
     comm = Comm(rank, ranks, group)
-    generations = None if folder == "none" else Path(folder)
     with RewardScorer.open(settings.reward) as scorer:
         report = evaluate(
             sampler, tokenizer, plan, comm, scorer,
@@ -58,11 +63,11 @@ def main() -> None:
         )  # fmt: skip
     assert (report is not None) == comm.is_main
     if report is not None:
-        report.write(Path(output))
+        report.write(output)
     if ranks > 1:
         comm.barrier()  # neither leaves while the other still talks
         torch.distributed.destroy_process_group()
-    print(f"sampled {sampler.count}")
+    return sampler.count
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ CORE_CASES = [  # the cases of the part "updates"; the others are of "other upda
     *(f"{rows}, ZeRO 3" for rows in ROWS),
     f"{FIRST_ROWS}, ZeRO 0",
 ]
-RANDOM_UPDATES = {"random": 20, "campaign": 200}
+RANDOM_UPDATES = {"random": 8, "campaign": 200}
 RUN: dict[str, Any] = {
     "run": {"steps": 6},
     "engine": SHARDED | TIMEOUT,
