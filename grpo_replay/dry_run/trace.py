@@ -140,8 +140,28 @@ def forward_memory(
 
     Two shallow copies of the model are traced and extrapolated, because the peak is linear in the
     number of layers. Parameters and their gradients are not included: the engine holds them.
+    Remembered, because most changes that a plan is tried with do not touch it.
     """
     config = load_config(recipe.model)
+    chunk_tokens = recipe.logprob_chunk_tokens(config.vocab_size)
+    key = (recipe.model.model_dump_json(), config.to_json_string(), recipe.sampling.temperature,
+           chunk_tokens, rows, length, completion, on_cuda)  # fmt: skip
+    if key not in _traced:
+        _traced[key] = _forward_memory(recipe, config, rows, length, completion, on_cuda)
+    return _traced[key]
+
+
+_traced: dict[tuple[Any, ...], ForwardMemory] = {}
+
+
+def _forward_memory(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    rows: int,
+    length: int,
+    completion: int,
+    on_cuda: bool,
+) -> ForwardMemory:
     few, more = (min(each, config.num_hidden_layers) for each in _TRACED_LAYERS)
     whole = has_whole_scores(recipe.model, config, on_cuda)
     first = _trace(recipe, config, few, rows, length, completion, whole)
