@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def status_mib(name: str) -> float:
 
 
 def worker(case: tuple[Any, ...]) -> None:
-    """One rank of one case; rank 0 prints {"peak_mib": …}."""
+    """One rank of one case; rank 0 prints {"peak_mib": …, "seconds": …} of the last update."""
     import logging
 
     import numpy as np
@@ -148,9 +149,11 @@ def worker(case: tuple[Any, ...]) -> None:
 
     for _ in range(3):
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+        started = time.perf_counter()
         engine.update([row() for _ in range(rows)] if comm.is_main else None)
     if comm.is_main:
-        print(json.dumps({"peak_mib": status_mib("VmHWM")}))
+        seconds = time.perf_counter() - started
+        print(json.dumps({"peak_mib": status_mib("VmHWM"), "seconds": seconds}))
     exit_rank(0)
 
 
@@ -162,7 +165,8 @@ def predicted_mib(case: tuple[Any, ...]) -> float:
     return (memory.peak - memory.base + memory.host) / 2**20
 
 
-def peak_mib(case: tuple[Any, ...]) -> float:
+def measure(case: tuple[Any, ...]) -> dict[str, float]:
+    """What the case's rank 0 prints."""
     launcher = [sys.executable]
     if case[3] > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
@@ -173,7 +177,7 @@ def peak_mib(case: tuple[Any, ...]) -> float:
     )  # fmt: skip
     for line in done.stdout.splitlines():
         if line.startswith('{"peak_mib"'):
-            return json.loads(line)["peak_mib"]
+            return json.loads(line)
     raise RuntimeError(f"{case}: no result\n{done.stderr[-2000:]}")
 
 
@@ -254,13 +258,14 @@ def main() -> None:
         result = whole_run()
         rows.append({"case": "whole run, vocabulary 151,936", **result})
     else:
-        bases = [peak_mib(case) for case in BASE_CASES]
+        bases = [measure(case)["peak_mib"] for case in BASE_CASES]
         print(f"engines around nothing: ZeRO-0 {bases[0]:.0f} MiB (assumed {PROCESS >> 20}), "
               f"ZeRO-2 {bases[1]:.0f} (assumed {PROCESS_ZERO >> 20})", flush=True)  # fmt: skip
         for index, case in enumerate(CASES):
             if options.case is None or index in options.case:
-                measured = peak_mib(case) - bases[case[1] > 0]
-                rows.append({"case": case, "measured_mib": measured,
+                found = measure(case)
+                measured = found["peak_mib"] - bases[case[1] > 0]
+                rows.append({"case": case, "measured_mib": measured, "seconds": found["seconds"],
                              "predicted_mib": predicted_mib(case)})  # fmt: skip
                 show(rows[-1])
     if options.run:
@@ -272,7 +277,9 @@ def main() -> None:
 def show(row: dict[str, Any]) -> None:
     error = row["predicted_mib"] / row["measured_mib"] - 1
     print(f"{row['case']!s:70} measured {row['measured_mib']:7.0f} MiB  predicted "
-          f"{row['predicted_mib']:7.0f}  {100 * error:+6.1f} %", flush=True)  # fmt: skip
+          f"{row['predicted_mib']:7.0f}  {100 * error:+6.1f} %"
+          + (f", an update {row['seconds']:.2f} s" if "seconds" in row else ""),
+          flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
