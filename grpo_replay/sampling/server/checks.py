@@ -121,7 +121,7 @@ def _setting_problems(server: VllmServer, required: ServerRequirements) -> Itera
         yield f"its weights are quantized ({model['quantization']})"
     on_cpu = settings["device_config"]["device"] == "cpu"
     if on_cpu and settings["scheduler_config"]["enable_chunked_prefill"]:
-        yield "it splits prompts, of which vLLM 0.32 dies on a CPU: --no-enable-chunked-prefill"
+        yield "it splits prompts, and vLLM 0.32 then dies on a CPU: --no-enable-chunked-prefill"
     transfer = (settings["weight_transfer_config"] or {}).get("backend")
     if required.nccl and transfer != "nccl":
         yield (

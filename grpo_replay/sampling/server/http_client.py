@@ -102,8 +102,9 @@ class HttpClient:
     ) -> str:
         """The answer as text. Raises Unreachable or Refused."""
         try:
-            # The server may close a kept connection at any moment. Whoever made a request that must
-            # not be sent twice would not know what came of it: these get a connection of their own.
+            # The server may close a kept connection at any moment, and the client then does not
+            # know whether the request was carried out. Those that must not be sent twice get a
+            # connection of their own.
             async with aiohttp.request(
                 method,
                 self._url + path,
