@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import yaml
 from fake_hub import FakeHub
-from slow_tests import slow_except
 
 from grpo_replay.commands.eval import EvalOptions, run
 from grpo_replay.errors import HubError, UsageError
@@ -179,14 +178,20 @@ def test_a_hub_that_is_out_of_reach_is_noticed_before_sampling(hub, tmp_path):
     assert not (tmp_path / "eval.json").exists()
 
 
-REFUSALS = [
-    ("me/adder", {"/commit/main": (500, "out of order")}, r"did not take the push \(out of"),
-    ("other/model", {}, r"may not write there \(You don't have the rights.* access to other"),
-    ("me/adder", {"/preupload/main": (403, "read only")}, r"may not write there \(read only"),
-]
+FORBIDDEN = r"may not write there \(You don't have the rights.* access to other"
+READ_ONLY = r"may not write there \(read only"
 
 
-@pytest.mark.parametrize(("repository", "failing", "reason"), slow_except(REFUSALS[:1], REFUSALS))
+@pytest.mark.parametrize(
+    ("repository", "failing", "reason"),
+    [
+        ("me/adder", {"/commit/main": (500, "out of order")}, r"did not take the push \(out of"),
+        pytest.param("other/model", {}, FORBIDDEN, marks=pytest.mark.slow),
+        pytest.param(
+            "me/adder", {"/preupload/main": (403, "read only")}, READ_ONLY, marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_a_refused_push_keeps_the_evaluation(hub, tmp_path, repository, failing, reason):
     hub.failing = failing
     with pytest.raises(HubError, match=reason) as caught:

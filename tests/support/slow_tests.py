@@ -11,9 +11,4 @@ def slow_except(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     cases = list(cases)
     unknown = [case for case in quick if case not in cases]
     assert not unknown, f"{unknown}: not among the cases {cases}"
-    return [
-        case
-        if case in quick
-        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
-        for case in cases
-    ]
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
