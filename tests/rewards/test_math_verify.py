@@ -61,7 +61,12 @@ def directly(pairs: list[tuple[str, str]]) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    ("count", "fewest", "most"), [(100, 1, 60), pytest.param(700, 20, 300, marks=pytest.mark.slow)]
+    ("count", "fewest", "most"),
+    [
+        (100, 1, 60),
+        pytest.param(250, 5, 150, marks=pytest.mark.slow),
+        pytest.param(700, 20, 300, marks=pytest.mark.slow),
+    ],
 )
 def test_verdicts_equal_those_of_direct_calls_in_any_order(grader, count, fewest, most):
     pairs = [(frame.format(a), b) for frame in FRAMES for a in PIECES for b in PIECES]

@@ -58,7 +58,7 @@ class RollingServerSampler(VllmServerSampler):
         self.on_switch: Callable[[str, int | None], None] = lambda url, version: None
         self.paused_seconds = 0.0
         self._suspects: set[str] = set()
-        self._switching = threading.RLock()
+        self._switching = threading.Lock()
         self._closing = threading.Event()
         self._keeper: threading.Thread | None = None
 
