@@ -48,8 +48,8 @@ def pick(
 ) -> Picks:
     """Draw `count` units from the candidates: rollouts, or queries with all their rollouts.
 
-    At most as many units are drawn as there are candidates, also with replacement. The priority of
-    a query is the mean over its rollouts.
+    Without replacement at most as many units are drawn as there are candidates. The priority of a
+    query is the mean over its rollouts.
     """
     if settings.unit == "rollout" or candidates.group_id_N.size == 0:
         return _pick_units(candidates.priority_N, candidates.used_N, count, settings, rng)
@@ -112,7 +112,7 @@ def _pick_by_law(
 ) -> Picks:
     law = draw_law(priority_U, settings.priority_exponent)
     draw = draw_with_replacement if settings.with_replacement else draw_without_replacement
-    indices = draw(law, min(count, priority_U.size), rng)
+    indices = draw(law, count, rng)
     return Picks(
         indices=indices,
         probabilities=law.weight_N[indices] / law.total if indices.size else np.zeros(0),

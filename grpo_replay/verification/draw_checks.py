@@ -44,7 +44,8 @@ class DrawChecks:
         if not known:
             return [row for row in rows if row >= 0]
         drawn = self._split_into_units(step, rows, units)
-        expected = min(asked, len(units))
+        refills = self.settings.with_replacement and len(units) > 0
+        expected = asked if refills else min(asked, len(units))
         self.counts.expect(
             len(drawn) == expected,
             f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "

@@ -189,7 +189,8 @@ class Pair:
             assert math.isclose(p, law[keys[-1]], rel_tol=1e-12)
             assert age == self.step - row["birth"]
             self.naive.record(rollout.rollout_id, self.step)
-        self.check_units(ids(drawn.rollouts), keys, rows, min(count, len(law)))
+        expected = count if self.section.with_replacement and law else min(count, len(law))
+        self.check_units(ids(drawn.rollouts), keys, rows, expected)
         if min(count, len(law)) > 0:
             ess = 1 / math.fsum(p * p for p in law.values())
             entropy = -math.fsum(p * math.log(p) for p in law.values())

@@ -159,10 +159,16 @@ def test_a_draw_removes_nothing_and_records_each_use():
     assert draw.ages.tolist() == [4 - i for i in ids(draw.rollouts)]
 
 
-@pytest.mark.parametrize("with_replacement", [False, True])
-def test_a_draw_of_more_than_the_buffer_holds_returns_everything(with_replacement):
-    buffer = filled(replay_settings(with_replacement=with_replacement), births=[1, 2, 3])
-    assert len(buffer.draw(10, 4, np.random.default_rng(0)).rollouts) == 3
+def test_a_draw_of_more_than_the_buffer_holds_returns_everything():
+    buffer = filled(replay_settings(with_replacement=False), births=[1, 2, 3])
+    assert sorted(ids(buffer.draw(10, 4, np.random.default_rng(0)).rollouts)) == [1, 2, 3]
+
+
+def test_with_replacement_a_draw_may_be_larger_than_the_buffer():
+    buffer = filled(replay_settings(with_replacement=True), births=[1, 2, 3])
+    draw = buffer.draw(10, 4, np.random.default_rng(0))
+    assert len(draw.rollouts) == 10 and set(ids(draw.rollouts)) == {1, 2, 3}
+    assert sum(buffer.column("times_used").tolist()) == 10
 
 
 def test_an_empty_buffer_draws_nothing_and_uses_no_randomness():

@@ -2,10 +2,15 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from buffer_makers import make_rollout
 
+from grpo_replay.buffer.compose import draw_count
+from grpo_replay.buffer.replay_buffer import ReplayBuffer
 from grpo_replay.experiments.grid import all_cells, choose_arms, expand
 from grpo_replay.experiments.sweep_file import SweepFile, TuneSection, read_sweep_file
+from grpo_replay.recipe import Recipe
 from grpo_replay.shipped_recipes import shipped_sweeps
 
 HERE = Path("sweep.yaml")
@@ -101,7 +106,17 @@ def test_the_arms_of_paper_b_make_the_same_number_of_updates(name):
     for arm in comparison.arms:
         recipe = arm.comparison[0].resolved_recipe()
         updates[arm.name] = recipe.run.steps * recipe.batch.updates_per_step
-        trained = recipe.rollouts_per_step * (recipe.replay.ratio if recipe.replays else 1)
-        assert trained / recipe.batch.updates_per_step == 60
+        assert trained_rollouts(recipe) / recipe.batch.updates_per_step == 60
     least = min(updates.values())
     assert len(updates) == 8 and max(updates.values()) <= 1.05 * least
+
+
+def trained_rollouts(recipe: Recipe) -> int:
+    """The size of a step's batch once the buffer is full."""
+    generated, replay = recipe.rollouts_per_step, recipe.replay
+    if not recipe.replays:
+        return generated
+    buffer = ReplayBuffer(replay, recipe.sampling.group_size)
+    buffer.insert([make_rollout(i) for i in range(replay.capacity_rollouts)], step=1)
+    count = draw_count(replay, recipe.sampling.group_size, generated)
+    return len(buffer.draw(count, 2, np.random.default_rng(0)).rollouts)
