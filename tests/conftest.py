@@ -21,15 +21,21 @@ SLOW_SECONDS = 1500
 """Time limit of a slow test, with the runs that its fixtures make, beside other tests."""
 
 
-LONG_FOLDERS = ("training", "evaluation", "distributed", "engine", "tiny")
-"""Where the longest files are: they start first, so that no worker ends alone with one."""
+LONG_FILES = (
+    "test_two_ranks", "test_engine", "test_launch", "test_verify", "test_resume", "test_async_runs",
+    "test_rolling", "test_request_pool", "test_summary", "test_lora", "test_scorer",
+    "test_stopping", "test_vllm_parts", "test_collector", "test_dry_run", "test_push_to_hub",
+)  # fmt: skip
+"""The longest files start first, those of training/ next: no worker ends alone with a long one."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put long files first and give slow tests their time. Skip where vLLM is missing; with
     GRPO_REPLAY_REQUIRE_VLLM=1, as in CI, let tests fail."""
-    items.sort(key=lambda item: item.path.parent.name not in LONG_FOLDERS)
+    items.sort(
+        key=lambda item: (item.path.stem not in LONG_FILES, item.path.parent.name != "training")
+    )
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_SECONDS))

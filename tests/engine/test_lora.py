@@ -21,6 +21,7 @@ from core_engine import (
     tiny_model,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
+from slow_tests import slow_except
 
 from grpo_replay.engine.full_tensors import full_adapters
 from grpo_replay.engine.lora import LoraAdapters
@@ -138,7 +139,9 @@ def test_all_zero_stages_agree_and_the_optimizer_holds_the_adapters_alone(proces
         assert relative(found, results[0][2]) < 1e-6
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(3, "float32"), (0, "bfloat16")])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), slow_except([(3, "float32")], [(3, "float32"), (0, "bfloat16")])
+)
 def test_before_the_first_update_policy_and_weights_are_the_base_bit_for_bit(
     processes, stage, dtype
 ):
@@ -177,7 +180,7 @@ def test_biases_of_adapted_layers_keep_their_names(processes):
     assert not any("base_layer" in name or "lora" in name for name in found)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", slow_except([3], [0, 2, 3]))
 def test_saved_and_loaded_is_never_saved(processes, stage, tmp_path):
     first, second = make_rows(6, 1), make_rows(6, 2)
     sections = {"engine": {"zero_stage": stage}, "model": MODEL}
@@ -198,9 +201,7 @@ def test_saved_and_loaded_is_never_saved(processes, stage, tmp_path):
     assert not state["frozen_param_fragments"]
 
 
-@pytest.mark.parametrize(
-    ("stage", "other"), [(0, 3), (3, 2), pytest.param(1, 0, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("stage", "other"), slow_except([(3, 2)], [(0, 3), (3, 2), (1, 0)]))
 def test_a_state_is_restored_at_another_stage(processes, tmp_path, stage, other):
     rows = make_rows(5)
     sections = {"model": MODEL}
@@ -228,7 +229,7 @@ def test_a_state_of_other_adapters_is_refused(processes, tmp_path, other):
         engine.load(tmp_path)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", slow_except([3], [0, 3]))
 def test_adapters_are_saved_in_the_format_of_peft(processes, tmp_path, stage):
     with open_engine(processes, model=MODEL, engine={"zero_stage": stage}) as engine:
         engine.update(make_rows(6))
@@ -242,7 +243,7 @@ def test_adapters_are_saved_in_the_format_of_peft(processes, tmp_path, stage):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", slow_except([3], [0, 3]))
 def test_the_reference_is_the_base_without_a_copy_of_it(processes, stage):
     rows = make_rows(6)
     sections = {"model": MODEL, "loss": {"beta": 0.1}, "engine": {"zero_stage": stage}}

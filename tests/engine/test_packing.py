@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import asdict
+from itertools import product
 
 import numpy as np
 import pytest
@@ -59,14 +60,10 @@ def two_updates(processes, packing, **sections):
 
 
 @pytest.mark.parametrize(
-    "case",
-    slow_except(
-        [("sdpa", 0, False)],
-        [(a, s, c) for a in ("sdpa", "eager") for s in (0, 2, 3) for c in (False, True)],
-    ),
+    ("attention", "stage", "checkpointing"),
+    slow_except([("sdpa", 0, False)], product(["sdpa", "eager"], [0, 2, 3], [False, True])),
 )
-def test_packed_rows_give_the_update_of_padded_rows(processes, case):
-    attention, stage, checkpointing = case
+def test_packed_rows_give_the_update_of_padded_rows(processes, attention, stage, checkpointing):
     sections = {
         "engine": {"zero_stage": stage},
         "model": {"attn_implementation": attention, "gradient_checkpointing": checkpointing},
@@ -98,7 +95,7 @@ def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch
             assert engine._packing is packing
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_except(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("kind", [*MIXING, *APART])
 def test_which_models_keep_rows_apart_is_found_by_trying(kind, dtype):
     module = PolicyModule(random_model(kind, dtype), 1.0, 1024)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from slow_tests import slow_except
 from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe, write_synthetic_run
 from typer.testing import CliRunner
 
@@ -38,7 +39,7 @@ def test_json_has_the_keys_that_tools_rely_on(runs, preset, capsys):
     assert "NaN" not in captured.out and "Infinity" not in captured.out
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(["ours", "fifo"], PRESETS))
 @pytest.mark.parametrize("width", [80, 118, 200])
 def test_every_line_fits_the_terminal(runs, preset, width):
     text = screen(runs[preset], width)

@@ -9,6 +9,7 @@ from pathlib import Path
 import by_hand
 import numpy as np
 import pytest
+from slow_tests import slow_except
 from small_runs.synthetic import GROUP_SIZE, PRESETS, write_synthetic_run
 
 from grpo_replay.inspection.compute import magnitude_bins, summarise
@@ -16,6 +17,8 @@ from grpo_replay.inspection.source import open_source
 from grpo_replay.inspection.summary import Inspection
 
 LAST = 24
+REPLAYING = ["ours", "uniform", "group_std", "fifo"]
+QUICK = ["ours", "group_std"]  # a rollout-level and a query-level buffer
 
 
 def inspect(run: Path, **options) -> Inspection:
@@ -37,7 +40,7 @@ def same_content(first: Inspection, second: Inspection) -> bool:
     return content(first) == content(second)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
 def test_staleness_counts_rows_by_age(runs, preset):
     seen = inspect(runs[preset])
     stored = Counter(LAST - row["birth_step"] for row in by_hand.stored_rows(runs[preset], LAST))
@@ -49,7 +52,7 @@ def test_staleness_counts_rows_by_age(runs, preset):
     assert (replayed.total() > 0) == (preset != "grpo")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
 def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
     seen = inspect(runs[preset]).occupancy
     stored = by_hand.stored_rows(runs[preset], LAST)
@@ -71,7 +74,7 @@ def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
         assert seen.expected_rollouts is None
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
 def test_small_groups_have_one_bin_per_advantage_magnitude(runs, preset):
     stored = [abs(row["advantage"]) for row in by_hand.stored_rows(runs[preset], LAST)]
     advantage_of = {
@@ -109,7 +112,7 @@ def test_many_advantage_magnitudes_are_binned():
     assert bins[3].stored == sum(bins[3].low <= value < bins[3].high for value in stored)
 
 
-@pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo"])
+@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
 def test_the_next_draw_follows_the_stored_priorities(runs, preset):
     seen = inspect(runs[preset])
     stored = by_hand.stored_rows(runs[preset], LAST)
@@ -128,7 +131,7 @@ def test_the_next_draw_follows_the_stored_priorities(runs, preset):
     assert law.unit == ("query" if preset in ("uniform", "group_std") else "rollout")
 
 
-@pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo"])
+@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
 def test_steps_since_last_use_follow_paper_b(runs, preset):
     seen = inspect(runs[preset])
     draws = by_hand.rows_of(runs[preset] / "draws")
@@ -156,7 +159,7 @@ def test_the_gap_of_a_second_draw_in_one_batch_is_zero(tmp_path):
     assert {row.value: row.rollouts for row in seen.last_use.gaps}[0] == twice
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
 def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
     generated = by_hand.rows_of(runs[preset] / "rollouts")
     row_of = {row["rollout_id"]: row for row in generated}
@@ -193,7 +196,7 @@ def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
             assert population.abs_advantage_mean == pytest.approx(mass / len(rows))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
 def test_outcomes_by_age_are_token_means(runs, preset):
     expected = by_hand.outcomes(
         by_hand.rows_of(runs[preset] / "rollouts"), by_hand.rows_of(runs[preset] / "draws")
@@ -218,7 +221,7 @@ def test_trends_are_the_logged_metrics(runs):
     assert seen.trained_tokens_per_generated == pytest.approx(trained / generated)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
 def test_a_checkpoint_equals_the_run_at_that_step(runs, preset):
     checkpoint = inspect(runs[preset] / "checkpoints" / "step_000012")
     run = inspect(runs[preset], step=12)
@@ -227,7 +230,7 @@ def test_a_checkpoint_equals_the_run_at_that_step(runs, preset):
     assert same_content(checkpoint, run)
 
 
-@pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo"])
+@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
 def test_a_buffer_rebuilt_from_the_log_equals_the_saved_one(tmp_path, preset):
     run = write_synthetic_run(tmp_path / "run", preset)
     saved = inspect(run.folder)
@@ -287,7 +290,7 @@ def test_the_synthetic_run_stores_complete_groups(runs):
     assert set(Counter(row["group_id"] for row in stored).values()) == {GROUP_SIZE}
 
 
-@pytest.mark.parametrize("preset", ["ours", "uniform", "group_std", "fifo", "grpo"])
+@pytest.mark.parametrize("preset", slow_except(QUICK, [*REPLAYING, "grpo"]))
 def test_uses_over_the_run_count_every_survivor_gone_ones_included(runs, preset):
     rows = [row for row in by_hand.rows_of(runs[preset] / "rollouts") if row["kept"]]
     uses = Counter({row["rollout_id"]: 0 for row in rows})

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from slow_tests import slow_except
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import RewardSection
@@ -51,18 +52,25 @@ def test_two_completions_with_the_same_key_are_refused(symbolic):
         symbolic.results()
 
 
+HOSTILE = {
+    "a tower of powers": (
+        "\\boxed{9999999999^{9999999999^{99999}}}", {"timeout", "memory", "incorrect"},
+    ),
+    "parentheses": (
+        "\\boxed{" + "(" * 5_000 + "}", {"timeout", "incorrect", "unparsable", "crash"},
+    ),
+    "open boxes": ("\\boxed{" * 20_000, {"timeout", "incorrect", "unparsable"}),
+    "three million letters": ("a" * 3_000_000, {"timeout", "unparsable"}),
+    "dollar signs": ("$" * 100_000, {"timeout", "unparsable"}),
+    "half a surrogate pair": ("\x00\ud800\udfff", {"incorrect", "unparsable"}),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("completion", "statuses"),
-    [
-        ("\\boxed{9999999999^{9999999999^{99999}}}", {"timeout", "memory", "incorrect"}),
-        ("\\boxed{" + "(" * 5_000 + "}", {"timeout", "incorrect", "unparsable", "crash"}),
-        ("\\boxed{" * 20_000, {"timeout", "incorrect", "unparsable"}),
-        ("a" * 3_000_000, {"timeout", "unparsable"}),
-        ("$" * 100_000, {"timeout", "unparsable"}),
-        ("\x00\ud800\udfff", {"incorrect", "unparsable"}),
-    ],
+    "name", slow_except(["a tower of powers", "parentheses", "half a surrogate pair"], HOSTILE)
 )
-def test_hostile_answers_neither_hang_nor_end_the_run(symbolic, completion, statuses):
+def test_hostile_answers_neither_hang_nor_end_the_run(symbolic, name):
+    completion, statuses = HOSTILE[name]
     started = time.monotonic()
     (verdict,) = symbolic.score([(completion, "5", None)])
     assert verdict.reward == -1.0 and verdict.status in statuses

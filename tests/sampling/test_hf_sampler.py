@@ -17,6 +17,7 @@ from naive_sampler import (
     qwen3,
 )
 from scipy.stats import chisquare
+from slow_tests import slow_except
 
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import resolve_recipe
@@ -62,7 +63,11 @@ def assert_like_naive(model, requests, eos_ids=BOTH_EOS):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.7, 0.9), (0.6, 0.8), (0.0, 1.0), (0, 0.5)]
+    ("temperature", "top_p"),
+    slow_except(
+        [(1.0, 1.0), (0.6, 0.8), (0.0, 1.0)],
+        [(1.0, 1.0), (0.6, 1.0), (1.7, 0.9), (0.6, 0.8), (0.0, 1.0), (0, 0.5)],
+    ),
 )
 def test_tokens_and_logprobs_equal_those_of_a_naive_sampler(model, temperature, top_p):
     requests = make_requests(temperature=temperature, top_p=top_p)

@@ -1,11 +1,15 @@
-"""One rank of the tests on several ranks; started by torchrun.
+"""The ranks of the tests on several ranks.
 
-Usage: two_rank_program.py OUTPUT PART…    (WORK below)
+Usage: two_rank_program.py RANKS OUTPUT PART…    (WORK below)
 
+The ranks are forks of this process, so that torch and DeepSpeed are loaded only once.
 Rank 0 writes <part>.pt or a run; with "updates", every rank writes rank<r>.json.
 """
 
 import json
+import multiprocessing
+import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -294,5 +298,24 @@ WORK = {
     "other runs": lambda processes, output, part: other_runs(output),
 }
 
+
+def fork_ranks(count: int, output: Path, parts: Sequence[str]) -> int:
+    """The exit code: 1 if a rank failed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    context = multiprocessing.get_context("fork")
+    ranks = []
+    for rank in range(count):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(context.Process(target=main, args=(output, parts)))
+        ranks[-1].start()
+    for process in ranks:
+        process.join()
+    return int(any(process.exitcode for process in ranks))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    sys.exit(fork_ranks(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]))

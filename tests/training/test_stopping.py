@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from slow_tests import slow_except
 from small_runs.trained import FinishedRun, small_recipe
 
 from grpo_replay.commands.train_display import (
@@ -159,10 +160,11 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("stop, step", MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.parametrize("moment", slow_except(["during", "during the last"], MOMENTS))
 def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
-    whole, tmp_path, monkeypatch, stop, step
+    whole, tmp_path, monkeypatch, moment
 ):
+    stop, step = MOMENTS[moment]
     stop(monkeypatch, step)
     result = train(tmp_path / "run", **EVALUATED)
     assert (result.interrupted, result.step) == (True, step)

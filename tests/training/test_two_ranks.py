@@ -33,12 +33,8 @@ PROGRAM = Path(__file__).parents[1] / "support" / "two_rank_program.py"
 
 
 def run_program(ranks: int, folder: Path, *parts: str) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        "--nproc-per-node", str(ranks), str(PROGRAM), str(folder), *parts,
-    ]  # fmt: skip
     done = subprocess.run(
-        command,
+        [sys.executable, str(PROGRAM), str(ranks), str(folder), *parts],
         env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
         capture_output=True,
         text=True,

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from scipy.stats import kstest
+from slow_tests import slow_except
 from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
 from grpo_replay.buffer import ReplayBuffer
@@ -78,7 +79,13 @@ def detail(folder, name):
     return check.detail
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = [
+    "ours", "ours, alpha 1000", "ours, tight capacity", "pool of queries",
+    "queries, tight capacity", "fifo", "fifo, unused first", "fifo, positive bias", "grpo",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, RUNS))
 def test_a_correct_run_passes_every_check(name, tmp_path):
     write_run(tmp_path, **RUNS[name])
     report = verify_run(tmp_path)
