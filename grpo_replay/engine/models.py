@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.engine.model_settings import make_generation_settings_writable, switch_off_dropout
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.paths import short_path
@@ -123,8 +124,18 @@ def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
     config = load_config(model)
     tokenizer = load_tokenizer(model)
     _check_vocabulary(model, config, tokenizer)
-    if not model.random_init:
-        return _pretrained(model, config).eval()
+    if model.random_init:
+        policy = _random(model, config, tokenizer, seed)
+    else:
+        policy = _pretrained(model, config)
+    make_generation_settings_writable(policy)
+    switch_off_dropout(policy)
+    return policy.eval()
+
+
+def _random(
+    model: ModelSection, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
     _adopt_special_tokens(config, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -135,7 +146,7 @@ def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
             trust_remote_code=model.trust_remote_code,
         )
     _adopt_special_tokens(policy.generation_config, tokenizer)
-    return policy.eval()
+    return policy
 
 
 def eos_token_ids(model: ModelSection | str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

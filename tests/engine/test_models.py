@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from naive_sampler import qwen3
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_replay.engine.byte_tokenizer import EOS_ID, PAD_ID, byte_tokenizer
 from grpo_replay.engine.models import (
@@ -127,6 +128,50 @@ def test_a_saved_folder_loads_bit_for_bit(folder):
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
     tokenizer = load_tokenizer(ModelSection(path=str(folder)))
     assert eos_token_ids(str(folder), tokenizer) == (EOS_ID,)
+
+
+def test_generation_settings_that_transformers_cannot_write_do_not_stop_a_checkpoint(
+    folder, tmp_path, caplog
+):
+    """Published models have such files; transformers reads them, and raises when it saves."""
+    settings = {"temperature": 0.6, "eos_token_id": 9, "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    policy = load_policy(ModelSection(path=str(folder)), 0)
+    assert "only the special tokens" in caplog.text
+    policy.save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (saved["eos_token_id"], saved["pad_token_id"]) == (9, 0)
+    assert not saved.get("do_sample") and "temperature" not in saved
+
+
+def test_generation_settings_that_can_be_written_stay(folder, caplog):
+    settings = {"temperature": 0.6, "do_sample": True, "eos_token_id": 9}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    policy = load_policy(ModelSection(path=str(folder)), 0)
+    assert policy.generation_config.temperature == 0.6 and not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("qwen3", "attention_dropout"), ("starcoder2", "residual_dropout"),
+                          ("gpt2", "resid_pdrop")]
+)  # fmt: skip
+def test_a_row_has_the_same_log_probs_in_every_forward_pass(tmp_path, kind, setting):
+    """Dropout of the model's own would make ratios noise."""
+    small = {
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+    }
+    config = AutoConfig.for_model(kind, **small, **{setting: 0.5})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path))
+    policy = load_policy(section, 0).train()
+    ids = torch.arange(12)[None]
+    assert torch.equal(policy(ids).logits, policy(ids).logits)
+    assert getattr(policy.config, setting) == 0.5
 
 
 def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder):
