@@ -25,6 +25,7 @@ from grpo_replay.errors import GrpoReplayError, LaunchError
 
 _LINGER_SECONDS = 10.0
 _CLAIM_SECONDS = 5.0
+_CLOSE_SECONDS = 30.0
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 30
 
@@ -214,6 +215,21 @@ def claim_report() -> bool:
     except RuntimeError:
         return True
     return holder.decode() == str(environment.rank)
+
+
+def wait_for_rank_0() -> None:
+    """Return when rank 0 is here too, or after 30 s. It may still have trackers and servers to
+    close."""
+    if _joined is None:
+        return
+    environment, store = _joined
+    try:
+        if environment.rank == 0:
+            store.set("closed", "")
+        else:
+            store.wait(["closed"], datetime.timedelta(seconds=_CLOSE_SECONDS))
+    except RuntimeError:  # rank 0 and its store are gone, or it takes too long
+        return
 
 
 def leave_run() -> None:

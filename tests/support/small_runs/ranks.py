@@ -157,6 +157,9 @@ def until_signal(comm: Comm) -> int:
         time.sleep(0.02)
     time.sleep(0.3 * (1 + comm.rank))  # a checkpoint
     counts = comm.all_gather_json(received)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if comm.is_main:
+        time.sleep(0.7)  # closes its trackers, while the other ranks are done
     print(f"stopped after {counts}", flush=True)
     return 130
 
