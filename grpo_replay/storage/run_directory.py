@@ -13,7 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,7 +138,7 @@ class RunDirectory:
                 f"{self.path} cannot be resumed: its recipe is no longer valid: {error}"
             ) from error
         if step == 0:
-            self._refuse_lost_checkpoints(history.first.checkpoint.every_steps)
+            self._refuse_lost_checkpoints(history.at(1).checkpoint.every_steps)
         return describe_damage(self.path, history, step)
 
     def _refuse_lost_checkpoints(self, every_steps: int) -> None:
@@ -160,6 +160,9 @@ class RunDirectory:
                 write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
             changes = record_recipe(self.path, recipe, step)
             remove_later(self.path, step)
+            if step == 0 and _is_another_model(recipe, changes):
+                for report in (self.path / "eval").glob("step_000000.*"):
+                    report.unlink()
             for leftover in leftovers(self.checkpoints):
                 shutil.rmtree(leftover)
             self.summary_path.unlink(missing_ok=True)
@@ -277,6 +280,12 @@ def environment_facts(world_size: int) -> dict[str, Any]:
         "world_size": world_size,
         "command": sys.argv,
     }
+
+
+def _is_another_model(recipe: Recipe, changes: Sequence[str]) -> bool:
+    """Whether the base model is another than before the changes of the recipe."""
+    keys = ("model.", "run.seed:") if recipe.model.random_init else ("model.",)
+    return any(change.startswith(keys) for change in changes)
 
 
 def _git_commit() -> str | None:

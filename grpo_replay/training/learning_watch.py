@@ -74,9 +74,10 @@ class LearningWatch:
                 ("failed", "failures of the reward function"),
             )
         )
+        cut_off = " or its completions cut off" if self._recipe.reward.mask_truncated else ""
         return (
             f"step {step}: nothing to learn from for {counts['steps']} steps: no completion got an "
-            "advantage, because the rewards of each group were equal. Of "
+            f"advantage, because the rewards of each group were equal{cut_off}. Of "
             f"{rollouts:,} completions: {shares}. {self._advice()}"
         )
 

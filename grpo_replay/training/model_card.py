@@ -7,6 +7,8 @@ from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.recipe import Recipe, recipe_to_yaml
 from grpo_replay.storage.checkpoint import RunState
 
+NOT_EVALUATED = "This step was not evaluated."
+
 
 def model_card(
     recipe: Recipe,
@@ -38,7 +40,7 @@ composition {replay.composition}, ratio {replay.ratio}, age limit {replay.max_ag
 
 def _results(base: EvaluationReport | None, current: EvaluationReport | None) -> str:
     if current is None:
-        return "This step was not evaluated.\n"
+        return f"{NOT_EVALUATED}\n"
     before = base.accuracies() if base and are_comparable(base, current) else {}
     rows = [
         f"| {name} | {_percent(before.get(name))} | {_percent(accuracy)} |"

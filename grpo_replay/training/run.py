@@ -22,7 +22,7 @@ from grpo_replay.storage.checkpoint_edit import replace_text
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
 from grpo_replay.training.checkpoint_writer import MODEL_CARD, write_checkpoint
-from grpo_replay.training.model_card import model_card
+from grpo_replay.training.model_card import NOT_EVALUATED, model_card
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.opening import OpenedRun, RunOpener
 from grpo_replay.training.run_evaluation import RunEvaluation
@@ -168,12 +168,13 @@ class Run:
         report, is_evaluated = self._evaluate(step)
         if report is not None and step > 0:
             accuracies = _accuracies(report)
+            checkpoint = self.run_dir.checkpoints / checkpoint_name(step)
+            if NOT_EVALUATED in (checkpoint / MODEL_CARD).read_text(encoding="utf-8"):
+                replace_text(checkpoint, MODEL_CARD, self._model_card())
             if self.run_dir.add_to_last_metrics(accuracies):
                 self.state.wall_seconds = time.perf_counter() - self._started
                 for tracker in self.trackers:
                     tracker.log(step, accuracies)
-                checkpoint = self.run_dir.checkpoints / checkpoint_name(step)
-                replace_text(checkpoint, MODEL_CARD, self._model_card())
         return is_evaluated
 
     def _model_card(self) -> str:

@@ -1,8 +1,11 @@
 """The evaluations of a run, before, during and after training."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
+from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.evaluate import EvaluationPlan, EvaluationStopped, evaluate
 from grpo_replay.evaluation.regrading import add_gradings
@@ -13,6 +16,8 @@ from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.trainer import Parts
 from grpo_replay.training.weight_sync import sync_weights
+
+logger = logging.getLogger(__name__)
 
 
 class RunEvaluation:
@@ -65,7 +70,10 @@ class RunEvaluation:
             return None
         report = add_gradings(report, self.recipe.eval.other_rewards, self.recipe.reward)
         report.write(path)
-        plot_curve(path.parent)
+        try:
+            plot_curve(path.parent)
+        except EvaluationFileError as error:
+            logger.warning("eval/curve.png is not drawn: %s", error)
         self.observer.on_evaluation(step, report)
         return report
 
@@ -90,11 +98,21 @@ class RunEvaluation:
         return RewardScorer.open(reward.alone(function), as_verdicts=True)
 
     def base_and_last(self) -> tuple[EvaluationReport | None, EvaluationReport | None]:
-        """The reports of the base model and of the current step; None where there is none. A
-        recipe that was changed at a resume can make the two incomparable."""
+        """The reports of the base model and of the current step; None where there is none, or a
+        damaged one. A recipe that was changed at a resume can make the two incomparable."""
         folder = self.run_dir.path / "eval"
-        paths = [folder / f"step_{step:06d}.json" for step in (0, self.state.step)]
         first, last = (
-            read_report(path, with_samples=False) if path.exists() else None for path in paths
+            _read_if_whole(folder / f"step_{step:06d}.json") for step in (0, self.state.step)
         )
         return first, last
+
+
+def _read_if_whole(path: Path) -> EvaluationReport | None:
+    """Training can go on without a report that somebody damaged."""
+    if not path.exists():
+        return None
+    try:
+        return read_report(path, with_samples=False)
+    except EvaluationFileError as error:
+        logger.warning("left out of the summary: %s", error)
+        return None

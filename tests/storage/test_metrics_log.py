@@ -7,6 +7,7 @@ import pytest
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, SnapshotError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage.metrics_log import first_steps, read_metrics
+from grpo_replay.storage.recipe_history import record_recipe
 from grpo_replay.storage.run_directory import RunDirectory
 
 LINES = [json.dumps({"step": step, "reward": 0.5}) for step in (1, 2, 3, 4)]
@@ -64,6 +65,12 @@ def test_a_run_whose_checkpoints_were_removed_is_not_started_again_over_its_step
         run_dir.check(0)
     write(run_dir.metrics_path, LINES[:3])  # killed while it wrote the first one
     run_dir.check(0)
+    record_recipe(run_dir.path, load_recipe("tiny", ["checkpoint.every_steps=2"]), 0)
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint.*3 steps.*every 2"):
+        run_dir.check(0)
+    record_recipe(run_dir.path, load_recipe("tiny", ["checkpoint.every_steps=4"]), 0)
+    write(run_dir.metrics_path, LINES)
+    run_dir.check(0)
     run_dir.unlock()
 
 
@@ -77,6 +84,27 @@ def test_a_metric_that_is_not_finite_is_refused_before_anything_is_written(tmp_p
     with pytest.raises(ValueError):
         RunDirectory(tmp_path).append_metrics({"step": 1, "loss": float("nan")})
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ([], True),
+        (["optimizer.learning_rate=1e-5", "run.seed=9"], True),
+        (["model.path=builtin:tiny-long"], False),
+        (["model.random_init=true"], False),
+    ],
+)
+def test_a_run_that_starts_again_keeps_the_evaluation_of_its_base_model_only(
+    tmp_path, changes, stays
+):
+    run_dir = RunDirectory(tmp_path / "run")
+    run_dir.create(load_recipe("tiny"))
+    report = run_dir.path / "eval" / "step_000000.json"
+    report.write_text("{}")
+    run_dir.go_back(load_recipe("tiny", changes), 0)
+    assert report.exists() == stays
+    run_dir.unlock()
 
 
 def test_going_back_that_meets_a_read_only_folder_is_an_error_of_the_folder(tmp_path, monkeypatch):

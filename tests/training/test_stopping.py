@@ -27,8 +27,11 @@ from grpo_replay.commands.train_display import (
 from grpo_replay.distributed.interruption import Interruption
 from grpo_replay.distributed.launch import _conclude
 from grpo_replay.storage.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
+from grpo_replay.storage.checkpoint_edit import replace_text
 from grpo_replay.terminal.output import GuardedStream
 from grpo_replay.training import run_evaluation
+from grpo_replay.training.checkpoint_writer import MODEL_CARD
+from grpo_replay.training.model_card import NOT_EVALUATED
 from grpo_replay.training.run import RunResult, run_training
 from grpo_replay.training.trainer import Trainer
 from grpo_replay.verification.verify import verify_run
@@ -191,6 +194,24 @@ def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
             for run in (resumed, whole)
         )
         assert ours == theirs
+
+
+def test_a_model_card_that_a_kill_left_without_the_evaluation_is_made_up(whole, tmp_path):
+    path = shutil.copytree(whole.path, tmp_path / "run", symlinks=True)
+    last = find_checkpoint(path / "checkpoints")
+    replace_text(last, MODEL_CARD, f"# a card\n{NOT_EVALUATED}\n")
+    train(path, resume=True, **EVALUATED)
+    verify_checkpoint(last)
+    assert "| mean |" in (last / MODEL_CARD).read_text()
+
+
+def test_a_damaged_evaluation_is_left_out_and_stops_nothing(whole, tmp_path, caplog):
+    path = shutil.copytree(whole.path, tmp_path / "run", symlinks=True)
+    (path / "eval" / "step_000000.json").write_text("{")
+    summary = train(path, resume=True, **{**EVALUATED, "run": {"steps": 6}}).summary
+    assert summary["base"] is None and summary["final"]["mean"] is not None
+    assert "curve.png is not drawn" in caplog.text and "step_000000.json" in caplog.text
+    assert find_checkpoint(path / "checkpoints").name == "step_000006"
 
 
 def test_the_base_stays_in_the_summary_when_the_evaluation_was_changed(whole, tmp_path):
