@@ -1,15 +1,16 @@
-"""One forward and backward pass at a real vocabulary, beside TRL's: memory and seconds.
+"""One forward and backward pass at a real vocabulary, beside TRL's and Liger's: memory and seconds.
 
-    pip install trl==1.16.0                              # in an environment of its own
+    pip install trl==1.16.0 liger-kernel==0.8.5          # in an environment of its own
     python benchmarks/head_against_trl.py                # 4 x 1,024 tokens in fp32, ten minutes
     python benchmarks/head_against_trl.py --rows 1 --tokens 512 --chunk 128       # an eighth of it
     python benchmarks/head_against_trl.py --device meta --dtype bfloat16          # memory only
     python benchmarks/head_against_trl.py --device cuda --dtype bfloat16 --layers 28
 
-A random Qwen3 of the width and the vocabulary (151,936) of Qwen3-0.6B gets the same rows, and the
-same loss of log-probs and entropies, from three heads: `ours` (engine/policy_module.py), `trl` (the
-default of TRL 1.16, which computes log-probs in tiles of the vocabulary), and `logits`, which keeps
-all of them. Each runs in a process of its own, once to warm up with a short row and once measured.
+A random Qwen3 of the width and the vocabulary (151,936) of Qwen3-0.6B gets the same rows and the
+same loss from four heads: `ours` (engine/policy_module.py), `trl` (the default of TRL 1.16, which
+computes log-probs in tiles of the vocabulary), `liger` (Liger's fused linear GRPO loss, which
+returns neither log-probs nor entropies; not on the meta device), and `logits`, which keeps all of
+them. Each runs in a process of its own, once to warm up with a short row and once measured.
 Memory is the peak of the resident set over that of the model, gradients included (glibc returns
 freed memory at once), on CUDA that of live tensors, and on the meta device, where nothing is
 computed, the bytes of live tensors as `dry_run/trace.py` counts them. The gradient of the
@@ -34,7 +35,7 @@ ENVIRONMENT = {
 PROMPT_TOKENS = 16
 
 Scored = tuple[Any, Any]  # log-probs and entropies of the completion tokens, flat
-Head = Callable[[Any], Scored]
+Head = Callable[[Any], Any]  # from token ids [R, L] to the loss
 
 
 def parse_options() -> argparse.Namespace:
@@ -46,10 +47,31 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--device", choices=("cpu", "cuda", "meta"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--only", nargs="+", choices=HEADS)
     parser.add_argument("--head", choices=HEADS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.only is None:
+        options.only = [head for head in HEADS if (head, options.device) != ("liger", "meta")]
+    return options
+
+
+def surrogate(score: Callable[[Any], Scored]) -> Head:
+    def loss(ids_RL: Any) -> Any:
+        """The clipped surrogate at ratio 1, as a mean over tokens."""
+        logprobs_C, _ = score(ids_RL)
+        tokens = len(logprobs_C) // len(ids_RL)
+        advantages_C = advantages(ids_RL).repeat_interleave(tokens)
+        ratios_C = (logprobs_C - logprobs_C.detach()).exp()
+        return -(ratios_C * advantages_C).mean()
+
+    return loss
+
+
+def advantages(ids_RL: Any) -> Any:
+    import torch
+
+    return torch.linspace(-1, 1, len(ids_RL), device=ids_RL.device)
 
 
 def ours(model: Any, options: argparse.Namespace) -> Head:
@@ -67,7 +89,7 @@ def ours(model: Any, options: argparse.Namespace) -> Head:
             ids_RL[:, PROMPT_TOKENS:].flatten(),
         )  # fmt: skip
 
-    return score
+    return surrogate(score)
 
 
 def trl(model: Any, options: argparse.Namespace) -> Head:
@@ -86,7 +108,7 @@ def trl(model: Any, options: argparse.Namespace) -> Head:
         completion = slice(PROMPT_TOKENS - ids_RL.shape[1], None)
         return found.log_probs[:, completion].flatten(), found.entropy[:, completion].flatten()
 
-    return score
+    return surrogate(score)
 
 
 def logits(model: Any, options: argparse.Namespace) -> Head:
@@ -101,12 +123,33 @@ def logits(model: Any, options: argparse.Namespace) -> Head:
         chosen = logp.gather(-1, ids_RL[:, PROMPT_TOKENS:, None])
         return chosen.flatten(), entropies.flatten()
 
-    return score
+    return surrogate(score)
+
+
+def liger(model: Any, options: argparse.Namespace) -> Head:
+    import torch
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    fused = LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, loss_type="bnpo", compiled=options.device == "cuda"
+    )
+
+    def loss(ids_RL: Any) -> Any:
+        hidden_RLH = model.get_submodule("model")(input_ids=ids_RL, use_cache=False)[0]
+        targets_RT = ids_RL[:, PROMPT_TOKENS:]
+        found, _ = fused(
+            hidden_RLH[:, PROMPT_TOKENS - 1 : -1], model.lm_head.weight, targets_RT,
+            torch.ones_like(targets_RT), advantages(ids_RL),
+        )  # fmt: skip
+        return found
+
+    return loss
 
 
 HEADS: dict[str, Callable[[Any, argparse.Namespace], Head]] = {
     "ours": ours,
     "trl": trl,
+    "liger": liger,
     "logits": logits,
 }
 
@@ -132,11 +175,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         0, model.config.vocab_size, (options.rows, PROMPT_TOKENS + options.tokens),
         generator=generator,
     ).to(options.device)  # fmt: skip
-    step(head, ids[:1, : PROMPT_TOKENS + 8])
+    head(ids[:1, : PROMPT_TOKENS + 8]).backward()
     model.zero_grad()
     before = reset_peak(options.device)
     wall, cpu = time.perf_counter(), time.process_time()
-    step(head, ids)
+    head(ids).backward()
     if options.device == "cuda":
         torch.cuda.synchronize()
     taken = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
@@ -159,18 +202,8 @@ def traced_mib(options: argparse.Namespace) -> float:
     head = HEADS[options.head](model, options)
     with LiveBytes(model) as live:
         shape = (options.rows, PROMPT_TOKENS + options.tokens)
-        step(head, torch.zeros(shape, dtype=torch.int64, device="meta"))
+        head(torch.zeros(shape, dtype=torch.int64, device="meta")).backward()
     return live.peak / 2**20
-
-
-def step(head: Head, ids_RL: Any) -> None:
-    """Forward and backward pass of a clipped surrogate at ratio 1."""
-    import torch
-
-    logprobs_C, _ = head(ids_RL)
-    advantages_C = torch.linspace(-1, 1, len(logprobs_C), device=logprobs_C.device)
-    ratios_C = (logprobs_C - logprobs_C.detach()).exp()
-    (-(ratios_C * advantages_C).mean()).backward()
 
 
 def reset_peak(device: str) -> float:

@@ -6,6 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+BLOCK_WORDS = 16_384
+"""Words of the vocabulary in one product of the weight's gradient, in bfloat16."""
+
 
 class PolicyModule(nn.Module):
     """Backbone and output head in one forward pass, from token ids to log-probs.
@@ -172,9 +175,12 @@ def _chunk_logprobs(
     return chosen_C - log_normalizers_C, entropies_C, log_normalizers_C
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """`total += left @ right`, where `total` is fp32."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
+def _add_product(total_VH: torch.Tensor, left_Vc: torch.Tensor, right_cH: torch.Tensor) -> None:
+    """`total += left @ right`, where `total` is fp32; in blocks of words if a product would be in
+    another dtype, and as large as the weight."""
+    if left_Vc.dtype == total_VH.dtype:
+        total_VH.addmm_(left_Vc, right_cH)
+        return
+    blocks = zip(total_VH.split(BLOCK_WORDS), left_Vc.split(BLOCK_WORDS), strict=True)
+    for total_vH, left_vc in blocks:
+        total_vH.add_(left_vc @ right_cH)
