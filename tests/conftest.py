@@ -2,8 +2,11 @@
 
 import importlib.util
 import os
+from collections.abc import Generator
 
 import pytest
+
+from grpo_replay.terminal.loading import loading_libraries
 
 # The workers share the cores: a second thread in each would only get in the way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +18,13 @@ pytest_plugins = "small_runs.fixtures"
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than cores: many tests wait for a server or a process."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Test files load torch, transformers and DeepSpeed."""
+    with loading_libraries():
+        return (yield)
 
 
 SLOW_SECONDS = 1500

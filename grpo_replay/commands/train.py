@@ -100,14 +100,15 @@ def _check_options(recipe: Recipe, as_json: bool) -> None:
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
     from grpo_replay.commands.train_display import open_display
     from grpo_replay.rewards.scorer import RewardScorer
+    from grpo_replay.terminal.loading import loading_libraries
     from grpo_replay.terminal.quiet import quiet_libraries, send_to_log
 
     # Its workers load while this process loads torch.
     with open_display(is_main) as display, RewardScorer.open(recipe.reward) as scorer:
         display.on_status("loading torch, transformers and DeepSpeed")
         with quiet_libraries():
-            from grpo_replay.training.run import run_training
-
+            with loading_libraries():
+                from grpo_replay.training.run import run_training
             send_to_log()
             result = run_training(recipe, run_dir, resume, display, scorer)
     if is_main:

@@ -13,6 +13,7 @@ from grpo_replay.distributed.environment import available_cores, rank_environmen
 from grpo_replay.distributed.rendezvous import form_process_group, join_run
 from grpo_replay.errors import LaunchError
 from grpo_replay.recipe import EngineSection, Recipe
+from grpo_replay.terminal.loading import loading_libraries
 
 
 def choose_device(settings: EngineSection, local_rank: int) -> torch.device:
@@ -47,7 +48,8 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
         torch.cuda.set_device(device)
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    with loading_libraries():
+        import deepspeed
 
     ranks_here = environment.local_world_size
     torch.set_num_threads(settings.threads_per_process or max(1, available_cores() // ranks_here))
