@@ -31,20 +31,21 @@ class AgeOutcome:
 
 
 def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
-    """Outcomes by age in training steps. Age 0 is fresh rollouts: those of rollouts/ and draws at
-    age 0. Empty if the run logged nothing. Ages at which no token was trained on are left out."""
+    """Outcomes by age in training steps. Age 0 is fresh rollouts: draws at age 0, and those of
+    rollouts/ that were trained on without a draw. Empty if the run logged nothing. Ages at which no
+    token was trained on are left out."""
     sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(6))
-    drawn_fresh: dict[int, np.ndarray] = {}
+    drawn: dict[int, np.ndarray] = {}
     for step, path in tracked(source.draw_files, "reading outcomes of draws"):
         for batch in iter_columns(path, "draws", ("rollout_id", "age_steps", *OUTCOME_COLUMNS)):
             ids, ages = (column.to_numpy() for column in batch.columns[:2])
-            drawn_fresh[step] = np.append(drawn_fresh.get(step, []), ids[ages == 0])
+            drawn[step] = np.append(drawn.get(step, []), ids)
             _add(sums, ages, [_floats(column) for column in batch.columns[2:]])
     for step, path in tracked(source.rollout_files, "reading outcomes of fresh rollouts"):
         for batch in iter_columns(path, "rollouts", ("rollout_id", *OUTCOME_COLUMNS)):
             tokens, *others = (_floats(column) for column in batch.columns[1:])
-            # With pool and FIFO, fresh rollouts that were drawn are already counted in draws/.
-            tokens[np.isin(batch.column(0).to_numpy(), drawn_fresh.get(step, []))] = np.nan
+            # With pool and FIFO, rollouts drawn in the step that took them are already counted.
+            tokens[np.isin(batch.column(0).to_numpy(), drawn.get(step, []))] = np.nan
             _add(sums, np.zeros(batch.num_rows, dtype=np.int64), [tokens, *others])
     return {age: _outcome(total) for age, total in sorted(sums.items()) if total[1] > 0}
 

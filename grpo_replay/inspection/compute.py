@@ -82,7 +82,7 @@ def summarise(source: Source) -> Inspection:
         priority=_quantiles(stored.priority),
         times_used=count_values(stored.times_used),
         uses_over_run=uses_over_run(log, draws, settings),
-        last_use=steps_since_last_use(draws, settings) if len(draws) else None,
+        last_use=steps_since_last_use(log, draws, settings) if len(draws) else None,
         draw_law=next_draw_law(stored, settings),
         populations=_populations(log, stored, replayed),
         by_age=outcomes_by_age(source),

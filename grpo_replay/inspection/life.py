@@ -36,7 +36,8 @@ class Life:
     rollout: Mapping[str, Any]  # its row; token ids are lists
     prompt_text: str | None  # None if no checkpoint has a tokenizer
     group: tuple[Mapping[str, Any], ...]  # all members, including this rollout
-    fresh_outcome: Mapping[str, Any] | None  # None if it was not trained on as fresh
+    logged_step: int | None  # the step that took it from the sampler; None in a snapshot
+    fresh_outcome: Mapping[str, Any] | None  # None if that step did not train on it without a draw
     uses: tuple[Use, ...]
     fate: str  # one sentence
 
@@ -46,33 +47,39 @@ def read_life(source: Source, rollout_id: int) -> Life:
 
     Raises SnapshotError if the rollout is in neither the rollout log nor the snapshot.
     """
-    row, group = _find(source, rollout_id)
-    logged = bool(source.rollout_files)
-    fresh = {name: row[name] for name in OUTCOME_COLUMNS} if logged else None
+    row, group, step = _find(source, rollout_id)
+    uses = _uses(source, rollout_id)
+    # With pool and FIFO, the use of a step that drew the rollout is in both logs.
+    drawn = any(use.step == step for use in uses)
+    trained_fresh = step is not None and row["tokens"] is not None and not drawn
     return Life(
         rollout={name: value for name, value in row.items() if name not in OUTCOME_COLUMNS},
         prompt_text=_prompt_text(source, row["prompt_token_ids"]),
         group=tuple({name: member[name] for name in _MEMBER} for member in group),
-        fresh_outcome=fresh if fresh and fresh["tokens"] is not None else None,
-        uses=_uses(source, rollout_id),
+        logged_step=step,
+        fresh_outcome={name: row[name] for name in OUTCOME_COLUMNS} if trained_fresh else None,
+        uses=uses,
         fate=_fate(source, row),
     )
 
 
-def _find(source: Source, rollout_id: int) -> tuple[dict, list[dict]]:
-    """The row of the rollout and the rows of its group, from the log or else the snapshot."""
-    files: list[tuple[Kind, Path]] = [("rollouts", path) for _, path in source.rollout_files]
+def _find(source: Source, rollout_id: int) -> tuple[dict, list[dict], int | None]:
+    """The row of the rollout and the rows of its group, from the log or else the snapshot; and the
+    step whose log has it."""
+    files: list[tuple[Kind, Path, int | None]]
+    files = [("rollouts", path, step) for step, path in source.rollout_files]
     if not files and source.snapshot is not None:
-        files = [("buffer", source.snapshot)]
+        files = [("buffer", source.snapshot, None)]
     id_bounds: list[int] = []  # smallest and largest id of every batch
-    for kind, path in files:
+    for kind, path, step in files:
         for batch in iter_columns(path, kind, ("rollout_id", "group_id")):
             ids = batch.column(0).to_numpy()
             if ids.size:
                 id_bounds += [int(ids.min()), int(ids.max())]
             found = np.flatnonzero(ids == rollout_id)
             if found.size:
-                return _rows(kind, path, rollout_id, batch.column(1)[int(found[0])].as_py())
+                group_id = batch.column(1)[int(found[0])].as_py()
+                return *_rows(kind, path, rollout_id, group_id), step
     known = f"; ids run from {min(id_bounds)} to {max(id_bounds)}" if id_bounds else ""
     raise SnapshotError(f"{source.path}: no rollout {rollout_id} up to step {source.step}{known}")
 

@@ -34,22 +34,27 @@ def uses_over_run(
     return RunUses(count_values(uses), float(uses.mean()))
 
 
-def steps_since_last_use(draws: DrawColumns, settings: ReplaySection) -> LastUse:
+def steps_since_last_use(
+    log: RolloutColumns, draws: DrawColumns, settings: ReplaySection
+) -> LastUse:
     """Training steps between consecutive uses of a rollout, over all draws (paper B).
 
     If all fresh rollouts are trained on (fresh-anchored, and during warm-up), the gap of a first
-    draw is counted from birth. Otherwise a first draw is new.
+    draw is counted from the step that took the rollout: that of its birth, in asynchronous runs a
+    later one. Otherwise a first draw is new.
     """
     order = np.lexsort((draws.step, draws.rollout_id))
     ids, steps, ages = draws.rollout_id[order], draws.step[order], draws.age[order]
     first = np.append(True, ids[1:] != ids[:-1])
     gaps = np.append(0, np.diff(steps))
-    births = steps - ages
-    trained_at_birth = births <= settings.warmup_steps
+    taken = steps - ages
+    rows = find_rows(log.rollout_id, ids)
+    taken[rows >= 0] = log.logged_step[rows[rows >= 0]]
+    trained_when_taken = taken <= settings.warmup_steps
     if settings.composition == "fresh_anchored":
-        trained_at_birth = np.ones_like(first)
-    gaps = np.where(first, ages, gaps)
-    new = first & ~trained_at_birth
+        trained_when_taken = np.ones_like(first)
+    gaps = np.where(first, steps - taken, gaps)
+    new = first & ~trained_when_taken
     return LastUse(int(new.sum()), count_values(gaps[~new]))
 
 

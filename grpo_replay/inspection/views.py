@@ -213,8 +213,8 @@ def _life_table(life: Life) -> Table:
     for name in ("step", "age", "probability", "clipped", "log-ratio", "KL, nats"):
         table.add_column(name, justify="right")
     if life.fresh_outcome is not None:
-        birth = str(life.rollout["birth_step"])
-        table.add_row(birth, "fresh", "–", *_outcome_cells(life.fresh_outcome))
+        step = str(life.logged_step)
+        table.add_row(step, "fresh", "–", *_outcome_cells(life.fresh_outcome))
     for use in life.uses:
         table.add_row(
             str(use.step),

@@ -15,6 +15,10 @@ def rows_of(folder: Path) -> list[dict]:
     return rows
 
 
+def rows_of_step(folder: Path, step: int) -> list[dict]:
+    return pq.read_table(folder / f"step_{step:06d}.parquet").to_pylist()
+
+
 def replayed_rows(run: Path, preset: str) -> list[dict]:
     """Draws of stored rollouts; the naive baselines' pool holds fresh ones too, at age 0."""
     draws = rows_of(run / "draws")

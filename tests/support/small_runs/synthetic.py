@@ -67,7 +67,8 @@ def clip_fraction(outcomes: Sequence[RolloutOutcome]) -> float | None:
 
 
 class SyntheticRun:
-    """Writes the steps of one run; `buffer` and `batches` stay at hand for the tests."""
+    """Writes the steps of one run; `buffer` stays at hand for the tests. Rollouts are taken
+    `steps_late` after their birth, as in an asynchronous run."""
 
     def __init__(
         self,
@@ -75,8 +76,10 @@ class SyntheticRun:
         recipe: Recipe,
         seed: int = 0,
         steps_without_survivors: Sequence[int] = (),
+        steps_late: int = 0,
     ) -> None:
         self.folder = folder
+        self.steps_late = steps_late
         self.recipe = recipe
         self.rng = np.random.default_rng(seed)
         self.buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
@@ -108,13 +111,13 @@ class SyntheticRun:
         ]
         drawn = len(batch.draw.rollouts)
         first_drawn = len(batch.rollouts) - drawn
-        trained_fresh = {
+        taken = {rollout.rollout_id for rollout in fresh}
+        at_once = {
             rollout.rollout_id: outcome
-            for rollout, outcome in zip(
-                batch.rollouts[:first_drawn], outcomes[:first_drawn], strict=True
-            )
+            for rollout, outcome in zip(batch.rollouts, outcomes, strict=True)
+            if rollout.rollout_id in taken
         }
-        write_rollouts(step_path(self.folder / "rollouts", step), generated, trained_fresh)
+        write_rollouts(step_path(self.folder / "rollouts", step), generated, at_once)
         write_draws(
             step_path(self.folder / "draws", step), step, batch.draw, outcomes[first_drawn:]
         )
@@ -168,6 +171,7 @@ class SyntheticRun:
         if advantages_G is None and not self.recipe.replay.drop_zero_variance:
             advantages_G = np.zeros(len(correct_G), np.float32)
         kept = advantages_G is not None
+        birth = max(1, step - self.steps_late)
         members = []
         for i, correct in enumerate(correct_G):
             tokens = int(self.rng.integers(3, 40))
@@ -178,9 +182,9 @@ class SyntheticRun:
                     group_id=step * 100 + index,
                     prompt_id=f"prompt-{prompt}",
                     completion_index=i,
-                    birth_step=step,
-                    policy_version=step - 1,
-                    policy_version_end=step - 1,
+                    birth_step=birth,
+                    policy_version=birth - 1,
+                    policy_version_end=birth - 1,
                     prompt_token_ids=np.arange(5, dtype=np.int32),
                     completion_token_ids=self.rng.integers(0, 30, tokens).astype(np.int32),
                     completion_text=f"The answer is \\boxed{{{prompt + (0 if correct else 1)}}}",
