@@ -318,22 +318,26 @@ def mean_of(run: dict, metric: str) -> float | None:
     return fmean(values) if values else None
 
 
-def rollouts_per_step(run: dict) -> int:
+def generated_rollouts(run: dict, line: dict) -> int:
+    """As logged; in runs older than the metric, prompts times group size."""
     sampling = run["recipe"]["sampling"]
-    return sampling["prompts_per_step"] * sampling["group_size"]
+    planned = sampling["prompts_per_step"] * sampling["group_size"]
+    return line.get("cost/generated_rollouts", planned)
 
 
 def measured_mu(run: dict) -> float:
     """Seconds per generated rollout over seconds per rollout trained on."""
-    generation = sum(line["cost/generation_seconds"] for line in run["lines"])
-    training = sum(line["cost/training_seconds"] for line in run["lines"])
-    trained = sum(line["cost/trained_rollouts"] for line in run["lines"])
-    return generation / (rollouts_per_step(run) * len(run["lines"])) / (training / trained)
+    lines = [line for line in run["lines"] if line["cost/generation_seconds"] is not None]
+    generation = sum(line["cost/generation_seconds"] for line in lines)
+    training = sum(line["cost/training_seconds"] for line in lines)
+    trained = sum(line["cost/trained_rollouts"] for line in lines)
+    generated = sum(generated_rollouts(run, line) for line in lines)
+    return generation / generated / (training / trained)
 
 
 def compute(run: dict, step: int, mu: float) -> float:
-    trained = sum(line["cost/trained_rollouts"] for line in run["lines"][:step])
-    return trained + mu * rollouts_per_step(run) * step
+    lines = run["lines"][:step]
+    return sum(line["cost/trained_rollouts"] + mu * generated_rollouts(run, line) for line in lines)
 
 
 def aes(ours: dict, reference: dict) -> float | None:

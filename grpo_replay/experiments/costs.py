@@ -53,9 +53,15 @@ def _compute_axis(key: str, mu: float, source: str) -> Axis:
 
 def compute(run: FinishedRun, mu: float) -> np.ndarray:
     """float64 [T + 1]: Σ (B + μR) up to each step. NaN if the run did not log B."""
+    return run.log.running_total("cost/trained_rollouts") + mu * _generated_rollouts(run)
+
+
+def _generated_rollouts(run: FinishedRun) -> np.ndarray:
+    """float64 [T + 1]: ΣR up to each step. For steps older than the metric, R is the recipe's."""
     assert run.recipe is not None
-    generated = run.recipe.rollouts_per_step * np.arange(len(run.log) + 1.0)
-    return run.log.running_total("cost/trained_rollouts") + mu * generated
+    planned = run.recipe.rollouts_per_step
+    generated = [line.get("cost/generated_rollouts", planned) for line in run.log.lines]
+    return np.concatenate([[0.0], np.cumsum(generated)])
 
 
 def mu_of(run: FinishedRun) -> float | None:

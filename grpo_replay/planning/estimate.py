@@ -116,10 +116,10 @@ def _total(column: Any) -> int:
 def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) -> float | None:
     """(generation seconds / rollouts generated) / (training seconds / rollouts trained on).
 
-    None if the run trained on nothing or did not log these times.
+    `rollouts_per_step` is for runs older than the metric `cost/generated_rollouts`. None if the run
+    trained on nothing or did not log these times.
     """
-    generation = training = trained = 0.0
-    steps = 0
+    generation = training = trained = generated = 0.0
     for line in metrics:
         seconds = line.get("cost/generation_seconds")
         training_seconds = line.get("cost/training_seconds")
@@ -128,13 +128,13 @@ def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) 
         count = _trained_rollouts(line, rollouts_per_step)
         if count is None:
             continue
-        steps += 1
+        generated += line.get("cost/generated_rollouts", rollouts_per_step)
         generation += seconds
         training += training_seconds
         trained += count
-    if not steps or training <= 0 or trained <= 0 or generation <= 0:
+    if min(generation, generated, training, trained) <= 0:
         return None
-    return (generation / (steps * rollouts_per_step)) / (training / trained)
+    return (generation / generated) / (training / trained)
 
 
 def _trained_rollouts(line: Mapping[str, Any], rollouts_per_step: float) -> float | None:

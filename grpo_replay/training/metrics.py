@@ -203,6 +203,7 @@ def cost_metrics(
         gamma = relative_compute(len(trained) / survivors, mu * len(generated) / survivors)
     return {
         "cost/generated_tokens": sum(len(r.completion_token_ids) for r in generated),
+        "cost/generated_rollouts": len(generated),
         "cost/trained_tokens": sum(len(r.completion_token_ids) for r in trained),
         "cost/trained_rollouts": len(trained),
         **{f"cost/{name}_seconds": seconds[name] for name in (*STAGES, "other")},

@@ -58,6 +58,7 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
         "completions/max_length": int(lengths.max()),
         "completions/clipped_ratio": float((column["finish_reason"] == "length").mean()),
         "cost/generated_tokens": int(lengths.sum()),
+        "cost/generated_rollouts": len(lengths),
         **{f"verdict/{status}": count for status, count in verdicts.items()},
         **_score_metrics(run, step),
     }

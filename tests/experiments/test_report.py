@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, writ
 
 from grpo_replay.commands.report import run
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError
+from grpo_replay.inspection.source import open_source
+from grpo_replay.planning.estimate import estimate_from_run, measured_mu
 
 SEEDS = (1, 2, 3)
 SMALL = Size()
@@ -100,6 +103,41 @@ def test_costs_are_sums_over_the_metrics(sweep, capsys):
     assert "clip_fraction_replayed" not in arms_of(document)["grpo"]["quantities"]
 
 
+def relog(cell: Path, **changes) -> list[dict]:
+    """The metrics of a cell with changed values; None removes one."""
+    file = cell / "metrics.jsonl"
+    lines = [{**json.loads(line), **changes} for line in file.open()]
+    lines = [{key: value for key, value in line.items() if value is not None} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def test_compute_and_mu_count_the_rollouts_that_steps_generated(copy, capsys):
+    """Refills: 32 rollouts a step where the recipe asks for 16."""
+    lines = relog(copy / "ours/seed-1", **{"cost/generated_rollouts": 32})
+    quantities = arms_of(report(capsys, copy / "ours/seed-1", given_mu=[3.0]))["ours"]["quantities"]
+    trained, training, generation = (
+        sum(line[f"cost/{name}"] for line in lines)
+        for name in ("trained_rollouts", "training_seconds", "generation_seconds")
+    )
+    assert quantities["compute_3"]["mean"] == pytest.approx(trained + 3 * 12 * 32)
+    mu = (generation / (12 * 32)) / (training / trained)
+    assert quantities["mu"]["mean"] == pytest.approx(mu)
+    relog(copy / "ours/seed-1", **{"cost/generated_rollouts": None})  # a run of an older version
+    older = arms_of(report(capsys, copy / "ours/seed-1", given_mu=[3.0]))["ours"]["quantities"]
+    assert older["compute_3"]["mean"] == pytest.approx(trained + 3 * 12 * 16)
+    assert older["mu"]["mean"] == pytest.approx(2 * mu)
+
+
+def test_a_report_and_the_planner_measure_the_same_mu_in_a_run(runs):
+    source = open_source(runs["ours"])
+    uneven = [
+        {**line, "cost/generated_rollouts": 20 + 24 * (line["step"] % 2)} for line in source.metrics
+    ]
+    estimated = estimate_from_run(replace(source, metrics=tuple(uneven)))
+    assert measured_mu(uneven, rollouts_per_step=16) == estimated.mu == pytest.approx(4.0)
+
+
 def test_the_best_evaluation_is_one_after_training_began(tmp_path, capsys):
     """A run that only gets worse: the base is better than every later evaluation."""
     cell = write_run(tmp_path / "run", ["replay.preset=grpo"], 1, -0.25)
@@ -117,6 +155,7 @@ def test_the_best_evaluation_is_one_after_training_began(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
     shutil.rmtree(copy / "ours/seed-2")
+    relog(copy / "ours/seed-1", **{"cost/generated_rollouts": 32})
     document = report(capsys, copy)
     script = Path(__file__).parents[2] / "benchmarks" / "recompute_report.py"
 

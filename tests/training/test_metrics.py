@@ -89,6 +89,7 @@ def test_the_ledger_by_hand():
     assert found["cost/gamma"] == pytest.approx(5 / 7)
     assert found["cost/generated_tokens"] == 40
     assert found["cost/trained_tokens"] == 30
+    assert found["cost/generated_rollouts"] == 4
     assert found["cost/trained_rollouts"] == 6
     assert found["step_time"] == 19.0
     parts = [value for name, value in found.items() if name.endswith("_seconds")]

@@ -350,7 +350,8 @@ def test_a_damaged_metrics_line_is_named(run):
 
 EDITED = ["reward", "frac_reward_zero_std", "fresh/rollouts", "fresh/clip_fraction", "replay/ratio",
           "replay/clip_fraction", "replay/age_mean", "replay/ess", "buffer/rollouts",
-          "cost/generated_tokens", "cost/trained_tokens", "cost/trained_rollouts"]  # fmt: skip
+          "cost/generated_tokens", "cost/generated_rollouts", "cost/trained_tokens",
+          "cost/trained_rollouts"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDITED)

@@ -158,6 +158,7 @@ def metrics_line(recipe: Recipe, step: int, rng: np.random.Generator) -> dict:
         "replay/ratio": replayed / fresh,
         "replay/age_mean": float(rng.uniform(1, 5)) if replayed else None,
         "cost/generated_tokens": generated * 12,
+        "cost/generated_rollouts": generated,
         "cost/trained_tokens": (fresh + replayed) * 12,
         "cost/trained_rollouts": fresh + replayed,
         "cost/generation_seconds": generated * float(rng.uniform(0.3, 0.5)),

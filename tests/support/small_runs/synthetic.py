@@ -70,6 +70,8 @@ class SyntheticRun:
     """Writes the steps of one run; `buffer` stays at hand for the tests. Rollouts are taken
     `steps_late` after their birth, as in an asynchronous run."""
 
+    steps_late = 0
+
     def __init__(
         self,
         folder: Path,
@@ -144,6 +146,7 @@ class SyntheticRun:
             "buffer/rollouts": len(self.buffer),
             "buffer/evicted": self.buffer.stats(step).evicted,
             "cost/generated_tokens": sum(len(r.completion_token_ids) for r in generated),
+            "cost/generated_rollouts": len(generated),
             "cost/trained_tokens": sum(len(r.completion_token_ids) for r in batch.rollouts),
             "cost/trained_rollouts": len(batch.rollouts),
             # 6 seconds to generate 1 rollout against 1.5 to train on one: μ = 4.
