@@ -448,7 +448,8 @@ def find_runs(report: dict, sweeps: list[Path], given: list[str]) -> dict[str, d
         outline = yaml.safe_load((sweep / "sweep.yaml").read_text())
         for arm in outline["arms"]:
             cells = [sweep / arm / f"seed-{seed}" for seed in outline["seeds"]]
-            folders[arm] = [cell for cell in cells if (cell / "summary.json").exists()]
+            finished = [cell for cell in cells if (cell / "summary.json").exists()]
+            folders.setdefault(arm, []).extend(finished)
     for word in given:
         arm, _, folder = word.rpartition("=")
         folders.setdefault(arm, []).append(Path(folder))

@@ -15,6 +15,17 @@ NOT_AN_AXIS = ("name", "run.seed", "tracking.run_name", "tracking.project")
 """Keys in which the runs of one arm may differ."""
 
 
+OF_THE_MACHINE = (
+    *("batch.max_tokens_per_microbatch", "batch.packing", "checkpoint.", "engine.", "eval."),
+    *("model.attn_implementation", "model.gradient_checkpointing", "reward.memory_limit_mib"),
+    *("reward.workers", "run.stop_grace_seconds", "sampling.collection.replay_journal"),
+    *("sampling.max_batch_rollouts", "sampling.servers.", "sampling.sync_bucket_mib"),
+    *("sampling.vllm.", "tracking."),
+)
+"""Keys, and sections of keys, that change where and how a run is computed, not its method. How it
+is evaluated is compared by `evaluation.comparison`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Arm:
     """The finished runs of one arm by seed, and why others are missing.
@@ -37,13 +48,38 @@ class Arm:
 
 
 def add_run(runs: dict[int | None, FinishedRun], run: FinishedRun, arm: str) -> None:
-    """Add a run to those of its arm. Raises UsageError if its seed is there already."""
+    """Add a run to those of its arm. Raises UsageError if its seed is there already, or if its
+    method is another one."""
     if run.seed in runs:
         raise UsageError(
             f"arm {arm} has seed {run.seed} twice: {runs[run.seed].path} and {run.path}; give one "
             "of them"
         )
+    for first in list(runs.values())[:1]:
+        _refuse_other_method(first, run, arm)
     runs[run.seed] = run
+
+
+def _refuse_other_method(first: FinishedRun, other: FinishedRun, arm: str) -> None:
+    a, b = _method_of(first), _method_of(other)
+    noted = {note.partition(":")[0] for run in (first, other) for note in run.recipe_changes}
+    keys = [key for key in differing_keys([a, b]) if key not in noted]
+    if keys:
+        found = ", ".join(
+            f"{key} is {a.get(key)!r} in {first.path} and {b.get(key)!r} in {other.path}"
+            for key in keys
+        )
+        raise UsageError(
+            f"arm {arm} has runs of several recipes: {found}; runs of one arm may differ in their "
+            "seed only: report them separately, or rename the arm in one of the sweeps"
+        )
+
+
+def _method_of(run: FinishedRun) -> dict[str, Any]:
+    """The recipe without what is `OF_THE_MACHINE`, and the steps that the run trained."""
+    settings = settings_of(run.recipe)
+    method = {key: each for key, each in settings.items() if not key.startswith(OF_THE_MACHINE)}
+    return {**method, "run.steps": len(run.log)}
 
 
 def group_by_recipe(runs: Sequence[FinishedRun]) -> list[Arm]:

@@ -199,13 +199,17 @@ def _read_tuned(folder: Path) -> dict[str, str]:
 
 
 def _merged(arms: Sequence[Arm]) -> list[Arm]:
-    """Arms of one name as one: several cells of a sweep, or several sweeps."""
+    """Arms of one name as one: several cells of a sweep, or several sweeps. A seed that is finished
+    in one of them is not missing."""
     merged: dict[str, Arm] = {}
     for arm in arms:
         known = merged.setdefault(arm.name, Arm(arm.name, {}, {}))
         for run in arm.runs.values():
             add_run(known.runs, run, arm.name)
         known.missing.update(arm.missing)
+    for arm in merged.values():
+        for seed in [seed for seed in arm.missing if seed in arm.runs]:
+            del arm.missing[seed]
     return list(merged.values())
 
 

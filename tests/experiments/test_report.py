@@ -290,6 +290,41 @@ def test_cells_of_a_sweep_keep_their_arm(sweep, capsys):
     assert list(arms_of(report(capsys, *cells))) == list(ARMS)
 
 
+OURS = ["replay.preset=ours"]
+
+
+@pytest.mark.parametrize("as_cells", [False, True])
+def test_arms_of_one_name_with_other_recipes_are_refused(tmp_path, as_cells):
+    slow = ["optimizer.learning_rate=5e-5"]
+    one = write_sweep(tmp_path / "one", {"ours": (OURS, 0.2)}, [1])
+    two = write_sweep(tmp_path / "two", {"ours": ([*OURS, *slow], 0.2)}, [2])
+    paths = [one / "ours/seed-1", two / "ours/seed-2"] if as_cells else [one, two]
+    with pytest.raises(
+        UsageError,
+        match=r"arm ours .* optimizer\.learning_rate is .*one/ours/seed-1 and 5e-05 in .*two/ours",
+    ):
+        run([str(path) for path in paths])
+
+
+def test_arms_of_one_name_trained_for_other_numbers_of_steps_are_refused(tmp_path):
+    one = write_sweep(tmp_path / "one", {"ours": (OURS, 0.2)}, [1])
+    two = write_sweep(tmp_path / "two", {"ours": (OURS, 0.2)}, [2], Size(steps=8))
+    with pytest.raises(UsageError, match=r"run\.steps is 12 in .* and 8 in"):
+        run([str(one), str(two)])
+
+
+def test_sweeps_on_other_machines_are_one_arm_and_what_one_finished_is_not_missing(
+    tmp_path, capsys
+):
+    gone = [("ours", 3)]
+    one = write_sweep(tmp_path / "one", {"ours": (OURS, 0.2)}, [1, 2, 3], leave_out=gone)
+    ranks = ["engine.num_processes=2", "checkpoint.keep=2", "eval.every_steps=4"]
+    two = write_sweep(tmp_path / "two", {"ours": ([*OURS, *ranks], 0.2)}, [3, 4])
+    for paths in ([one, two], [two, one]):
+        ours = arms_of(report(capsys, *paths))["ours"]
+        assert sorted(ours["seeds"]) == [1, 2, 3, 4] and ours["missing"] == []
+
+
 def test_a_recipe_that_changed_at_a_resume_is_named(copy, capsys):
     cell = copy / "ours/seed-2"
     recipe = (cell / "recipe.yaml").read_text()
