@@ -4,6 +4,7 @@ import io
 import json
 
 import by_hand
+import pyarrow as pa
 import pytest
 from rich.console import Console
 
@@ -80,6 +81,24 @@ def test_a_filter_selects_the_same_rows_as_python(rows, plain, text):
     assert selected(rows, text) == expected
     if text not in ("reward > 1000", "policy_version_end = policy_version"):
         assert 0 < len(expected) < len(plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("reward = 0.1", [0.1]),
+        ("reward in (0.1)", [0.1]),
+        ("reward != 0.1", [0.0, 0.7, 1.0]),
+        ("reward <= 0.1", [0.0, 0.1]),
+        ("reward < 0.7", [0.0, 0.1]),
+        ("reward >= 0.7", [0.7, 1.0]),
+        ("reward > 0.1 and reward < 9000000000000000001", [0.7, 1.0]),
+    ],
+)
+def test_a_reward_is_equal_to_the_number_that_it_was_stored_as(text, expected):
+    rewards = pa.table({"reward": pa.array([0.0, 0.1, 0.7, 1.0], pa.float32())})
+    found = rewards.filter(parse_where(text, rewards.schema).expression)
+    assert found["reward"].to_pylist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
