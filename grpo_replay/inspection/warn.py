@@ -58,13 +58,14 @@ def _capacity(inspection: Inspection) -> Iterator[str]:
 
 
 def _starved(inspection: Inspection) -> Iterator[str]:
-    """Fewer rollouts drawn than requested, over the last quarter of the steps."""
+    """Fewer rollouts drawn than requested, over the last quarter of the steps after the warm-up."""
     if inspection.settings["composition"] != "fresh_anchored":
         return
-    ratios = [value for _, value in inspection.trends.get("replay/ratio", ())]
+    warmup, points = inspection.settings["warmup_steps"], inspection.trends.get("replay/ratio", ())
+    ratios = [value for step, value in points if step > warmup]
     recent = ratios[-max(1, len(ratios) // 4) :]
     requested = inspection.settings["ratio"]
-    if recent and inspection.step > inspection.settings["warmup_steps"] + 1:
+    if recent and inspection.step > warmup + 1:
         actual = sum(recent) / len(recent)
         if 0 < actual < STARVED_SHARE * requested:
             yield (

@@ -58,6 +58,13 @@ def test_a_draw_smaller_than_requested(healthy):
     )
 
 
+def test_the_ratios_of_the_warm_up_are_not_those_of_a_starved_buffer(healthy):
+    points = tuple((step, 0.5 if step > 20 else 0.0) for step in range(1, 25))
+    settings = {**healthy.settings, "warmup_steps": 20}
+    trends = {**healthy.trends, "replay/ratio": points}
+    assert list(find_warnings(replace(healthy, settings=settings, trends=trends))) == []
+
+
 def test_a_concentrated_draw(healthy):
     law = DrawLaw("rollout", 92, 4.0, 1.4, 0.3)
     assert "effective sample size is 4 of 92 rollouts" in only_warning(
