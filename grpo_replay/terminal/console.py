@@ -46,5 +46,5 @@ def open_console(
     With `markup`, the caller escapes every text that comes from the user or the run.
     """
     return PlainConsole(
-        stderr=stderr, file=file, markup=markup, highlight=False, soft_wrap=soft_wrap
+        stderr=stderr, file=file, markup=markup, emoji=False, highlight=False, soft_wrap=soft_wrap
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import by_hand
 import numpy as np
@@ -14,6 +15,8 @@ from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.life import read_life
 from grpo_replay.inspection.rebuild import NO_ROW, find_rows, replay_storage, survivors_for
 from grpo_replay.inspection.source import open_source
+from grpo_replay.inspection.views import print_life
+from grpo_replay.terminal.console import open_console
 
 
 def test_a_life_lists_every_use_and_the_eviction(runs):
@@ -110,6 +113,16 @@ def test_the_life_as_text_and_as_json(runs, capsys):
     run(str(runs["ours"]), show=300, as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert document["rollout"]["rollout_id"] == 300 and document["uses"] == []
+
+
+def test_a_completion_with_colons_is_shown_as_it_is(runs, capsys):
+    life = read_life(open_source(runs["ours"]), 300)
+    texts = {**life.rollout, "completion_text": "3:x:5 [b] :smile:"}
+    print_life(
+        replace(life, rollout=texts, prompt_text="a :fire: 4:o:2"), open_console(markup=True)
+    )
+    text = capsys.readouterr().out
+    assert "3:x:5 [b] :smile:" in text and "a :fire: 4:o:2" in text
 
 
 def test_an_unknown_id_raises_with_the_range_of_ids(runs):

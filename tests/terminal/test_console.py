@@ -77,3 +77,12 @@ def test_results_are_printed_without_markup_unless_asked_for(capsys):
     open_console().print(f"runs/{Path('exp[/a]')} [bold]")
     open_console(markup=True).print(f"{escape('exp[/a]')} [bold]x[/bold]")
     assert capsys.readouterr().out == "runs/exp[/a] [bold]\nexp[/a] x\n"
+
+
+@pytest.mark.parametrize("markup", [True, False])
+def test_a_text_between_colons_is_not_an_emoji(markup, capsys):
+    console = open_console(markup=markup)
+    console.print("ratio 3:x:5 :smile:")
+    console.print(cell("3:x:5"))
+    assert "ratio 3:x:5 :smile:" in (shown := capsys.readouterr().out)
+    assert shown.count("3:x:5") == 3
