@@ -1,5 +1,8 @@
 """The tables of a report: the same cells in the terminal, Markdown, LaTeX and HTML."""
 
+import hashlib
+from collections.abc import Collection, Sequence
+
 from grpo_replay.evaluation.tables import p_value, percent, percent_interval
 from grpo_replay.experiments.ablations import ablation_rows
 from grpo_replay.experiments.cost_tables import (
@@ -18,6 +21,9 @@ from grpo_replay.experiments.text_table import (
     points_interval,
     seeds_of,
 )
+
+LONGEST_NAME = 100
+"""Of a table, in characters: with its ending it is the name of a file."""
 
 SCORE_TITLES = {
     "final": "final avg@k",
@@ -118,7 +124,7 @@ def _benchmark_table(findings: Findings, score: str) -> TextTable:
 
 def _ablation_tables(findings: Findings) -> list[TextTable]:
     """One table for each set of recipe keys in which arms differ from the baseline."""
-    tables = []
+    tables: list[TextTable] = []
     for keys, arms in ablation_rows(findings):
         rows = [[*(_text(arm.settings.get(key)) for key in keys), *_ablation_cells(arm)]
                 for arm in arms]  # fmt: skip
@@ -126,9 +132,18 @@ def _ablation_tables(findings: Findings) -> list[TextTable]:
                   "clip replayed", "seeds")  # fmt: skip
         title = f"by {', '.join(keys)}"
         legend = "final accuracy and clip fractions in %, means over seeds."
-        name = "ablation_" + "_".join(key.split(".")[-1] for key in keys)
+        name = _ablation_name(keys, {table.name for table in tables})
         tables.append(TextTable(name, title, header, rows, legend))
     return tables
+
+
+def _ablation_name(keys: Sequence[str], taken: Collection[str]) -> str:
+    """The keys without their sections. If that is too long for a file, or another table has the
+    name, their number and a digest."""
+    name = "ablation_" + "_".join(key.split(".")[-1] for key in keys)
+    if len(name) <= LONGEST_NAME and name not in taken:
+        return name
+    return f"ablation_{len(keys)}_keys_{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:8]}"
 
 
 def _ablation_cells(arm: ArmFindings) -> list[str]:

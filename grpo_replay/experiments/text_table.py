@@ -28,9 +28,12 @@ def amount(value: float | None) -> str:
         return MISSING
     if math.isinf(value):
         return "∞"
-    for limit, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= limit:
+    rounded = abs(float(f"{value:.3g}"))
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if rounded >= size:
             return f"{_three_digits(value / size)}{unit}"
+    if abs(value) >= 1e4:
+        return f"{_three_digits(value / 1e3)}k"
     return f"{value:,.0f}" if abs(value) >= 100 else _three_digits(value)
 
 

@@ -17,11 +17,15 @@ from grpo_replay.experiments.formats import LONG_SCHEMA, latex, markdown, write_
 from grpo_replay.experiments.measure import usable_axes
 from grpo_replay.experiments.page import render_page
 from grpo_replay.experiments.tables import report_tables
+from grpo_replay.experiments.text_table import TextTable
 from grpo_replay.experiments.texts import facts_of, warnings_of
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 from grpo_replay.terminal.plot_style import save_figure, svg_element, svg_text
 
 JSON_FILE = "report.json"
+
+FILES = "files.txt"
+"""The tables and figures of the report in the folder, which the next one there removes."""
 
 
 def check_folder(folder: Path) -> None:
@@ -44,6 +48,7 @@ def write_report(experiment: Experiment, findings: Findings, folder: Path) -> No
     with named_if_unwritable(folder):
         for part in ("tables", "figures"):
             (folder / part).mkdir(parents=True, exist_ok=True)
+        _replace_earlier(folder, tables, figures)
         text = json.dumps(document(findings), indent=2, ensure_ascii=False, allow_nan=False)
         write_text_whole(folder / JSON_FILE, text + "\n")
         for table in tables:
@@ -54,6 +59,18 @@ def write_report(experiment: Experiment, findings: Findings, folder: Path) -> No
         write_text_whole(folder / "report.md", markdown(findings, tables, [*facts, *warnings]))
         page = render_page(findings, tables, figures, svgs, facts, warnings)
         write_text_whole(folder / "report.html", page)
+
+
+def _replace_earlier(folder: Path, tables: Sequence[TextTable], figures: Sequence[Figure]) -> None:
+    """Remove the tables and figures of an earlier report, and nothing else."""
+    if (folder / FILES).exists():
+        for line in (folder / FILES).read_text(encoding="utf-8").splitlines():
+            path = Path(line)
+            if str(path.parent) in ("tables", "figures"):
+                (folder / path).unlink(missing_ok=True)
+    names = [f"tables/{table.name}.tex" for table in tables]
+    names += [f"figures/{each.name}.{kind}" for each in figures for kind in ("png", "svg")]
+    write_text_whole(folder / FILES, "".join(f"{name}\n" for name in names))
 
 
 def _write_figures(figures: Sequence[Figure], folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from io import StringIO
 from pathlib import Path
@@ -19,9 +20,8 @@ from grpo_replay.experiments.collect import collect
 from grpo_replay.experiments.findings import Findings
 from grpo_replay.experiments.formats import latex, latex_text
 from grpo_replay.experiments.measure import measure
-from grpo_replay.experiments.tables import report_tables
+from grpo_replay.experiments.tables import _ablation_name, report_tables
 from grpo_replay.experiments.text_table import TextTable, amount
-from grpo_replay.experiments.write import check_folder
 
 ARMS = {
     "grpo": (["replay.preset=grpo"], 0.1),
@@ -120,7 +120,8 @@ def test_latex_escapes_what_is_special():
 
 def test_amounts_have_three_digits():
     cases = {None: "–", float("inf"): "∞", 0.5: "0.500", 27: "27.0", 9999: "9,999",
-             27_000: "27.0k", 127_400: "127k", 2.5e6: "2.50M"}  # fmt: skip
+             27_000: "27.0k", 127_400: "127k", 2.5e6: "2.50M", 999_400: "999k", 999_700: "1.00M",
+             999.6e6: "1.00G", 2e12: "2.00T", 99.97: "100"}  # fmt: skip
     assert {value: amount(value) for value in cases} == cases
 
 
@@ -144,5 +145,21 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_read(tmp_path):
         run([str(tmp_path / "nothing")], output=str(tmp_path))
 
 
-def test_an_earlier_report_may_be_replaced(written):
-    check_folder(written)
+def test_an_earlier_report_is_replaced_and_what_is_not_of_it_stays(sweep, written, tmp_path):
+    folder = Path(shutil.copytree(written, tmp_path / "report"))
+    table, figure = folder / "tables/ablation_preset.tex", folder / "figures/staleness.png"
+    assert table.exists() and figure.exists()
+    (folder / "tables/mine.tex").write_text("mine")
+    run([str(sweep / "grpo/seed-1")], output=str(folder))
+    assert not table.exists() and not figure.exists()
+    listed = set((folder / "files.txt").read_text().splitlines())
+    found = {f"{path.parent.name}/{path.name}" for path in folder.glob("*/*")}
+    assert found - listed == {"tables/mine.tex"} and listed < found
+
+
+def test_a_table_of_many_keys_has_a_short_name_and_no_two_tables_have_one():
+    keys = [f"section.a_key_with_a_long_name_{number}" for number in range(15)]
+    name = _ablation_name(keys, ())
+    assert re.fullmatch(r"ablation_15_keys_[0-9a-f]{8}", name)
+    assert _ablation_name(["loss.epsilon"], ()) == "ablation_epsilon"
+    assert _ablation_name(["optimizer.epsilon"], {"ablation_epsilon"}).startswith("ablation_1_keys")
