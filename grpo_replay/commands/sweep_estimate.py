@@ -6,11 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from rich.cells import cell_len
 from rich.table import Table
 
 from grpo_replay.dry_run.report import DryRunReport, dry_run
+from grpo_replay.evaluation.tables import SHORT_NAME
 from grpo_replay.experiments.run import Entry, Status
+from grpo_replay.recipe import Recipe
 from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.tables import print_table
 
 
 def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
@@ -20,7 +24,7 @@ def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
         print(json.dumps(document, indent=1))
         return
     console = open_console()
-    console.print(estimate_table(document))
+    print_table(console, estimate_table(document))
     console.print(_describe_totals(document["totals"]), soft_wrap=True)
     for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
         for sentence in document[title]:
@@ -30,14 +34,14 @@ def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
 def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
     """The cells with state, tokens and memory; totals count what is left to do.
 
-    Runs that differ in seed or optimizer share an estimate. Tokens are expected ones of the
+    Runs that differ in seed, name or optimizer share an estimate. Tokens are expected ones of the
     training steps; evaluations come on top.
     """
     reports: dict[str, DryRunReport] = {}
     cells = []
     for entry in entries:
         recipe = entry.cell.resolved_recipe()
-        same = recipe.model_copy(update={"run": None, "optimizer": None}).model_dump_json()
+        same = _without_what_costs_nothing(recipe).model_dump_json()
         if same not in reports:
             reports[same] = dry_run(recipe, output_dir=entry.cell.root)
         cells.append(_cell(entry, reports[same]))
@@ -49,6 +53,12 @@ def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
         "unchecked": _unique(found.unchecked for found in findings),
         "assumptions": _unique(found.assumptions for found in findings),
     }
+
+
+def _without_what_costs_nothing(recipe: Recipe) -> Recipe:
+    run = recipe.run.model_copy(update={"seed": 0})
+    tracking = recipe.tracking.model_copy(update={"run_name": None})
+    return recipe.model_copy(update={"run": run, "tracking": tracking, "optimizer": None})
 
 
 def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:
@@ -109,18 +119,27 @@ def _describe_totals(totals: dict[str, Any]) -> str:
     return f"{', '.join(parts)}; checkpoints {_number(totals['checkpoints_gib'])} GiB"
 
 
+_NUMBERS = ("generated", "trained", "hours", "GiB ×\nranks", "fits")
+
+
 def estimate_table(document: dict[str, Any]) -> Table:
     """One row for the seeds of an arm or of a tuned value."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for cell in document["cells"]:
         groups.setdefault(str(PurePath(cell["name"]).parent), []).append(cell)
+    rows = [(name, *_group(cells)) for name, cells in groups.items()]
     title = "runs by seed, and their tokens still to do; * after tuning"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("cells", overflow="fold")
-    for name in ("seeds", "generated", "trained", "hours", "GiB ×\nranks", "fits"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, cells in groups.items():
-        table.add_row(name, *_group(cells))
+    names, seeds, *numbers = zip(*rows, strict=True)
+    longest = max(map(cell_len, names))
+    table.add_column("cells", overflow="fold", min_width=min(longest, SHORT_NAME))
+    states = [state.strip() for cell in seeds for state in cell.split(",")]
+    table.add_column("seeds", justify="right", min_width=max(map(cell_len, (*states, "seeds"))))
+    for header, cells in zip(_NUMBERS, numbers, strict=True):
+        width = max(map(cell_len, (*header.splitlines(), *cells)))
+        table.add_column(header, justify="right", no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

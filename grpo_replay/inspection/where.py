@@ -193,8 +193,8 @@ class _Parser:
         """The right-hand side of a comparison: another column or a literal."""
         token = self._token
         if token.kind != "word" or token.keyword:
-            # A float32 column is compared in its own precision: 0.1 is equal to what 0.1 was stored as.
             value, kind = self._literal(column), self.schema.field(column).type
+            # In float32, 0.1 is not the 0.1 of float64.
             return pc.scalar(pa.scalar(float(value), kind) if pa.types.is_float32(kind) else value)
         other = self._column()
         if self._family(column) != self._family(other):

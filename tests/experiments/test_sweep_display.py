@@ -2,13 +2,19 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from grpo_replay.commands import sweep_estimate
 from grpo_replay.commands.sweep_display import SweepDisplay, cells_table
 from grpo_replay.commands.sweep_estimate import estimate_table
+from grpo_replay.dry_run.findings import Findings
 from grpo_replay.experiments.cells import CellState, Progress
 from grpo_replay.experiments.grid import Cell
 from grpo_replay.experiments.run import Entry, Status
 from grpo_replay.terminal.console import PlainConsole
+from grpo_replay.terminal.tables import print_table
 
 
 def entry(
@@ -84,3 +90,44 @@ def test_the_dry_run_sums_the_seeds_of_an_arm_in_one_row():
         "tune/a/rate=1 1 done, 1 new 1.0 M 2.0 M 1.00 0.75 × 2 yes",
         "a 1 new* 1.5 M 3.0 M 0.50 0.75 × 2 yes",
     ]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_dry_run_loses_no_name_and_no_digit_on_a_narrow_terminal(width):
+    counts = {"done": 12, "started": 3, "new": 10, "running": 2}
+    cells = [
+        {"name": f"prioritised-r1/seed-{state}{seed}", "state": state, "awaits_tuning": True,
+         "generated_tokens": 45_678_900, "trained_tokens": 91_357_800, "hours": 123.456,
+         "peak_gib": 120.55, "processes": 16, "fits": None}
+        for state, count in counts.items() for seed in range(count)
+    ]  # fmt: skip
+    console = PlainConsole(file=io.StringIO(), width=width, markup=False)
+    print_table(console, estimate_table({"cells": cells}))
+    text = console.file.getvalue()
+    words = set(text.split())
+    assert "…" not in text and "prioritised-" in text and "r1" in text
+    assert {"1,233.3", "2,466.7", "3,333.31", "120.55", "16"} < words
+    assert {"12", "done,", "3", "started,", "10", "new,", "2", "running*"} < words
+
+
+def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monkeypatch):
+    asked = []
+
+    def dry_run(recipe, output_dir):
+        asked.append(recipe.run.steps)
+        return SimpleNamespace(
+            step={"generated_tokens_expected": 1, "trained_tokens_expected": 1}, memory=None,
+            time={"hours": recipe.run.steps / 10, "gpu_hours": None}, fits=None,
+            hardware={"processes": 1}, storage={"checkpoints_gib_most": 0}, findings=Findings(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(sweep_estimate, "dry_run", dry_run)
+    entries = []
+    for steps, seed in ((30, 1), (30, 2), (40, 1), (40, 2)):
+        overrides, name = (f"run.steps={steps}",), f"sweep/{steps}/seed-{seed}"
+        cell = Cell(Path("out"), "", f"a{steps}", seed, "tiny", overrides, run_name=name)
+        progress = Progress(Path("none"))
+        entries.append(Entry(cell, Status.WAITING, CellState.NEW, steps, progress))
+    cells = sweep_estimate.estimate(entries)["cells"]
+    assert asked == [30, 40]
+    assert [cell["hours"] for cell in cells] == [3.0, 3.0, 4.0, 4.0]

@@ -1,5 +1,4 @@
-"""Rollouts that a step takes some steps after their birth, as asynchronous runs do: every use counts
-once, at the age it had."""
+"""Rollouts taken some steps after their birth, as in asynchronous runs: a use counts once."""
 
 from collections import Counter
 from pathlib import Path
