@@ -167,10 +167,22 @@ _STARTED = "# process "
 _TAIL_BYTES = 65_536
 
 
-def note_start(descriptor: int, pid: int, cell: Cell, state: CellState) -> None:
-    """Write to the log which process runs which command."""
-    line = f"{_STARTED}{pid}: {shell_command(cell, state)}\n"
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def note_start(
+    descriptor: int, pid: int, cell: Cell, state: CellState, gpus: str | None = None
+) -> None:
+    """Write to the log which process runs which command, and on which share of the GPUs."""
+    share = "" if gpus is None else f"{GPUS_VARIABLE}={gpus} "
+    line = f"{_STARTED}{pid}: {share}{shell_command(cell, state)}\n"
     os.write(descriptor, line.encode())
+
+
+def gpus_of(cell: Cell) -> set[str] | None:
+    """The share of the GPUs that the last attempt was given, from the log; None without one."""
+    found = re.search(rf": {GPUS_VARIABLE}=(\S+) ", last_attempt(cell)[0])
+    return set(found[1].split(",")) if found else None
 
 
 def describe_holder(cell: Cell) -> str:

@@ -13,8 +13,10 @@ from typing import Protocol
 from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.experiments.cells import (
+    GPUS_VARIABLE,
     CellState,
     describe_holder,
+    gpus_of,
     is_running,
     locked_log,
     note_start,
@@ -23,7 +25,6 @@ from grpo_replay.experiments.cells import (
 from grpo_replay.experiments.grid import Cell
 
 ENTRY = "grpo_replay.experiments.entry"
-GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -116,7 +117,7 @@ class LocalLauncher:
         self._jobs = jobs
         self._environment = share_of_cores(jobs)
         self._gpus = shares_of_gpus(jobs)
-        self._in_share: dict[int, LocalProcess] = {}
+        self._in_share: dict[int, list[Running]] = {}
 
     def check(self, cells: Sequence[Cell]) -> None:
         """Raises UsageError if a cell has more ranks on GPUs than its share of them."""
@@ -135,25 +136,45 @@ class LocalLauncher:
         gpus = {} if share is None else {GPUS_VARIABLE: self._gpus[share]}
         process = LocalProcess(start_process(cell, state, self._environment | gpus, ENTRY))
         if share is not None:
-            self._in_share[share] = process
+            self._in_share.setdefault(share, []).append(process)
         return process
 
     def _free_share(self) -> int | None:
         """The number of a share of the GPUs that no cell has; None if there are no shares."""
         for share in range(len(self._gpus)):
-            process = self._in_share.get(share)
-            if process is None or process.poll() is not None:
+            if all(process.poll() is not None for process in self._in_share.get(share, [])):
                 return share
         return None
 
     def find(self, cell: Cell) -> LeftoverProcess | None:
-        """Raises OutputDirectoryError if the cell was submitted as a job."""
+        """Raises OutputDirectoryError if the cell was submitted as a job, or still runs on what are
+        now the GPUs of several cells."""
         if job := read_record(cell):
             raise OutputDirectoryError(
                 f"{cell.name} was submitted as {job['cluster']} job {job['job_id']}: continue with "
                 f"--executor {job['cluster']}, or remove {record_path(cell)} if that job is gone"
             )
-        return find_leftover(cell)
+        leftover = find_leftover(cell)
+        if leftover is not None and self._gpus:
+            self._keep_share(cell, leftover)
+        return leftover
+
+    def _keep_share(self, cell: Cell, leftover: LeftoverProcess) -> None:
+        """What an earlier sweep left running keeps its GPUs until it ends."""
+        used = gpus_of(cell)
+        shares = [
+            share
+            for share, gpus in enumerate(self._gpus)
+            if used is None or not used.isdisjoint(gpus.split(","))
+        ]
+        if len(shares) > 1:
+            raise OutputDirectoryError(
+                f"{cell.name} was left running by a sweep with other --jobs, "
+                f"{leftover.describe()}, on GPUs of several cells of this one: wait for it or stop "
+                "it, or give --jobs as before"
+            )
+        for share in shares:
+            self._in_share.setdefault(share, []).append(leftover)
 
 
 def visible_gpus() -> list[str]:
@@ -196,7 +217,7 @@ def start_process(
             start_new_session=True,  # signals reach it once, through the process that started it
             env={**os.environ, **environment},
         )
-        note_start(log, process.pid, cell, state)
+        note_start(log, process.pid, cell, state, environment.get(GPUS_VARIABLE))
     return process
 
 

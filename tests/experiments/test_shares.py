@@ -1,14 +1,17 @@
 """Cells that run at the same time share cores and GPUs in equal parts."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_replay.distributed.environment import available_cores
-from grpo_replay.errors import LaunchError, UsageError
+from grpo_replay.errors import LaunchError, OutputDirectoryError, UsageError
 from grpo_replay.experiments import local
-from grpo_replay.experiments.cells import CellState
+from grpo_replay.experiments.cells import CellState, locked_log, note_start
 from grpo_replay.experiments.grid import Cell
 
 
@@ -54,6 +57,44 @@ def test_gpus_are_divided_and_a_share_is_given_to_one_cell_at_a_time(eight_gpus,
     first._process.ended = 0
     launcher.start(cell(4), CellState.NEW)
     assert given == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
+
+
+@contextmanager
+def left_running(out: Path, number: int, gpus: str | None) -> Iterator[Cell]:
+    """A cell whose log is held, as by a process that outlived its sweep."""
+    left = Cell(out, "", f"arm-{number}", 3, "tiny", ())
+    with locked_log(left) as log:
+        note_start(log, os.getpid(), left, CellState.NEW, gpus)
+        yield left
+
+
+def test_what_an_earlier_sweep_left_running_keeps_its_gpus(eight_gpus, monkeypatch, tmp_path):
+    given = []
+
+    def start(cell, state, environment, entry):
+        given.append(environment["CUDA_VISIBLE_DEVICES"])
+        return SimpleNamespace(poll=lambda: None)
+
+    monkeypatch.setattr(local, "start_process", start)
+    launcher = local.LocalLauncher(2)
+    with left_running(tmp_path, 1, "0,1,2,3") as left:
+        assert launcher.find(left).describe() == f"process {os.getpid()}"
+        launcher.start(cell(4), CellState.NEW)
+    launcher.start(cell(4), CellState.NEW)  # it has ended
+    assert given == ["4,5,6,7", "0,1,2,3"]
+    smaller = local.LocalLauncher(2)
+    with left_running(tmp_path, 2, "4,5") as left, left_running(tmp_path, 3, "6,7") as other:
+        smaller.find(left), smaller.find(other)
+        smaller.start(cell(4), CellState.NEW)
+    assert given[2:] == ["0,1,2,3"]
+
+
+@pytest.mark.parametrize("gpus", [None, "0,1,2,3,4,5,6,7"])
+def test_a_leftover_on_the_gpus_of_several_cells_is_refused(eight_gpus, tmp_path, gpus):
+    with left_running(tmp_path, 1, gpus) as left:
+        with pytest.raises(OutputDirectoryError, match=r"arm-1/seed-3 was left .* give --jobs as"):
+            local.LocalLauncher(2).find(left)
+        assert local.LocalLauncher(1).find(left)
 
 
 def test_one_cell_at_a_time_sees_all_gpus_and_nothing_is_set_without_gpus(eight_gpus, monkeypatch):
