@@ -89,12 +89,27 @@ def _write_jsonl(path: Path, tables: Iterator[pa.Table]) -> int:
     return count
 
 
+def _remove_leftover(temporary: Path) -> None:
+    """Remove what an export that was killed left. Raises OutputDirectoryError for anything else."""
+    if not temporary.exists():
+        return
+    if not temporary.is_dir() or {each.name for each in temporary.iterdir()} - {
+        "data",
+        "README.md",
+    }:
+        raise OutputDirectoryError(
+            f"{temporary} is needed while exporting, but holds something else: move it away"
+        )
+    shutil.rmtree(temporary)
+
+
 def _write_folder(
     target: Path, rows: RowSource, schema: pa.Schema, tables: Iterator[pa.Table], filter_text: str
 ) -> int:
     temporary = target.with_name(target.name + ".tmp")
-    (temporary / "data").mkdir(parents=True)
+    _remove_leftover(temporary)
     try:
+        (temporary / "data").mkdir(parents=True)
         count = _write_parquet(temporary / "data" / "train-00000-of-00001.parquet", schema, tables)
         note = f" with the filter `{filter_text}`" if filter_text else ""
         card = _CARD.format(title=target.name, count=count, filter=note, step=rows.step)

@@ -45,6 +45,20 @@ def test_a_folder_opens_as_a_hugging_face_dataset(runs, tmp_path):
     assert "92 rollouts" in (target / "README.md").read_text()
 
 
+def test_a_folder_that_a_killed_export_left_is_no_obstacle_but_one_of_the_user_is(runs, tmp_path):
+    left = tmp_path / "hf.tmp"
+    (left / "data").mkdir(parents=True)
+    (left / "data/train-00000-of-00001.parquet").write_text("half")
+    run(str(runs["ours"]), where="reward > 5", export=str(tmp_path / "hf"))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    mine = tmp_path / "b.tmp/thesis.tex"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(OutputDirectoryError, match=r"b\.tmp is needed .* holds something else"):
+        run(str(runs["ours"]), where="reward > 5", export=str(tmp_path / "b"))
+    assert mine.read_text() == "mine"
+
+
 def test_an_empty_selection_is_a_file_without_rows(runs, tmp_path):
     target = tmp_path / "none.parquet"
     run(str(runs["ours"]), where="reward > 5", export=str(target))
