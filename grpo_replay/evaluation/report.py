@@ -145,8 +145,9 @@ def samples_path(report_path: Path) -> Path:
     return report_path.with_suffix(".parquet")
 
 
-def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
-    """The report at `path`; `with_samples` adds the per-sample rows, if their file exists.
+def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) -> EvaluationReport:
+    """The report at `path`; `with_samples` adds the per-sample rows, if their file exists, and
+    `with_texts` the completions in them.
 
     Raises EvaluationFileError for a file that is missing, damaged or of another version.
     """
@@ -171,7 +172,7 @@ def read_report(path: Path, with_samples: bool = True) -> EvaluationReport:
     rows_path = samples_path(path)
     if not (with_samples and rows_path.is_file()):
         return report
-    rows = read_samples(rows_path)
+    rows = read_samples(rows_path, with_texts)
     try:
         _check_rows(report, rows)
     except ValueError as error:

@@ -87,11 +87,14 @@ def write_samples(path: Path, table: pa.Table) -> None:
         pq.write_table(table, temporary, compression="zstd")
 
 
-def read_samples(path: Path) -> pa.Table:
-    """The rows of a per-sample file. Raises EvaluationFileError for any other file."""
+def read_samples(path: Path, with_texts: bool = True) -> pa.Table:
+    """The rows of a per-sample file; the texts are most of its size. Raises EvaluationFileError for
+    any other file."""
     check_samples_file(path)
     try:
-        return pq.read_table(path)
+        names = pq.read_schema(path).names
+        columns = [name for name in names if with_texts or name != "completion_text"]
+        return pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
 

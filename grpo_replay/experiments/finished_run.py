@@ -74,7 +74,8 @@ class FinishedRun:
 
 def read_evaluation(path: Path) -> FinishedRun:
     """An evaluation file. Raises EvaluationFileError if it cannot be read."""
-    return FinishedRun(path, None, None, read_report(path), None, None, {}, StepLog(()), None)
+    report = _without_texts(path)
+    return FinishedRun(path, None, None, report, None, None, {}, StepLog(()), None)
 
 
 class UnfinishedRun(DataError):
@@ -137,7 +138,7 @@ def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: fl
         seed=recipe.run.seed,
         recipe=recipe,
         final=final,
-        best=final if best == len(log) else read_report(_evaluation_file(path, best)),
+        best=final if best == len(log) else _without_texts(_evaluation_file(path, best)),
         best_step=best,
         evaluations=evaluations,
         log=log,
@@ -176,7 +177,12 @@ def _final(path: Path, steps: int) -> EvaluationReport:
             f"was empty, or eval.at_end false): evaluate it with grpo-replay eval --ckpt {path}, "
             "and give that file"
         )
-    return read_report(file)
+    return _without_texts(file)
+
+
+def _without_texts(file: Path) -> EvaluationReport:
+    """The completions of all runs would fill the memory, and no number needs them."""
+    return read_report(file, with_texts=False)
 
 
 def _evaluation_file(path: Path, step: int) -> Path:

@@ -15,6 +15,7 @@ from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, writ
 
 from grpo_replay.commands.report import run
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError
+from grpo_replay.experiments.finished_run import read_run
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.estimate import estimate_from_run, measured_mu
 
@@ -235,6 +236,13 @@ def test_a_cell_with_another_seed_than_its_folder_is_refused(copy):
 def evaluation_file(path: Path, size: Size = SMALL, **settings) -> Path:
     evaluation(0.5, size, np.random.default_rng(0), settings).write(path)
     return path
+
+
+def test_reports_do_not_read_the_completions(sweep):
+    run_read = read_run(sweep / "ours/seed-1")
+    for each in (run_read.final, run_read.best):
+        assert "completion_text" not in each.samples.column_names
+        assert each.samples.num_rows == 2 * 10 * 4
 
 
 def test_evaluation_files_are_paired_over_problems(tmp_path, capsys):
