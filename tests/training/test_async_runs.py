@@ -23,6 +23,7 @@ from grpo_replay.collection.journal import Journal, read_journal
 from grpo_replay.collection.messages import Group, Step
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import RecipeError
+from grpo_replay.inspection.ageing import outcomes_by_age
 from grpo_replay.inspection.rebuild import rebuild_stored
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.estimate import measured_mu
@@ -216,6 +217,14 @@ def test_inspection_rebuilds_the_buffer_although_rollouts_arrive_after_their_bir
     assert rebuilt.rollout_id.tolist() == [r.rollout_id for r in state["rollouts"]]
     assert rebuilt.times_used.tolist() == state["times_used"].tolist()
     assert (rebuilt.logged_step > rebuilt.birth_step).any()
+
+
+def test_inspection_counts_every_use_once_and_the_metrics_what_each_step_took(run):
+    source = open_source(str(run.path), None)
+    uses = sum(each.uses for each in outcomes_by_age(source).values())
+    assert uses == sum(line["cost/trained_rollouts"] for line in run.metrics) > 0
+    for line in run.metrics:
+        assert line["cost/generated_rollouts"] == len(run.rollouts(line["step"]))
 
 
 def test_verify_finds_a_ledger_that_does_not_balance(anchored, tmp_path):
