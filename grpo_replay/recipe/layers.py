@@ -12,7 +12,15 @@ from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.base import Section
 from grpo_replay.recipe.paths import anchor_paths
 from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.recipe.yaml_text import DEEPEST, is_number, is_text, parse_yaml, problem_of, shown
+from grpo_replay.recipe.yaml_text import (
+    DEEPEST,
+    is_number,
+    is_text,
+    parse_text,
+    parse_yaml,
+    problem_of,
+    shown,
+)
 from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
 
 _PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
@@ -109,7 +117,8 @@ def read_recipe_layer(path: Path) -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested mapping of `--set section.key=value` overrides. Values are YAML, as in a file."""
+    """The nested mapping of `--set section.key=value` overrides. Values are YAML, as in a file;
+    those of text settings are text (`parse_text`)."""
     layer: dict[str, Any] = {}
     for word in overrides:
         key, separator, text = word.partition("=")
@@ -128,16 +137,14 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _override_value(word: str, key: str, text: str) -> Any:
-    """The value of `key=text`. What a text setting cannot read as YAML text is text as it stands:
-    the template `{problem}`."""
+    """The value of `key=text`: text as it stands for a text setting, else YAML."""
     kind = _annotation_of(key)
+    if is_text(kind):
+        return parse_text(text)
     try:
-        value = parse_yaml(text, kind)
+        return parse_yaml(text, kind)
     except yaml.YAMLError as error:
-        if is_text(kind):
-            return text.strip()
         raise RecipeError(f"--set {shown(word)}: not valid YAML: {problem_of(error)}") from error
-    return text.strip() if is_text(kind) and not isinstance(value, str | None) else value
 
 
 def _annotation_of(key: str) -> Any:

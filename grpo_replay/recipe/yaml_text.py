@@ -1,10 +1,12 @@
 """YAML as recipes are written, in files and after `--set`: PyYAML's, with these differences.
 
 - `1e3` is a number, as in YAML 1.2.
-- The value of a text setting stays as it is written: `revision: 1e3`, `answer_field: on`.
+- The value of a text setting stays as it is written: `revision: 1e3`, `answer_field: on`. After
+  `--set` that holds for `#` and all else; in a file, what YAML would drop is refused (`####`).
 - A key written twice, nesting deeper than 20 levels and integers beyond 64 bits are refused.
 """
 
+import contextlib
 import re
 import reprlib
 from collections.abc import Iterator
@@ -85,6 +87,20 @@ def parse_yaml(text: str, kind: Any = None) -> Any:
         loader.dispose()
 
 
+def parse_text(text: str) -> str | None:
+    """The value of a text setting after `--set`: `text` without the space around it. None if it is
+    empty, `~` or `null`; what is in quotes if it is one quoted YAML text."""
+    word = text.strip()
+    if word in ("", "~", "null", "Null", "NULL"):
+        return None
+    if word[0] in "'\"":
+        with contextlib.suppress(yaml.YAMLError):
+            node = yaml.compose(word, Loader=_Loader)
+            if isinstance(node, yaml.ScalarNode) and node.end_mark.index == len(word):
+                return str(node.value)
+    return word
+
+
 def problem_of(error: yaml.YAMLError) -> str:
     """What is wrong, in one line."""
     return getattr(error, "problem", None) or str(error).partition("\n")[0]
@@ -127,8 +143,22 @@ def _keep_text(node: yaml.Node, kind: Any) -> None:
     elif isinstance(node, yaml.SequenceNode) and _is_text_list(kind):
         for item in node.value:
             _keep_text(item, str)
-    elif isinstance(node, yaml.ScalarNode) and is_text(kind) and node.tag != f"{_TAG}null":
-        node.tag = f"{_TAG}str"
+    elif isinstance(node, yaml.ScalarNode) and is_text(kind):
+        _refuse_lost_text(node)
+        if node.tag != f"{_TAG}null":
+            node.tag = f"{_TAG}str"
+
+
+def _refuse_lost_text(node: yaml.ScalarNode) -> None:
+    """Refuse text that YAML reads as a comment or a tag, and would drop."""
+    if node.tag.startswith("!"):
+        raise _refusal(f"YAML reads {node.tag!r} as a tag: put the text in quotes", node)
+    mark = node.start_mark
+    after = (mark.buffer or "")[mark.pointer :].partition("\n")[0].strip(" \0")
+    if not node.value and after.startswith("#"):
+        raise _refusal(
+            f"YAML reads {shown(after)} as a comment: put the text in quotes, or write null", node
+        )
 
 
 def _is_text_list(kind: Any) -> bool:

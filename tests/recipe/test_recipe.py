@@ -217,6 +217,60 @@ def test_text_settings_are_not_parsed_as_yaml(word):
     assert load_recipe("tiny", ["prompts.answer_field='on'"]).prompts.answer_field == "on"
 
 
+LITERAL = [
+    "####", "### Answer:", "---", "|", "exp #3", "#1", "!important do", "&a", "*", "- a", "a: b",
+    "{answer}", "[x]", "'a' or 'b'", '"open', "'a' # b", "%", "@", "`", "> x", "!!str", "true",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", LITERAL)
+def test_all_of_the_word_after_set_is_the_text(word):
+    recipe = load_recipe("tiny", [f"prompts.answer_marker={word}", f"tracking.run_name= {word} "])
+    assert recipe.prompts.answer_marker == recipe.tracking.run_name == word
+
+
+@pytest.mark.parametrize(
+    "word, text",
+    [
+        ("", None),
+        ("null", None),
+        ("~", None),
+        ("'null'", "null"),
+        ('"a\\n#"', "a\n#"),
+        ("' #'", " #"),
+    ],
+)
+def test_quotes_and_null_mean_in_text_after_set_what_they_mean_in_yaml(word, text):
+    assert load_recipe("tiny", [f"tracking.run_name={word}"]).tracking.run_name == text
+
+
+@pytest.mark.parametrize(
+    "lines, problem",
+    [
+        ("  answer_marker: ####", "reads '####' as a comment: put the text in quotes"),
+        ("  answer_marker: # the default\n  shuffle: true", "'# the default' as a comment"),
+        ("  system_prompt: !important do", "reads '!important' as a tag: put the text in quotes"),
+    ],
+)
+def test_text_that_yaml_would_drop_from_a_file_is_refused(tmp_path, lines, problem):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"prompts:\n{lines}\n")
+    with pytest.raises(RecipeError, match=f"mine.yaml:2: not valid YAML: .*{problem}"):
+        load_recipe(str(path))
+
+
+def test_comments_beside_text_stay_comments_in_a_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "prompts:\n  answer_marker: '####'  # of GSM8K\n  system_prompt: null  # none\n"
+        "  user_template:  # on the next line\n    Solve {problem}\n  id_field:\n"
+        "  # no stop tokens\nsampling: {stop_tokens: null}  # all\n"
+    )
+    prompts = load_recipe(str(path)).prompts
+    assert (prompts.answer_marker, prompts.system_prompt) == ("####", None)
+    assert (prompts.user_template, prompts.id_field) == ("Solve {problem}", None)
+
+
 SAME = {
     "optimizer.learning_rate": ("1e-4", 1e-4),
     "optimizer.epsilon": ("1.5e-7", 1.5e-7),
