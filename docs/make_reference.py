@@ -35,7 +35,7 @@ def recipe_reference() -> str:
         "Values mean the same in a file and after `--set`: YAML, in which `1e3` is a number, the",
         "value of a text key stays as it is written (`revision: 1e3`), `yes` and `on` are true but",
         "not 1, and a key is written once. After `--set`, all that follows `=` is the text of a",
-        "text key, `#` included, unless it is empty, `null`, `~` or one quoted text. In a file, `#`",
+        "text key, `#` included, unless it is empty, `null`, `~` or in quotes. In a file, `#`",
         "after a space begins a comment; a text key with nothing but a comment is refused.",
         "",
         "A replay preset sets these keys. It overrides values from lower layers; the same or a",

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -38,6 +39,7 @@ class VerifierProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment(),
+            start_new_session=True,  # a process group, so that what it starts is killed with it
         )
         assert self._process.stdin is not None and self._process.stdout is not None  # pipes
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -89,15 +91,22 @@ class VerifierProcess:
             code = self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             return "closed its pipe"
+        self._kill_group()
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        """Kill the process. May be called twice, and from another thread."""
-        self._process.kill()
+        """Kill the process and those that it started. May be called twice, and from another
+        thread."""
+        if self._process.returncode is None:  # else its number may be that of another group
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Kill the process, wait for it and close the pipes."""
-        self._process.kill()
+        """Kill the process and those that it started, wait for it and close the pipes."""
+        self.kill()
         self._process.wait()
         self._stdout.close()
         with contextlib.suppress(BrokenPipeError):

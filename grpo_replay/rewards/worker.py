@@ -53,7 +53,7 @@ def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
-    # Ctrl-C reaches the whole process group; only the trainer may end its workers.
+    # Only the trainer may end its workers, also when a scheduler sends SIGINT to every process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return requests, replies
 

@@ -121,6 +121,19 @@ def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(c
     assert "no such answer" in caplog.text or "returned nan" in caplog.text
 
 
+def test_programs_that_a_function_started_end_with_its_worker(tmp_path):
+    texts = ("hang", "die", "fine")
+    files = {text: tmp_path / text for text in texts}
+    with scorer("judge_rewards:start_a_program", workers=1, time_limit_seconds=1.0) as opened:
+        verdicts = opened.score([(text, str(files[text]), {}) for text in texts])
+    assert [verdict.status for verdict in verdicts] == ["timeout", "crash", "scored"]
+    pids = {text: int(file.read_text()) for text, file in files.items()}
+    left = {text for text, pid in pids.items() if not _ends(pid, 2)}
+    for text in left:
+        os.kill(pids[text], signal.SIGKILL)
+    assert not left
+
+
 def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
     with scorer("judge_rewards:die_unless_first", workers=1) as opened:
         verdicts = opened.score([(str(n), "", {}) for n in range(4)])
@@ -185,10 +198,7 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while any(map(_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_alive, pids))
+    assert all(map(_ends, pids))
 
 
 def test_several_functions_are_weighted_and_each_score_is_kept():
@@ -240,6 +250,13 @@ def test_a_stopped_worker_does_not_hold_the_run():
         verdicts = opened.score(rows)
         assert time.monotonic() - started < 30
     assert [verdict.status for verdict in verdicts] == ["timeout", "scored", "scored", "scored"]
+
+
+def _ends(pid: int, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not _alive(pid)
 
 
 def _alive(pid: int) -> bool:

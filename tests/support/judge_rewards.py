@@ -1,7 +1,9 @@
 """Reward functions of a user, good and bad, for `module:function` tests."""
 
 import os
+import subprocess
 import time
+from pathlib import Path
 
 
 def half_for_hint(completion: str, answer: str, row: dict) -> float:
@@ -48,3 +50,10 @@ def die_unless_first(completion: str, answer: str, row: dict) -> float:
     if Count.seen > 1:
         os._exit(3)
     return 1.0
+
+
+def start_a_program(completion: str, answer: str, row: dict) -> float:
+    """Writes the number of a process that sleeps into the file `answer`; then hangs or dies."""
+    process = subprocess.Popen(["sleep", "1000"])
+    Path(answer).write_text(str(process.pid))
+    return misbehave(completion, answer, row)
