@@ -14,6 +14,7 @@ from grpo_replay.dry_run.findings import Findings
 from grpo_replay.dry_run.hub import is_on_hub, weights_are_cached
 from grpo_replay.dry_run.memory import to_gib
 from grpo_replay.dry_run.rewards import check_rewards
+from grpo_replay.dry_run.sizes import launched_servers
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.prompts.sources import column_of
 from grpo_replay.recipe import Recipe
@@ -95,15 +96,19 @@ def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
     from grpo_replay.engine.lora import MISSING_PEFT
 
     missing = _list_for_missing(device, findings)
+    backend, launched = recipe.sampling.backend, launched_servers(recipe)
     if device == "cuda":
-        found, wanted = torch.cuda.device_count(), recipe.engine.num_processes
+        found, ranks = torch.cuda.device_count(), recipe.engine.num_processes
+        wanted = ranks + launched * recipe.sampling.vllm.tensor_parallel_size
         if found < wanted:
+            of_servers = f" and {wanted - ranks} for the servers that it starts" if launched else ""
             findings.unchecked.append(
-                f"GPUs: this machine has {found}, the recipe uses {wanted} per node"
+                f"GPUs: this machine has {found}, the recipe uses {ranks} per node{of_servers}"
             )
-    if recipe.sampling.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+    if (backend == "vllm" or launched) and importlib.util.find_spec("vllm") is None:
         missing.append(
-            f"sampling.backend vllm: vLLM is not installed here: pip install '{_PACKAGE}[vllm]'"
+            f"sampling.backend {backend}: vLLM is not installed here: pip install "
+            f"'{_PACKAGE}[vllm]'"
         )
     if lacks_peft(recipe):
         missing.append(MISSING_PEFT)

@@ -12,6 +12,7 @@ from typing import Any
 from grpo_replay.dry_run.assumptions import Expected
 from grpo_replay.dry_run.fit import Hardware
 from grpo_replay.dry_run.memory import ModelShape
+from grpo_replay.dry_run.sizes import server_gpus
 from grpo_replay.recipe import Recipe
 
 UTILISATION = 0.3
@@ -22,8 +23,9 @@ PEAK_FLOPS = {"bfloat16": 989e12, "float32": 67e12}
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Completion tokens per second of one process (one GPU), and where they come from.
-    `other_seconds` is the rest of a step; None: only the log-prob pass, a third of an update."""
+    """Completion tokens per second of one GPU (on a CPU, of one rank or server), and where they
+    come from. `other_seconds` is the rest of a step; None: only the log-prob pass, a third of an
+    update."""
 
     generated: float
     trained: float
@@ -64,10 +66,13 @@ def choose_speed(
 
 
 def update_flops(shape: ModelShape, expected: Expected) -> float:
-    """Floating-point operations of an update per rollout of mean length: 6 per parameter and token,
-    and causal attention. What gradient checkpointing repeats is not counted."""
+    """Floating-point operations of an update per rollout of mean length: 6 per active parameter and
+    token, 4 if LoRA freezes it (it has no gradient), and causal attention. What gradient
+    checkpointing repeats is not counted."""
     tokens = expected.prompt_tokens + expected.completion_tokens
-    return 6 * shape.parameters * tokens + 6 * shape.layers * shape.attention_width * tokens**2
+    active = shape.parameters if shape.active_parameters is None else shape.active_parameters
+    per_token = (4 if shape.adapters else 6) * active + 6 * shape.adapters
+    return per_token * tokens + 6 * shape.layers * shape.attention_width * tokens**2
 
 
 def describe_time(
@@ -83,7 +88,10 @@ def describe_time(
     if speed is None:
         return {"steps": steps, "hours": None, "gpu_hours": None}
     tokens, processes = expected.completion_tokens, hardware.processes
-    generation = step["generated_rollouts"] * tokens / speed.generated / processes
+    servers = server_gpus(recipe)
+    samples = recipe.sampling.collection.replay_journal is None
+    generated = step["generated_rollouts"] * tokens if samples else 0
+    generation = generated / speed.generated / (servers or processes)
     per_trained = tokens / speed.trained / processes
     survivors, trained = step["surviving_rollouts_expected"], step["trained_rollouts_expected"]
     other = speed.other_seconds
@@ -92,13 +100,18 @@ def describe_time(
         other = survivors * per_trained / 3 if recomputes else 0.0
     first = replay["first_replay_step"]
     early = steps if first is None else min(steps, first - 1)
-    updates = (early * survivors + (steps - early) * trained) * per_trained
-    hours = (steps * (generation + other) + updates) / 3600
+    # Servers of an asynchronous run sample while the trainer works.
+    both = max if recipe.run.mode == "async" else sum
+    seconds = sum(
+        count * (both((generation, rollouts * per_trained)) + other)
+        for count, rollouts in ((early, survivors), (steps - early, trained))
+    )
+    hours = seconds / 3600
     on_gpus = hardware.device == "cuda"
     return {
         "steps": steps,
         "hours": _significant(hours),
-        "gpu_hours": _significant(hours * processes) if on_gpus else None,
+        "gpu_hours": _significant(hours * (processes + servers)) if on_gpus else None,
         "generation_seconds_per_step": _significant(generation),
         "training_seconds_per_step": _significant(trained * per_trained),
         "other_seconds_per_step": _significant(other),

@@ -30,6 +30,9 @@ PUBLISHED = {
     for suffix in ("", "-base")
 } | {"qwen/qwen2.5-7b": "builtin:qwen2.5-7b"}
 """Hub ids whose sizes are known without a download."""
+CHAT_POSITIONS = 40_960
+"""Positions of Qwen3's chat models. The shipped configurations are the base models', which have
+32,768 and else the same sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,14 @@ def find_hardware(recipe: Recipe, gpu_memory_gib: float | None) -> Hardware:
 
 def with_known_model(recipe: Recipe) -> Recipe:
     """The recipe, with a published Qwen id replaced by its shipped configuration."""
-    shipped = PUBLISHED.get(recipe.model.path.lower())
+    name = recipe.model.path.lower()
+    shipped = PUBLISHED.get(name)
     if shipped is None:
         return recipe
     model = recipe.model.model_dump() | {"path": shipped}
+    if name.startswith("qwen/qwen3-") and not name.endswith("-base"):
+        overrides = {"max_position_embeddings": CHAT_POSITIONS, **recipe.model.config_overrides}
+        model["config_overrides"] = overrides
     return recipe.model_copy(update={"model": ModelSection(**model)})
 
 

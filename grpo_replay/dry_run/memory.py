@@ -52,8 +52,9 @@ class ForwardMemory(NamedTuple):
 class ModelShape:
     """Sizes of a model, in elements. `parameters` counts tied weights once,
     `parameters_in_files` under each of their names; `kv_elements_per_token` is over all layers;
-    `attention_width` is heads · head_dim, for counts of floating-point operations. `adapters` are
-    the parameters of LoRA, which are in none of these; 0 if all parameters train."""
+    `attention_width` is heads · head_dim and `active_parameters` those that one token goes through
+    (None: all), for counts of floating-point operations. `adapters` are the parameters of LoRA,
+    which are in none of these; 0 if all parameters train."""
 
     parameters: int
     parameters_in_files: int
@@ -67,6 +68,7 @@ class ModelShape:
     max_positions: int | None
     adapters: int = 0
     largest_adapter: int = 0
+    active_parameters: int | None = None
 
     @property
     def trained(self) -> int:

@@ -32,6 +32,7 @@ from grpo_replay.dry_run.sizes import (
     describe_replay,
     describe_step,
     describe_storage,
+    server_gpus,
 )
 from grpo_replay.errors import ModelError
 from grpo_replay.recipe import Recipe
@@ -238,10 +239,11 @@ def _note_time(recipe: Recipe, speed: Speed | None, hardware: Hardware, findings
         findings.assumptions.append(f"no hours: the speed of this machine is not known; give {how}")
         return
     what = "GPU" if hardware.device == "cuda" else "process"
-    servers = ", nor the GPUs of servers" if recipe.sampling.backend == "vllm_server" else ""
+    gpus = server_gpus(recipe)
+    servers = f", servers as {gpus} of them" if gpus else ""
     findings.assumptions.append(
         f"hours: {speed.generated:,.0f} tokens generated and {speed.trained:,.0f} trained a second "
-        f"by each {what} ({speed.source}); evaluations and checkpoints are not counted{servers}"
+        f"by each {what}{servers} ({speed.source}); evaluations and checkpoints are not counted"
         + (f"; better: {how}" if speed.assumed else "")
     )
 

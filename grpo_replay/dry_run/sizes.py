@@ -48,6 +48,26 @@ def _expected_rollouts(recipe: Recipe, expected: Expected) -> tuple[float, float
     return generated, generated * expected.survival
 
 
+def launched_servers(recipe: Recipe) -> int:
+    """vLLM servers that a run starts on its own machine."""
+    return 0 if recipe.sampling.servers.urls else servers_of(recipe)
+
+
+def servers_of(recipe: Recipe) -> int:
+    """vLLM servers that a run samples with; 0 if it samples in its ranks, or repeats a journal."""
+    sampling = recipe.sampling
+    if sampling.backend != "vllm_server" or sampling.collection.replay_journal is not None:
+        return 0
+    return sampling.servers.launch or len(sampling.servers.urls)
+
+
+def server_gpus(recipe: Recipe) -> int:
+    """GPUs of these servers, one for each that runs elsewhere."""
+    launched = bool(launched_servers(recipe))
+    each = recipe.sampling.vllm.tensor_parallel_size if launched else 1
+    return servers_of(recipe) * each
+
+
 def describe_replay(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     """Number of stored rollouts: the maximum, and with the expected share of survivors."""
     replay = recipe.replay

@@ -25,6 +25,8 @@ from grpo_replay.recipe import LoraSection, Recipe
 # Names with "flash" in them make transformers look for that package.
 _FUSED, _EAGER = "grpo_replay_fused_memory", "grpo_replay_eager_memory"
 _TRACED_LAYERS = (2, 4)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of routed experts in transformers' configurations."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -41,7 +43,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+        result = run(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_meta:
                 self._add(leaf.untyped_storage())
@@ -58,6 +61,17 @@ class LiveBytes(TorchDispatchMode):
 
     def _drop(self, size: int) -> None:
         self.now -= size
+
+
+def _grouped_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The product of experts in any dtype. On the meta device torch takes bfloat16 alone."""
+    given = args[0].dtype
+    converted = [each.to(torch.bfloat16) if _is_float(each) else each for each in args]
+    return torch.ops.aten._grouped_mm.default(*converted, **kwargs).to(given)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -103,6 +117,7 @@ def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> Mo
         sum(each.numel() for each in weights) for weights in (model.parameters(), names.values())
     )
     largest = max(p.numel() for p in model.parameters())
+    active = sum(_active(name, each, config) for name, each in model.named_parameters())
     adapters = _attach(model, lora)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
@@ -121,7 +136,18 @@ def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> Mo
         max_positions=getattr(config, "max_position_embeddings", None),
         adapters=sum(adapters),
         largest_adapter=max(adapters, default=0),
+        active_parameters=active,
     )
+
+
+def _active(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> int:
+    """Elements of a parameter that one token goes through: of the weights of routed experts, the
+    share of the experts that are chosen for it."""
+    experts = next((n for key in _EXPERTS if (n := getattr(config, key, None))), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if experts is None or chosen is None or ".experts." not in name:
+        return parameter.numel()
+    return parameter.numel() * chosen // experts
 
 
 def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:

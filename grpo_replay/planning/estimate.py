@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.dry_run.duration import Speed
+from grpo_replay.dry_run.sizes import server_gpus, servers_of
 from grpo_replay.errors import SnapshotError
 from grpo_replay.inspection.ageing import AgeOutcome, outcomes_by_age
 from grpo_replay.inspection.column_reader import iter_columns, list_lengths
@@ -70,8 +71,8 @@ def estimate_from_run(source: Source) -> RunEstimates:
 
 
 def measured_speed(source: Source) -> Speed | None:
-    """Completion tokens per second of one rank of the run, and the seconds of a step beside them;
-    None if the run did not log these times."""
+    """Completion tokens per second of one GPU of the run (on a CPU, of one rank or server), and the
+    seconds of a step beside them; None if the run did not log these times."""
     names = ("cost/generated_tokens", "cost/generation_seconds", "cost/trained_tokens",
              "cost/training_seconds", "step_time")  # fmt: skip
     lines = [line for line in source.metrics if all(line.get(name) is not None for name in names)]
@@ -80,11 +81,15 @@ def measured_speed(source: Source) -> Speed | None:
     )
     if generating <= 0 or training <= 0 or trained <= 0:
         return None
-    ranks = _ranks(source)
-    other = max(0.0, whole - generating - training) / len(lines)
+    ranks, recipe = _ranks(source), source.recipe
+    samplers = (server_gpus(recipe) if recipe else 0) or ranks
+    is_async = recipe is not None and recipe.run.mode == "async"
+    if is_async:  # seconds of all servers together, per rank
+        generating *= ranks / servers_of(recipe)
+    both = max(generating, training) if is_async else generating + training
     return Speed(
-        generated / generating / ranks, trained / training / ranks, f"measured in {source.path}",
-        other,
+        generated / generating / samplers, trained / training / ranks, f"measured in {source.path}",
+        max(0.0, whole - both) / len(lines),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from grpo_replay.recipe.sampling_sections import LEAST_VLLM_TEMPERATURE
 from grpo_replay.recipe.sections import RecipeSections
 
 
@@ -15,6 +16,7 @@ def find_contradictions(recipe: RecipeSections) -> list[str]:
         *_loss_contradictions(recipe),
         *_schedule_contradictions(recipe),
         *_engine_contradictions(recipe),
+        *_temperature_contradictions(recipe),
         *_lora_contradictions(recipe),
     ]
 
@@ -238,6 +240,23 @@ def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"run.sync_every_steps {every}: the sampler runs the evaluation, and between pushes "
             "it holds an older policy; choose a multiple"
         )
+
+
+def _temperature_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    sampling, evaluation = recipe.sampling, recipe.eval
+    if sampling.backend == "hf":
+        return
+    used = {"sampling.temperature": sampling.temperature}
+    if evaluation.benchmarks:
+        used["eval.temperature"] = evaluation.temperature
+    for key, temperature in used.items():
+        if 0 < temperature < LEAST_VLLM_TEMPERATURE:
+            greedy = ", or 0 for greedy" if key == "eval.temperature" else ""
+            yield (
+                f"{key} {temperature:g} with sampling.backend {sampling.backend!r}: vLLM samples "
+                f"no colder than {LEAST_VLLM_TEMPERATURE:g}; use that{greedy}, or sampling.backend "
+                "hf"
+            )
 
 
 def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:

@@ -1,10 +1,14 @@
 """How completions are sampled: the backend, in-process vLLM, and vLLM servers."""
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from grpo_replay.recipe.base import Positive, Section
+
+LEAST_VLLM_TEMPERATURE = 0.01
+"""vLLM raises smaller positive temperatures to this one, and logs it."""
 
 
 class VllmSection(Section):
@@ -54,6 +58,23 @@ class ServersSection(Section):
     or over NCCL."""
     sync_folder: str | None = None
     """Shared folder for the weights. A folder in shared memory on this machine if null."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if not _is_url(url):
+                raise ValueError(f"{url!r} is not a URL such as http://10.0.0.5:8000")
+        return urls
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        parts.port  # noqa: B018 - raises ValueError for what is no port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 class CollectionSection(Section):

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.recipe.sampling_sections import LEAST_VLLM_TEMPERATURE
 from grpo_replay.sampling.contract import refuse_impossible
 from grpo_replay.types import Completion, GenerationRequest
-
-LEAST_TEMPERATURE = 0.01
-"""vLLM raises smaller positive temperatures to this one, and logs it."""
 
 NO_LOGPROB = -9999.0
 """Sent by a vLLM server in place of NaN and minus infinity, which JSON cannot express."""
@@ -53,10 +51,10 @@ def check_request(request: GenerationRequest, max_model_len: int, vocabulary: in
     """Raises RecipeError or SamplerError for a request that vLLM would refuse or change."""
     limit = f"the sampler's {max_model_len} tokens: raise sampling.vllm.max_model_len, or"
     refuse_impossible(request, vocabulary, max_model_len, limit)
-    if 0 < request.temperature < LEAST_TEMPERATURE:
+    if 0 < request.temperature < LEAST_VLLM_TEMPERATURE:
         raise RecipeError(
             f"request {tuple(request.key)}: temperature {request.temperature}: vLLM samples no "
-            f"colder than {LEAST_TEMPERATURE}; use that, or 0 for greedy"
+            f"colder than {LEAST_VLLM_TEMPERATURE}; use that, or 0 for greedy"
         )
 
 

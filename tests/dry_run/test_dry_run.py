@@ -253,6 +253,49 @@ def test_hub_components_that_cannot_be_checked_are_listed():
     )
 
 
+def test_chat_models_of_qwen3_have_more_positions_than_base_models():
+    settings = (
+        "sampling.max_completion_length=32768", "sampling.vllm.max_model_len=null",
+        "batch.max_tokens_per_microbatch=36864",
+    )  # fmt: skip
+    assert load_recipe("fifo-qwen3-0.6b").model.path == "Qwen/Qwen3-0.6B"
+    report = report_of("fifo-qwen3-0.6b", *settings, gpu=80)
+    assert report["sampler"]["model_length_tokens"] > 32_768
+    with pytest.raises(RecipeError, match="room for 32768"):
+        report_of("fifo-qwen3-0.6b", *settings, "model.path=Qwen/Qwen3-0.6B-Base", gpu=80)
+
+
+@pytest.mark.parametrize(
+    "overrides, gpus",
+    [
+        (["sampling.backend=vllm"], None),
+        (["sampling.backend=vllm_server", "sampling.servers.launch=1"],
+         "4 per node and 1 for the servers that it starts"),
+        (["sampling.backend=vllm_server", "sampling.servers.launch=2",
+          "sampling.vllm.tensor_parallel_size=2"],
+         "4 per node and 4 for the servers that it starts"),
+    ],
+)  # fmt: skip
+def test_what_a_run_needs_of_vllm_and_gpus_is_checked(monkeypatch, overrides, gpus):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as if it were not installed
+    recipe = load_recipe("tiny", ["engine.num_processes=4", *overrides])
+    findings = Findings()
+    checks._check_devices(recipe, "cuda", findings)
+    (problem,) = findings.problems
+    assert f"sampling.backend {recipe.sampling.backend}: vLLM is not installed" in problem
+    wanted = [] if gpus is None else [f"GPUs: this machine has 4, the recipe uses {gpus}"]
+    assert findings.unchecked == wanted
+
+
+def test_servers_elsewhere_need_neither_vllm_nor_gpus_here(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    report = report_of("tiny", "sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1]")
+    assert report["problems"] == []
+
+
 def test_there_is_no_verdict_for_an_unknown_model():
     report = report_of("qwen3-0.6b", "model.path=nobody/nothing-at-all", gpu=80)
     assert report["fits"] is None and report["memory"] is None

@@ -1,17 +1,18 @@
 """Hours of a run: worked by hand from stated, measured and assumed speeds."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from grpo_replay.dry_run.assumptions import expected_of
-from grpo_replay.dry_run.duration import Speed, choose_speed, describe_time
+from grpo_replay.dry_run.duration import Speed, choose_speed, describe_time, update_flops
 from grpo_replay.dry_run.fit import Hardware
 from grpo_replay.dry_run.memory import GIB, ModelShape
 from grpo_replay.dry_run.sizes import describe_replay, describe_step
 from grpo_replay.inspection.source import open_source
 from grpo_replay.planning.estimate import measured_speed
-from grpo_replay.recipe import load_recipe
+from grpo_replay.recipe import load_recipe, recipe_to_yaml
 
 FOUR_GPUS = Hardware("cuda", 4, 80 * GIB, True)
 CPU = Hardware("cpu", 1, 8 * GIB, False)
@@ -42,6 +43,68 @@ def test_hours_by_hand():
     assert found["training_seconds_per_step"] == 7.5
     assert found["other_seconds_per_step"] == 1.67
     assert (found["hours"], found["gpu_hours"]) == (2.27, 9.09)
+
+
+SERVERS = ["sampling.backend=vllm_server", "loss.behavior_logprobs=sampler"]
+
+
+def test_servers_generate_and_their_gpus_count():
+    """As above: 256,000 tokens on two GPUs of one server are 64 s, and 6 GPUs are in use."""
+    launched = ["sampling.servers.launch=1", "sampling.vllm.tensor_parallel_size=2"]
+    elsewhere = ["sampling.servers.urls=[http://a:1, http://b:1]"]
+    for servers in (launched, elsewhere):
+        recipe = load_recipe("qwen3-1.7b", [*SERVERS, *servers])
+        speed = Speed(2000, 5000, "stated")
+        found = time_of(recipe, FOUR_GPUS, speed, survival=100 / 256, completion_tokens=1000)
+        assert found["generation_seconds_per_step"] == 64
+        assert found["hours"] == pytest.approx((200 * 64 + 1450) / 3600, rel=0.005)
+        assert found["gpu_hours"] == pytest.approx(6 * found["hours"], rel=0.005)
+
+
+@pytest.mark.parametrize("launched, hours", [(1, 200 * 128 / 3600), (32, 1450 / 3600)])
+def test_an_asynchronous_step_takes_as_long_as_the_slower_of_servers_and_trainers(launched, hours):
+    """One server needs 128 s a step, 32 need 4 s; updates take 5 s, 7.5 s from step 21 on."""
+    recipe = load_recipe(
+        "qwen3-1.7b", [*SERVERS, "run.mode=async", f"sampling.servers.launch={launched}"]
+    )
+    speed = Speed(2000, 5000, "stated")
+    found = time_of(recipe, FOUR_GPUS, speed, survival=100 / 256, completion_tokens=1000)
+    assert found["hours"] == pytest.approx(hours, rel=0.005)
+
+
+@pytest.mark.parametrize("training", [1.5, 3.5], ids=["servers-limit", "trainers-limit"])
+def test_an_asynchronous_run_predicts_its_own_duration(tmp_path, training):
+    """Two servers that are busy for 2 s each in a step of 4 s, on two ranks; replay from the second
+    step on."""
+    recipe = load_recipe("tiny-async", [
+        "sampling.servers.launch=2", "replay.warmup_steps=0", "engine.num_processes=2",
+        "replay.drop_zero_variance=false",
+    ])  # fmt: skip
+    line = {
+        "cost/generated_tokens": 1280, "cost/generation_seconds": 2.0, "step_time": 4.0,
+        "cost/trained_tokens": 2560, "cost/training_seconds": training,
+    }  # fmt: skip
+    lines = [json.dumps({"step": step, **line}) + "\n" for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    (tmp_path / "environment.json").write_text('{"world_size": 2}')
+    (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
+    speed = measured_speed(open_source(tmp_path))
+    assert speed.generated == 320  # of one server
+    two = Hardware("cpu", 2, 8 * GIB, False)
+    found = time_of(recipe, two, speed, completion_tokens=10.0)
+    assert found["hours"] == pytest.approx(240 * 4 / 3600, rel=0.01)
+
+
+def test_experts_that_a_token_does_not_visit_and_frozen_weights_cost_less():
+    expected = expected_of(
+        load_recipe("qwen3-0.6b"), {"completion_tokens": 900.0, "prompt_tokens": 100.0}
+    )
+    attention = 6 * 10 * 1000 * 1000**2
+    assert update_flops(SHAPE, expected) == 6 * 10**9 * 1000 + attention
+    sparse = replace(SHAPE, active_parameters=10**8)
+    assert update_flops(sparse, expected) == 6 * 10**8 * 1000 + attention
+    lora = replace(SHAPE, adapters=10**6)
+    assert update_flops(lora, expected) == (4 * 10**9 + 6 * 10**6) * 1000 + attention
 
 
 def test_a_sampler_whose_logprobs_are_used_saves_the_pass():

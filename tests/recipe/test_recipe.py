@@ -152,6 +152,22 @@ REFUSED = {
         "zero_stage 3, not 2",
     ),
     "no server": (["sampling.backend=vllm_server"], "servers.urls or"),
+    "a server without a scheme": (
+        ["sampling.backend=vllm_server", "sampling.servers.urls=[http://a:1, localhost:8000]"],
+        "servers.urls: 'localhost:8000' is not a URL such as http://",
+    ),
+    "a server with a word for a port": (
+        ["sampling.backend=vllm_server", "sampling.servers.urls=[http://a:port]"],
+        "servers.urls: 'http://a:port' is not a URL",
+    ),
+    "colder than vLLM samples": (
+        ["sampling.backend=vllm", "sampling.temperature=0.005"],
+        "sampling.temperature 0.005 with sampling.backend 'vllm'.*no colder than 0.01",
+    ),
+    "an evaluation that is colder than vLLM samples": (
+        [*ASYNCHRONOUS, "eval.benchmarks=[tiny]", "eval.temperature=0.001"],
+        "eval.temperature 0.001 with sampling.backend 'vllm_server'.*or 0 for greedy",
+    ),
     "a sequence ratio over tokens": (
         ["loss.ratio=sequence"],
         "loss.ratio 'sequence'.*set loss.aggregation sequence_mean",
@@ -207,6 +223,15 @@ def test_bad_values_are_refused_with_place_value_and_remedy(case):
     overrides, message = REFUSED[case]
     with pytest.raises(RecipeError, match=f"(?s){message}"):
         load_recipe("tiny", overrides)
+
+
+@pytest.mark.parametrize("overrides", [
+    ["eval.temperature=0.001"], ["sampling.backend=vllm", "eval.temperature=0"],
+    ["sampling.backend=vllm", "eval.temperature=0.001", "eval.benchmarks=[]"],
+    ["sampling.backend=vllm", "eval.temperature=0.01"],
+])  # fmt: skip
+def test_a_temperature_that_the_sampler_can_have_or_never_gets_is_allowed(overrides):
+    load_recipe("tiny", overrides)
 
 
 @pytest.mark.parametrize("word", ["12e4567", "1234567", "1e3", "0123", "on", "2026-11-20"])
