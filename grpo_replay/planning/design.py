@@ -266,6 +266,11 @@ def explain_current(
     if ratio <= 1:
         return []
     growth = inputs.growth
+    if math.isinf(ratio):
+        return [
+            f"This recipe keeps rollouts for {current.x:.3g} steps; by this theory the last of "
+            f"them are all noise ({growth.describe()}), and J has no finite value."
+        ]
     noise = growth.mean_variance(current.x) / growth.mean_variance(1.0)
     text = (
         f"This recipe costs {ratio - 1:.0%} more than no replay by this theory: keeping rollouts "

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from grpo_replay.planning.design import Design, Plan, replay_settings
 from grpo_replay.planning.plot import terminal_map
+from grpo_replay.planning.sensitivity import SensitivityRow
 
 THEORY_ASSUMES = (
     "draws are uniform over the buffer (prioritised draws use fewer rollouts more often)",
@@ -69,7 +70,11 @@ def _assumed(plan: Plan) -> dict[str, str]:
 
 
 def _number(value: float) -> str:
-    return "∞" if math.isinf(value) else f"{value:.3g}"
+    return _with("{:.3g}", value)
+
+
+def _with(form: str, value: float) -> str:
+    return "∞" if math.isinf(value) else form.format(value)
 
 
 def _setting(value: Any) -> str:
@@ -93,7 +98,7 @@ _ROWS: tuple[tuple[str, Callable[[Design], str]], ...] = (
     ("memory of the buffer", lambda d: _bytes(d.memory_bytes)),
     ("compute per trained rollout γ", lambda d: f"{d.gamma:.2f}"),
     ("generators per trainer W/T", lambda d: f"{d.inference_per_trainer:.2f}"),
-    ("relative compute J", lambda d: f"{d.objective:.2f}"),
+    ("relative compute J", lambda d: _with("{:.2f}", d.objective)),
 )
 
 
@@ -128,28 +133,29 @@ def _sensitivity_table(plan: Plan) -> Table:
     for name in ("best x", "best y", "cost of keeping the recommendation"):
         table.add_column(name, justify="right")
     for row in plan.sensitivity:
-        table.add_row(row.change, f"{row.x:.3g}", f"{row.y:.3g}", f"{row.extra_compute:+.1%}")
+        cost = _with("{:+.1%}", row.extra_compute)
+        table.add_row(row.change, f"{row.x:.3g}", f"{row.y:.3g}", cost)
     return table
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values. `x` and `y` are those of the optimum, or null if there is no finite
-    one; `recommended` is always finite."""
+    """The plan as JSON values, null for what is not finite. `x` and `y` are those of the optimum;
+    `recommended` is always finite."""
     has_optimum = plan.optimum.kind != "fresh_only"
     inputs = plan.inputs
     return {
         "x": _finite(plan.optimum.x) if has_optimum else None,
         "y": _finite(plan.optimum.y) if has_optimum else None,
         "kind": plan.optimum.kind,
-        "recommended": dataclasses.asdict(plan.recommended),
+        "recommended": _finite_fields(plan.recommended),
         "replay_settings": replay_settings(inputs, plan.recommended.x, plan.recommended.y),
-        "current": dataclasses.asdict(plan.current) if plan.current else None,
-        "no_replay": dataclasses.asdict(plan.no_replay),
+        "current": _finite_fields(plan.current) if plan.current else None,
+        "no_replay": _finite_fields(plan.no_replay),
         "within_5_percent": {
             "x": [plan.flat_x.low, _finite(plan.flat_x.high)],
             "y": [plan.flat_y.low, _finite(plan.flat_y.high)],
         },
-        "sensitivity": [dataclasses.asdict(row) for row in plan.sensitivity],
+        "sensitivity": [_finite_fields(row) for row in plan.sensitivity],
         "assumptions": {
             "mu": inputs.mu,
             "mu_per_survivor": inputs.effective_mu,
@@ -164,6 +170,11 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         },
         "notes": list(plan.notes),
     }
+
+
+def _finite_fields(record: Design | SensitivityRow) -> dict[str, Any]:
+    fields = dataclasses.asdict(record)
+    return {k: _finite(v) if isinstance(v, float) else v for k, v in fields.items()}
 
 
 def _finite(value: float) -> float | None:

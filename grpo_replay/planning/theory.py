@@ -53,7 +53,8 @@ class PowerGrowth:
     tau: float = 1.0
 
     def mean_variance(self, x: Values) -> Values:
-        return (x / self.tau) ** (2 * self.exponent) / (2 * self.exponent + 1)
+        with np.errstate(over="ignore"):
+            return np.power(x / self.tau, 2 * self.exponent) / (2 * self.exponent + 1)
 
     def parameters(self) -> dict[str, float]:
         return asdict(self)

@@ -1,5 +1,6 @@
 """`plan`: assumptions given, taken from a recipe, or measured in a run."""
 
+import io
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import tracemalloc
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from small_runs.synthetic import (
     PRESETS,
     VARIANCE_AT_AGE_ONE,
@@ -18,7 +20,7 @@ from small_runs.synthetic import (
 )
 
 from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.commands.plan import run
+from grpo_replay.commands.plan import run, run_machines
 from grpo_replay.dry_run.assumptions import expected_of
 from grpo_replay.dry_run.memory import stored_bytes
 from grpo_replay.errors import SnapshotError, UsageError
@@ -29,7 +31,8 @@ from grpo_replay.planning.design import (
     replay_settings,
 )
 from grpo_replay.planning.estimate import fit_growth, measured_mu
-from grpo_replay.planning.theory import PowerGrowth
+from grpo_replay.planning.panels import plan_document, print_plan
+from grpo_replay.planning.theory import PowerGrowth, RatioGrowth
 from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
 
 
@@ -51,6 +54,35 @@ def inputs(**changes) -> PlanInputs:
         sources={},
     )
     return PlanInputs(**{**values, **changes})
+
+
+@pytest.mark.parametrize("growth", [RatioGrowth(1e-4, 4.0), PowerGrowth(300.0)])
+def test_a_recipe_whose_old_rollouts_are_all_noise_gets_a_plan(growth):
+    """x = 4,608/80 = 57.6, and exp(1e-4·57.6⁴) is beyond float64."""
+    replay = load_recipe("fifo-tiny", ["replay.capacity_rollouts=4608"]).replay
+    plan = make_plan(inputs(growth=growth, rollouts_per_step=80), replay)
+    document = json.loads(json.dumps(plan_document(plan), allow_nan=False))
+    assert document["current"]["x"] == 57.6 and document["current"]["objective"] is None
+    assert document["recommended"]["objective"] == pytest.approx(1)
+    (note,) = [note for note in plan.notes if note.startswith("This recipe")]
+    assert "57.6 steps" in note and "nan" not in note
+    text = io.StringIO()
+    print_plan(plan, Console(width=100, file=text))
+    assert re.search(r"relative compute J .* ∞ ", text.getvalue())
+
+
+def test_updates_of_a_size_decide_what_one_update_trains_on(capsys):
+    """B' = 60 of fifo-tiny in three updates of 20: x = N·y/20, three times as long."""
+    machines = dict(recipe="fifo-tiny", workers=5, trainers=3, as_json=True)
+
+    def horizon(*overrides):
+        run_machines(overrides=overrides, **machines)
+        return json.loads(capsys.readouterr().out)["x"]
+
+    one = horizon()
+    assert horizon("batch.mini_batch_rollouts=20") == pytest.approx(3 * one)
+    # 60 in parts of at most 25 are three again
+    assert horizon("batch.mini_batch_rollouts=25") == pytest.approx(3 * one)
 
 
 def test_json_has_the_optimum_of_given_values(capsys):
