@@ -85,7 +85,7 @@ class PromptsSection(Section):
     fields, dots lead into a nested value: `reward_model.ground_truth`."""
     answer_field: str = "answer"
     """Column with the reference answer: text or a number."""
-    answer_marker: str | None = "####"
+    answer_marker: Annotated[str | None, Field(min_length=1)] = "####"
     """Where an answer contains this marker, only the text after the last one is the reference
     answer (GSM8K: `… #### 18`). Whole answers if null."""
     id_field: str | None = None

@@ -165,17 +165,34 @@ def resolve_recipe(
     in words: all of them, or each. Raises RecipeError that names the source of the bad value."""
     sources = [source] * len(layers) if isinstance(source, str) else source
     merged: dict[str, Any] = {}
+    of_preset: set[str] = set()
     for layer, origin in zip(layers, sources, strict=True):
         _check_keys(layer, Recipe, (), origin)
-        replay = layer.get("replay")
-        preset = replay.get("preset") if isinstance(replay, Mapping) else None
+        replay = layer.get("replay", {})
+        preset = replay.get("preset")
         if isinstance(preset, str) and preset in REPLAY_PRESETS:
-            _deep_update(merged, {"replay": dict(REPLAY_PRESETS[preset])})
+            of_preset = _apply_preset(merged.setdefault("replay", {}), preset, of_preset)
         _deep_update(merged, layer)
+        of_preset -= set(replay)
     try:
         return Recipe.model_validate(merged)
     except ValidationError as error:
         raise RecipeError(_explain(error, list(zip(layers, sources, strict=True)))) from error
+
+
+def _apply_preset(replay: dict[str, Any], preset: str, of_preset: set[str]) -> set[str]:
+    """Set the values of a preset. What the one before it had set, the keys `of_preset`, returns to
+    its default, except under `grpo`: it is the baseline of the recipe that it is set in. Returns
+    the keys that presets have set now."""
+    values = REPLAY_PRESETS[preset]
+    if preset == "grpo":
+        kept = of_preset
+    else:
+        kept = set()
+        for key in of_preset:
+            del replay[key]
+    replay.update(values)
+    return kept | set(values)
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:

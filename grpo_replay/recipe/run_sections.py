@@ -66,7 +66,7 @@ class EvalSection(Section):
     a list of chat messages."""
     answer_field: str = "answer"
     """Column with the reference answer, for benchmarks given as a file."""
-    answer_marker: str | None = "####"
+    answer_marker: Annotated[str | None, Field(min_length=1)] = "####"
     """As `prompts.answer_marker`, for benchmarks given as a file."""
     id_field: str | None = None
     """Column with a unique id, for benchmarks given as a file. The row number if null."""

@@ -50,6 +50,23 @@ def test_a_preset_decides_replacement_and_filter_against_earlier_layers_only():
     assert replay_of({"preset": "ours"}, {"preset": "grpo"})["drop_zero_variance"] is True
 
 
+def test_a_preset_takes_back_what_another_one_had_set():
+    def limits(*sections):
+        replay = resolve_recipe([{"replay": section} for section in sections]).replay
+        return replay.max_age_steps, replay.warmup_steps
+
+    fifo = {"preset": "fifo"}
+    assert limits(fifo) == (None, 0)
+    assert limits(fifo, {"preset": "ours"}) == limits({}) == (10, 20)
+    # What someone wrote stays, in whichever layer.
+    assert limits({**fifo, "max_age_steps": 7}, {"preset": "uniform"}) == (7, 20)
+    assert limits(fifo, {"max_age_steps": 7}, {"preset": "ours"}) == (7, 20)
+    assert limits(fifo, {"preset": "ours", "warmup_steps": 3}) == (10, 3)
+    # The baseline keeps the recipe that it is set in.
+    assert limits(fifo, {"preset": "grpo"}) == (None, 0)
+    assert limits(fifo, {"preset": "grpo"}, {"preset": "ours"}) == (10, 20)
+
+
 def replay_of(*sections):
     replay = resolve_recipe([{"replay": section} for section in sections]).replay
     return {name: getattr(replay, name) for name in ("with_replacement", "drop_zero_variance")}
@@ -124,6 +141,10 @@ REFUSED = {
     "used before the unused": (
         ["replay.preset=fifo", "replay.unused_first=true"],
         "unused_first.*with_replacement false",
+    ),
+    "a marker that is everywhere": (
+        ["prompts.answer_marker=''"],
+        "prompts.answer_marker: .*at least 1 character, found ''",
     ),
     "rewards upside down": (["reward.correct=-2"], "reward.correct -2.*greater"),
     "a budget below one rollout": (
