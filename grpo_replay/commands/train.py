@@ -38,6 +38,11 @@ def run(
         raise UsageError("--resume needs --output-dir, the directory of the run to continue")
     recipe = _read_recipe(recipe_name, overrides, Path(output_dir or "."), resume)
     if dry_run:
+        if hostfile is not None:
+            raise UsageError(
+                "--hostfile with --dry-run: the dry run plans one node of engine.num_processes "
+                "ranks; leave --hostfile out"
+            )
         from grpo_replay.commands.dry_run import run as report
 
         report(

@@ -19,6 +19,7 @@ from grpo_replay.dry_run.memory import (
     to_gib,
     vllm_memory,
 )
+from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import ModelSection, Recipe, parse_overrides, resolve_recipe
 
 DEFAULT_GPU_GIB = 80.0
@@ -147,7 +148,7 @@ def plan_sampler(recipe: Recipe, shape: ModelShape, on_cuda: bool, capacity: int
     rows = -(-recipe.rollouts_per_step // recipe.engine.num_processes)
     return hf_memory(
         shape, size, min(rows, sampling.max_batch_rollouts),
-        recipe.prompts.max_prompt_length, sampling.max_completion_length,
+        recipe.prompts.max_prompt_length, sampling.max_completion_length, on_cuda,
     )  # fmt: skip
 
 
@@ -163,8 +164,11 @@ def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
     """The first single override with which the run fits, or else the most effective one."""
     best: tuple[int, dict[str, Any]] | None = None
     for override in candidate_changes(recipe):
-        changed = resolve_recipe([recipe.model_dump(mode="json"), parse_overrides([override])])
-        plan = plan_engine(changed, hardware.device == "cuda", hardware.capacity)
+        try:
+            changed = resolve_recipe([recipe.model_dump(mode="json"), parse_overrides([override])])
+            plan = plan_engine(changed, hardware.device == "cuda", hardware.capacity)
+        except RecipeError:
+            continue  # it contradicts another setting
         peak = max(plan.phases().values())
         fits = fits_in(plan, hardware.capacity)
         answer = {"set": override, "peak_gib": to_gib(peak), "fits": fits}

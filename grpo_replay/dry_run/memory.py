@@ -39,6 +39,10 @@ PINNED_ROUNDING = 1.5
 """Pinned host memory per byte of weights: torch rounds every block up to a power of two. Computed
 from the sizes of vLLM's fused tensors: 1.34 for Qwen3-4B, 1.40 for 1.7B and 1.63 for 0.6B."""
 
+HF_CACHE_ROOM, HF_CACHE_GROWTH = 512, 256
+"""Completion tokens that fit the first cache of the `hf` sampler, and its minimum growth:
+`sampling.decoding.INITIAL_CAPACITY` and `sampling.kv_cache.GROWTH_TOKENS`."""
+
 
 class ForwardMemory(NamedTuple):
     """Bytes of activations of one micro-batch, as measured by `dry_run.trace`: those that the
@@ -252,15 +256,33 @@ def _vllm_counters(shape: ModelShape, capacity: int) -> int:
 
 
 def hf_memory(
-    shape: ModelShape, dtype_bytes: int, rows: int, prompt_tokens: int, completion_tokens: int
-) -> SamplerMemory:
+    shape: ModelShape, dtype_bytes: int, rows: int, prompt_tokens: int, completion_tokens: int,
+    on_cuda: bool = False,
+) -> SamplerMemory:  # fmt: skip
     """A second copy of the weights, the KV cache of `rows` rows of maximum length, and two fp32
-    copies of the logits of one decoding step."""
+    copies of the logits of one decoding step.
+
+    A GPU allocates all of the cache's buffers; on a CPU only pages that are written count. While a
+    cache grows, the keys or values of one layer exist twice.
+    """
     weights = dtype_bytes * shape.parameters
-    longest = prompt_tokens + completion_tokens
-    cache = dtype_bytes * shape.kv_elements_per_token * rows * longest
+    capacity, before = hf_cache_tokens(prompt_tokens, completion_tokens)
+    if not on_cuda:
+        capacity = prompt_tokens + completion_tokens
+    per_token = dtype_bytes * shape.kv_elements_per_token * rows
+    cache = per_token * capacity + per_token * before // (2 * shape.layers)
     logits = 2 * FP32 * rows * shape.vocabulary
     return SamplerMemory(weights + cache + logits, weights, None)
+
+
+def hf_cache_tokens(prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
+    """Tokens that a row of the decoder's cache has room for when the longest completion ends, and
+    had before it last grew; 0 if it never grew (`sampling.kv_cache.RowLayer`)."""
+    capacity, before = prompt_tokens + min(completion_tokens, HF_CACHE_ROOM), 0
+    while capacity < prompt_tokens + completion_tokens:
+        length = capacity + 1
+        capacity, before = length + max(HF_CACHE_GROWTH, length // 2), capacity
+    return capacity, before
 
 
 def stored_bytes(rollouts: float, prompt_tokens: float, completion_tokens: float) -> float:

@@ -13,7 +13,7 @@ from grpo_replay.cli import app
 from grpo_replay.commands.dry_run import _measured
 from grpo_replay.dry_run import checks
 from grpo_replay.dry_run.checks import Findings, check_disk_space
-from grpo_replay.dry_run.fit import Hardware, candidate_changes, plan_sampler
+from grpo_replay.dry_run.fit import Hardware, candidate_changes, first_change, plan_sampler
 from grpo_replay.dry_run.hub import hub_is_reachable
 from grpo_replay.dry_run.memory import GIB, ModelShape, SamplerMemory, stored_bytes
 from grpo_replay.dry_run.report import Known, dry_run
@@ -288,6 +288,19 @@ def test_what_a_run_needs_of_vllm_and_gpus_is_checked(monkeypatch, overrides, gp
     assert f"sampling.backend {recipe.sampling.backend}: vLLM is not installed" in problem
     wanted = [] if gpus is None else [f"GPUs: this machine has 4, the recipe uses {gpus}"]
     assert findings.unchecked == wanted
+
+
+def test_a_change_that_contradicts_another_setting_is_not_proposed():
+    overlong = load_recipe("tiny", ["reward.overlong_buffer_tokens=15"])  # of 20
+    found = first_change(overlong, Hardware("cpu", 1, 1, False))
+    assert found is not None and not found["fits"]
+    assert not found["set"].startswith("sampling.max_completion_length")
+
+
+def test_a_hostfile_is_not_ignored_by_the_dry_run():
+    result = CliRunner().invoke(app, ["train", "tiny", "--dry-run", "--hostfile", "hosts"])
+    assert result.exit_code == 2
+    assert "--hostfile with --dry-run" in str(result.exception) + result.output
 
 
 def test_servers_elsewhere_need_neither_vllm_nor_gpus_here(monkeypatch):

@@ -12,6 +12,8 @@ from transformers import Qwen3MoeConfig
 
 from grpo_replay.dry_run.memory import (
     GIB,
+    HF_CACHE_GROWTH,
+    HF_CACHE_ROOM,
     PROCESS,
     PROCESS_ZERO,
     VLLM_BUFFERS,
@@ -21,6 +23,7 @@ from grpo_replay.dry_run.memory import (
     ModelShape,
     checkpoint_bytes,
     engine_memory,
+    hf_cache_tokens,
     hf_memory,
     logged_bytes,
     stored_bytes,
@@ -34,6 +37,8 @@ from grpo_replay.dry_run.trace import (
 )
 from grpo_replay.engine.models import load_config
 from grpo_replay.recipe import load_recipe
+from grpo_replay.sampling.decoding import INITIAL_CAPACITY
+from grpo_replay.sampling.kv_cache import GROWTH_TOKENS, RowLayer
 
 SHAPE = ModelShape(
     parameters=1000, parameters_in_files=1200, largest_parameter=400, tied_head=True, layers=2,
@@ -129,6 +134,25 @@ def test_the_hf_sampler_holds_a_second_copy_and_a_cache_of_all_rows():
     memory = hf_memory(SHAPE, 4, rows=3, prompt_tokens=10, completion_tokens=20)
     assert memory.asleep == 4000
     assert memory.awake == 4000 + 4 * 64 * 3 * 30 + 2 * 4 * 3 * 50
+
+
+def test_the_cache_of_the_hf_sampler_is_counted_as_it_grows():
+    """Room for 10 + 512 tokens, then for 523 + 261 and 785 + 392; 1,010 are written."""
+    capacities = []
+    layer = RowLayer(torch.zeros(1, 1, 10, 1), torch.zeros(1, 1, 10, 1), 10 + INITIAL_CAPACITY)
+    for _ in range(1000):
+        capacities.append(layer._capacity)
+        layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    *_, before, last = sorted({*capacities, layer._capacity})
+    assert (HF_CACHE_ROOM, HF_CACHE_GROWTH) == (INITIAL_CAPACITY, GROWTH_TOKENS)
+    assert hf_cache_tokens(10, 1000) == (last, before) == (1177, 784)
+    assert hf_cache_tokens(10, 512) == (522, 0)
+    # 64 elements a token in two layers: while one grows, 16 are its old keys
+    logits = 2 * 4 * 3 * 50
+    on_gpu = hf_memory(SHAPE, 4, 3, 10, 1000, on_cuda=True).awake
+    assert on_gpu == 4000 + 4 * 3 * (64 * 1177 + 16 * 784) + logits
+    on_cpu = hf_memory(SHAPE, 4, 3, 10, 1000).awake
+    assert on_cpu == 4000 + 4 * 3 * (64 * 1010 + 16 * 784) + logits
 
 
 def test_a_stored_rollout_costs_its_arrays_and_its_objects_but_no_text():
