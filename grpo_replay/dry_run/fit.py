@@ -1,6 +1,7 @@
 """Whether engine and sampler of a recipe fit on the device of one rank, and what to change if not.
 
-`memory` has the arithmetic, `trace` measures activations and the sizes of the model.
+`memory` and `sampler_memory` have the arithmetic, `trace` measures activations and the sizes of the
+model.
 """
 
 import os
@@ -13,12 +14,10 @@ from grpo_replay.dry_run.memory import (
     EngineMemory,
     EngineSetting,
     ModelShape,
-    SamplerMemory,
     engine_memory,
-    hf_memory,
     to_gib,
-    vllm_memory,
 )
+from grpo_replay.dry_run.sampler_memory import SamplerMemory, hf_memory, vllm_memory
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import ModelSection, Recipe, parse_overrides, resolve_recipe
 

@@ -240,10 +240,10 @@ def _note_time(recipe: Recipe, speed: Speed | None, hardware: Hardware, findings
         return
     what = "GPU" if hardware.device == "cuda" else "process"
     gpus = server_gpus(recipe)
-    servers = f", servers as {gpus} of them" if gpus else ""
+    servers = f", {gpus} more for servers" if gpus else ""
     findings.assumptions.append(
         f"hours: {speed.generated:,.0f} tokens generated and {speed.trained:,.0f} trained a second "
-        f"by each {what}{servers} ({speed.source}); evaluations and checkpoints are not counted"
+        f"by each {what} ({speed.source}){servers}; evaluations and checkpoints are not counted"
         + (f"; better: {how}" if speed.assumed else "")
     )
 

@@ -81,15 +81,16 @@ def measured_speed(source: Source) -> Speed | None:
     )
     if generating <= 0 or training <= 0 or trained <= 0:
         return None
-    ranks, recipe = _ranks(source), source.recipe
-    samplers = (server_gpus(recipe) if recipe else 0) or ranks
-    is_async = recipe is not None and recipe.run.mode == "async"
-    if is_async:  # seconds of all servers together, per rank
-        generating *= ranks / servers_of(recipe)
-    both = max(generating, training) if is_async else generating + training
+    ranks = samplers = _ranks(source)
+    recipe, seconds = source.recipe, generating + training
+    if recipe is not None and servers_of(recipe):
+        samplers = server_gpus(recipe)
+        if recipe.run.mode == "async":  # they overlap; generation is of all servers, per rank
+            generating *= ranks / servers_of(recipe)
+            seconds = max(generating, training)
     return Speed(
         generated / generating / samplers, trained / training / ranks, f"measured in {source.path}",
-        max(0.0, whole - both) / len(lines),
+        max(0.0, whole - seconds) / len(lines),
     )  # fmt: skip
 
 

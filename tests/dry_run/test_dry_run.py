@@ -15,8 +15,9 @@ from grpo_replay.dry_run import checks
 from grpo_replay.dry_run.checks import Findings, check_disk_space
 from grpo_replay.dry_run.fit import Hardware, candidate_changes, first_change, plan_sampler
 from grpo_replay.dry_run.hub import hub_is_reachable
-from grpo_replay.dry_run.memory import GIB, ModelShape, SamplerMemory, stored_bytes
+from grpo_replay.dry_run.memory import GIB, ModelShape, stored_bytes
 from grpo_replay.dry_run.report import Known, dry_run
+from grpo_replay.dry_run.sampler_memory import SamplerMemory
 from grpo_replay.dry_run.sizes import describe_host_copies
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import load_recipe

@@ -12,21 +12,23 @@ from transformers import Qwen3MoeConfig
 
 from grpo_replay.dry_run.memory import (
     GIB,
-    HF_CACHE_GROWTH,
-    HF_CACHE_ROOM,
     PROCESS,
     PROCESS_ZERO,
-    VLLM_BUFFERS,
-    VLLM_GRAPHS,
     EngineSetting,
     ForwardMemory,
     ModelShape,
     checkpoint_bytes,
     engine_memory,
-    hf_cache_tokens,
-    hf_memory,
     logged_bytes,
     stored_bytes,
+)
+from grpo_replay.dry_run.sampler_memory import (
+    HF_CACHE_GROWTH,
+    HF_CACHE_ROOM,
+    VLLM_BUFFERS,
+    VLLM_GRAPHS,
+    hf_cache_tokens,
+    hf_memory,
     vllm_memory,
 )
 from grpo_replay.dry_run.trace import (
