@@ -90,6 +90,7 @@ class Marks:
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from grpo_replay.commands.train_display import Display
     from grpo_replay.recipe import load_recipe
+    from grpo_replay.terminal.loading import loading_libraries
     from grpo_replay.terminal.quiet import quiet_libraries
 
     recipe = load_recipe("tiny", [
@@ -108,8 +109,8 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             marks.mark()
 
     with quiet_libraries():
-        from grpo_replay.training import run
-
+        with loading_libraries():  # as grpo-replay train does
+            from grpo_replay.training import run
         write = run.write_checkpoint
 
         def save(*arguments: Any) -> None:

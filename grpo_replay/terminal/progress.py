@@ -39,9 +39,11 @@ def _announce(description: str, total: int) -> "Progress | None":
         print(f"{description}: {total:,} in total", file=sys.stderr)
         return None
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TextColumn
 
-    progress = Progress(console=Console(stderr=True), transient=True)
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, *Progress.get_default_columns()[1:])
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
     progress.add_task(description, total=total)
     progress.start()
     return progress
