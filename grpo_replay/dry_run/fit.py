@@ -160,12 +160,14 @@ def fits_in(plan: EnginePlan, capacity: int) -> bool:
 
 
 def first_change(recipe: Recipe, hardware: Hardware) -> dict[str, Any] | None:
-    """The first single override with which the run fits, or else the most effective one."""
+    """The first single override of the recipe with which the run fits, or else the most effective
+    one."""
     best: tuple[int, dict[str, Any]] | None = None
     for override in candidate_changes(recipe):
         try:
             changed = resolve_recipe([recipe.model_dump(mode="json"), parse_overrides([override])])
-            plan = plan_engine(changed, hardware.device == "cuda", hardware.capacity)
+            known = with_known_model(changed)
+            plan = plan_engine(known, hardware.device == "cuda", hardware.capacity)
         except RecipeError:
             continue  # it contradicts another setting
         peak = max(plan.phases().values())

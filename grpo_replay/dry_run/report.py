@@ -130,7 +130,7 @@ def _report(
         time=describe_time(recipe, step, replay, expected, speed, hardware),
         network=None if plan is None else describe_network(recipe, plan.shape),
         fits=fits,
-        first_change=first_change(known, hardware) if fits is False else None,
+        first_change=first_change(recipe, hardware) if fits is False else None,
         findings=findings,
     )
 

@@ -167,6 +167,11 @@ def test_a_plan_that_does_not_fit_names_one_override_that_makes_it_fit():
     assert again["memory"]["peak_gib"] == change["peak_gib"]
 
 
+def test_a_chat_model_that_does_not_fit_gets_a_proposal_too():
+    small = report_of("fifo-qwen3-0.6b", gpu=4)
+    assert small["fits"] is False and small["first_change"]["set"]
+
+
 def test_packs_under_an_attention_that_masks_all_pairs_are_remarked_upon():
     said = "computes and masks every pair of tokens in a pack of up to 16,384"
     padded, packed = report_of("tiny"), report_of("tiny", "batch.packing=true")
