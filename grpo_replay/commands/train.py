@@ -104,6 +104,7 @@ def _check_options(recipe: Recipe, as_json: bool) -> None:
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
     from grpo_replay.commands.train_display import open_display
+    from grpo_replay.distributed.failures import wait_for_rank_0
     from grpo_replay.rewards.scorer import RewardScorer
     from grpo_replay.terminal.loading import loading_libraries
     from grpo_replay.terminal.quiet import quiet_libraries, send_to_log
@@ -119,7 +120,10 @@ def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
     if is_main:
         display.conclude(result)
     logging.shutdown()
-    return INTERRUPTED if result.interrupted else 0
+    if not result.interrupted:
+        return 0
+    wait_for_rank_0()
+    return INTERRUPTED
 
 
 def _default_directory(recipe: Recipe) -> Path:

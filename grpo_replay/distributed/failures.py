@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
-from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, first_line
+from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
 
 LAUNCH_FOLDER_VARIABLE = "GRPO_REPLAY_LAUNCH_FOLDER"
 """Folder where the ranks of our launcher write their failures; the launcher prints the first."""
@@ -105,19 +105,25 @@ def exit_as_rank(program: Callable[[], object]) -> NoReturn:
 
 def exit_rank(exit_code: int) -> NoReturn:
     """End this process. A failed rank exits without destroying its process group: if other members
-    are gone, that can hang or abort, and would change the exit code. After an interruption the
-    others wait for rank 0, which a launcher ends when one of them is gone."""
+    are gone, that can hang or abort, and would change the exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     if rank_environment().is_launched:
-        rendezvous = sys.modules.get(_RENDEZVOUS)
-        if rendezvous is not None and exit_code == INTERRUPTED:
-            rendezvous.wait_for_rank_0()
         if exit_code != 0:
             os._exit(exit_code)
+        rendezvous = sys.modules.get(_RENDEZVOUS)
         if rendezvous is not None:
             rendezvous.leave_run()
     sys.exit(exit_code)
+
+
+def wait_for_rank_0() -> None:
+    """Call on every rank after a run that was asked to stop, when it has closed everything. A
+    launcher kills the remaining ranks as soon as one exits with an error code, and rank 0 may still
+    have trackers and servers to close."""
+    rendezvous = sys.modules.get(_RENDEZVOUS)
+    if rendezvous is not None and rank_environment().is_launched:
+        rendezvous.wait_for_rank_0()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 import datetime
 import functools
 import os
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +50,7 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
         torch.cuda.set_device(device)
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with loading_libraries():
+    with nullcontext() if "deepspeed" in sys.modules else loading_libraries():
         import deepspeed
 
     ranks_here = environment.local_world_size

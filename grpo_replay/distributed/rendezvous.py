@@ -218,8 +218,7 @@ def claim_report() -> bool:
 
 
 def wait_for_rank_0() -> None:
-    """Return when rank 0 is here too, or after 30 s. It may still have trackers and servers to
-    close."""
+    """Return when rank 0 is here too, or after 30 s."""
     if _joined is None:
         return
     environment, store = _joined
@@ -230,6 +229,7 @@ def wait_for_rank_0() -> None:
             store.wait(["closed"], datetime.timedelta(seconds=_CLOSE_SECONDS))
     except RuntimeError:  # rank 0 and its store are gone, or it takes too long
         return
+    _linger(environment, store)
 
 
 def leave_run() -> None:

@@ -18,6 +18,7 @@ from grpo_replay.distributed.failures import (
     lost_contact,
     report_failure,
     run_collectively,
+    wait_for_rank_0,
 )
 from grpo_replay.distributed.launch import launch_ranks
 from grpo_replay.distributed.long_work import run_on_main
@@ -161,6 +162,7 @@ def until_signal(comm: Comm) -> int:
     if comm.is_main:
         time.sleep(0.7)  # closes its trackers, while the other ranks are done
     print(f"stopped after {counts}", flush=True)
+    wait_for_rank_0()
     return 130
 
 
