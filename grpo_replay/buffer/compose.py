@@ -16,7 +16,8 @@ The trainer calls these functions in this order, for every composition:
 
 B' = fresh survivors, R = rollouts generated in the step, G = group size, r = `replay.ratio`. The
 second count is the number of queries drawn when `replay.unit` is query. `round` is Python's: halves
-round to even (r = 0.5 and B' = 113 draw 56). If fewer can be drawn, all of them are.
+round to even (r = 0.5 and B' = 113 draw 56). Without replacement, if fewer can be drawn, all of
+them are.
 
 Without replay (`enabled` false or r = 0) and during the warm-up, a step trains on all fresh
 survivors. A step with B' = 0 trains on nothing, except with buffer_only, which still draws.

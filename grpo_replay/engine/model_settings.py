@@ -11,23 +11,23 @@ from grpo_replay.errors import first_line
 logger = logging.getLogger(__name__)
 
 
-def make_generation_settings_writable(policy: PreTrainedModel) -> None:
+def drop_unwritable_settings(policy: PreTrainedModel) -> list[str]:
     """transformers reads a generation_config.json that it refuses to write, such as a temperature
-    without `do_sample`, which has no effect. Checkpoints then get its special tokens only."""
+    without `do_sample`, which has no effect. Keep the special tokens only, and return a notice."""
     found = policy.generation_config
     try:
         found.validate(strict=True)
     except ValueError as error:
-        logger.warning(
-            "checkpoints get only the special tokens of the model's generation settings, because "
-            "transformers cannot write the others: %s",
-            first_line(error),
-        )
         policy.generation_config = GenerationConfig(
             eos_token_id=found.eos_token_id,
             pad_token_id=found.pad_token_id,
             bos_token_id=found.bos_token_id,
         )
+        return [
+            "checkpoints get only the special tokens of the model's generation settings, because "
+            f"transformers cannot write the others: {first_line(error)}"
+        ]
+    return []
 
 
 def switch_off_dropout(policy: PreTrainedModel) -> None:

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from grpo_replay.engine.byte_tokenizer import byte_tokenizer
-from grpo_replay.engine.model_settings import make_generation_settings_writable, switch_off_dropout
+from grpo_replay.engine.model_settings import switch_off_dropout
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.paths import short_path
@@ -128,7 +128,6 @@ def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
         policy = _random(model, config, tokenizer, seed)
     else:
         policy = _pretrained(model, config)
-    make_generation_settings_writable(policy)
     switch_off_dropout(policy)
     return policy.eval()
 

@@ -18,7 +18,8 @@ NOT_AN_AXIS = ("name", "run.seed", "tracking.run_name", "tracking.project")
 OF_THE_MACHINE = (
     *("batch.max_tokens_per_microbatch", "batch.packing", "checkpoint.", "engine.", "eval."),
     *("model.attn_implementation", "model.gradient_checkpointing", "reward.memory_limit_mib"),
-    *("reward.workers", "run.stop_grace_seconds", "sampling.collection.replay_journal"),
+    *("reward.time_limit_seconds", "reward.workers", "run.stop_grace_seconds"),
+    *("sampling.collection.replay_journal", "sampling.logprob_gap_limit"),
     *("sampling.max_batch_rollouts", "sampling.servers.", "sampling.sync_bucket_mib"),
     *("sampling.vllm.", "tracking."),
 )
@@ -70,16 +71,32 @@ def _refuse_other_method(first: FinishedRun, other: FinishedRun, arm: str) -> No
             for key in keys
         )
         raise UsageError(
-            f"arm {arm} has runs of several recipes: {found}; runs of one arm may differ in their "
-            "seed only: report them separately, or rename the arm in one of the sweeps"
+            f"arm {arm} has runs of several recipes: {found}; the runs of an arm must have the "
+            "same recipe except for the seed and for settings of the machine: give the two to "
+            "separate reports"
         )
 
 
 def _method_of(run: FinishedRun) -> dict[str, Any]:
     """The recipe without what is `OF_THE_MACHINE`, and the steps that the run trained."""
     settings = settings_of(run.recipe)
-    method = {key: each for key, each in settings.items() if not key.startswith(OF_THE_MACHINE)}
+    method = {
+        key: _without_folders(each)
+        for key, each in settings.items()
+        if not key.startswith(OF_THE_MACHINE)
+    }
     return {**method, "run.steps": len(run.log)}
+
+
+def _without_folders(value: Any) -> Any:
+    """Absolute paths (`recipe.paths` makes them) as names: each machine has its own folders."""
+    if isinstance(value, str) and os.path.isabs(value):
+        return os.path.basename(value)
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    return value
 
 
 def group_by_recipe(runs: Sequence[FinishedRun]) -> list[Arm]:

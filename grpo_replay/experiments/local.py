@@ -168,10 +168,12 @@ class LocalLauncher:
             if used is None or not used.isdisjoint(gpus.split(","))
         ]
         if len(shares) > 1:
+            place, help_ = "of several cells of this one", "; or give --jobs as then"
+            if used is None:
+                place, help_ = "that its log does not name", ""
             raise OutputDirectoryError(
-                f"{cell.name} was left running by a sweep with other --jobs, "
-                f"{leftover.describe()}, on GPUs of several cells of this one: wait for it or stop "
-                "it, or give --jobs as before"
+                f"{cell.name} was left running by an earlier sweep, {leftover.describe()}, on GPUs "
+                f"{place}: wait for it or stop it{help_}"
             )
         for share in shares:
             self._in_share.setdefault(share, []).append(leftover)

@@ -17,6 +17,7 @@ from grpo_replay.inspection.rebuild import find_rows, rollouts_without_tokens
 from grpo_replay.inspection.rollout_columns import RolloutColumns, read_draws, read_log
 from grpo_replay.inspection.source import Source
 from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
+from grpo_replay.recipe.layers import REPLAY_PRESETS
 from grpo_replay.terminal.progress import tracked
 
 REPEATS = 5
@@ -125,6 +126,10 @@ def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
     base = recipe.model_dump(mode="json")
     # The preset comes first, so that it does not replace settings the run changed.
     preset = base["replay"].pop("preset")
+    # What is the preset's own is left to it: another preset takes it back.
+    for key, value in REPLAY_PRESETS.get(preset, {}).items():
+        if base["replay"][key] == value:
+            del base["replay"][key]
     layers = [{"replay": {"preset": preset}}, base, parse_overrides(words)]
     return resolve_recipe(layers, source="--what-if")
 

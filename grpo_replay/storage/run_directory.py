@@ -161,8 +161,8 @@ class RunDirectory:
             changes = record_recipe(self.path, recipe, step)
             remove_later(self.path, step)
             if step == 0 and _is_another_model(recipe, changes):
-                for report in (self.path / "eval").glob("step_000000.*"):
-                    report.unlink()
+                for suffix in ("json", "parquet"):
+                    (self.path / "eval" / f"step_000000.{suffix}").unlink(missing_ok=True)
             for leftover in leftovers(self.checkpoints):
                 shutil.rmtree(leftover)
             self.summary_path.unlink(missing_ok=True)
@@ -284,8 +284,10 @@ def environment_facts(world_size: int) -> dict[str, Any]:
 
 def _is_another_model(recipe: Recipe, changes: Sequence[str]) -> bool:
     """Whether the base model is another than before the changes of the recipe."""
-    keys = ("model.", "run.seed:") if recipe.model.random_init else ("model.",)
-    return any(change.startswith(keys) for change in changes)
+    keys = ("path", "revision", "tokenizer", "dtype", "random_init", "config_overrides")
+    names = tuple(f"model.{key}" for key in keys)
+    names += ("run.seed",) if recipe.model.random_init else ()
+    return any(change.startswith(names) for change in changes)
 
 
 def _git_commit() -> str | None:

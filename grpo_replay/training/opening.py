@@ -16,6 +16,7 @@ from grpo_replay.dry_run.memory import checkpoint_bytes
 from grpo_replay.engine.attention_kernel import float32_warning
 from grpo_replay.engine.deepspeed_config import notices_of_precision
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.engine.model_settings import drop_unwritable_settings
 from grpo_replay.engine.models import (
     load_config,
     load_policy,
@@ -227,6 +228,7 @@ class RunOpener:
     ) -> DeepSpeedEngine:
         recipe = self.recipe
         model = load_policy(recipe.model, recipe.run.seed)
+        self.notices += drop_unwritable_settings(model)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)

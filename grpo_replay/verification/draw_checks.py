@@ -22,7 +22,9 @@ class DrawChecks:
         self.draw_test = DrawTest()
         self.effective_sample_size: float | None = None  # of the step checked last
         self.ages = Tally("ages", _age_statement(self.settings))
-        self.counts = Tally("draw counts", "round(r B') units, or all candidates if fewer")
+        self.counts = Tally(
+            "draw counts", "round(r B') units; without replacement, at most all candidates"
+        )
         self.stored = Tally(
             "stored when drawn", "each drawn rollout was in the buffer (or pool) at that step"
         )

@@ -325,9 +325,11 @@ def test_sweeps_on_other_machines_are_one_arm_and_what_one_finished_is_not_missi
     tmp_path, capsys
 ):
     gone = [("ours", 3)]
-    one = write_sweep(tmp_path / "one", {"ours": (OURS, 0.2)}, [1, 2, 3], leave_out=gone)
-    ranks = ["engine.num_processes=2", "checkpoint.keep=2", "eval.every_steps=4"]
-    two = write_sweep(tmp_path / "two", {"ours": ([*OURS, *ranks], 0.2)}, [3, 4])
+    here = [*OURS, "prompts.source=/a/train.jsonl"]
+    there = [*OURS, "prompts.source=/b/train.jsonl", "engine.num_processes=2", "checkpoint.keep=2",
+             "eval.every_steps=4", "sampling.logprob_gap_limit=0.2"]  # fmt: skip
+    one = write_sweep(tmp_path / "one", {"ours": (here, 0.2)}, [1, 2, 3], leave_out=gone)
+    two = write_sweep(tmp_path / "two", {"ours": (there, 0.2)}, [3, 4])
     for paths in ([one, two], [two, one]):
         ours = arms_of(report(capsys, *paths))["ours"]
         assert sorted(ours["seeds"]) == [1, 2, 3, 4] and ours["missing"] == []

@@ -89,10 +89,16 @@ def test_what_an_earlier_sweep_left_running_keeps_its_gpus(eight_gpus, monkeypat
     assert given[2:] == ["0,1,2,3"]
 
 
-@pytest.mark.parametrize("gpus", [None, "0,1,2,3,4,5,6,7"])
-def test_a_leftover_on_the_gpus_of_several_cells_is_refused(eight_gpus, tmp_path, gpus):
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (None, "on GPUs that its log does not name: wait for it or stop it$"),
+        ("0,1,2,3,4,5,6,7", "on GPUs of several cells of this one: .* give --jobs as then"),
+    ],
+)
+def test_a_leftover_on_the_gpus_of_several_cells_is_refused(eight_gpus, tmp_path, gpus, message):
     with left_running(tmp_path, 1, gpus) as left:
-        with pytest.raises(OutputDirectoryError, match=r"arm-1/seed-3 was left .* give --jobs as"):
+        with pytest.raises(OutputDirectoryError, match=rf"arm-1/seed-3 was left .* {message}"):
             local.LocalLauncher(2).find(left)
         assert local.LocalLauncher(1).find(left)
 

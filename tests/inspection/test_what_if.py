@@ -215,7 +215,14 @@ def test_changed_settings_keep_the_overrides_of_the_run(tmp_path):
     recipe = open_source(run.folder).recipe
     assert changed_recipe(recipe, []).replay == recipe.replay
     assert changed_recipe(recipe, ["ratio=1"]).replay.max_age_steps == 2
-    assert changed_recipe(recipe, ["preset=ours"]).replay.composition == "fresh_anchored"
+    ours = changed_recipe(recipe, ["preset=ours", "warmup_steps=0"]).replay
+    assert (ours.composition, ours.max_age_steps) == ("fresh_anchored", 2)
+
+
+def test_another_preset_is_that_of_a_run_with_it():
+    replay = changed_recipe(load_recipe("fifo-tiny"), ["preset=ours"]).replay
+    assert replay == load_recipe("fifo-tiny", ["replay.preset=ours"]).replay
+    assert (replay.max_age_steps, replay.warmup_steps) == (10, 20)
 
 
 def test_invalid_keys_and_values_raise(runs):

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -312,9 +313,14 @@ def fork_ranks(count: int, output: Path, parts: Sequence[str]) -> int:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         ranks.append(context.Process(target=main, args=(output, parts)))
         ranks[-1].start()
+    failed = False
+    while alive := [process for process in ranks if process.is_alive()]:
+        wait([process.sentinel for process in alive])
+        if failed := any(process.exitcode for process in ranks):
+            break
     for process in ranks:
-        process.join()
-    return int(any(process.exitcode for process in ranks))
+        process.kill()  # those that wait for one that failed
+    return int(failed or any(process.exitcode for process in ranks))
 
 
 if __name__ == "__main__":
