@@ -34,7 +34,8 @@ SLOW_SECONDS = 1500
 LONG_FILES = (
     "test_two_ranks", "test_engine", "test_launch", "test_verify", "test_resume", "test_async_runs",
     "test_rolling", "test_request_pool", "test_summary", "test_lora", "test_scorer",
-    "test_stopping", "test_vllm_parts", "test_collector", "test_dry_run", "test_push_to_hub",
+    "test_stopping", "test_tiny_base", "test_vllm_parts", "test_collector", "test_dry_run",
+    "test_push_to_hub",
 )  # fmt: skip
 """The longest files start first, those of training/ next: no worker ends alone with a long one."""
 
