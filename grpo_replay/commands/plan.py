@@ -1,7 +1,6 @@
 """`grpo-replay plan`: how long to keep rollouts, and how often to train on them."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,10 +233,7 @@ def _buffer_of(recipe: Recipe | None) -> tuple[int | None, float | None]:
     if recipe is None or not recipe.replays or recipe.replay.composition != "buffer_only":
         return None, None
     drawn = recipe.replay.ratio * recipe.rollouts_per_step
-    updates, size = recipe.batch.updates_per_step, recipe.batch.mini_batch_rollouts
-    if size is not None:
-        updates = math.ceil(drawn / size)
-    return recipe.replay.capacity_rollouts, drawn / updates
+    return recipe.replay.capacity_rollouts, drawn / recipe.batch.updates_of(drawn)
 
 
 def _read(

@@ -14,15 +14,14 @@ from grpo_replay.storage.recipe_history import flatten
 NOT_AN_AXIS = ("name", "run.seed", "tracking.run_name", "tracking.project")
 """Keys in which the runs of one arm may differ."""
 
-
 OF_THE_MACHINE = (
-    *("batch.max_tokens_per_microbatch", "batch.packing", "checkpoint.", "engine.", "eval."),
-    *("model.attn_implementation", "model.gradient_checkpointing", "reward.memory_limit_mib"),
-    *("reward.time_limit_seconds", "reward.workers", "run.stop_grace_seconds"),
-    *("sampling.collection.replay_journal", "sampling.logprob_gap_limit"),
-    *("sampling.max_batch_rollouts", "sampling.servers.", "sampling.sync_bucket_mib"),
-    *("sampling.vllm.", "tracking."),
-)
+    "batch.max_tokens_per_microbatch", "batch.packing", "checkpoint.", "engine.", "eval.",
+    "model.attn_implementation", "model.gradient_checkpointing", "reward.memory_limit_mib",
+    "reward.time_limit_seconds", "reward.workers", "run.stop_grace_seconds",
+    "sampling.collection.replay_journal", "sampling.logprob_gap_limit",
+    "sampling.max_batch_rollouts", "sampling.servers.", "sampling.sync_bucket_mib",
+    "sampling.vllm.", "tracking.",
+)  # fmt: skip
 """Keys, and sections of keys, that change where and how a run is computed, not its method. How it
 is evaluated is compared by `evaluation.comparison`."""
 
@@ -56,8 +55,8 @@ def add_run(runs: dict[int | None, FinishedRun], run: FinishedRun, arm: str) -> 
             f"arm {arm} has seed {run.seed} twice: {runs[run.seed].path} and {run.path}; give one "
             "of them"
         )
-    for first in list(runs.values())[:1]:
-        _refuse_other_method(first, run, arm)
+    if runs:
+        _refuse_other_method(next(iter(runs.values())), run, arm)
     runs[run.seed] = run
 
 

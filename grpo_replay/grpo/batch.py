@@ -83,10 +83,7 @@ def mini_batch_indices(
     """
     if count == 0:
         return []
-    if settings.mini_batch_rollouts is None:
-        parts = min(settings.updates_per_step, count)
-    else:
-        parts = -(-count // settings.mini_batch_rollouts)
+    parts = min(settings.updates_of(count), count)
     return [np.sort(part) for part in np.array_split(generator.permutation(count), parts)]
 
 

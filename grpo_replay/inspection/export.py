@@ -93,10 +93,8 @@ def _remove_leftover(temporary: Path) -> None:
     """Remove what an export that was killed left. Raises OutputDirectoryError for anything else."""
     if not temporary.exists():
         return
-    if not temporary.is_dir() or {each.name for each in temporary.iterdir()} - {
-        "data",
-        "README.md",
-    }:
+    own = {"data", "README.md"}
+    if not temporary.is_dir() or {each.name for each in temporary.iterdir()} - own:
         raise OutputDirectoryError(
             f"{temporary} is needed while exporting, but holds something else: move it away"
         )

@@ -1,5 +1,6 @@
 """The algorithm: reward, advantage, replay, batches and loss."""
 
+import math
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field
@@ -168,6 +169,12 @@ class BatchSection(Section):
     null, on a GPU with an attention of flash_attention_2, flash_attention_3 or flex_attention, for
     models that keep the rows apart. With other attentions true is right but costs the square of all
     tokens in the pass."""
+
+    def updates_of(self, rollouts: float) -> int:
+        """Optimizer updates of a step that trains on so many rollouts."""
+        if self.mini_batch_rollouts is None:
+            return self.updates_per_step
+        return math.ceil(rollouts / self.mini_batch_rollouts)
 
 
 class LossSection(Section):

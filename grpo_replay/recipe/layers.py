@@ -184,15 +184,12 @@ def _apply_preset(replay: dict[str, Any], preset: str, of_preset: set[str]) -> s
     """Set the values of a preset. What the one before it had set, the keys `of_preset`, returns to
     its default, except under `grpo`: it is the baseline of the recipe that it is set in. Returns
     the keys that presets have set now."""
-    values = REPLAY_PRESETS[preset]
-    if preset == "grpo":
-        kept = of_preset
-    else:
-        kept = set()
+    if preset != "grpo":
         for key in of_preset:
             del replay[key]
-    replay.update(values)
-    return kept | set(values)
+        of_preset = set()
+    replay.update(REPLAY_PRESETS[preset])
+    return of_preset | set(REPLAY_PRESETS[preset])
 
 
 def recipe_to_yaml(recipe: Recipe) -> str:
