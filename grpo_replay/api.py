@@ -12,8 +12,8 @@ from grpo_replay.errors import UsageError
 from grpo_replay.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
-    from grpo_replay.evaluation.report import EvaluationReport
-    from grpo_replay.inspection.summary import Inspection
+    from grpo_replay.evaluation.evaluation_report import EvaluationReport
+    from grpo_replay.lab.inspection.buffer_summary import Inspection
     from grpo_replay.training.run import RunResult
 
 __all__ = ["Recipe", "evaluate", "inspect", "load_recipe", "train"]
@@ -30,10 +30,10 @@ def train(recipe: Recipe, output_dir: str | Path, resume: bool = False) -> "RunR
             f"engine.num_processes {recipe.engine.num_processes}: train() is one process; use "
             "grpo-replay train, or launch this program with torchrun"
         )
-    from grpo_replay.commands.train_display import Display
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.storage.run_directory import RunDirectory
     from grpo_replay.terminal.quiet import quiet_libraries
+    from grpo_replay.training.observer import Observer
 
     if not resume:
         RunDirectory(Path(output_dir)).refuse_occupied()
@@ -41,7 +41,7 @@ def train(recipe: Recipe, output_dir: str | Path, resume: bool = False) -> "RunR
     with quiet_libraries():
         from grpo_replay.training.run import run_training
 
-        return run_training(recipe, Path(output_dir), resume, Display())
+        return run_training(recipe, Path(output_dir), resume, Observer())
 
 
 def evaluate(
@@ -56,7 +56,8 @@ def evaluate(
 
     `overrides` are those of `--set`. Defaults are those of `grpo-replay eval`.
     """
-    from grpo_replay.commands.eval import EvalOptions, evaluate_in_process
+    from grpo_replay.cli.eval_command import evaluate_in_process
+    from grpo_replay.evaluation.evaluation_recipe import EvalOptions
 
     options = EvalOptions(
         str(model), recipe=recipe, benchmarks=benchmarks, k=samples, output=str(output),
@@ -67,7 +68,7 @@ def evaluate(
 
 def inspect(path: str | Path, step: int | None = None) -> "Inspection":
     """What the buffer of a run, a checkpoint or a snapshot holds and did (docs/buffer.md)."""
-    from grpo_replay.inspection.compute import summarise
-    from grpo_replay.inspection.source import open_source
+    from grpo_replay.lab.inspection.compute import summarise
+    from grpo_replay.lab.inspection.source import open_source
 
     return summarise(open_source(str(path), step))

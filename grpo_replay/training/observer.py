@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import RunState
 

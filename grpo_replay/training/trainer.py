@@ -15,22 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.buffer.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.protocol import Engine, UpdateResult
-from grpo_replay.grpo.batch import logprob_row, mini_batch_indices, train_rows
-from grpo_replay.grpo.rollouts import (
-    assemble_rollouts,
-    gather_rollouts,
-    group_requests,
-    with_behavior_logprobs,
-)
-from grpo_replay.grpo.seeding import stream
+from grpo_replay.engine.engine_protocol import Engine, UpdateResult
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.batch import logprob_row, mini_batch_indices, train_rows
+from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.rollouts import assemble_rollouts, group_requests, with_behavior_logprobs
+from grpo_replay.replay.seeding import stream
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.protocol import Sampler
+from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training.learning_watch import LearningWatch, refuse_failed_verdicts
@@ -41,6 +36,7 @@ from grpo_replay.training.step_record import (
     step_metrics,
     write_step_files,
 )
+from grpo_replay.training.trainer import gather_rollouts
 from grpo_replay.training.weight_sync import (
     LogprobGap,
     PushedWeights,
