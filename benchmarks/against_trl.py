@@ -233,7 +233,7 @@ def recipe_of(options: argparse.Namespace, folder: Path, data: Path) -> dict[str
 
 
 class CannedSampler:
-    """Implements `grpo_replay.sampling.sampler_protocol.Sampler` with completions made beforehand."""
+    """Implements `sampling.sampler_protocol.Sampler` with completions made beforehand."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.policy_version = 0

@@ -33,12 +33,12 @@ def train(recipe: Recipe, output_dir: str | Path, resume: bool = False) -> "RunR
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.storage.run_directory import RunDirectory
     from grpo_replay.terminal.quiet import quiet_libraries
-    from grpo_replay.training.observer import Observer
 
     if not resume:
         RunDirectory(Path(output_dir)).refuse_occupied()
     prepare_rank(rank_environment())
     with quiet_libraries():
+        from grpo_replay.training.observer import Observer
         from grpo_replay.training.run import run_training
 
         return run_training(recipe, Path(output_dir), resume, Observer())
@@ -56,14 +56,26 @@ def evaluate(
 
     `overrides` are those of `--set`. Defaults are those of `grpo-replay eval`.
     """
-    from grpo_replay.cli.eval_command import evaluate_in_process
-    from grpo_replay.evaluation.evaluation_recipe import EvalOptions
+    from grpo_replay.distributed.environment import prepare_rank, rank_environment
+    from grpo_replay.evaluation.evaluation_recipe import (
+        EvalOptions,
+        evaluate_on_rank,
+        resolve_evaluation,
+    )
+    from grpo_replay.evaluation.model_source import find_model
+    from grpo_replay.evaluation.output_files import check_output, write_output
 
     options = EvalOptions(
-        str(model), recipe=recipe, benchmarks=benchmarks, k=samples, output=str(output),
-        overrides=overrides,
-    )  # fmt: skip
-    return evaluate_in_process(options)
+        str(model), recipe=recipe, benchmarks=benchmarks, k=samples, overrides=overrides
+    )
+    source, file = find_model(str(model)), Path(output)
+    resolved = resolve_evaluation(options, source)
+    check_output(file)
+    prepare_rank(rank_environment())
+    report = evaluate_on_rank(resolved, source, file, world_size=1)
+    assert report is not None  # this is rank 0
+    write_output(report, file)
+    return report
 
 
 def inspect(path: str | Path, step: int | None = None) -> "Inspection":

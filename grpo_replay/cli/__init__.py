@@ -1,4 +1,4 @@
-"""One module per subcommand: check the options, call the package, print the result.
+"""The command line: options (`app`), one module per subcommand, screens, errors to exit codes.
 
-Imports everything except `cli`; heavy libraries only when a command needs them.
+Imports everything except `api`; heavy libraries only when a command needs them.
 """

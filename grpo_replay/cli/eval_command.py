@@ -1,12 +1,8 @@
 """`grpo-replay eval`: evaluate a model on benchmarks, regrade an evaluation, or compare two."""
 
-import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from grpo_replay.cli.compare import run_comparison
 from grpo_replay.cli.eval_display import print_report
@@ -15,19 +11,19 @@ from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.interruption import sigterm_interrupts
 from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
+from grpo_replay.evaluation.evaluation_recipe import (
+    EvalOptions,
+    evaluate_on_rank,
+    recipe_path,
+    resolve_evaluation,
+)
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.model_source import ModelSource, find_model, used_revision
-from grpo_replay.evaluation.output_files import check_output, generations_parent, write_output
+from grpo_replay.evaluation.output_files import check_output, write_output
 from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
     Recipe,
-    find_recipe,
-    parse_overrides,
-    read_recipe_layer,
-    recipe_source,
-    resolve_recipe,
 )
-from grpo_replay.tiny.tasks import TASKS
 
 DEFAULT_FOLDER = Path("evaluations")
 
@@ -45,28 +41,6 @@ _EVALUATION_OPTIONS = {
     "public": "--public",
 }
 """Options without effect on `--compare` and `--regrade`, by field of `EvalOptions`."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvalOptions:
-    """The command line. None and empty values leave the recipe's value unchanged."""
-
-    ckpt: str | None = None
-    recipe: str | None = None
-    benchmarks: Sequence[str] = ()
-    k: int | None = None
-    output: str | None = None
-    backend: str | None = None
-    data_folder: str | None = None
-    greedy: bool | None = None
-    grade_with: Sequence[str] = ()
-    num_processes: int | None = None
-    overrides: Sequence[str] = ()
-    regrade: str | None = None
-    compare: tuple[str, str] | None = None
-    as_json: bool = False
-    push_to_hub: str | None = None
-    public: bool = False
 
 
 def run(options: EvalOptions) -> int:
@@ -89,19 +63,6 @@ def run(options: EvalOptions) -> int:
             "A.json B.json"
         )
     return _run_evaluation(options, find_model(options.ckpt))
-
-
-def evaluate_in_process(options: EvalOptions) -> EvaluationReport:
-    """Evaluate on one rank and write the output, without printing."""
-    assert options.ckpt is not None and options.output is not None
-    source, output = find_model(options.ckpt), Path(options.output)
-    recipe = resolve_evaluation(options, source)
-    check_output(output)
-    prepare_rank(rank_environment())
-    report = _evaluate(recipe, source, output, world_size=1)
-    assert report is not None
-    write_output(report, output)
-    return report
 
 
 def _given(options: EvalOptions) -> list[str]:
@@ -154,7 +115,7 @@ def _run_evaluation(options: EvalOptions, source: ModelSource) -> int:
             print(notice, file=sys.stderr)
     # A launcher also sends SIGTERM, to end the other ranks after a failure; it reports the failure.
     with nullcontext() if environment.is_launched else sigterm_interrupts():
-        report = _evaluate(recipe, source, output, environment.world_size)
+        report = evaluate_on_rank(recipe, source, output, environment.world_size)
     if report is not None:
         write_output(report, output)
         print_report(report, output, options.as_json)
@@ -176,71 +137,10 @@ def _check_push(options: EvalOptions, source: ModelSource, rank: int) -> None:
         check_push(options.push_to_hub, source)
 
 
-def resolve_evaluation(options: EvalOptions, source: ModelSource) -> Recipe:
-    """The recipe of an evaluation.
-
-    It starts from --recipe, else the run's own recipe, else the recipe of a builtin tiny model,
-    else paper A's benchmarks with its settings for 0.6B and 1.7B. --set and then the other options
-    override it. Raises RecipeError, and UsageError if no benchmark is named.
-    """
-    place, layer = _recipe_layer(options, source)
-    overrides = parse_overrides(options.overrides)
-    if "path" in overrides.get("model", {}):
-        raise UsageError("--set model.path: eval takes the model from --ckpt")
-    layers = [layer, overrides, _option_layer(options)]
-    recipe = resolve_recipe(layers, (place, "--set", "the options of eval"))
-    if not recipe.eval.benchmarks:
-        raise UsageError(
-            f"{place} names no benchmarks to evaluate: add --benchmark, such as --benchmark paper, "
-            "--benchmark math500, or --benchmark my.jsonl"
-        )
-    # The evaluated weights are always loaded, even if training started from random ones.
-    own = {"path": source.path, "random_init": False, "config_overrides": {}}
-    longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
-    return recipe.model_copy(
-        update={
-            "model": recipe.model.model_copy(update=own),
-            "sampling": recipe.sampling.model_copy(update={"max_completion_length": longest}),
-        }
-    )
-
-
-def _recipe_layer(options: EvalOptions, source: ModelSource) -> tuple[str, dict[str, Any]]:
-    path = _recipe_path(options, source)
-    if path is None:
-        return "the default recipe", {"eval": {"benchmarks": ["paper"]}}
-    layer = read_recipe_layer(path)
-    layer.setdefault("name", path.stem)
-    if options.recipe is None and isinstance(layer.get("model"), dict):
-        layer["model"].pop("tokenizer", None)  # a checkpoint has its own
-    return recipe_source(path), layer
-
-
-def _recipe_path(options: EvalOptions, source: ModelSource) -> Path | None:
-    if options.recipe is not None:
-        return find_recipe(options.recipe)
-    name = source.path.removeprefix("builtin:")
-    return find_recipe(name) if source.path != name and name in TASKS else source.recipe
-
-
-def _option_layer(options: EvalOptions) -> dict[str, Any]:
-    evaluation = {
-        "benchmarks": list(options.benchmarks) or None,
-        "samples": options.k,
-        "data_folder": options.data_folder,
-        "greedy": options.greedy,
-        "other_rewards": list(options.grade_with) or None,
-    }
-    layer: dict[str, Any] = {"eval": {k: v for k, v in evaluation.items() if v is not None}}
-    if options.backend is not None:
-        layer["sampling"] = {"backend": options.backend}
-    return layer
-
-
 def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[str]:
     """Sentences on the defaults chosen for the user."""
     notices = [source.notice] if source.notice else []
-    if _recipe_path(options, source) is None:
+    if recipe_path(options, source) is None:
         settings, longest = recipe.eval, recipe.sampling.max_completion_length
         notices.append(
             f"no recipe: T {settings.temperature:g}, top-p {settings.top_p:g}, at most {longest:,} "
@@ -271,19 +171,3 @@ def _refuse_to_replace(
             + f" on {', '.join(file or name for name, file in before[2].items())}: choose another "
             f"file with --output, or replace it with --output {output}"
         )
-
-
-def _evaluate(
-    recipe: Recipe, source: ModelSource, output: Path, world_size: int
-) -> EvaluationReport | None:
-    if recipe.engine.threads_per_process is not None:
-        os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
-    from grpo_replay.evaluation.evaluation_progress import open_progress
-    from grpo_replay.terminal.quiet import quiet_libraries, warnings_on_stderr
-
-    with open_progress(world_size) as on_progress, quiet_libraries(), ExitStack() as stack:
-        stack.enter_context(warnings_on_stderr())
-        from grpo_replay.evaluation.session import evaluate_model
-
-        generations = generations_parent(output)
-        return evaluate_model(recipe, source, generations, world_size, on_progress, stack)

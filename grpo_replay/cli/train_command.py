@@ -103,7 +103,7 @@ def _check_options(recipe: Recipe, as_json: bool) -> None:
 
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
-    from grpo_replay.cli.train_display import open_display
+    from grpo_replay.cli.train_display import RunDisplay, open_display
     from grpo_replay.distributed.failures import wait_for_rank_0
     from grpo_replay.rewards.scorer import RewardScorer
     from grpo_replay.terminal.loading import loading_libraries
@@ -117,7 +117,7 @@ def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:
                 from grpo_replay.training.run import run_training
             send_to_log()
             result = run_training(recipe, run_dir, resume, display, scorer)
-    if is_main:
+    if isinstance(display, RunDisplay):
         display.conclude(result)
     logging.shutdown()
     if not result.interrupted:

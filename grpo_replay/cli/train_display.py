@@ -17,6 +17,7 @@ from rich.text import Text
 from grpo_replay.errors import DataError
 from grpo_replay.terminal.console import open_console
 from grpo_replay.terminal.output import GuardedStream, guarded_stderr
+from grpo_replay.training.observer import Observer
 
 if TYPE_CHECKING:
     from grpo_replay.evaluation.evaluation_report import EvaluationReport
@@ -28,30 +29,7 @@ PLAIN_LINES = 20
 """Number of progress lines of a run when stderr is not a terminal."""
 
 
-class Display:
-    """Receives the progress events of a run; a no-op, used on non-zero ranks."""
-
-    def on_start(
-        self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
-    ) -> None: ...
-
-    def on_evaluation(self, step: int, report: "EvaluationReport") -> None: ...
-
-    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
-
-    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    def on_notice(self, text: str) -> None: ...
-
-    def on_status(self, text: str) -> None: ...
-
-    def lost_reader(self) -> bool:
-        return False
-
-    def conclude(self, result: "RunResult") -> None: ...
-
-
-class RunDisplay(Display):
+class RunDisplay(Observer):
     """Prints progress to stderr and the result to stdout."""
 
     def __init__(self, console: Console, stream: GuardedStream | None = None) -> None:
@@ -299,10 +277,10 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
 
 
 @contextmanager
-def open_display(is_main: bool) -> Iterator[Display]:
+def open_display(is_main: bool) -> Iterator[Observer]:
     """The display of this rank."""
     if not is_main:
-        yield Display()
+        yield Observer()
         return
     with (
         guarded_stderr() as stream,

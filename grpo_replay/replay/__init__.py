@@ -1,7 +1,8 @@
-"""The replay buffer: priorities, draws, insertion, eviction, composition and snapshots.
+"""The library: the replay buffer and the mathematics of GRPO around it.
 
-In order of imports: `priorities`, `drawing`, `columns`, `insertion`, `replay_buffer`, `snapshot`,
-`compose`. Imports storage, recipe, types and errors; numpy and pyarrow, no torch.
+The buffer, in order of imports: `priorities`, `drawing`, `columns`, `insertion`, `replay_buffer`,
+`snapshot`, `compose`. GRPO: `advantages`, `group`, `rollouts`, `batch`, `loss`, `seeding`. Imports
+storage, rewards, recipe, types and errors; numpy and pyarrow. Only `loss` imports torch.
 """
 
 from grpo_replay.replay.replay_buffer import BufferStats, ReplayBuffer

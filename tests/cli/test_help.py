@@ -57,7 +57,7 @@ def test_a_synchronous_run_loads_no_clients_of_servers_nor_tensorboard():
 
 
 def test_the_light_modules_do_not_import_torch():
-    light = ("recipe", "types", "replay.advantages", "buffer", "replay.snapshot", "replay.compose",
+    light = ("recipe", "types", "replay.advantages", "replay", "replay.snapshot", "replay.compose",
              "replay.batch", "storage.rollout_log", "prompts.prompt_set", "rewards.scorer",
              "evaluation.aes", "lab.planning.theory", "training.metrics", "training.weight_sync",
              "storage.checkpoint", "storage.run_directory", "replay.seeding", "distributed.comm",

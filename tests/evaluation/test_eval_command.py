@@ -5,7 +5,6 @@ import json
 import shutil
 
 import pytest
-from grpo_replay.evaluation.evaluation_recipe import EvalOptions, resolve_evaluation
 from stand_ins import write_benchmarks, write_model
 
 from grpo_replay.cli.compare import run_comparison
@@ -19,6 +18,7 @@ from grpo_replay.errors import (
     UsageError,
 )
 from grpo_replay.evaluation.cache import generations_folder
+from grpo_replay.evaluation.evaluation_recipe import EvalOptions, resolve_evaluation
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.model_source import find_model, model_sha256
 from grpo_replay.recipe import load_recipe

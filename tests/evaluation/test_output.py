@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from grpo_replay.evaluation.evaluation_recipe import EvalOptions
 from rich.console import Console
 from test_statistics import SETTINGS, report
 from typer.testing import CliRunner
@@ -26,6 +25,7 @@ from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_generations
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.curve import plot_curve
+from grpo_replay.evaluation.evaluation_recipe import EvalOptions
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
 from grpo_replay.evaluation.evaluation_tables import comparison_table, markdown
 from grpo_replay.evaluation.model_source import find_model, model_sha256, used_revision

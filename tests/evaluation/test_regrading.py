@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from grpo_replay.evaluation.evaluation_recipe import EvalOptions
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
@@ -18,6 +17,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import EvaluationFileError, RecipeError, UsageError
 from grpo_replay.evaluation.evaluate import evaluate, plan_evaluation
+from grpo_replay.evaluation.evaluation_recipe import EvalOptions
 from grpo_replay.evaluation.evaluation_report import read_report, samples_path
 from grpo_replay.evaluation.output_files import write_output
 from grpo_replay.evaluation.regrading import add_gradings

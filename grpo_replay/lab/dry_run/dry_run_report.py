@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.storage.stored_sizes import to_gib
-
 from grpo_replay.errors import ModelError
 from grpo_replay.lab.dry_run.assumptions import Expected, expected_of
 from grpo_replay.lab.dry_run.duration import Speed, choose_speed, describe_time
@@ -38,6 +36,7 @@ from grpo_replay.lab.dry_run.sizes import (
 )
 from grpo_replay.lab.dry_run.start_checks import check_disk_space, check_parts, lacks_peft
 from grpo_replay.recipe import Recipe
+from grpo_replay.storage.stored_sizes import to_gib
 
 DEFAULT_OUTPUT = Path("runs")
 

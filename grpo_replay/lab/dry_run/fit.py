@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_replay.storage.stored_sizes import GIB, to_gib
-
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.dry_run.memory import EngineMemory, EngineSetting, ModelShape, engine_memory
 from grpo_replay.lab.dry_run.sampler_memory import SamplerMemory, hf_memory, vllm_memory
 from grpo_replay.recipe import ModelSection, Recipe, parse_overrides, resolve_recipe
+from grpo_replay.storage.stored_sizes import GIB, to_gib
 
 DEFAULT_GPU_GIB = 80.0
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}

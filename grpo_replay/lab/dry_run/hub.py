@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlparse
 
 _HUB_SECONDS = 3.0
@@ -41,11 +40,6 @@ def cache_only_if_unreachable() -> Iterator[None]:
     finally:
         for (module, name), value in zip(switches, before, strict=True):
             setattr(module, name, value)
-
-
-def is_on_hub(source: str) -> bool:
-    """True if a model or data source is a hub id, not a builtin or a local path."""
-    return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
 
 
 def weights_are_cached(path: str, revision: str | None) -> bool:

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from grpo_replay.storage.stored_sizes import FP32, GIB
-
 from grpo_replay.lab.dry_run.memory import ModelShape
+from grpo_replay.storage.stored_sizes import FP32, GIB
 
 VLLM_GRAPHS = int(1.0 * GIB)
 """vLLM's CUDA graphs (assumed; logs show 0.5 GiB for an 8B model and 1.6 GiB for 27B)."""

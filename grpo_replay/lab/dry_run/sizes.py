@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_replay.storage.stored_sizes import checkpoint_bytes, logged_bytes, stored_bytes, to_gib
-
 from grpo_replay.lab.dry_run.assumptions import Expected
 from grpo_replay.lab.dry_run.fit import DTYPE_BYTES, EnginePlan, Hardware
 from grpo_replay.lab.dry_run.memory import ModelShape
 from grpo_replay.recipe import Recipe
+from grpo_replay.storage.stored_sizes import checkpoint_bytes, logged_bytes, stored_bytes, to_gib
 
 
 def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:

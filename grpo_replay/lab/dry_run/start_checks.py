@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_replay.storage.stored_sizes import to_gib
-
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.lab.dry_run.findings import Findings
 from grpo_replay.lab.dry_run.hub import weights_are_cached
@@ -22,6 +20,7 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.recipe.paths import is_on_hub
 from grpo_replay.recipe.sections import PACKING_ATTENTION
 from grpo_replay.storage.atomic import free_bytes
+from grpo_replay.storage.stored_sizes import to_gib
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.storage.versions import installed_version
 

@@ -9,9 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_replay.replay.relative_cost import relative_compute
-from grpo_replay.storage.stored_sizes import stored_bytes
-
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.planning.sensitivity import (
     FlatRange,
@@ -31,6 +28,8 @@ from grpo_replay.lab.planning.theory import (
     recommended_design,
 )
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.storage.stored_sizes import stored_bytes
 
 
 @dataclass(frozen=True, slots=True)

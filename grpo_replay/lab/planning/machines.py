@@ -7,13 +7,13 @@ dropped groups, because the paper drops none.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_replay.replay.relative_cost import relative_compute
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.lab.planning.theory import balanced_replay_ratio
+from grpo_replay.replay.relative_cost import relative_compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Many runs: a sweep of recipes and seeds, and the report that compares them.
+"""The report that compares many runs: arms, intervals over seeds, costs, figures, page.
 
-Imports from the floors below; commands/ calls it.
+Imports the core, `inspection` and `planning`.
 """

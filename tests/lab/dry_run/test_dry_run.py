@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from grpo_replay.storage.stored_sizes import GIB, stored_bytes
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
@@ -24,6 +23,7 @@ from grpo_replay.lab.dry_run.start_checks import Findings, check_disk_space
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.vllm_settings import engine_arguments
 from grpo_replay.storage.atomic import free_bytes
+from grpo_replay.storage.stored_sizes import GIB, stored_bytes
 
 
 @pytest.fixture(autouse=True)

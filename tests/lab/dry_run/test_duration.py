@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from grpo_replay.storage.stored_sizes import GIB
 
 from grpo_replay.lab.dry_run.assumptions import expected_of
 from grpo_replay.lab.dry_run.duration import Speed, choose_speed, describe_time, update_flops
@@ -14,6 +13,7 @@ from grpo_replay.lab.dry_run.sizes import describe_replay, describe_step
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import measured_speed
 from grpo_replay.recipe import load_recipe, recipe_to_yaml
+from grpo_replay.storage.stored_sizes import GIB
 
 FOUR_GPUS = Hardware("cuda", 4, 80 * GIB, True)
 CPU = Hardware("cpu", 1, 8 * GIB, False)

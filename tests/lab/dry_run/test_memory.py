@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from grpo_replay.storage.stored_sizes import GIB, checkpoint_bytes, logged_bytes, stored_bytes
 from transformers import Qwen3MoeConfig
 
 from grpo_replay.engine.models import load_config
@@ -38,6 +37,7 @@ from grpo_replay.lab.dry_run.trace import (
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.decoding import INITIAL_CAPACITY
 from grpo_replay.sampling.kv_cache import GROWTH_TOKENS, RowLayer
+from grpo_replay.storage.stored_sizes import GIB, checkpoint_bytes, logged_bytes, stored_bytes
 
 SHAPE = ModelShape(
     parameters=1000, parameters_in_files=1200, largest_parameter=400, tied_head=True, layers=2,

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from grpo_replay.replay.relative_cost import relative_compute
 
 from grpo_replay.cli.plan_command import run, run_curves, run_machines
 from grpo_replay.errors import UsageError
@@ -11,6 +10,7 @@ from grpo_replay.lab.dry_run.assumptions import assumed_cost_ratio, assumed_surv
 from grpo_replay.lab.planning.curves import optimum_curve
 from grpo_replay.lab.planning.theory import cost_ratio_from_counts
 from grpo_replay.recipe import load_recipe
+from grpo_replay.replay.relative_cost import relative_compute
 
 
 def machines(capsys, **options):

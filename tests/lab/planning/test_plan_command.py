@@ -10,7 +10,6 @@ import tracemalloc
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from grpo_replay.storage.stored_sizes import stored_bytes
 from rich.console import Console
 from small_runs.synthetic import (
     PRESETS,
@@ -34,6 +33,7 @@ from grpo_replay.lab.planning.plan_panels import plan_document, print_plan
 from grpo_replay.lab.planning.theory import PowerGrowth, RatioGrowth
 from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.storage.stored_sizes import stored_bytes
 
 
 def plan_json(capsys, **options) -> dict:
