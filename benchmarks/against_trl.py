@@ -163,12 +163,12 @@ def resident(name: str) -> float:
 
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from grpo_replay.buffer import ReplayBuffer
     from grpo_replay.distributed.processes import initialize_processes
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.prompts.prompt_set import load_prompts
     from grpo_replay.recipe import resolve_recipe
+    from grpo_replay.replay import ReplayBuffer
     from grpo_replay.rewards.scorer import RewardScorer
     from grpo_replay.storage.checkpoint import RunState
     from grpo_replay.storage.run_directory import RunDirectory
@@ -236,7 +236,7 @@ def recipe_of(options: argparse.Namespace, folder: Path, data: Path) -> dict[str
 
 
 class CannedSampler:
-    """Implements `grpo_replay.sampling.protocol.Sampler` with completions made beforehand."""
+    """Implements `sampling.sampler_protocol.Sampler` with completions made beforehand."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.policy_version = 0

@@ -175,7 +175,7 @@ def collector_killed(scene: Scene) -> dict[str, Any]:
     """the collector is killed"""
     (collector,) = [
         each for each in family(scene.process)
-        if any("grpo_replay.collection.worker" in word for word in each.cmdline())
+        if any("grpo_replay.collection.collector_process" in word for word in each.cmdline())
     ]  # fmt: skip
     collector.kill()
     return {"two steps": scene.wait_steps(2)}

@@ -105,7 +105,7 @@ def sample(run: RunProcess, process: Forked) -> dict[str, float]:
 def role_of(process: psutil.Process) -> str:
     """A process by what its parents are, too: vLLM's engine has no command line of its own."""
     lines = [" ".join(each.cmdline()) for each in (process, *process.parents()[:3])]
-    if any("grpo_replay.collection.worker" in line for line in lines):
+    if any("grpo_replay.collection.collector_process" in line for line in lines):
         return "collector"
     return "server" if any("api_server" in line for line in lines) else "other"
 

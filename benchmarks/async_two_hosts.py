@@ -22,10 +22,10 @@ from pathlib import Path
 from async_parts.run_process import RunProcess, balances
 from async_parts.servers import wait_for
 
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import load_recipe
-from grpo_replay.sampling.server.process import server_command
+from grpo_replay.sampling.server.server_process import server_command
 from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
-from grpo_replay.verification.verify import verify_run
 
 NETWORK, PORT = "10.213.77", 8000
 HOSTS = ("trainer", "server-1", "server-2")

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from async_parts.run_process import RunProcess, balances
 from async_parts.servers import Server, servers
 
-from grpo_replay.verification.verify import verify_run
+from grpo_replay.lab.verification.verify import verify_run
 
 PERIOD_SECONDS = 0.2
 SETTINGS = {

@@ -27,7 +27,7 @@ from async_parts.servers import Server, servers
 
 from grpo_replay import api
 from grpo_replay.errors import INTERRUPTED
-from grpo_replay.evaluation.report import read_report
+from grpo_replay.evaluation.evaluation_report import read_report
 
 RECIPE = "tiny-long"
 TRAINER_CORE, SERVER_CORE = 0, 1

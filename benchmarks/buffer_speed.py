@@ -23,8 +23,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from grpo_replay.buffer import ReplayBuffer
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay import ReplayBuffer
 from grpo_replay.types import Rollout
 
 BATCH = 1024

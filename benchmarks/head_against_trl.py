@@ -13,7 +13,7 @@ returns neither log-probs nor entropies; not on the meta device), and `logits`, 
 them. Each runs in a process of its own, once to warm up with a short row and once measured.
 Memory is the peak of the resident set over that of the model, gradients included (glibc returns
 freed memory at once), on CUDA that of live tensors, and on the meta device, where nothing is
-computed, the bytes of live tensors as `dry_run/trace.py` counts them. The gradient of the
+computed, the bytes of live tensors as `lab/dry_run/trace.py` counts them. The gradient of the
 embedding, which is the head's, is compared with that of `logits` (relative L2).
 """
 
@@ -193,8 +193,8 @@ def traced_mib(options: argparse.Namespace) -> float:
     """Peak of live bytes over those of the model, with attention as a flash kernel saves it."""
     import torch
 
-    from grpo_replay.dry_run.trace import _FUSED, LiveBytes, _meta_model, _with_layers
     from grpo_replay.engine.models import DTYPES, load_config
+    from grpo_replay.lab.dry_run.trace import _FUSED, LiveBytes, _meta_model, _with_layers
     from grpo_replay.recipe import ModelSection
 
     config = load_config(ModelSection(path="builtin:qwen3-0.6b", random_init=True))

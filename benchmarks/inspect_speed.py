@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay.buffer.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, SNAPSHOT_VERSION
 from grpo_replay.storage.parquet import write_parquet
 
 GROUP_SIZE = 8
@@ -102,8 +102,8 @@ def write_snapshot(path: Path, rollouts: int, tokens: int) -> None:
 
 def measure(path: Path) -> dict[str, float]:
     """Seconds and MiB of one summary, in this process."""
-    from grpo_replay.inspection.compute import summarise
-    from grpo_replay.inspection.source import open_source
+    from grpo_replay.lab.inspection.compute import summarise
+    from grpo_replay.lab.inspection.source import open_source
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start, busy = time.perf_counter(), time.process_time()

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.dry_run.memory import PROCESS, PROCESS_ZERO
+from grpo_replay.lab.dry_run.memory import PROCESS, PROCESS_ZERO
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "131072",
@@ -129,8 +129,8 @@ def worker(case: tuple[Any, ...]) -> None:
     from grpo_replay.distributed.processes import initialize_processes
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.engine.models import load_policy, load_tokenizer
-    from grpo_replay.grpo.batch import TrainRow
     from grpo_replay.recipe import resolve_recipe
+    from grpo_replay.replay.batch import TrainRow
 
     recipe = resolve_recipe([recipe_of(case)])
     comm, device = initialize_processes(recipe)
@@ -158,7 +158,7 @@ def worker(case: tuple[Any, ...]) -> None:
 
 
 def predicted_mib(case: tuple[Any, ...]) -> float:
-    from grpo_replay.dry_run.fit import plan_engine
+    from grpo_replay.lab.dry_run.fit import plan_engine
     from grpo_replay.recipe import resolve_recipe
 
     memory = plan_engine(resolve_recipe([recipe_of(case)]), on_cuda=False, capacity=0).engine
@@ -212,7 +212,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def whole_run() -> dict[str, float]:
     """A training run with the real vocabulary: the process's peak beside the dry run's."""
-    from grpo_replay.dry_run.report import dry_run
+    from grpo_replay.lab.dry_run.dry_run_report import dry_run
     from grpo_replay.recipe import load_recipe
 
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +221,7 @@ def whole_run() -> dict[str, float]:
         report = dry_run(load_recipe("tiny", overrides)).to_json()
         words = [word for override in overrides for word in ("--set", override)]
         script = (
-            "import sys, resource; from grpo_replay.cli import main; sys.argv = sys.argv[1:]\n"
+            "import sys, resource; from grpo_replay.cli.app import main; sys.argv = sys.argv[1:]\n"
             "try:\n    main()\nfinally:\n    print('PEAK', resource.getrusage("
             "resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
         )

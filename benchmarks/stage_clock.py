@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.commands.train_display import Display
 from grpo_replay.training.metrics import STAGES, Stopwatch
+from grpo_replay.training.observer import Observer
 
 ALL_STAGES = (*STAGES, "other")
 CPU_FILE = "cpu.jsonl"
@@ -62,7 +62,7 @@ def request_of_rank() -> dict[str, Any]:
     return json.loads(sys.argv[-1])
 
 
-def train_clocked(display: Display | None = None) -> int:
+def train_clocked(display: Observer | None = None) -> int:
     """The run of the request, on one rank."""
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.recipe import load_recipe
@@ -76,7 +76,7 @@ def train_clocked(display: Display | None = None) -> int:
         from grpo_replay.training import run, trainer
 
         trainer.Stopwatch = clock_writing(folder / CPU_FILE)
-        run.run_training(recipe, folder / "run", False, display or Display())
+        run.run_training(recipe, folder / "run", False, display or Observer())
     return 0
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from stage_clock import ALL_STAGES, clocked_run, random_model, request_of_rank, train_clocked
 
-from grpo_replay.commands.train_display import Display
+from grpo_replay.training.observer import Observer
 
 HEADS = {"head_dim": 64}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def train_profiled() -> int:
     vocabulary = request_of_rank()["vocabulary"]
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
 
-    class Watch(Display):
+    class Watch(Observer):
         def on_step(self, metrics: Mapping[str, Any]) -> None:
             if metrics["step"] == NOT_PROFILED:
                 profiler.start()

@@ -88,10 +88,10 @@ class Marks:
 
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from grpo_replay.commands.train_display import Display
     from grpo_replay.recipe import load_recipe
     from grpo_replay.terminal.loading import loading_libraries
     from grpo_replay.terminal.quiet import quiet_libraries
+    from grpo_replay.training.observer import Observer
 
     recipe = load_recipe("tiny", [
         *OURS[options.contender],
@@ -104,7 +104,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ])  # fmt: skip
     marks = Marks()
 
-    class Watch(Display):
+    class Watch(Observer):
         def on_step(self, metrics: Any) -> None:
             marks.mark()
 

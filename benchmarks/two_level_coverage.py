@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from grpo_replay.evaluation.statistics import bootstrap_draws, interval
-from grpo_replay.experiments.two_level import sign_flip_over_seeds, two_level_interval
+from grpo_replay.lab.report.two_level import sign_flip_over_seeds, two_level_interval
 
 RESAMPLES = 1000
 TRUTH = 0.02

@@ -23,8 +23,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.grpo.seeding import completion_seed
 from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.sampling.vllm_local import VllmLocalSampler
 from grpo_replay.sampling.vllm_requests import sampling_parameters

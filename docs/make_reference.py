@@ -16,7 +16,7 @@ from typing import Any, get_args, get_type_hints
 
 from typer.models import ArgumentInfo
 
-from grpo_replay.cli import app
+from grpo_replay.cli.app import app
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, Section
 
 DOCS = Path(__file__).resolve().parent
@@ -97,7 +97,7 @@ def cli_reference() -> str:
     lines = [
         "# Command line",
         "",
-        "Generated from `grpo_replay/cli.py` by `docs/make_reference.py`.",
+        "Generated from `grpo_replay/cli/app.py` by `docs/make_reference.py`.",
         "",
         "Results go to stdout, progress and notices to stderr; `--json` prints one JSON document.",
         "",

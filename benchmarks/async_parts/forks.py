@@ -10,7 +10,7 @@ from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["__main__", "grpo_replay.cli", "grpo_replay.training.run", "deepspeed"]
+    ["__main__", "grpo_replay.cli.app", "grpo_replay.training.run", "deepspeed"]
 )
 # The server of the forks finds modules by this variable only (CPython 3.11).
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -52,6 +52,6 @@ def _run(words: list[str], log: str) -> None:
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     sys.argv = ["grpo-replay", *words]
-    from grpo_replay.cli import main
+    from grpo_replay.cli.app import main
 
     main()

@@ -16,7 +16,7 @@ from async_parts.forks import Forked
 from grpo_replay.collection.journal import read_journal
 from grpo_replay.collection.ledger import CATEGORIES
 from grpo_replay.collection.messages import Group, Record
-from grpo_replay.verification.verify import verify_run
+from grpo_replay.lab.verification.verify import verify_run
 
 NOT_OF_THE_JOURNAL = ("cost/", "async/", "step_time", "sampler/policy_version")
 """Beginnings of the metrics that depend on the clock, and not on the journal alone."""

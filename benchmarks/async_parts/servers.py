@@ -12,8 +12,8 @@ import psutil
 
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
-from grpo_replay.sampling.server.process import LaunchedServer, launch_servers
 from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.server_process import LaunchedServer, launch_servers
 from grpo_replay.sampling.vllm_settings import engine_arguments
 
 START_SECONDS = 600.0

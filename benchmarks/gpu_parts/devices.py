@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from grpo_replay.dry_run.memory import ModelShape
+    from grpo_replay.lab.dry_run.memory import ModelShape
 
 GIB = 2**30
 

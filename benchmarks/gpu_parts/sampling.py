@@ -14,7 +14,7 @@ from gpu_parts.workload import gap_in_nats, make_requests, open_engine, rows_of
 if TYPE_CHECKING:
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.recipe import Recipe
-    from grpo_replay.sampling.protocol import Sampler
+    from grpo_replay.sampling.sampler_protocol import Sampler
 
 LEAK_GIB = 0.5
 """How much less may be free after the last cycle than after the first."""
@@ -187,7 +187,7 @@ def requests_of(size: Size, step: int) -> Any:
 def open_vllm(recipe: "Recipe", engine: "DeepSpeedEngine", folder: Path) -> Iterator["Sampler"]:
     """vLLM on the engine's own weights, written to `folder` first."""
     from grpo_replay.distributed.comm import Comm
-    from grpo_replay.sampling.opening import open_sampler
+    from grpo_replay.sampling.open_sampler import open_sampler
 
     model = folder / "model"
     engine.save_model(model)
@@ -201,6 +201,6 @@ def open_vllm(recipe: "Recipe", engine: "DeepSpeedEngine", folder: Path) -> Iter
 
 def planned(recipe: "Recipe", size: Size) -> Any:
     """The dry run's engine and sampler on this device."""
-    from grpo_replay.dry_run.fit import plan_engine
+    from grpo_replay.lab.dry_run.fit import plan_engine
 
     return plan_engine(recipe, size.device == "cuda", device_capacity(size.device))

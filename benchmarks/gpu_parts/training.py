@@ -22,10 +22,10 @@ from gpu_parts.sizes import MODELS, Size, make_recipe
 from gpu_parts.workload import open_engine, random_rows
 
 if TYPE_CHECKING:
-    from grpo_replay.dry_run.memory import EngineMemory, ModelShape
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-    from grpo_replay.grpo.batch import TrainRow
+    from grpo_replay.lab.dry_run.memory import EngineMemory, ModelShape
     from grpo_replay.recipe import Recipe
+    from grpo_replay.replay.batch import TrainRow
 
 MICRO_BATCHES = 2  # per update: the second one finds the first one's gradients there
 VISIBLE = 1e-4  # a step size at which a few updates show in bf16
@@ -186,8 +186,8 @@ def pack_rows(recipe: "Recipe", shape: "ModelShape") -> tuple[list["TrainRow"], 
 
 
 def shape_of(recipe: "Recipe") -> "ModelShape":
-    from grpo_replay.dry_run.trace import model_shape
     from grpo_replay.engine.models import load_config
+    from grpo_replay.lab.dry_run.trace import model_shape
 
     return model_shape(load_config(recipe.model))
 
@@ -206,7 +206,7 @@ def predicted_gib(recipe: "Recipe", device: str) -> float:
 
 
 def predicted_memory(recipe: "Recipe", device: str) -> "EngineMemory":
-    from grpo_replay.dry_run.fit import plan_engine
+    from grpo_replay.lab.dry_run.fit import plan_engine
 
     return plan_engine(recipe, device == "cuda", device_capacity(device)).engine
 

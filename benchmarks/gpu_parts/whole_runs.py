@@ -14,7 +14,7 @@ from gpu_parts.record import Context, Record, Skipped
 from gpu_parts.runner import missing_modules
 from gpu_parts.sizes import make_recipe
 from gpu_parts.workload import with_random_weights, write_problems
-from grpo_replay.commands.train_display import Display
+from grpo_replay.training.observer import Observer
 
 if TYPE_CHECKING:
     from grpo_replay.recipe import Recipe
@@ -67,7 +67,7 @@ def take_steps(context: Context) -> None:
     record.figure("peak by the dry run, GiB, all phases", predicted_peak(recipe, size.device))
 
 
-class Watcher(Display):
+class Watcher(Observer):
     """A run's observer that records its steps."""
 
     def __init__(self, record: Record, meter: PeakMemory) -> None:
@@ -206,7 +206,7 @@ def write_recipe(context: Context, steps: int) -> None:
 
 
 def predicted_peak(recipe: "Recipe", device: str) -> float:
-    from grpo_replay.dry_run.fit import plan_engine
+    from grpo_replay.lab.dry_run.fit import plan_engine
 
     plan = plan_engine(recipe, device == "cuda", device_capacity(device))
     return max(plan.phases().values()) / 2**30

@@ -14,8 +14,8 @@ from gpu_parts.devices import release
 
 if TYPE_CHECKING:
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-    from grpo_replay.grpo.batch import TrainRow
     from grpo_replay.recipe import Recipe
+    from grpo_replay.replay.batch import TrainRow
     from grpo_replay.types import Completion, GenerationRequest
 
 LETTERS = (ord("a"), ord("z") + 1)
@@ -65,7 +65,7 @@ def random_rows(
 ) -> list["TrainRow"]:
     """A mini-batch of rows of these lengths in tokens: uniform tokens, mixed advantages, and
     behaviour log-probs of a uniform policy, which random weights nearly are."""
-    from grpo_replay.grpo.batch import TrainRow
+    from grpo_replay.replay.batch import TrainRow
 
     rng = np.random.default_rng(seed)
     share = 1.0 / sum(length - prompt for length in lengths)
@@ -84,7 +84,7 @@ def make_requests(
     count: int, prompt_tokens: int, completion_tokens: int, step: int
 ) -> list["GenerationRequest"]:
     """In groups of eight, keyed and seeded as the trainer does."""
-    from grpo_replay.grpo.seeding import completion_seed
+    from grpo_replay.replay.seeding import completion_seed
     from grpo_replay.types import GenerationRequest, RequestKey
 
     rng = np.random.default_rng(7)
@@ -102,7 +102,7 @@ def rows_of(
     requests: Sequence["GenerationRequest"], completions: Sequence["Completion"]
 ) -> list["TrainRow"]:
     """Sampled completions as a mini-batch with mixed advantages, in the order of `requests`."""
-    from grpo_replay.grpo.batch import TrainRow
+    from grpo_replay.replay.batch import TrainRow
 
     found = {completion.key: completion for completion in completions}
     share = 1.0 / sum(len(completion.token_ids) for completion in completions)

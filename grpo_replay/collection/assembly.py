@@ -8,8 +8,8 @@ import numpy as np
 from grpo_replay.collection.arrivals import Arrived, Selection
 from grpo_replay.collection.ledger import Amount, Ledger
 from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Group, Row, unpack
-from grpo_replay.grpo.rollouts import assemble_rollouts
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay.rollouts import assemble_rollouts
 from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict
 
 

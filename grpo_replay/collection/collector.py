@@ -32,9 +32,9 @@ from grpo_replay.collection.messages import (
     Version,
 )
 from grpo_replay.collection.open_groups import Member, OpenGroup, Sampled
-from grpo_replay.grpo.rollouts import group_requests
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay.rollouts import group_requests
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.server.http_client import close_kept_connections
 from grpo_replay.sampling.server.routes import VllmServer

@@ -20,9 +20,9 @@ from grpo_replay.collection.open_groups import Member, OpenGroup
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import ServersSection
 from grpo_replay.sampling.server.http_client import Refused, Unreachable
-from grpo_replay.sampling.server.progress import ServerProgress
 from grpo_replay.sampling.server.request_pool import CHECKS_PER_LIMIT
 from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.stalls import ServerProgress
 from grpo_replay.sampling.vllm_requests import Spans, build_completion
 from grpo_replay.types import Completion
 

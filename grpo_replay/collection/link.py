@@ -28,7 +28,7 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.errors import CollectorError
 from grpo_replay.recipe import Recipe
-from grpo_replay.sampling.server.process import TRAINER_VARIABLES
+from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES
 
 SOCKET_PARENT = "/tmp"
 STOP_SECONDS = 5.0
@@ -102,7 +102,7 @@ class Link:
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         with settings.log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "grpo_replay.collection.worker", str(file)],
+                [sys.executable, "-m", "grpo_replay.collection.collector_process", str(file)],
                 env=collector_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -33,7 +33,7 @@ from grpo_replay.distributed.hosts import Host, is_here, read_hostfile, refuse_u
 from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError
 
 RANK_MODULE = "grpo_replay.distributed.entry"
-COMMAND_LINE = "grpo_replay.cli:main"
+COMMAND_LINE = "grpo_replay.cli.app:main"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

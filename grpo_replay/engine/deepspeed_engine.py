@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_config import deepspeed_config
+from grpo_replay.engine.engine_protocol import UpdateResult
 from grpo_replay.engine.engine_state import (
     has_other_layout,
     leave_base_out,
@@ -26,7 +27,6 @@ from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.engine.lora import LoraAdapters
 from grpo_replay.engine.packing import can_pack
 from grpo_replay.engine.policy_module import PolicyModule
-from grpo_replay.engine.protocol import UpdateResult
 from grpo_replay.engine.row_results import (
     pack_statistics,
     pack_tokens,
@@ -34,20 +34,20 @@ from grpo_replay.engine.row_results import (
     unpack_tokens,
     update_result,
 )
+from grpo_replay.engine.scatter import scatter_microbatches
 from grpo_replay.engine.weight_names import tied_names
 from grpo_replay.errors import NonFiniteError
-from grpo_replay.grpo.batch import MicroBatch, TrainRow, logprob_row
-from grpo_replay.grpo.loss import kl_to_reference, row_statistics, token_loss
-from grpo_replay.grpo.scatter import scatter_microbatches
-from grpo_replay.grpo.seeding import stream
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay.batch import MicroBatch, TrainRow, logprob_row
+from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
+from grpo_replay.replay.seeding import stream
 
 DROPOUT_STREAM = 0x64726F70
 """Identifies the random streams of dropout ("drop" in ASCII)."""
 
 
 class DeepSpeedEngine:
-    """The policy under DeepSpeed. See `engine.protocol.Engine` for the contract."""
+    """The policy under DeepSpeed. See `engine.engine_protocol.Engine` for the contract."""
 
     def __init__(
         self,

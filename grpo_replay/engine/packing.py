@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import RecipeError
-from grpo_replay.grpo.batch import MicroBatch, logprob_row, plan_microbatches
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay.batch import MicroBatch, logprob_row, plan_microbatches
 
 LARGEST_DIFFERENCE = 1e-4
 _TOKENS = 16

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_replay.engine.protocol import UpdateResult
-from grpo_replay.grpo.batch import MicroBatch
-from grpo_replay.grpo.loss import ROW_STATISTICS
+from grpo_replay.engine.engine_protocol import UpdateResult
+from grpo_replay.replay.batch import MicroBatch
+from grpo_replay.replay.loss import ROW_STATISTICS
 from grpo_replay.types import RolloutOutcome
 
 _PACKED_COLUMNS = 2 + len(ROW_STATISTICS)

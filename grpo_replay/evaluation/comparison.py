@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aggregate import ProblemTable, benchmark_draws, problem_table
-from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.results import BenchmarkResult, Interval, MeanResult
 from grpo_replay.evaluation.statistics import interval, resampled_mean, sign_flip_p_value
 

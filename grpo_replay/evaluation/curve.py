@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.evaluation.comparison import are_comparable
-from grpo_replay.evaluation.report import EvaluationReport, read_report
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
 from grpo_replay.storage.atomic import written_whole
 from grpo_replay.terminal.plot_style import COLUMN_INCHES, FRESH, GREY, STORED, figure_style
 

@@ -30,11 +30,11 @@ from grpo_replay.evaluation.cache import (
     read_generations,
     request_digest,
 )
-from grpo_replay.evaluation.report import EvaluationReport
-from grpo_replay.evaluation.samples import SAMPLE_SCHEMA, merge, to_bytes
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA, merge, to_bytes
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample, plan_evaluation
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.protocol import Sampler
+from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.versions import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Verdict
 

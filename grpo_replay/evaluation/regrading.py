@@ -12,9 +12,9 @@ from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aggregate import summarise_both
 from grpo_replay.evaluation.comparison import VERIFIER_PACKAGES
 from grpo_replay.evaluation.evaluate import PROGRESS_SECONDS, Progress
-from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.results import OtherGrading
-from grpo_replay.evaluation.samples import graded_by, with_verdicts
+from grpo_replay.evaluation.sample_table import graded_by, with_verdicts
 from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.versions import installed_versions

@@ -17,9 +17,9 @@ from grpo_replay.evaluation.benchmarks import (
     local_file,
 )
 from grpo_replay.evaluation.statistics import CONFIDENCE
-from grpo_replay.grpo.seeding import completion_seed
 from grpo_replay.prompts.prompt_set import render_prompt
 from grpo_replay.recipe import BUILTIN_VERIFIERS, EvalSection, PromptsSection, Recipe
+from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.types import GenerationRequest, RequestKey
 
 

@@ -14,13 +14,13 @@ from grpo_replay.engine.models import load_tokenizer, resolve_model_path
 from grpo_replay.engine.sequence_length import check_evaluation_room
 from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.evaluate import EvaluationPlan, Progress, evaluate, plan_evaluation
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.model_source import ModelSource, model_sha256, used_revision
 from grpo_replay.evaluation.regrading import add_gradings
-from grpo_replay.evaluation.report import EvaluationReport
 from grpo_replay.evaluation.verifier_trial import try_verifier
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.opening import open_sampler
+from grpo_replay.sampling.open_sampler import open_sampler
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
 """Prompts: sources of problems, rendering and order.
 
-Imports grpo (seeds), recipe, tiny, types and errors; no torch.
+Imports replay (seeds), recipe, tiny, types and errors; no torch.
 """

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.grpo.seeding import stream
 from grpo_replay.prompts.fields import (
     ChatMessage,
     ProblemStatement,
@@ -28,6 +27,7 @@ from grpo_replay.prompts.sources import (
 )
 from grpo_replay.recipe import PromptsSection
 from grpo_replay.recipe.paths import short_path
+from grpo_replay.replay.seeding import stream
 from grpo_replay.tiny.tasks import TASKS
 from grpo_replay.types import Prompt
 

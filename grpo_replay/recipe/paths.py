@@ -55,6 +55,11 @@ def short_path(path: str) -> str:
     return os.path.relpath(path) if inside else path
 
 
+def is_on_hub(source: str) -> bool:
+    """True if a model or data source is a hub id, not a builtin or a local path."""
+    return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
+
+
 def _change(layer: dict[str, Any], section: str, key: str, change: Callable[[str], str]) -> None:
     values = layer.get(section)
     if not isinstance(values, dict) or key not in values:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from grpo_replay.errors import GrpoReplayError, RecipeError
-from grpo_replay.rewards.process import VerifierProcess, WorkerGone, WorkerLate
+from grpo_replay.rewards.verifier_process import VerifierProcess, WorkerGone, WorkerLate
 
 LARGEST_CHUNK = 32
 FAILED_STARTS_ALLOWED = 3

@@ -35,7 +35,7 @@ from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 
 class HfSampler:
-    """Implements `sampling.protocol.Sampler` on one device, with its own copy of the weights."""
+    """Implements `sampling.sampler_protocol.Sampler` on one device, with its own weights."""
 
     def __init__(
         self,

@@ -10,8 +10,8 @@ from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 
 class NoSampler:
-    """Implements `sampling.protocol.Sampler` without sampling. Weights are not taken over: no rank
-    gathers them."""
+    """Implements `sampling.sampler_protocol.Sampler` without sampling. Weights are not taken
+    over: no rank gathers them."""
 
     def __init__(self, stop_token_ids: Sequence[int]) -> None:
         self.policy_version = 0

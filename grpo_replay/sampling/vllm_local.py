@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmLocalSampler:
-    """Implements `sampling.protocol.Sampler` with an engine in this process."""
+    """Implements `sampling.sampler_protocol.Sampler` with an engine in this process."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Sleep mode of a colocated vLLM engine: frees its GPU memory for the trainer and restores it.
 
 Memory outside vLLM's own allocator stays on the GPU: CUDA graphs and communicators
-(`dry_run.sampler_memory.vllm_memory` counts them).
+(`lab.dry_run.sampler_memory.vllm_memory` counts them).
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 The Arrow schema of a rollout has three uses: messages between ranks (`rollouts_to_bytes`), the step
 logs (rollouts/step_000012.parquet, draws/step_000012.parquet), and the buffer's snapshot
-(`buffer.snapshot`). Undefined values are null, never NaN.
+(`replay.snapshot`). Undefined values are null, never NaN.
 """
 
 import math

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.buffer import BufferStats, ReplayBuffer
 from grpo_replay.collection.assembly import TakenRollouts, mean_lengths
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.messages import Report
 from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay import BufferStats, ReplayBuffer
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
 from grpo_replay.training.metrics import (

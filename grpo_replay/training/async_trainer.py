@@ -16,12 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.buffer.compose import (
-    compose_batch,
-    draw_count,
-    insert_after_update,
-    insert_before_draw,
-)
 from grpo_replay.collection.admission import unacknowledged_limit
 from grpo_replay.collection.assembly import TakenRollouts, rollouts_to_insert
 from grpo_replay.collection.intake import Intake
@@ -30,7 +24,13 @@ from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Report
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.distributed.long_work import run_on_main
-from grpo_replay.grpo.batch import logprob_row
+from grpo_replay.replay.batch import logprob_row
+from grpo_replay.replay.compose import (
+    compose_batch,
+    draw_count,
+    insert_after_update,
+    insert_before_draw,
+)
 from grpo_replay.sampling.server.rolling import RollingServerSampler
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.async_record import (

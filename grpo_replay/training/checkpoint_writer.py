@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_replay.buffer.snapshot import write_snapshot
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.distributed.long_work import run_on_main
-from grpo_replay.dry_run.memory import to_gib
 from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.replay.snapshot import write_snapshot
 from grpo_replay.storage.atomic import (
     describe_write_failure,
     flush_files,
@@ -31,6 +30,7 @@ from grpo_replay.storage.checkpoint import (
     list_checkpoints,
     temporary_folder,
 )
+from grpo_replay.storage.stored_sizes import to_gib
 from grpo_replay.training.trainer import Parts
 
 MODEL_CARD = "model/README.md"

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.buffer import BufferStats
-from grpo_replay.engine.protocol import UpdateResult
-from grpo_replay.grpo.sampler_weights import sampler_weights
-from grpo_replay.planning.theory import relative_compute
+from grpo_replay.engine.engine_protocol import UpdateResult
 from grpo_replay.recipe import LossSection
+from grpo_replay.replay import BufferStats
+from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.replay.sampler_weights import sampler_weights
 from grpo_replay.training.weight_sync import LogprobGap
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 

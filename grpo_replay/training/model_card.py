@@ -2,8 +2,8 @@
 
 from grpo_replay import __version__
 from grpo_replay.evaluation.comparison import are_comparable
-from grpo_replay.evaluation.model_card import card_metadata
-from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.hub_card import card_metadata
 from grpo_replay.recipe import Recipe, recipe_to_yaml
 from grpo_replay.storage.checkpoint import RunState
 

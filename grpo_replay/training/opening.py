@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.buffer.snapshot import restore_snapshot
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.distributed.long_work import run_on_main
-from grpo_replay.dry_run.memory import checkpoint_bytes
 from grpo_replay.engine.attention_kernel import float32_warning
 from grpo_replay.engine.deepspeed_config import notices_of_precision
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
@@ -29,9 +26,11 @@ from grpo_replay.evaluation.evaluate import EvaluationPlan
 from grpo_replay.evaluation.session import plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.opening import open_sampler
-from grpo_replay.sampling.protocol import Sampler
+from grpo_replay.sampling.open_sampler import open_sampler
+from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.checkpoint import (
     RunState,
     adopt_latest,
@@ -40,6 +39,7 @@ from grpo_replay.storage.checkpoint import (
     read_state,
 )
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
+from grpo_replay.storage.stored_sizes import checkpoint_bytes
 from grpo_replay.training.checkpoint_writer import notices_of_room
 from grpo_replay.training.journal_rules import refuse_other_rules
 from grpo_replay.training.observer import Observer

@@ -13,7 +13,7 @@ from grpo_replay.distributed.interruption import Interruption
 from grpo_replay.distributed.processes import initialize_processes
 from grpo_replay.distributed.rendezvous import has_joined, own_connection
 from grpo_replay.evaluation.evaluate import EvaluationStopped
-from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole
@@ -26,9 +26,9 @@ from grpo_replay.training.model_card import NOT_EVALUATED, model_card
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.opening import OpenedRun, RunOpener
 from grpo_replay.training.run_evaluation import RunEvaluation
+from grpo_replay.training.run_summary import summarise_run
 from grpo_replay.training.samples import sample_rows, samples_are_due
 from grpo_replay.training.stop_grace import grace_seconds, notice_of_grace
-from grpo_replay.training.summary import summarise_run
 from grpo_replay.training.trainer import Parts, Trainer
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from pathlib import Path
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.evaluate import EvaluationPlan, EvaluationStopped, evaluate
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
 from grpo_replay.evaluation.regrading import add_gradings
-from grpo_replay.evaluation.report import EvaluationReport, read_report
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.buffer import BufferStats
+from grpo_replay.engine.engine_protocol import UpdateResult
 from grpo_replay.engine.learning_rate import learning_rate
-from grpo_replay.engine.protocol import UpdateResult
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay import BufferStats
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
 from grpo_replay.training.metrics import (

@@ -15,23 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.buffer.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.protocol import Engine, UpdateResult
-from grpo_replay.grpo.batch import logprob_row, mini_batch_indices, train_rows
-from grpo_replay.grpo.rollouts import (
+from grpo_replay.engine.engine_protocol import Engine, UpdateResult
+from grpo_replay.prompts.prompt_set import PromptSet
+from grpo_replay.recipe import Recipe
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.batch import logprob_row, mini_batch_indices, train_rows
+from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.rollouts import (
     assemble_rollouts,
-    gather_rollouts,
     group_requests,
     with_behavior_logprobs,
 )
-from grpo_replay.grpo.seeding import stream
-from grpo_replay.prompts.prompt_set import PromptSet
-from grpo_replay.recipe import Recipe
+from grpo_replay.replay.seeding import stream
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.protocol import Sampler
+from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.storage.rollout_log import bytes_to_rollouts, rollouts_to_bytes
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training.learning_watch import LearningWatch, refuse_failed_verdicts
 from grpo_replay.training.metrics import Stopwatch
@@ -261,3 +261,14 @@ class Trainer:
 
     def _push_is_due(self) -> bool:
         return (self.state.policy_version + 1) % self.recipe.run.sync_every_steps == 0
+
+
+def gather_rollouts(comm: Comm, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """All ranks' rollouts, ordered by rollout id, on rank 0; empty on other ranks. Collective."""
+    if comm.world_size == 1:
+        return list(rollouts)
+    gathered = comm.gather(rollouts_to_bytes(rollouts))
+    if gathered is None:
+        return []
+    everything = [rollout for payload in gathered for rollout in bytes_to_rollouts(payload)]
+    return sorted(everything, key=lambda rollout: rollout.rollout_id)

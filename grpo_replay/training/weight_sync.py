@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grpo_replay.engine.protocol import Engine
+from grpo_replay.engine.engine_protocol import Engine
 from grpo_replay.errors import LogprobGapError
-from grpo_replay.sampling.protocol import Sampler
+from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.types import NamedTensors, Rollout
 
 if TYPE_CHECKING:

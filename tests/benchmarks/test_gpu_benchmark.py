@@ -32,9 +32,9 @@ from gpu_parts.runner import (  # noqa: E402
 )
 from gpu_parts.sizes import FULL, MODELS, TOY, make_recipe  # noqa: E402
 
-from grpo_replay.dry_run.memory import ModelShape  # noqa: E402
 from grpo_replay.engine.models import load_policy  # noqa: E402
 from grpo_replay.engine.policy_module import PolicyModule  # noqa: E402
+from grpo_replay.lab.dry_run.memory import ModelShape  # noqa: E402
 
 PART = Part(1, "a part", "nowhere:nothing", ())
 

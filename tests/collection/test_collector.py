@@ -25,8 +25,8 @@ from grpo_replay.collection.messages import (
     unpack,
 )
 from grpo_replay.errors import SamplerError
-from grpo_replay.grpo.seeding import completion_seed
 from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.types import RequestKey
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from grpo_replay.collection.worker import _until_the_first_ends
+from grpo_replay.collection.collector_process import _until_the_first_ends
 
 
 def test_an_error_in_any_task_ends_all_and_reaches_the_caller():

@@ -10,8 +10,8 @@ import pytest
 
 from grpo_replay.api import train
 from grpo_replay.errors import UsageError
-from grpo_replay.grpo.group import rollouts_of_group
 from grpo_replay.recipe import load_recipe
+from grpo_replay.replay.group import rollouts_of_group
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 COMMANDS, LIBRARY = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

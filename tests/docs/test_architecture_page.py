@@ -9,18 +9,19 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PACKAGE = ROOT / "grpo_replay"
 
 
-def floors_of_the_page() -> dict[str, int]:
-    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE)
+def floors_of_the_page(pattern: str) -> dict[str, int]:
+    rows = re.findall(rf"^\| {pattern} \| ([^|]+) \|", PAGE, re.MULTILINE)
     return {
-        name.removesuffix("/").removesuffix(".py"): int(floor)
+        name.removesuffix("/").removesuffix(".py").removeprefix("lab/"): int(floor)
         for floor, names in rows
         for name in re.findall(r"`([^`]+)`", names)
     }
 
 
-def floors_of_the_contract() -> dict[str, int]:
+def floors_of_the_contract(container: str) -> dict[str, int]:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    layers = next(c for c in settings["contracts"] if c["type"] == "layers")["layers"]
+    contracts = [c for c in settings["contracts"] if c["type"] == "layers"]
+    layers = next(c["layers"] for c in contracts if c["containers"] == [container])
     return {
         name.strip(): len(layers) - index
         for index, names in enumerate(layers)
@@ -29,11 +30,20 @@ def floors_of_the_contract() -> dict[str, int]:
 
 
 def test_every_folder_is_on_the_map_at_its_floor():
-    contract = floors_of_the_contract()
+    contract = floors_of_the_contract("grpo_replay")
     del contract["__main__"]
-    assert floors_of_the_page() == contract
+    assert floors_of_the_page(r"(\d+)") == contract
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders <= contract.keys() and len(folders) > 15
+    assert folders <= contract.keys() and len(folders) > 12
+    lab = floors_of_the_contract("grpo_replay.lab")
+    assert floors_of_the_page(r"10\.(\d)") == lab
+    assert {path.parent.name for path in PACKAGE.glob("lab/*/__init__.py")} == lab.keys()
+
+
+def test_no_two_modules_have_the_same_name():
+    names = [path.name for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
+    assert len(names) > 100
+    assert sorted(names) == sorted(set(names))
 
 
 def test_every_file_that_the_page_names_is_there():

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_replay.buffer.snapshot import SNAPSHOT_SCHEMA
-from grpo_replay.inspection.rows import DERIVED, USES
-from grpo_replay.planning.theory import power_law_optimum
+from grpo_replay.lab.inspection.rows import DERIVED, USES
+from grpo_replay.lab.planning.theory import power_law_optimum
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA
 from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA
 
 DOCS = Path(__file__).parents[2] / "docs"

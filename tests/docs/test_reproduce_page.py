@@ -9,10 +9,11 @@ from pathlib import Path
 import typer
 from typer.testing import CliRunner
 
-from grpo_replay.cli import app
-from grpo_replay.inspection.where import parse_where
-from grpo_replay.planning.theory import balanced_replay_ratio, relative_compute
+from grpo_replay.cli.app import app
+from grpo_replay.lab.inspection.where import parse_where
+from grpo_replay.lab.planning.theory import balanced_replay_ratio
 from grpo_replay.recipe import load_recipe
+from grpo_replay.replay.relative_cost import relative_compute
 from grpo_replay.storage.rollout_log import ROLLOUT_SCHEMA
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reproduce.md").read_text()

@@ -2,10 +2,10 @@
 
 import pytest
 
-from grpo_replay.dry_run.report import dry_run
-from grpo_replay.dry_run.trace import forward_memory
 from grpo_replay.engine.attention_kernel import float32_warning, has_whole_scores
 from grpo_replay.engine.models import load_config
+from grpo_replay.lab.dry_run.dry_run_report import dry_run
+from grpo_replay.lab.dry_run.trace import forward_memory
 from grpo_replay.recipe import Recipe, load_recipe
 
 SHAPE = "model.path=builtin:qwen3-0.6b"

@@ -15,8 +15,8 @@ from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.packing import keeps_rows_apart
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.errors import RecipeError
-from grpo_replay.grpo.batch import MicroBatch, plan_microbatches
 from grpo_replay.recipe import ModelSection
+from grpo_replay.replay.batch import MicroBatch, plan_microbatches
 
 SIZES = {
     "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,

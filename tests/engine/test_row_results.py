@@ -10,8 +10,8 @@ from grpo_replay.engine.row_results import (
     unpack_tokens,
     update_result,
 )
-from grpo_replay.grpo.batch import MicroBatch
-from grpo_replay.grpo.loss import ROW_STATISTICS
+from grpo_replay.replay.batch import MicroBatch
+from grpo_replay.replay.loss import ROW_STATISTICS
 
 
 def micro_batch(rows: list[int], lengths: list[int]) -> MicroBatch:

@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from grpo_replay.commands.eval import EvalOptions, run, run_comparison
-from grpo_replay.dry_run.checks import Findings, check_parts
+from grpo_replay.cli.eval_command import run, run_comparison
 from grpo_replay.engine.byte_tokenizer import byte_tokenizer
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.engine.stop_tokens import find_stop_tokens
 from grpo_replay.errors import EvaluationFileError, RecipeError
 from grpo_replay.evaluation.cache import generations_folder
-from grpo_replay.evaluation.report import read_report
+from grpo_replay.evaluation.evaluation_recipe import EvalOptions
+from grpo_replay.evaluation.evaluation_report import read_report
+from grpo_replay.lab.dry_run.start_checks import Findings, check_parts
 from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
 
 QWEN = ModelSection(path="builtin:qwen3-0.6b", tokenizer="builtin:bytes", random_init=True)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from test_statistics import SETTINGS, report
 
-from grpo_replay.commands.aes import run
+from grpo_replay.cli.aes_command import run
 from grpo_replay.errors import EvaluationFileError, UsageError
 from grpo_replay.evaluation.aes import Point, accuracy_efficiency_score, score_points, score_reports
-from grpo_replay.evaluation.report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
 
 BASE = {"0.6B": (9.52, 2162), "1.7B": (13.53, 2007), "4B": (17.36, 2452)}
 GRPO = {"0.6B": (11.20, 3890), "1.7B": (15.75, 2174), "4B": (26.71, 7576)}

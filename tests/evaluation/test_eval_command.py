@@ -7,8 +7,8 @@ import shutil
 import pytest
 from stand_ins import write_benchmarks, write_model
 
-from grpo_replay.commands.compare import run_comparison
-from grpo_replay.commands.eval import EvalOptions, resolve_evaluation, run
+from grpo_replay.cli.compare import run_comparison
+from grpo_replay.cli.eval_command import run
 from grpo_replay.errors import (
     CheckpointError,
     DatasetError,
@@ -18,8 +18,9 @@ from grpo_replay.errors import (
     UsageError,
 )
 from grpo_replay.evaluation.cache import generations_folder
+from grpo_replay.evaluation.evaluation_recipe import EvalOptions, resolve_evaluation
+from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.model_source import find_model, model_sha256
-from grpo_replay.evaluation.report import read_report
 from grpo_replay.recipe import load_recipe
 from grpo_replay.tiny import BASE_DIR
 

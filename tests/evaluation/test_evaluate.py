@@ -20,8 +20,8 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import DatasetError, EvaluationFileError, RecipeError
 from grpo_replay.evaluation.evaluate import evaluate, plan_evaluation
-from grpo_replay.evaluation.report import read_report
-from grpo_replay.grpo.seeding import completion_seed
+from grpo_replay.evaluation.evaluation_report import read_report
+from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.tiny import BASE_DIR

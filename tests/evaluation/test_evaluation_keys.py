@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from grpo_replay.commands.eval import print_report
+from grpo_replay.cli.eval_command import print_report
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.evaluation.cache import request_digest
 from grpo_replay.evaluation.comparison import SAME_SETTINGS
 from grpo_replay.evaluation.evaluate import EvaluationPlan, Progress, evaluate, plan_evaluation
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
+from grpo_replay.evaluation.evaluation_tables import markdown
 from grpo_replay.evaluation.model_source import model_sha256
-from grpo_replay.evaluation.report import EvaluationReport, read_report
-from grpo_replay.evaluation.tables import markdown
 from grpo_replay.recipe import load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.types import Completion, GenerationRequest, RequestKey

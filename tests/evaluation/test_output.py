@@ -16,9 +16,8 @@ from rich.console import Console
 from test_statistics import SETTINGS, report
 from typer.testing import CliRunner
 
-from grpo_replay.cli import app
-from grpo_replay.commands.eval import EvalOptions, run
-from grpo_replay.commands.train_display import Display
+from grpo_replay.cli.app import app
+from grpo_replay.cli.eval_command import run
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.evaluation import cache
@@ -26,12 +25,14 @@ from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_generations
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.curve import plot_curve
+from grpo_replay.evaluation.evaluation_recipe import EvalOptions
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
+from grpo_replay.evaluation.evaluation_tables import comparison_table, markdown
 from grpo_replay.evaluation.model_source import find_model, model_sha256, used_revision
-from grpo_replay.evaluation.report import EvaluationReport, read_report
-from grpo_replay.evaluation.tables import comparison_table, markdown
 from grpo_replay.recipe import EvalSection, load_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.terminal.tables import print_table
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run_evaluation import RunEvaluation
 from grpo_replay.training.trainer import Parts
 
@@ -49,7 +50,7 @@ def not_sampled(*_: object, **__: object) -> None:
 
 def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
     """mine.parquet has problems and mine.md notes; `--output mine.json` would replace both."""
-    monkeypatch.setattr("grpo_replay.commands.eval._evaluate", not_sampled)
+    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_on_rank", not_sampled)
     problems, notes = tmp_path / "mine.parquet", tmp_path / "mine.md"
     pq.write_table(pa.table({"problem": ["1+1"], "answer": ["2"]}), problems)
     before = problems.read_bytes()
@@ -100,7 +101,7 @@ def test_a_folder_has_no_revision(tmp_path):
 
 @pytest.mark.parametrize("place", ["file/e.json", "e" * 260 + ".json", "f.json"])
 def test_an_output_that_cannot_be_written_is_refused_before_sampling(tmp_path, monkeypatch, place):
-    monkeypatch.setattr("grpo_replay.commands.eval._evaluate", not_sampled)
+    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_on_rank", not_sampled)
     (tmp_path / "file").write_text("")
     (tmp_path / "f.generations").write_text("")
     with pytest.raises(OutputDirectoryError, match="cannot be written"):
@@ -132,7 +133,7 @@ def test_sigterm_interrupts_an_evaluation_and_its_handler_is_restored(tmp_path, 
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
 
-    monkeypatch.setattr("grpo_replay.commands.eval._evaluate", told_to_stop)
+    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_on_rank", told_to_stop)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(tmp_path / "e.json"))
     assert signal.getsignal(signal.SIGTERM) is before
@@ -256,6 +257,6 @@ def test_evaluations_during_training_use_the_recipe_s_verifier_limits():
     recipe = load_recipe("tiny", ["reward.function=minerva", "reward.workers=3",
                                   "reward.time_limit_seconds=7"])  # fmt: skip
     parts = Parts(recipe, Comm(), *[None] * 7)
-    with RunEvaluation(parts, RunState(), None, Display())._scorer() as scorer:
+    with RunEvaluation(parts, RunState(), None, Observer())._scorer() as scorer:
         found = scorer._section
     assert (found.function, found.workers, found.time_limit_seconds) == ("math_verify", 3, 7)

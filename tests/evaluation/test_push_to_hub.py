@@ -9,10 +9,11 @@ import pytest
 import yaml
 from fake_hub import FakeHub
 
-from grpo_replay.commands.eval import EvalOptions, run
+from grpo_replay.cli.eval_command import run
 from grpo_replay.errors import HubError, UsageError
-from grpo_replay.evaluation.model_card import evaluated_card
-from grpo_replay.evaluation.report import read_report
+from grpo_replay.evaluation.evaluation_recipe import EvalOptions
+from grpo_replay.evaluation.evaluation_report import read_report
+from grpo_replay.evaluation.hub_card import evaluated_card
 from grpo_replay.tiny import BASE_DIR
 
 FAST = ("eval.max_problems=4", "eval.samples=2", "eval.benchmarks=[tiny_add]", "eval.greedy=false")

@@ -9,18 +9,19 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from grpo_replay.cli import app
-from grpo_replay.commands.compare import run_comparison
-from grpo_replay.commands.eval import EvalOptions, run
-from grpo_replay.commands.regrade import run_regrading
+from grpo_replay.cli.app import app
+from grpo_replay.cli.compare import run_comparison
+from grpo_replay.cli.eval_command import run
+from grpo_replay.cli.regrade import run_regrading
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import EvaluationFileError, RecipeError, UsageError
 from grpo_replay.evaluation.evaluate import evaluate, plan_evaluation
-from grpo_replay.evaluation.output import write_output
+from grpo_replay.evaluation.evaluation_recipe import EvalOptions
+from grpo_replay.evaluation.evaluation_report import read_report, samples_path
+from grpo_replay.evaluation.output_files import write_output
 from grpo_replay.evaluation.regrading import add_gradings
-from grpo_replay.evaluation.report import read_report, samples_path
-from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
+from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.recipe import load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.types import Completion

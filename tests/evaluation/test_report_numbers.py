@@ -17,21 +17,21 @@ from pytest import approx
 from rich.console import Console
 from rich.table import Table
 
-from grpo_replay.commands.aes import print_scores
-from grpo_replay.commands.eval import run_comparison
+from grpo_replay.cli.aes_command import print_scores
+from grpo_replay.cli.eval_command import run_comparison
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aes import point_of, score_reports
 from grpo_replay.evaluation.aggregate import summarise
 from grpo_replay.evaluation.comparison import LengthChange, compare, differences
 from grpo_replay.evaluation.curve import plot_curve
-from grpo_replay.evaluation.report import EvaluationReport
-from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
-from grpo_replay.evaluation.tables import (
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.evaluation_tables import (
     comparison_table,
     length_table,
     markdown,
     terminal_tables,
 )
+from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 
 # A word is one completion: verdict, tokens, and ! if it reached the length limit.
 VERDICTS = {"c": "correct", "i": "incorrect", "u": "unparsable", "t": "timeout"}

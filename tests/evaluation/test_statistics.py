@@ -11,8 +11,8 @@ from scipy import stats
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aggregate import summarise
 from grpo_replay.evaluation.comparison import compare
-from grpo_replay.evaluation.report import EvaluationReport
-from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.evaluation.statistics import (
     bootstrap_draws,
     interval,

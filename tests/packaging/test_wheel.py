@@ -49,7 +49,7 @@ def test_the_shipped_recipes_are_those_of_the_checkout(installed):
 
 def test_the_shipped_sweeps_are_those_of_the_checkout(installed):
     code = (
-        "from grpo_replay.experiments.sweep_file import read_sweep_file\n"
+        "from grpo_replay.lab.sweep.sweep_file import read_sweep_file\n"
         "from grpo_replay.shipped_recipes import shipped_sweeps\n"
         "for name, path in shipped_sweeps().items(): print(name, read_sweep_file(path).name)"
     )
@@ -60,10 +60,10 @@ def test_the_shipped_sweeps_are_those_of_the_checkout(installed):
 def test_the_template_of_the_page_is_there(installed):
     code = (
         "from jinja2 import PackageLoader\n"
-        "loader = PackageLoader('grpo_replay', 'inspection')\n"
+        "loader = PackageLoader('grpo_replay', 'lab/inspection')\n"
         "print(loader.list_templates())"
     )
-    assert "page.html" in _run(installed, code)
+    assert "buffer_page.html" in _run(installed, code)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-long"])

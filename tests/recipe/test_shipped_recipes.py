@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo_replay
-from grpo_replay.grpo.batch import mini_batch_indices
 from grpo_replay.recipe import Recipe, load_recipe, recipe_to_yaml, shipped_recipes_folder
+from grpo_replay.replay.batch import mini_batch_indices
 
 QWEN_RECIPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
 FIFO_RECIPES = ("fifo-qwen3-0.6b", "fifo-qwen2.5-7b", "fifo-tiny")
@@ -256,7 +256,7 @@ def test_the_arms_of_paper_b_are_those_that_their_lines_say():
 
 
 def test_the_7b_recipe_has_the_replay_ratio_of_five_workers_and_three_trainers():
-    from grpo_replay.planning.theory import balanced_replay_ratio
+    from grpo_replay.lab.planning.theory import balanced_replay_ratio
 
     name = "fifo-qwen2.5-7b"
     recipe = load_recipe(name)

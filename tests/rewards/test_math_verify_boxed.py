@@ -9,7 +9,7 @@ from test_math_verify import PIECES, directly
 from grpo_replay.recipe import BUILTIN_VERIFIERS, EvalSection, RewardSection
 from grpo_replay.rewards.math_verify import SymbolicGrader
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.rewards.worker import BUILTINS
+from grpo_replay.rewards.verifier_worker import BUILTINS
 
 FAR = "We check the result once more. " * 17  # 527 characters
 

@@ -19,9 +19,13 @@ from grpo_replay.engine.sequence_length import model_length
 from grpo_replay.engine.weight_names import CheckedWeights, expected_weights
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.sampling.server import guard as server_guard
-from grpo_replay.sampling.server import process as server_process
+from grpo_replay.sampling.server import server_process as server_process
 from grpo_replay.sampling.server.checks import read_outline
-from grpo_replay.sampling.server.process import launch_servers, server_command, server_devices
+from grpo_replay.sampling.server.server_process import (
+    launch_servers,
+    server_command,
+    server_devices,
+)
 from grpo_replay.sampling.server.weight_files import SyncFolder
 from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
 from grpo_replay.sampling.vllm_requests import read_spans

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.buffer.snapshot import (
+from grpo_replay.errors import OutputDirectoryError, SnapshotError
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.snapshot import (
     SNAPSHOT_SCHEMA,
     read_snapshot,
     restore_snapshot,
     write_snapshot,
 )
-from grpo_replay.errors import OutputDirectoryError, SnapshotError
 from grpo_replay.storage import rollout_log
 from grpo_replay.storage.rollout_log import (
     DRAW_SCHEMA,
@@ -194,7 +194,7 @@ def drawn_buffer(rollouts=40):
 
 @pytest.mark.parametrize("rollouts", [0, 4, 40])
 def test_snapshot_round_trip_is_exact(tmp_path, rollouts, monkeypatch):
-    monkeypatch.setattr("grpo_replay.buffer.snapshot._CHUNK_ROLLOUTS", 5)
+    monkeypatch.setattr("grpo_replay.replay.snapshot._CHUNK_ROLLOUTS", 5)
     buffer = drawn_buffer(rollouts)
     path = tmp_path / "buffer.parquet"
     write_snapshot(path, buffer, step=10)
@@ -361,7 +361,7 @@ def test_a_newer_file_asks_for_an_upgrade(kind, tmp_path, monkeypatch):
     path = tmp_path / "f.parquet"
     with monkeypatch.context() as newer:
         newer.setattr(rollout_log, "ROLLOUT_LOG_VERSION", 2)
-        newer.setattr("grpo_replay.buffer.snapshot.SNAPSHOT_VERSION", 2)
+        newer.setattr("grpo_replay.replay.snapshot.SNAPSHOT_VERSION", 2)
         writer(path)
     with pytest.raises(SnapshotError, match=r"version 2 is newer.*up to 1.*upgrade"):
         reader(path)

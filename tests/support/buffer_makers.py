@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from grpo_replay.grpo.advantages import group_advantages
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.advantages import group_advantages
 from grpo_replay.types import Rollout
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import eos_token_ids, load_policy, load_tokenizer
-from grpo_replay.grpo.batch import TrainRow, token_weights
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import LossSection, Recipe, resolve_recipe
+from grpo_replay.replay.batch import TrainRow, token_weights
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 

@@ -49,7 +49,7 @@ def join() -> None:
 
 
 def dry_run() -> None:
-    from grpo_replay.cli import main
+    from grpo_replay.cli.app import main
 
     sys.argv = [
         "grpo-replay",

@@ -7,7 +7,7 @@ import functools
 import sys
 import time
 
-from grpo_replay.cli import main
+from grpo_replay.cli.app import main
 from grpo_replay.distributed import launch
 from grpo_replay.distributed.environment import rank_environment
 

@@ -1,7 +1,7 @@
 """Hostile inputs of the command line, from hostile_inputs.yaml: what is typed and answered.
 
 `docs/make_reference.py` writes docs/errors.md from this table, and
-tests/commands/test_hostile_inputs.py runs it.
+tests/cli/test_hostile_inputs.py runs it.
 """
 
 import json
@@ -89,9 +89,9 @@ def _with_reward(value: str) -> Callable[[Path], None]:
 
 
 def _export(run: Path) -> None:
-    from grpo_replay.inspection.export import export_rows
-    from grpo_replay.inspection.rows import open_rows
-    from grpo_replay.inspection.source import open_source
+    from grpo_replay.lab.inspection.export import export_rows
+    from grpo_replay.lab.inspection.rows import open_rows
+    from grpo_replay.lab.inspection.source import open_source
 
     export_rows(open_rows(open_source(run)), None, Path("exported.parquet"), "")
 

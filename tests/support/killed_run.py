@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from small_runs.trained import small_recipe
 
-from grpo_replay.commands.train_display import Display
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
 
 
-class Killer(Display):
+class Killer(Observer):
     def __init__(self, step: int) -> None:
         self.step = step
 

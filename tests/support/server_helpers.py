@@ -12,13 +12,13 @@ from typing import Any
 from tiny_policy import Policy, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.sampling.server.process import (
+from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.sampler import VllmServerSampler, _is_healthy
+from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
     launch_servers,
     wait_until_healthy,
 )
-from grpo_replay.sampling.server.routes import VllmServer
-from grpo_replay.sampling.server.sampler import VllmServerSampler, _is_healthy
 from grpo_replay.sampling.vllm_settings import engine_arguments
 
 START_SECONDS = 240

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from grpo_replay.grpo.seeding import completion_seed
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.sampling.protocol import Sampler
+from grpo_replay.replay.seeding import completion_seed
+from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.types import Completion, GenerationRequest, RequestKey
 

@@ -3,10 +3,10 @@
 import pytest
 from small_runs.trained import FinishedRun
 
-from grpo_replay.commands.train_display import Display
-from grpo_replay.inspection.source import open_source
-from grpo_replay.planning.estimate import estimate_from_run
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.planning.estimate import estimate_from_run
 from grpo_replay.recipe import load_recipe
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
 
 SHORT = ["run.steps=6", "eval.benchmarks=[]", "reward.workers=1"]
@@ -18,7 +18,7 @@ FIFO = ["replay.preset=fifo", "replay.capacity_rollouts=64"]
 @pytest.mark.parametrize("arm", [OURS, FIFO])
 def test_a_short_run_samples_graded_completions_of_two_hundred_tokens_and_replays(tmp_path, arm):
     recipe = load_recipe("tiny-long", [*SHORT, *arm])
-    run_training(recipe, tmp_path / "run", False, Display())
+    run_training(recipe, tmp_path / "run", False, Observer())
     run = FinishedRun(tmp_path / "run", recipe)
     rows = list(run.all_rollouts.values())
     assert len(rows) == 6 * recipe.rollouts_per_step

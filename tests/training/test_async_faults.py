@@ -20,7 +20,7 @@ from small_runs.asynchronous import (
 from grpo_replay.collection.journal import read_journal
 from grpo_replay.collection.messages import Group
 from grpo_replay.errors import SamplerError
-from grpo_replay.verification.verify import verify_run
+from grpo_replay.lab.verification.verify import verify_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -18,8 +18,8 @@ from server_helpers import free_ports, wait_for
 from small_runs.asynchronous import async_recipe, check_ledger, replay_run
 from small_runs.trained import FinishedRun, same_weights
 
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import recipe_to_yaml
-from grpo_replay.verification.verify import verify_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -23,12 +23,12 @@ from grpo_replay.collection.journal import Journal, read_journal
 from grpo_replay.collection.messages import Group, Step
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import RecipeError
-from grpo_replay.inspection.ageing import outcomes_by_age
-from grpo_replay.inspection.rebuild import rebuild_stored
-from grpo_replay.inspection.source import open_source
-from grpo_replay.planning.estimate import measured_mu
+from grpo_replay.lab.inspection.ageing import outcomes_by_age
+from grpo_replay.lab.inspection.rebuild import rebuild_stored
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.planning.estimate import measured_mu
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.verification.verify import verify_run
 
 pytestmark = pytest.mark.timeout(240)
 

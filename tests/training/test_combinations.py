@@ -10,7 +10,7 @@ from slow_tests import slow_except
 from small_runs.trained import small_recipe, train_small_run
 
 from grpo_replay.errors import RecipeError
-from grpo_replay.verification.verify import verify_run
+from grpo_replay.lab.verification.verify import verify_run
 
 UNITS = ("rollout", "query")
 PRIORITIES = ("abs_advantage", "uniform", "group_std")

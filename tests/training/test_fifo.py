@@ -7,12 +7,12 @@ from collections import Counter
 import pytest
 from small_runs.trained import FinishedRun, steps_of, train_small_run
 
-from grpo_replay.commands.train_display import Display
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-from grpo_replay.planning.theory import relative_compute
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
+from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
-from grpo_replay.verification.verify import verify_run
 
 QUICK = [
     "eval.benchmarks=[]", "tracking.report_to=[]", "reward.function=minerva", "reward.workers=1",
@@ -22,7 +22,7 @@ QUICK = [
 
 def train(folder, *overrides: str, steps: int) -> FinishedRun:
     recipe = load_recipe("fifo-tiny", [*QUICK, f"run.steps={steps}", *overrides])
-    run_training(recipe, folder, False, Display())
+    run_training(recipe, folder, False, Observer())
     return FinishedRun(folder, recipe)
 
 

@@ -17,7 +17,7 @@ from small_runs.trained import (
 from transformers import AutoModelForCausalLM
 
 from grpo_replay.engine.models import load_policy
-from grpo_replay.verification.verify import verify_run
+from grpo_replay.lab.verification.verify import verify_run
 
 LARGEST_GAP = 1e-4
 SECTIONS = {

@@ -29,10 +29,10 @@ from small_runs.trained import (
     train_small_run,
 )
 
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import LossSection
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.tiny.problems import train_problems
-from grpo_replay.verification.verify import verify_run
 
 GSPO = {"ratio": "sequence", "aggregation": "sequence_mean"}
 ONE_UPDATE = {"updates_per_step": 1}

@@ -14,23 +14,23 @@ import pytest
 from rich.console import Console
 from small_runs.trained import small_recipe, train_small_run
 
-from grpo_replay.commands.train_display import Display
 from grpo_replay.errors import DatasetError, RecipeError, RewardError
-from grpo_replay.evaluation.report import read_report
-from grpo_replay.inspection.life import read_life
-from grpo_replay.inspection.source import open_source
-from grpo_replay.inspection.views import print_life
+from grpo_replay.evaluation.evaluation_report import read_report
+from grpo_replay.lab.inspection.life import read_life
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.inspection.views import print_life
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.tiny.problems import train_problems
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
-from grpo_replay.verification.verify import verify_run
 
 FILE = Path(__file__).parents[1] / "support" / "judge_rewards_file.py"
 PLAIN = {"template": "plain", "user_template": "{problem}=", "max_prompt_length": 16}
 
 
-class Listener(Display):
+class Listener(Observer):
     def __init__(self) -> None:
         self.at_start: list[str] = []
         self.later: list[str] = []

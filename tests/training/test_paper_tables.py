@@ -8,7 +8,7 @@ import pytest
 from small_runs.trained import GROUP, FinishedRun, train_small_run
 
 from grpo_replay.engine.models import load_tokenizer
-from grpo_replay.evaluation.report import read_report
+from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.recipe import ModelSection
 
 SIZE = 14

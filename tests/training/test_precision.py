@@ -5,8 +5,8 @@ import torch
 from core_engine import make_rows, open_engine, plain_logprobs, relative, tiny_model, weighted
 from small_runs.trained import small_recipe
 
-from grpo_replay.dry_run.checks import Findings, _check_settings
 from grpo_replay.engine.deepspeed_config import deepspeed_config, notices_of_precision
+from grpo_replay.lab.dry_run.start_checks import Findings, _check_settings
 from grpo_replay.recipe import LossSection
 
 

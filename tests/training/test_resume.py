@@ -12,8 +12,8 @@ import pytest
 from slow_tests import slow_except
 from small_runs.trained import FinishedRun, same_files, same_weights, train_small_run
 
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.verification.verify import verify_run
 
 PROGRAM = Path(__file__).parents[1] / "support" / "killed_run.py"
 

@@ -13,15 +13,16 @@ from slow_tests import slow_except
 from small_runs.trained import SMALL, FinishedRun, train_small_run
 from typer.testing import CliRunner
 
-from grpo_replay.cli import app
-from grpo_replay.commands.train_display import Display, RunDisplay
+from grpo_replay.cli.app import app
+from grpo_replay.cli.train_display import RunDisplay
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import file_facts, find_checkpoint, verify_checkpoint
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import checkpoint_writer
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import RunResult, run_training
-from grpo_replay.verification.verify import verify_run
 
 OURS = {"run": {"steps": 12}, "checkpoint": {"every_steps": 3, "keep": 100}}
 
@@ -96,7 +97,7 @@ def test_a_damaged_run_is_refused_and_nothing_is_removed(run, processes, damage)
     assert files_of(run) == before
 
 
-class Listener(Display):
+class Listener(Observer):
     def __init__(self) -> None:
         self.heard: list[str] = []
 

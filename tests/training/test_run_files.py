@@ -29,11 +29,11 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from grpo_replay.commands.train_display import Display
+    from grpo_replay.training.observer import Observer
     from grpo_replay.training.run import run_training
 
     path = tmp_path_factory.mktemp("run") / "tiny"
-    result = run_training(load_recipe("tiny", SETTINGS), path, False, Display())
+    result = run_training(load_recipe("tiny", SETTINGS), path, False, Observer())
     assert not result.interrupted
     return path
 
@@ -148,7 +148,7 @@ def test_checkpointed_weights_give_the_log_probs_that_were_sampled_with(run):
 @pytest.mark.slow
 def test_an_interrupted_run_checkpoints_and_can_be_resumed(tmp_path):
     words = [word for setting in SETTINGS[1:] for word in ("--set", setting)]
-    command = [sys.executable, "-m", "grpo_replay.cli", "train", "tiny", "--output-dir",
+    command = [sys.executable, "-m", "grpo_replay.cli.app", "train", "tiny", "--output-dir",
                str(tmp_path / "run"), "--set", "run.steps=400", "--set", "eval.benchmarks=[]",
                *words]  # fmt: skip
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
@@ -179,10 +179,10 @@ def test_a_run_directory_belongs_to_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_capacity_that_binds_is_said_once(tmp_path):
-    from grpo_replay.commands.train_display import Display
+    from grpo_replay.training.observer import Observer
     from grpo_replay.training.run import run_training
 
-    class Listener(Display):
+    class Listener(Observer):
         heard: list[str] = []  # noqa: RUF012
 
         def on_notice(self, text):

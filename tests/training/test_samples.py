@@ -2,7 +2,7 @@
 
 from small_runs.trained import FinishedRun, small_recipe
 
-from grpo_replay.commands.train_display import samples_table, shortened
+from grpo_replay.cli.train_display import samples_table, shortened
 from grpo_replay.training.run import run_training
 from grpo_replay.training.samples import samples_are_due
 

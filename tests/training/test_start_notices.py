@@ -5,11 +5,11 @@ from typing import Any
 
 from small_runs.trained import small_recipe
 
-from grpo_replay.commands.train_display import Display
 from grpo_replay.training import opening, run
+from grpo_replay.training.observer import Observer
 
 
-class Listener(Display):
+class Listener(Observer):
     def on_start(self, recipe: Any, run_dir: Any, state: Any, notices: Sequence[str]) -> None:
         self.notices = list(notices)
 

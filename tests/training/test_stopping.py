@@ -18,23 +18,19 @@ from rich.console import Console
 from slow_tests import slow_except
 from small_runs.trained import FinishedRun, small_recipe
 
-from grpo_replay.commands.train_display import (
-    Display,
-    RunDisplay,
-    describe_stop,
-    result_table,
-)
+from grpo_replay.cli.train_display import RunDisplay, describe_stop, result_table
 from grpo_replay.distributed.interruption import Interruption
 from grpo_replay.distributed.launch import _conclude
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.storage.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
 from grpo_replay.storage.checkpoint_edit import replace_text
 from grpo_replay.terminal.output import GuardedStream
 from grpo_replay.training import run_evaluation
 from grpo_replay.training.checkpoint_writer import MODEL_CARD
 from grpo_replay.training.model_card import NOT_EVALUATED
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import RunResult, run_training
 from grpo_replay.training.trainer import Trainer
-from grpo_replay.verification.verify import verify_run
 
 PLAIN = {"replay": {"preset": "grpo"}, "run": {"steps": 4}}
 EVALUATED = {
@@ -44,11 +40,11 @@ EVALUATED = {
 }  # fmt: skip
 
 
-def train(path: Path, observer: Display | None = None, resume=False, **sections) -> RunResult:
-    return run_training(small_recipe(**sections), path, resume, observer or Display())
+def train(path: Path, observer: Observer | None = None, resume=False, **sections) -> RunResult:
+    return run_training(small_recipe(**sections), path, resume, observer or Observer())
 
 
-class After(Display):
+class After(Observer):
     """Does something once, after a step."""
 
     def __init__(self, step: int, action) -> None:

@@ -11,8 +11,8 @@ import pytest
 from small_runs.trained import same_files, same_weights, steps_of, train_small_run
 
 from grpo_replay.errors import LogprobGapError
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.training.weight_sync import SAMPLER_WEIGHTS, read_pushed_weights
-from grpo_replay.verification.verify import verify_run
 
 PROGRAM = Path(__file__).parents[1] / "support" / "killed_run.py"
 EVERY = 4
@@ -93,7 +93,7 @@ def test_the_final_evaluation_is_of_the_final_policy(lagging_run, tmp_path, proc
     """Evaluated in step 10, two steps after the last push, and again by a run in step."""
     final = json.loads((lagging_run.path / "summary.json").read_text())["final"]
     assert set(final) == {"tiny_add", "mean"}
-    from grpo_replay.evaluation.report import read_report
+    from grpo_replay.evaluation.evaluation_report import read_report
 
     rows = read_report(lagging_run.path / "eval/step_000010.json").samples
     from grpo_replay.engine.models import load_tokenizer

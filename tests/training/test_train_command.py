@@ -27,7 +27,7 @@ VARYING = ("step_time", "cost/mu", "cost/gamma")
 
 
 def command(*words: object) -> list[str]:
-    entry = "from grpo_replay.cli import main; main()"
+    entry = "from grpo_replay.cli.app import main; main()"
     return [sys.executable, "-c", entry, "train", "tiny", *WORDS, *map(str, words)]
 
 

@@ -21,10 +21,10 @@ from small_runs.trained import (
     train_small_run,
 )
 
-from grpo_replay.commands.train_display import Display
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-from grpo_replay.grpo.batch import TrainRow
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
+from grpo_replay.replay.batch import TrainRow
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
 
 # --- what is drawn --------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_the_default_recipe_replays_once_its_warm_up_is_over(tmp_path, processes
             "tracking.report_to=[]", "reward.function=minerva", "engine.zero_stage=0",
         ],
     )  # fmt: skip
-    run_training(recipe, tmp_path / "run", False, Display())
+    run_training(recipe, tmp_path / "run", False, Observer())
     run = FinishedRun(tmp_path / "run", recipe)
     replayed = [line["replay/rollouts"] for line in run.metrics]
     assert replayed[:20] == [0] * 20

@@ -17,7 +17,7 @@ from small_runs.trained import (
     train_small_run,
 )
 
-from grpo_replay.verification.verify import verify_run
+from grpo_replay.lab.verification.verify import verify_run
 
 # --- pool and buffer-only -------------------------------------------------------------------------
 

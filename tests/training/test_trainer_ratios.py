@@ -18,7 +18,7 @@ from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.weight_names import named_weights
 from grpo_replay.errors import LogprobGapError
-from grpo_replay.grpo.batch import TrainRow
+from grpo_replay.replay.batch import TrainRow
 from grpo_replay.sampling.hf import HfSampler
 
 # --- ratios and behaviour log-probs ---------------------------------------------------------------

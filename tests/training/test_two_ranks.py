@@ -26,7 +26,7 @@ from two_rank_program import (
     write_states,
 )
 
-from grpo_replay.verification.verify import verify_run
+from grpo_replay.lab.verification.verify import verify_run
 
 DEADLINE_SECONDS = 1200
 PROGRAM = Path(__file__).parents[1] / "support" / "two_rank_program.py"

@@ -29,7 +29,7 @@ def start(folder: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen:
     words = [word for each in (*SHORT, *overrides) for word in ("--set", each)]
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "grpo_replay.cli", "train", "tiny"),
+            *(sys.executable, "-m", "grpo_replay.cli.app", "train", "tiny"),
             *("--output-dir", str(folder), "--num-processes", str(ranks), *words),
         ],
         env=os.environ | {"OMP_NUM_THREADS": "1"},

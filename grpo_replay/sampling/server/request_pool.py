@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.server.http_client import Refused, Unreachable, background_loop
-from grpo_replay.sampling.server.progress import HEALTH_SECONDS, ServerProgress
 from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.stalls import HEALTH_SECONDS, ServerProgress
 from grpo_replay.types import Completion, GenerationRequest
 
 logger = logging.getLogger(__name__)

@@ -34,9 +34,13 @@ from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.sampling.contract import WeightState
 from grpo_replay.sampling.server.checks import ServerRequirements, check_server
 from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
-from grpo_replay.sampling.server.process import LaunchedServer, launch_servers, wait_until_healthy
 from grpo_replay.sampling.server.request_pool import PoolSettings, ServerPool
 from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
+from grpo_replay.sampling.server.server_process import (
+    LaunchedServer,
+    launch_servers,
+    wait_until_healthy,
+)
 from grpo_replay.sampling.server.weight_files import SyncFolder
 from grpo_replay.sampling.server.weight_nccl import NcclTransfer
 from grpo_replay.sampling.server.weight_transfer import (
@@ -53,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmServerSampler:
-    """Implements `sampling.protocol.Sampler` over HTTP."""
+    """Implements `sampling.sampler_protocol.Sampler` over HTTP."""
 
     def __init__(
         self,

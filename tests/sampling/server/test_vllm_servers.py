@@ -37,8 +37,8 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.server.http_client import block_on
-from grpo_replay.sampling.server.process import LaunchedServer
 from grpo_replay.sampling.server.sampler import VllmServerSampler
+from grpo_replay.sampling.server.server_process import LaunchedServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from grpo_replay.collection.ledger import CATEGORIES
-from grpo_replay.commands.train_display import Display
 from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
 from small_runs.trained import SMALL, FinishedRun, same_weights
 
@@ -55,7 +55,7 @@ def train_async_run(
 Action = Callable[[], object]
 
 
-class _Acting(Display):
+class _Acting(Observer):
     def __init__(self, after: dict[int, Action]) -> None:
         self.after = after
 
@@ -70,7 +70,7 @@ def collector_pids() -> list[int]:
         child.pid
         for child in psutil.Process().children(recursive=True)
         if child.status() != psutil.STATUS_ZOMBIE
-        and any("collection.worker" in word for word in child.cmdline())
+        and any("collection.collector_process" in word for word in child.cmdline())
     ]
 
 
@@ -81,7 +81,7 @@ def replay_run(run: FinishedRun, path: Path, *layers: dict[str, Any]) -> Finishe
     return train_async_run(changed, path)
 
 
-class _Killer(Display):
+class _Killer(Observer):
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -115,6 +115,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, sections = Path(sys.argv[1]), json.loads(sys.argv[2])
     urls = sections.pop("urls")
-    observer = _Killer(int(sys.argv[3])) if len(sys.argv) > 3 else Display()
+    observer = _Killer(int(sys.argv[3])) if len(sys.argv) > 3 else Observer()
     exists = (folder / "recipe.yaml").exists()
     run_training(async_recipe(urls, sections), folder, exists, observer)

@@ -16,11 +16,11 @@ import yaml
 
 from grpo_replay import __version__
 from grpo_replay.evaluation.aggregate import summarise_both
-from grpo_replay.evaluation.report import EvaluationReport
-from grpo_replay.evaluation.samples import SAMPLE_SCHEMA
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.recipe import Recipe, parse_overrides, recipe_to_yaml, resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.training.summary import summarise_run
+from grpo_replay.training.run_summary import summarise_run
 
 START = 0.3
 BENCHMARKS = ("easy", "hard")

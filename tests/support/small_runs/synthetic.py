@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_replay.buffer import ReplayBuffer
-from grpo_replay.buffer.compose import compose_batch, insert_after_update, insert_before_draw
-from grpo_replay.buffer.snapshot import write_snapshot
-from grpo_replay.grpo.advantages import group_advantages
 from grpo_replay.recipe import Recipe, recipe_to_yaml, resolve_recipe
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.snapshot import write_snapshot
 from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
 from grpo_replay.types import Rollout, RolloutOutcome
 

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file
 
-from grpo_replay.buffer.snapshot import Snapshot, read_snapshot
-from grpo_replay.commands.train_display import Display
 from grpo_replay.engine.models import load_policy
-from grpo_replay.grpo.batch import TrainRow
 from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.replay.batch import TrainRow
+from grpo_replay.replay.snapshot import Snapshot, read_snapshot
 from grpo_replay.tiny.problems import train_problems
 from grpo_replay.training.metrics import depends_on_time
+from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
 
 GROUP, PROMPTS = 4, 6
@@ -96,7 +96,7 @@ class FinishedRun:
 def train_small_run(path: Path, resume: bool = False, **sections: dict[str, Any]) -> FinishedRun:
     """Train in this process. `path` must be new (or hold the run, with `resume`)."""
     recipe = small_recipe(**sections)
-    run_training(recipe, path, resume, Display())
+    run_training(recipe, path, resume, Observer())
     return FinishedRun(path, recipe)
 
 
@@ -104,7 +104,7 @@ class _Stop(Exception):
     pass
 
 
-class _StopAfter(Display):
+class _StopAfter(Observer):
     def __init__(self, step: int) -> None:
         self.step = step
 

@@ -1,0 +1,169 @@
+"""`grpo-replay aes`: print the accuracy-efficiency score against one reference."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from grpo_replay.errors import UsageError
+from grpo_replay.evaluation.aes import (
+    GAIN,
+    LOSS,
+    AesScore,
+    Point,
+    point_of,
+    score_points,
+    score_reports,
+)
+from grpo_replay.evaluation.comparison import differences
+from grpo_replay.evaluation.evaluation_report import read_report_graded_by
+from grpo_replay.evaluation.evaluation_tables import plain_table, tokens
+from grpo_replay.evaluation.results import Interval
+from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.tables import print_table
+
+
+def run(
+    reference: str,
+    files: Sequence[str] = (),
+    candidates: Sequence[str] = (),
+    gain: float = GAIN,
+    loss: float = LOSS,
+    verifier: str | None = None,
+    as_json: bool = False,
+) -> None:
+    """Print AES of `files` or of `candidates` (NAME=ACC,TOKENS) against `reference`.
+
+    `reference` is an evaluation file or ACC,TOKENS. Files are graded by `verifier`; if None, each
+    by its own verifier. Raises UsageError if numbers and files are mixed.
+    """
+    _check_options(files, candidates, gain, loss, verifier)
+    notes: dict[str, list[str]] = {}
+    if files:
+        point, scores, notes = _from_files(reference, files, gain, loss, verifier)
+    else:
+        point = Point("reference", *_numbers(reference, "--reference"))
+        scores = score_points(point, [_candidate(word) for word in candidates], gain, loss)
+    if as_json:
+        found = document(point, scores, gain, loss) | {"differences": notes}
+        print(json.dumps(found, indent=2, allow_nan=False))
+        return
+    console = open_console()
+    print_scores(point, scores, gain, loss, console)
+    for name, sentences in notes.items():
+        for sentence in sentences:
+            console.print(f"A = {reference}, B = {name}: {sentence}", soft_wrap=True)
+
+
+def _check_options(
+    files: Sequence[str],
+    candidates: Sequence[str],
+    gain: float,
+    loss: float,
+    verifier: str | None,
+) -> None:
+    for name, value in (("--gain", gain), ("--loss", loss)):
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{name} {value}: expected a finite number of at least 0")
+    if files and candidates:
+        raise UsageError(
+            "aes takes evaluation files or --candidate numbers, not both: their accuracies may be "
+            "in different units"
+        )
+    if not files and not candidates:
+        raise UsageError(
+            "aes has no candidates: give evaluation files, or --candidate NAME=ACC,TOKENS"
+        )
+    if candidates and verifier is not None:
+        raise UsageError(
+            f"--grade-with {verifier} selects verdicts in evaluation files and has no effect on "
+            "--candidate numbers: leave it out"
+        )
+
+
+def document(
+    reference: Point, scores: Sequence[AesScore], gain: float, loss: float
+) -> dict[str, Any]:
+    """The JSON document of `aes --json`."""
+    return {
+        "reference": asdict(reference),
+        "constants": {"gain": gain, "loss": loss},
+        "candidates": [asdict(score) for score in scores],
+    }
+
+
+def print_scores(
+    reference: Point, scores: Sequence[AesScore], gain: float, loss: float, console: Console
+) -> None:
+    """Print the scores, their intervals if there are any, and the constants."""
+    header = ("model", "accuracy", "tokens", "ΔL", "ΔAcc", "AES")
+    names = _short_names([reference.name, *(score.name for score in scores)])
+    rows = [(names[0], f"{reference.accuracy:.4g}", tokens(reference.tokens), *"–––")]
+    for name, score in zip(names[1:], scores, strict=True):
+        deltas = (score.delta_length, score.delta_accuracy, score.aes)
+        rows.append(
+            (
+                *(name, f"{score.accuracy:.4g}", tokens(score.tokens)),
+                *(f"{delta:+.3f}" for delta in deltas),
+            )
+        )
+    print_table(console, plain_table(f"AES against {reference.name}", header, rows))
+    intervals = [
+        (score.delta_length_interval, score.delta_accuracy_interval, score.aes_interval)
+        for score in scores
+    ]
+    if any(map(any, intervals)):
+        rows = [(n, *map(_interval, each)) for n, each in zip(names[1:], intervals, strict=True)]
+        title = "95 % intervals, bootstrap over problems"
+        print_table(console, plain_table(title, ("model", *header[3:]), rows))
+    console.print(f"AES = ΔL + β·ΔAcc, β = {gain:g} if ΔAcc ≥ 0, else {loss:g}")
+
+
+def _short_names(names: Sequence[str]) -> list[str]:
+    """File names without the folder if all are in one folder, else the full paths."""
+    one_folder = len({os.path.dirname(name) for name in names}) == 1
+    return [os.path.basename(name) if one_folder else name for name in names]
+
+
+def _from_files(
+    reference: str, files: Sequence[str], gain: float, loss: float, verifier: str | None
+) -> tuple[Point, list[AesScore], dict[str, list[str]]]:
+    """The reference, the scores, and notes on other differences by candidate."""
+    if not Path(reference).exists() and "," in reference:
+        raise UsageError(
+            f"--reference {reference} gives numbers, but the candidates are files: give the "
+            "reference's evaluation file, or all as numbers (--candidate NAME=ACC,TOKENS)"
+        )
+    report = read_report_graded_by(Path(reference), verifier)
+    candidates = [(file, read_report_graded_by(Path(file), verifier)) for file in files]
+    scores = score_reports((reference, report), candidates, gain, loss)
+    notes = {file: found for file, each in candidates if (found := differences(report, each))}
+    return point_of(reference, report), scores, notes
+
+
+def _candidate(word: str) -> Point:
+    name, separator, numbers = word.rpartition("=")
+    if not separator or not name:
+        raise UsageError(f"--candidate {word!r}: expected NAME=ACC,TOKENS, such as ours=31.06,6800")
+    return Point(name, *_numbers(numbers, f"--candidate {name}"))
+
+
+def _numbers(text: str, place: str) -> tuple[float, float]:
+    parts = text.split(",")
+    try:
+        accuracy, length = map(float, parts)
+    except ValueError as error:
+        also = "" if place != "--reference" else " (with candidate files: an evaluation file)"
+        raise UsageError(
+            f"{place} {text!r}: expected ACC,TOKENS, such as 26.71,7576{also}"
+        ) from error
+    return accuracy, length
+
+
+def _interval(bounds: Interval | None) -> str:
+    return "–" if bounds is None else f"[{bounds[0]:+.3f}, {bounds[1]:+.3f}]"

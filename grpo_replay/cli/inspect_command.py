@@ -1,0 +1,216 @@
+"""`grpo-replay inspect-buffer`: show the content and history of a replay buffer."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.lab.inspection import views
+from grpo_replay.lab.inspection.buffer_summary import Inspection
+from grpo_replay.lab.inspection.compute import summarise
+from grpo_replay.lab.inspection.export import export_rows
+from grpo_replay.lab.inspection.life import read_life
+from grpo_replay.lab.inspection.rows import RowSource, iter_rows, open_rows, sample_rollouts
+from grpo_replay.lab.inspection.source import Source, open_source, read_run_recipe
+from grpo_replay.lab.inspection.views import LIST_ROWS
+from grpo_replay.lab.inspection.what_if import what_if
+from grpo_replay.lab.inspection.where import Filter, parse_where
+from grpo_replay.storage.atomic import named_if_unwritable
+from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
+
+
+def run(
+    path: str,
+    step: int | None = None,
+    as_json: bool = False,
+    plot: str | None = None,
+    show: int | None = None,
+    where: str | None = None,
+    limit: int = LIST_ROWS,
+    text: bool = False,
+    export: str | None = None,
+    verify: bool = False,
+    changes: Sequence[str] = (),
+    with_model: bool = False,
+) -> int:
+    """Print the requested output; returns the exit status (3 if a verification failed).
+
+    Raises UsageError for options that cannot be combined, SnapshotError for invalid files.
+    """
+    _check_options(show, where, export, verify, changes, plot)
+    if where is None and (text or limit != LIST_ROWS):
+        raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
+    if with_model and not verify:
+        raise UsageError("--with-model recomputes what --verify can check with weights: add it")
+    source = open_source(path, step)
+    console = open_console(markup=True)
+    if verify:
+        return _verify(source, console, as_json, with_model)
+    if changes:
+        _what_if(source, changes, console, as_json)
+    elif show is not None:
+        _show(source, show, console, as_json)
+    elif where is not None or export is not None:
+        chosen = _chosen(source, where)
+        if export is not None:
+            _export(chosen, Path(export), where or "", console, as_json)
+        else:
+            _list(chosen, limit, text, console, as_json)
+    else:
+        _screen(source, plot, console, as_json)
+    return 0
+
+
+def _check_options(
+    show: int | None,
+    where: str | None,
+    export: str | None,
+    verify: bool,
+    changes: Sequence[str],
+    plot: str | None,
+) -> None:
+    asked = {
+        "--show": show is not None,
+        "--where or --export": where is not None or export is not None,
+        "--verify": verify,
+        "--what-if": bool(changes),
+        "--plot": plot is not None,
+    }
+    used = [name for name, given in asked.items() if given]
+    if len(used) > 1:
+        raise UsageError(f"{' and '.join(used)} cannot be combined; use one at a time")
+    if plot is not None:
+        check_plot_path(Path(plot), (*FIGURE_FORMATS, ".html"))
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(views.json_values(document), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -> None:
+    inspection = summarise(source)
+    if plot is not None:
+        _plot(source, inspection, Path(plot))
+    if as_json:
+        _print_json(views.inspection_document(inspection))
+    elif plot is None:
+        from grpo_replay.lab.inspection.buffer_panels import print_inspection
+
+        print_inspection(inspection, console)
+
+
+def _plot(source: Source, inspection: Inspection, path: Path) -> None:
+    with named_if_unwritable(path):
+        if path.suffix.lower() == ".html":
+            from grpo_replay.lab.inspection.buffer_page import write_page
+
+            write_page(inspection, sample_rollouts(source), path)
+        else:
+            from grpo_replay.lab.inspection.buffer_figures import plot_inspection
+
+            plot_inspection(inspection, path)
+    open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
+
+
+def _what_if(source: Source, changes: Sequence[str], console: Console, as_json: bool) -> None:
+    result = what_if(source, changes)
+    if as_json:
+        _print_json(asdict(result))
+    else:
+        views.print_what_if(result, console)
+
+
+def _show(source: Source, rollout_id: int, console: Console, as_json: bool) -> None:
+    life = read_life(source, rollout_id)
+    if as_json:
+        _print_json(asdict(life))
+    else:
+        views.print_life(life, console)
+
+
+def _chosen(source: Source, where: str | None) -> tuple[RowSource, Filter | None]:
+    rows = open_rows(source)
+    return rows, None if where is None else parse_where(where, rows.schema)
+
+
+def _export(
+    chosen: tuple[RowSource, Filter | None],
+    path: Path,
+    where: str,
+    console: Console,
+    as_json: bool,
+) -> None:
+    with named_if_unwritable(path):
+        count = export_rows(*chosen, path, where)
+    if as_json:
+        _print_json({"exported": count, "file": str(path)})
+    else:
+        console.print(f"wrote {count:,} rollouts to {escape(str(path))}", soft_wrap=True)
+
+
+def _list(
+    chosen: tuple[RowSource, Filter | None],
+    limit: int,
+    text: bool,
+    console: Console,
+    as_json: bool,
+) -> None:
+    names = (*views.LISTED, "completion_text") if text else views.LISTED
+    if text and "completion_text" not in chosen[0].schema.names:
+        raise UsageError("--text needs a run directory: a snapshot holds no texts")
+    columns = [name for name in names if name in chosen[0].schema.names]
+    listed, total = _matches(*chosen, columns, limit)
+    if as_json:
+        _print_json({"matches": total, "rollouts": listed})
+    else:
+        views.print_list(listed, total, console)
+
+
+def _matches(
+    rows: RowSource, chosen: Filter | None, columns: Sequence[str], limit: int
+) -> tuple[list[dict[str, Any]], int]:
+    """The first matching rows, and the number of all matching rows."""
+    listed: list[dict[str, Any]] = []
+    total = 0
+    for table in iter_rows(rows, columns, chosen):
+        listed.extend(table.slice(0, limit - len(listed)).to_pylist())
+        total += table.num_rows
+    return listed, total
+
+
+def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -> int:
+    from grpo_replay.lab.verification.verify import verify_run
+
+    if source.run_dir is None:
+        raise SnapshotError(
+            f"{source.path}: --verify recomputes a run from its rollout log; give a run directory"
+        )
+    report = verify_run(source.run_dir, _policies(source.run_dir) if with_model else None)
+    if as_json:
+        _print_json(report.to_json())
+    else:
+        views.print_verification(report, console)
+    return 0 if report.passed else SnapshotError.exit_code
+
+
+def _policies(run_dir: Path) -> Callable[[int], Any]:
+    """Opens the policy after a step of the run; of step 0 the model that it began with."""
+    from grpo_replay.terminal.quiet import quiet_libraries
+
+    with quiet_libraries():
+        from grpo_replay.engine.plain_policy import PlainPolicy
+
+    def open_policy(step: int) -> PlainPolicy:
+        recipe = read_run_recipe(run_dir, max(step, 1))
+        assert recipe is not None, "the verification has read it"
+        folder = run_dir / "checkpoints" / checkpoint_name(step) / "model" if step else None
+        return PlainPolicy(recipe, folder)
+
+    return open_policy

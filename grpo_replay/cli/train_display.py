@@ -1,0 +1,289 @@
+"""The terminal display of a training run: a live progress line, and tables at the end."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from grpo_replay.errors import DataError
+from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.output import GuardedStream, guarded_stderr
+from grpo_replay.training.observer import Observer
+
+if TYPE_CHECKING:
+    from grpo_replay.evaluation.evaluation_report import EvaluationReport
+    from grpo_replay.recipe import Recipe
+    from grpo_replay.storage.checkpoint import RunState
+    from grpo_replay.training.run import RunResult
+
+PLAIN_LINES = 20
+"""Number of progress lines of a run when stderr is not a terminal."""
+
+
+class RunDisplay(Observer):
+    """Prints progress to stderr and the result to stdout."""
+
+    def __init__(self, console: Console, stream: GuardedStream | None = None) -> None:
+        self._console = console
+        self._stream = stream
+        self._live: Live | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("starting", total=None)
+        self._line = ""
+        self._steps = 0
+        self._held_out: float | None = None
+        self._tokens_per_second: float | None = None
+
+    def __enter__(self) -> "RunDisplay":
+        if self._console.is_terminal:
+            self._live = Live(get_renderable=self._screen, console=self._console, transient=True)
+            self._live.start()
+        return self
+
+    def _screen(self) -> Group:
+        """The bar, and below it the last step: side by side they need more than 80 columns."""
+        return Group(self._progress, Text(self._line))
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def lost_reader(self) -> bool:
+        return self._stream is not None and self._stream.lost_reader
+
+    def on_status(self, text: str) -> None:
+        if self._live is None:
+            self._console.print(text, highlight=False, soft_wrap=True)
+        else:
+            self._line = text
+
+    def on_start(
+        self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
+    ) -> None:
+        self._steps = recipe.run.steps
+        self._console.print(
+            describe_run(recipe, run_dir, state.step), highlight=False, soft_wrap=True
+        )
+        for notice in notices:
+            self.on_notice(notice)
+        self._line = ""
+        self._progress.update(
+            self._task, description="step", total=self._steps, completed=state.step
+        )
+
+    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._console.print(samples_table(step, rows))
+
+    def on_notice(self, text: str) -> None:
+        self._console.print(f"note: {text}", highlight=False, soft_wrap=True)
+
+    def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
+        self._line = ""
+        accuracies, errors = report.accuracies(), report.standard_errors()
+        self._held_out = accuracies["mean"]
+        greedy = report.greedy_accuracies()
+        greedy_part = f", greedy {100 * greedy['mean']:.1f} %" if greedy else ""
+        error = errors.get("mean")
+        spread = f" ± {100 * error:.1f}" if error is not None else ""
+        self._console.print(
+            f"step {step}: held-out accuracy {100 * accuracies['mean']:.1f}{spread} %{greedy_part}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        speed = metrics["cost/generated_tokens"] / max(metrics["step_time"], 1e-9)
+        before = self._tokens_per_second
+        self._tokens_per_second = speed if before is None else 0.9 * before + 0.1 * speed
+        self._line = line = self._describe_step(metrics)
+        self._progress.update(self._task, completed=metrics["step"])
+        if self._live is None and self._is_due(metrics["step"]):
+            self._console.print(
+                f"step {metrics['step']}/{self._steps}  {line}", highlight=False, soft_wrap=True
+            )
+
+    def _is_due(self, step: int) -> bool:
+        return step in (1, self._steps) or step % max(1, self._steps // PLAIN_LINES) == 0
+
+    def _describe_step(self, metrics: Mapping[str, Any]) -> str:
+        reward = metrics["reward"]  # None in an asynchronous step in which nothing arrived
+        parts = [] if reward is None else [f"reward {reward:+.2f}"]
+        if self._held_out is not None:
+            parts.append(f"held-out {100 * self._held_out:.1f} %")
+        parts.append(f"fresh {metrics['fresh/rollouts']} replayed {metrics['replay/rollouts']}")
+        if metrics["replay/age_mean"] is not None:
+            parts.append(f"age {metrics['replay/age_mean']:.1f}")
+        if "async/trainer_idle" in metrics:
+            parts += asynchronous_parts(metrics)
+        parts.append(f"{self._tokens_per_second:,.0f} tok/s")
+        return " · ".join(parts)
+
+    def conclude(self, result: "RunResult") -> None:
+        if result.interrupted:
+            self._console.print(describe_stop(result), highlight=False, soft_wrap=True)
+            return
+        assert result.summary is not None
+        out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
+        if result.summary["base"] or result.summary["final"]:
+            out.print(result_table(result.summary))
+        try:
+            _print_staleness(result.run_dir, out)
+        except DataError as error:  # the training went well
+            self.on_notice(f"the ages of the rollouts cannot be shown: {error}")
+        out.print(describe_end(result.run_dir, result.summary), soft_wrap=True)
+
+
+def describe_stop(result: "RunResult") -> str:
+    """What an interrupted run leaves, and the command that continues it."""
+    saved = f"after step {result.step}, with a checkpoint"
+    if result.step == 0:
+        saved = "before the end of step 1: there is nothing to save yet"
+    resume = f"grpo-replay train --resume --output-dir {shlex.quote(str(result.run_dir))}"
+    return f"interrupted {saved}. Continue with: {resume}"
+
+
+def _print_staleness(run_dir: Path, out: Console) -> None:
+    """Print the ages of stored and replayed rollouts, if the run's logs contain them."""
+    from grpo_replay.lab.inspection.buffer_panels import staleness_panel
+    from grpo_replay.lab.inspection.compute import summarise
+    from grpo_replay.lab.inspection.source import open_source
+
+    panel = staleness_panel(summarise(open_source(str(run_dir), None)))
+    if panel is not None:
+        out.print(panel)
+
+
+def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Prompts, completions and rewards; long texts are shortened in the middle."""
+    table = Table(title=f"samples of step {step}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("rollout", justify="right")
+    table.add_column("reward", justify="right")
+    table.add_column("verdict")
+    table.add_column("prompt")
+    table.add_column("completion")
+    for row in rows:
+        table.add_row(
+            str(row["rollout_id"]),
+            f"{row['reward']:+.2f}",
+            row["verdict"],
+            Text(shortened(row["prompt"])),
+            Text(shortened(row["completion"])),
+        )
+    return table
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    """The text on one line, without control characters; its middle left out beyond `limit`."""
+    line = "".join(c if c.isprintable() else " " for c in text)
+    half = limit // 2
+    return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
+
+
+def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:
+    """Idle shares, age of what was trained on, fill of the buffer, tokens trained per second."""
+    idle, age = metrics["async/sampler_idle"], metrics["async/age_mean"]
+    trained = metrics["cost/trained_tokens"] / max(metrics["step_time"], 1e-9)
+    return [
+        f"trainer idle {100 * metrics['async/trainer_idle']:.0f} %",
+        "sampler idle -" if idle is None else f"sampler idle {100 * idle:.0f} %",
+        "trained age -" if age is None else f"trained age {age:.1f}",
+        f"stored {metrics['buffer/rollouts']:,}",
+        f"{trained:,.0f} trained tok/s, generated",
+    ]
+
+
+def describe_run(recipe: "Recipe", run_dir: Path, step: int) -> str:
+    """Two lines on the run that is about to start."""
+    replay = recipe.replay
+    described = "no replay"
+    if recipe.replays:
+        limit = "none" if replay.max_age_steps is None else f"{replay.max_age_steps} steps"
+        described = (
+            f"{replay.unit} replay by {replay.priority}, {replay.composition}, "
+            f"ratio {replay.ratio:g}, age limit {limit}"
+        )
+    start = f"resuming after step {step}" if step else f"{recipe.run.steps} steps"
+    return (
+        f"{recipe.name}: {recipe.model.path}, {start} of {recipe.sampling.prompts_per_step} × "
+        f"{recipe.sampling.group_size} rollouts, preset {replay.preset} ({described})\n"
+        f"run directory: {run_dir}"
+    )
+
+
+def result_table(summary: Mapping[str, Any]) -> Table:
+    """Accuracy of the base and of the trained model by benchmark, sampled and greedy."""
+    table = Table(title="held-out accuracy, %", title_justify="left")
+    table.add_column("benchmark")
+    greedy = bool(summary["base_greedy"] and summary["final_greedy"])
+    for name in ("base", "trained", "change", *(("greedy base", "trained", "change") * greedy)):
+        table.add_column(name, justify="right")
+    base, final = summary["base"] or {}, summary["final"] or {}
+    same = summary.get("comparable") is not False
+    if not same:
+        table.title = "held-out accuracy, % (evaluated under other settings before and after)"
+    for name in final or base:
+        cells = [
+            _with_error(base.get(name), (summary["base_stderr"] or {}).get(name)),
+            _with_error(final.get(name), (summary["final_stderr"] or {}).get(name)),
+            _change(base.get(name), final.get(name)) if same else "",
+        ]
+        if greedy:
+            before, after = summary["base_greedy"].get(name), summary["final_greedy"].get(name)
+            cells += [_with_error(before, None), _with_error(after, None)]
+            cells.append(_change(before, after) if same else "")
+        if name == "mean":
+            table.add_section()
+        table.add_row(name, *cells, style="bold" if name == "mean" else None)
+    return table
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return "" if before is None or after is None else f"{100 * (after - before):+.1f}"
+
+
+def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
+    """Totals of the run, and commands to continue with."""
+    return (
+        f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
+        f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
+        f"{summary['replayed_rollouts']:,} rollouts replayed\n\n"
+        "next:\n"
+        f"  grpo-replay inspect-buffer {run_dir}\n"
+        f"  grpo-replay eval --ckpt {run_dir}/checkpoints/latest\n"
+        f"  grpo-replay plan --from-run {run_dir}\n"
+        f"  tensorboard --logdir {run_dir}/tensorboard"
+    )
+
+
+@contextmanager
+def open_display(is_main: bool) -> Iterator[Observer]:
+    """The display of this rank."""
+    if not is_main:
+        yield Observer()
+        return
+    with (
+        guarded_stderr() as stream,
+        RunDisplay(open_console(file=cast(TextIO, stream)), stream) as display,
+    ):
+        yield display

@@ -1,0 +1,119 @@
+"""The collector's process: `python -m grpo_replay.collection.collector_process SETTINGS_FILE`.
+
+Rank 0 spawns it (`collection.link`), without a GPU and without the variables of a rank. It ends
+when rank 0 says so or is gone.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from grpo_replay.collection.collector import Collector, CollectorParts
+from grpo_replay.collection.messages import (
+    Delivery,
+    Failure,
+    Report,
+    decode_command,
+    encode,
+)
+from grpo_replay.errors import first_line
+from grpo_replay.prompts.prompt_set import load_prompts
+from grpo_replay.recipe import BUILTIN_VERIFIERS, resolve_recipe
+from grpo_replay.rewards.scorer import RewardScorer
+
+PARENT_POLL_SECONDS = 0.5
+
+
+def main() -> int:
+    """The exit code: 0 after Stop, 1 after a failure, which rank 0 was told."""
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    context = zmq.asyncio.Context()
+    deliveries: zmq.Socket = zmq.Context.shadow(context).socket(zmq.PUSH)
+    commands = context.socket(zmq.PULL)
+    for socket in (deliveries, commands):
+        socket.set_hwm(0)
+        socket.setsockopt(zmq.LINGER, 2000)
+    deliveries.connect(settings["deliveries"])
+    commands.bind(settings["commands"])
+
+    def send(delivery: Delivery) -> None:
+        deliveries.send(encode(delivery), zmq.NOBLOCK)
+
+    try:
+        asyncio.run(_collect(settings, commands, send))
+        return 0
+    except Exception as error:
+        logging.exception("the collector failed")
+        failure = Failure(type(error).__name__, str(error) or first_line(error))
+        send(Delivery(0, failure, Report(sent=time.monotonic())))
+        return 1
+    finally:
+        commands.close()
+        deliveries.close()
+        context.term()
+
+
+async def _collect(settings: dict[str, Any], commands: zmq.asyncio.Socket, send: Any) -> None:
+    from grpo_replay.engine.models import load_tokenizer
+
+    recipe = resolve_recipe([settings["recipe"]], "the collector's recipe")
+    tokenizer = load_tokenizer(recipe.model)
+    functions = {each.function for each in recipe.reward.functions}
+    whole_rows = not functions <= set(BUILTIN_VERIFIERS)
+    prompts = load_prompts(recipe.prompts, tokenizer, recipe.run.seed, whole_rows)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    with RewardScorer.open(recipe.reward) as scorer:
+        collector = Collector(
+            CollectorParts(
+                recipe, settings["urls"], settings["stop_token_ids"],
+                settings["unacknowledged_limit"], prompts, decode, scorer, send,
+            )
+        )  # fmt: skip
+        await _until_the_first_ends(
+            collector.run(),
+            _take_commands(collector, commands),
+            _stop_without_parent(collector, settings["parent"]),
+        )
+
+
+async def _until_the_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run all until one ends or fails, and cancel the others. Raises its error."""
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _take_commands(collector: Collector, commands: zmq.asyncio.Socket) -> None:
+    while True:
+        collector.handle(decode_command(await commands.recv()))
+
+
+async def _stop_without_parent(collector: Collector, parent: int) -> None:
+    """Not the kernel's death signal: that follows the thread that spawned us, which may end."""
+    while os.getppid() == parent:
+        await asyncio.sleep(PARENT_POLL_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""The evaluation report: results and settings as JSON, per-sample rows as Parquet."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import isclose
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation.aggregate import ProblemTable, problem_table
+from grpo_replay.evaluation.results import BenchmarkResult, Count, OtherGrading, Results, Whole
+from grpo_replay.evaluation.sample_table import graded_by, read_samples, write_samples
+from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+
+REPORT_VERSION = 3
+
+READABLE_VERSIONS = (2, REPORT_VERSION)
+"""Version 2 has no `other_gradings` and does not name the stop tokens."""
+
+
+@pydantic_dataclass
+class _Settings:
+    """The settings that are validated when a report is read; a report has more."""
+
+    benchmarks: dict[str, dict[str, Any]]
+    bootstrap_samples: Count
+
+
+_SETTINGS = TypeAdapter(_Settings)
+_RESULTS = TypeAdapter(Results)
+_COUNTS = TypeAdapter(dict[str, Whole])
+_MAPPING = TypeAdapter(dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluationReport:
+    """The results of an evaluation.
+
+    `greedy` is None without a greedy evaluation; `other_gradings` are by verifier; `samples` are
+    the per-sample rows, None if the report was read without them.
+    """
+
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    versions: dict[str, str]
+    sampled: Results
+    greedy: Results | None = None
+    samples: pa.Table | None = None
+    other_gradings: dict[str, OtherGrading] = field(default_factory=dict)
+
+    @property
+    def verifier(self) -> str:
+        """The verifier of `sampled` and `greedy`."""
+        return str(self.settings["reward"])
+
+    def graded_by(self, verifier: str) -> "EvaluationReport":
+        """The report with `verifier` as its own verifier, and without other gradings.
+
+        `verifier` is its own or one of `other_gradings`.
+        """
+        alone = replace(self, other_gradings={})
+        if verifier == self.verifier:
+            return alone
+        other = self.other_gradings[verifier]
+        return replace(
+            alone,
+            settings={**self.settings, "reward": verifier},
+            versions={**self.versions, **other.versions},
+            sampled=other.sampled,
+            greedy=other.greedy,
+            samples=None if self.samples is None else graded_by(self.samples, verifier),
+        )
+
+    def accuracies(self) -> dict[str, float]:
+        """avg@k of every benchmark as a fraction, and `mean`."""
+        return self.sampled.accuracies()
+
+    def standard_errors(self) -> dict[str, float | None]:
+        """Standard errors of `accuracies`, over problems."""
+        return self.sampled.standard_errors()
+
+    def greedy_accuracies(self) -> dict[str, float] | None:
+        """Greedy accuracy of every benchmark, and `mean`; None without a greedy evaluation."""
+        return None if self.greedy is None else self.greedy.accuracies()
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON document, without the per-sample rows."""
+        return {
+            "schema_version": REPORT_VERSION,
+            "model": self.model,
+            "settings": self.settings,
+            "versions": self.versions,
+            **_results_to_json(self.sampled, self.greedy),
+            "other_gradings": {
+                verifier: {
+                    **_results_to_json(other.sampled, other.greedy),
+                    "gained": other.gained,
+                    "lost": other.lost,
+                    "versions": other.versions,
+                }
+                for verifier, other in self.other_gradings.items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "EvaluationReport":
+        """The inverse of `to_json`. Raises KeyError or ValueError for an inconsistent document."""
+        _SETTINGS.validate_python(document["settings"])
+        sampled, greedy = _both_from_json(document)
+        others = {} if document["schema_version"] == 2 else document["other_gradings"]
+        return cls(
+            model=_MAPPING.validate_python(document["model"]),
+            settings=document["settings"],
+            versions=_MAPPING.validate_python(document["versions"]),
+            sampled=sampled,
+            greedy=greedy,
+            other_gradings={
+                verifier: _grading_from_json(each, sampled)
+                for verifier, each in _MAPPING.validate_python(others).items()
+            },
+        )
+
+    def write(self, path: Path) -> None:
+        """Write `path` (JSON) and the per-sample rows next to it (`.parquet`), both atomically.
+
+        Raises OutputDirectoryError.
+        """
+        text = json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False)
+        with named_if_unwritable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if self.samples is not None:
+                write_samples(samples_path(path), self.samples)
+            write_text_whole(path, text + "\n")
+
+
+def samples_path(report_path: Path) -> Path:
+    """The path of a report's per-sample rows."""
+    return report_path.with_suffix(".parquet")
+
+
+def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) -> EvaluationReport:
+    """The report at `path`; `with_samples` adds the per-sample rows, if their file exists, and
+    `with_texts` the completions in them.
+
+    Raises EvaluationFileError for a file that is missing, damaged or of another version.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise EvaluationFileError(f"{path}: not a readable evaluation file: {error}") from error
+    found = document.get("schema_version") if isinstance(document, dict) else None
+    if found not in READABLE_VERSIONS:
+        raise EvaluationFileError(
+            f"{path}: not an evaluation file of this version (schema_version is {found!r}, "
+            f"expected {REPORT_VERSION}): make one with grpo-replay eval"
+        )
+    try:
+        report = EvaluationReport.from_json(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "settings"
+        raise _damaged(path, f"{place}: {first['msg']}, found {first['input']!r:.80}") from error
+    except (KeyError, ValueError) as error:
+        raise _damaged(path, f"{error}") from error
+    rows_path = samples_path(path)
+    if not (with_samples and rows_path.is_file()):
+        return report
+    rows = read_samples(rows_path, with_texts)
+    try:
+        _check_rows(report, rows)
+    except ValueError as error:
+        raise EvaluationFileError(
+            f"{rows_path} is not the per-sample file of {path}: {error}; restore the two files "
+            "together, or evaluate again"
+        ) from error
+    return replace(report, samples=rows)
+
+
+def read_report_graded_by(path: Path, verifier: str | None) -> EvaluationReport:
+    """The report at `path`, graded by `verifier`; by the report's own if None.
+
+    Raises EvaluationFileError as `read_report` does, and if `verifier` did not grade the report.
+    """
+    report = read_report(path)
+    if verifier is None:
+        return report
+    known = [report.verifier, *report.other_gradings]
+    if verifier not in known:
+        raise EvaluationFileError(
+            f"{path} is graded by {', '.join(known)}, not by {verifier}: add it, without "
+            f"sampling again, with grpo-replay eval --regrade {path} --grade-with {verifier}"
+        )
+    return report.graded_by(verifier)
+
+
+def _damaged(path: Path, what: str) -> EvaluationFileError:
+    return EvaluationFileError(
+        f"{path}: damaged evaluation file: {what}; restore it from a copy, or evaluate again"
+    )
+
+
+def _results_to_json(sampled: Results, greedy: Results | None) -> dict[str, Any]:
+    return {**asdict(sampled), "greedy": None if greedy is None else asdict(greedy)}
+
+
+def _both_from_json(document: Mapping[str, Any]) -> tuple[Results, Results | None]:
+    greedy = document["greedy"]
+    return _results_from_json(document), None if greedy is None else _results_from_json(greedy)
+
+
+def _grading_from_json(document: Mapping[str, Any], own: Results) -> OtherGrading:
+    document = _MAPPING.validate_python(document)
+    sampled, greedy = _both_from_json(document)
+    if sampled.mean.benchmarks != own.mean.benchmarks:
+        raise ValueError("other_gradings have other benchmarks than the report")
+    gained, lost = (_COUNTS.validate_python(document[key]) for key in ("gained", "lost"))
+    return OtherGrading(
+        sampled, greedy, gained, lost, _MAPPING.validate_python(document["versions"])
+    )
+
+
+def _results_from_json(document: Mapping[str, Any]) -> Results:
+    document = _MAPPING.validate_python(document)
+    found = {"benchmarks": document["benchmarks"], "mean": document["mean"]}
+    results = _RESULTS.validate_python(found)
+    each = list(results.benchmarks.values())
+    if not each:
+        raise ValueError("the report has no benchmarks")
+    if tuple(results.benchmarks) != results.mean.benchmarks:
+        raise ValueError("mean.benchmarks are not the benchmarks of the report")
+    for name in ("avg_at_k", "pass_at_k", "mean_tokens"):
+        mean = getattr(results.mean, name)
+        if not isclose(mean, fmean(getattr(result, name) for result in each), rel_tol=1e-9):
+            raise ValueError(f"mean.{name} {mean} is not the mean over the benchmarks")
+    return results
+
+
+def _check_rows(report: EvaluationReport, rows: pa.Table) -> None:
+    """Raises ValueError unless the report's means are those of the rows, under every grading."""
+    for verifier in report.other_gradings:
+        _check_rows(report.graded_by(verifier), graded_by(rows, verifier))
+    for results, greedy in ((report.sampled, False), (report.greedy, True)):
+        chosen = rows.filter(pc.equal(rows["greedy"], greedy))
+        benchmarks = results.benchmarks if results else {}
+        if set(chosen["benchmark"].to_pylist()) != set(benchmarks):
+            raise ValueError(f"its {'greedy' if greedy else 'sampled'} rows have other benchmarks")
+        for name, result in benchmarks.items():
+            _check_means(name, result, problem_table(rows, name, greedy))
+
+
+def _check_means(name: str, result: BenchmarkResult, problems: ProblemTable) -> None:
+    found = {
+        "n": (result.n, len(problems.problem_ids)),
+        "k": (result.k, problems.samples),
+        "avg_at_k": (result.avg_at_k, float(problems.accuracy_N.mean())),
+        "mean_tokens": (result.mean_tokens, float(problems.tokens_N.mean())),
+    }
+    for key, (stated, counted) in found.items():
+        if not isclose(stated, counted, rel_tol=1e-9):
+            raise ValueError(f"{name}.{key} is {stated} in the report, {counted} in the rows")

@@ -1,0 +1,293 @@
+"""Evaluation results as terminal tables and as Markdown, with the same columns."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from grpo_replay.evaluation.comparison import LengthChange, PairedResult
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.results import (
+    BenchmarkResult,
+    Interval,
+    MeanResult,
+    OtherGrading,
+    Results,
+)
+
+Row = Sequence[str]
+LEGEND = (
+    "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems (too narrow near 0 and "
+    "100 %); tokens: mean completion length; right, wrong: the same of correct and of incorrect "
+    "completions; cut: reached the length limit; none: no answer could be parsed."
+)
+GRADING_LEGEND = (
+    "gained, lost: samples that only the other verifier, or only the report's own, accepts (mean: "
+    "summed over benchmarks)."
+)
+PAGE_TITLE = "# Evaluation of"
+SHORT_NAME = 12
+"""Minimum width to which names of models and benchmarks are folded on a narrow terminal."""
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f}"
+
+
+def percent_interval(bounds: Interval | None) -> str:
+    return "–" if bounds is None else f"[{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
+
+
+def tokens(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def tokens_interval(bounds: Interval | None) -> str:
+    return "–" if bounds is None else f"[{tokens(bounds[0])}, {tokens(bounds[1])}]"
+
+
+def p_value(value: float) -> str:
+    return "<.001" if value < 0.001 else f"{value:.3f}"
+
+
+def heading(report: EvaluationReport) -> str:
+    """One line on the model and how it was sampled."""
+    model, settings = report.model, report.settings
+    words = [str(model.get("name", "a model"))]
+    if "sha256" in model:
+        words.append(f"sha256 {model['sha256'][:12]}…")
+    words += [
+        f"{model['dtype']} on {settings['backend']}" if "dtype" in model else settings["backend"],
+        f"T {settings['temperature']:g}, top-p {settings['top_p']:g}",
+        f"at most {settings['max_completion_length']:,} tokens",
+    ]
+    if "stop_tokens" in settings:  # absent from files of version 2
+        words.append(f"ends at {' or '.join(settings['stop_tokens'])}")
+    words.append(f"graded by {_short(report.verifier)}")
+    return " · ".join(words)
+
+
+def _short(verifier: str) -> str:
+    """The name of a verifier, of `folder/file.py:function` without the folder."""
+    return verifier.rpartition("/")[2]
+
+
+def terminal_tables(report: EvaluationReport) -> list[Table]:
+    """Accuracy, length, and pass@j if k > 1; each fits in 80 columns."""
+    return [plain_table(title, *content) for title, content in _contents(report)]
+
+
+def comparison_table(results: Mapping[str, PairedResult]) -> Table:
+    """B against A: differences in points with 95 % intervals, p-values, and changed verdicts."""
+    header = ("benchmark", "A", "B", "B-A", "95 %", "p", "tokens", "better", "worse", "lost", "won")
+    rows = [
+        (
+            name,
+            percent(result.accuracy_a),
+            percent(result.accuracy_b),
+            f"{100 * result.difference:+.1f}",
+            percent_interval(result.difference_interval),
+            p_value(result.p_value),
+            f"{result.tokens_difference:+,.1f}",
+            str(result.problems_better),
+            str(result.problems_worse),
+            str(result.correct_to_wrong),
+            str(result.wrong_to_correct),
+        )
+        for name, result in results.items()
+    ]
+    return plain_table("B against A, paired over problems", header, rows)
+
+
+def length_table(results: Mapping[str, PairedResult]) -> Table:
+    """Mean tokens of A and B and their relative difference, for all, right and wrong answers."""
+    header = ("benchmark", *("A", "B", "Δ %") * 3)
+    rows = [
+        (
+            name,
+            *_length_cells(result.length),
+            *_length_cells(result.length_correct),
+            *_length_cells(result.length_incorrect),
+        )
+        for name, result in results.items()
+    ]
+    return plain_table("mean tokens: all answers · right ones · wrong ones", header, rows)
+
+
+def _length_cells(length: LengthChange) -> Row:
+    change = "–" if length.change is None else f"{100 * length.change:+.1f}"
+    return tokens(length.a), tokens(length.b), change
+
+
+COMPARISON_LEGEND = (
+    "accuracies and differences in %, with 95 % paired bootstrap intervals; p: two-sided, from "
+    "sign flips over problems; tokens: B minus A; better, worse: problems; lost, won: samples that "
+    "changed from correct to wrong and from wrong to correct; right and wrong answers: each "
+    "model's own, pooled over samples (mean: over all benchmarks)."
+)
+
+
+def legend(report: EvaluationReport) -> str:
+    """The meaning of the columns in a report's tables."""
+    return f"{LEGEND} {GRADING_LEGEND}" if report.other_gradings else LEGEND
+
+
+def markdown(report: EvaluationReport) -> str:
+    """The report as a Markdown page."""
+    settings, model = report.settings, report.model
+    lines = [
+        f"{PAGE_TITLE} {model.get('name', 'a model')}",
+        "",
+        *markdown_sections(report),
+        legend(report),
+        "",
+        "## Settings",
+        "",
+        *(f"- {key}: {_code(value)}" for key, value in settings.items() if key != "benchmarks"),
+        *(
+            f"- {name}: {each['file'] or each['source']}, split {each['split']}, problems "
+            f"{each['problems_sha256'][:16]}…, seeds {each['seeds']}"
+            for name, each in settings["benchmarks"].items()
+        ),
+        *(f"- model {key}: {_code(value)}" for key, value in model.items()),
+        *(f"- {package} {number}" for package, number in report.versions.items()),
+        *_unparsable(report.sampled),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _code(value: Any) -> str:
+    """A value as inline code, with line breaks escaped and backquotes fenced."""
+    text = json.dumps(value, ensure_ascii=False)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{text}{fence}"
+
+
+def _unparsable(results: Results) -> list[str]:
+    return [
+        f"- {name}: math-verify cannot parse the reference answer of {', '.join(bad)}"
+        for name, result in results.benchmarks.items()
+        if (bad := result.unparsable_answers)
+    ]
+
+
+def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]]]:
+    contents = [("accuracy", _accuracy_rows(report)), ("length", _length_rows(report))]
+    for verifier, other in report.other_gradings.items():
+        title = f"{verifier} (other) vs {_short(report.verifier)} (own)"
+        contents.insert(-1, (title, _grading_rows(report, other)))
+    if any(result.k > 1 for result in report.sampled.benchmarks.values()):
+        contents.append(("pass@j", _pass_rows(report)))
+    return contents
+
+
+def _titled(report: EvaluationReport) -> list[tuple[str, str, BenchmarkResult | MeanResult]]:
+    """(name, title, result) of every benchmark and of the mean."""
+    described = report.settings["benchmarks"]
+    each = [
+        (name, described.get(name, {}).get("title", name), result)
+        for name, result in report.sampled.benchmarks.items()
+    ]
+    return [*each, ("mean", "mean", report.sampled.mean)]
+
+
+def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
+    header = ("benchmark", "n", "k", "avg@k", "95 %", "pass@k", "95 %")
+    greedy = report.greedy_accuracies()
+    rows: list[Row] = [
+        (
+            title,
+            *((str(r.n), str(r.k)) if isinstance(r, BenchmarkResult) else ("", "")),
+            *(percent(r.avg_at_k), percent_interval(r.avg_at_k_interval)),
+            *(percent(r.pass_at_k), percent_interval(r.pass_at_k_interval)),
+            *((percent(greedy[name]),) if greedy else ()),
+        )
+        for name, title, r in _titled(report)
+    ]
+    return (*header, *(("greedy",) if greedy else ())), rows
+
+
+def _grading_rows(report: EvaluationReport, other: OtherGrading) -> tuple[Row, list[Row]]:
+    header = ("benchmark", "avg@k own", "other", "pass@k own", "other", "gained", "lost")
+    each: dict[str, BenchmarkResult | MeanResult] = {**other.sampled.benchmarks}
+    each["mean"] = other.sampled.mean
+    rows: list[Row] = [
+        (
+            title,
+            *(percent(own.avg_at_k), percent(each[name].avg_at_k)),
+            *(percent(own.pass_at_k), percent(each[name].pass_at_k)),
+            *(
+                str(sum(counts.values()) if name == "mean" else counts[name])
+                for counts in (other.gained, other.lost)
+            ),
+        )
+        for name, title, own in _titled(report)
+    ]
+    return header, rows
+
+
+def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
+    header = ("benchmark", "tokens", "95 %", "right", "wrong", "cut", "none")
+    rows: list[Row] = [
+        (
+            title,
+            tokens(r.mean_tokens),
+            tokens_interval(r.mean_tokens_interval),
+            *(tokens(r.mean_tokens_correct), tokens(r.mean_tokens_incorrect)),
+            *(percent(r.truncation_rate), percent(r.unparsed_rate)),
+        )
+        for _, title, r in _titled(report)
+    ]
+    return header, rows
+
+
+def _pass_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
+    largest = max(result.k for result in report.sampled.benchmarks.values())
+    shown = [j for j in range(1, largest + 1) if j & (j - 1) == 0 or j == largest]
+    rows: list[Row] = [
+        (title, *(percent(result.pass_at_j.get(str(j))) for j in shown))
+        for _, title, result in _titled(report)
+    ]
+    return ("benchmark", *(f"j={j}" for j in shown)), rows
+
+
+def plain_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
+    """A table of text: first column left-aligned, others right-aligned, the `mean` row bold."""
+    table = Table(
+        title=Text(title),
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE,
+        padding=0,
+        pad_edge=False,
+    )
+    names, *numbers = (max(map(cell_len, cells)) for cells in zip(header, *rows, strict=True))
+    table.add_column(header[0], overflow="fold", min_width=min(names, SHORT_NAME))
+    for column, width in zip(header[1:], numbers, strict=True):
+        table.add_column(column, justify="right", min_width=width)
+    for row in rows:
+        table.add_row(*map(Text, row), style="bold" if row[0] == "mean" else None)
+    return table
+
+
+def markdown_sections(report: EvaluationReport) -> list[str]:
+    """The tables of a report as lines of Markdown, each under a heading."""
+    return [
+        line
+        for title, content in _contents(report)
+        for line in (f"## {title}", "", *markdown_table(*content), "")
+    ]
+
+
+def markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:
+    """The lines of a table: first column left-aligned, others right-aligned."""
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+    return [line(header), line(["---", *["---:"] * (len(header) - 1)]), *map(line, rows)]

@@ -1,0 +1,203 @@
+"""Memory of a run per rank, in bytes: arithmetic on the sizes of the model and the recipe.
+
+Activations are not computed here but measured by `lab.dry_run.trace`, which also gives the sizes of
+the model (`ModelShape`). The terms of the engine are those of DeepSpeed 0.19, checked against
+benchmarks/memory.py. With P parameters, N ranks and b bytes per element of the model's dtype:
+
+    ZeRO                      0 fp32   0 bf16       1            2            3
+    parameters                P·4      P·2          P·b          P·b          P·b/N
+    gradients at the update   P·4      P·(2 + 4)    P·b          2·P·b/N      2·P·b/N
+    master weights            -        P·4          P·4/N        P·4/N        P·4/N
+    Adam's moments            P·8      P·8          P·8/N        P·8/N        P·8/N
+
+From ZeRO-2 on, the gradient shard of a micro-batch exists in addition to the accumulated one.
+ZeRO-3 holds the accumulated shard permanently, and in bf16 both until the end of the step. While
+the optimizer steps over its shard, it also needs a flat fp32 gradient (4 bytes per element) and
+Adam's temporaries (8 in torch's loop on a CPU, 4 in its foreach form on CUDA).
+
+With LoRA, the first line is of base and adapters, and P in the others counts the adapters alone.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from grpo_replay.storage.stored_sizes import FP32, GIB, MOMENTS
+
+CUDA_CONTEXT = int(1.0 * GIB)
+"""CUDA context, cuBLAS workspace and NCCL's buffers of one process (assumed, not measured)."""
+PROCESS = int(0.41 * GIB)
+"""A CPU rank with a negligible model: Python, torch, transformers, DeepSpeed (measured)."""
+PROCESS_ZERO = int(0.455 * GIB)
+"""The same with ZeRO 1 to 3, whose optimizers load more (measured)."""
+
+
+class ForwardMemory(NamedTuple):
+    """Bytes of activations of one micro-batch, as measured by `lab.dry_run.trace`: those that the
+    backbone saves for the backward pass, and the peak over forward and backward."""
+
+    saved: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a model, in elements. `parameters` counts tied weights once,
+    `parameters_in_files` under each of their names; `kv_elements_per_token` is over all layers;
+    `attention_width` is heads · head_dim and `active_parameters` those that one token goes through
+    (None: all), for counts of floating-point operations. `adapters` are the parameters of LoRA,
+    which are in none of these; 0 if all parameters train."""
+
+    parameters: int
+    parameters_in_files: int
+    largest_parameter: int
+    tied_head: bool
+    layers: int
+    hidden: int
+    vocabulary: int
+    kv_elements_per_token: int
+    attention_width: int
+    max_positions: int | None
+    adapters: int = 0
+    largest_adapter: int = 0
+    active_parameters: int | None = None
+
+    @property
+    def trained(self) -> int:
+        return self.adapters or self.parameters
+
+    @property
+    def largest_trained(self) -> int:
+        return self.largest_adapter or self.largest_parameter
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSetting:
+    """Engine settings that decide its memory. `bucket_elements` and `live_elements` are DeepSpeed's
+    reduce_bucket_size and stage3_max_live_parameters."""
+
+    zero_stage: int
+    ranks: int
+    dtype_bytes: int
+    on_cuda: bool
+    bucket_elements: int
+    live_elements: int
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    reference_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes on the device of one rank. `gradients`, `bucket` and `gathered` exist in the backward
+    pass, `flat_copy` after it, `step_work` while the optimizer steps. `host` is the host memory
+    used by offloading."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    reference: int
+    bucket: int
+    flat_copy: int
+    gathered: int
+    activations: int
+    backward_work: int
+    step_work: int
+    base: int
+    host: int
+
+    @property
+    def at_rest(self) -> int:
+        """Between updates, and while the sampler generates."""
+        return self.base + self.parameters + self.optimizer + self.reference
+
+    @property
+    def backward_peak(self) -> int:
+        passing = self.bucket + self.gathered + self.activations + self.backward_work
+        return self.at_rest + self.gradients + max(passing, self.flat_copy)
+
+    @property
+    def step_peak(self) -> int:
+        return self.at_rest + self.step_work
+
+    @property
+    def peak(self) -> int:
+        return max(self.backward_peak, self.step_peak)
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def engine_memory(
+    shape: ModelShape, forward: ForwardMemory, setting: EngineSetting
+) -> EngineMemory:
+    """Memory of the engine on one rank, by the table at the top of this module."""
+    count, size, stage = shape.parameters + shape.adapters, setting.dtype_bytes, setting.zero_stage
+    trained = shape.trained
+    shard = -(-trained // setting.ranks)
+    sharded = stage >= 1
+    owned = shard if sharded else trained
+    low_precision = size < FP32
+    parameters = size * (-(-count // setting.ranks) if stage == 3 else count)
+    master = FP32 * owned if sharded or low_precision else 0
+    optimizer = master + MOMENTS * owned
+    gradients = size * (trained if stage <= 1 else 2 * shard)
+    if stage == 0 and low_precision:
+        gradients += FP32 * trained
+    host = 0
+    step_work = _step_work(shape, setting, owned, gradients)
+    if setting.offload_optimizer:
+        host, optimizer, step_work = optimizer + step_work, 0, gradients
+    if setting.offload_parameters:
+        host, parameters = host + parameters, 0
+    held = 0
+    if stage == 3 and not setting.offload_optimizer:
+        held = size * shard
+    return EngineMemory(
+        parameters=parameters,
+        gradients=gradients - held,
+        optimizer=optimizer + held,
+        reference=size * shape.parameters if setting.reference_copy else 0,
+        bucket=_bucket(trained, setting),
+        flat_copy=_flat_copy(trained, setting),
+        gathered=size * min(count, setting.live_elements) if stage == 3 else 0,
+        activations=forward.saved,
+        backward_work=forward.peak - forward.saved,
+        step_work=step_work,
+        base=_base(setting),
+        host=host,
+    )
+
+
+def _base(setting: EngineSetting) -> int:
+    if setting.on_cuda:
+        return CUDA_CONTEXT
+    return PROCESS_ZERO if setting.zero_stage > 0 else PROCESS
+
+
+def _bucket(count: int, setting: EngineSetting) -> int:
+    """The buffer in which gradients are reduced. A GPU allocates all of it; on a CPU only pages
+    that are written count."""
+    if setting.zero_stage == 0:
+        return 0
+    elements = setting.bucket_elements
+    return setting.dtype_bytes * (elements if setting.on_cuda else min(count, elements))
+
+
+def _flat_copy(count: int, setting: EngineSetting) -> int:
+    """ZeRO-0 reduces copies of the complete gradients, in the dtype of the model. The fp32 copies
+    of bf16 gradients are counted in `gradients`."""
+    if setting.zero_stage > 0 or setting.dtype_bytes < FP32:
+        return 0
+    return FP32 * min(count, setting.bucket_elements)
+
+
+def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients: int) -> int:
+    temporaries = FP32 if setting.on_cuda else 2 * FP32
+    if setting.zero_stage == 0:  # parameter by parameter, on the gradients themselves
+        return gradients + temporaries * shape.largest_trained
+    kept = 0
+    if setting.zero_stage == 3:
+        kept = _bucket(shape.trained, setting)
+        if setting.dtype_bytes < FP32:
+            kept += setting.dtype_bytes * owned
+    return kept + (FP32 + temporaries) * owned

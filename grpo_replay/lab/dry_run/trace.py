@@ -1,0 +1,264 @@
+"""Measures the activations of forward and backward by tracing the model on the meta device.
+
+The sizes are exact; nothing is allocated or computed.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from grpo_replay.engine.attention_kernel import has_whole_scores
+from grpo_replay.engine.lora import LoraAdapters
+from grpo_replay.engine.models import DTYPES, load_config
+from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.lab.dry_run.memory import ForwardMemory, ModelShape
+from grpo_replay.recipe import LoraSection, Recipe
+
+# Names with "flash" in them make transformers look for that package.
+_FUSED, _EAGER = "grpo_replay_fused_memory", "grpo_replay_eager_memory"
+_TRACED_LAYERS = (2, 4)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of routed experts in transformers' configurations."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of live tensors created while it is active, and their peak."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Parameters and buffers of `model` are not counted."""
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        own = [*model.parameters(), *model.buffers()]
+        self._seen = weakref.WeakSet(tensor.untyped_storage() for tensor in own)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+        result = run(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, size)
+
+    def _drop(self, size: int) -> None:
+        self.now -= size
+
+
+def _grouped_mm(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The product of experts in any dtype. On the meta device torch takes bfloat16 alone."""
+    given = args[0].dtype
+    converted = [each.to(torch.bfloat16) if _is_float(each) else each for each in args]
+    return torch.ops.aten._grouped_mm.default(*converted, **kwargs).to(given)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Saves what a flash kernel saves: queries, keys, values, output and one fp32 per query."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
+        # [rows, heads, tokens, head_dim] in memory as [rows, tokens, heads, head_dim]
+        output = torch.empty_like(query.transpose(1, 2).contiguous()).transpose(1, 2)
+        log_sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _fused_probe(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    return _FusedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
+
+
+def _eager_probe(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """transformers' eager attention without its mask, which cannot be built on the meta device."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = torch.matmul(query, key.transpose(2, 3)) * query.shape[-1] ** -0.5
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), None
+
+
+def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> ModelShape:
+    """Sizes of a model from its configuration alone; tied parameters count once."""
+    model = _meta_model(config, torch.float32, "sdpa")
+    names = dict(model.named_parameters(remove_duplicate=False))
+    head = model.get_output_embeddings()
+    total, in_files = (
+        sum(each.numel() for each in weights) for weights in (model.parameters(), names.values())
+    )
+    largest = max(p.numel() for p in model.parameters())
+    active = sum(_active(name, each, config) for name, each in model.named_parameters())
+    adapters = _attach(model, lora)
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return ModelShape(
+        parameters=total,
+        parameters_in_files=in_files,
+        largest_parameter=largest,
+        tied_head=head.weight is model.get_input_embeddings().weight,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        kv_elements_per_token=2 * config.num_hidden_layers * groups * head_dim,
+        attention_width=config.num_attention_heads * head_dim,
+        max_positions=getattr(config, "max_position_embeddings", None),
+        adapters=sum(adapters),
+        largest_adapter=max(adapters, default=0),
+        active_parameters=active,
+    )
+
+
+def _active(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> int:
+    """Elements of a parameter that one token goes through: of the weights of routed experts, the
+    share of the experts that are chosen for it."""
+    experts = next((n for key in _EXPERTS if (n := getattr(config, key, None))), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if experts is None or chosen is None or ".experts." not in name:
+        return parameter.numel()
+    return parameter.numel() * chosen // experts
+
+
+def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
+    """Put LoRA's adapters on a model on the meta device. Returns their sizes."""
+    if lora is None or lora.rank is None:
+        return []
+    with torch.device("meta"):
+        LoraAdapters.attach(model, lora, seed=0)
+    return [p.numel() for p in model.parameters() if p.requires_grad]
+
+
+def forward_memory(
+    recipe: Recipe, rows: int, length: int, completion: int, on_cuda: bool = False
+) -> ForwardMemory:
+    """Peak of one micro-batch of `rows` x `length` tokens, `completion` of each trained on.
+
+    Two shallow copies of the model are traced and extrapolated, because the peak is linear in the
+    number of layers. Parameters and their gradients are not included: the engine holds them.
+    Remembered, because most changes that a plan is tried with do not touch it.
+    """
+    config = load_config(recipe.model)
+    chunk_tokens = recipe.logprob_chunk_tokens(config.vocab_size)
+    key = (recipe.model.model_dump_json(), config.to_json_string(), recipe.sampling.temperature,
+           chunk_tokens, rows, length, completion, on_cuda)  # fmt: skip
+    if key not in _traced:
+        _traced[key] = _forward_memory(recipe, config, rows, length, completion, on_cuda)
+    return _traced[key]
+
+
+_traced: dict[tuple[Any, ...], ForwardMemory] = {}
+
+
+def _forward_memory(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    rows: int,
+    length: int,
+    completion: int,
+    on_cuda: bool,
+) -> ForwardMemory:
+    few, more = (min(each, config.num_hidden_layers) for each in _TRACED_LAYERS)
+    whole = has_whole_scores(recipe.model, config, on_cuda)
+    first = _trace(recipe, config, few, rows, length, completion, whole)
+    if few == more:
+        return first
+    second = _trace(recipe, config, more, rows, length, completion, whole)
+    steps = (config.num_hidden_layers - few) / (more - few)
+    return ForwardMemory(*(int(a + (b - a) * steps) for a, b in zip(first, second, strict=True)))
+
+
+def _trace(
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    layers: int,
+    rows: int,
+    length: int,
+    completion: int,
+    whole_scores: bool = False,
+) -> ForwardMemory:
+    shallow = _with_layers(config, layers)
+    attention = _EAGER if whole_scores else _FUSED
+    model = _meta_model(shallow, DTYPES[recipe.model.dtype], attention)
+    _attach(model, recipe.model.lora)
+    if recipe.model.gradient_checkpointing:
+        # Restoring the random state has no meaning on the meta device.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    model.train()
+    chunk_tokens = recipe.logprob_chunk_tokens(config.vocab_size)
+    policy = PolicyModule(model, recipe.sampling.temperature, chunk_tokens)
+    saved = 0
+
+    def note(_module: Any, _inputs: Any, _output: Any) -> None:
+        nonlocal saved
+        saved = live.now
+
+    model.model.register_forward_hook(note)
+    with _gradients_dropped(model), LiveBytes(model) as live:
+        ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
+        positions = torch.zeros(rows * completion, dtype=torch.int64, device="meta")
+        targets = torch.zeros(rows * completion, dtype=torch.int64, device="meta")
+        logprobs, _ = policy(ids, positions, targets)
+        logprobs.sum().backward()
+    return ForwardMemory(saved=saved, peak=live.peak)
+
+
+@contextmanager
+def _gradients_dropped(model: nn.Module) -> Iterator[None]:
+    """Drop the gradient of each parameter when complete: the engine counts gradients."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(drop) for p in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    values = {**config.to_dict(), "num_hidden_layers": layers}
+    values.pop("layer_types", None)
+    return type(config).from_dict(values)
+
+
+def _meta_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    ALL_ATTENTION_FUNCTIONS.register(_FUSED, _fused_probe)
+    ALL_ATTENTION_FUNCTIONS.register(_EAGER, _eager_probe)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )

@@ -1,0 +1,295 @@
+"""The screen of inspect-buffer: a heading, warnings and panels."""
+
+import math
+from collections.abc import Iterable
+
+from rich import box
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from grpo_replay.lab.inspection.buffer_summary import Bin, Inspection, first_and_last, plural
+from grpo_replay.lab.inspection.histograms import (
+    REPLAYED,
+    STORED,
+    cap_counts,
+    count_table,
+    merge_rows,
+    paired_bars,
+    plain_table,
+    thin_ages,
+)
+from grpo_replay.terminal.bars import bar, sparkline
+
+PANEL_WIDTH = 57
+_ROWS = 12  # maximum rows of a histogram; more are merged
+
+
+def print_inspection(inspection: Inspection, console: Console) -> None:
+    console.print(_heading(inspection))
+    console.print(_verdict(inspection))
+    panels = [panel for panel in _panels(inspection) if panel is not None]
+    per_row = 2 if console.width >= 2 * PANEL_WIDTH + 1 else 1
+    for start in range(0, len(panels), per_row):
+        console.print(Columns(panels[start : start + per_row], padding=(0, 1)))
+    if inspection.trends:
+        width = per_row * PANEL_WIDTH + per_row - 1
+        console.print(_panel("over training", trends_table(inspection, width - 52), width))
+
+
+def _heading(inspection: Inspection) -> Text:
+    name = f" · {inspection.recipe_name}" if inspection.recipe_name else ""
+    text = Text(f"{inspection.path}{name} · step {inspection.step}", style="bold")
+    text.append(f"\n{describe_settings(inspection)}", style="dim not bold")
+    if inspection.rebuilt:
+        text.append(
+            "\nno checkpoint at this step; buffer rebuilt from the rollout log",
+            style="dim not bold",
+        )
+    return text
+
+
+def describe_settings(inspection: Inspection) -> str:
+    """The replay settings in one line."""
+    settings = inspection.settings
+    if not inspection.replays:
+        return f"preset {settings['preset']}: this recipe does not replay"
+    age = settings["max_age_steps"]
+    priority = settings["priority"].replace("abs_advantage", "|advantage|")
+    law = priority if priority == "uniform" else f"{priority}^{settings['priority_exponent']:g}"
+    return (
+        f"preset {settings['preset']}: {plural(settings['unit'])}, {law}, "
+        f"{settings['composition']} · "
+        f"ratio {settings['ratio']:g} · max age {'none' if age is None else age} · warm-up "
+        f"{settings['warmup_steps']} · capacity {settings['capacity_rollouts']:,}"
+    )
+
+
+def _verdict(inspection: Inspection) -> Text:
+    if not inspection.warnings:
+        return Text("✓ no warnings", style="green")
+    text = Text()
+    for i, warning in enumerate(inspection.warnings):
+        text.append("\n" if i else "")
+        text.append(f"! {warning}", style="yellow")
+    return text
+
+
+def _panel(title: str, body: RenderableType, width: int = PANEL_WIDTH) -> Panel:
+    return Panel(
+        body, title=title, title_align="left", width=width, box=box.ROUNDED, border_style="dim"
+    )
+
+
+def _panels(inspection: Inspection) -> Iterable[Panel | None]:
+    yield _occupancy(inspection)
+    yield staleness_panel(inspection)
+    yield _populations(inspection)
+    yield _magnitude(inspection)
+    yield _reuse(inspection)
+    yield _by_age(inspection)
+
+
+def _occupancy(inspection: Inspection) -> Panel | None:
+    occupancy = inspection.occupancy
+    if not inspection.replays:
+        return None
+    lines: list[RenderableType] = []
+    stored, capacity = occupancy.stored_rollouts, occupancy.capacity_rollouts
+    fifo = inspection.settings["max_age_steps"] is None
+    if capacity:
+        lines.append(_level(stored, capacity, f"of capacity {capacity:,}"))
+    if occupancy.expected_rollouts and not fifo:
+        rule = f"of {_expected_rule(inspection)} ≈ {occupancy.expected_rollouts:,.0f}"
+        lines.append(_level(stored, occupancy.expected_rollouts, rule))
+    facts = f"{occupancy.stored_groups:,} groups · {occupancy.stored_tokens:,} completion tokens"
+    if occupancy.survivors_per_step is not None:
+        facts += f"\nB' ≈ {occupancy.survivors_per_step:.1f} survivors per step"
+    if occupancy.evicted_by_age is not None:
+        facts += (
+            f"\nevicted so far: {occupancy.evicted_by_age:,} by age, "
+            f"{occupancy.evicted_by_capacity:,} by capacity"
+        )
+    lines.append(Text(facts, style="dim"))
+    lines.append(_law_text(inspection))
+    return _panel(f"occupancy: {stored:,} rollouts stored", Group(*lines))
+
+
+def _expected_rule(inspection: Inspection) -> str:
+    """What limits the stored rollouts at this step, as a formula of `Occupancy`."""
+    if inspection.occupancy.expected_rollouts == inspection.occupancy.capacity_rollouts:
+        return "the capacity"
+    early = inspection.step < inspection.settings["max_age_steps"]
+    return f"{inspection.step}·B'" if early else "τ_max·B'"
+
+
+def _level(value: float, limit: float, label: str) -> Text:
+    text = Text(bar(value, limit, 20).ljust(20, "░"), style=STORED)
+    text.append(f" {value / limit:6.1%} {label}", style="default")
+    return text
+
+
+def _law_text(inspection: Inspection) -> Text:
+    law = inspection.draw_law
+    if law.units == 0:
+        return Text("nothing to draw from", style="dim")
+    return Text(
+        f"next draw: ESS {law.effective_sample_size:,.1f} of {law.units:,} {plural(law.unit)} "
+        f"({law.effective_sample_size / law.units:.0%})\n"
+        f"  entropy {law.entropy_nats:.2f} nats of {math.log(law.units):.2f} · "
+        f"largest P {law.largest_probability:.2%}"
+    )
+
+
+def _populations(inspection: Inspection) -> Panel | None:
+    if not inspection.populations:
+        return None
+    table = plain_table()
+    table.add_column("")
+    for rows in inspection.populations:
+        table.add_column(rows.name, justify="right", style=_colour(rows.name))
+    lines = (
+        ("rollouts", lambda p: f"{p.rollouts:,}"),
+        ("prompts", lambda p: f"{p.prompts:,}"),
+        ("top prompt's share", lambda p: f"{p.largest_prompt_share:.1%}"),
+        ("correct", lambda p: _number_or_dash(p.correct_share, ".1%")),
+        ("mean |advantage|", lambda p: _number_or_dash(p.abs_advantage_mean, ".2f")),
+        ("tokens, mean", lambda p: f"{p.tokens_mean:,.0f}"),
+        ("  median", lambda p: f"{p.tokens_median:,.0f}"),
+        ("  95th percentile", lambda p: f"{p.tokens_p95:,.0f}"),
+        ("truncated", lambda p: f"{p.truncated_share:.1%}"),
+    )
+    for label, cell in lines:
+        table.add_row(label, *(cell(rows) for rows in inspection.populations))
+    return _panel("populations", table)
+
+
+def _colour(name: str) -> str:
+    return {"stored": STORED, "replayed": REPLAYED}.get(name, "")
+
+
+def _number_or_dash(value: float | None, format_spec: str) -> str:
+    return "–" if value is None else format(value, format_spec)
+
+
+def staleness_panel(inspection: Inspection) -> Panel | None:
+    """Ages of stored rollouts next to ages at use; None if nothing was stored or replayed."""
+    if not inspection.staleness:
+        return None
+    rows = merge_rows([(r.age_steps, r.stored, r.replayed) for r in inspection.staleness], _ROWS)
+    replayed = sum(row.replayed for row in inspection.staleness)
+    stored = sum(row.stored for row in inspection.staleness)
+    means = []
+    if stored:
+        mean = sum(r.age_steps * r.stored for r in inspection.staleness) / stored
+        means.append(f"{mean:.1f} stored")
+    if replayed:
+        mean = sum(r.age_steps * r.replayed for r in inspection.staleness) / replayed
+        means.append(f"{mean:.1f} at use")
+    title = "staleness, steps" + (f": mean {', '.join(means)}" if means else "")
+    return _panel(title, paired_bars("age", rows, ("stored", "replayed")))
+
+
+def _magnitude(inspection: Inspection) -> Panel | None:
+    if not inspection.abs_advantage:
+        return None
+    logged = any(b.kept for b in inspection.abs_advantage)
+    rows = [
+        (bin_label(b), b.kept if logged else b.stored, b.replayed) for b in inspection.abs_advantage
+    ]
+    names = ("survivors" if logged else "stored", "replayed")
+    body: RenderableType = paired_bars("|A|", rows, names)
+    if inspection.priority is not None:
+        p = inspection.priority
+        line = (
+            f"p: median {p.median:.3g} · quartiles {p.quarter:.3g}–{p.three_quarters:.3g} · "
+            f"max {p.maximum:.3g}"
+        )
+        body = Group(body, Text(line, style="dim"))
+    return _panel("|advantage|", body)
+
+
+def bin_label(span: Bin) -> str:
+    return f"{span.low:.2f}" if span.low == span.high else f"{span.low:.2f}–{span.high:.2f}"
+
+
+def _reuse(inspection: Inspection) -> Panel | None:
+    if not inspection.times_used and inspection.last_use is None:
+        return None
+    left = count_table("times drawn", cap_counts(inspection.times_used, 6), STORED)
+    if inspection.last_use is None:
+        return _panel("reuse: times drawn", left)
+    gaps = cap_counts(inspection.last_use.gaps, 6)
+    if inspection.last_use.new:
+        gaps.append(("new", inspection.last_use.new))
+    right = count_table("since last use", gaps, REPLAYED)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(left, right)
+    body: RenderableType = grid
+    if (run := inspection.uses_over_run) is not None:
+        words = f"over the run: {run.mean:.2f} uses a rollout, {run.never_share:.1%} never used"
+        body = Group(grid, Text(words, style="dim"))
+    return _panel("reuse: times drawn, and steps since last use", body)
+
+
+def _by_age(inspection: Inspection) -> Panel | None:
+    if not inspection.by_age:
+        return None
+    table = plain_table()
+    for name in ("age", "uses", "clipped", "", "ratio", "KL, nats"):
+        table.add_column(
+            name, justify="left" if not name else "right", width=11 if not name else None
+        )
+    ages = thin_ages(sorted(inspection.by_age), _ROWS)
+    largest = max(inspection.by_age[age].clip_fraction for age in ages)
+    for age in ages:
+        row = inspection.by_age[age]
+        table.add_row(
+            "fresh" if age == 0 else str(age),
+            f"{row.uses:,}",
+            f"{row.clip_fraction:.2%}",
+            Text(bar(row.clip_fraction, largest, 11), style=REPLAYED if age else "green"),
+            f"{row.ratio:.4f}",
+            f"{row.approx_kl:.4f}",
+        )
+    return _panel("clip fraction, ratio and KL by age at use", table)
+
+
+TREND_LABELS = {
+    "reward": "reward, mean",
+    "frac_reward_zero_std": "groups without signal",
+    "completions/mean_length": "completion tokens, mean",
+    "entropy": "policy entropy, nats",
+    "fresh/clip_fraction": "clip fraction, fresh",
+    "replay/clip_fraction": "clip fraction, replayed",
+    "replay/approx_kl": "KL of replayed, nats",
+    "replay/age_mean": "age at use, steps",
+    "replay/ess": "effective sample size",
+    "replay/draw_entropy": "draw entropy, nats",
+    "replay/ratio": "replayed per fresh",
+    "replay/positive_fraction": "correct among replayed",
+    "buffer/rollouts": "rollouts stored",
+    "buffer/times_used_mean": "draws per stored",
+}
+
+
+def trends_table(inspection: Inspection, width: int) -> Table:
+    """One line per metric: mean of the first and last eighth of the run, and a sparkline."""
+    table = plain_table()
+    for name in ("", "first", "", "last"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for metric, points in inspection.trends.items():
+        first, last = first_and_last(points)
+        course = sparkline([value for _, value in points], max(12, width))
+        table.add_row(TREND_LABELS[metric], _short(first), Text(course, style="cyan"), _short(last))
+    return table
+
+
+def _short(value: float) -> str:
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.01 else f"{value:.2g}"

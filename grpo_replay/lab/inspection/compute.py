@@ -1,0 +1,288 @@
+"""Computes an `Inspection` from a source: every number on the screen."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.errors import SnapshotError
+from grpo_replay.lab.inspection.ageing import outcomes_by_age
+from grpo_replay.lab.inspection.buffer_summary import (
+    Bin,
+    Inspection,
+    Occupancy,
+    Population,
+    Quantiles,
+    StalenessRow,
+)
+from grpo_replay.lab.inspection.damage import find_gaps
+from grpo_replay.lab.inspection.rebuild import find_rows, rebuild_stored
+from grpo_replay.lab.inspection.rollout_columns import (
+    DrawColumns,
+    RolloutColumns,
+    no_rollouts,
+    read_draws,
+    read_log,
+    read_stored,
+)
+from grpo_replay.lab.inspection.source import Source
+from grpo_replay.lab.inspection.usage import (
+    count_values,
+    next_draw_law,
+    steps_since_last_use,
+    uses_over_run,
+)
+from grpo_replay.lab.inspection.warn import find_warnings
+from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.snapshot import read_snapshot_facts
+
+TRENDS = (
+    "reward",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "entropy",
+    "fresh/clip_fraction",
+    "replay/clip_fraction",
+    "replay/approx_kl",
+    "replay/age_mean",
+    "replay/ess",
+    "replay/draw_entropy",
+    "replay/ratio",
+    "replay/positive_fraction",
+    "buffer/rollouts",
+    "buffer/times_used_mean",
+)
+_BINS = 12
+_DISTINCT = 16
+
+
+def summarise(source: Source) -> Inspection:
+    """The inspection of a source. Raises SnapshotError if a file cannot be read."""
+    settings, group_size, facts = _settings(source)
+    stored, rebuilt = _stored(source, settings, group_size)
+    step = source.step if source.step is not None else facts["step"]
+    log = read_log(source.rollout_files)
+    draws = read_draws(source.draw_files)
+    replay_draws = draws.replayed(settings.composition)
+    replayed = _of_draws(log, stored, replay_draws)
+    inspection = Inspection(
+        path=str(source.path),
+        kind=source.kind,
+        step=step,
+        recipe_name=source.recipe.name if source.recipe else None,
+        settings=settings.model_dump(mode="json"),
+        replays=settings.replays,
+        rebuilt=rebuilt,
+        occupancy=_occupancy(stored, log, settings, step, facts),
+        staleness=staleness_rows(step - stored.birth_step, replay_draws.age),
+        abs_advantage=magnitude_bins(
+            *(np.abs(rows.advantage) for rows in (log.take(log.kept), stored, replayed))
+        ),
+        priority=_quantiles(stored.priority),
+        times_used=count_values(stored.times_used),
+        uses_over_run=uses_over_run(log, draws, settings),
+        last_use=steps_since_last_use(log, draws, settings) if len(draws) else None,
+        draw_law=next_draw_law(stored, settings),
+        populations=_populations(log, stored, replayed),
+        by_age=outcomes_by_age(source),
+        trends=_trends(source.metrics, settings.replays),
+        replayed_rollouts=len(replay_draws),
+        trained_tokens_per_generated=_tokens_ratio(source.metrics),
+        warnings=(),
+    )
+    warnings = (
+        *find_gaps(source),
+        *_rebuild_warnings(source, inspection),
+        *find_warnings(inspection),
+    )
+    return replace(inspection, warnings=warnings)
+
+
+def _rebuild_warnings(source: Source, inspection: Inspection) -> Iterator[str]:
+    """A warning if the rebuilt buffer differs in size from the one the run logged."""
+    logged = source.metrics[-1].get("buffer/rollouts") if source.metrics else None
+    stored = inspection.occupancy.stored_rollouts
+    if inspection.rebuilt and logged is not None and logged != stored:
+        yield (
+            f"The buffer rebuilt for step {inspection.step} has {stored:,} rollouts, but the run "
+            f"logged {logged:,}: the run was resumed with an empty buffer or other settings. "
+            "Inspect a checkpoint instead."
+        )
+
+
+def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
+    """Replay settings, group size and snapshot metadata. The snapshot takes precedence."""
+    facts = read_snapshot_facts(source.snapshot) if source.snapshot else {}
+    if facts:
+        _refuse_another_step(source, facts["step"])
+        return ReplaySection.model_validate(facts["settings"]), facts["group_size"], facts
+    if source.recipe is None:
+        raise SnapshotError(
+            f"{source.path}: found neither a snapshot (buffer.parquet) nor recipe.yaml with the "
+            "replay settings; give the directory of a run"
+        )
+    return source.recipe.replay, source.recipe.sampling.group_size, facts
+
+
+def _refuse_another_step(source: Source, found: int) -> None:
+    if source.step not in (None, found):
+        raise SnapshotError(
+            f"{source.snapshot} is the buffer after step {found}, in the checkpoint of step "
+            f"{source.step}: it was swapped or copied; restore it from a copy"
+        )
+
+
+def _stored(
+    source: Source, settings: ReplaySection, group_size: int
+) -> tuple[RolloutColumns, bool]:
+    if source.snapshot is not None:
+        return read_stored(source.snapshot), False
+    if not settings.replays:
+        return no_rollouts(), False
+    return rebuild_stored(source, settings, group_size), True
+
+
+def _of_draws(log: RolloutColumns, stored: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
+    """The drawn rollouts, one row per use. Without a rollout log: only those still stored."""
+    known = log if len(log) else stored
+    rows = find_rows(known.rollout_id, draws.rollout_id)
+    return known.take(rows[rows >= 0])
+
+
+def _occupancy(
+    stored: RolloutColumns,
+    log: RolloutColumns,
+    settings: ReplaySection,
+    step: int,
+    facts: Mapping[str, Any],
+) -> Occupancy:
+    survivors = None
+    if len(log):
+        window = settings.max_age_steps or step
+        births = log.birth_step[log.kept & (log.birth_step > step - window)]
+        survivors = len(births) / min(window, step)
+    expected = None
+    if survivors is not None and settings.replays:
+        steps = step if settings.max_age_steps is None else min(settings.max_age_steps, step)
+        expected = min(float(settings.capacity_rollouts), steps * survivors)
+    return Occupancy(
+        stored_rollouts=len(stored),
+        capacity_rollouts=settings.capacity_rollouts if settings.enabled else None,
+        stored_groups=len(np.unique(stored.group_id)),
+        stored_tokens=int(stored.tokens.sum()),
+        survivors_per_step=survivors,
+        expected_rollouts=expected,
+        evicted_by_age=facts.get("evicted_by_age"),
+        evicted_by_capacity=facts.get("evicted_by_capacity"),
+        limits=occupancy_limits(log, settings, step),
+    )
+
+
+def occupancy_limits(
+    log: RolloutColumns, settings: ReplaySection, step: int
+) -> tuple[tuple[int, int], ...]:
+    """(step, rollouts that capacity and age limit let a buffer hold after it), for every step."""
+    horizon = settings.max_age_steps
+    if horizon is None or not settings.replays or not len(log):
+        return ()
+    births = np.bincount(log.birth_step[log.kept], minlength=step + 1)
+    total = np.cumsum(births)
+    held = total - np.concatenate([np.zeros(horizon, total.dtype), total])[: len(total)]
+    limits = np.minimum(held, settings.capacity_rollouts)
+    return tuple((at, int(limits[at])) for at in range(1, step + 1))
+
+
+def staleness_rows(stored_ages: np.ndarray, replayed_ages: np.ndarray) -> tuple[StalenessRow, ...]:
+    """One row per age from 0 to the largest age; empty if there are no rollouts."""
+    if stored_ages.size + replayed_ages.size == 0:
+        return ()
+    rows = 1 + max(int(ages.max()) for ages in (stored_ages, replayed_ages) if ages.size)
+    stored = np.bincount(stored_ages, minlength=rows)
+    replayed = np.bincount(replayed_ages, minlength=rows)
+    return tuple(StalenessRow(age, int(stored[age]), int(replayed[age])) for age in range(rows))
+
+
+def magnitude_bins(kept: np.ndarray, stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
+    """One bin per value if there are at most 16 distinct values (|A| has few for a fixed group
+    size), otherwise 12 equal bins from 0 to the maximum; empty if nothing was stored or replayed.
+    """
+    if stored.size + replayed.size == 0:
+        return ()
+    groups = (kept, stored, replayed)
+    values = np.unique(np.concatenate(groups).round(4))
+    if values.size <= _DISTINCT:
+        counts = [(group.round(4)[:, None] == values).sum(axis=0) for group in groups]
+        lows = highs = values
+    else:
+        edges = np.linspace(
+            0.0, max(float(group.max()) for group in groups if group.size), _BINS + 1
+        )
+        counts = [np.histogram(group, edges)[0] for group in groups]
+        lows, highs = edges[:-1], edges[1:]
+    return tuple(
+        Bin(float(low), float(high), *(int(n) for n in numbers))
+        for low, high, *numbers in zip(lows, highs, *counts, strict=True)
+    )
+
+
+def _quantiles(values: np.ndarray) -> Quantiles | None:
+    if values.size == 0:
+        return None
+    points = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
+    numbers = [*points, float(values.mean())]
+    return Quantiles(*numbers)
+
+
+def _populations(
+    log: RolloutColumns, stored: RolloutColumns, replayed: RolloutColumns
+) -> tuple[Population, ...]:
+    groups = {
+        "generated": log,
+        "kept": log.take(log.kept),
+        "stored": stored,
+        "replayed": replayed,
+    }
+    return tuple(population(name, rows) for name, rows in groups.items() if len(rows))
+
+
+def population(name: str, rows: RolloutColumns) -> Population:
+    """Statistics of a non-empty set of rollouts."""
+    uses = np.bincount(rows.prompt)
+    largest = min(rows.prompt_ids[code] for code in np.flatnonzero(uses == uses.max()))
+    signal = bool(rows.kept.all())
+    median, p95 = np.quantile(rows.tokens, [0.5, 0.95]).tolist()
+    return Population(
+        name=name,
+        rollouts=len(rows),
+        prompts=int((uses > 0).sum()),
+        largest_prompt=largest,
+        largest_prompt_share=float(uses.max() / len(rows)),
+        correct_share=float(rows.correct.mean()) if signal else None,
+        abs_advantage_mean=float(np.abs(rows.advantage).mean()) if signal else None,
+        tokens_mean=float(rows.tokens.mean()),
+        tokens_median=median,
+        tokens_p95=p95,
+        truncated_share=float(rows.truncated.mean()),
+    )
+
+
+def _trends(
+    metrics: tuple[Mapping[str, Any], ...], replaying: bool
+) -> dict[str, tuple[tuple[int, float], ...]]:
+    """Metrics over training. Without replay, replay and buffer metrics are left out."""
+    names = [name for name in TRENDS if replaying or not name.startswith(("replay/", "buffer/"))]
+    series = {
+        name: tuple(
+            (int(line["step"]), float(line[name])) for line in metrics if line.get(name) is not None
+        )
+        for name in names
+    }
+    return {name: points for name, points in series.items() if points}
+
+
+def _tokens_ratio(metrics: tuple[Mapping[str, Any], ...]) -> float | None:
+    """Tokens trained on per token generated over the run; None without cost metrics."""
+    trained = sum(line.get("cost/trained_tokens") or 0 for line in metrics)
+    generated = sum(line.get("cost/generated_tokens") or 0 for line in metrics)
+    return trained / generated if generated else None

@@ -1,0 +1,140 @@
+"""Single rollouts of a run or a snapshot, optionally filtered: for `--where` and `--export`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from grpo_replay.lab.inspection.column_reader import Kind, iter_columns, list_lengths, schema_of
+from grpo_replay.lab.inspection.rebuild import find_rows, rebuild_stored
+from grpo_replay.lab.inspection.rollout_columns import NEVER, DrawColumns, read_draws, read_stored
+from grpo_replay.lab.inspection.source import Source
+from grpo_replay.lab.inspection.where import Filter
+from grpo_replay.replay.snapshot import read_snapshot_facts
+from grpo_replay.terminal.progress import tracked
+
+DERIVED = (
+    ("age_steps", pa.int64()),  # training steps since birth, at the inspected step
+    ("completion_tokens", pa.int32()),
+    ("prompt_tokens", pa.int32()),
+    ("abs_advantage", pa.float32()),
+)
+USES = (
+    ("times_used", pa.int32()),
+    ("last_used_step", pa.int64()),
+    ("stored", pa.bool_()),  # in the buffer after the inspected step
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedColumn:
+    """A column computed from one column of the file."""
+
+    base: str
+    compute: Callable[[pa.Array], pa.Array]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSource:
+    """The rollouts of a source: the whole log of a run, or what a snapshot stores."""
+
+    kind: Kind
+    files: tuple[Path, ...]
+    step: int
+    schema: pa.Schema  # columns of the file, then the derived columns
+    derived: Mapping[str, DerivedColumn]
+
+
+def open_rows(source: Source) -> RowSource:
+    """All generated rollouts of a run with their uses, or the stored rollouts of a checkpoint or
+    snapshot. Raises SnapshotError if a file cannot be read."""
+    if source.kind != "run" and source.snapshot is not None:
+        step = source.step
+        if step is None:
+            step = read_snapshot_facts(source.snapshot)["step"]
+        schema = pa.schema([*schema_of("buffer"), *DERIVED])
+        return RowSource("buffer", (source.snapshot,), step, schema, _derived(step))
+    step = source.step or 0
+    return RowSource(
+        kind="rollouts",
+        files=tuple(path for _, path in source.rollout_files),
+        step=step,
+        schema=pa.schema([*schema_of("rollouts"), *DERIVED, *USES]),
+        derived={**_derived(step), **_uses(read_draws(source.draw_files), _stored_ids(source))},
+    )
+
+
+def _derived(step: int) -> dict[str, DerivedColumn]:
+    return {
+        "age_steps": DerivedColumn("birth_step", lambda births: pc.subtract(step, births)),
+        "completion_tokens": DerivedColumn("completion_token_ids", list_lengths),
+        "prompt_tokens": DerivedColumn("prompt_token_ids", list_lengths),
+        "abs_advantage": DerivedColumn("advantage", pc.abs),
+    }
+
+
+def _uses(draws: DrawColumns, stored_ids: np.ndarray) -> dict[str, DerivedColumn]:
+    def times_used(ids: pa.Array) -> pa.Array:
+        rows = find_rows(ids.to_numpy(), draws.rollout_id)
+        return pa.array(np.bincount(rows[rows >= 0], minlength=len(ids)).astype(np.int32))
+
+    def last_used_step(ids: pa.Array) -> pa.Array:
+        rows = find_rows(ids.to_numpy(), draws.rollout_id)
+        found = rows >= 0
+        last = np.full(len(ids), NEVER, dtype=np.int64)
+        np.maximum.at(last, rows[found], draws.step[found])
+        return pa.array(last, mask=last == NEVER)
+
+    def stored(ids: pa.Array) -> pa.Array:
+        return pa.array(np.isin(ids.to_numpy(), stored_ids))
+
+    return {
+        "times_used": DerivedColumn("rollout_id", times_used),
+        "last_used_step": DerivedColumn("rollout_id", last_used_step),
+        "stored": DerivedColumn("rollout_id", stored),
+    }
+
+
+def _stored_ids(source: Source) -> np.ndarray:
+    if source.snapshot is not None:
+        return read_stored(source.snapshot).rollout_id
+    recipe = source.recipe
+    if recipe is None or not recipe.replays or not source.rollout_files:
+        return np.zeros(0, dtype=np.int64)
+    return rebuild_stored(source, recipe.replay, recipe.sampling.group_size).rollout_id
+
+
+def iter_rows(
+    rows: RowSource, columns: Sequence[str], where: Filter | None = None
+) -> Iterator[pa.Table]:
+    """Tables of `columns`, in this order, of the rollouts that pass the filter, batch by batch."""
+    needed = [*columns, *(sorted(where.columns - set(columns)) if where else ())]
+    bases = [rows.derived[name].base if name in rows.derived else name for name in needed]
+    for path in tracked(rows.files, "reading rollouts"):
+        for batch in iter_columns(path, rows.kind, list(dict.fromkeys(bases))):
+            table = pa.table({name: _column(rows, batch, name) for name in needed})
+            if where is not None:
+                table = table.filter(where.expression)
+            if table.num_rows:
+                yield table.select(list(columns))
+
+
+def sample_rollouts(source: Source, count: int = 6) -> list[dict]:
+    """Evenly spaced rollouts of the last step, with their texts; empty without a rollout log."""
+    if not source.rollout_files:
+        return []
+    names = ("rollout_id", "prompt_id", "completion_text", "reward", "advantage", "verdict")
+    batches = list(iter_columns(source.rollout_files[-1][1], "rollouts", names))
+    rows = pa.Table.from_batches(batches).select(list(names))
+    places = np.linspace(0, rows.num_rows - 1, min(count, rows.num_rows)).round().astype(int)
+    return rows.take(places).to_pylist()
+
+
+def _column(rows: RowSource, batch: pa.RecordBatch, name: str) -> pa.Array:
+    derived = rows.derived.get(name)
+    if derived is None:
+        return batch.column(name)
+    return derived.compute(batch.column(derived.base))

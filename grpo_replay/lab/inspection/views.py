@@ -1,0 +1,248 @@
+"""The other outputs of inspect-buffer: JSON, and --what-if, --where, --show, --verify."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from grpo_replay.lab.inspection.buffer_summary import Inspection
+from grpo_replay.lab.inspection.life import Life
+from grpo_replay.lab.inspection.what_if import DrawStatistics, WhatIf
+from grpo_replay.terminal.console import printable
+from grpo_replay.terminal.tables import print_table
+
+LISTED = (
+    "rollout_id",
+    "prompt_id",
+    "birth_step",
+    "age_steps",
+    "reward",
+    "advantage",
+    "completion_tokens",
+    "verdict",
+    "times_used",
+    "stored",
+)
+LIST_ROWS = 20
+FOLDED = 8
+"""Minimum width to which prompt ids are folded on a narrow terminal."""
+
+_STATISTICS: tuple[tuple[str, str, str], ...] = (
+    ("replayed_rollouts", "rollouts replayed", ",.0f"),
+    ("replayed_per_fresh", "replayed per survivor", ".3f"),
+    ("age_mean", "age at use, mean steps", ".2f"),
+    ("age_p95", "age at use, 95th percentile", ".1f"),
+    ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
+    ("abs_advantage_share", "replayed share of total |A|", ".1%"),
+    ("correct_share", "correct replayed rollouts", ".1%"),
+    ("uses_mean", "draws per survivor", ".3f"),
+    ("never_drawn_share", "survivors never drawn", ".1%"),
+    ("prompts_replayed", "prompts replayed", ",.0f"),
+    ("ess_mean", "effective sample size", ",.1f"),
+    ("entropy_mean", "entropy of the draw, nats", ".2f"),
+    ("stored_mean", "rollouts stored, mean", ",.1f"),
+    ("trained_tokens_per_generated", "tokens trained per generated", ".3f"),
+)
+
+
+def inspection_document(inspection: Inspection) -> dict[str, Any]:
+    """The inspection as JSON values. The three keys that tools rely on come first."""
+    document = json_values(dataclasses.asdict(inspection))
+    first = {
+        "step": inspection.step,
+        "stored_rollouts": inspection.occupancy.stored_rollouts,
+        "capacity_rollouts": inspection.settings["capacity_rollouts"],
+    }
+    document["by_age"] = [{"age_steps": int(age), **row} for age, row in document["by_age"].items()]
+    document["trends"] = {
+        name: [{"step": step, "value": value} for step, value in points]
+        for name, points in document["trends"].items()
+    }
+    return {**first, **document}
+
+
+def json_values(value: Any) -> Any:
+    """The value with tuples as lists and non-finite numbers as None."""
+    if isinstance(value, Mapping):
+        return {key: json_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def print_what_if(result: WhatIf, console: Console) -> None:
+    changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
+    console.print(f"[bold]What if: {escape(changes) or 'nothing changed'}[/bold]")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("as logged", justify="right")
+    table.add_column("same settings,\nsimulated", justify="right")
+    table.add_column("changed,\nsimulated", justify="right", style="green")
+    for name, label, format_spec in _STATISTICS:
+        table.add_row(
+            label,
+            _cell(result.logged, None, name, format_spec),
+            _cell(result.same, result.same_error, name, format_spec),
+            _cell(result.changed, result.changed_error, name, format_spec),
+        )
+    console.print(table)
+    console.print("[dim]± is the standard deviation over five simulations[/dim]")
+    console.print(f"[yellow]Limits.[/yellow] {result.cannot_know}")
+
+
+def _cell(
+    values: DrawStatistics, errors: DrawStatistics | None, name: str, format_spec: str
+) -> str:
+    value = getattr(values, name)
+    if value is None:
+        return "–"
+    error = getattr(errors, name) if errors is not None else None
+    # Deterministic statistics differ between simulations by rounding only.
+    if error is None or error <= 1e-9 * abs(value):
+        return format(value, format_spec)
+    return f"{value:{format_spec}} ± {error:{format_spec}}"
+
+
+def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) -> None:
+    """The first rows that pass a filter, and the number of all that do. Completions follow the
+    table, because they may be long."""
+    texts = [(row["rollout_id"], row.get("completion_text")) for row in rows]
+    rows = [{k: v for k, v in row.items() if k != "completion_text"} for row in rows]
+    if rows:
+        print_table(console, _list_table(rows, console.width))
+    for rollout_id, text in texts:
+        if text is not None:
+            console.print(Text.assemble((f"{rollout_id}  ", "bold"), printable(text)))
+    shown = f"; the first {len(rows)} are shown" if total > len(rows) else ""
+    console.print(f"{total:,} rollouts match{shown}")
+
+
+def _list_table(rows: Sequence[Mapping[str, Any]], room: int) -> Table:
+    """The rows with two-line headers. Prompt ids are folded where `room` is narrow: 80 columns have
+    room for `LISTED`."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    cells = [[_short(value) for value in row.values()] for row in rows]
+    headers = [name.replace("_", "\n_", 1) for name in rows[0]]
+    widths = {
+        name: max(map(cell_len, (*header.split("\n"), *column)))
+        for name, header, column in zip(rows[0], headers, zip(*cells, strict=True), strict=True)
+    }
+    if "prompt_id" in widths:
+        others = sum(widths.values()) - widths["prompt_id"] + len(widths) - 1
+        widths["prompt_id"] = min(widths["prompt_id"], max(FOLDED, room - others))
+    for header, (name, width) in zip(headers, widths.items(), strict=True):
+        side: JustifyMethod = "left" if name in ("prompt_id", "verdict") else "right"
+        table.add_column(header, justify=side, overflow="fold", width=width)
+    for row in cells:
+        table.add_row(*row)
+    return table
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = printable(str(value))
+    return escape(text if len(text) <= 32 else f"{text[:31]}…")
+
+
+def print_life(life: Life, console: Console) -> None:
+    rollout = life.rollout
+    console.print(
+        f"[bold]rollout {rollout['rollout_id']}[/bold] · {escape(rollout['prompt_id'])} · "
+        f"born at step {rollout['birth_step']} under policy version {rollout['policy_version']}"
+    )
+    advantage = rollout["advantage"]
+    scores = ", ".join(f"{score:g}" for score in rollout.get("reward_scores") or ())
+    console.print(
+        f"{escape(rollout['verdict'])} · reward {rollout['reward']:g}"
+        + (f" (scores {scores})" if scores else "")
+        + " · advantage "
+        + ("none (dropped)" if advantage is None else f"{advantage:+.3f}")
+        + f" · {len(rollout['completion_token_ids']):,} tokens, ended by "
+        + escape(rollout["finish_reason"])
+    )
+    console.print("\n[bold]prompt[/bold]")
+    if life.prompt_text is None:
+        console.print(
+            f"[dim]token ids (no tokenizer found)[/dim] {escape(str(rollout['prompt_token_ids']))}"
+        )
+    else:
+        console.print(escape(life.prompt_text))
+    console.print("\n[bold]completion[/bold]")
+    text = rollout.get("completion_text")
+    console.print(escape(text) if text is not None else "[dim]not stored in a snapshot[/dim]")
+    console.print(
+        f"\n[bold]group {rollout['group_id']}[/bold]: {rollout['group_correct']} of "
+        f"{len(life.group)} correct, reward mean {rollout['group_reward_mean']:.3g}, "
+        f"std {rollout['group_reward_std']:.3g}"
+    )
+    console.print(_group_table(life))
+    console.print(f"[bold]life[/bold]: drawn {len(life.uses)} times")
+    if life.uses or life.fresh_outcome is not None:
+        console.print(_life_table(life))
+    console.print(f"→ {escape(life.fate)}")
+
+
+def _group_table(life: Life) -> Table:
+    rollout = life.rollout
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("rollout_id", "reward", "advantage", "verdict"):
+        table.add_column(name, justify="left" if name == "verdict" else "right")
+    for member in life.group:
+        shown = member["rollout_id"] == rollout["rollout_id"]
+        table.add_row(
+            *(_short(member[name]) for name in ("rollout_id", "reward", "advantage", "verdict")),
+            style="bold" if shown else "dim",
+        )
+    return table
+
+
+def _life_table(life: Life) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("step", "age", "probability", "clipped", "log-ratio", "KL, nats"):
+        table.add_column(name, justify="right")
+    if life.fresh_outcome is not None:
+        step = str(life.logged_step)
+        table.add_row(step, "fresh", "–", *_outcome_cells(life.fresh_outcome))
+    for use in life.uses:
+        table.add_row(
+            str(use.step),
+            str(use.age_steps),
+            f"{use.probability:.2%}",
+            *_outcome_cells(use.outcome),
+        )
+    return table
+
+
+def _outcome_cells(outcome: Mapping[str, Any]) -> tuple[str, str, str]:
+    clip, mean, kl = (outcome[n] for n in ("clip_fraction", "log_ratio_mean", "approx_kl"))
+    if mean is None:
+        return "–", "–", "–"
+    return f"{clip:.1%}", f"{mean:+.4f}", f"{kl:.5f}"
+
+
+def print_verification(report: Any, console: Console) -> None:
+    """One line per check of a `VerifyReport`."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "check", "compared", ""):
+        table.add_column(name, justify="right" if name == "compared" else "left")
+    for check in report.checks:
+        mark = "[green]✓[/green]" if check.passed else "[red]✗[/red]"
+        table.add_row(mark, check.name, f"{check.checked:,}", escape(check.detail))
+    console.print(table)
+    failed = sum(not check.passed for check in report.checks)
+    if failed:
+        console.print(f"[red]{failed} of {len(report.checks)} checks failed[/red]")
+    else:
+        console.print(f"[green]{report.steps} steps match the algorithm of the recipe[/green]")

@@ -1,0 +1,187 @@
+"""Measures the planner's assumptions in a finished run.
+
+μ comes from the cost metrics: seconds of generation and training per rollout. The survival share
+and the token lengths come from the rollout log. The growth of variance comes from the log-ratios
+by age: if a token's log-ratio has mean square v, its importance weight has a second moment of
+about e^v (exactly, if the log-ratio is normal and the weights have mean 1), and the variance of
+its gradient is multiplied by that.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.errors import SnapshotError
+from grpo_replay.lab.dry_run.duration import Speed
+from grpo_replay.lab.dry_run.sizes import server_gpus, servers_of
+from grpo_replay.lab.inspection.ageing import AgeOutcome, outcomes_by_age
+from grpo_replay.lab.inspection.column_reader import iter_columns, list_lengths
+from grpo_replay.lab.inspection.source import Source
+from grpo_replay.lab.planning.theory import RatioGrowth
+from grpo_replay.terminal.progress import tracked
+
+
+@dataclass(frozen=True, slots=True)
+class RunEstimates:
+    """The planner's assumptions as measured in a run; None if the run does not determine one."""
+
+    mu: float | None = None
+    survival: float | None = None
+    rollouts_per_step: int | None = None
+    completion_tokens: float | None = None
+    prompt_tokens: float | None = None
+    growth: RatioGrowth | None = None
+    growth_points: tuple[tuple[int, float], ...] = ()  # (age, excess mean square, nats²)
+
+
+def estimate_from_run(source: Source) -> RunEstimates:
+    """Estimates over all steps of a run. Raises SnapshotError if it logged no rollouts."""
+    if not source.rollout_files:
+        raise SnapshotError(
+            f"{source.path}: no rollouts/ to estimate from (tracking.log_rollouts was off, or "
+            "this is a snapshot without its run); give --mu, --rho and --growth instead"
+        )
+    generated = kept = completion_tokens = prompt_tokens = 0
+    for _, path in tracked(source.rollout_files, "reading rollouts"):
+        names = ("kept", "completion_token_ids", "prompt_token_ids")
+        for batch in iter_columns(path, "rollouts", names):
+            generated += batch.num_rows
+            kept += batch.column(0).true_count
+            completion_tokens += _total(batch.column(1))
+            prompt_tokens += _total(batch.column(2))
+    if generated == 0 or kept == 0:
+        raise SnapshotError(
+            f"{source.path}: {generated} rollouts generated, {kept} of them kept: nothing to "
+            "estimate a survival share from"
+        )
+    points = growth_points(outcomes_by_age(source))
+    return RunEstimates(
+        mu=measured_mu(source.metrics, generated / len(source.rollout_files)),
+        survival=kept / generated,
+        rollouts_per_step=round(generated / len(source.rollout_files)),
+        completion_tokens=completion_tokens / generated,
+        prompt_tokens=prompt_tokens / generated,
+        growth=fit_growth(points),
+        growth_points=tuple((age, value) for age, value, _ in points),
+    )
+
+
+def measured_speed(source: Source) -> Speed | None:
+    """Completion tokens per second of one GPU of the run (on a CPU, of one rank or server), and the
+    seconds of a step beside them; None if the run did not log these times."""
+    names = ("cost/generated_tokens", "cost/generation_seconds", "cost/trained_tokens",
+             "cost/training_seconds", "step_time")  # fmt: skip
+    lines = [line for line in source.metrics if all(line.get(name) is not None for name in names)]
+    generated, generating, trained, training, whole = (
+        sum(line[name] for line in lines) for name in names
+    )
+    if generating <= 0 or training <= 0 or trained <= 0:
+        return None
+    ranks = samplers = _ranks(source)
+    recipe, seconds = source.recipe, generating + training
+    if recipe is not None and servers_of(recipe):
+        samplers = server_gpus(recipe)
+        if recipe.run.mode == "async":  # they overlap; generation is of all servers, per rank
+            generating *= ranks / servers_of(recipe)
+            seconds = max(generating, training)
+    return Speed(
+        generated / generating / samplers, trained / training / ranks, f"measured in {source.path}",
+        max(0.0, whole - seconds) / len(lines),
+    )  # fmt: skip
+
+
+def _ranks(source: Source) -> int:
+    """Ranks of the run, from environment.json; 1 without one."""
+    path = (source.run_dir or source.path) / "environment.json"
+    if not path.is_file():
+        return 1
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["world_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SnapshotError(f"{path}: no world_size in it; restore it from a copy") from error
+
+
+def refuse_unknown_mu(estimates: RunEstimates | None, given: float | None) -> None:
+    """Raises SnapshotError if there is a run that does not determine μ, and μ is not given."""
+    if estimates is not None and estimates.mu is None and given is None:
+        raise SnapshotError(
+            "plan --from-run: no step of the run's metrics.jsonl has the seconds of generation and "
+            "training that μ is measured from (cost/generation_seconds, cost/training_seconds, "
+            "cost/trained_rollouts): restore the file, or give μ with --mu"
+        )
+
+
+def _total(column: Any) -> int:
+    return int(list_lengths(column).sum().as_py() or 0) if len(column) else 0
+
+
+def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) -> float | None:
+    """(generation seconds / rollouts generated) / (training seconds / rollouts trained on).
+
+    `rollouts_per_step` is for runs older than the metric `cost/generated_rollouts`. None if the run
+    trained on nothing or did not log these times.
+    """
+    generation = training = trained = generated = 0.0
+    for line in metrics:
+        seconds = line.get("cost/generation_seconds")
+        training_seconds = line.get("cost/training_seconds")
+        if seconds is None or training_seconds is None:
+            continue
+        count = _trained_rollouts(line, rollouts_per_step)
+        if count is None:
+            continue
+        generated += line.get("cost/generated_rollouts", rollouts_per_step)
+        generation += seconds
+        training += training_seconds
+        trained += count
+    if min(generation, generated, training, trained) <= 0:
+        return None
+    return (generation / generated) / (training / trained)
+
+
+def _trained_rollouts(line: Mapping[str, Any], rollouts_per_step: float) -> float | None:
+    """Rollouts trained on in a step; None if the line does not have them.
+
+    Runs older than the metric `cost/trained_rollouts` have the number implicitly in `cost/mu`,
+    which is null for 0. Counting survivors and draws would be wrong: FIFO and the pool do not
+    train on all survivors.
+    """
+    if "cost/trained_rollouts" in line:
+        return line["cost/trained_rollouts"]
+    if "cost/mu" not in line or not line["cost/generation_seconds"]:
+        return None
+    mu = line["cost/mu"] or 0.0
+    return mu * line["cost/training_seconds"] * rollouts_per_step / line["cost/generation_seconds"]
+
+
+def growth_points(outcomes: Mapping[int, AgeOutcome]) -> list[tuple[int, float, float]]:
+    """(age, excess of the log-ratio's mean square over that of fresh rollouts, tokens)."""
+    fresh = outcomes.get(0)
+    base = fresh.log_ratio_square if fresh else 0.0
+    return [
+        (age, outcome.log_ratio_square - base, float(outcome.tokens))
+        for age, outcome in sorted(outcomes.items())
+        if age > 0 and outcome.tokens > 0
+    ]
+
+
+def fit_growth(points: Sequence[tuple[int, float, float]]) -> RatioGrowth | None:
+    """k and b of k·s^b, by least squares of the logarithms, weighted by tokens.
+
+    `points` are (age, excess mean square, tokens). b is limited to 0.25 to 4; with a single age it
+    is 1 (a policy that diffuses). None if no age has a mean square above that of fresh rollouts.
+    """
+    usable = [point for point in points if point[1] > 0]
+    if not usable:
+        return None
+    ages, values, tokens = np.array(usable, dtype=float).T
+    log_age, log_value = np.log(ages), np.log(values)
+    exponent = 1.0
+    if len(usable) > 1:  # polyfit squares its weights
+        exponent = float(np.clip(np.polyfit(log_age, log_value, 1, w=np.sqrt(tokens))[0], 0.25, 4))
+    scale = math.exp(np.average(log_value - exponent * log_age, weights=tokens))
+    return RatioGrowth(scale, exponent)

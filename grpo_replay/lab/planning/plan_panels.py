@@ -1,0 +1,181 @@
+"""Prints a plan on the terminal, or converts it to a JSON document."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_replay.lab.planning.design import Design, Plan, replay_settings
+from grpo_replay.lab.planning.plot import terminal_map
+from grpo_replay.lab.planning.sensitivity import SensitivityRow
+
+THEORY_ASSUMES = (
+    "draws are uniform over the buffer (prioritised draws use fewer rollouts more often)",
+    "the variance of a sample's gradient depends on its age alone",
+    "compute is generation plus training, without weight sync and evaluation",
+)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    best = plan.recommended
+    console.print(
+        f"[bold]Keep rollouts for x = {best.x:.3g} steps and train on each y = {best.y:.3g} times"
+        f"[/bold]  (J without replay is {plan.no_replay.objective:.2f} times as high)"
+    )
+    if plan.optimum.kind == "interior":
+        console.print(f"  optimum of J: x* = {plan.optimum.x:.4g}, y* = {plan.optimum.y:.4g}")
+    console.print(
+        f"  within 5 % of the best: x from {_number(plan.flat_x.low)} to "
+        f"{_number(plan.flat_x.high)}, y from {_number(plan.flat_y.low)} to "
+        f"{_number(plan.flat_y.high)}"
+    )
+    for name, settings in replay_settings(plan.inputs, best.x, best.y).items():
+        words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
+        console.print(f"  {name:5}{words}", soft_wrap=True)
+    for note in plan.notes:
+        console.print(f"  [yellow]![/yellow] {escape(note)}")
+    console.print("\n[bold]Designs[/bold]")
+    console.print(_design_table(plan))
+    console.print("[bold]If an assumption is wrong[/bold]")
+    console.print(_sensitivity_table(plan))
+    console.print("[bold]Compute J to reach a given accuracy, relative to the best[/bold]")
+    console.print(terminal_map(plan), no_wrap=True, crop=False)
+    console.print("\n[bold]Assumptions[/bold]")
+    assumed = Table.grid(padding=(0, 2))
+    assumed.add_column(no_wrap=True)
+    assumed.add_column(no_wrap=True)
+    for name, value in _assumed(plan).items():
+        assumed.add_row(f"  {name}", value, escape(plan.inputs.sources.get(name, "")))
+    console.print(assumed)
+    for sentence in THEORY_ASSUMES:
+        console.print(f"  [dim]· {sentence}[/dim]")
+
+
+def _assumed(plan: Plan) -> dict[str, str]:
+    inputs = plan.inputs
+    return {
+        "mu": f"{inputs.mu:.3g}",
+        "rho": f"{inputs.rho:.3g}",
+        "growth": inputs.growth.describe(),
+        "survival": f"{inputs.survival:.3g} of rollouts kept",
+        "rollouts_per_step": f"R = {inputs.rollouts_per_step:,}",
+        "completion_tokens": f"{inputs.completion_tokens:,.0f} a rollout",
+        "prompt_tokens": f"{inputs.prompt_tokens:,.0f} a rollout",
+    }
+
+
+def _number(value: float) -> str:
+    return _with("{:.3g}", value)
+
+
+def _with(form: str, value: float) -> str:
+    return "∞" if math.isinf(value) else form.format(value)
+
+
+def _setting(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+_ROWS: tuple[tuple[str, Callable[[Design], str]], ...] = (
+    ("staleness horizon x, steps", lambda d: f"{d.x:.3g}"),
+    ("replay ratio y, uses per rollout", lambda d: f"{d.y:.3g}"),
+    ("replay.max_age_steps", lambda d: "none" if d.max_age_steps is None else f"{d.max_age_steps}"),
+    ("replay.ratio", lambda d: f"{d.ratio:.3g}"),
+    ("replay.capacity_rollouts", lambda d: f"{d.capacity_rollouts:,}"),
+    ("rollouts stored", lambda d: f"{d.stored_rollouts:,.0f}"),
+    ("trained per step, rollouts", lambda d: f"{d.trained_rollouts_per_step:,.0f}"),
+    ("generated per step, tokens", lambda d: f"{d.generated_tokens_per_step:,.0f}"),
+    ("trained per step, tokens", lambda d: f"{d.trained_tokens_per_step:,.0f}"),
+    ("memory of the buffer", lambda d: _bytes(d.memory_bytes)),
+    ("compute per trained rollout γ", lambda d: f"{d.gamma:.2f}"),
+    ("generators per trainer W/T", lambda d: f"{d.inference_per_trainer:.2f}"),
+    ("relative compute J", lambda d: _with("{:.2f}", d.objective)),
+)
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable: the last unit always returns")
+
+
+def _design_table(plan: Plan) -> Table:
+    columns = [("no replay", plan.no_replay), ("recommended", plan.recommended)]
+    if plan.current:
+        columns.insert(1, ("this recipe", plan.current))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name, _ in columns:
+        table.add_column(name, justify="right", style="green" if name == "recommended" else "")
+    for label, cell in _ROWS:
+        if label.startswith("replay."):
+            cells = ["–" if name == "no replay" else cell(design) for name, design in columns]
+        else:
+            cells = [cell(design) for _, design in columns]
+        table.add_row(label, *cells)
+    return table
+
+
+def _sensitivity_table(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("actual value")
+    for name in ("best x", "best y", "cost of keeping the recommendation"):
+        table.add_column(name, justify="right")
+    for row in plan.sensitivity:
+        cost = _with("{:+.1%}", row.extra_compute)
+        table.add_row(row.change, f"{row.x:.3g}", f"{row.y:.3g}", cost)
+    return table
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values, null for what is not finite. `x` and `y` are those of the optimum;
+    `recommended` is always finite."""
+    has_optimum = plan.optimum.kind != "fresh_only"
+    inputs = plan.inputs
+    return {
+        "x": _finite(plan.optimum.x) if has_optimum else None,
+        "y": _finite(plan.optimum.y) if has_optimum else None,
+        "kind": plan.optimum.kind,
+        "recommended": _finite_fields(plan.recommended),
+        "replay_settings": replay_settings(inputs, plan.recommended.x, plan.recommended.y),
+        "current": _finite_fields(plan.current) if plan.current else None,
+        "no_replay": _finite_fields(plan.no_replay),
+        "within_5_percent": {
+            "x": [plan.flat_x.low, _finite(plan.flat_x.high)],
+            "y": [plan.flat_y.low, _finite(plan.flat_y.high)],
+        },
+        "sensitivity": [_finite_fields(row) for row in plan.sensitivity],
+        "assumptions": {
+            "mu": inputs.mu,
+            "mu_per_survivor": inputs.effective_mu,
+            "rho": inputs.rho,
+            "growth": inputs.growth.describe(),
+            "growth_parameters": inputs.growth.parameters(),
+            "survival": inputs.survival,
+            "rollouts_per_step": inputs.rollouts_per_step,
+            "completion_tokens": inputs.completion_tokens,
+            "prompt_tokens": inputs.prompt_tokens,
+            "sources": inputs.sources,
+        },
+        "notes": list(plan.notes),
+    }
+
+
+def _finite_fields(record: Design | SensitivityRow) -> dict[str, Any]:
+    fields = dataclasses.asdict(record)
+    return {k: _finite(v) if isinstance(v, float) else v for k, v in fields.items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

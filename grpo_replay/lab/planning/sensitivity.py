@@ -1,0 +1,108 @@
+"""How far a design may be from the optimum, and what a wrong assumption costs."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_replay.lab.planning.theory import (
+    FLAT_TOLERANCE,
+    Growth,
+    PowerGrowth,
+    RatioGrowth,
+    best_objective,
+    objective,
+    recommended_design,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Interval within which J stays within 5 % of its value at the design."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class SensitivityRow:
+    """The optimum under one changed assumption, and the cost of keeping the design instead."""
+
+    change: str
+    x: float
+    y: float
+    extra_compute: float  # J(kept design)/J(new optimum) - 1, a fraction
+
+
+def flat_range_x(x: float, mu: float, rho: float, growth: Growth) -> FlatRange:
+    """Horizons about as good as x, each with its own best y; high is inf if J stays flat."""
+    limit = (1 + FLAT_TOLERANCE) * best_objective(x, mu, rho, growth)
+    return _flat_range(lambda at: best_objective(at, mu, rho, growth), x, limit)
+
+
+def flat_range_y(x: float, y: float, mu: float, rho: float, growth: Growth) -> FlatRange:
+    """Replay ratios about as good as y at this horizon."""
+    limit = (1 + FLAT_TOLERANCE) * objective(x, y, mu, rho, growth)
+    return _flat_range(lambda at: objective(x, at, mu, rho, growth), y, limit)
+
+
+def _flat_range(function: Callable[[float], float], start: float, limit: float) -> FlatRange:
+    return FlatRange(
+        _boundary(function, start, limit, factor=1 / 1.25), _boundary(function, start, limit, 1.25)
+    )
+
+
+def _boundary(
+    function: Callable[[float], float], start: float, limit: float, factor: float
+) -> float:
+    """Where the function first exceeds the limit, going from `start` by powers of `factor`; 0 or
+    inf if it never does. Found by bisection."""
+    inside = start
+    for _ in range(120):
+        outside = inside * factor
+        if function(outside) > limit:
+            break
+        inside = outside
+    else:
+        return 0.0 if factor < 1 else math.inf
+    for _ in range(60):
+        middle = math.sqrt(inside * outside)
+        inside, outside = (inside, middle) if function(middle) > limit else (middle, outside)
+    return inside
+
+
+def sensitivity(
+    x: float, y: float, mu: float, rho: float, growth: Growth
+) -> tuple[SensitivityRow, ...]:
+    """Extra cost of the design (x, y) if μ, ρ or the growth differ from the assumption."""
+    rhos = [other for other in (0.0, min(1.0, 3 * rho + 0.1)) if other != rho]
+    return (
+        _sensitivity_row("μ halved", x, y, mu / 2, rho, growth),
+        _sensitivity_row("μ doubled", x, y, mu * 2, rho, growth),
+        *(_sensitivity_row(f"ρ = {other:.2g}", x, y, mu, other, growth) for other in rhos),
+        *(_sensitivity_row(name, x, y, mu, rho, other) for name, other in _other_growths(growth)),
+    )
+
+
+def _sensitivity_row(
+    change: str, x: float, y: float, mu: float, rho: float, growth: Growth
+) -> SensitivityRow:
+    best_x, best_y = recommended_design(mu, rho, growth)
+    kept = objective(x, y, mu, rho, growth)
+    best = objective(best_x, best_y, mu, rho, growth)
+    return SensitivityRow(change, best_x, best_y, kept / best - 1)
+
+
+def _other_growths(growth: Growth) -> list[tuple[str, Growth]]:
+    if isinstance(growth, PowerGrowth):
+        lower, higher = growth.exponent / 2, growth.exponent * 1.5
+        return [
+            (f"a = {exponent:.3g}", PowerGrowth(exponent, growth.tau))
+            for exponent in (lower, higher)
+            if exponent != growth.exponent
+        ]
+    if isinstance(growth, RatioGrowth):
+        return [
+            (f"variance growth {word}", RatioGrowth(growth.scale * factor, growth.exponent))
+            for word, factor in (("halved", 0.5), ("doubled", 2.0))
+        ]
+    return []

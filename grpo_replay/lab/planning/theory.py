@@ -1,0 +1,218 @@
+"""Paper B's design theory as a calculator: how long to keep rollouts and how often to reuse them.
+
+Symbols (Arnal et al., arXiv 2604.08706; `docs/planning.md` explains them in words):
+
+    x = N/R   staleness horizon: training steps that a rollout stays in the buffer
+    y = B/R   replay ratio: how often a rollout is trained on in its life
+    μ         cost of generating one rollout / cost of training on it once
+    ρ         coupling of the samples, 0 (independent) to 1 (no gain from more of them)
+    σ²(s)     variance of one sample's gradient at age s; σ̄²(x) its mean over ages 0..x
+
+    J(x, y) = σ̄²(x) · (1 + y/μ) · (1/y + 1/x + ρ)     compute to reach a given accuracy
+
+For given x the best y is √(μ / (ρ + 1/x)); x minimises σ̄²(x) · (√(1/μ) + √(ρ + 1/x))².
+Nothing is read or printed here. Where a function takes an array of x or y, it works elementwise.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from grpo_replay.errors import UsageError
+
+Values = TypeVar("Values", float, np.ndarray)
+
+FLAT_TOLERANCE = 0.05
+"""Relative difference in J below which two designs count as equally good."""
+
+_LOG_X_RANGE = (-9.0, 12.0)  # log10 of x in training steps
+_GRID_POINTS = 421
+_REFINEMENTS = 4  # each divides the spacing of the grid by 210; J resolves no finer in float64
+_CELLS = 256
+
+
+class Growth(Protocol):
+    """How the variance of one sample's gradient grows with its age."""
+
+    def mean_variance(self, x: Values) -> Values:
+        """σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf on overflow."""
+        ...
+
+    def parameters(self) -> dict[str, float]: ...
+
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PowerGrowth:
+    """σ(s) = (s/τ)^a. τ scales J but does not move the optimum."""
+
+    exponent: float
+    tau: float = 1.0
+
+    def mean_variance(self, x: Values) -> Values:
+        with np.errstate(over="ignore"):
+            return np.power(x / self.tau, 2 * self.exponent) / (2 * self.exponent + 1)
+
+    def parameters(self) -> dict[str, float]:
+        return asdict(self)
+
+    def describe(self) -> str:
+        return f"σ(s) ∝ s^{self.exponent:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class RatioGrowth:
+    """σ²(s) = exp(k·s^b), relative to a fresh sample.
+
+    This is the second moment of an importance weight whose logarithm is normal with variance
+    k·s^b. b = 1 means that the policy diffuses, b = 2 that it drifts.
+    """
+
+    scale: float  # k, nats² at age 1
+    exponent: float  # b
+
+    def variance(self, age_steps: Any) -> Any:
+        with np.errstate(over="ignore"):
+            return np.exp(self.scale * age_steps**self.exponent)
+
+    def mean_variance(self, x: Values) -> Values:
+        # Midpoint rule in u = s/x: the integrand is smooth and increasing, 256 cells give 1e-5.
+        middles = (np.arange(_CELLS) + 0.5) / _CELLS
+        return self.variance(np.multiply.outer(x, middles)).mean(axis=-1)
+
+    def parameters(self) -> dict[str, float]:
+        return asdict(self)
+
+    def describe(self) -> str:
+        return f"σ²(s) = exp({self.scale:.3g}·s^{self.exponent:.3g})"
+
+
+Kind = Literal["interior", "store_everything", "fresh_only"]
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The minimum of J.
+
+    `interior`: at finite x and y. `store_everything`: J decreases for all x (x is inf).
+    `fresh_only`: J decreases towards x = 0 (x and y are 0), so storing rollouts does not pay.
+    """
+
+    x: float
+    y: float
+    kind: Kind
+
+
+def check_inputs(mu: float, rho: float) -> None:
+    """Raises UsageError for a μ that is not positive and finite, or a ρ outside [0, 1]."""
+    if not (math.isfinite(mu) and mu > 0):
+        raise UsageError(
+            f"--mu {mu}: μ is the cost of generating one rollout over the cost of training on it "
+            "once, a positive number (paper B measured 5.28 and 6.84)"
+        )
+    if not 0 <= rho <= 1:
+        raise UsageError(
+            f"--rho {rho}: ρ is the coupling between samples, from 0 (independent) to 1"
+        )
+
+
+def check_growth(exponent: float) -> None:
+    """Raises UsageError for a growth exponent that is negative or not finite."""
+    if not (math.isfinite(exponent) and exponent >= 0):
+        raise UsageError(
+            f"--growth {exponent}: a of σ(s) = (s/τ)^a is 0 or more; negative would mean that old "
+            "rollouts are better than fresh ones"
+        )
+
+
+def objective(x: Values, y: Values, mu: float, rho: float, growth: Growth) -> Values:
+    """J(x, y) in arbitrary units: only ratios of J are meaningful."""
+    return growth.mean_variance(x) * (1 + y / mu) * (1 / y + 1 / x + rho)
+
+
+def best_replay_ratio(x: float, mu: float, rho: float) -> float:
+    """y* = √(μ / (ρ + 1/x)) for a given horizon; inf if x is inf and ρ is 0."""
+    coupling = rho + (0.0 if math.isinf(x) else 1 / x)
+    return math.sqrt(mu / coupling) if coupling > 0 else math.inf
+
+
+def best_objective(x: Values, mu: float, rho: float, growth: Growth) -> Values:
+    """J(x, y*(x)) = σ̄²(x) · (√(1/μ) + √(ρ + 1/x))²."""
+    return growth.mean_variance(x) * (math.sqrt(1 / mu) + (rho + 1 / x) ** 0.5) ** 2
+
+
+def power_law_optimum(mu: float, rho: float, exponent: float) -> Optimum:
+    """The closed form for σ(s) = (s/τ)^a (paper B).
+
+    y* = (-a + √(a² + μρ(1-2a)))/ρ, rewritten so that it also holds for ρ = 0, and
+    x* = y*²/(2a(μ + y*)). For a = 0 rollouts never age and x* is inf. For a ≥ 1/2, σ² grows faster
+    than 1/x decreases and the infimum is at 0. Raises UsageError for values out of range.
+    """
+    check_inputs(mu, rho)
+    check_growth(exponent)
+    if exponent >= 0.5:
+        return Optimum(0.0, 0.0, "fresh_only")
+    if exponent == 0:
+        return Optimum(math.inf, best_replay_ratio(math.inf, mu, rho), "store_everything")
+    shrink = 1 - 2 * exponent
+    y = mu * shrink / (exponent + math.sqrt(exponent**2 + mu * rho * shrink))
+    return Optimum(y * y / (2 * exponent * (mu + y)), y, "interior")
+
+
+def numeric_optimum(mu: float, rho: float, growth: Growth) -> Optimum:
+    """The optimum for any growth, by repeated refinement of a grid over log x.
+
+    A minimum at an end of the grid (1e-9 or 1e12 steps) means `fresh_only` or `store_everything`.
+    """
+    check_inputs(mu, rho)
+    low, high = _LOG_X_RANGE
+    for _ in range(_REFINEMENTS):
+        grid = np.linspace(low, high, _GRID_POINTS)
+        best = int(np.argmin(best_objective(10.0**grid, mu, rho, growth)))
+        if best == 0:
+            return Optimum(0.0, 0.0, "fresh_only")
+        if best == _GRID_POINTS - 1:
+            return Optimum(math.inf, best_replay_ratio(math.inf, mu, rho), "store_everything")
+        low, high = grid[best - 1], grid[best + 1]
+    x = float(10.0 ** grid[best])
+    return Optimum(x, best_replay_ratio(x, mu, rho), "interior")
+
+
+def optimum(mu: float, rho: float, growth: Growth) -> Optimum:
+    """The closed form where there is one, else the numerical optimum."""
+    if isinstance(growth, PowerGrowth):
+        return power_law_optimum(mu, rho, growth.exponent)
+    return numeric_optimum(mu, rho, growth)
+
+
+def recommended_design(mu: float, rho: float, growth: Growth) -> tuple[float, float]:
+    """A finite (x, y) to run with: the optimum, limited to what a buffer can do.
+
+    x is at least 1, because all rollouts of a step are present when it trains. Where J decreases
+    for all x, x is the smallest horizon whose J is within 5 % of the limit.
+    """
+    best = optimum(mu, rho, growth)
+    x = max(best.x, 1.0)
+    if math.isinf(x):
+        x = max(_nearly_unbounded(mu, rho), 1.0)
+    return x, best_replay_ratio(x, mu, rho)
+
+
+def _nearly_unbounded(mu: float, rho: float) -> float:
+    """x at which (√(1/μ) + √(ρ + 1/x))² is 5 % above its limit, for variance that does not grow."""
+    limit = math.sqrt(1 + FLAT_TOLERANCE) * (math.sqrt(1 / mu) + math.sqrt(rho))
+    return 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
+
+
+def balanced_replay_ratio(mu: float, workers: int, trainers: int) -> float:
+    """y = μ·T/W: uses per rollout if W inference workers and T trainers never wait."""
+    return mu * trainers / workers
+
+
+def cost_ratio_from_counts(trained: float, generated: float, workers: int, trainers: int) -> float:
+    """μ = (K_train/T)/(K_gen/W): rollouts trained on per trainer over rollouts generated per worker
+    in the same time, with both always busy."""
+    return (trained / trainers) / (generated / workers)

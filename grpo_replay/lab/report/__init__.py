@@ -1,0 +1,4 @@
+"""The report that compares many runs: arms, intervals over seeds, costs, figures, page.
+
+Imports the core, `inspection` and `planning`.
+"""

@@ -1,0 +1,224 @@
+"""One finished run, or one evaluation file, as a report reads it."""
+
+import fcntl
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from packaging.version import InvalidVersion, Version
+
+from grpo_replay import __version__
+from grpo_replay.errors import DataError, EvaluationFileError
+from grpo_replay.evaluation.comparison import are_comparable
+from grpo_replay.evaluation.curve import read_curve
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
+from grpo_replay.lab.inspection.source import read_metrics, read_run_recipe
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.recipe_history import CHANGES_FOLDER, differences, read_history
+from grpo_replay.storage.run_directory import LOCK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLog:
+    """The metrics of a run, one row per training step."""
+
+    lines: tuple[Mapping[str, Any], ...]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def column(self, name: str) -> np.ndarray:
+        """float64 [T]: a metric of every step; NaN where it is undefined."""
+        values = [line.get(name) for line in self.lines]
+        return np.array([np.nan if value is None else value for value in values], dtype=float)
+
+    def running_total(self, name: str) -> np.ndarray:
+        """float64 [T + 1]: the sum of a metric up to the end of each step; step 0 is first."""
+        return np.concatenate([[0.0], np.cumsum(self.column(name))])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedRun:
+    """What a report uses of a run, or of an evaluation file.
+
+    `final` and `best` have per-sample rows if their files exist. `evaluations` are those that are
+    comparable with `final`, by training step. An evaluation file has no seed, recipe or log, and
+    `evaluations` is empty. `recipe` is that of the last step; `recipe_changes` are the keys that a
+    resume changed, apart from the number of steps.
+    """
+
+    path: Path
+    seed: int | None
+    recipe: Recipe | None
+    final: EvaluationReport
+    best: EvaluationReport | None
+    best_step: int | None
+    evaluations: dict[int, EvaluationReport]
+    log: StepLog
+    wall_seconds: float | None
+    recipe_changes: tuple[str, ...] = ()
+
+    @property
+    def base(self) -> EvaluationReport | None:
+        """The evaluation of the base model, before the first step."""
+        return self.evaluations.get(0)
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """The evaluated steps in order, and the mean accuracy at each."""
+        steps = list(self.evaluations)
+        return steps, [self.evaluations[step].sampled.mean.avg_at_k for step in steps]
+
+
+def read_evaluation(path: Path) -> FinishedRun:
+    """An evaluation file. Raises EvaluationFileError if it cannot be read."""
+    report = _without_texts(path)
+    return FinishedRun(path, None, None, report, None, None, {}, StepLog(()), None)
+
+
+class UnfinishedRun(DataError):
+    """A run without a result. `reason` says how far it came."""
+
+    def __init__(self, path: Path, reason: str, remedy: str) -> None:
+        super().__init__(f"{path}: {reason}; a report needs finished runs: {remedy}, or omit it")
+        self.reason = reason
+
+
+def is_running(path: Path) -> bool:
+    """True if a process holds the lock of the run's directory."""
+    try:
+        with (path / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def read_run(path: Path) -> FinishedRun:
+    """A finished run. Raises UnfinishedRun, and DataError for a damaged or newer one."""
+    if not (path / "recipe.yaml").exists():
+        raise UnfinishedRun(path, "not started", "start it")
+    _refuse_newer(path)
+    recipe = read_run_recipe(path)
+    assert recipe is not None
+    log = StepLog(read_metrics(path / "metrics.jsonl"))
+    _refuse_unfinished(path, recipe, log)
+    summary = _summary(path)
+    if len(log) != summary["steps"]:
+        raise DataError(
+            f"{path}: metrics.jsonl has {len(log)} lines, but summary.json {summary['steps']} "
+            "steps: restore the two files together"
+        )
+    return _with_evaluations(path, recipe, log, summary["wall_seconds"])
+
+
+def _refuse_unfinished(path: Path, recipe: Recipe, log: StepLog) -> None:
+    done = f"step {len(log)} of {recipe.run.steps}"
+    if is_running(path):
+        raise UnfinishedRun(path, f"still running, {done}", "wait for it")
+    if not (path / "summary.json").exists():
+        remedy = f"continue it with grpo-replay train --resume --output-dir {path}"
+        raise UnfinishedRun(path, f"stopped after {done}", remedy)
+
+
+def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: float) -> FinishedRun:
+    final = _final(path, len(log))
+    evaluations = {
+        step: report
+        for step, report in read_curve(path / "eval").items()
+        if step <= len(log) and are_comparable(report, final)
+    }
+    best = _best_step(evaluations)
+    return FinishedRun(
+        path=path,
+        seed=recipe.run.seed,
+        recipe=recipe,
+        final=final,
+        best=final if best == len(log) else _without_texts(_evaluation_file(path, best)),
+        best_step=best,
+        evaluations=evaluations,
+        log=log,
+        wall_seconds=wall_seconds,
+        recipe_changes=_recipe_changes(path),
+    )
+
+
+def _recipe_changes(path: Path) -> tuple[str, ...]:
+    """`key: old -> new (after step N)` of every change at a resume, but of `run.steps`."""
+    if not (path / CHANGES_FOLDER).is_dir():
+        return ()
+    history = read_history(path)
+    found, before = [], history.first
+    for step, recipe in history.changed:
+        found += [
+            f"{key}: {old!r} -> {new!r} (after step {step})"
+            for key, old, new in differences(before, recipe)
+            if key != "run.steps"
+        ]
+        before = recipe
+    return tuple(found)
+
+
+def _best_step(evaluations: Mapping[int, EvaluationReport]) -> int:
+    """The step after 0 with the highest mean accuracy; the earliest of several."""
+    trained = [step for step in evaluations if step > 0]
+    return max(trained, key=lambda step: (evaluations[step].sampled.mean.avg_at_k, -step))
+
+
+def _final(path: Path, steps: int) -> EvaluationReport:
+    file = _evaluation_file(path, steps)
+    if not file.exists():
+        raise EvaluationFileError(
+            f"{path}: no evaluation of its last step ({file.name} is not there; eval.benchmarks "
+            f"was empty, or eval.at_end false): evaluate it with grpo-replay eval --ckpt {path}, "
+            "and give that file"
+        )
+    return _without_texts(file)
+
+
+def _without_texts(file: Path) -> EvaluationReport:
+    """The completions of all runs would fill the memory, and no number needs them."""
+    return read_report(file, with_texts=False)
+
+
+def _evaluation_file(path: Path, step: int) -> Path:
+    return path / "eval" / f"step_{step:06d}.json"
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    file = path / "summary.json"
+    summary = read_json(file)
+    if not isinstance(summary.get("steps"), int) or "wall_seconds" not in summary:
+        raise DataError(f"{file}: no steps or wall_seconds; restore the file from a copy")
+    return summary
+
+
+def _refuse_newer(path: Path) -> None:
+    file = path / "environment.json"
+    if not file.exists():
+        return
+    found = str(read_json(file).get("grpo_replay", __version__))
+    try:
+        newer = Version(found) > Version(__version__)
+    except InvalidVersion as error:
+        raise DataError(f"{file}: {found!r} is not a version; restore the file") from error
+    if newer:
+        raise DataError(
+            f"{path}: a run of grpo-replay {found}, newer than this one ({__version__}): upgrade "
+            "grpo-replay, or leave the run out"
+        )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object. Raises DataError if the file cannot be read or is something else."""
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read: {error}; restore it from a copy") from error
+    if not isinstance(document, dict):
+        raise DataError(f"{file}: not a JSON object; restore it from a copy")
+    return document

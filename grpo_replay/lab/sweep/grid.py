@@ -1,0 +1,242 @@
+"""The cells of a sweep: which runs there are, where they live, and the recipe of each.
+
+OUTPUT_DIR/ARM/seed-N/                      the comparison
+OUTPUT_DIR/tune/ARM/VALUE-NAME/seed-N/      the tuning stage
+OUTPUT_DIR/RECIPE/…                         both, for every recipe of a list
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo_replay.errors import RecipeError, SweepFileError, did_you_mean
+from grpo_replay.evaluation.benchmarks import find_benchmarks
+from grpo_replay.lab.sweep.sweep_file import SweepFile
+from grpo_replay.recipe import Recipe, find_recipe, load_recipe
+
+_load = functools.lru_cache(maxsize=None)(load_recipe)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep.
+
+    `value` names the values that a tuning run tries; it is None in the comparison. `place` is the
+    cell's folder relative to `root`, the folder of its comparison. The overrides of a comparison
+    cell lack the tuned values until they are chosen. `run_name` is for trackers that keep all runs
+    in one place, where `seed-42` says nothing.
+    """
+
+    root: Path
+    label: str
+    arm: str
+    seed: int
+    recipe: str
+    overrides: tuple[str, ...]
+    value: str | None = None
+    awaits_choice: bool = False
+    run_name: str | None = None
+
+    @property
+    def place(self) -> Path:
+        if self.value is None:
+            return Path(self.arm) / f"seed-{self.seed}"
+        return Path("tune") / self.arm / self.value / f"seed-{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return self.root / self.place
+
+    @property
+    def log(self) -> Path:
+        """What the cell's processes print. Locked while any of them is alive."""
+        return self.root / "log" / f"{self.place}.log"
+
+    @property
+    def name(self) -> str:
+        """The folder relative to the sweep's, which is how messages name the cell."""
+        return f"{self.label}{self.place}"
+
+    def all_overrides(self) -> tuple[str, ...]:
+        named = () if self.run_name is None else (f"tracking.run_name={self.run_name}",)
+        return (*self.overrides, f"run.seed={self.seed}", *named)
+
+    def resolved_recipe(self) -> Recipe:
+        """The recipe of the run. Raises SweepFileError that names the arm."""
+        try:
+            return _load(self.recipe, self.all_overrides())
+        except RecipeError as error:
+            raise SweepFileError(f"arm {self.arm}: {str(error).removeprefix('--set: ')}") from error
+
+    def with_choice(self, chosen: Sequence[str]) -> "Cell":
+        """The comparison cell with the values that tuning chose."""
+        return replace(self, overrides=(*self.overrides, *chosen), awaits_choice=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One arm under one recipe. `tuning` maps each candidate to its runs; empty without tuning."""
+
+    name: str
+    tuning: dict[tuple[str, ...], tuple[Cell, ...]]
+    comparison: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The arms under one recipe: what `sweep.yaml` in `root` describes."""
+
+    root: Path
+    file: SweepFile
+    arms: tuple[Arm, ...]
+
+
+def expand(sweep: SweepFile, source: Path, output_dir: Path) -> tuple[Comparison, ...]:
+    """The comparisons of a sweep read from `source`, one per recipe, fully checked.
+
+    Raises SweepFileError for an override that no recipe has, values that contradict each other, a
+    recipe that is not found, or two candidates that are the same recipe.
+    """
+    names = [_recipe_name(word, source) for word in sweep.recipes]
+    stems = [recipe_stem(name) for name in names]
+    for stem in stems:
+        if stems.count(stem) > 1:
+            raise SweepFileError(f"{source}: recipe: {stem} is there twice")
+    listed = not isinstance(sweep.recipe, str)
+    comparisons = []
+    for name, stem in zip(names, stems, strict=True):
+        own = sweep.model_copy(update={"recipe": name})
+        root = output_dir / stem if listed else output_dir
+        comparisons.append(_comparison(own, name, root, f"{stem}/" if listed else ""))
+    for comparison in comparisons:
+        _check_recipes(comparison, source)
+    return tuple(comparisons)
+
+
+def _recipe_name(word: str, source: Path) -> str:
+    """What `train` is given: an absolute path, or the name of a shipped recipe."""
+    beside = source.parent / word
+    try:
+        found = beside if beside.is_file() else find_recipe(word)
+    except RecipeError as error:
+        raise SweepFileError(f"{source}: recipe: {error}") from error
+    return word if recipe_stem(str(found)) == word else str(found.resolve())
+
+
+def recipe_stem(name: str) -> str:
+    """The name of a shipped recipe, or of a recipe's file: `qwen3-0.6b`."""
+    return Path(name).name.removesuffix(".yaml")
+
+
+def _comparison(sweep: SweepFile, recipe: str, root: Path, label: str) -> Comparison:
+    arms = []
+    for name, overrides in sweep.arms.items():
+        shared = (*sweep.set, *overrides)
+        tuning = {}
+        for candidate in sweep.tune.candidates() if sweep.tune else []:
+            value = value_name(candidate)
+            tuning[candidate] = tuple(
+                _named(Cell(root, label, name, seed, recipe, (*shared, *candidate), value), sweep)
+                for seed in (sweep.tune.seeds if sweep.tune else [])
+            )
+        comparison = tuple(
+            _named(Cell(root, label, name, seed, recipe, shared, awaits_choice=bool(tuning)), sweep)
+            for seed in sweep.seeds
+        )
+        arms.append(Arm(name, tuning, comparison))
+    return Comparison(root, sweep, tuple(arms))
+
+
+def _named(cell: Cell, sweep: SweepFile) -> Cell:
+    """The cell with a name for trackers, if it reports to one and the recipe gives no name."""
+    tracking = cell.resolved_recipe().tracking
+    if tracking.run_name is not None or not {"wandb", "trackio"} & {*tracking.report_to}:
+        return cell
+    return replace(cell, run_name=f"{sweep.name}/{cell.name}")
+
+
+def value_name(candidate: Sequence[str]) -> str:
+    """The folder of a candidate: `learning_rate=5e-05`, or several joined by commas."""
+    pairs = [word.partition("=") for word in candidate]
+    leaves = [key.split(".")[-1] for key, _, _ in pairs]
+    short = len(set(leaves)) == len(leaves)
+    words = [f"{leaf if short else key}={value}" for leaf, (key, _, value) in zip(leaves, pairs)]
+    name = ",".join(words)
+    if "/" in name or name.startswith(".") or len(name) > 200:
+        raise SweepFileError(
+            f"tune.grid: {name!r} cannot name a folder: tune numbers, true, false or short words"
+        )
+    return name
+
+
+def _check_recipes(comparison: Comparison, source: Path) -> None:
+    """Load the recipe of every arm and candidate, once each."""
+    for arm in comparison.arms:
+        seen: dict[str, str] = {}
+        for cells in arm.tuning.values() or [arm.comparison]:
+            recipe = cells[0].resolved_recipe()
+            _check_metric(comparison.file, recipe, source)
+            same = seen.setdefault(recipe.model_dump_json(), str(cells[0].value))
+            if same != str(cells[0].value):
+                raise SweepFileError(
+                    f"{source}: tune.grid: {same} and {cells[0].value} are the same recipe for "
+                    f"arm {arm.name}: remove one"
+                )
+
+
+def _check_metric(sweep: SweepFile, recipe: Recipe, source: Path) -> None:
+    """Tuning needs an entry of summary.json that the runs will write."""
+    if sweep.tune is None:
+        return
+    evaluation, metric = recipe.eval, sweep.tune.metric
+    kind, _, benchmark = metric.partition(".")
+    if not evaluation.benchmarks or not evaluation.at_end:
+        raise SweepFileError(
+            f"{source}: tune.metric {metric}: the recipe evaluates nothing after the last step; "
+            "set eval.benchmarks and eval.at_end"
+        )
+    if kind == "final_greedy" and not evaluation.greedy:
+        raise SweepFileError(f"{source}: tune.metric {metric} needs eval.greedy true")
+    known = ["mean", *(each.name for each in find_benchmarks(evaluation))]
+    if benchmark not in known:
+        raise SweepFileError(
+            f"{source}: tune.metric {metric}: the recipe has no benchmark {benchmark}"
+            f"{did_you_mean(benchmark, known)}; it has {', '.join(known)}"
+        )
+
+
+def choose_arms(comparisons: Sequence[Comparison], only: str | None) -> list[Comparison]:
+    """The comparisons with the arms that `--only` names: ARM, RECIPE or RECIPE/ARM; all for None.
+
+    Raises SweepFileError if there is none.
+    """
+    if only is None:
+        return list(comparisons)
+    chosen, known = [], []
+    for comparison in comparisons:
+        stem = recipe_stem(comparison.file.recipes[0])
+        names = {arm.name: {arm.name, stem, f"{stem}/{arm.name}"} for arm in comparison.arms}
+        known += [name for name in names if name not in known]
+        arms = tuple(arm for arm in comparison.arms if only in names[arm.name])
+        if arms:
+            chosen.append(replace(comparison, arms=arms))
+    if not chosen:
+        raise SweepFileError(
+            f"--only {only}: no such arm{did_you_mean(only, known)}; the sweep has: "
+            f"{', '.join(known)}"
+        )
+    return chosen
+
+
+def all_cells(comparisons: Sequence[Comparison]) -> Iterator[Cell]:
+    """Every cell, tuning first; then seed by seed, so that arms stay level with each other."""
+    for comparison in comparisons:
+        for arm in comparison.arms:
+            for cells in arm.tuning.values():
+                yield from cells
+    for comparison in comparisons:
+        for seed in range(len(comparison.file.seeds)):
+            for arm in comparison.arms:
+                yield arm.comparison[seed]

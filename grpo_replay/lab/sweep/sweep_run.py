@@ -1,0 +1,273 @@
+"""Running a sweep: start what is ready, follow what runs, choose what was tuned."""
+
+import enum
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from grpo_replay.errors import INTERRUPTED, OutputDirectoryError, first_line
+from grpo_replay.lab.sweep.cells import (
+    CellState,
+    Progress,
+    error_line,
+    last_attempt,
+    read_summary,
+    refuse_foreign_run,
+    state_of,
+)
+from grpo_replay.lab.sweep.grid import Arm, Cell, Comparison, all_cells
+from grpo_replay.lab.sweep.local import STOP_SIGNALS, Launcher, LeftoverProcess, Running
+from grpo_replay.lab.sweep.tuning import (
+    check_choice,
+    choose,
+    record_choice,
+    tuning_cells,
+)
+from grpo_replay.storage.run_directory import RunDirectory
+
+POLL_SECONDS = 0.5
+
+
+class Status(enum.Enum):
+    """What the sweep knows of a cell."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    BLOCKED = "blocked"
+
+
+@dataclass(slots=True)
+class Entry:
+    """A cell in the sweep's table. `message` says why it failed or cannot start."""
+
+    cell: Cell
+    status: Status
+    disk: CellState
+    steps: int
+    progress: Progress
+    message: str = ""
+    exit_code: int = 0
+    running: Running | None = None
+    accuracy: float | None = None
+
+
+class Observer(Protocol):
+    """Receives what happens in a sweep."""
+
+    def on_change(self, entry: Entry) -> None:
+        """The status of a cell changed."""
+
+    def on_progress(self, entries: Sequence[Entry]) -> None:
+        """Called every half second."""
+
+    def on_notice(self, text: str) -> None:
+        """Something that the user should read."""
+
+
+@dataclass(slots=True)
+class StopRequests:
+    """How often the user asked to stop. Signal handlers raise it."""
+
+    count: int = 0
+
+
+@dataclass(slots=True)
+class SweepRun:
+    """One attempt at a sweep."""
+
+    comparisons: Sequence[Comparison]
+    launcher: Launcher
+    jobs: int
+    observer: Observer
+    stops: StopRequests
+    entries: list[Entry] = field(default_factory=list)
+    _stops_passed_on: int = 0
+
+    def prepare(self, record: bool = True) -> None:
+        """Look at every cell, before anything is started, and make the choices of tuning that is
+        complete; `record` writes them to chosen.json.
+
+        Raises OutputDirectoryError for a folder with something other than the cell's run, and for a
+        run that another process is working on.
+        """
+        for cell in all_cells(self.comparisons):
+            self.entries.append(self._entry(cell))
+        for comparison, arm, waiting in self._newly_tuned():
+            self._apply_choice(comparison, arm, waiting, record)
+
+    def _entry(self, cell: Cell) -> Entry:
+        progress = Progress(RunDirectory(cell.folder).metrics_path)
+        steps = cell.resolved_recipe().run.steps
+        running = self.launcher.find(cell)
+        if running is not None:
+            left = f"left by an earlier sweep, {running.describe()}"
+            entry = Entry(cell, Status.WAITING, CellState.STARTED, steps, progress, running=running)
+            self._set(entry, Status.RUNNING, left)
+            return entry
+        refuse_foreign_run(cell)
+        entry = Entry(cell, Status.WAITING, state_of(cell), steps, progress)
+        progress.refresh()
+        if entry.disk is CellState.DONE:
+            entry.status, entry.accuracy = Status.DONE, final_accuracy(cell)
+        return entry
+
+    def run(self) -> int:
+        """Run until no cell can be started; returns the exit code of the sweep."""
+        if done := len(self._with(Status.DONE)):
+            self.observer.on_notice(f"{done} of {len(self.entries)} cells are done already")
+        while True:
+            self._collect()
+            if not self.stops.count:
+                self._choose()
+                self._start()
+            self._pass_stops_on()
+            self.observer.on_progress(self.entries)
+            if not self._must_wait():
+                break
+            time.sleep(POLL_SECONDS)
+        return self._conclude()
+
+    def _must_wait(self) -> bool:
+        running = [entry.running for entry in self._with(Status.RUNNING) if entry.running]
+        if self.stops.count:
+            return any(not each.outlives_sweep for each in running)
+        return bool(running or self._ready())
+
+    def _with(self, status: Status) -> list[Entry]:
+        return [entry for entry in self.entries if entry.status is status]
+
+    def _ready(self) -> list[Entry]:
+        return [e for e in self._with(Status.WAITING) if not e.cell.awaits_choice]
+
+    def _start(self) -> None:
+        free = self.jobs - len(self._with(Status.RUNNING))
+        for entry in self._ready()[: max(0, free)]:
+            try:
+                entry.disk = state_of(entry.cell)
+                if entry.disk is CellState.DONE:
+                    self._note_done(entry)
+                    continue
+                entry.running = self.launcher.start(entry.cell, entry.disk)
+                self._set(entry, Status.RUNNING, entry.running.describe())
+            except OutputDirectoryError as error:
+                entry.exit_code = error.exit_code
+                self._set(entry, Status.FAILED, first_line(error))
+
+    def _collect(self) -> None:
+        for entry in self._with(Status.RUNNING):
+            assert entry.running is not None
+            entry.progress.refresh()
+            entry.accuracy = entry.progress.accuracy
+            code = entry.running.poll()
+            if code is not None:
+                self._note_end(entry, code, entry.running)
+
+    def _note_end(self, entry: Entry, code: int, ended: Running) -> None:
+        entry.running = None
+        leftover = isinstance(ended, LeftoverProcess)
+        try:
+            entry.disk = state_of(entry.cell)
+        except OutputDirectoryError as error:
+            entry.exit_code = error.exit_code
+            self._set(entry, Status.FAILED, first_line(error))
+            return
+        if entry.disk is CellState.DONE:
+            self._note_done(entry)
+        elif self.stops.count and (leftover or code in (INTERRUPTED, -15, -2, -9)):
+            self._set(entry, Status.INTERRUPTED, "")
+        elif leftover:
+            self._set(entry, Status.WAITING, "")
+        else:
+            entry.exit_code = code if code > 0 else 4
+            self._set(entry, Status.FAILED, describe_end(entry.cell, code, ended.reason()))
+
+    def _note_done(self, entry: Entry) -> None:
+        entry.accuracy = final_accuracy(entry.cell)
+        self._set(entry, Status.DONE, "")
+
+    def _set(self, entry: Entry, status: Status, message: str) -> None:
+        entry.status, entry.message = status, message
+        self.observer.on_change(entry)
+
+    def _choose(self) -> None:
+        """Give the comparison cells of arms that are now tuned their values."""
+        for comparison, arm, waiting in self._newly_tuned():
+            try:
+                self._apply_choice(comparison, arm, waiting, record=True)
+            except OutputDirectoryError as error:
+                for entry in waiting:
+                    entry.exit_code = error.exit_code
+                    self._set(entry, Status.FAILED, first_line(error))
+
+    def _newly_tuned(self) -> Iterator[tuple[Comparison, Arm, list[Entry]]]:
+        """Arms whose tuning runs are done and whose comparison cells have no values yet."""
+        for comparison in self.comparisons:
+            for arm in comparison.arms:
+                waiting = [e for e in self._of(arm.comparison) if _lacks_values(e)]
+                tuning = self._of(tuning_cells(arm))
+                if waiting and all(entry.status is Status.DONE for entry in tuning):
+                    yield comparison, arm, waiting
+
+    def _of(self, cells: Iterable[Cell]) -> list[Entry]:
+        folders = {cell.folder for cell in cells}
+        return [entry for entry in self.entries if entry.cell.folder in folders]
+
+    def _apply_choice(
+        self, comparison: Comparison, arm: Arm, waiting: list[Entry], record: bool
+    ) -> None:
+        tune = comparison.file.tune
+        assert tune is not None
+        choice = choose(arm, tune)
+        check_choice(comparison, choice)
+        for entry in waiting:
+            entry.cell = entry.cell.with_choice(choice.overrides)
+            if entry.running is None:
+                entry.disk = state_of(entry.cell)
+        if record:
+            record_choice(comparison, choice)
+        for sentence in choice.describe(tune.metric):
+            self.observer.on_notice(sentence)
+
+    def _pass_stops_on(self) -> None:
+        """Send running cells one signal for each new request to stop."""
+        while self._stops_passed_on < self.stops.count:
+            number = STOP_SIGNALS[min(self._stops_passed_on, len(STOP_SIGNALS) - 1)]
+            for entry in self._with(Status.RUNNING):
+                assert entry.running is not None
+                entry.running.stop(number)
+            self._stops_passed_on += 1
+
+    def _conclude(self) -> int:
+        for entry in self._with(Status.WAITING):
+            if entry.cell.awaits_choice and not self.stops.count:
+                self._set(entry, Status.BLOCKED, "its tuning is incomplete")
+        if self.stops.count:
+            return INTERRUPTED
+        failed = self._with(Status.FAILED)
+        return failed[0].exit_code if failed else 0
+
+
+def _lacks_values(entry: Entry) -> bool:
+    return entry.cell.awaits_choice and entry.status is not Status.FAILED
+
+
+def final_accuracy(cell: Cell) -> float | None:
+    """Mean held-out accuracy at the end of a finished run; None if it evaluated nothing."""
+    summary = read_summary(cell) or {}
+    return (summary.get("final") or {}).get("mean")
+
+
+def describe_end(cell: Cell, code: int, reason: str | None = None) -> str:
+    """Why a cell failed, in one line: its own error, or how its process or job ended."""
+    if code < 0:
+        why = "; the kernel does that when memory runs out (see dmesg)" if code == -9 else ""
+        return f"killed by signal {-code}{why}"
+    if code == INTERRUPTED:
+        return "told to stop by someone else; it wrote a checkpoint"
+    last = [line for line in last_attempt(cell)[1:] if line.strip()][-1:]
+    ended = f"ended with exit code {code} and no summary; last line: {''.join(last) or 'none'}"
+    return error_line(cell) or reason or ended

@@ -1,0 +1,244 @@
+"""Checks of draws/: candidates, number of draws, ages and probabilities."""
+
+import numpy as np
+
+from grpo_replay.lab.verification.draw_test import FALSE_ALARM, DrawTest
+from grpo_replay.lab.verification.run_files import Columns, RunFiles
+from grpo_replay.lab.verification.store import queries
+from grpo_replay.lab.verification.verification_report import Check, Tally
+from grpo_replay.recipe import ReplaySection
+
+_PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
+_SMALLEST = 1e-300  # below it, float64 has fewer digits than the tolerance asks for
+
+
+class DrawChecks:
+    """The checks of a run's draws. `check` is called for every step with the candidates."""
+
+    def __init__(self, run: RunFiles) -> None:
+        self.run = run
+        self.settings = run.recipes.first.replay  # those of the step being checked
+        self.row_of = {int(i): row for row, i in enumerate(run.rollouts["rollout_id"])}
+        self.draw_test = DrawTest()
+        self.effective_sample_size: float | None = None  # of the step checked last
+        self.ages = Tally("ages", _age_statement(self.settings))
+        self.counts = Tally(
+            "draw counts", "round(r B') units; without replacement, at most all candidates"
+        )
+        self.stored = Tally(
+            "stored when drawn", "each drawn rollout was in the buffer (or pool) at that step"
+        )
+        self.units = Tally("drawn units", "whole queries, none twice in a step without replacement")
+        self.probabilities = Tally("probabilities", "P = p^alpha / sum p^alpha recomputed")
+
+    def check(
+        self, step: int, candidates: list[int], survivors: int, used: np.ndarray
+    ) -> list[int]:
+        """Check the draw of one step from `candidates` (rows, oldest first). Returns the drawn rows
+        that exist. `survivors` is B'; `used[row]` is True for rows drawn before."""
+        self.settings = self.run.recipe_at(step).replay
+        draws = self.draws(step)
+        units = self._units(candidates)
+        asked = self._asked(step, survivors)
+        rows = [self.row_of.get(int(i), -1) for i in draws["rollout_id"]]
+        known = self._check_known(step, draws, rows, set(candidates))
+        self._check_ages(step, draws, rows)
+        if not known:
+            return [row for row in rows if row >= 0]
+        drawn = self._split_into_units(step, rows, units)
+        refills = self.settings.with_replacement and len(units) > 0
+        expected = asked if refills else min(asked, len(units))
+        self.counts.expect(
+            len(drawn) == expected,
+            f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "
+            f"(asked {asked} of {len(units)} candidates)",
+        )
+        self.effective_sample_size = None
+        for members, picked in self._distributions(step, units, drawn, used):
+            self._check_probabilities(step, draws, units, members, picked)
+        return rows
+
+    def draws(self, step: int) -> Columns:
+        """The columns of the step's draws/ file, empty if there is none."""
+        return self.run.draws_of_step.get(step, _NO_DRAWS)
+
+    def results(self) -> list[Check]:
+        tallies = (self.stored, self.counts, self.units, self.ages, self.probabilities)
+        return [*(tally.result() for tally in tallies), self._distribution_test()]
+
+    def _asked(self, step: int, survivors: int) -> int:
+        """Number of units to draw according to the recipe."""
+        settings = self.settings
+        if not (settings.enabled and settings.ratio > 0) or step <= settings.warmup_steps:
+            return 0
+        recipe = self.run.recipe_at(step)
+        rollouts = {
+            "fresh_anchored": settings.ratio * survivors,
+            "pool": (1 + settings.ratio) * survivors,
+            "buffer_only": settings.ratio * self._generated(step),
+        }[settings.composition]
+        per_unit = recipe.sampling.group_size if settings.unit == "query" else 1
+        return round(rollouts / per_unit)
+
+    def _generated(self, step: int) -> int:
+        """R: what the step generated. An asynchronous step draws as many whatever has arrived."""
+        recipe = self.run.recipe_at(step)
+        if recipe.run.mode == "async":
+            return recipe.rollouts_per_step
+        rows = self.run.rows_of_step.get(step, slice(0, 0))
+        return rows.stop - rows.start
+
+    def _units(self, candidates: list[int]) -> list[list[int]]:
+        if self.settings.unit == "query":
+            return queries(candidates, self.run.rollouts)
+        return [[row] for row in candidates]
+
+    def _check_known(
+        self, step: int, draws: Columns, rows: list[int], candidates: set[int]
+    ) -> bool:
+        known = True
+        for rollout_id, row in zip(draws["rollout_id"], rows, strict=True):
+            known &= self.stored.expect(
+                row in candidates,
+                f"step {step}: rollout {rollout_id} was drawn but not stored then",
+            )
+        return known
+
+    def _check_ages(self, step: int, draws: Columns, rows: list[int]) -> None:
+        youngest = _youngest(self.settings)
+        limit = self.settings.max_age_steps
+        for i, row in enumerate(rows):
+            rollout_id, age = draws["rollout_id"][i], int(draws["age_steps"][i])
+            here = f"step {step}, rollout {rollout_id}"
+            self.ages.expect(
+                draws["step"][i] == step, f"{here}: its row says step {draws['step'][i]}"
+            )
+            if row >= 0:
+                birth = int(self.run.rollouts["birth_step"][row])
+                self.ages.expect(
+                    age == step - birth,
+                    f"{here}: age_steps {age}, born at step {birth}: {step - birth}",
+                )
+            self.ages.expect(
+                age >= youngest and (limit is None or age <= limit),
+                f"{here}: age {age} is outside {youngest} to {limit}",
+            )
+
+    def _split_into_units(self, step: int, rows: list[int], units: list[list[int]]) -> list[int]:
+        """Indices of the drawn units, in the order drawn."""
+        unit_of = {row: index for index, unit in enumerate(units) for row in unit}
+        drawn, position = [], 0
+        while position < len(rows):
+            unit = units[unit_of[rows[position]]]
+            together = rows[position : position + len(unit)] == unit
+            self.units.expect(
+                together,
+                f"step {step}: rollout {self.run.rollouts['rollout_id'][rows[position]]} was "
+                f"drawn without the other rollouts of its query, {len(unit)} in all",
+            )
+            drawn.append(unit_of[rows[position]])
+            position += len(unit) if together else 1
+        if not self.settings.with_replacement:
+            self.units.expect(len(set(drawn)) == len(drawn), f"step {step}: a unit was drawn twice")
+        return drawn
+
+    def _distributions(
+        self, step: int, units: list[list[int]], drawn: list[int], used: np.ndarray
+    ) -> list[tuple[list[int], list[int]]]:
+        """The units of each distribution that the step drew from, with its draws in order. One over
+        all units, or with `unused_first` one over the units never drawn and one over the others.
+        Indices into `units`."""
+        if not self.settings.unused_first:
+            return [(list(range(len(units))), drawn)]
+        old = {index for index, unit in enumerate(units) if used[unit].any()}
+        never = [index for index in range(len(units)) if index not in old]
+        first = [index for index in drawn if index not in old]
+        in_order = drawn[: len(first)] == first
+        self.units.expect(
+            in_order and len(first) == min(len(drawn), len(never)),
+            f"step {step}: drew {len(drawn) - len(first)} used {self.settings.unit} unit(s) "
+            f"while {len(never) - len(first)} never drawn remained, or before those",
+        )
+        return [(never, first), (sorted(old), drawn[len(first) :] if in_order else [])]
+
+    def _check_probabilities(
+        self,
+        step: int,
+        draws: Columns,
+        units: list[list[int]],
+        members: list[int],
+        drawn: list[int],
+    ) -> None:
+        """Check probabilities and draws against the distribution over the units `members`."""
+        if not drawn:
+            return
+        log_weight_M = self._log_weights([units[index] for index in members])
+        weight_M = np.exp(log_weight_M)
+        probability_M = weight_M / weight_M.sum()
+        if self.effective_sample_size is None:
+            self.effective_sample_size = float(1 / (probability_M**2).sum())
+        place = {unit: position for position, unit in enumerate(members)}
+        expected_of = {row: probability_M[place[unit]] for unit in drawn for row in units[unit]}
+        for rollout_id, found in zip(draws["rollout_id"], draws["probability"], strict=True):
+            row = self.row_of[int(rollout_id)]
+            if row not in expected_of:
+                continue  # drawn from the other distribution
+            expected = expected_of[row]
+            self.probabilities.expect(
+                abs(found - expected) <= _PROBABILITY_TOLERANCE * expected + _SMALLEST,
+                f"step {step}, rollout {rollout_id}: probability {found!r}, recomputed "
+                f"{float(expected)!r}",
+            )
+        self.draw_test.add(
+            log_weight_M, np.array([place[unit] for unit in drawn]), self.settings.with_replacement
+        )
+
+    def _log_weights(self, units: list[list[int]]) -> np.ndarray:
+        """ln p^α of each unit, with p the mean over its rollouts; the largest is 0."""
+        columns, settings = self.run.rollouts, self.settings
+        if settings.priority == "abs_advantage":
+            p_N = np.abs(columns["advantage"].astype(np.float64)) + settings.priority_epsilon
+        elif settings.priority == "group_std":
+            p_N = columns["group_reward_std"].astype(np.float64) + settings.priority_epsilon
+        else:
+            p_N = np.ones(len(columns["advantage"]))
+        if settings.unit == "query":
+            p_U = np.array([p_N[unit].mean() for unit in units])
+        else:
+            p_U = p_N[[unit[0] for unit in units]]
+        if settings.priority_exponent == 0:
+            return np.zeros(len(p_U))
+        with np.errstate(divide="ignore"):
+            return settings.priority_exponent * (np.log(p_U) - np.log(p_U.max()))
+
+    def _distribution_test(self) -> Check:
+        tally = Tally("draw law", "")
+        parts = []
+        for order, (count, p_value) in self.draw_test.p_values().items():
+            words = f"Kolmogorov-Smirnov by {order}: p = {p_value:.3g} over {count:,} draws"
+            parts.append(words)
+            tally.expect(p_value >= FALSE_ALARM / len(DrawTest.ORDERS), words)
+            tally.checked = count
+        tally.statement = f"{'; '.join(parts)} (a correct run fails once in {1 / FALSE_ALARM:,.0f})"
+        return tally.result()
+
+
+def _age_statement(settings: ReplaySection) -> str:
+    youngest = _youngest(settings)
+    limit = settings.max_age_steps
+    return f"step - birth_step, from {youngest} to {'any' if limit is None else limit}"
+
+
+def _youngest(settings: ReplaySection) -> int:
+    return 1 if settings.composition == "fresh_anchored" else 0
+
+
+_NO_DRAWS: Columns = {
+    **{name: np.zeros(0, dtype=np.int64) for name in ("step", "rollout_id", "age_steps", "tokens")},
+    **{
+        name: np.zeros(0)
+        for name in (
+            *("probability", "clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
+        )
+    },
+}

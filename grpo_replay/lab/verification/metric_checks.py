@@ -1,0 +1,133 @@
+"""Checks of metrics.jsonl: what follows from rollouts/ and draws/, recomputed step by step.
+
+Not recomputed: times and what is computed from them, the log-prob gap, and what needs the policy
+(loss, gradient norm, KL to the reference).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.lab.verification.reward_checks import logged_scores
+from grpo_replay.lab.verification.run_files import Columns, RunFiles
+from grpo_replay.lab.verification.store import Store
+from grpo_replay.lab.verification.verification_report import Tally
+
+_TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
+_OUTCOMES = ("clip_fraction", "ratio_mean", "approx_kl")
+
+Values = dict[str, float | int | None]
+
+
+def check_metrics(
+    tally: Tally, step: int, line: Mapping[str, Any], expected: Mapping[str, float | int | None]
+) -> None:
+    """Compare the metrics that the line has with recomputed values."""
+    for name, value in expected.items():
+        if name in line:
+            tally.expect(
+                _same(line[name], value), f"step {step}: {name} {line[name]}, recomputed {value}"
+            )
+
+
+def _same(found: float | None, expected: float | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return abs(found - expected) <= _TOLERANCE * max(1.0, abs(expected))
+
+
+def generated_metrics(run: RunFiles, step: int) -> Values:
+    """Of everything generated in the step."""
+    rows = run.rows_of_step[step]
+    column = {name: values[rows] for name, values in run.rollouts.items()}
+    size = run.recipe_at(step).sampling.group_size
+    _, first = np.unique(column["group_id"], return_index=True)
+    correct, std = column["group_correct"][first], column["group_reward_std"][first]
+    lengths = column["completion_token_ids"]
+    verdicts = Counter(column["verdict"].tolist())
+    return {
+        "reward": float(column["reward"].astype(np.float64).mean()),
+        "reward_std": float(std.astype(np.float64).mean()),
+        "frac_reward_zero_std": float((column["group_reward_std"] == 0).mean()),
+        "groups/all_correct_fraction": float((correct == size).mean()),
+        "groups/all_wrong_fraction": float((correct == 0).mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": int(lengths.min()),
+        "completions/max_length": int(lengths.max()),
+        "completions/clipped_ratio": float((column["finish_reason"] == "length").mean()),
+        "cost/generated_tokens": int(lengths.sum()),
+        "cost/generated_rollouts": len(lengths),
+        **{f"verdict/{status}": count for status, count in verdicts.items()},
+        **_score_metrics(run, step),
+    }
+
+
+def _score_metrics(run: RunFiles, step: int) -> Values:
+    """Of each score, if the reward combines several."""
+    scores_NF = logged_scores(run, step)
+    if scores_NF is None:
+        return {}
+    names = run.recipe_at(step).reward.score_names
+    return {
+        f"rewards/{name}/{quantity}": value
+        for name, scores_N in zip(names, scores_NF.T, strict=True)
+        for quantity, value in (("mean", float(scores_N.mean())), ("std", float(scores_N.std())))
+    }
+
+
+def trained_metrics(run: RunFiles, step: int, draws: Columns) -> Values:
+    """Of the step's update: what was trained on, as fresh and as replayed."""
+    rows = run.rows_of_step[step]
+    composition = run.recipe_at(step).replay.composition
+    born = {name: run.rollouts[name][rows] for name in (*_OUTCOMES, *_OTHERS)}
+    fresh = _chosen(born, born["tokens"] >= 0)
+    old = draws["age_steps"] > 0
+    if len(old) and composition == "pool":
+        fresh = _chosen(draws, ~old)
+    if len(old) and composition == "buffer_only":
+        fresh, old = _chosen(draws, np.zeros(len(old), bool)), np.ones(len(old), bool)
+    replayed = _chosen(draws, old)
+    both = {name: np.concatenate([fresh[name], replayed[name]]) for name in fresh}
+    return {
+        "entropy": _token_mean(both, "entropy"),
+        **_side("fresh", fresh),
+        **_side("replay", replayed),
+        "cost/trained_rollouts": len(both["tokens"]),
+        "cost/trained_tokens": int(both["tokens"].sum()),
+    }
+
+
+def stored_metrics(store: Store, step: int) -> Values:
+    """Of the buffer after the step."""
+    births = store.rollouts["birth_step"][store.rows]
+    uses = store.uses[store.rows]
+    return {
+        "buffer/age_mean": float((step - births).mean()) if len(births) else None,
+        "buffer/age_max": int((step - births).max()) if len(births) else None,
+        "buffer/times_used_mean": float(uses.mean()) if len(uses) else None,
+    }
+
+
+_OTHERS = ("tokens", "ratio_max", "entropy")
+
+
+def _chosen(columns: Columns, chosen_N: np.ndarray) -> Columns:
+    return {name: columns[name][chosen_N] for name in (*_OUTCOMES, *_OTHERS)}
+
+
+def _side(side: str, columns: Columns) -> Values:
+    highest = columns["ratio_max"]
+    return {
+        **{f"{side}/{name}": _token_mean(columns, name) for name in _OUTCOMES},
+        f"{side}/ratio_max": float(np.nan_to_num(highest).max()) if len(highest) else None,
+    }
+
+
+def _token_mean(columns: Columns, name: str) -> float | None:
+    tokens = columns["tokens"].astype(np.float64)
+    if tokens.sum() == 0:
+        return None
+    # A rollout without tokens has no outcome (null).
+    return float((np.where(tokens > 0, columns[name], 0.0) * tokens).sum() / tokens.sum())

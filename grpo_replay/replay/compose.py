@@ -1,0 +1,105 @@
+"""The batch of a training step (paper A, Algorithm 1, steps 2 to 5; paper B, section 4).
+
+The trainer calls these functions in this order, for every composition:
+
+    buffer.evict(step)
+    insert_before_draw(buffer, fresh, step)                 # acts for buffer_only
+    batch = compose_batch(buffer, fresh, step, generated, rng)
+    ...                                                     # optimizer updates
+    insert_after_update(buffer, fresh, step, batch)         # acts for the other compositions
+
+| composition    | trains on                                   | drawn units                  |
+|----------------|---------------------------------------------|------------------------------|
+| fresh_anchored | all fresh, and a draw from the buffer       | round(r·B'), round(r·B'/G)   |
+| pool           | one draw from fresh and buffer together     | round((1+r)·B'), …/G         |
+| buffer_only    | a draw from the buffer, fresh ones included | round(r·R), round(r·R/G)     |
+
+B' = fresh survivors, R = rollouts generated in the step, G = group size, r = `replay.ratio`. The
+second count is the number of queries drawn when `replay.unit` is query. `round` is Python's: halves
+round to even (r = 0.5 and B' = 113 draw 56). Without replacement, if fewer can be drawn, all of
+them are.
+
+Without replay (`enabled` false or r = 0) and during the warm-up, a step trains on all fresh
+survivors. A step with B' = 0 trains on nothing, except with buffer_only, which still draws.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.replay_buffer import ReplayBuffer
+from grpo_replay.types import ComposedBatch, Draw, Rollout
+
+
+def insert_before_draw(buffer: ReplayBuffer, fresh: Sequence[Rollout], step: int) -> None:
+    """Store the fresh survivors before the draw if the composition is buffer_only."""
+    if buffer.settings.replays and buffer.settings.composition == "buffer_only":
+        buffer.insert(fresh, step)
+
+
+def compose_batch(
+    buffer: ReplayBuffer,
+    fresh: Sequence[Rollout],
+    step: int,
+    generated: int,
+    rng: np.random.Generator,
+) -> ComposedBatch:
+    """The batch of `step`, from its fresh survivors (ordered by group) and a draw.
+
+    `generated` is R, dropped groups included. Only steps that draw use `rng`.
+    """
+    settings = buffer.settings
+    if not settings.replays or step <= settings.warmup_steps:
+        return _fresh_and_drawn(fresh, Draw.empty())
+    if settings.composition == "buffer_only":
+        count = draw_count(settings, buffer.group_size, generated)
+        draw = buffer.draw(count, step, rng)
+        return ComposedBatch(draw.rollouts, np.ones(len(draw.rollouts), bool), draw.ages, draw)
+    count = draw_count(settings, buffer.group_size, len(fresh))
+    _check_born_before(buffer, step)
+    if settings.composition == "pool":
+        draw = buffer.draw(count, step, rng, fresh=fresh)
+        return ComposedBatch(draw.rollouts, draw.ages > 0, draw.ages, draw)
+    return _fresh_and_drawn(fresh, buffer.draw(count, step, rng))
+
+
+def insert_after_update(
+    buffer: ReplayBuffer, fresh: Sequence[Rollout], step: int, batch: ComposedBatch
+) -> None:
+    """Store the fresh survivors unless buffer_only already has, then evict rollouts that would be
+    too old at the next step. A pool draw also draws fresh rollouts; they enter with these uses."""
+    if not buffer.settings.replays:
+        return
+    if buffer.settings.composition != "buffer_only":
+        uses = Counter(rollout.rollout_id for rollout in batch.draw.rollouts)
+        times_used_N = np.array([uses[rollout.rollout_id] for rollout in fresh], dtype=np.int32)
+        buffer.insert(fresh, step, times_used_N)
+    buffer.evict_ahead(step)
+
+
+def draw_count(settings: ReplaySection, group_size: int, base: int) -> int:
+    """Number of units (rollouts or queries) to draw. `base` is B', or R for buffer_only."""
+    per_rollout = 1 + settings.ratio if settings.composition == "pool" else settings.ratio
+    rollouts = per_rollout * base
+    return round(rollouts / group_size) if settings.unit == "query" else round(rollouts)
+
+
+def _fresh_and_drawn(fresh: Sequence[Rollout], draw: Draw) -> ComposedBatch:
+    fresh_ages = np.zeros(len(fresh), dtype=np.int64)
+    return ComposedBatch(
+        rollouts=(*fresh, *draw.rollouts),
+        replayed_N=np.repeat([False, True], [len(fresh), len(draw.rollouts)]),
+        ages_N=np.concatenate([fresh_ages, draw.ages]),
+        draw=draw,
+    )
+
+
+def _check_born_before(buffer: ReplayBuffer, step: int) -> None:
+    newest = buffer.column("birth_step")
+    if len(newest) and newest.max() >= step:
+        raise ValueError(
+            f"before the draw of step {step} the buffer holds a rollout born at step "
+            f"{newest.max()}: a rollout must not be replayed in its birth step"
+        )

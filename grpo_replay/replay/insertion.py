@@ -1,0 +1,73 @@
+"""Checks before rollouts enter the buffer, and the form in which they are stored."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from grpo_replay.replay.columns import ColumnQueue
+from grpo_replay.replay.drawing import check_groups_adjacent
+from grpo_replay.types import Rollout
+
+
+def check_insertable(
+    rollouts: Sequence[Rollout], step: int, stored: ColumnQueue, unit: str
+) -> None:
+    """Raises ValueError unless all rollouts are survivors with behaviour log-probs, born at or
+    before `step`, not yet stored and, if `unit` is "query", ordered by group."""
+    for rollout in rollouts:
+        _check_complete(rollout)
+        if rollout.birth_step > step:
+            raise ValueError(
+                f"rollout {rollout.rollout_id}: born at step {rollout.birth_step}, inserted at "
+                f"step {step}"
+            )
+    ids = np.array([rollout.rollout_id for rollout in rollouts])
+    if np.unique(ids).size < ids.size or _overlap(ids, stored["rollout_id"]):
+        raise ValueError(f"step {step}: a rollout of {ids.min()} to {ids.max()} is stored twice")
+    if unit == "query":
+        groups = np.array([rollout.group_id for rollout in rollouts])
+        check_groups_adjacent(groups)
+        if _overlap(groups, stored["group_id"]):
+            raise ValueError(f"step {step}: part of a group is already stored")
+
+
+def frozen(rollout: Rollout) -> Rollout:
+    """The rollout without its text and its single scores, with read-only arrays."""
+    for array in (
+        rollout.prompt_token_ids,
+        rollout.completion_token_ids,
+        rollout.behavior_logprobs,
+        rollout.sampler_logprobs,
+    ):
+        if array is not None:
+            array.flags.writeable = False
+    if rollout.completion_text or rollout.reward_scores:
+        return replace(rollout, completion_text="", reward_scores=())
+    return rollout
+
+
+def is_correct(rollout: Rollout) -> bool:
+    """True if the advantage is positive or the whole group is correct. For rewards with two values
+    these are exactly the correct rollouts."""
+    if rollout.group_reward_std == 0:
+        return rollout.group_correct > 0
+    return rollout.advantage is not None and rollout.advantage > 0
+
+
+def _check_complete(rollout: Rollout) -> None:
+    if not rollout.kept or rollout.advantage is None or rollout.behavior_logprobs is None:
+        raise ValueError(
+            f"rollout {rollout.rollout_id}: only survivors with advantage and behaviour "
+            "log-probs are stored"
+        )
+    if rollout.behavior_logprobs.shape != rollout.completion_token_ids.shape:
+        raise ValueError(
+            f"rollout {rollout.rollout_id}: {rollout.behavior_logprobs.shape} behaviour log-probs "
+            f"for {rollout.completion_token_ids.shape} completion tokens"
+        )
+
+
+def _overlap(new: np.ndarray, stored: np.ndarray) -> bool:
+    """True if an id is in both. Fast if the new ids are larger, as in a run."""
+    return bool(stored.size and new.min() <= stored.max() and np.isin(new, stored).any())

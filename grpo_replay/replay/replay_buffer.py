@@ -1,0 +1,297 @@
+"""The replay buffer: rollouts in insertion order, bounded by age and capacity (paper A, section 4;
+positive-bias variant: paper B).
+
+The buffer stores the values frozen at a rollout's birth, its priority and its uses. A use is a
+draw: `times_used` is the number of the rollout's rows in draws/, and does not count training as a
+fresh rollout in its birth step. The text of the completion is not stored; rollouts/ has it. Ages
+are in training steps. The caller owns the random generator and passes it to `draw`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.columns import ColumnQueue
+from grpo_replay.replay.drawing import Candidates, check_groups_adjacent, pick, query_spans
+from grpo_replay.replay.insertion import check_insertable, frozen, is_correct
+from grpo_replay.replay.priorities import rollout_priorities
+from grpo_replay.types import Draw, Rollout
+
+NEVER_USED = -1
+"""`last_used_step` of a rollout that was never drawn. Null in files."""
+
+_DTYPES: Mapping[str, Any] = {
+    "rollout_id": np.int64,
+    "group_id": np.int64,
+    "birth_step": np.int64,
+    "priority": np.float64,
+    "correct": np.bool_,
+    "times_used": np.int32,
+    "last_used_step": np.int64,
+    "rollout": np.object_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BufferStats:
+    """Statistics of the buffer at one step. Means and maxima are None if the buffer is empty."""
+
+    rollouts: int
+    age_mean: float | None
+    age_max: int | None
+    evicted: int  # in this step, by age and by capacity
+    priority_mean: float | None  # of p, before the exponent
+    times_used_mean: float | None
+    evicted_by_capacity: int  # since the start of the run; > 0 if the capacity was reached
+
+
+class ReplayBuffer:
+    """Stored rollouts that can be drawn again.
+
+    If `replay.unit` is query, a query (the rollouts of one group) is inserted, evicted and drawn as
+    a whole: its rollouts must be inserted together and adjacent, and capacity evicts whole groups,
+    oldest first. If it is rollout, capacity may evict part of a group; the rest can still be drawn.
+    """
+
+    def __init__(self, settings: ReplaySection, group_size: int) -> None:
+        self.settings = settings
+        self.group_size = group_size
+        self._columns = ColumnQueue(_DTYPES)
+        self._evicted_by_age = 0
+        self._evicted_by_capacity = 0
+        self._evicted_at = (0, 0)  # step, number of rollouts evicted in it
+
+    def __len__(self) -> int:
+        """Number of stored rollouts."""
+        return len(self._columns)
+
+    def column(self, name: str) -> np.ndarray:
+        """A read-only view of one column, oldest first: rollout_id, group_id, birth_step,
+        priority, correct, times_used, last_used_step. Valid until the buffer changes."""
+        view = self._columns[name].view()
+        view.flags.writeable = False
+        return view
+
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """The stored rollouts, oldest first."""
+        return tuple(self._columns["rollout"])
+
+    def insert(
+        self, rollouts: Sequence[Rollout], step: int, times_used_N: np.ndarray | None = None
+    ) -> int:
+        """Store rollouts born at or before `step`. Returns how many the capacity evicted.
+
+        `times_used_N` counts draws in `step` before the insertion: the pool composition also draws
+        fresh rollouts. The arrays of the rollouts become read-only. Raises ValueError for a dropped
+        rollout, a missing advantage or behaviour log-prob, a birth in the future, a second
+        insertion, and, if `replay.unit` is query, a group that is not adjacent.
+        """
+        if not rollouts:
+            return 0
+        check_insertable(rollouts, step, self._columns, self.settings.unit)
+        self._columns.append(self._new_columns(rollouts, step, times_used_N))
+        evicted = self._enforce_capacity()
+        self._evicted_by_capacity += evicted
+        self._count_evicted(step, evicted)
+        return evicted
+
+    def evict(self, step: int) -> int:
+        """Remove rollouts with `step - birth_step > max_age_steps`. Returns their number."""
+        return self._evict_born_before(step, step)
+
+    def evict_ahead(self, step: int) -> int:
+        """At the end of `step`, remove rollouts that would be too old at `step + 1`. Returns their
+        number. Between steps the buffer then holds rollouts of at most `max_age_steps` births."""
+        return self._evict_born_before(step, step + 1)
+
+    def candidates(self) -> Candidates:
+        """The candidates of a draw from the buffer."""
+        columns = self._columns
+        return Candidates(columns["priority"], columns["group_id"], columns["times_used"] > 0)
+
+    def draw(
+        self, count: int, step: int, rng: np.random.Generator, fresh: Sequence[Rollout] = ()
+    ) -> Draw:
+        """Draw `count` units (rollouts or queries) from the buffer and `fresh` together.
+
+        No rollout is removed. Uses of stored rollouts are recorded here, uses of fresh ones when
+        they are inserted. The draw is empty if there are no candidates.
+        """
+        stored = len(self)
+        if count <= 0 or stored + len(fresh) == 0:
+            return Draw.empty()
+        candidates = self.candidates()
+        if fresh:
+            candidates = candidates + self._candidates_of(fresh)
+        picks = pick(candidates, count, self.settings, rng)
+        self._record_use(picks.indices[picks.indices < stored], step)
+        payload = self._columns["rollout"]
+        drawn = tuple(payload[i] if i < stored else fresh[i - stored] for i in picks.indices)
+        return Draw(
+            rollouts=drawn,
+            probabilities=picks.probabilities,
+            ages=np.array([step - rollout.birth_step for rollout in drawn], dtype=np.int64),
+            effective_sample_size=picks.effective_sample_size,
+            entropy=picks.entropy,
+        )
+
+    def stats(self, step: int) -> BufferStats:
+        """Statistics at `step`, with the evictions of `step` so far."""
+        evicted = self._evicted_at[1] if self._evicted_at[0] == step else 0
+        if len(self) == 0:
+            return BufferStats(0, None, None, evicted, None, None, self._evicted_by_capacity)
+        ages_N = step - self._columns["birth_step"]
+        return BufferStats(
+            rollouts=len(self),
+            age_mean=float(ages_N.mean()),
+            age_max=int(ages_N.max()),
+            evicted=evicted,
+            priority_mean=float(self._columns["priority"].mean()),
+            times_used_mean=float(self._columns["times_used"].mean()),
+            evicted_by_capacity=self._evicted_by_capacity,
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        """The complete state: rollouts, copies of the columns, and counters."""
+        return {
+            "rollouts": self.rollouts(),
+            "priority": self._columns["priority"].copy(),
+            "times_used": self._columns["times_used"].copy(),
+            "last_used_step": self._columns["last_used_step"].copy(),
+            "priority_kind": self.settings.priority,
+            "priority_epsilon": self.settings.priority_epsilon,
+            "evicted_by_age": self._evicted_by_age,
+            "evicted_by_capacity": self._evicted_by_capacity,
+            "evicted_at": self._evicted_at,
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Replace the contents by a state from `get_state`.
+
+        Priorities are recomputed from the rollouts under this buffer's settings, so that a run can
+        be resumed with another `replay.priority`. Under the same settings they must equal the saved
+        ones bit for bit. A smaller capacity evicts at once. Raises ValueError for an inconsistent
+        state; the buffer is then unchanged.
+        """
+        restored = ReplayBuffer(self.settings, self.group_size)
+        rollouts = state["rollouts"]
+        if rollouts:
+            newest = max(rollout.birth_step for rollout in rollouts)
+            check_insertable(rollouts, newest, restored._columns, self.settings.unit)
+            columns = restored._new_columns(rollouts, newest, state["times_used"])
+            columns["last_used_step"] = np.asarray(state["last_used_step"], dtype=np.int64)
+            restored._columns.append(columns)
+        restored._check_saved_priorities(state)
+        self._columns = restored._columns
+        self._evicted_by_age = state["evicted_by_age"]
+        self._evicted_by_capacity = state["evicted_by_capacity"] + self._enforce_capacity()
+        self._evicted_at = tuple(state["evicted_at"])
+
+    def check_valid(self) -> tuple[bool, str]:
+        """(True, "") if all invariants hold, otherwise False and the first violated one."""
+        ids = self._columns["rollout_id"]
+        uses = self._columns["times_used"]
+        last_used = self._columns["last_used_step"]
+        births = self._columns["birth_step"]
+        used = last_used != NEVER_USED
+        rollouts = self._columns["rollout"]
+        holds = {
+            "more rollouts than the capacity": len(self) <= self.settings.capacity_rollouts,
+            "a rollout is stored twice": np.unique(ids).size == ids.size,
+            "an id in the column differs from its rollout's": all(
+                rollout.rollout_id == i for rollout, i in zip(rollouts, ids, strict=True)
+            ),
+            "a priority is negative or not finite": bool(
+                (np.isfinite(self._columns["priority"]) & (self._columns["priority"] >= 0)).all()
+            ),
+            "times_used and last_used_step disagree": bool(((uses > 0) == used).all()),
+            "a rollout was used before its birth": bool((last_used[used] >= births[used]).all()),
+        }
+        violated = [violation for violation, fine in holds.items() if not fine]
+        return not violated, violated[0] if violated else ""
+
+    def _new_columns(
+        self, rollouts: Sequence[Rollout], step: int, times_used_N: np.ndarray | None
+    ) -> dict[str, np.ndarray]:
+        count = len(rollouts)
+        times_used = np.zeros(count, dtype=np.int32)
+        if times_used_N is not None:
+            times_used[:] = times_used_N
+        payload = np.empty(count, dtype=np.object_)
+        payload[:] = [frozen(rollout) for rollout in rollouts]
+        return {
+            "rollout_id": np.array([rollout.rollout_id for rollout in rollouts]),
+            "group_id": np.array([rollout.group_id for rollout in rollouts]),
+            "birth_step": np.array([rollout.birth_step for rollout in rollouts]),
+            "priority": self._priorities_of(rollouts),
+            "correct": np.array([is_correct(rollout) for rollout in rollouts]),
+            "times_used": times_used,
+            "last_used_step": np.where(times_used > 0, step, NEVER_USED),
+            "rollout": payload,
+        }
+
+    def _candidates_of(self, rollouts: Sequence[Rollout]) -> Candidates:
+        group_id_N = np.array([rollout.group_id for rollout in rollouts], dtype=np.int64)
+        if self.settings.unit == "query":
+            check_groups_adjacent(group_id_N)
+        never_drawn = np.zeros(len(rollouts), dtype=np.bool_)
+        return Candidates(self._priorities_of(rollouts), group_id_N, never_drawn)
+
+    def _priorities_of(self, rollouts: Sequence[Rollout]) -> np.ndarray:
+        return rollout_priorities(
+            self.settings.priority,
+            np.array([rollout.advantage for rollout in rollouts], dtype=np.float64),
+            np.array([rollout.group_reward_std for rollout in rollouts], dtype=np.float64),
+            self.settings.priority_epsilon,
+        )
+
+    def _check_saved_priorities(self, state: Mapping[str, Any]) -> None:
+        same_law = (
+            state["priority_kind"] == self.settings.priority
+            and state["priority_epsilon"] == self.settings.priority_epsilon
+        )
+        if same_law and not np.array_equal(state["priority"], self._columns["priority"]):
+            raise ValueError("the saved priorities do not match the saved advantages")
+
+    def _evict_born_before(self, step: int, now: int) -> int:
+        if self.settings.max_age_steps is None:
+            return 0
+        too_old_N = now - self._columns["birth_step"] > self.settings.max_age_steps
+        evicted = self._columns.remove(too_old_N)
+        self._evicted_by_age += evicted
+        self._count_evicted(step, evicted)
+        return evicted
+
+    def _enforce_capacity(self) -> int:
+        if self.settings.positive_fraction > 0:
+            return self._columns.remove(~self._positive_bias_keeps())
+        excess = len(self) - self.settings.capacity_rollouts
+        if excess <= 0:
+            return 0
+        if self.settings.unit == "query":
+            starts_Q, _ = query_spans(self._columns["group_id"])
+            excess = int(np.append(starts_Q, len(self))[np.searchsorted(starts_Q, excess)])
+        self._columns.drop_oldest(excess)
+        return excess
+
+    def _positive_bias_keeps(self) -> np.ndarray:
+        """The newest (1-δ)N rollouts, and the newest δN correct ones among the older; bool [N]."""
+        capacity = self.settings.capacity_rollouts
+        reserved = round(self.settings.positive_fraction * capacity)
+        outside = max(len(self) - (capacity - reserved), 0)
+        keeps_N = np.ones(len(self), dtype=np.bool_)
+        keeps_N[:outside] = False
+        correct = np.flatnonzero(self._columns["correct"][:outside])
+        keeps_N[correct[max(correct.size - reserved, 0) :]] = True
+        return keeps_N
+
+    def _record_use(self, indices: np.ndarray, step: int) -> None:
+        np.add.at(self._columns["times_used"], indices, 1)
+        self._columns["last_used_step"][indices] = step
+
+    def _count_evicted(self, step: int, evicted: int) -> None:
+        before = self._evicted_at[1] if self._evicted_at[0] == step else 0
+        self._evicted_at = (step, before + evicted)

@@ -1,0 +1,155 @@
+"""Rollouts from completions and verdicts: ids, group statistics, advantages, the filter."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from grpo_replay.recipe import Recipe
+from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.replay.seeding import completion_seed
+from grpo_replay.rewards.overlong import overlong_score
+from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Rollout, Verdict
+
+
+def group_requests(
+    prompts: Mapping[int, Prompt], step: int, recipe: Recipe
+) -> list[GenerationRequest]:
+    """G requests per prompt, each with its own seed. `prompts` maps the index within the step."""
+    return [
+        GenerationRequest(
+            key=key,
+            prompt_token_ids=prompt.token_ids,
+            seed=completion_seed(recipe.run.seed, key),
+            max_tokens=recipe.sampling.max_completion_length,
+            temperature=recipe.sampling.temperature,
+        )
+        for prompt_index, prompt in prompts.items()
+        for key in (
+            RequestKey(step, prompt_index, completion_index)
+            for completion_index in range(recipe.sampling.group_size)
+        )
+    ]
+
+
+def assemble_rollouts(
+    prompts: Mapping[int, Prompt],
+    completions: Mapping[RequestKey, Completion],
+    texts: Mapping[RequestKey, str],
+    verdicts: Mapping[RequestKey, Verdict],
+    step: int,
+    recipe: Recipe,
+    first_rollout_id: int,
+    first_group_id: int,
+) -> list[Rollout]:
+    """Rollouts of whole groups, by rollout id. A group with equal rewards has `kept` False, or
+    advantage 0 if `replay.drop_zero_variance` is false. With `reward.mask_truncated`, a completion
+    that was cut off has `kept` False too.
+
+    Ids are consecutive over the prompts of the step: group `first_group_id + prompt_index`,
+    rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
+    known yet.
+    """
+    group_size = recipe.sampling.group_size
+    rollouts = []
+    for prompt_index, prompt in sorted(prompts.items()):
+        keys = [RequestKey(step, prompt_index, index) for index in range(group_size)]
+        of_group = [_with_length(verdicts[key], completions[key], recipe) for key in keys]
+        group = _score_group(of_group, recipe)
+        rollouts += [
+            _rollout(
+                prompt, completions[key], texts[key], verdict, group, recipe,
+                rollout_id=first_rollout_id + prompt_index * group_size + key.completion_index,
+                group_id=first_group_id + prompt_index,
+            )
+            for key, verdict in zip(keys, of_group, strict=True)
+        ]  # fmt: skip
+    return rollouts
+
+
+def _with_length(verdict: Verdict, completion: Completion, recipe: Recipe) -> Verdict:
+    """The verdict with the length penalty among its scores, if the recipe has one."""
+    section = recipe.reward
+    if section.overlong_buffer_tokens is None:
+        return verdict
+    score = overlong_score(
+        len(completion.token_ids),
+        recipe.sampling.max_completion_length,
+        section.overlong_buffer_tokens,
+    )
+    reward = verdict.reward + section.overlong_weight * score
+    return replace(verdict, reward=reward, scores=(*verdict.scores, score))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ScoredGroup:
+    """What the rollouts of one group share. `advantages_G` is None if the group is dropped."""
+
+    mean: float
+    std: float
+    correct: int
+    advantages_G: np.ndarray | None
+
+
+def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
+    rewards_G = np.array([verdict.reward for verdict in verdicts])
+    settings = recipe.advantage
+    group = group_advantages(rewards_G, settings.std, settings.epsilon, settings.divide_by_std)
+    advantages_G = group.advantages_G
+    if advantages_G is None and not recipe.replay.drop_zero_variance:
+        advantages_G = np.zeros(len(rewards_G), dtype=np.float32)
+    correct = sum(verdict.scores[0] >= recipe.reward.correct for verdict in verdicts)
+    return _ScoredGroup(group.mean, group.std, correct, advantages_G)
+
+
+def _rollout(
+    prompt: Prompt,
+    completion: Completion,
+    text: str,
+    verdict: Verdict,
+    group: _ScoredGroup,
+    recipe: Recipe,
+    rollout_id: int,
+    group_id: int,
+) -> Rollout:
+    index = completion.key.completion_index
+    masked = recipe.reward.mask_truncated and completion.finish_reason == "length"
+    advantage = None
+    if group.advantages_G is not None and not masked:
+        advantage = float(group.advantages_G[index])
+    scores = verdict.scores if recipe.reward.is_combined else ()
+    return Rollout(
+        rollout_id=rollout_id,
+        group_id=group_id,
+        prompt_id=prompt.prompt_id,
+        completion_index=index,
+        birth_step=completion.key.step,
+        policy_version=completion.policy_version,
+        policy_version_end=completion.policy_version_end,
+        prompt_token_ids=prompt.token_ids,
+        completion_token_ids=completion.token_ids,
+        completion_text=text,
+        behavior_logprobs=None,
+        sampler_logprobs=completion.sampler_logprobs,
+        reward=float(np.float32(verdict.reward)),  # as it is stored
+        advantage=advantage,
+        group_reward_mean=group.mean,
+        group_reward_std=group.std,
+        group_correct=group.correct,
+        finish_reason=completion.finish_reason,
+        verdict=verdict.status,
+        kept=advantage is not None,
+        reward_scores=tuple(float(np.float32(score)) for score in scores),
+    )
+
+
+def with_behavior_logprobs(
+    rollouts: Sequence[Rollout], logprobs: Mapping[int, np.ndarray]
+) -> list[Rollout]:
+    """The survivors with their behaviour log-probs, which `logprobs` maps by rollout id. They never
+    change afterwards."""
+    return [
+        replace(rollout, behavior_logprobs=logprobs[rollout.rollout_id])
+        for rollout in rollouts
+        if rollout.kept
+    ]

@@ -1,0 +1,155 @@
+"""The buffer as a Parquet file: buffer.parquet in a checkpoint (schema version 1).
+
+One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text` and
+`reward_scores`, then `priority`, `times_used` and `last_used_step` (null if never drawn). The
+file's metadata contain the step, the replay settings and the counters as JSON. Nothing is pickled.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from grpo_replay.errors import SnapshotError
+from grpo_replay.replay.replay_buffer import NEVER_USED, ReplayBuffer
+from grpo_replay.storage.parquet import open_parquet, write_parquet
+from grpo_replay.storage.rollout_log import (
+    LOG_ONLY,
+    ROLLOUT_SCHEMA,
+    rollouts_to_table,
+    table_to_rollouts,
+)
+
+SNAPSHOT_VERSION = 1
+_FACTS_KEY = b"grpo_replay.buffer"
+_CHUNK_ROLLOUTS = 4096  # rows converted at once, and rows per row group: limits memory
+_COUNTERS = ("evicted_by_age", "evicted_by_capacity", "evicted_at")
+
+_USE_FIELDS = [
+    pa.field("priority", pa.float64()),
+    pa.field("times_used", pa.int32()),
+    pa.field("last_used_step", pa.int64()),
+]
+SNAPSHOT_SCHEMA = pa.schema(
+    [*(field for field in ROLLOUT_SCHEMA if field.name not in LOG_ONLY), *_USE_FIELDS]
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A buffer read from a file. `state` is for `ReplayBuffer.set_state`, `settings` is the replay
+    section of its run, and `step` the last training step before it was written."""
+
+    step: int
+    group_size: int
+    settings: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+
+def write_snapshot(path: Path, buffer: ReplayBuffer, step: int) -> None:
+    """Write the buffer after `step`. Reading the file gives the same state bit for bit."""
+    state = buffer.get_state()
+    facts = {
+        "step": step,
+        "group_size": buffer.group_size,
+        "settings": buffer.settings.model_dump(mode="json"),
+        **{name: state[name] for name in _COUNTERS},
+    }
+    metadata = {_FACTS_KEY: json.dumps(facts).encode()}
+    write_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA, _tables(state), metadata)
+
+
+def read_snapshot_facts(path: Path) -> dict[str, Any]:
+    """A snapshot's metadata, without its rollouts: `step`, `group_size`, `settings` (the replay
+    section) and the counters of `get_state`. Raises SnapshotError."""
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+        return _read_facts(path, file.schema_arrow.metadata)
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read a snapshot. Raises SnapshotError if it is missing, damaged or another kind of file."""
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+        facts = _read_facts(path, file.schema_arrow.metadata)
+        columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
+        rollouts = []
+        for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=SNAPSHOT_SCHEMA.names):
+            _check_complete(path, batch)
+            rollouts.extend(table_to_rollouts(pa.Table.from_batches([batch])))
+            columns["priority"].append(batch.column("priority").to_numpy())
+            columns["times_used"].append(batch.column("times_used").to_numpy())
+            last_used = batch.column("last_used_step").fill_null(NEVER_USED)
+            columns["last_used_step"].append(last_used.to_numpy())
+    state: dict[str, Any] = {
+        "rollouts": tuple(rollouts),
+        "priority": _joined(columns["priority"], np.float64),
+        "times_used": _joined(columns["times_used"], np.int32),
+        "last_used_step": _joined(columns["last_used_step"], np.int64),
+        "priority_kind": facts["settings"]["priority"],
+        "priority_epsilon": facts["settings"]["priority_epsilon"],
+        **{name: facts[name] for name in _COUNTERS},
+    }
+    state["evicted_at"] = tuple(state["evicted_at"])
+    return Snapshot(facts["step"], facts["group_size"], facts["settings"], state)
+
+
+def restore_snapshot(path: Path, buffer: ReplayBuffer) -> int:
+    """Load a snapshot into `buffer` and return its step.
+
+    Raises SnapshotError if the file cannot be read or its content is inconsistent.
+    """
+    snapshot = read_snapshot(path)
+    try:
+        buffer.set_state(snapshot.state)
+    except ValueError as error:
+        raise SnapshotError(f"{path}: {error}; restore the file from a copy") from error
+    valid, reason = buffer.check_valid()
+    if not valid:
+        raise SnapshotError(f"{path}: {reason}; restore the file from a copy")
+    return snapshot.step
+
+
+def _tables(state: Mapping[str, Any]) -> Iterator[pa.Table]:
+    for start in range(0, len(state["rollouts"]), _CHUNK_ROLLOUTS):
+        chunk = slice(start, start + _CHUNK_ROLLOUTS)
+        frozen = rollouts_to_table(state["rollouts"][chunk]).drop_columns(list(LOG_ONLY))
+        last_used = state["last_used_step"][chunk]
+        uses = [
+            pa.array(state["priority"][chunk]),
+            pa.array(state["times_used"][chunk]),
+            pa.array(last_used, mask=last_used == NEVER_USED),
+        ]
+        yield pa.table([*frozen.columns, *uses], schema=SNAPSHOT_SCHEMA)
+
+
+def _check_complete(path: Path, batch: pa.RecordBatch) -> None:
+    for name in SNAPSHOT_SCHEMA.names:
+        if name != "last_used_step" and batch.column(name).null_count:
+            raise SnapshotError(
+                f"{path}: column {name} contains a null, which stored rollouts never have; restore "
+                "the file from a copy"
+            )
+
+
+def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+    try:
+        facts = json.loads(metadata[_FACTS_KEY])
+        missing = {"step", "group_size", "settings", *_COUNTERS} - set(facts)
+        missing |= {"priority", "priority_epsilon"} - set(facts.get("settings", ()))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise SnapshotError(
+            f"{path}: its metadata has no readable {_FACTS_KEY.decode()} ({error}); restore the "
+            "file from a copy"
+        ) from error
+    if missing:
+        raise SnapshotError(
+            f"{path}: its metadata lacks {', '.join(sorted(missing))}; restore the file from a copy"
+        )
+    return facts
+
+
+def _joined(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays])

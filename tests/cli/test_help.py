@@ -1,0 +1,106 @@
+"""`--help`, `--version` and completion import no heavy library."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_replay import __version__
+from grpo_replay.cli.app import app
+from grpo_replay.shipped_recipes import shipped_recipes
+
+HEAVY = ("torch", "transformers", "deepspeed", "vllm", "datasets", "pyarrow", "pydantic", "numpy")
+
+
+def _imported_by(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(*sorted(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["sweep", "-h"], ["--version"]])
+def test_help_imports_no_heavy_library(words):
+    code = f"from grpo_replay.cli.app import app\ntry: app({words})\nexcept SystemExit: pass"
+    imported = _imported_by(code)
+    assert "typer" in imported
+    converts_values = {"pydantic"} if words == ["--version"] else set()  # Typer, with pydantic
+    assert not imported & set(HEAVY) - converts_values
+
+
+STAND_IN_RUN = """
+import sys, types
+def run_training(recipe, path, resume, observer, scorer):
+    scorer.wait_ready()
+    print("torch" in sys.modules, scorer.score([("42", "42", None)])[0].status)
+    raise SystemExit
+sys.modules["grpo_replay.training.run"] = types.SimpleNamespace(run_training=run_training)
+from grpo_replay.cli.app import app
+app(["train", "tiny", "--set", "reward.function=minerva", "--output-dir", sys.argv[1]])
+"""
+
+
+def test_a_run_starts_its_verifiers_before_it_loads_torch(tmp_path):
+    """So that they load at the same time."""
+    words = [sys.executable, "-c", STAND_IN_RUN, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "unparsable"], done.stderr
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_loads_no_clients_of_servers_nor_tensorboard():
+    imported = _imported_by("import grpo_replay.training.run")
+    assert "transformers" in imported
+    assert not imported & {"aiohttp", "zmq", "msgspec", "tensorboard", "matplotlib", "datasets"}
+
+
+def test_the_light_modules_do_not_import_torch():
+    light = ("recipe", "types", "replay.advantages", "replay", "replay.snapshot", "replay.compose",
+             "replay.batch", "storage.rollout_log", "prompts.prompt_set", "rewards.scorer",
+             "evaluation.aes", "lab.planning.theory", "training.metrics", "training.weight_sync",
+             "storage.checkpoint", "storage.run_directory", "replay.seeding", "distributed.comm",
+             "sampling.sampler_protocol")  # fmt: skip
+    imported = _imported_by("\n".join(f"import grpo_replay.{name}" for name in light))
+    assert "grpo_replay.lab.planning.theory" in imported
+    assert not imported & {"torch", "transformers", "deepspeed", "vllm"}
+
+
+def test_every_command_has_help():
+    commands = ["train", "eval", "inspect-buffer", "aes", "plan", "sweep", "report"]
+    for command in commands:
+        result = CliRunner().invoke(app, [command, "--help"])
+        assert result.exit_code == 0
+        assert "--json" in result.output
+
+
+def test_the_version_is_printed():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"grpo-replay {__version__}\n")
+
+
+def test_the_help_of_train_lists_every_shipped_recipe():
+    text = CliRunner().invoke(app, ["train", "--help"]).output
+    assert len(shipped_recipes()) >= 8
+    for name in shipped_recipes():
+        assert name in text
+
+
+def completed(*words: str) -> list[str]:
+    """What bash is offered for the last word."""
+    variables = {
+        "_GRPO_REPLAY_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["grpo-replay", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    code = "from grpo_replay.cli.app import app; app(prog_name='grpo-replay')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["eval", "--recipe"]])
+def test_the_shell_completes_shipped_recipes(command):
+    assert completed(*command, "qwen3-") == ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]

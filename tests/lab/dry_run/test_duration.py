@@ -1,0 +1,174 @@
+"""Hours of a run: worked by hand from stated, measured and assumed speeds."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from grpo_replay.lab.dry_run.assumptions import expected_of
+from grpo_replay.lab.dry_run.duration import Speed, choose_speed, describe_time, update_flops
+from grpo_replay.lab.dry_run.fit import Hardware
+from grpo_replay.lab.dry_run.memory import ModelShape
+from grpo_replay.lab.dry_run.sizes import describe_replay, describe_step
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.planning.estimate import measured_speed
+from grpo_replay.recipe import load_recipe, recipe_to_yaml
+from grpo_replay.storage.stored_sizes import GIB
+
+FOUR_GPUS = Hardware("cuda", 4, 80 * GIB, True)
+CPU = Hardware("cpu", 1, 8 * GIB, False)
+SHAPE = ModelShape(
+    parameters=10**9, parameters_in_files=10**9, largest_parameter=1, tied_head=True, layers=10,
+    hidden=8, vocabulary=50, kv_elements_per_token=64, attention_width=1000, max_positions=None,
+)  # fmt: skip
+
+
+def time_of(recipe, hardware, speed, **measured):
+    expected = expected_of(recipe, measured)
+    step, replay = describe_step(recipe, expected), describe_replay(recipe, expected)
+    return describe_time(recipe, step, replay, expected, speed, hardware)
+
+
+def test_hours_by_hand():
+    """256 rollouts of 1,000 tokens, 100 kept, 50 replayed from step 21 on; 200 steps, 4 GPUs of
+    2,000 tokens/s generated and 5,000 trained.
+
+    Generation 256,000 / 8,000 = 32 s. Log-probs 100,000 / 20,000 / 3 = 1.67 s. Updates
+    20 · 5 s + 180 · 7.5 s = 1,450 s. In all 200 · 33.67 + 1,450 = 8,183 s = 2.27 h.
+    """
+    recipe = load_recipe("qwen3-1.7b")
+    found = time_of(
+        recipe, FOUR_GPUS, Speed(2000, 5000, "stated"), survival=100 / 256, completion_tokens=1000
+    )
+    assert found["generation_seconds_per_step"] == 32
+    assert found["training_seconds_per_step"] == 7.5
+    assert found["other_seconds_per_step"] == 1.67
+    assert (found["hours"], found["gpu_hours"]) == (2.27, 9.09)
+
+
+SERVERS = ["sampling.backend=vllm_server", "loss.behavior_logprobs=sampler"]
+
+
+def test_servers_generate_and_their_gpus_count():
+    """As above: 256,000 tokens on two GPUs of one server are 64 s, and 6 GPUs are in use."""
+    launched = ["sampling.servers.launch=1", "sampling.vllm.tensor_parallel_size=2"]
+    elsewhere = ["sampling.servers.urls=[http://a:1, http://b:1]"]
+    for servers in (launched, elsewhere):
+        recipe = load_recipe("qwen3-1.7b", [*SERVERS, *servers])
+        speed = Speed(2000, 5000, "stated")
+        found = time_of(recipe, FOUR_GPUS, speed, survival=100 / 256, completion_tokens=1000)
+        assert found["generation_seconds_per_step"] == 64
+        assert found["hours"] == pytest.approx((200 * 64 + 1450) / 3600, rel=0.005)
+        assert found["gpu_hours"] == pytest.approx(6 * found["hours"], rel=0.005)
+
+
+@pytest.mark.parametrize("launched, hours", [(1, 200 * 128 / 3600), (32, 1450 / 3600)])
+def test_an_asynchronous_step_takes_as_long_as_the_slower_of_servers_and_trainers(launched, hours):
+    """One server needs 128 s a step, 32 need 4 s; updates take 5 s, 7.5 s from step 21 on."""
+    recipe = load_recipe(
+        "qwen3-1.7b", [*SERVERS, "run.mode=async", f"sampling.servers.launch={launched}"]
+    )
+    speed = Speed(2000, 5000, "stated")
+    found = time_of(recipe, FOUR_GPUS, speed, survival=100 / 256, completion_tokens=1000)
+    assert found["hours"] == pytest.approx(hours, rel=0.005)
+
+
+@pytest.mark.parametrize("training", [1.5, 3.5], ids=["servers-limit", "trainers-limit"])
+def test_an_asynchronous_run_predicts_its_own_duration(tmp_path, training):
+    """Two servers that are busy for 2 s each in a step of 4 s, on two ranks; replay from the second
+    step on."""
+    recipe = load_recipe("tiny-async", [
+        "sampling.servers.launch=2", "replay.warmup_steps=0", "engine.num_processes=2",
+        "replay.drop_zero_variance=false",
+    ])  # fmt: skip
+    line = {
+        "cost/generated_tokens": 1280, "cost/generation_seconds": 2.0, "step_time": 4.0,
+        "cost/trained_tokens": 2560, "cost/training_seconds": training,
+    }  # fmt: skip
+    lines = [json.dumps({"step": step, **line}) + "\n" for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    (tmp_path / "environment.json").write_text('{"world_size": 2}')
+    (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
+    speed = measured_speed(open_source(tmp_path))
+    assert speed.generated == 320  # of one server
+    two = Hardware("cpu", 2, 8 * GIB, False)
+    found = time_of(recipe, two, speed, completion_tokens=10.0)
+    assert found["hours"] == pytest.approx(240 * 4 / 3600, rel=0.01)
+
+
+def test_experts_that_a_token_does_not_visit_and_frozen_weights_cost_less():
+    expected = expected_of(
+        load_recipe("qwen3-0.6b"), {"completion_tokens": 900.0, "prompt_tokens": 100.0}
+    )
+    attention = 6 * 10 * 1000 * 1000**2
+    assert update_flops(SHAPE, expected) == 6 * 10**9 * 1000 + attention
+    sparse = replace(SHAPE, active_parameters=10**8)
+    assert update_flops(sparse, expected) == 6 * 10**8 * 1000 + attention
+    lora = replace(SHAPE, adapters=10**6)
+    assert update_flops(lora, expected) == (4 * 10**9 + 6 * 10**6) * 1000 + attention
+
+
+def test_a_sampler_whose_logprobs_are_used_saves_the_pass():
+    sampled = load_recipe("qwen3-1.7b", ["loss.behavior_logprobs=sampler"])
+    speed = Speed(2000, 5000, "stated")
+    assert time_of(sampled, FOUR_GPUS, speed)["other_seconds_per_step"] == 0
+    # A measured run says how long the rest of a step takes.
+    measured = Speed(2000, 5000, "measured", other_seconds=12)
+    assert time_of(sampled, FOUR_GPUS, measured)["other_seconds_per_step"] == 12
+
+
+def test_the_assumed_speed_is_a_share_of_the_peak_and_the_cost_ratio_of_the_plan():
+    recipe = load_recipe("qwen3-0.6b")
+    expected = expected_of(recipe, {"completion_tokens": 1000.0, "prompt_tokens": 0.0, "mu": 5.0})
+    speed = choose_speed(recipe, expected, SHAPE, FOUR_GPUS)
+    # 6 operations for each of 1e9 parameters, and 6 · 10 · 1,000 · 1,000 for attention, per token
+    assert speed.trained == pytest.approx(0.3 * 989e12 / (6e9 + 6e7))
+    assert speed.generated == pytest.approx(speed.trained / 5)
+    assert speed.assumed and "μ 5" in speed.source
+
+
+def test_one_stated_speed_gives_the_other_by_the_cost_ratio():
+    recipe = load_recipe("qwen3-0.6b")
+    expected = expected_of(recipe)
+    assert expected.mu == 6.84
+    trained = choose_speed(recipe, expected, None, CPU, trained=6840)
+    assert (trained.generated, trained.trained) == (pytest.approx(1000), 6840)
+    generated = choose_speed(recipe, expected, None, CPU, generated=1000)
+    assert (generated.generated, generated.trained) == (1000, pytest.approx(6840))
+    both = choose_speed(recipe, expected, None, CPU, generated=1, trained=2)
+    assert (both.generated, both.trained, both.source) == (1, 2, "stated")
+
+
+def test_nothing_is_assumed_of_the_speed_of_a_cpu():
+    recipe = load_recipe("tiny")
+    assert choose_speed(recipe, expected_of(recipe), SHAPE, CPU) is None
+    assert time_of(recipe, CPU, None) == {"steps": 240, "hours": None, "gpu_hours": None}
+
+
+def test_the_speed_of_a_run_is_that_of_one_of_its_ranks(runs, tmp_path):
+    lines = [json.loads(line) for line in (runs["ours"] / "metrics.jsonl").open()]
+    generated = sum(line["cost/generated_tokens"] for line in lines)
+    trained = sum(line["cost/trained_tokens"] for line in lines)
+    generating = sum(line["cost/generation_seconds"] for line in lines)
+    training = sum(line["cost/training_seconds"] for line in lines)
+    for line in lines:
+        both = line["cost/generation_seconds"] + line["cost/training_seconds"]
+        line["step_time"] = both + 2.5
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "environment.json").write_text('{"world_size": 2}')
+    speed = measured_speed(open_source(tmp_path))
+    assert speed.generated == pytest.approx(generated / generating / 2)
+    assert speed.trained == pytest.approx(trained / training / 2)
+    assert speed.other_seconds == pytest.approx(2.5)
+    assert str(tmp_path) in speed.source
+    assert measured_speed(open_source(runs["ours"])) is None  # no step_time
+
+
+def test_measured_values_replace_assumptions_and_say_so():
+    recipe = load_recipe("qwen3-0.6b")
+    found = expected_of(recipe, {"survival": 0.5, "completion_tokens": 700.0})
+    assert (found.survival, found.completion_tokens, found.mu) == (0.5, 700, 6.84)
+    assert found.sources["survival"] == "measured in the run"
+    assert found.sources["mu"] == "paper B's Qwen3-0.6B"
+    keeps_all = load_recipe("fifo-qwen3-0.6b")
+    assert expected_of(keeps_all, {"survival": 0.5}).survival == 1

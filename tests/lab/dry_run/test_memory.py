@@ -1,0 +1,317 @@
+"""The memory model: shards by hand, traced activations against formulas, a real engine."""
+
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+
+from grpo_replay.engine.models import load_config
+from grpo_replay.lab.dry_run.memory import (
+    PROCESS,
+    PROCESS_ZERO,
+    EngineSetting,
+    ForwardMemory,
+    ModelShape,
+    engine_memory,
+)
+from grpo_replay.lab.dry_run.sampler_memory import (
+    HF_CACHE_GROWTH,
+    HF_CACHE_ROOM,
+    VLLM_BUFFERS,
+    VLLM_GRAPHS,
+    hf_cache_tokens,
+    hf_memory,
+    vllm_memory,
+)
+from grpo_replay.lab.dry_run.trace import (
+    LiveBytes,
+    _trace,
+    forward_memory,
+    model_shape,
+)
+from grpo_replay.recipe import load_recipe
+from grpo_replay.sampling.decoding import INITIAL_CAPACITY
+from grpo_replay.sampling.kv_cache import GROWTH_TOKENS, RowLayer
+from grpo_replay.storage.stored_sizes import GIB, checkpoint_bytes, logged_bytes, stored_bytes
+
+SHAPE = ModelShape(
+    parameters=1000, parameters_in_files=1200, largest_parameter=400, tied_head=True, layers=2,
+    hidden=8, vocabulary=50, kv_elements_per_token=64, attention_width=8, max_positions=128,
+)  # fmt: skip
+NOTHING = ForwardMemory(0, 0)
+
+
+def setting(stage: int, dtype_bytes: int, ranks: int = 4, **more) -> EngineSetting:
+    values = {"on_cuda": False, "bucket_elements": 300, "live_elements": 600} | more
+    return EngineSetting(zero_stage=stage, ranks=ranks, dtype_bytes=dtype_bytes, **values)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype_bytes", "parameters", "gradients", "optimizer"),
+    [
+        (0, 4, 4000, 4000, 8000),
+        (0, 2, 2000, 6000, 12000),  # bf16 and fp32 gradients; master and moments
+        (1, 2, 2000, 2000, 3000),
+        (1, 4, 4000, 4000, 3000),
+        (2, 2, 2000, 2 * 500, 3000),  # a micro-batch's shard beside the accumulated one
+        (3, 2, 500, 500, 3500),  # the accumulated one is held from the start
+        (3, 4, 1000, 1000, 4000),
+    ],
+)
+def test_a_thousand_parameters_on_four_ranks(stage, dtype_bytes, parameters, gradients, optimizer):
+    memory = engine_memory(SHAPE, NOTHING, setting(stage, dtype_bytes))
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (
+        parameters, gradients, optimizer,
+    )  # fmt: skip
+
+
+def test_a_phase_is_the_sum_of_what_is_alive_at_the_same_time():
+    memory = engine_memory(SHAPE, ForwardMemory(700, 1000), setting(3, 2))
+    # parameters 500, optimizer 3500; bucket 2·300, gathered 2·600, activations and work 1000
+    assert memory.at_rest == PROCESS_ZERO + 4000
+    assert memory.backward_peak == PROCESS_ZERO + 4000 + 500 + 600 + 1200 + 1000
+    # bucket and new shard stay; fp32 gradient 4, temporaries 8 for each of 250
+    assert memory.step_peak == PROCESS_ZERO + 4000 + 600 + 500 + 12 * 250
+    assert memory.peak == memory.step_peak
+    # stage 0 copies its gradients when the activations are gone: the larger of the two counts
+    memory = engine_memory(SHAPE, ForwardMemory(700, 1000), setting(0, 4))
+    assert memory.backward_peak == PROCESS + 12000 + 4000 + max(1000, 4 * 300)
+    assert memory.step_peak == PROCESS + 12000 + 4000 + 8 * 400
+
+
+def test_a_gpu_allocates_the_whole_bucket_and_steps_with_less():
+    cpu = engine_memory(SHAPE, NOTHING, setting(2, 2, bucket_elements=10**6))
+    gpu = engine_memory(SHAPE, NOTHING, setting(2, 2, bucket_elements=10**6, on_cuda=True))
+    assert (cpu.bucket, gpu.bucket) == (2 * 1000, 2 * 10**6)
+    assert (cpu.step_work, gpu.step_work) == (12 * 250, 8 * 250)
+
+
+def test_offloading_moves_state_to_the_host():
+    plain = engine_memory(SHAPE, NOTHING, setting(3, 2, on_cuda=True))
+    moved = engine_memory(
+        SHAPE, NOTHING,
+        setting(3, 2, on_cuda=True, offload_optimizer=True, offload_parameters=True),
+    )  # fmt: skip
+    assert moved.optimizer == 0 and moved.parameters == 0
+    assert moved.host >= 12 * 250 + 500 and moved.peak < plain.peak
+
+
+def test_a_reference_copy_is_whole_on_every_rank():
+    assert engine_memory(SHAPE, NOTHING, setting(3, 2, reference_copy=True)).reference == 2000
+
+
+def test_the_rest_of_vllms_share_is_kv_cache():
+    memory = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=True)
+    counters = 256 * (4 * SHAPE.vocabulary + 4 * math.ceil(SHAPE.vocabulary / 32))
+    overhead = VLLM_GRAPHS + VLLM_BUFFERS
+    assert memory.awake == 5 * GIB
+    assert memory.cache_tokens == (5 * GIB - 2000 - counters - overhead) // 128
+    assert vllm_memory(SHAPE, 2, GIB, 0.5, 1, sleeps=True).cache_tokens < 0
+    twice = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 2, sleeps=True).cache_tokens
+    assert twice >= 2 * memory.cache_tokens - counters // 64 - 1
+    large = vllm_memory(SHAPE, 2, 80 * GIB, 0.5, 1, sleeps=True)
+    assert large.cache_tokens == (40 * GIB - 2000 - 4 * counters - overhead) // 128
+
+
+def test_a_sleeping_vllm_keeps_its_graphs_and_the_host_its_weights():
+    asleep = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=True)
+    assert asleep.asleep == VLLM_GRAPHS + VLLM_BUFFERS
+    assert 1.5 * 2000 <= asleep.host < 1.5 * 2000 + 10**6
+    eager = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=True, graphs=False)
+    assert eager.asleep == VLLM_BUFFERS
+    assert eager.cache_tokens > asleep.cache_tokens
+    awake = vllm_memory(SHAPE, 2, 10 * GIB, 0.5, 1, sleeps=False)
+    assert (awake.asleep, awake.host) == (5 * GIB, 0)
+
+
+def test_the_hf_sampler_holds_a_second_copy_and_a_cache_of_all_rows():
+    memory = hf_memory(SHAPE, 4, rows=3, prompt_tokens=10, completion_tokens=20)
+    assert memory.asleep == 4000
+    assert memory.awake == 4000 + 4 * 64 * 3 * 30 + 2 * 4 * 3 * 50
+
+
+def test_the_cache_of_the_hf_sampler_is_counted_as_it_grows():
+    """Room for 10 + 512 tokens, then for 523 + 261 and 785 + 392; 1,010 are written."""
+    capacities = []
+    layer = RowLayer(torch.zeros(1, 1, 10, 1), torch.zeros(1, 1, 10, 1), 10 + INITIAL_CAPACITY)
+    for _ in range(1000):
+        capacities.append(layer._capacity)
+        layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+    *_, before, last = sorted({*capacities, layer._capacity})
+    assert (HF_CACHE_ROOM, HF_CACHE_GROWTH) == (INITIAL_CAPACITY, GROWTH_TOKENS)
+    assert hf_cache_tokens(10, 1000) == (last, before) == (1177, 784)
+    assert hf_cache_tokens(10, 512) == (522, 0)
+    # 64 elements a token in two layers: while one grows, 16 are its old keys
+    logits = 2 * 4 * 3 * 50
+    on_gpu = hf_memory(SHAPE, 4, 3, 10, 1000, on_cuda=True).awake
+    assert on_gpu == 4000 + 4 * 3 * (64 * 1177 + 16 * 784) + logits
+    on_cpu = hf_memory(SHAPE, 4, 3, 10, 1000).awake
+    assert on_cpu == 4000 + 4 * 3 * (64 * 1010 + 16 * 784) + logits
+
+
+def test_a_stored_rollout_costs_its_arrays_and_its_objects_but_no_text():
+    assert stored_bytes(2, prompt_tokens=100, completion_tokens=1000) == 2 * (400 + 12_000 + 1000)
+
+
+def test_a_logged_rollout_costs_its_arrays_its_text_and_its_scalars():
+    assert logged_bytes(2, prompt_tokens=100, completion_tokens=1000) == 2 * (400 + 16_000 + 256)
+
+
+QWEN = ["model.path=builtin:qwen3-0.6b", "model.random_init=true", "model.dtype=bfloat16"]
+
+
+def qwen(*overrides: str):
+    return load_recipe("qwen3-0.6b", [*QWEN, *overrides])
+
+
+def test_live_bytes_follow_allocation_and_release():
+    model = torch.nn.Linear(4, 4, device="meta")
+    with LiveBytes(model) as live:
+        first = torch.empty(100, device="meta")
+        view = first[:50]
+        assert live.now == 400  # a view has no bytes of its own
+        second = first + 1
+        assert live.now == 800
+        del first
+        assert live.now == 800  # the view still holds it
+        del view
+        assert (live.now, live.peak) == (400, 800)
+        model.weight.t()
+        assert live.now == 400  # parameters are the engine's
+        del second
+    assert (live.now, live.peak) == (0, 800)
+
+
+def test_checkpointing_saves_one_hidden_state_per_layer_and_token():
+    recipe, config = qwen(), load_config(qwen().model)
+    two = _trace(recipe, config, 2, rows=2, length=256, completion=128)
+    three = _trace(recipe, config, 3, rows=2, length=256, completion=128)
+    assert three.saved - two.saved == 2 * 256 * 1024 * 2
+
+
+def test_without_checkpointing_a_layer_keeps_its_attention_and_mlp():
+    recipe = qwen("model.gradient_checkpointing=false", "model.dtype=float32")
+    config = load_config(recipe.model)
+    two, three = (_trace(recipe, config, n, rows=1, length=512, completion=64) for n in (2, 3))
+    hidden, queries, keys, inner = 1024, 2048, 1024, 3072
+    # norms: x, normalised x and the result, twice; q and k before and after their norms and
+    # rotation; attention: values and output; MLP: gate, its activation, up, and their product
+    least = 6 * hidden + 4 * queries + 3 * keys + 4 * inner
+    per_token = (three.saved - two.saved) / 512 / 4
+    assert least <= per_token <= 1.25 * least
+
+
+def test_the_logits_exist_for_one_chunk_at_a_time():
+    def peak(chunk: int | None) -> int:
+        recipe = qwen(f"engine.logprob_chunk_tokens={chunk or 'null'}")
+        return _trace(recipe, load_config(recipe.model), 1, 1, 1024, 900).peak
+
+    one = 4 * 151_936  # fp32 logits of one token
+    assert 2 * 300 * one < peak(450) - peak(150) < 5 * 300 * one
+    assert peak(None) == peak(256)
+
+
+def test_extrapolation_over_layers_is_exact():
+    recipe = qwen("model.config_overrides={num_hidden_layers: 7}")
+    config = load_config(recipe.model)
+    assert forward_memory(recipe, 1, 512, 256) == _trace(recipe, config, 7, 1, 512, 256)
+
+
+def test_eager_attention_is_quadratic_and_flash_is_not():
+    def saved(kind: str, length: int) -> int:
+        recipe = qwen(f"model.attn_implementation={kind}", "model.gradient_checkpointing=false")
+        return forward_memory(recipe, 1, length, 16).saved
+
+    assert saved("sdpa", 1024) < 2.01 * saved("sdpa", 512)
+    assert saved("eager", 1024) > 2.5 * saved("eager", 512)
+
+
+def test_experts_are_traced_in_both_precisions_and_count_once_for_each_token():
+    config = Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, intermediate_size=64, moe_intermediate_size=16, num_experts=8,
+        num_experts_per_tok=2, vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    shape = model_shape(config)
+    experts = 2 * 8 * (2 * 16 * 32 + 32 * 16)  # gate, up and down of every expert and layer
+    assert shape.active_parameters == shape.parameters - experts * 6 // 8
+    saved = {}
+    for dtype in ("float32", "bfloat16"):
+        recipe = load_recipe("tiny", [f"model.dtype={dtype}"])
+        saved[dtype] = _trace(recipe, config, 2, 4, 64, 32).saved
+    assert 1.5 < saved["float32"] / saved["bfloat16"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "kv"),
+    [
+        ("0.6b", 596_049_920, 2 * 28 * 8 * 128),
+        ("1.7b", 1_720_574_976, 2 * 28 * 8 * 128),
+        ("4b", 4_022_468_096, 2 * 36 * 8 * 128),
+    ],
+)
+def test_the_shape_of_the_published_models(name, parameters, kv):
+    recipe = load_recipe(f"qwen3-{name}", [f"model.path=builtin:qwen3-{name}"])
+    shape = model_shape(load_config(recipe.model))
+    assert shape.parameters == parameters and shape.tied_head
+    assert shape.largest_parameter == 151_936 * shape.hidden
+    assert shape.parameters_in_files - shape.parameters == shape.largest_parameter
+    assert shape.kv_elements_per_token == kv and shape.vocabulary == 151_936
+
+
+def memory_benchmark():
+    file = Path(__file__).parents[3] / "benchmarks" / "memory.py"
+    spec = importlib.util.spec_from_file_location("memory_benchmark", file)
+    assert spec is not None and spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = benchmark
+    spec.loader.exec_module(benchmark)
+    return benchmark
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [(), (16,)])
+def test_a_real_engine_takes_the_predicted_memory_within_ten_percent(lora):
+    benchmark = memory_benchmark()
+    case = ("long", 0, "float32", 1, False, 512, 8, 256, *lora)
+    base = benchmark.measure(benchmark.BASE_CASES[0])["peak_mib"]
+    measured = benchmark.measure(case)["peak_mib"] - base
+    assert measured == pytest.approx(benchmark.predicted_mib(case), rel=0.10)
+    if importlib.util.find_spec("vllm") is None:  # its packages make every process larger
+        assert base == pytest.approx(PROCESS / 2**20, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype_bytes", "parameters", "gradients", "optimizer"),
+    [
+        (0, 4, 4400, 400, 800),  # 1,000 of the base and 100 of adapters
+        (0, 2, 2200, 600, 1200),
+        (2, 2, 2200, 2 * 50, 300),
+        (3, 2, 550, 50, 350),
+    ],
+)
+def test_lora_on_four_ranks_trains_its_adapters_alone(
+    stage, dtype_bytes, parameters, gradients, optimizer
+):
+    shape = replace(SHAPE, adapters=100, largest_adapter=10)
+    memory = engine_memory(shape, NOTHING, setting(stage, dtype_bytes))
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (
+        parameters, gradients, optimizer,
+    )  # fmt: skip
+    assert memory.bucket <= dtype_bytes * 100
+
+
+def test_a_checkpoint_of_lora_is_the_merged_model_and_the_adapters_twice():
+    assert checkpoint_bytes(1000, 2, 2, adapters=100) == 2 * 1000 + (2 + 2 + 4 + 8) * 100
+    assert checkpoint_bytes(1000, 2, 2) == (2 + 2 + 4 + 8) * 1000
+
+
+@pytest.mark.slow
+def test_a_run_with_the_real_vocabulary_takes_the_predicted_memory_within_fifteen_percent():
+    result = memory_benchmark().whole_run()
+    assert result["measured_mib"] == pytest.approx(result["predicted_mib"], rel=0.15)

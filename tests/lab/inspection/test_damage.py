@@ -1,0 +1,105 @@
+"""A damaged run never looks healthy: a warning for what is missing, an error for what is wrong."""
+
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from grpo_replay.cli.app import app
+from grpo_replay.lab.inspection.compute import summarise
+from grpo_replay.lab.inspection.source import open_source
+
+HEALTHY = "nothing looks unhealthy"
+
+
+@pytest.fixture
+def copy(runs, tmp_path):
+    return shutil.copytree(runs["ours"], tmp_path / "run")
+
+
+def call(*words):
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+
+
+def warned(copy, *words):
+    shown = call("inspect-buffer", copy)
+    assert shown.exit_code == 0, shown.stderr
+    assert HEALTHY not in shown.stdout
+    first = summarise(open_source(copy)).warnings[0]
+    for word in words:
+        assert word in first
+
+
+def refused(copy, *words, command=("inspect-buffer",)):
+    shown = call(*command, copy)
+    assert shown.exit_code == 3, shown.stdout
+    for word in words:
+        assert word in shown.stderr
+
+
+def test_a_whole_run_has_no_gaps(runs):
+    from grpo_replay.lab.inspection.damage import find_gaps
+
+    for preset in ("ours", "fifo", "grpo"):
+        assert list(find_gaps(open_source(runs[preset]))) == []
+
+
+@pytest.mark.parametrize("folder", ["rollouts", "draws"])
+def test_a_missing_file_is_a_warning(copy, folder):
+    (copy / folder / "step_000012.parquet").unlink()
+    warned(copy, f"{folder}/ lacks the file of step 12:")
+    (copy / folder / "step_000010.parquet").unlink()
+    warned(copy, f"{folder}/ lacks the file of step 10 and of 1 more steps")
+
+
+def test_no_metrics_are_a_warning(copy):
+    (copy / "metrics.jsonl").unlink()
+    warned(copy, "metrics.jsonl is missing")
+
+
+def test_a_doubled_line_of_metrics_is_a_warning(copy):
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join([*lines[:5], *lines[4:]]))
+    warned(copy, "metrics.jsonl does not have each of the 24 steps once", "from step 6 on")
+
+
+@pytest.mark.parametrize("folder", ["rollouts", "draws"])
+def test_swapped_files_are_refused(copy, folder):
+    one, other = (copy / folder / f"step_0000{step}.parquet" for step in (12, 13))
+    one.rename(copy / "aside")
+    other.rename(one)
+    (copy / "aside").rename(other)
+    refused(copy, f"{folder}/step_000012.parquet holds rows of step 13")
+
+
+def test_a_file_that_is_a_copy_of_another_is_refused(copy):
+    shutil.copy(copy / "rollouts/step_000012.parquet", copy / "rollouts/step_000013.parquet")
+    refused(copy, "rollouts: rollout ", "is in the files twice")
+
+
+@pytest.mark.parametrize("name", ["rollouts/step_000012.parquet",
+                                  "checkpoints/step_000024/buffer.parquet"])  # fmt: skip
+def test_an_advantage_that_is_not_a_number_is_refused(copy, name):
+    path = copy / name
+    table = pq.read_table(path)
+    values = table["advantage"].to_pylist()
+    row = next(i for i, value in enumerate(values) if value is not None)
+    values[row] = float("nan")
+    index = table.column_names.index("advantage")
+    changed = table.set_column(index, table.schema.field(index), pa.array(values, pa.float32()))
+    pq.write_table(changed, path)
+    refused(copy, path.name, f"advantage of rollout {table['rollout_id'][row]} is nan")
+
+
+def test_a_buffer_of_another_step_is_refused(copy):
+    folder = copy / "checkpoints"
+    shutil.copy(folder / "step_000012/buffer.parquet", folder / "step_000024/buffer.parquet")
+    refused(copy, "is the buffer after step 12, in the checkpoint of step 24")
+
+
+def test_a_plan_does_not_assume_a_mu_that_the_run_should_have(copy):
+    (copy / "metrics.jsonl").unlink()
+    refused(copy, "μ", "--mu", command=("plan", "--from-run"))
+    assert call("plan", "--mu", "4", "--from-run", copy).exit_code == 0

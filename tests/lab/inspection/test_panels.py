@@ -1,0 +1,137 @@
+"""The screen and the JSON document."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from slow_tests import slow_except
+from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe, write_synthetic_run
+from typer.testing import CliRunner
+
+from grpo_replay.cli.app import app
+from grpo_replay.cli.inspect_command import run
+from grpo_replay.lab.inspection.buffer_panels import print_inspection
+from grpo_replay.lab.inspection.compute import summarise
+from grpo_replay.lab.inspection.histograms import merge_rows, thin_ages
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.terminal.bars import bar, sparkline
+from grpo_replay.terminal.progress import tracked
+
+
+def screen(path, width: int = 118, step: int | None = None) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_inspection(summarise(open_source(path, step)), console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_json_has_the_keys_that_tools_rely_on(runs, preset, capsys):
+    run(str(runs[preset]), as_json=True)
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert captured.err == ""
+    assert document["step"] == 24
+    assert document["capacity_rollouts"] == (96 if preset == "fifo" else 5000)
+    assert document["stored_rollouts"] == sum(row["stored"] for row in document["staleness"])
+    assert all(set(row) == {"age_steps", "stored", "replayed"} for row in document["staleness"])
+    assert "NaN" not in captured.out and "Infinity" not in captured.out
+
+
+@pytest.mark.parametrize("preset", slow_except(["ours", "fifo"], PRESETS))
+@pytest.mark.parametrize("width", [80, 118, 200])
+def test_every_line_fits_the_terminal(runs, preset, width):
+    text = screen(runs[preset], width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    assert f"preset {preset}" in text
+
+
+def test_the_screen_shows_occupancy_and_ages(runs):
+    text = screen(runs["ours"])
+    assert "occupancy: 92 rollouts stored" in text
+    assert "100.0% of τ_max·B' ≈ 92" in text
+    assert "staleness, steps: mean 2.1 stored, 2.9 at use" in text
+    assert "step 24" in text and "One prompt dominates" in text
+
+
+def test_the_limit_of_the_occupancy_is_that_of_the_step(runs):
+    assert "100.0% of 3·B' ≈" in screen(runs["ours"], step=3)
+    assert "100.0% of τ_max·B' ≈" in screen(runs["ours"], step=5)
+
+
+def test_text_of_a_rollout_is_shown_and_not_sent_to_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    writer = SyntheticRun(tmp_path, synthetic_recipe("ours"))
+    group = writer.group
+
+    def hostile(*args):
+        red = "\x1b[31m[/bold] [red]"
+        return [replace(each, completion_text=red, prompt_id=red) for each in group(*args)]
+
+    writer.group = hostile
+    writer.write(5)
+    for options in ({"show": 0}, {"where": "rollout_id < 2"}):
+        done = CliRunner().invoke(app, ["inspect-buffer", str(tmp_path), *cli_words(options)])
+        assert done.exit_code == 0, done.output
+        assert "\x1b" not in done.stdout and "␛[31m[/bold] [red]" in done.stdout
+
+
+def cli_words(options: dict) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def test_a_run_without_replay_shows_the_remaining_panels(runs):
+    text = screen(runs["grpo"])
+    assert "this recipe does not replay" in text
+    assert "no warnings" in text
+    assert "occupancy" not in text and "populations" in text
+
+
+def test_a_run_before_its_first_survivor_has_a_screen(tmp_path):
+    run = write_synthetic_run(tmp_path / "run", "ours", steps=2)
+    assert "step 2" in screen(run.folder)
+
+
+def test_markup_in_a_prompt_id_is_text(tmp_path):
+    run = write_synthetic_run(tmp_path / "[bold]run", "ours", steps=6)
+    assert "[bold]run" in screen(run.folder)
+
+
+@pytest.mark.parametrize(
+    "value, expected", [(0, ""), (8, "████"), (4, "██"), (3, "█▌"), (0.001, "▏"), (99, "████")]
+)
+def test_bars_are_in_eighths_and_show_every_positive_count(value, expected):
+    assert bar(value, 8, 4) == expected
+
+
+def test_sparklines_rise_with_the_values():
+    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5.0] * 4, 8) == "▄▄▄▄"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([], 8) == ""
+
+
+def test_progress_is_shown_only_for_slow_operations(monkeypatch, capsys):
+    assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("grpo_replay.terminal.progress.DELAY_SECONDS", -1.0)
+    assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
+    captured = capsys.readouterr()
+    assert captured.err == "reading: 3 in total\n" and captured.out == ""
+
+
+def test_merged_rows_keep_the_totals():
+    rows = [(age, age + 1, 2 * age) for age in range(61)]
+    merged = merge_rows(rows, 12)
+    assert len(merged) <= 12
+    assert merged[0][0] == "0–5" and merged[-1][0] == "60"
+    assert sum(row[1] for row in merged) == sum(row[1] for row in rows)
+    assert sum(row[2] for row in merged) == sum(row[2] for row in rows)
+
+
+def test_thinned_ages_keep_the_first_and_the_last():
+    ages = thin_ages(range(0, 61), 12)
+    assert len(ages) == 12 and ages[0] == 0 and ages[-1] == 60
+    assert thin_ages([0, 3, 9], 12) == [0, 3, 9]

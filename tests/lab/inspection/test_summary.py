@@ -1,0 +1,308 @@
+"""Every number of the screen, compared with plain loops over the Parquet rows."""
+
+import json
+import os
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import by_hand
+import numpy as np
+import pytest
+from slow_tests import slow_except
+from small_runs.synthetic import GROUP_SIZE, PRESETS, write_synthetic_run
+
+from grpo_replay.lab.inspection.buffer_summary import Inspection
+from grpo_replay.lab.inspection.compute import magnitude_bins, summarise
+from grpo_replay.lab.inspection.source import open_source
+
+LAST = 24
+REPLAYING = ["ours", "uniform", "group_std", "fifo"]
+QUICK = ["ours", "group_std"]  # a rollout-level and a query-level buffer
+
+
+def inspect(run: Path, **options) -> Inspection:
+    return summarise(open_source(run, **options))
+
+
+def same_content(first: Inspection, second: Inspection) -> bool:
+    def content(seen: Inspection) -> dict:
+        values = asdict(seen)
+        for name in ("path", "kind", "rebuilt", "warnings"):
+            values.pop(name)
+        values["occupancy"] = {
+            name: value
+            for name, value in values["occupancy"].items()
+            if not name.startswith("evicted")
+        }
+        return values
+
+    return content(first) == content(second)
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+def test_staleness_counts_rows_by_age(runs, preset):
+    seen = inspect(runs[preset])
+    stored = Counter(LAST - row["birth_step"] for row in by_hand.stored_rows(runs[preset], LAST))
+    replayed = Counter(row["age_steps"] for row in by_hand.replayed_rows(runs[preset], preset))
+    assert {row.age_steps: row.stored for row in seen.staleness if row.stored} == stored
+    assert {row.age_steps: row.replayed for row in seen.staleness if row.replayed} == replayed
+    assert [row.age_steps for row in seen.staleness] == list(range(len(seen.staleness)))
+    assert seen.replayed_rollouts == replayed.total()
+    assert (replayed.total() > 0) == (preset != "grpo")
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+def test_occupancy_counts_groups_tokens_and_survivors(runs, preset):
+    seen = inspect(runs[preset]).occupancy
+    stored = by_hand.stored_rows(runs[preset], LAST)
+    assert seen.stored_rollouts == len(stored)
+    assert seen.stored_groups == len({row["group_id"] for row in stored})
+    assert seen.stored_tokens == sum(len(row["completion_token_ids"]) for row in stored)
+    window = {"fifo": LAST, "grpo": 10}.get(preset, 5)
+    recent = [
+        row
+        for row in by_hand.rows_of(runs[preset] / "rollouts")
+        if row["kept"] and row["birth_step"] > LAST - window
+    ]
+    assert seen.survivors_per_step == pytest.approx(len(recent) / window)
+    if preset in ("ours", "uniform", "group_std"):
+        assert seen.expected_rollouts == pytest.approx(len(recent)) == seen.stored_rollouts
+    elif preset == "fifo":
+        assert seen.expected_rollouts == seen.capacity_rollouts == 96
+    else:
+        assert seen.expected_rollouts is None
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+def test_small_groups_have_one_bin_per_advantage_magnitude(runs, preset):
+    stored = [abs(row["advantage"]) for row in by_hand.stored_rows(runs[preset], LAST)]
+    advantage_of = {
+        row["rollout_id"]: row["advantage"] for row in by_hand.rows_of(runs[preset] / "rollouts")
+    }
+    replayed = [
+        abs(advantage_of[row["rollout_id"]]) for row in by_hand.replayed_rows(runs[preset], preset)
+    ]
+    kept = [
+        abs(row["advantage"])
+        for row in by_hand.rows_of(runs[preset] / "rollouts")
+        if row["kept"] and stored
+    ]
+    bins = inspect(runs[preset]).abs_advantage
+    # k of 4 correct: √(1/3), 1, √3; FIFO keeps the groups of equal rewards as well.
+    values = [*([0.0] if preset == "fifo" else []), 0.577, 1.0, 1.732]
+    assert [round(b.low, 3) for b in bins] == (values if stored else [])
+    for b in bins:
+        assert b.low == b.high
+        assert b.kept == sum(abs(value - b.low) < 1e-3 for value in kept)
+        assert b.stored == sum(abs(value - b.low) < 1e-3 for value in stored)
+        assert b.replayed == sum(abs(value - b.low) < 1e-3 for value in replayed)
+    assert sum(b.stored for b in bins) == len(stored)
+
+
+def test_many_advantage_magnitudes_are_binned():
+    rng = np.random.default_rng(0)
+    kept, stored, replayed = (rng.uniform(0, top, 500) for top in (2.0, 2.4, 1.0))
+    bins = magnitude_bins(kept, stored, replayed)
+    assert len(bins) == 12
+    assert bins[0].low == 0.0 and bins[-1].high == stored.max()
+    assert [sum(getattr(b, name) for b in bins) for name in ("kept", "stored", "replayed")] == [
+        500
+    ] * 3
+    assert bins[3].stored == sum(bins[3].low <= value < bins[3].high for value in stored)
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
+def test_the_next_draw_follows_the_stored_priorities(runs, preset):
+    seen = inspect(runs[preset])
+    stored = by_hand.stored_rows(runs[preset], LAST)
+    priorities = [row["priority"] for row in stored]
+    if seen.settings["unit"] == "query":
+        groups: dict[int, list[float]] = {}
+        for row in stored:
+            groups.setdefault(row["group_id"], []).append(row["priority"])
+        priorities = [sum(group) / len(group) for group in groups.values()]
+    size, entropy, largest = by_hand.law_of(priorities, seen.settings["priority_exponent"])
+    law = seen.draw_law
+    assert law.units == len(priorities)
+    assert law.effective_sample_size == pytest.approx(size)
+    assert law.entropy_nats == pytest.approx(entropy)
+    assert law.largest_probability == pytest.approx(largest)
+    assert law.unit == ("query" if preset in ("uniform", "group_std") else "rollout")
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
+def test_steps_since_last_use_follow_paper_b(runs, preset):
+    seen = inspect(runs[preset])
+    draws = by_hand.rows_of(runs[preset] / "draws")
+    rollouts = by_hand.rows_of(runs[preset] / "rollouts")
+    births = {row["rollout_id"]: row["birth_step"] for row in rollouts if row["kept"]}
+    warmup = seen.settings["warmup_steps"]
+    fresh = {i for i, birth in births.items() if preset == "ours" or birth <= warmup}
+    new, gaps = by_hand.last_use_counts(draws, fresh, births)
+    assert seen.last_use.new == new
+    assert {row.value: row.rollouts for row in seen.last_use.gaps} == dict(gaps)
+    assert new + gaps.total() == len(draws)
+    assert (new == 0) == (preset == "ours")
+    times = Counter(row["times_used"] for row in by_hand.stored_rows(runs[preset], LAST))
+    assert {row.value: row.rollouts for row in seen.times_used} == dict(times)
+
+
+def test_the_gap_of_a_second_draw_in_one_batch_is_zero(tmp_path):
+    run = write_synthetic_run(tmp_path / "run", "fifo", steps=8, with_replacement=True, ratio=3.0)
+    seen = inspect(run.folder)
+    draws = by_hand.rows_of(run.folder / "draws")
+    twice = sum(
+        count - 1 for count in Counter((r["step"], r["rollout_id"]) for r in draws).values()
+    )
+    assert twice > 0
+    assert {row.value: row.rollouts for row in seen.last_use.gaps}[0] == twice
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+def test_populations_are_counted_by_rollout_and_by_use(runs, preset):
+    generated = by_hand.rows_of(runs[preset] / "rollouts")
+    row_of = {row["rollout_id"]: row for row in generated}
+    expected = {
+        "generated": generated,
+        "kept": [row for row in generated if row["kept"]],
+        "stored": [row_of[r["rollout_id"]] for r in by_hand.stored_rows(runs[preset], LAST)],
+        "replayed": [
+            row_of[row["rollout_id"]] for row in by_hand.replayed_rows(runs[preset], preset)
+        ],
+    }
+    seen = {population.name: population for population in inspect(runs[preset]).populations}
+    assert list(seen) == [name for name, rows in expected.items() if rows]
+    for name, population in seen.items():
+        rows = expected[name]
+        lengths = [len(row["completion_token_ids"]) for row in rows]
+        prompts = Counter(row["prompt_id"] for row in rows)
+        assert population.rollouts == len(rows)
+        assert population.prompts == len(prompts)
+        share = max(prompts.values()) / len(rows)
+        assert population.largest_prompt_share == pytest.approx(share)
+        assert prompts[population.largest_prompt] == max(prompts.values())
+        assert population.tokens_mean == pytest.approx(sum(lengths) / len(lengths))
+        assert population.tokens_median == pytest.approx(by_hand.quantile(lengths, 0.5))
+        assert population.tokens_p95 == pytest.approx(by_hand.quantile(lengths, 0.95))
+        truncated = sum(row["finish_reason"] == "length" for row in rows)
+        assert population.truncated_share == pytest.approx(truncated / len(rows))
+        if name == "generated" and preset != "fifo":  # FIFO drops nothing
+            assert population.correct_share is None
+        else:
+            right = sum(row["verdict"] == "correct" for row in rows)
+            assert population.correct_share == pytest.approx(right / len(rows))
+            mass = sum(abs(row["advantage"]) for row in rows)
+            assert population.abs_advantage_mean == pytest.approx(mass / len(rows))
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+def test_outcomes_by_age_are_token_means(runs, preset):
+    expected = by_hand.outcomes(
+        by_hand.rows_of(runs[preset] / "rollouts"), by_hand.rows_of(runs[preset] / "draws")
+    )
+    seen = inspect(runs[preset]).by_age
+    assert seen.keys() == expected.keys()
+    for age, row in seen.items():
+        for name, value in expected[age].items():
+            assert getattr(row, name) == pytest.approx(value), (age, name)
+
+
+def test_trends_are_the_logged_metrics(runs):
+    lines = [json.loads(line) for line in (runs["ours"] / "metrics.jsonl").read_text().splitlines()]
+    seen = inspect(runs["ours"])
+    for name, points in seen.trends.items():
+        assert list(points) == [
+            (line["step"], line[name]) for line in lines if line.get(name) is not None
+        ]
+    assert len(seen.trends["replay/clip_fraction"]) == LAST - 3  # warm-up replays nothing
+    trained = sum(line["cost/trained_tokens"] for line in lines)
+    generated = sum(line["cost/generated_tokens"] for line in lines)
+    assert seen.trained_tokens_per_generated == pytest.approx(trained / generated)
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, PRESETS))
+def test_a_checkpoint_equals_the_run_at_that_step(runs, preset):
+    checkpoint = inspect(runs[preset] / "checkpoints" / "step_000012")
+    run = inspect(runs[preset], step=12)
+    assert checkpoint.kind == "checkpoint" and run.kind == "run"
+    assert checkpoint.step == run.step == 12
+    assert same_content(checkpoint, run)
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, REPLAYING))
+def test_a_buffer_rebuilt_from_the_log_equals_the_saved_one(tmp_path, preset):
+    run = write_synthetic_run(tmp_path / "run", preset)
+    saved = inspect(run.folder)
+    folder = run.folder / "checkpoints" / "step_000024"
+    os.rename(folder, tmp_path / "elsewhere")
+    rebuilt = inspect(run.folder)
+    assert rebuilt.rebuilt and not saved.rebuilt
+    assert same_content(rebuilt, saved)
+
+
+def test_a_positive_bias_buffer_can_be_rebuilt(tmp_path):
+    run = write_synthetic_run(tmp_path / "run", "fifo", positive_fraction=0.5)
+    saved = inspect(run.folder)
+    os.rename(run.folder / "checkpoints", tmp_path / "elsewhere")
+    assert same_content(inspect(run.folder), saved)
+
+
+def test_a_snapshot_can_be_inspected_without_its_run(runs, tmp_path):
+    source = runs["ours"] / "checkpoints" / "step_000024" / "buffer.parquet"
+    lonely = tmp_path / "saved.parquet"
+    lonely.write_bytes(source.read_bytes())
+    seen = inspect(lonely)
+    assert seen.kind == "snapshot" and seen.step == LAST
+    run = inspect(runs["ours"])
+    assert [row.stored for row in seen.staleness] == [row.stored for row in run.staleness][:-1]
+    assert seen.draw_law == run.draw_law
+    assert seen.occupancy.capacity_rollouts == 5000
+    assert [population.name for population in seen.populations] == ["stored"]
+    assert seen.trends == {} and seen.by_age == {} and seen.last_use is None
+
+
+def test_a_run_in_progress_is_shown_up_to_its_last_complete_line(tmp_path):
+    run = write_synthetic_run(tmp_path / "run", "ours", steps=10)
+    path = run.folder / "metrics.jsonl"
+    text = path.read_text()
+    path.write_text(text[:-30])  # the last line is being written
+    seen = inspect(run.folder)
+    assert seen.step == 9 and seen.rebuilt
+    assert seen.trends["buffer/rollouts"][-1][0] == 9
+    assert seen.occupancy.stored_rollouts == int(seen.trends["buffer/rollouts"][-1][1])
+
+
+def test_a_rebuilt_buffer_of_another_size_gives_a_warning(tmp_path):
+    run = write_synthetic_run(tmp_path / "run", "ours", steps=9)
+    path = run.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    last = json.loads(lines[-2])
+    last["buffer/rollouts"] -= 1
+    path.write_text("\n".join([*lines[:-2], json.dumps(last)]) + "\n")
+    assert any(
+        "resumed with an empty buffer" in warning for warning in inspect(run.folder).warnings
+    )
+
+
+def test_the_synthetic_run_stores_complete_groups(runs):
+    stored = by_hand.stored_rows(runs["uniform"], LAST)
+    assert set(Counter(row["group_id"] for row in stored).values()) == {GROUP_SIZE}
+
+
+@pytest.mark.parametrize("preset", slow_except(QUICK, [*REPLAYING, "grpo"]))
+def test_uses_over_the_run_count_every_survivor_gone_ones_included(runs, preset):
+    rows = [row for row in by_hand.rows_of(runs[preset] / "rollouts") if row["kept"]]
+    uses = Counter({row["rollout_id"]: 0 for row in rows})
+    for draw in by_hand.rows_of(runs[preset] / "draws"):
+        uses[draw["rollout_id"]] += 1
+    warmup = inspect(runs[preset]).settings["warmup_steps"]
+    for row in rows:
+        uses[row["rollout_id"]] += preset in ("ours", "grpo") or row["birth_step"] <= warmup
+    seen = inspect(runs[preset])
+    expected = Counter(uses.values())
+    assert {row.value: row.rollouts for row in seen.uses_over_run.counts} == expected
+    assert seen.uses_over_run.mean == pytest.approx(sum(uses.values()) / len(rows))
+    assert seen.uses_over_run.never_share == pytest.approx(expected[0] / len(rows))
+    # More than what is stored now, which is all that times_used counts.
+    assert sum(expected.values()) > sum(row.rollouts for row in seen.times_used)

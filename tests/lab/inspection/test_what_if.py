@@ -1,0 +1,258 @@
+"""What-if: the settings of a run reproduce its draws; other settings match runs with them."""
+
+import json
+from dataclasses import asdict, fields, replace
+
+import numpy as np
+import pytest
+from small_runs.synthetic import write_synthetic_run
+
+from grpo_replay.cli.inspect_command import run
+from grpo_replay.errors import RecipeError, SnapshotError, UsageError
+from grpo_replay.lab.inspection import what_if as module
+from grpo_replay.lab.inspection.rollout_columns import RolloutColumns, read_log
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.inspection.what_if import (
+    DrawStatistics,
+    changed_recipe,
+    kept_under,
+    refuse_what_was_not_kept,
+    simulate,
+    what_if,
+)
+from grpo_replay.recipe import load_recipe
+
+STEPS = 60
+# Draws vary between simulations of one log; these counts are deterministic.
+FIXED = ("replayed_rollouts", "replayed_per_fresh", "uses_mean", "stored_mean", "age_p95")
+
+
+@pytest.fixture(scope="module")
+def long_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("long")
+    made = {
+        preset: write_synthetic_run(folder / preset, preset, steps=STEPS, seed=3).folder
+        for preset in ("ours", "uniform", "fifo")
+    }
+    for seed in range(4):
+        made[f"tau2-{seed}"] = write_synthetic_run(
+            folder / f"tau2-{seed}", "ours", steps=STEPS, seed=50 + seed, max_age_steps=2
+        ).folder
+    return made
+
+
+def simulated(source, recipe, count: int = 24) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation of every statistic over simulations with different draws."""
+    log = read_log(source.rollout_files)
+    results = [asdict(simulate(log, recipe, seed)) for seed in range(1000, 1000 + count)]
+    return {
+        name: (
+            float(np.mean([result[name] for result in results])),
+            float(np.std([result[name] for result in results], ddof=1)),
+        )
+        for name in results[0]
+        if results[0][name] is not None
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["ours", "uniform", "fifo"])
+def test_the_runs_own_settings_reproduce_its_draws(long_runs, preset):
+    source = open_source(long_runs[preset])
+    logged = asdict(what_if(source, []).logged)
+    checked = 0
+    for name, (mean, deviation) in simulated(source, source.recipe).items():
+        if logged[name] is None:
+            continue
+        # 4.5 standard deviations of one simulation: a correct draw fails once in 10^5.
+        assert logged[name] == pytest.approx(mean, abs=4.5 * deviation + 1e-9), name
+        checked += 1
+    assert checked >= 12
+
+
+def test_wrong_priorities_do_not_reproduce_the_draws(long_runs):
+    source = open_source(long_runs["ours"])
+    logged = asdict(what_if(source, []).logged)
+    other = changed_recipe(source.recipe, ["priority_exponent=4"])
+    mean, deviation = simulated(source, other)["abs_advantage_mean"]
+    assert abs(logged["abs_advantage_mean"] - mean) > 4.5 * deviation
+
+
+@pytest.mark.slow
+def test_a_shorter_age_predicts_the_draws_of_real_runs(long_runs):
+    predicted = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"]).changed
+    real = [asdict(what_if(open_source(long_runs[f"tau2-{seed}"]), []).logged) for seed in range(4)]
+    for name in ("age_mean", "abs_advantage_mean", "never_drawn_share", "uses_mean"):
+        values = [run[name] for run in real]
+        spread = max(np.std(values, ddof=1), 0.02 * abs(np.mean(values)))
+        assert getattr(predicted, name) == pytest.approx(np.mean(values), abs=4 * spread), name
+    unchanged = what_if(open_source(long_runs["ours"]), []).same
+    assert unchanged.age_mean > predicted.age_mean + 1.0
+    assert predicted.age_p95 == 2.0
+
+
+def test_deterministic_statistics_have_no_error(long_runs):
+    result = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"])
+    for name in FIXED:
+        assert getattr(result.same_error, name) == pytest.approx(0.0, abs=1e-12), name
+    assert result.same_error.age_mean > 0
+    assert result.changes == {"max_age_steps": [5, 2]}
+
+
+def two_groups(**columns) -> RolloutColumns:
+    """A group with a signal, taken in step 1, and one without, taken in step 2."""
+    return replace(
+        RolloutColumns(
+            rollout_id=np.array([0, 1, 2, 3]),
+            group_id=np.array([0, 0, 1, 1]),
+            birth_step=np.array([1, 1, 2, 2]),
+            logged_step=np.array([1, 1, 2, 2]),
+            reward=np.array([1.0, -1.0, 1.0, 1.0]),
+            advantage=np.array([1.0, -1.0, np.nan, np.nan]),
+            group_std=np.array([1.0, 1.0, 0.0, 0.0]),
+            group_correct=np.array([1, 1, 2, 2], dtype=np.int32),
+            tokens=np.array([10, 20, 5, 5], dtype=np.int32),
+            truncated=np.zeros(4, bool),
+            kept=np.array([True, True, False, False]),
+            prompt=np.array([0, 0, 1, 1], dtype=np.int32),
+            priority=np.full(4, np.nan),
+            times_used=np.zeros(4, np.int32),
+            last_used_step=np.full(4, -1),
+            prompt_ids=("a", "b"),
+        ),
+        **columns,
+    )
+
+
+def test_statistics_of_a_hand_made_run():
+    """Two survivors of one group, one dropped group; the second rollout drawn twice at age 1."""
+    log = two_groups()
+    trained = module._Trained(
+        row=np.array([0, 1, 1, 1]),
+        age=np.array([0, 0, 1, 1]),
+        replayed=np.array([False, False, True, True]),
+        ess=[2.0, 4.0],
+        entropies=[],
+        stored=[2, 2],
+    )
+    result = module.statistics(log, trained)
+    assert result == DrawStatistics(
+        replayed_rollouts=2.0,
+        replayed_per_fresh=1.0,
+        age_mean=1.0,
+        age_p95=1.0,
+        abs_advantage_mean=1.0,
+        abs_advantage_share=0.5,
+        correct_share=0.0,
+        uses_mean=1.0,
+        never_drawn_share=0.5,
+        prompts_replayed=1.0,
+        ess_mean=3.0,
+        entropy_mean=None,
+        stored_mean=2.0,
+        trained_tokens_per_generated=70 / 40,
+    )
+
+
+def asynchronous(*overrides: str):
+    small = ("sampling.group_size=2", "sampling.prompts_per_step=1", "replay.warmup_steps=0")
+    return load_recipe("tiny-async", [*small, *overrides])
+
+
+def stale_group() -> RolloutColumns:
+    """Two groups with a signal, taken in the steps 3 and 7, the second six steps after its birth:
+    it was dropped."""
+    return two_groups(
+        birth_step=np.array([3, 3, 1, 1]),
+        logged_step=np.array([3, 3, 7, 7]),
+        group_std=np.ones(4),
+        group_correct=np.ones(4, np.int32),
+    )
+
+
+def test_what_an_asynchronous_run_dropped_as_stale_stays_dropped():
+    """Two draws a step, also in the three steps in which nothing arrived; at the end of the fifth
+    step the first group leaves the buffer."""
+    recipe = asynchronous("replay.preset=fifo", "replay.max_age_steps=4", "replay.ratio=1")
+    found = simulate(stale_group(), recipe, seed=0)
+    assert (found.replayed_rollouts, found.stored_mean) == (10, 8 / 5)
+    assert found.abs_advantage_mean == 1.0
+    assert found.never_drawn_share == 0.0
+
+
+def test_a_shorter_age_limit_drops_what_arrives_late():
+    log = stale_group()
+    log.kept[2:] = True
+    log.advantage[2:] = (1.0, -1.0)
+    for limit, kept in ((6, 4), (5, 2), ("null", 4)):
+        settings = asynchronous(f"replay.max_age_steps={limit}").replay
+        assert kept_under(log, settings).kept.sum() == kept
+
+
+def test_an_age_limit_that_needs_what_was_dropped_is_refused():
+    settings = asynchronous("replay.max_age_steps=4").replay
+    for limit in (3, 4, 5):
+        other = asynchronous(f"replay.max_age_steps={limit}").replay
+        refuse_what_was_not_kept(stale_group(), settings, other)
+    for limit in (6, "null"):
+        other = asynchronous(f"replay.max_age_steps={limit}").replay
+        with pytest.raises(UsageError, match="2 rollouts that came more than 4 steps late"):
+            refuse_what_was_not_kept(stale_group(), settings, other)
+
+
+def test_replay_can_be_simulated_for_a_run_without_it(runs):
+    result = what_if(
+        open_source(runs["grpo"]), ["preset=ours", "max_age_steps=5", "warmup_steps=3"]
+    )
+    assert result.logged.replayed_rollouts == 0
+    assert result.logged.age_mean is None
+    assert result.changed.replayed_rollouts > 0
+    assert result.changes["preset"] == ["grpo", "ours"]
+
+
+def test_changed_settings_keep_the_overrides_of_the_run(tmp_path):
+    run = write_synthetic_run(tmp_path / "run", "fifo", steps=8, max_age_steps=2)
+    recipe = open_source(run.folder).recipe
+    assert changed_recipe(recipe, []).replay == recipe.replay
+    assert changed_recipe(recipe, ["ratio=1"]).replay.max_age_steps == 2
+    ours = changed_recipe(recipe, ["preset=ours", "warmup_steps=0"]).replay
+    assert (ours.composition, ours.max_age_steps) == ("fresh_anchored", 2)
+
+
+def test_another_preset_is_that_of_a_run_with_it():
+    replay = changed_recipe(load_recipe("fifo-tiny"), ["preset=ours"]).replay
+    assert replay == load_recipe("fifo-tiny", ["replay.preset=ours"]).replay
+    assert (replay.max_age_steps, replay.warmup_steps) == (10, 20)
+
+
+def test_invalid_keys_and_values_raise(runs):
+    source = open_source(runs["ours"])
+    with pytest.raises(RecipeError, match="did you mean 'max_age_steps'"):
+        what_if(source, ["max_age_step=5"])
+    with pytest.raises(RecipeError, match=r"replay\.ratio"):
+        what_if(source, ["ratio=-1"])
+    with pytest.raises(UsageError, match="only replay settings"):
+        what_if(source, ["optimizer.learning_rate=1"])
+    with pytest.raises(RecipeError, match="key=value"):
+        what_if(source, ["max_age_steps"])
+    snapshot = runs["ours"] / "checkpoints" / "step_000024" / "buffer.parquet"
+    with pytest.raises(SnapshotError, match="rollout log"):
+        what_if(open_source(_copied(snapshot, runs["ours"].parent)), ["ratio=1"])
+
+
+def _copied(path, folder):
+    target = folder / "lonely.parquet"
+    target.write_bytes(path.read_bytes())
+    return target
+
+
+def test_the_comparison_prints_its_limits(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    run(str(runs["ours"]), changes=["max_age_steps=2", "priority_exponent=1"])
+    text = capsys.readouterr().out
+    assert "max_age_steps 5 → 2" in text and "priority_exponent 0.5 → 1" in text
+    assert "Generation is held fixed" in text
+    run(str(runs["ours"]), changes=["replay.max_age_steps=2"], as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert set(document["changed"]) == {field.name for field in fields(DrawStatistics)}
+    assert "Generation is held fixed" in document["cannot_know"]

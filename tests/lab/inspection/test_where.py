@@ -1,0 +1,182 @@
+"""The filter language: selected rows, errors and their positions."""
+
+import io
+import json
+
+import by_hand
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from grpo_replay.cli.inspect_command import run as inspect_run
+from grpo_replay.errors import UsageError
+from grpo_replay.lab.inspection.rows import iter_rows, open_rows
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.inspection.views import LISTED, print_list
+from grpo_replay.lab.inspection.where import parse_where
+
+
+@pytest.fixture(scope="module")
+def rows(runs):
+    return open_rows(open_source(runs["ours"]))
+
+
+@pytest.fixture(scope="module")
+def plain(runs) -> list[dict]:
+    """Every rollout as a dict, with the derived columns computed by hand."""
+    draws = by_hand.rows_of(runs["ours"] / "draws")
+    stored = {row["rollout_id"] for row in by_hand.stored_rows(runs["ours"], 24)}
+    rows = by_hand.rows_of(runs["ours"] / "rollouts")
+    for row in rows:
+        steps = [draw["step"] for draw in draws if draw["rollout_id"] == row["rollout_id"]]
+        row["age_steps"] = 24 - row["birth_step"]
+        row["completion_tokens"] = len(row["completion_token_ids"])
+        row["times_used"] = len(steps)
+        row["last_used_step"] = max(steps, default=None)
+        row["stored"] = row["rollout_id"] in stored
+    return rows
+
+
+def selected(rows, text: str) -> list[int]:
+    chosen = parse_where(text, rows.schema)
+    tables = iter_rows(rows, ("rollout_id",), chosen)
+    return [rollout_id for table in tables for rollout_id in table.column(0).to_pylist()]
+
+
+CASES = {
+    "reward = 1": lambda r: r["reward"] == 1,
+    "reward == 1 and kept": lambda r: r["reward"] == 1 and r["kept"],
+    "not kept": lambda r: not r["kept"],
+    "advantage > 1": lambda r: r["advantage"] is not None and r["advantage"] > 1,
+    "advantage >= -1.0 and advantage < 1e0": (
+        lambda r: r["advantage"] is not None and -1.0 <= r["advantage"] < 1.0
+    ),
+    "advantage is null": lambda r: r["advantage"] is None,
+    "advantage is not null and not reward = 1": (
+        lambda r: r["advantage"] is not None and r["reward"] != 1
+    ),
+    "prompt_id in ('prompt-3', \"prompt-4\")": lambda r: r["prompt_id"] in ("prompt-3", "prompt-4"),
+    "prompt_id not in ('prompt-3')": lambda r: r["prompt_id"] != "prompt-3",
+    "birth_step in (1, 2,3)": lambda r: r["birth_step"] in (1, 2, 3),
+    "age_steps <= 5 or times_used > 1": lambda r: r["age_steps"] <= 5 or r["times_used"] > 1,
+    "stored and completion_tokens >= 30": lambda r: r["stored"] and r["completion_tokens"] >= 30,
+    "stored = false AND times_used != 0": lambda r: not r["stored"] and r["times_used"] != 0,
+    "last_used_step > 20": lambda r: r["last_used_step"] is not None and r["last_used_step"] > 20,
+    "last_used_step is null": lambda r: r["last_used_step"] is None,
+    "completion_text contains 'boxed{7}'": lambda r: "boxed{7}" in r["completion_text"],
+    "(reward = 1 or birth_step = 2) and (kept or birth_step <> 2)": (
+        lambda r: (r["reward"] == 1 or r["birth_step"] == 2) and (r["kept"] or r["birth_step"] != 2)
+    ),
+    "reward = 1 or birth_step = 2 and not kept": (
+        lambda r: r["reward"] == 1 or (r["birth_step"] == 2 and not r["kept"])
+    ),
+    "policy_version_end = policy_version": lambda r: True,
+    "reward > 1000": lambda r: False,
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_a_filter_selects_the_same_rows_as_python(rows, plain, text):
+    expected = [row["rollout_id"] for row in plain if CASES[text](row)]
+    assert selected(rows, text) == expected
+    if text not in ("reward > 1000", "policy_version_end = policy_version"):
+        assert 0 < len(expected) < len(plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("reward = 0.1", [0.1]),
+        ("reward in (0.1)", [0.1]),
+        ("reward != 0.1", [0.0, 0.7, 1.0]),
+        ("reward <= 0.1", [0.0, 0.1]),
+        ("reward < 0.7", [0.0, 0.1]),
+        ("reward >= 0.7", [0.7, 1.0]),
+        ("reward > 0.1 and reward < 9000000000000000001", [0.7, 1.0]),
+    ],
+)
+def test_a_reward_is_equal_to_the_number_that_it_was_stored_as(text, expected):
+    rewards = pa.table({"reward": pa.array([0.0, 0.1, 0.7, 1.0], pa.float32())})
+    found = rewards.filter(parse_where(text, rewards.schema).expression)
+    assert found["reward"].to_pylist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "text, at, message",
+    [
+        ("advntage > 1", 0, "did you mean 'advantage'"),
+        ("reward > 1 and nonsense = 2", 15, "no column 'nonsense'"),
+        ("reward >", 8, "found 'the end'"),
+        ("reward > 'one'", 9, "compared with a number"),
+        ("prompt_id = 3", 12, "compared with text in quotes"),
+        ("kept = 1", 7, "compared with true or false"),
+        ("reward = null", 9, "write 'is null'"),
+        ("reward", 6, "expected a comparison after 'reward'"),
+        ("prompt_id = 'open", 12, "never closed"),
+        ("reward ; drop", 7, "not understood"),
+        ("(reward = 1", 11, "expected ')'"),
+        ("reward = 1 reward = 2", 11, "use and, or, or stop"),
+        ("reward not 1", 11, "expected 'in'"),
+        ("birth_step in (1.5)", 14, "cannot be one of these"),
+        ("birth_step in 1", 14, "expected '('"),
+        ("completion_token_ids = 3", 0, "is a list"),
+        ("reward contains 'x'", 0, "contains is for text"),
+        ("reward = prompt_id", 9, "cannot be compared"),
+        ("", 0, "expected the name of a column"),
+        ("and", 0, "expected the name of a column"),
+        ("__import__('os').system('true') = 1", 16, "not understood"),
+        ("__import__('os') = 1", 0, "no column '__import__'"),
+    ],
+)
+def test_an_error_points_at_its_position(rows, text, at, message):
+    with pytest.raises(UsageError) as error:
+        parse_where(text, rows.schema)
+    first, shown, pointer = str(error.value).split("\n")
+    assert message in first
+    assert shown == f"  {text}"
+    assert pointer.index("^") - 2 == at
+
+
+def test_a_snapshot_can_be_filtered_by_its_own_columns(runs):
+    rows = open_rows(open_source(runs["ours"] / "checkpoints" / "step_000024" / "buffer.parquet"))
+    stored = by_hand.stored_rows(runs["ours"], 24)
+    expected = [row["rollout_id"] for row in stored if row["priority"] > 1 and row["times_used"]]
+    assert selected(rows, "priority > 1 and times_used > 0") == expected
+    assert 0 < len(expected) < len(stored)
+    with pytest.raises(UsageError, match="no column 'completion_text'"):
+        parse_where("completion_text contains 'x'", rows.schema)
+
+
+def test_a_list_has_as_many_rollouts_as_asked_for_and_their_texts(runs, plain, capsys):
+    inspect_run(str(runs["ours"]), where="reward = 1", limit=3, text=True)
+    shown = capsys.readouterr().out
+    matching = [row for row in plain if row["reward"] == 1]
+    for row in matching[:3]:
+        assert f"{row['rollout_id']}  {row['completion_text']}" in shown
+    assert f"{len(matching):,} rollouts match; the first 3 are shown" in shown
+    inspect_run(str(runs["ours"]), where="reward = 1", limit=len(matching), as_json=True)
+    assert len(json.loads(capsys.readouterr().out)["rollouts"]) == len(matching)
+
+
+def test_a_limit_without_a_filter_and_texts_of_a_snapshot_are_refused(runs):
+    with pytest.raises(UsageError, match="--limit and --text choose what --where lists"):
+        inspect_run(str(runs["ours"]), limit=3)
+    snapshot = next(runs["ours"].glob("checkpoints/*/buffer.parquet"))
+    with pytest.raises(UsageError, match="--text needs a run directory"):
+        inspect_run(str(snapshot), where="reward = 1", text=True)
+
+
+def test_what_a_completion_writes_to_the_terminal_is_text(capsys):
+    row = {"rollout_id": 7, "completion_text": "[bold]x[/a] \x1b[31mred"}
+    print_list([row], 1, Console(force_terminal=True, color_system=None, width=80))
+    assert "7  [bold]x[/a] ␛[31mred" in capsys.readouterr().out
+
+
+def test_the_list_fits_in_80_columns_and_cuts_off_no_value():
+    values = (30_592, "tiny_pair:2*9-8*2", 1_234, 239, -1.0, -0.7746, 1_024, "incorrect", 0, False)
+    console = Console(width=80, record=True, file=io.StringIO())
+    print_list([dict(zip(LISTED, values, strict=True))], 1, console)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = [line.split() for line in lines if "30592" in line]
+    assert " ".join(row) == "30592 tiny_pai 1234 239 -1 -0.775 1024 incorrect 0 False"

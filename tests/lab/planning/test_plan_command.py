@@ -1,0 +1,367 @@
+"""`plan`: assumptions given, taken from a recipe, or measured in a run."""
+
+import io
+import json
+import math
+import re
+import shutil
+import tracemalloc
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from small_runs.synthetic import (
+    PRESETS,
+    VARIANCE_AT_AGE_ONE,
+    VARIANCE_EXPONENT,
+    SyntheticRun,
+    synthetic_recipe,
+)
+
+from grpo_replay.cli.plan_command import run, run_machines
+from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.lab.dry_run.assumptions import expected_of
+from grpo_replay.lab.planning.design import (
+    PlanInputs,
+    design_at,
+    make_plan,
+    replay_settings,
+)
+from grpo_replay.lab.planning.estimate import fit_growth, measured_mu
+from grpo_replay.lab.planning.plan_panels import plan_document, print_plan
+from grpo_replay.lab.planning.theory import PowerGrowth, RatioGrowth
+from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.storage.stored_sizes import stored_bytes
+
+
+def plan_json(capsys, **options) -> dict:
+    run(as_json=True, **options)
+    return json.loads(capsys.readouterr().out)
+
+
+def inputs(**changes) -> PlanInputs:
+    values = dict(
+        mu=5.28,
+        rho=0.1,
+        growth=PowerGrowth(0.2),
+        survival=1.0,
+        rollouts_per_step=256,
+        completion_tokens=1000.0,
+        prompt_tokens=100.0,
+        composition="buffer_only",
+        sources={},
+    )
+    return PlanInputs(**{**values, **changes})
+
+
+@pytest.mark.parametrize("growth", [RatioGrowth(1e-4, 4.0), PowerGrowth(300.0)])
+def test_a_recipe_whose_old_rollouts_are_all_noise_gets_a_plan(growth):
+    """x = 4,608/80 = 57.6, and exp(1e-4·57.6⁴) is beyond float64."""
+    replay = load_recipe("fifo-tiny", ["replay.capacity_rollouts=4608"]).replay
+    plan = make_plan(inputs(growth=growth, rollouts_per_step=80), replay)
+    document = json.loads(json.dumps(plan_document(plan), allow_nan=False))
+    assert document["current"]["x"] == 57.6 and document["current"]["objective"] is None
+    assert document["recommended"]["objective"] == pytest.approx(1)
+    (note,) = [note for note in plan.notes if note.startswith("This recipe")]
+    assert "57.6 steps" in note and "nan" not in note
+    text = io.StringIO()
+    print_plan(plan, Console(width=100, file=text))
+    assert re.search(r"relative compute J .* ∞ ", text.getvalue())
+
+
+def test_updates_of_a_size_decide_what_one_update_trains_on(capsys):
+    """B' = 60 of fifo-tiny in three updates of 20: x = N·y/20, three times as long."""
+    machines = dict(recipe="fifo-tiny", workers=5, trainers=3, as_json=True)
+
+    def horizon(*overrides):
+        run_machines(overrides=overrides, **machines)
+        return json.loads(capsys.readouterr().out)["x"]
+
+    one = horizon()
+    assert horizon("batch.mini_batch_rollouts=20") == pytest.approx(3 * one)
+    # 60 in parts of at most 25 are three again
+    assert horizon("batch.mini_batch_rollouts=25") == pytest.approx(3 * one)
+
+
+def test_json_has_the_optimum_of_given_values(capsys):
+    document = plan_json(capsys, mu=5.28, rho=0.1, growth=0.2)
+    assert document["x"] == pytest.approx(4.265, abs=5e-4)
+    assert document["y"] == pytest.approx(3.973, abs=5e-4)
+    assert document["recommended"]["x"] == document["x"]
+    assert document["assumptions"]["sources"]["mu"] == "given"
+
+
+def test_json_says_null_where_there_is_no_finite_optimum(capsys):
+    never_ages = plan_json(capsys, mu=5.28, rho=0.1, growth=0.0)
+    assert never_ages["x"] is None and never_ages["y"] == pytest.approx(math.sqrt(52.8))
+    assert never_ages["kind"] == "store_everything"
+    assert "memory decides" in never_ages["notes"][0]
+    too_fast = plan_json(capsys, mu=5.28, rho=0.1, growth=0.6)
+    assert too_fast["x"] is None and too_fast["y"] is None
+    assert too_fast["kind"] == "fresh_only"
+    assert too_fast["recommended"]["x"] == 1.0
+    assert "a ≥ 1/2" in too_fast["notes"][0]
+
+
+def test_edge_cases_are_explained(capsys):
+    cheap = plan_json(capsys, mu=0.3, rho=0.5, growth=0.2)
+    assert any("costs less than training" in note for note in cheap["notes"])
+    assert any("some are never used" in note for note in cheap["notes"])
+    assert any("less than one step" in note for note in cheap["notes"])
+    independent = plan_json(capsys, mu=5.28, rho=0.0, growth=0.2)
+    assert any("most optimistic" in note for note in independent["notes"])
+    assert plan_json(capsys, mu=5.28, rho=0.1, growth=0.2)["notes"] == []
+
+
+def test_estimates_recover_the_parameters_of_a_synthetic_run(runs, capsys):
+    document = plan_json(capsys, from_run=str(runs["ours"]))
+    assumptions = document["assumptions"]
+    assert assumptions["mu"] == pytest.approx(4.0)  # 6 s to generate one, 1.5 s to train on one
+    generated = kept = 0
+    for path in sorted((runs["ours"] / "rollouts").glob("*.parquet")):
+        flags = pq.read_table(path).column("kept").to_pylist()
+        generated += len(flags)
+        kept += sum(flags)
+    assert assumptions["survival"] == pytest.approx(kept / generated)
+    growth = assumptions["growth_parameters"]
+    assert growth["scale"] == pytest.approx(VARIANCE_AT_AGE_ONE, rel=1e-6)
+    assert growth["exponent"] == pytest.approx(VARIANCE_EXPONENT, rel=1e-6)
+    assert assumptions["mu_per_survivor"] == pytest.approx(4.0 * generated / kept)
+    assert assumptions["sources"]["rho"].startswith("assumed")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_mu_is_measured_with_every_preset(runs, capsys, preset):
+    # FIFO trains on its draw alone, the pool on part of the survivors.
+    document = plan_json(capsys, from_run=str(runs[preset]))
+    assert document["assumptions"]["mu"] == pytest.approx(4.0)
+    assert document["assumptions"]["sources"]["mu"] == "measured in the run"
+
+
+@pytest.mark.parametrize("preset", ["fifo", "uniform"])
+def test_runs_without_trained_rollouts_are_measured_from_their_logged_mu(runs, preset):
+    lines = [json.loads(line) for line in (runs[preset] / "metrics.jsonl").open()]
+    older = [{k: v for k, v in line.items() if k != "cost/trained_rollouts"} for line in lines]
+    assert len(older[0]) == len(lines[0]) - 1
+    assert measured_mu(older, 32) == pytest.approx(4.0)
+    without = [{k: v for k, v in line.items() if k != "cost/mu"} for line in older]
+    assert measured_mu(without, 32) is None  # survivors and draws together are not what trained
+
+
+def test_mu_is_a_ratio_of_totals_and_includes_steps_without_training():
+    """20 generated in 40 s, 10 trained in 5 s: 2 s / 0.5 s = 4."""
+    lines = [
+        {"cost/generation_seconds": 15.0, "cost/training_seconds": 5.0, "cost/mu": 3.0,
+         "cost/trained_rollouts": 10},
+        {"cost/generation_seconds": 25.0, "cost/training_seconds": 0.0, "cost/mu": None,
+         "cost/trained_rollouts": 0},
+    ]  # fmt: skip
+    assert measured_mu(lines, 10) == pytest.approx(4.0)
+    older = [{k: v for k, v in line.items() if k != "cost/trained_rollouts"} for line in lines]
+    assert measured_mu(older, 10) == pytest.approx(4.0)
+    assert measured_mu([], 10) is None
+
+
+def test_growth_is_assumed_for_a_run_without_replay(runs, capsys):
+    sources = plan_json(capsys, from_run=str(runs["grpo"]))["assumptions"]["sources"]
+    assert "no rollouts replayed" in sources["growth"]
+
+
+def test_growth_is_fitted_to_noisy_points_and_none_without_growth():
+    points = [(age, 0.01 * age**1.3 * wobble, 100.0) for age, wobble in ((1, 1.1), (2, 0.9))]
+    points += [(age, 0.01 * age**1.3, 1e6) for age in (4, 8)]
+    fit = fit_growth(points)
+    assert fit.exponent == pytest.approx(1.3, abs=1e-3)
+    assert fit_growth([(1, -1e-4, 10.0), (2, 0.0, 10.0)]) is None
+    assert fit_growth([(3, 0.06, 10.0)]).variance(3) == pytest.approx(math.exp(0.06))
+
+
+def test_the_design_of_the_recipe_is_shown_with_the_recommended_one(tmp_path, capsys):
+    path = tmp_path / "small.yaml"
+    path.write_text(recipe_to_yaml(synthetic_recipe("ours", 50, max_age_steps=6, ratio=0.5)))
+    document = plan_json(capsys, recipe=str(path), survival=0.5)
+    current = document["current"]
+    # Fresh once and r replayed; ages 0 (fresh) to 6; 32 rollouts a step, half of them kept.
+    assert (current["x"], current["y"]) == (7.0, 1.5)
+    assert current["stored_rollouts"] == 6 * 16
+    assert current["trained_rollouts_per_step"] == 24
+    assert document["assumptions"]["rollouts_per_step"] == 32
+    assert current["objective"] > 1
+
+
+def test_fifo_and_grpo_recipes_become_x_and_y():
+    fifo = synthetic_recipe("fifo", capacity_rollouts=96, ratio=1.5).replay
+    plan = make_plan(inputs(rollouts_per_step=32), fifo)
+    assert (plan.current.x, plan.current.y) == (3.0, 1.5)
+    grpo = synthetic_recipe("grpo").replay
+    assert make_plan(inputs(), grpo).current.objective == pytest.approx(
+        make_plan(inputs(), None).no_replay.objective
+    )
+
+
+def test_recommended_settings_give_back_x_and_y():
+    assumed = inputs(survival=0.4)
+    plan = make_plan(assumed, None)
+    x, y = plan.recommended.x, plan.recommended.y
+    fifo = replay_settings(assumed, x, y)["fifo"]
+    survivors = 0.4 * 256
+    assert fifo["capacity_rollouts"] == pytest.approx(x * survivors, abs=1)
+    assert fifo["ratio"] * 256 == pytest.approx(y * survivors)  # B, trained on per step
+    ours = replay_settings(assumed, x, y)["ours"]
+    assert (1 + ours["ratio"]) * survivors == pytest.approx(y * survivors)
+    assert ours["max_age_steps"] == round(x) - 1
+
+
+def test_costs_of_a_design_follow_by_hand():
+    plan = make_plan(inputs(), None)
+    design = design_at(plan.inputs, 1.0, 1.0, scale=1.0)
+    assert plan.no_replay.memory_bytes == plan.no_replay.stored_rollouts == 0
+    assert design.gamma == plan.no_replay.gamma == 1.0
+    assert design.inference_per_trainer == pytest.approx(5.28)
+    assert design.generated_tokens_per_step == design.trained_tokens_per_step == 256_000
+    # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,000 bytes of objects each.
+    assert design.memory_bytes == 256 * (12_000 + 400 + 1_000)
+
+
+def test_shipped_recipes_have_a_plan(capsys):
+    for name in ("tiny", "qwen3-0.6b"):
+        assert plan_json(capsys, recipe=name)["current"]["x"] > 1
+        assert load_recipe(name).replays
+
+
+def test_the_screen_shows_settings_and_assumptions(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    run(mu=5.28, rho=0.1, growth=0.2)
+    text = capsys.readouterr().out
+    assert "x = 4.27 steps" in text and "y = 3.97 times" in text
+    assert "--set replay.max_age_steps=3" in text
+    assert "draws are uniform over the buffer" in text
+    assert "+ recommended  o no replay" in text and text.count("│") >= 11
+    in_columns = [line for line in text.splitlines() if "--set" not in line]
+    assert max(map(len, in_columns)) <= 80
+
+
+def test_the_map_marks_every_design(runs):
+    from grpo_replay.lab.planning.plot import terminal_map
+
+    plan = make_plan(inputs(), synthetic_recipe("ours", max_age_steps=10).replay)
+    map_text = terminal_map(plan).plain.split("+ recommended")[0]
+    assert map_text.count("+") == 1 and map_text.count("@") == 1 and map_text.count("o") == 1
+    assert "+ recommended  @ recipe  o no replay" in terminal_map(plan).plain
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_figure_is_written(tmp_path, ending, capsys):
+    path = tmp_path / f"plan.{ending}"
+    run(mu=5.28, rho=0.1, growth=0.2, plot=str(path))
+    head = path.read_bytes()[:400]
+    assert head.startswith(b"\x89PNG") if ending == "png" else b"<svg" in path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
+def test_a_recipe_that_the_theory_finds_dearer_than_no_replay_says_why(name, capsys):
+    document = plan_json(capsys, recipe=name)
+    ratio = document["current"]["objective"] / document["no_replay"]["objective"]
+    assert ratio > 1
+    (note,) = [note for note in document["notes"] if "more than no replay" in note]
+    assert f"{ratio - 1:.0%} more" in note and "2.61 times as noisy" in note  # 11^0.4
+    assert "measure it with --from-run" in note and "abs_advantage" in note
+    limit = float(re.search(r"pays if a is below ([\d.]+)", note)[1])
+    for growth, dearer in ((limit - 0.01, False), (limit + 0.01, True)):
+        again = plan_json(capsys, recipe=name, growth=growth)
+        assert (again["current"]["objective"] > again["no_replay"]["objective"]) == dearer
+        assert any("more than no replay" in each for each in again["notes"]) == dearer
+
+
+def test_plan_and_dry_run_assume_the_same(capsys):
+    for name in ("qwen3-0.6b", "qwen3-4b", "fifo-qwen3-0.6b", "tiny"):
+        expected = expected_of(load_recipe(name))
+        assumed = plan_json(capsys, recipe=name)["assumptions"]
+        for key in ("mu", "survival", "completion_tokens", "prompt_tokens"):
+            assert assumed[key] == getattr(expected, key), (name, key)
+            assert assumed["sources"][key] == f"assumed: {expected.sources[key]}"
+
+
+def test_contradictory_and_missing_options_are_refused(tmp_path, runs):
+    with pytest.raises(UsageError, match="not both"):
+        run(recipe="tiny", from_run=str(runs["ours"]))
+    with pytest.raises(UsageError, match=r"--mu 5\.28"):
+        run()
+    with pytest.raises(UsageError, match="must end in"):
+        run(mu=5.0, plot="plan.pdf")
+    with pytest.raises(UsageError, match="--survival 0"):
+        run(mu=5.0, survival=0.0)
+    with pytest.raises(SnapshotError):
+        run(from_run=str(tmp_path))
+
+
+def test_overrides_without_a_recipe_to_override_are_refused(runs):
+    words = ("replay.ratio=1",)
+    with pytest.raises(UsageError, match=r"--set replay\.ratio=1: .*--from-run"):
+        run(from_run=str(runs["ours"]), overrides=words)
+    with pytest.raises(UsageError, match=r"--set replay\.ratio=1: .*no RECIPE"):
+        run(mu=5.28, overrides=words)
+
+
+def sources_of(capsys, **options) -> dict[str, str]:
+    return plan_json(capsys, **options)["assumptions"]["sources"]
+
+
+def test_every_assumption_names_its_source(runs, capsys):
+    names = ["mu", "rho", "growth", "survival", "rollouts_per_step", "completion_tokens",
+             "prompt_tokens"]  # fmt: skip
+    alone = sources_of(capsys, mu=5.28)
+    assert list(alone) == names
+    assert alone == {
+        "mu": "given",
+        "rho": "assumed: a run cannot tell",
+        "growth": "assumed: measure it with --from-run",
+        "survival": "assumed: no group is dropped",
+        "rollouts_per_step": "assumed: 32 prompts of 8",
+        "completion_tokens": "assumed: half of 2,000",
+        "prompt_tokens": "assumed: typical",
+    }
+    recipe = sources_of(capsys, recipe="tiny", survival=0.5)
+    assert list(recipe) == names
+    assert recipe["rollouts_per_step"] == "from the recipe"
+    assert recipe["completion_tokens"] == "assumed: a run of the tiny recipe"
+    assert recipe["mu"].startswith("assumed") and recipe["survival"] == "given"
+    long = sources_of(capsys, recipe="tiny-long")
+    assert {long[name] for name in ("mu", "survival", "completion_tokens", "prompt_tokens")} == {
+        "assumed: a run of the tiny-long recipe"
+    }
+    measured = sources_of(capsys, from_run=str(runs["ours"]), rho=0.2, growth=0.3)
+    assert [name for name in names if measured[name] == "measured in the run"] == [
+        "mu", "survival", "rollouts_per_step", "completion_tokens", "prompt_tokens",
+    ]  # fmt: skip
+    assert measured["rho"] == measured["growth"] == "given"
+
+
+def test_a_run_s_rollouts_per_step_are_counted_not_taken_from_its_recipe(runs, tmp_path, capsys):
+    # 8 prompts of 4 in the log; its recipe.yaml was edited afterwards.
+    copy = shutil.copytree(runs["ours"], tmp_path / "run")
+    edited = synthetic_recipe("ours").model_dump(mode="json")
+    edited["sampling"]["prompts_per_step"] = 16
+    (copy / "recipe.yaml").write_text(recipe_to_yaml(resolve_recipe([edited])))
+    assert plan_json(capsys, from_run=str(copy))["assumptions"]["rollouts_per_step"] == 32
+
+
+def test_the_estimated_buffer_memory_matches_the_allocated_memory():
+    made = SyntheticRun.__new__(SyntheticRun)
+    made.recipe = synthetic_recipe("fifo", capacity_rollouts=9000)
+    made.rng, made.next_id, made.skill = np.random.default_rng(0), 0, np.zeros(30)
+    made.steps_without_survivors = ()
+    warm = [rollout for rollout in made.generate(1) if rollout.kept]
+    ReplayBuffer(made.recipe.replay, 4).insert(warm, 1)  # imports are not to be counted
+    tracemalloc.start()
+    buffer = ReplayBuffer(made.recipe.replay, 4)
+    for step in range(1, 300):
+        buffer.insert([rollout for rollout in made.generate(1) if rollout.kept], step)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    stored = buffer.rollouts()
+    tokens = float(np.mean([len(rollout.completion_token_ids) for rollout in stored]))
+    assert len(stored) > 3500
+    assert taken == pytest.approx(stored_bytes(len(stored), 5, tokens), rel=0.2)

@@ -1,0 +1,199 @@
+"""Paper B's design theory: closed form against numbers, and what the edges mean."""
+
+import math
+
+import pytest
+from scipy import integrate, optimize
+
+from grpo_replay.errors import UsageError
+from grpo_replay.lab.planning.sensitivity import flat_range_x, flat_range_y, sensitivity
+from grpo_replay.lab.planning.theory import (
+    PowerGrowth,
+    RatioGrowth,
+    best_objective,
+    best_replay_ratio,
+    numeric_optimum,
+    objective,
+    optimum,
+    power_law_optimum,
+    recommended_design,
+)
+from grpo_replay.replay.relative_cost import relative_compute
+
+MUS = (0.3, 1.0, 2.5, 5.28, 6.84, 20.0, 100.0)
+RHOS = (0.0, 0.01, 0.1, 0.3, 0.7, 1.0)
+EXPONENTS = (0.02, 0.1, 0.2, 0.3, 0.4, 0.48)
+
+
+def test_the_check_value_of_the_paper_comes_out():
+    best = power_law_optimum(5.28, 0.1, 0.2)
+    assert best.x == pytest.approx(4.265, abs=5e-4)
+    assert best.y == pytest.approx(3.973, abs=5e-4)
+    assert best.kind == "interior"
+
+
+def test_closed_form_and_numerical_optimum_agree_over_a_grid():
+    checked = 0
+    for mu in MUS:
+        for rho in RHOS:
+            for exponent in EXPONENTS:
+                closed = power_law_optimum(mu, rho, exponent)
+                numeric = numeric_optimum(mu, rho, PowerGrowth(exponent))
+                assert numeric.kind == "interior"
+                assert numeric.x == pytest.approx(closed.x, rel=1e-5), (mu, rho, exponent)
+                assert numeric.y == pytest.approx(closed.y, rel=1e-5), (mu, rho, exponent)
+                checked += 1
+    assert checked == len(MUS) * len(RHOS) * len(EXPONENTS) == 252
+
+
+@pytest.mark.parametrize("mu, rho, exponent", [(5.28, 0.1, 0.2), (1.0, 0.0, 0.4), (20.0, 1.0, 0.1)])
+def test_a_joint_optimiser_of_both_variables_finds_the_same_optimum(mu, rho, exponent):
+    # J written out from the paper, not taken from the planner.
+    def log_j(point):
+        x, y = math.exp(point[0]), math.exp(point[1])
+        variance = x ** (2 * exponent) / (2 * exponent + 1)
+        return math.log(variance * (1 + y / mu) * (1 / y + 1 / x + rho))
+
+    found = optimize.minimize(
+        log_j, [0.5, 0.5], method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-14}
+    )
+    best = power_law_optimum(mu, rho, exponent)
+    assert math.exp(found.x[0]) == pytest.approx(best.x, rel=1e-4)
+    assert math.exp(found.x[1]) == pytest.approx(best.y, rel=1e-4)
+
+
+def test_tau_scales_j_and_leaves_the_optimum():
+    one, ten = PowerGrowth(0.3), PowerGrowth(0.3, tau=10.0)
+    assert numeric_optimum(5, 0.2, one).x == pytest.approx(numeric_optimum(5, 0.2, ten).x, rel=1e-6)
+    assert objective(3, 2, 5, 0.2, one) == pytest.approx(10**0.6 * objective(3, 2, 5, 0.2, ten))
+
+
+def test_best_y_for_a_horizon_beats_its_neighbours():
+    growth, mu, rho, x = PowerGrowth(0.2), 5.28, 0.1, 7.0
+    y = best_replay_ratio(x, mu, rho)
+    here = objective(x, y, mu, rho, growth)
+    assert here == pytest.approx(best_objective(x, mu, rho, growth), rel=1e-12)
+    assert all(objective(x, y * factor, mu, rho, growth) > here for factor in (0.97, 1.03))
+
+
+def test_the_separate_formula_for_rho_zero_holds():
+    # ρ = 0: y* = μ(1 - 2a)/(2a).
+    best = power_law_optimum(5.28, 0.0, 0.2)
+    assert best.y == pytest.approx(5.28 * 0.6 / 0.4, rel=1e-12)
+    nearly = power_law_optimum(5.28, 1e-12, 0.2)
+    assert nearly.y == pytest.approx(best.y, rel=1e-9)
+    assert nearly.x == pytest.approx(best.x, rel=1e-9)
+
+
+def test_rollouts_that_never_age_are_never_evicted():
+    best = power_law_optimum(5.28, 0.1, 0.0)
+    assert best.kind == "store_everything"
+    assert math.isinf(best.x)
+    assert best.y == pytest.approx(math.sqrt(5.28 / 0.1))
+    assert numeric_optimum(5.28, 0.1, PowerGrowth(0.0)).kind == "store_everything"
+    # a → 0 gets there without a jump in y, and x grows without bound.
+    small = power_law_optimum(5.28, 0.1, 1e-9)
+    assert small.y == pytest.approx(best.y, rel=1e-6)
+    assert small.x > 1e8
+
+
+def test_the_recommendation_for_rollouts_that_never_age_is_within_five_percent_of_the_limit():
+    for rho in (0.0, 0.1, 1.0):
+        x, _ = recommended_design(5.28, rho, PowerGrowth(0.0))
+        limit = (math.sqrt(1 / 5.28) + math.sqrt(rho)) ** 2
+        assert best_objective(x, 5.28, rho, PowerGrowth(0.0)) == pytest.approx(1.05 * limit)
+
+
+@pytest.mark.parametrize("exponent", [0.5, 0.7, 2.0])
+def test_variance_that_grows_too_fast_has_no_optimum(exponent):
+    assert power_law_optimum(5.28, 0.1, exponent).kind == "fresh_only"
+    growth = PowerGrowth(exponent)
+    values = [best_objective(x, 5.28, 0.1, growth) for x in (1e-3, 1e-2, 1e-1, 1.0, 10.0)]
+    if exponent > 0.5:
+        assert numeric_optimum(5.28, 0.1, growth).kind == "fresh_only"
+        assert values == sorted(values)  # J rises with x everywhere
+    assert recommended_design(5.28, 0.1, growth) == (1.0, pytest.approx(math.sqrt(5.28 / 1.1)))
+
+
+def test_cheap_generation_recommends_training_on_less_than_is_generated():
+    x, y = recommended_design(0.3, 0.5, PowerGrowth(0.2))
+    assert x == 1.0
+    assert y == pytest.approx(math.sqrt(0.3 / 1.5))
+    assert y < 1
+
+
+def test_ratio_growth_has_the_mean_that_quadrature_gives():
+    growth = RatioGrowth(0.02, 1.4)
+    for x in (0.5, 3.0, 20.0):
+        exact, _ = integrate.quad(lambda s: math.exp(0.02 * s**1.4), 0, x)
+        assert growth.mean_variance(x) == pytest.approx(exact / x, rel=1e-4)
+    assert math.isinf(growth.mean_variance(1e9))
+
+
+def test_ratio_growth_has_an_optimum_where_no_neighbour_is_better():
+    growth = RatioGrowth(0.01, 1.2)
+    best = optimum(5.28, 0.1, growth)
+    here = best_objective(best.x, 5.28, 0.1, growth)
+    assert best.kind == "interior"
+    assert all(best_objective(best.x * f, 5.28, 0.1, growth) > here for f in (0.9, 0.99, 1.01, 1.1))
+
+
+def test_faster_growth_means_a_shorter_horizon():
+    xs = [optimum(5.28, 0.1, RatioGrowth(k, 1.0)).x for k in (0.001, 0.01, 0.1, 1.0)]
+    assert xs == sorted(xs, reverse=True)
+
+
+def test_relative_compute_is_the_same_in_both_of_the_papers_forms():
+    mu, y = 5.28, 3.0
+    workers_per_trainer = mu / y
+    assert relative_compute(y, mu) == pytest.approx((1 + workers_per_trainer) / (1 + mu))
+    batch, generated = 3.0, 1.0
+    assert relative_compute(y, mu) == pytest.approx((batch + mu * generated) / (batch + mu * batch))
+    assert relative_compute(1.0, mu) == 1.0
+
+
+def test_flat_ranges_end_where_j_is_five_percent_higher():
+    growth, mu, rho = PowerGrowth(0.2), 5.28, 0.1
+    best = power_law_optimum(mu, rho, 0.2)
+    top = 1.05 * best_objective(best.x, mu, rho, growth)
+    across = flat_range_x(best.x, mu, rho, growth)
+    assert across.low < best.x < across.high
+    for edge in (across.low, across.high):
+        assert best_objective(edge, mu, rho, growth) == pytest.approx(top, rel=1e-6)
+    along = flat_range_y(best.x, best.y, mu, rho, growth)
+    for edge in (along.low, along.high):
+        assert objective(best.x, edge, mu, rho, growth) == pytest.approx(top, rel=1e-6)
+    assert math.isinf(flat_range_x(100.0, mu, rho, PowerGrowth(0.0)).high)
+
+
+def test_sensitivity_is_the_extra_cost_of_keeping_the_design():
+    growth = PowerGrowth(0.2)
+    best = power_law_optimum(5.28, 0.1, 0.2)
+    rows = {row.change: row for row in sensitivity(best.x, best.y, 5.28, 0.1, growth)}
+    doubled = rows["μ doubled"]
+    other = power_law_optimum(10.56, 0.1, 0.2)
+    assert (doubled.x, doubled.y) == (pytest.approx(other.x), pytest.approx(other.y))
+    kept = objective(best.x, best.y, 10.56, 0.1, growth)
+    assert doubled.extra_compute == pytest.approx(
+        kept / objective(other.x, other.y, 10.56, 0.1, growth) - 1
+    )
+    assert len(rows) == 6
+    assert all(row.extra_compute >= 0 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    "mu, rho, exponent, place",
+    [
+        (0.0, 0.1, 0.2, "--mu 0.0"),
+        (-1.0, 0.1, 0.2, "--mu -1.0"),
+        (math.nan, 0.1, 0.2, "--mu nan"),
+        (math.inf, 0.1, 0.2, "--mu inf"),
+        (5.0, -0.1, 0.2, "--rho -0.1"),
+        (5.0, 1.1, 0.2, "--rho 1.1"),
+        (5.0, math.nan, 0.2, "--rho nan"),
+        (5.0, 0.1, -0.2, "--growth -0.2"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(mu, rho, exponent, place):
+    with pytest.raises(UsageError, match=place.replace(".", r"\.")):
+        power_law_optimum(mu, rho, exponent)

@@ -1,0 +1,422 @@
+"""`grpo-replay report`: numbers by hand, missing seeds, and what is refused."""
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, write_sweep
+
+from grpo_replay.cli.report_command import run
+from grpo_replay.errors import DataError, EvaluationFileError, UsageError
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.planning.estimate import estimate_from_run, measured_mu
+from grpo_replay.lab.report.finished_run import read_run
+
+SEEDS = (1, 2, 3)
+SMALL = Size()
+ARMS = {
+    "grpo": (["replay.preset=grpo"], 0.1),
+    "ours": (["replay.preset=ours"], 0.3),
+    "age-1": (["replay.preset=ours", "replay.max_age_steps=1"], 0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> Path:
+    return write_sweep(tmp_path_factory.mktemp("sweeps") / "small", ARMS, SEEDS)
+
+
+@pytest.fixture
+def copy(sweep, tmp_path) -> Path:
+    return Path(shutil.copytree(sweep, tmp_path / "copy"))
+
+
+def report(capsys, *paths, **options) -> dict:
+    run([str(path) for path in paths], as_json=True, **options)
+    return json.loads(capsys.readouterr().out)
+
+
+def arms_of(document: dict) -> dict[str, dict]:
+    return {arm["name"]: arm for arm in document["arms"]}
+
+
+def summary(cell: Path) -> dict:
+    return json.loads((cell / "summary.json").read_text())
+
+
+def test_the_document_has_the_agreed_keys(sweep, capsys):
+    document = report(capsys, sweep)
+    assert document["baseline"] == "grpo"
+    assert [arm["name"] for arm in document["arms"]] == list(ARMS)
+    for arm in document["arms"]:
+        assert arm["seeds"] == list(SEEDS)
+        assert set(arm["final"]) == {"mean", *BENCHMARKS}
+        for each in arm["final"].values():
+            assert each["low"] <= each["median"] <= each["high"]
+        assert (arm["difference"] is None) == (arm["name"] == "grpo")
+
+
+def test_means_medians_and_quartiles_are_those_of_the_summaries(sweep, capsys):
+    ours = arms_of(report(capsys, sweep))["ours"]
+    for name in ("mean", *BENCHMARKS):
+        values = [summary(sweep / "ours" / f"seed-{seed}")["final"][name] for seed in SEEDS]
+        found = ours["final"][name]
+        assert found["mean"] == pytest.approx(sum(values) / 3)
+        assert found["median"] == pytest.approx(sorted(values)[1])
+        assert found["low"] == pytest.approx((sorted(values)[0] + sorted(values)[1]) / 2)
+
+
+def test_differences_are_paired_by_seed(sweep, capsys):
+    ours = arms_of(report(capsys, sweep))["ours"]["difference"]["mean"]
+    each = [
+        summary(sweep / "ours" / f"seed-{seed}")["final"]["mean"]
+        - summary(sweep / "grpo" / f"seed-{seed}")["final"]["mean"]
+        for seed in SEEDS
+    ]
+    assert ours["mean"] == pytest.approx(np.mean(each))
+    assert ours["median"] == pytest.approx(np.median(each))
+    assert ours["seeds"] == list(SEEDS) and ours["seeds_better"] == sum(d > 0 for d in each)
+    assert ours["p_value"] >= ours["smallest_p_value"] == 2 / 8
+    assert ours["interval"][0] < ours["mean"] < ours["interval"][1]
+    assert ours["interval_over"] == "seeds and problems"
+
+
+def test_costs_are_sums_over_the_metrics(sweep, capsys):
+    document = report(capsys, sweep, given_mu=[3.0])
+    lines = [
+        [json.loads(line) for line in (sweep / f"ours/seed-{s}/metrics.jsonl").open()]
+        for s in SEEDS
+    ]
+    quantities = arms_of(document)["ours"]["quantities"]
+    trained = [sum(line["cost/trained_rollouts"] for line in run) for run in lines]
+    # 12 steps of 16 rollouts: c = B + μR.
+    assert quantities["compute_3"]["mean"] == pytest.approx(np.mean(trained) + 3 * 12 * 16)
+    seconds = [sum(line["step_time"] for line in run) for run in lines]
+    assert quantities["training_seconds"]["median"] == pytest.approx(np.median(seconds))
+    assert quantities["wall_seconds"]["mean"] == pytest.approx(np.mean(seconds) + 5)
+    assert "clip_fraction_replayed" not in arms_of(document)["grpo"]["quantities"]
+
+
+def relog(cell: Path, **changes) -> list[dict]:
+    """The metrics of a cell with changed values; None removes one."""
+    file = cell / "metrics.jsonl"
+    lines = [{**json.loads(line), **changes} for line in file.open()]
+    lines = [{key: value for key, value in line.items() if value is not None} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def test_compute_and_mu_count_the_rollouts_that_steps_generated(copy, capsys):
+    """Refills: 32 rollouts a step where the recipe asks for 16."""
+    lines = relog(copy / "ours/seed-1", **{"cost/generated_rollouts": 32})
+    quantities = arms_of(report(capsys, copy / "ours/seed-1", given_mu=[3.0]))["ours"]["quantities"]
+    trained, training, generation = (
+        sum(line[f"cost/{name}"] for line in lines)
+        for name in ("trained_rollouts", "training_seconds", "generation_seconds")
+    )
+    assert quantities["compute_3"]["mean"] == pytest.approx(trained + 3 * 12 * 32)
+    mu = (generation / (12 * 32)) / (training / trained)
+    assert quantities["mu"]["mean"] == pytest.approx(mu)
+    relog(copy / "ours/seed-1", **{"cost/generated_rollouts": None})  # a run of an older version
+    older = arms_of(report(capsys, copy / "ours/seed-1", given_mu=[3.0]))["ours"]["quantities"]
+    assert older["compute_3"]["mean"] == pytest.approx(trained + 3 * 12 * 16)
+    assert older["mu"]["mean"] == pytest.approx(2 * mu)
+
+
+def test_a_report_and_the_planner_measure_the_same_mu_in_a_run(runs):
+    source = open_source(runs["ours"])
+    uneven = [
+        {**line, "cost/generated_rollouts": 20 + 24 * (line["step"] % 2)} for line in source.metrics
+    ]
+    estimated = estimate_from_run(replace(source, metrics=tuple(uneven)))
+    assert measured_mu(uneven, rollouts_per_step=16) == estimated.mu == pytest.approx(4.0)
+
+
+def test_the_best_evaluation_is_one_after_training_began(tmp_path, capsys):
+    """A run that only gets worse: the base is better than every later evaluation."""
+    cell = write_run(tmp_path / "run", ["replay.preset=grpo"], 1, -0.25)
+    reports = {step: cell / "eval" / f"step_{step:06d}.json" for step in (0, 4, 8, 12)}
+    accuracy = {
+        step: json.loads(file.read_text())["mean"]["avg_at_k"] for step, file in reports.items()
+    }
+    assert accuracy[0] > accuracy[4] > accuracy[8]
+    arm = arms_of(report(capsys, cell))["grpo"]
+    assert arm["quantities"]["best_step"]["mean"] == 4
+    assert arm["best"]["mean"]["mean"] == accuracy[4]
+    assert arm["final"]["mean"]["mean"] == accuracy[12]
+
+
+@pytest.mark.slow
+def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
+    shutil.rmtree(copy / "ours/seed-2")
+    relog(copy / "ours/seed-1", **{"cost/generated_rollouts": 32})
+    document = report(capsys, copy)
+    script = Path(__file__).parents[3] / "benchmarks" / "recompute_report.py"
+
+    def recompute() -> subprocess.CompletedProcess:
+        file = tmp_path / "report.json"
+        file.write_text(json.dumps(document))
+        words = [sys.executable, str(script), str(file), str(copy)]
+        return subprocess.run(words, capture_output=True, text=True)
+
+    done = recompute()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 runs compared, 0 differ" in done.stdout
+    document["arms"][1]["difference"]["mean"]["interval"][0] += 1e-5
+    done = recompute()
+    assert done.returncode == 1 and "ours.difference.mean.interval[0]" in done.stdout
+
+
+def test_a_missing_seed_is_listed_and_not_paired(copy, capsys):
+    shutil.rmtree(copy / "ours/seed-2")
+    (copy / "age-1/seed-3/summary.json").unlink()
+    document = report(capsys, copy)
+    ours, age = (arms_of(document)[name] for name in ("ours", "age-1"))
+    assert ours["seeds"] == [1, 3]
+    assert ours["missing"] == [{"seed": 2, "reason": "not started"}]
+    assert age["missing"] == [{"seed": 3, "reason": "stopped after step 12 of 12"}]
+    assert ours["difference"]["mean"]["seeds"] == [1, 3]
+    run([str(copy)])
+    printed = capsys.readouterr().out
+    assert "missing: ours, seed 2: not started" in printed and "2 of 3" in printed
+
+
+def test_a_running_cell_is_missing_and_a_running_run_is_refused(copy, capsys):
+    cell = copy / "ours/seed-2"
+    with (cell / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        reasons = arms_of(report(capsys, copy))["ours"]["missing"]
+        assert reasons == [{"seed": 2, "reason": "still running, step 12 of 12"}]
+        with pytest.raises(DataError, match=r"seed-2: still running, step 12 of 12.*wait for it"):
+            run([str(cell)])
+
+
+def test_a_sweep_without_a_finished_run_is_refused(tmp_path):
+    folder = write_sweep(tmp_path / "new", ARMS, [1], leave_out=[(name, 1) for name in ARMS])
+    with pytest.raises(DataError, match="no finished run yet: grpo seed 1: not started"):
+        run([str(folder)])
+
+
+def test_a_run_of_a_newer_version_is_refused(copy):
+    file = copy / "ours/seed-1/environment.json"
+    file.write_text(json.dumps({"grpo_replay": "99.0"}))
+    with pytest.raises(DataError, match=r"seed-1: a run of grpo-replay 99\.0, newer than this"):
+        run([str(copy)])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("summary.json", "{", "summary.json: cannot be read"),
+        ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl has 1 lines, but summary.json 12"),
+        ("eval/step_000012.json", "{}", "not an evaluation file of this version"),
+        ("recipe.yaml", "nonsense: 1\n", "unknown key 'nonsense'"),
+    ],
+)
+def test_a_damaged_run_is_named(copy, file, content, message):
+    (copy / "ours/seed-1" / file).write_text(content)
+    with pytest.raises(DataError, match=f"(?s)seed-1.*{message}"):
+        run([str(copy)])
+
+
+def test_a_cell_with_another_seed_than_its_folder_is_refused(copy):
+    (copy / "ours/seed-1").rename(copy / "old")
+    shutil.copytree(copy / "ours/seed-2", copy / "ours/seed-1")
+    with pytest.raises(DataError, match=r"seed-1: its recipe has run.seed 2"):
+        run([str(copy)])
+
+
+def evaluation_file(path: Path, size: Size = SMALL, **settings) -> Path:
+    evaluation(0.5, size, np.random.default_rng(0), settings).write(path)
+    return path
+
+
+def test_reports_do_not_read_the_completions(sweep):
+    run_read = read_run(sweep / "ours/seed-1")
+    for each in (run_read.final, run_read.best):
+        assert "completion_text" not in each.samples.column_names
+        assert each.samples.num_rows == 2 * 10 * 4
+
+
+def test_evaluation_files_are_paired_over_problems(tmp_path, capsys):
+    a, b = (evaluation_file(tmp_path / f"{name}.json") for name in "ab")
+    document = report(capsys, a, b)
+    assert document["baseline"] == "a"
+    other = arms_of(document)["b"]
+    assert other["seeds"] == [] and "best" not in other
+    assert other["difference"]["mean"]["mean"] == 0
+    assert other["difference"]["mean"]["interval_over"] == "problems"
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "message"),
+    [
+        (Size(benchmarks=("easy",)), {}, "a.json evaluates easy, hard, but .*b easy"),
+        (Size(problems=9), {}, "easy has 10 problems in a"),
+        (Size(samples=2), {}, "easy has 4 samples of each problem in a, but 2 in b"),
+        (Size(), {"reward": "minerva"}, "reward 'math_verify', but b 'minerva'"),
+        (Size(), {"temperature": 0.3}, "temperature None, but b 0.3"),
+    ],
+)
+def test_evaluations_that_differ_in_what_they_measure_are_refused(
+    tmp_path, size, settings, message
+):
+    a = evaluation_file(tmp_path / "a.json")
+    b = evaluation_file(tmp_path / "b.json", size, **settings)
+    with pytest.raises(EvaluationFileError, match=message.replace("a.json", "a")):
+        run([str(a), str(b)])
+
+
+def test_another_base_model_is_refused(tmp_path):
+    a = write_run(tmp_path / "a", ["model.path=one"], 1, 0.1)
+    b = write_run(tmp_path / "b", ["model.path=two"], 1, 0.1)
+    with pytest.raises(EvaluationFileError, match=r"trains model.path 'one', but .* 'two'"):
+        run([str(a), str(b)])
+
+
+def test_runs_outside_a_sweep_are_grouped_by_recipe(tmp_path, capsys):
+    for seed in (1, 2):
+        for age in (5, 10):
+            overrides = ["replay.preset=ours", f"replay.max_age_steps={age}"]
+            write_run(tmp_path / f"{age}-{seed}", overrides, seed, 0.2)
+        write_run(tmp_path / f"grpo-{seed}", ["replay.preset=grpo"], seed, 0.1)
+    arms = arms_of(report(capsys, tmp_path))
+    assert list(arms) == ["ours max_age_steps=10", "ours max_age_steps=5", "grpo"]
+    assert all(arm["seeds"] == [1, 2] for arm in arms.values())
+    assert arms["grpo"]["settings"] == {"replay.preset": "grpo"}
+
+
+def test_cells_of_a_sweep_keep_their_arm(sweep, capsys):
+    cells = [sweep / arm / "seed-1" for arm in ARMS]
+    assert list(arms_of(report(capsys, *cells))) == list(ARMS)
+
+
+OURS = ["replay.preset=ours"]
+
+
+@pytest.mark.parametrize("as_cells", [False, True])
+def test_arms_of_one_name_with_other_recipes_are_refused(tmp_path, as_cells):
+    slow = ["optimizer.learning_rate=5e-5"]
+    one = write_sweep(tmp_path / "one", {"ours": (OURS, 0.2)}, [1])
+    two = write_sweep(tmp_path / "two", {"ours": ([*OURS, *slow], 0.2)}, [2])
+    paths = [one / "ours/seed-1", two / "ours/seed-2"] if as_cells else [one, two]
+    with pytest.raises(
+        UsageError,
+        match=r"arm ours .* optimizer\.learning_rate is .*one/ours/seed-1 and 5e-05 in .*two/ours",
+    ):
+        run([str(path) for path in paths])
+
+
+def test_arms_of_one_name_trained_for_other_numbers_of_steps_are_refused(tmp_path):
+    one = write_sweep(tmp_path / "one", {"ours": (OURS, 0.2)}, [1])
+    two = write_sweep(tmp_path / "two", {"ours": (OURS, 0.2)}, [2], Size(steps=8))
+    with pytest.raises(UsageError, match=r"run\.steps is 12 in .* and 8 in"):
+        run([str(one), str(two)])
+
+
+def test_sweeps_on_other_machines_are_one_arm_and_what_one_finished_is_not_missing(
+    tmp_path, capsys
+):
+    gone = [("ours", 3)]
+    here = [*OURS, "prompts.source=/a/train.jsonl"]
+    there = [*OURS, "prompts.source=/b/train.jsonl", "engine.num_processes=2", "checkpoint.keep=2",
+             "eval.every_steps=4", "sampling.logprob_gap_limit=0.2"]  # fmt: skip
+    one = write_sweep(tmp_path / "one", {"ours": (here, 0.2)}, [1, 2, 3], leave_out=gone)
+    two = write_sweep(tmp_path / "two", {"ours": (there, 0.2)}, [3, 4])
+    for paths in ([one, two], [two, one]):
+        ours = arms_of(report(capsys, *paths))["ours"]
+        assert sorted(ours["seeds"]) == [1, 2, 3, 4] and ours["missing"] == []
+
+
+def test_a_recipe_that_changed_at_a_resume_is_named(copy, capsys):
+    cell = copy / "ours/seed-2"
+    recipe = (cell / "recipe.yaml").read_text()
+    (cell / "recipes").mkdir()
+    changed = recipe.replace("max_age_steps: 10", "max_age_steps: 5")
+    changed = changed.replace("steps: 12", "steps: 20")  # more steps are no other recipe
+    (cell / "recipes/step_000006.yaml").write_text(changed)
+    (note,) = report(capsys, copy)["notes"]
+    assert "ours seed 2" in note
+    assert note.endswith("replay.max_age_steps: 10 -> 5 (after step 6)")
+
+
+def test_the_same_seed_twice_is_refused(tmp_path):
+    for name in "ab":
+        write_run(tmp_path / name, ["replay.preset=grpo"], 1, 0.1)
+    with pytest.raises(UsageError, match=r"arm grpo has seed 1 twice: .*a and .*b"):
+        run([str(tmp_path)])
+
+
+def test_without_per_sample_files_intervals_are_over_seeds(copy, capsys):
+    (copy / "ours/seed-1/eval/step_000012.parquet").unlink()
+    arms = arms_of(report(capsys, copy))
+    assert arms["ours"]["final"]["mean"]["interval_over"] == "seeds"
+    assert arms["ours"]["difference"]["mean"]["interval_over"] == "seeds"
+    assert arms["grpo"]["final"]["mean"]["interval_over"] == "seeds and problems"
+    each = [summary(copy / "ours" / f"seed-{seed}")["final"]["mean"] for seed in SEEDS]
+    expected = stats.ttest_1samp(each, 0).confidence_interval(0.95)
+    assert arms["ours"]["final"]["mean"]["interval"] == pytest.approx(list(expected))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("arms: {a: []}", "not a sweep"), ("arms: {a: []}\nseeds: [x]", "whole")]
+)
+def test_a_file_that_is_no_sweep_is_refused(copy, text, message):
+    (copy / "sweep.yaml").write_text(text)
+    with pytest.raises(DataError, match=message):
+        run([str(copy)])
+
+
+def test_an_unknown_baseline_is_refused_with_the_arms(sweep):
+    with pytest.raises(UsageError, match=r"--baseline our: no such arm \(did you mean 'ours'\?\)"):
+        run([str(sweep)], baseline="our")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"targets": [0.0]}, "--reach 0"), ({"targets": [101]}, "--reach 101"),
+     ({"given_mu": [-1.0]}, "--mu -1"), ({"given_mu": [float("nan")]}, "--mu nan")],
+)  # fmt: skip
+def test_invalid_numbers_are_refused(sweep, options, message):
+    with pytest.raises(UsageError, match=message):
+        run([str(sweep)], **options)
+
+
+def test_a_folder_without_runs_and_a_missing_path_are_named(tmp_path):
+    with pytest.raises(DataError, match="neither a run"):
+        run([str(tmp_path)])
+    with pytest.raises(DataError, match="no such file or folder"):
+        run([str(tmp_path / "nothing")])
+
+
+def test_a_sweep_of_several_recipes_names_its_comparisons(tmp_path):
+    inner = write_sweep(tmp_path / "both" / "tiny", ARMS, [1])
+    (tmp_path / "both" / "sweep.yaml").write_text("recipe: [tiny]\narms: {a: []}\nseeds: [1]\n")
+    with pytest.raises(UsageError, match=f"1 comparisons.*{inner}"):
+        run([str(tmp_path / "both")])
+
+
+def test_what_tuning_chose_is_listed_and_its_runs_are_left_out(copy, capsys):
+    write_run(copy / "tune/ours/lr/seed-9", ["replay.preset=ours"], 9, 0.1)
+    chosen = {"arms": {"ours": {"set": ["optimizer.learning_rate=1e-4"]}}}
+    (copy / "chosen.json").write_text(json.dumps(chosen))
+    document = report(capsys, copy)
+    assert document["tuned"] == {"ours": "optimizer.learning_rate=1e-4"}
+    assert arms_of(document)["ours"]["seeds"] == list(SEEDS)
+
+
+def test_an_accuracy_that_is_not_reached_is_a_result(sweep, capsys):
+    reach = arms_of(report(capsys, sweep, targets=[30.0, 99.0]))["ours"]["reach"]
+    assert reach[1]["accuracy"] == 0.99 and reach[1]["reached"] == 0
+    assert reach[1]["costs"]["steps"]["median"] is None
+    assert reach[1]["costs"]["steps"]["ratio"] is None
+    assert 0 <= reach[0]["costs"]["steps"]["median"] <= 12
+    run([str(sweep)], targets=[99.0])
+    assert "∞" in capsys.readouterr().out

@@ -1,0 +1,46 @@
+"""A report on trained runs: every number is that of the independent script."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[3]
+SMALL = (
+    *("run.steps=4", "sampling.prompts_per_step=4", "replay.warmup_steps=1", "eval.every_steps=2"),
+    *("eval.max_problems=8", "eval.samples=2", "eval.greedy=true", "tracking.report_to=[]"),
+)
+ARMS = {"grpo": ["replay.preset=grpo"], "ours": []}
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    whole = [sys.executable, "-m", "grpo_replay", *words]
+    done = subprocess.run(whole, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_the_report_of_trained_runs_is_recomputed_from_their_files(tmp_path):
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    document = {"name": "s", "recipe": "tiny", "set": list(SMALL), "arms": ARMS, "seeds": [1, 2]}
+    (sweep / "sweep.yaml").write_text(yaml.safe_dump(document))
+    for arm, overrides in ARMS.items():
+        for seed in (1, 2):
+            words = [f"--set={word}" for word in (*SMALL, *overrides, f"run.seed={seed}")]
+            cell = sweep / arm / f"seed-{seed}"
+            command("train", "tiny", *words, "--output-dir", str(cell))
+    file = tmp_path / "report.json"
+    file.write_text(command("report", str(sweep), "--json").stdout)
+    arms = json.loads(file.read_text())["arms"]
+    assert [(arm["name"], arm["seeds"]) for arm in arms] == [("grpo", [1, 2]), ("ours", [1, 2])]
+    script = str(ROOT / "benchmarks" / "recompute_report.py")
+    done = subprocess.run(
+        [sys.executable, script, str(file), str(sweep)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "4 runs compared, 0 differ" in done.stdout

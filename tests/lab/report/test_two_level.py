@@ -1,0 +1,155 @@
+"""Intervals over seeds and problems: by hand, against scipy, and their limits."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from grpo_replay.lab.report.costs import first_crossing
+from grpo_replay.lab.report.report_findings import Spread, quantile
+from grpo_replay.lab.report.two_level import (
+    median_interval,
+    sign_flip_over_seeds,
+    smallest_p_value,
+    two_level_interval,
+    two_level_variance,
+)
+
+
+def test_the_variance_by_hand_without_interaction():
+    """Seed means 1/4, 3/4: V = (1/8)/2; problem means the same; nothing is left over.
+    V = 1/8, and Satterthwaite's freedom is (1/8)² / ((1/16)²/1 + (1/16)²/1) = 2."""
+    found = two_level_variance([np.array([[0.0, 0.5], [0.5, 1.0]])])
+    assert (found.variance, found.freedom) == pytest.approx((0.125, 2))
+    bounds, over = two_level_interval([np.array([[0.0, 0.5], [0.5, 1.0]])])
+    assert over == "seeds and problems"
+    assert bounds == pytest.approx((0.5 - 4.302653 * 0.125**0.5, 0.5 + 4.302653 * 0.125**0.5))
+
+
+def test_the_variance_by_hand_with_interaction():
+    """First benchmark: seed means 1/2, 1/2; problem means 3/4, 1/4, so V_problems = (1/8)/2 = 1/16;
+    left over are ±1/4 (square sum 1/4, one degree of freedom, four values), so V_rest = 1/16. The
+    second is constant. Over two benchmarks both are divided by 4: V = 0 + 1/64 - 1/64 = 0, which
+    is below V_problems, so that is kept."""
+    first = np.array([[1.0, 0.0], [0.5, 0.5]])
+    second = np.full((2, 2), 0.5)
+    found = two_level_variance([first, second])
+    assert (found.variance, found.freedom) == pytest.approx((1 / 64, 1))
+
+
+def test_rounding_does_not_move_the_interval():
+    """Where V_problems and V_rest are equal, a difference in the last digit decides nothing."""
+    values = np.array([[1.0, 0.0], [0.5, 0.5]]) + np.array([[2.0], [0.0]])
+    nudge = np.array([[1e-12, 0.0], [0.0, 0.0]])
+    for sign in (1, -1):
+        moved = two_level_interval([values + sign * nudge])[0]
+        assert moved == pytest.approx(two_level_interval([values])[0], rel=1e-6)
+
+
+def test_what_is_left_over_is_subtracted_once():
+    """Seeds ±1/2, problems ±1/2 and ±1/10 left over: V = 1/4 + 1/4 of the means, less 1/400."""
+    rest = 0.1 * np.array([[1, -1], [-1, 1]])
+    values = np.array([[0.0, 1.0], [1.0, 2.0]]) + rest
+    found = two_level_variance([values])
+    # var((1/2, 3/2))/2 = 1/4 each; rest: 4·0.01 / 1 / 4 = 0.01.
+    assert found.variance == pytest.approx(0.25 + 0.25 - 0.01)
+    freedom = 0.49**2 / (0.25**2 + 0.25**2 + 0.01**2)
+    assert found.freedom == pytest.approx(freedom)
+
+
+def test_one_problem_gives_the_t_interval_over_seeds():
+    values = np.random.default_rng(0).normal(size=7)
+    bounds, over = two_level_interval([values[:, None]])
+    expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert over == "seeds" and bounds == pytest.approx(tuple(expected))
+
+
+def test_one_seed_gives_the_t_interval_over_problems():
+    values = np.random.default_rng(1).random(30)
+    bounds, over = two_level_interval([values[None, :]])
+    expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert over == "problems" and bounds == pytest.approx(tuple(expected))
+
+
+def test_seeds_without_noise_leave_the_interval_over_problems():
+    """Every seed has the same answers: the interval is that of one seed."""
+    values = np.tile(np.random.default_rng(2).random(30), (5, 1))
+    assert two_level_interval([values])[0] == pytest.approx(two_level_interval([values[:1]])[0])
+
+
+def test_many_problems_leave_the_t_interval_over_seeds():
+    """With problems that do not differ, the number of problems does not matter."""
+    seeds = np.random.default_rng(3).normal(size=6)
+    expected = stats.ttest_1samp(seeds, 0).confidence_interval(0.95)
+    for problems in (2, 500):
+        bounds = two_level_interval([np.tile(seeds[:, None], (1, problems))])[0]
+        assert bounds == pytest.approx(tuple(expected))
+
+
+def test_one_seed_and_one_problem_have_no_interval():
+    assert two_level_interval([np.array([[0.5]])]) == (None, None)
+
+
+def test_constant_values_have_an_interval_of_width_zero():
+    assert two_level_interval([np.full((3, 4), 0.5)])[0] == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("seeds", [2, 5, 8])
+def test_the_paired_test_is_scipys_exact_one(seeds):
+    differences = np.random.default_rng(seeds).normal(0.3, 1, size=seeds)
+    exact = stats.permutation_test(
+        (differences,), lambda x: abs(np.mean(x)), permutation_type="samples",
+        n_resamples=np.inf, alternative="greater",
+    )  # fmt: skip
+    assert sign_flip_over_seeds(differences) == pytest.approx(exact.pvalue)
+
+
+def test_few_seeds_cannot_reach_a_small_p_value():
+    """Five differences of one sign: 2 of 32 flips are as large."""
+    assert sign_flip_over_seeds(np.ones(5)) == smallest_p_value(5) == 2 / 32
+    assert sign_flip_over_seeds(np.ones(6)) == 2 / 64
+    assert sign_flip_over_seeds(np.ones(1)) is None
+
+
+@pytest.mark.parametrize("count", [6, 8, 15, 40])
+def test_the_interval_of_a_median_is_scipys(count):
+    values = np.random.default_rng(count).normal(size=count)
+    expected = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
+    assert median_interval(sorted(values)) == (expected.low, expected.high)
+
+
+def test_five_values_have_no_interval_of_the_median():
+    """Their extremes hold the median with 1 - 2/32 = 93.75 %."""
+    assert median_interval([1, 2, 3, 4, 5]) is None
+    assert median_interval([1, 2, 3, 4, 5, math.inf]) == (1, math.inf)
+
+
+def test_quartiles_and_medians():
+    assert Spread.of([1, 2, 3, 10]) == Spread(4.0, 2.5, 1.75, 4.75, 4)
+    assert quantile([1, 2, 3, 10], 0.75) == 4.75
+    assert quantile([1, 2, math.inf], 0.5) == 2
+    assert quantile([1, 2, math.inf], 0.75) == math.inf
+
+
+def test_the_cost_of_an_accuracy_is_interpolated():
+    assert first_crossing([0, 10, 20], [0.2, 0.4, 0.5], 0.3) == pytest.approx(5)
+    assert first_crossing([0, 10, 20], [0.2, 0.4, 0.3], 0.4) == 10
+    assert first_crossing([0, 10], [0.2, 0.4], 0.1) == 0
+    assert first_crossing([0, 10], [0.2, 0.4], 0.5) == math.inf
+
+
+@pytest.mark.parametrize(("of_seeds", "of_problems"), [(0.3, 0.3), (1.0, 0.0), (0.0, 1.0)])
+def test_the_interval_holds_the_truth_in_about_95_percent(of_seeds, of_problems):
+    """Five seeds and two benchmarks of 20 problems, each with effects of its own. 1,000 repeats
+    have a standard error of 0.7 %. `benchmarks/two_level_coverage.py` simulates accuracies."""
+    rng = np.random.default_rng(5)
+    held = 0
+    for _ in range(1000):
+        seed_S1 = rng.normal(0, of_seeds, (5, 1))
+        values = [
+            seed_S1 + rng.normal(0, of_problems, 20) + rng.normal(0, 0.2, (5, 20)) for _ in range(2)
+        ]
+        (low, high), _ = two_level_interval(values)
+        held += low <= 0 <= high
+    assert 925 <= held <= 985

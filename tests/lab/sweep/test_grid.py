@@ -1,0 +1,122 @@
+"""The cells of a sweep, and the sweeps that ship with the package."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from buffer_makers import make_rollout
+
+from grpo_replay.lab.sweep.grid import all_cells, choose_arms, expand
+from grpo_replay.lab.sweep.sweep_file import SweepFile, TuneSection, read_sweep_file
+from grpo_replay.recipe import Recipe
+from grpo_replay.replay.compose import draw_count
+from grpo_replay.replay.replay_buffer import ReplayBuffer
+from grpo_replay.shipped_recipes import shipped_sweeps
+
+HERE = Path("sweep.yaml")
+
+
+def sweep(**values) -> SweepFile:
+    plain = {"name": "s", "recipe": "tiny", "arms": {"a": [], "b": ["replay.ratio=1"]}}
+    return SweepFile(**{**plain, "seeds": [3, 4], **values})
+
+
+def test_cells_lie_where_the_contract_says_and_arms_stay_level():
+    tune = TuneSection(seeds=[1], grid={"optimizer.learning_rate": [1e-4, 2e-4]})
+    cells = list(all_cells(expand(sweep(tune=tune), HERE, Path("out"))))
+    assert [str(cell.folder) for cell in cells] == [
+        "out/tune/a/learning_rate=0.0001/seed-1",
+        "out/tune/a/learning_rate=0.0002/seed-1",
+        "out/tune/b/learning_rate=0.0001/seed-1",
+        "out/tune/b/learning_rate=0.0002/seed-1",
+        "out/a/seed-3", "out/b/seed-3", "out/a/seed-4", "out/b/seed-4",
+    ]  # fmt: skip
+    assert [cell.awaits_choice for cell in cells] == [False] * 4 + [True] * 4
+    assert cells[3].all_overrides() == (
+        "replay.ratio=1", "optimizer.learning_rate=0.0002", "run.seed=1",
+    )  # fmt: skip
+    chosen = cells[5].with_choice(["optimizer.learning_rate=0.0002"])
+    recipe = chosen.resolved_recipe()
+    found = (recipe.replay.ratio, recipe.optimizer.learning_rate, recipe.run.seed)
+    assert found == (1.0, 2e-4, 3) and not chosen.awaits_choice
+
+
+def test_several_keys_form_every_combination_and_name_their_folders():
+    grid = {"replay.ratio": [0.5, 1], "eval.greedy": [True]}
+    tune = TuneSection(seeds=[1], grid=grid)
+    assert tune.candidates() == [
+        ("replay.ratio=0.5", "eval.greedy=true"),
+        ("replay.ratio=1", "eval.greedy=true"),
+    ]
+    cells = all_cells(expand(sweep(arms={"a": []}, tune=tune), HERE, Path("out")))
+    assert next(cells).value == "ratio=0.5,greedy=true"
+
+
+def test_a_list_of_recipes_is_one_comparison_each():
+    comparisons = expand(sweep(recipe=["tiny", "qwen3-0.6b"]), HERE, Path("out"))
+    assert [str(each.root) for each in comparisons] == ["out/tiny", "out/qwen3-0.6b"]
+    assert [each.file.recipe for each in comparisons] == ["tiny", "qwen3-0.6b"]
+    cell = comparisons[1].arms[0].comparison[0]
+    assert (str(cell.folder), cell.name) == ("out/qwen3-0.6b/a/seed-3", "qwen3-0.6b/a/seed-3")
+    for only, names in {"a": ["tiny/a", "qwen3-0.6b/a"], "tiny": ["tiny/a", "tiny/b"],
+                        "qwen3-0.6b/b": ["qwen3-0.6b/b"]}.items():  # fmt: skip
+        found = [f"{c.label}{c.arm}" for c in all_cells(choose_arms(comparisons, only))]
+        assert sorted(set(found)) == sorted(names)
+
+
+def test_runs_have_names_of_their_own_at_trackers_that_keep_all_runs_together():
+    def names(*overrides):
+        cells = all_cells(expand(sweep(set=list(overrides)), HERE, Path("out")))
+        return [cell.resolved_recipe().tracking.run_name for cell in cells][:2]
+
+    assert names() == [None, None]
+    assert names("tracking.report_to=[wandb]") == ["s/a/seed-3", "s/b/seed-3"]
+    assert names("tracking.report_to=[trackio]", "tracking.run_name=mine") == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("name", shipped_sweeps())
+def test_a_shipped_sweep_loads_with_five_seeds_or_more(name):
+    path = shipped_sweeps()[name]
+    file = read_sweep_file(path)
+    comparisons = expand(file, path, Path("out"))
+    assert file.name == name and len(file.seeds) >= 5
+    recipes = {cell.resolved_recipe().model_dump_json() for cell in all_cells(comparisons)}
+    # Comparison cells of a tuned arm have no values yet: they are the same as nothing else.
+    assert len(recipes) == len(list(all_cells(comparisons)))
+    text = path.read_text()
+    assert f"grpo-replay sweep {name}" in text and "Hardware:" in text
+
+
+def test_the_sweeps_of_the_papers_ship_with_their_tiny_versions():
+    files = {name: read_sweep_file(path) for name, path in shipped_sweeps().items()}
+    for paper, tiny in (("paper-a", "tiny-main"), ("paper-a-ablations", "tiny-ablations"),
+                        ("paper-b", "tiny-fifo")):  # fmt: skip
+        assert files[paper].arms.keys() == files[tiny].arms.keys()
+    assert len(files["paper-a"].recipes) == 3
+    main = files["tiny-main"]
+    assert main.tune and len(main.tune.seeds) == 2 and len(main.seeds) == 8
+    assert len(files) == 7
+
+
+@pytest.mark.parametrize("name", ["paper-b", "tiny-fifo"])
+def test_the_arms_of_paper_b_make_the_same_number_of_updates(name):
+    path = shipped_sweeps()[name]
+    (comparison,) = expand(read_sweep_file(path), path, Path("out"))
+    updates = {}
+    for arm in comparison.arms:
+        recipe = arm.comparison[0].resolved_recipe()
+        updates[arm.name] = recipe.run.steps * recipe.batch.updates_per_step
+        assert trained_rollouts(recipe) / recipe.batch.updates_per_step == 60
+    least = min(updates.values())
+    assert len(updates) == 8 and max(updates.values()) <= 1.05 * least
+
+
+def trained_rollouts(recipe: Recipe) -> int:
+    """The size of a step's batch once the buffer is full."""
+    generated, replay = recipe.rollouts_per_step, recipe.replay
+    if not recipe.replays:
+        return generated
+    buffer = ReplayBuffer(replay, recipe.sampling.group_size)
+    buffer.insert([make_rollout(i) for i in range(replay.capacity_rollouts)], step=1)
+    count = draw_count(replay, recipe.sampling.group_size, generated)
+    return len(buffer.draw(count, 2, np.random.default_rng(0)).rollouts)

@@ -1,0 +1,133 @@
+"""The table of cells: all of them, or what matters where there is no room."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_replay.cli import sweep_estimate
+from grpo_replay.cli.sweep_display import SweepDisplay, cells_table
+from grpo_replay.cli.sweep_estimate import estimate_table
+from grpo_replay.lab.dry_run.findings import Findings
+from grpo_replay.lab.sweep.cells import CellState, Progress
+from grpo_replay.lab.sweep.grid import Cell
+from grpo_replay.lab.sweep.sweep_run import Entry, Status
+from grpo_replay.terminal.console import PlainConsole
+from grpo_replay.terminal.tables import print_table
+
+
+def entry(
+    seed: int, status: Status, step: int = 0, accuracy: float | None = None, message="", arm="a"
+):
+    cell = Cell(Path("out"), "", arm, seed, "tiny", ())
+    progress = Progress(Path("none"), step=step)
+    return Entry(cell, status, CellState.STARTED, 20, progress, message, accuracy=accuracy)
+
+
+def shown(renderable) -> list[str]:
+    console = PlainConsole(file=io.StringIO(), width=80, markup=False)
+    console.print(renderable)
+    return console.file.getvalue().splitlines()
+
+
+def test_every_cell_has_a_row_with_state_step_and_accuracy():
+    lines = shown(
+        cells_table([
+            entry(1, Status.DONE, accuracy=0.4567),
+            entry(2, Status.RUNNING, step=7, accuracy=0.3),
+            entry(3, Status.WAITING),
+        ])
+    )  # fmt: skip
+    assert lines[0].strip() == "3 cells: 1 waiting, 1 running, 1 done"
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert rows == [
+        ["a/seed-1", "done", "20/20", "45.7"],
+        ["a/seed-2", "running", "7/20", "30.0"],
+        ["a/seed-3", "waiting", "", ""],
+    ]
+
+
+def test_without_room_what_failed_and_what_runs_comes_first():
+    many = [entry(seed, Status.DONE) for seed in range(50)]
+    many += [entry(60, Status.RUNNING), entry(61, Status.FAILED)]
+    lines = [line for line in shown(cells_table(many, room=5)) if "│" in line]
+    assert len(lines) == 5
+    assert "seed-61" in lines[0] and "failed" in lines[0] and "seed-60" in lines[1]
+    assert "and 48 more" in lines[-1]
+
+
+def test_elsewhere_than_on_a_terminal_each_change_and_each_evaluation_is_a_line():
+    console = PlainConsole(file=io.StringIO(), width=200, markup=False)
+    with SweepDisplay(console) as display:
+        running = entry(2, Status.RUNNING, message="process 7")
+        display.on_change(running)
+        display.on_progress([running])
+        running.progress.step, running.accuracy = 10, 0.25
+        display.on_progress([running, entry(3, Status.WAITING)])
+        display.on_progress([running])
+        display.on_change(entry(2, Status.FAILED, step=12, message="no [file]", accuracy=0.25))
+    assert console.file.getvalue().splitlines() == [
+        "running a/seed-2: process 7",
+        "running a/seed-2: step 10/20, 25.0 %",
+        "failed a/seed-2: step 12/20, 25.0 %, no [file]",
+    ]
+
+
+def test_the_dry_run_sums_the_seeds_of_an_arm_in_one_row():
+    def cell(name: str, state: str, tokens: int) -> dict:
+        return {"name": name, "state": state, "awaits_tuning": name.startswith("a/"),
+                "generated_tokens": tokens, "trained_tokens": 2 * tokens, "hours": 0.5,
+                "peak_gib": 0.75, "processes": 2, "fits": True}  # fmt: skip
+
+    cells = [
+        cell("tune/a/rate=1/seed-1", "done", 0),
+        cell("tune/a/rate=1/seed-2", "new", 1_000_000),
+        cell("a/seed-3", "new", 1_500_000),
+    ]
+    rows = [" ".join(line.split()) for line in shown(estimate_table({"cells": cells}))[-2:]]
+    assert rows == [
+        "tune/a/rate=1 1 done, 1 new 1.0 M 2.0 M 1.00 0.75 × 2 yes",
+        "a 1 new* 1.5 M 3.0 M 0.50 0.75 × 2 yes",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_dry_run_loses_no_name_and_no_digit_on_a_narrow_terminal(width):
+    counts = {"done": 12, "started": 3, "new": 10, "running": 2}
+    cells = [
+        {"name": f"prioritised-r1/seed-{state}{seed}", "state": state, "awaits_tuning": True,
+         "generated_tokens": 45_678_900, "trained_tokens": 91_357_800, "hours": 123.456,
+         "peak_gib": 120.55, "processes": 16, "fits": None}
+        for state, count in counts.items() for seed in range(count)
+    ]  # fmt: skip
+    console = PlainConsole(file=io.StringIO(), width=width, markup=False)
+    print_table(console, estimate_table({"cells": cells}))
+    text = console.file.getvalue()
+    words = set(text.split())
+    assert "…" not in text and "prioritised-" in text and "r1" in text
+    assert {"1,233.3", "2,466.7", "3,333.31", "120.55", "16"} < words
+    assert {"12", "done,", "3", "started,", "10", "new,", "2", "running*"} < words
+
+
+def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monkeypatch):
+    asked = []
+
+    def dry_run(recipe, output_dir):
+        asked.append(recipe.run.steps)
+        return SimpleNamespace(
+            step={"generated_tokens_expected": 1, "trained_tokens_expected": 1}, memory=None,
+            time={"hours": recipe.run.steps / 10, "gpu_hours": None}, fits=None,
+            hardware={"processes": 1}, storage={"checkpoints_gib_most": 0}, findings=Findings(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(sweep_estimate, "dry_run", dry_run)
+    entries = []
+    for steps, seed in ((30, 1), (30, 2), (40, 1), (40, 2)):
+        overrides, name = (f"run.steps={steps}",), f"sweep/{steps}/seed-{seed}"
+        cell = Cell(Path("out"), "", f"a{steps}", seed, "tiny", overrides, run_name=name)
+        progress = Progress(Path("none"))
+        entries.append(Entry(cell, Status.WAITING, CellState.NEW, steps, progress))
+    cells = sweep_estimate.estimate(entries)["cells"]
+    assert asked == [30, 40]
+    assert [cell["hours"] for cell in cells] == [3.0, 3.0, 4.0, 4.0]

@@ -1,0 +1,127 @@
+"""SWEEP.yaml is read whole and checked before anything is started."""
+
+import pytest
+
+from grpo_replay.errors import SweepFileError
+from grpo_replay.lab.sweep.grid import choose_arms, expand
+from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file, sweep_to_yaml
+
+GOOD = """
+name: two
+recipe: tiny
+set: [run.steps=30]
+arms:
+  grpo: [replay.preset=grpo]
+  ours: [replay.preset=ours]
+tune:
+  seeds: [1, 2]
+  grid: {optimizer.learning_rate: [5.0e-5, 1.0e-4]}
+seeds: [3, 4]
+"""
+
+
+def read(tmp_path, text):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    return expand(read_sweep_file(path), path, tmp_path / "out")
+
+
+def test_a_good_sweep_is_read_and_survives_a_round_trip(tmp_path):
+    (comparison,) = read(tmp_path, GOOD)
+    assert list(comparison.file.arms) == ["grpo", "ours"]
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(sweep_to_yaml(comparison.file))
+    assert read_sweep_file(copy) == comparison.file
+
+
+BAD = {
+    "an arm named twice": (
+        ("  ours: [replay.preset=ours]", "  grpo: [replay.preset=ours]"),
+        "sweep.yaml:7: not valid YAML: 'grpo' is written twice, first in line 6",
+    ),
+    "arms that differ in case": (
+        ("  ours:", "  GRPO:"),
+        "differ only in case: grpo is there twice",
+    ),
+    "a key that a recipe lacks": (
+        ("replay.preset=ours", "replay.presett=ours"),
+        "arm ours: .*unknown key 'replay.presett' .did you mean 'preset'",
+    ),
+    "a value that contradicts": (("run.steps=30", "run.steps=10"), "warmup_steps 20 is not less"),
+    "a value of the wrong type": (("run.steps=30", "run.steps=many"), "run.steps: .* 'many'"),
+    "an override without value": (("run.steps=30", "run.steps"), "expected key=value"),
+    "a key overridden twice": (
+        ("[run.steps=30]", "[run.steps=30, run.steps=40]"),
+        "set: run.steps is there twice",
+    ),
+    "a seed among the overrides": (("run.steps=30", "run.seed=3"), "listed in seeds"),
+    "an arm called tune": (("  ours:", "  tune:"), "cannot be called 'tune'"),
+    "an arm called log": (("  ours:", "  log:"), "cannot be called 'log'"),
+    "an arm with a path": (("  ours:", "  ../ours:"), "'../ours' is to name a folder: use"),
+    "a name with a path": (("name: two", "name: a/b"), "name: 'a/b' is to name a folder"),
+    "a doubled seed": (("seeds: [3, 4]", "seeds: [3, 3]"), "seeds: 3 is there twice"),
+    "a negative seed": (("seeds: [3, 4]", "seeds: [3, -4]"), "greater than or equal to 0"),
+    "a seed that is text": (("seeds: [3, 4]", "seeds: ['3']"), "valid integer"),
+    "no seeds": (("seeds: [3, 4]", "seeds: []"), "seeds: is empty"),
+    "a doubled tuning seed": (("seeds: [1, 2]", "seeds: [1, 1]"), "tune.seeds: 1 is there twice"),
+    "a seed in both stages": (("seeds: [3, 4]", "seeds: [2, 4]"), "tune.seeds and seeds share 2"),
+    "an empty grid": (("{optimizer.learning_rate: [5.0e-5, 1.0e-4]}", "{}"), "tune.grid: is empty"),
+    "a grid without values": (("[5.0e-5, 1.0e-4]", "[]"), "learning_rate: is empty"),
+    "a value twice in the grid": (
+        ("[5.0e-5, 1.0e-4]", "[1.0e-4, 1.0e-4]"),
+        "learning_rate: 0.0001 is there twice",
+    ),
+    "one value written in two ways": (
+        ("5.0e-5, 1.0e-4", "'0.0001', '1e-4'"),
+        "are the same recipe",
+    ),
+    "a tuned key that an arm sets": (
+        ("replay.preset=ours", "optimizer.learning_rate=1e-3"),
+        "ours sets optimizer.learning_rate, which tune.grid chooses",
+    ),
+    "a tuned key that no recipe has": (("optimizer.learning_rate", "optimizer.rate"), "unknown k"),
+    "a metric that no run writes": (
+        ("  grid:", "  metric: final.gsm8k\n  grid:"),
+        "no benchmark gsm8k.*it has mean, tiny",
+    ),
+    "tuning without evaluation": (("run.steps=30", "'eval.benchmarks=[]'"), "evaluates nothing"),
+    "a value that cannot be a folder": (
+        ("optimizer.learning_rate: [5.0e-5, 1.0e-4]", "model.path: [a/b]"),
+        "cannot name a folder",
+    ),
+    "no arms": (
+        ("  grpo: [replay.preset=grpo]\n  ours: [replay.preset=ours]", "  {}"),
+        "arms: is empty",
+    ),
+    "an unknown key": (("name: two", "name: two\nseed: 3"), "unknown key 'seed' .did you mean"),
+    "an unknown recipe": (("recipe: tiny", "recipe: tinny"), "no recipe 'tinny'.*did you mean"),
+    "a recipe twice": (("recipe: tiny", "recipe: [tiny, tiny]"), "recipe: tiny is there twice"),
+    "a newer format": (("name: two", "name: two\nformat: 2"), "sweep format 2.*reads 1"),
+    "no mapping": ((GOOD, "- a"), "a sweep is a mapping"),
+    "no YAML": (("seeds: [3, 4]", "seeds: [3, 4"), "sweep.yaml:1[0-9]: "),
+}
+
+
+@pytest.mark.parametrize("change, message", BAD.values(), ids=BAD)
+def test_bad_sweeps_are_refused_with_their_place(tmp_path, change, message):
+    assert change[0] in GOOD
+    with pytest.raises(SweepFileError, match=f"(?s){message}"):
+        read(tmp_path, GOOD.replace(*change))
+
+
+def test_an_unknown_sweep_is_refused_with_the_shipped_names(tmp_path):
+    with pytest.raises(SweepFileError, match=r"'tiny-mian'.*did you mean 'tiny-main'.*paper-a, "):
+        find_sweep("tiny-mian")
+    with pytest.raises(SweepFileError, match=r"--only uors: no such arm .did you mean 'ours'"):
+        choose_arms(read(tmp_path, GOOD), "uors")
+
+
+def test_a_recipe_file_is_found_beside_the_sweep(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("run: {steps: 40}\nreplay: {preset: grpo}\n")
+    text = GOOD.replace("recipe: tiny", "recipe: mine.yaml").replace("set: [run.steps=30]", "")
+    text = text[: text.index("tune:")] + "seeds: [3]\n"
+    monkeypatch.chdir("/")
+    (comparison,) = read(tmp_path, text)
+    cell = comparison.arms[0].comparison[0]
+    assert cell.recipe == str(tmp_path / "mine.yaml")
+    assert cell.resolved_recipe().run.steps == 40

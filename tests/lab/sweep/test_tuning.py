@@ -1,0 +1,83 @@
+"""The choice of tuned values from the summaries of finished runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.lab.sweep.grid import expand
+from grpo_replay.lab.sweep.sweep_file import SweepFile, TuneSection
+from grpo_replay.lab.sweep.tuning import check_choice, choose, record_choice
+
+RATE = "optimizer.learning_rate"
+
+
+@pytest.fixture
+def tuned(tmp_path):
+    """Writes summaries, value by value and seed by seed; returns the comparison."""
+
+    def write(scores, metric="final.mean", **grid):
+        tune = TuneSection(seeds=[1, 2], grid=grid or {RATE: [1e-4, 2e-4, 4e-4]}, metric=metric)
+        arms = {"a": ["eval.greedy=true"]}
+        file = SweepFile(name="s", recipe="tiny", arms=arms, seeds=[3], tune=tune)
+        (comparison,) = expand(file, Path("s.yaml"), tmp_path)
+        for cells, by_seed in zip(comparison.arms[0].tuning.values(), scores, strict=True):
+            for cell, final in zip(cells, by_seed, strict=True):
+                cell.folder.mkdir(parents=True, exist_ok=True)
+                text = json.dumps({"final": final, "final_greedy": {"tiny_add": 1.0}})
+                (cell.folder / "summary.json").write_text(text)
+        return comparison
+
+    return write
+
+
+def chosen(comparison):
+    return choose(comparison.arms[0], comparison.file.tune)
+
+
+def mean(*values):
+    return [{"mean": value} for value in values]
+
+
+def test_the_best_mean_over_seeds_is_chosen_and_not_the_best_run(tuned):
+    choice = chosen(tuned([mean(0.5, 0.5), mean(0.6, 0.5), mean(0.9, 0.1)]))
+    assert choice.overrides == (f"{RATE}=0.0002",) and choice.tied == choice.at_edge == ()
+    (line,) = choice.describe("final.mean")
+    assert "chose learning_rate=0.0002 by final.mean" in line and "learning_rate=0.0001 0.5" in line
+
+
+def test_a_tie_takes_the_first_and_is_told(tuned):
+    choice = chosen(tuned([mean(0.1, 0.2), mean(0.6, 0.5), mean(0.5, 0.6)]))
+    assert choice.overrides == (f"{RATE}=0.0002",) and choice.tied == ("learning_rate=0.0004",)
+    assert "tied with learning_rate=0.0002" in choice.describe("final.mean")[1]
+
+
+def test_a_choice_at_the_edge_of_the_grid_is_told(tuned):
+    choice = chosen(tuned([mean(0.1, 0.2), mean(0.2, 0.2), mean(0.5, 0.6)]))
+    assert choice.at_edge == (RATE,)
+    assert f"edge of tune.grid.{RATE}" in choice.describe("final.mean")[1]
+    words = chosen(tuned([mean(0.1, 0.2), mean(0.5, 0.5)], **{"loss.aggregation": [
+        "token_mean", "sequence_mean"]}))  # fmt: skip
+    assert words.at_edge == ()
+
+
+def test_another_metric_may_decide(tuned):
+    final = [[{"mean": 0.9, "tiny_add": score}] * 2 for score in (0.1, 0.8, 0.2)]
+    assert chosen(tuned(final, "final.tiny_add")).overrides == (f"{RATE}=0.0002",)
+
+
+def test_a_run_without_the_metric_is_named(tuned):
+    comparison = tuned([mean(0.5, 0.5), mean(0.6, None), mean(0.9, 0.1)])
+    with pytest.raises(OutputDirectoryError, match=r"learning_rate=0\.0002/seed-2/summ.* has None"):
+        chosen(comparison)
+
+
+def test_a_written_choice_is_never_changed(tuned):
+    comparison = tuned([mean(0.5, 0.5), mean(0.6, 0.5), mean(0.1, 0.1)])
+    first = chosen(comparison)
+    record_choice(comparison, first)
+    check_choice(comparison, first)
+    other = chosen(tuned([mean(0.5, 0.5), mean(0.1, 0.5), mean(0.9, 0.1)]))
+    with pytest.raises(OutputDirectoryError, match=r"compared with .*0\.0002.* now say .*0\.0001"):
+        check_choice(comparison, other)

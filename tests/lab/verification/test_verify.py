@@ -1,0 +1,403 @@
+"""`verify_run` passes right runs and names what was tampered with in wrong ones."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from scipy.stats import kstest
+from slow_tests import slow_except
+from small_runs.synthetic import SyntheticRun, write_synthetic_run
+
+from grpo_replay.errors import SnapshotError
+from grpo_replay.lab.verification.draw_test import rosenblatt, uniform_p_value
+from grpo_replay.lab.verification.verify import verify_run
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.storage.rollout_log import step_path
+
+CHECKS = [
+    *(
+        "files",
+        "groups",
+        "policy versions",
+        "kept flags",
+        "group statistics",
+        "advantages",
+        "trained",
+        "texts",
+    ),
+    *("stored when drawn", "draw counts", "drawn units", "ages", "probabilities", "draw law"),
+    *("metrics", "snapshots"),
+]
+
+QUERY = {"unit": "query", "priority": "group_std"}
+FIFO = {"preset": "fifo", "composition": "buffer_only", "priority": "uniform"} | {
+    "max_age_steps": None,
+    "warmup_steps": 0,
+    "capacity_rollouts": 50,
+}
+RUNS = {
+    "ours": {},
+    "ours, with replacement": {"with_replacement": True},
+    "ours, alpha 100": {"priority_exponent": 100.0, "ratio": 3.0},
+    "ours, alpha 1000": {"priority_exponent": 1000.0, "ratio": 3.0},
+    "ours, alpha 0": {"priority_exponent": 0.0, "ratio": 1.0},
+    "ours, tight capacity": {"capacity_rollouts": 40},
+    "uniform rollouts": {"priority": "uniform"},
+    "pool of rollouts": {"composition": "pool"},
+    "pool of queries": {**QUERY, "composition": "pool"},
+    "fresh-anchored queries": QUERY,
+    "queries, tight capacity": {**QUERY, "capacity_rollouts": 40, "with_replacement": True},
+    "fifo": FIFO,
+    "fifo, zero variance dropped": {**FIFO, "drop_zero_variance": True},
+    "fifo, without replacement": {**FIFO, "with_replacement": False},
+    "fifo, unused first": {**FIFO, "with_replacement": False, "unused_first": True},
+    "fifo, positive bias": {**FIFO, "positive_fraction": 0.5},
+    "queries, unused first": {**QUERY, "unused_first": True, "ratio": 1.5},
+    "ours, zero variance kept": {"drop_zero_variance": False},
+    "fifo, age limit": {**FIFO, "max_age_steps": 2},
+    "grpo": {"preset": "grpo", "enabled": False},
+    "ratio 0": {"ratio": 0.0},
+}
+
+
+def write_run(folder, steps=30, **replay):
+    """A run to verify; step 7 has no survivor, steps 15 and 30 have checkpoints."""
+    write_synthetic_run(folder, steps=steps, steps_without_survivors=[7], **replay)
+
+
+def failed(folder):
+    return {check.name for check in verify_run(folder).checks if not check.passed}
+
+
+def detail(folder, name):
+    (check,) = [check for check in verify_run(folder).checks if check.name == name]
+    assert not check.passed
+    return check.detail
+
+
+QUICK = [
+    "ours", "ours, alpha 1000", "ours, tight capacity", "pool of queries",
+    "queries, tight capacity", "fifo", "fifo, unused first", "fifo, positive bias", "grpo",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_except(QUICK, RUNS))
+def test_a_correct_run_passes_every_check(name, tmp_path):
+    write_run(tmp_path, **RUNS[name])
+    report = verify_run(tmp_path)
+    assert [check.name for check in report.checks] == CHECKS
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert report.steps == 30
+    replays = name not in ("grpo", "ratio 0")
+    compared = {check.name: check.checked for check in report.checks}
+    assert compared["advantages"] > 300
+    assert (compared["draw law"] > 50) == replays
+    assert (compared["snapshots"] > 60) == replays
+    document = json.loads(json.dumps(report.to_json()))
+    assert document["passed"] is True
+    assert len(document["checks"]) == len(CHECKS) == 16
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    write_run(folder)
+    return folder
+
+
+@pytest.fixture
+def run(whole_run, tmp_path):
+    return shutil.copytree(whole_run, tmp_path / "run")
+
+
+def edit(path, column, change, row=None):
+    """Rewrite one column of a file, keeping its marks."""
+    table = pq.read_table(path)
+    values = table[column].to_pylist()
+    row = next(i for i, v in enumerate(values) if v is not None) if row is None else row
+    values[row] = change(values[row])
+    index = table.column_names.index(column)
+    array = pa.array(values, table.schema.field(index).type)
+    table = table.set_column(index, table.schema.field(index), array)
+    pq.write_table(table, path)
+    return row
+
+
+def drop_row(path, row=0):
+    table = pq.read_table(path)
+    pq.write_table(pa.concat_tables([table.slice(0, row), table.slice(row + 1)]), path)
+
+
+def rollouts_at(run, step):
+    return step_path(run / "rollouts", step)
+
+
+def draws_at(run, step):
+    return step_path(run / "draws", step)
+
+
+def test_one_changed_advantage_is_named(run):
+    row = edit(rollouts_at(run, 12), "advantage", lambda a: a * 1.001)
+    changed = pq.read_table(rollouts_at(run, 12)).slice(row, 1).to_pylist()[0]
+    place = f"step 12, group {changed['group_id']}, rollout {changed['rollout_id']}: advantage"
+    assert place in detail(run, "advantages")
+
+
+def test_one_changed_age_is_named(run):
+    edit(draws_at(run, 15), "age_steps", lambda age: age + 1)
+    assert "step 15, rollout" in detail(run, "ages")
+    assert "age_steps" in detail(run, "ages")
+
+
+def test_one_draw_less_is_named(run):
+    drop_row(draws_at(run, 15))
+    assert "step 15: drew" in detail(run, "draw counts")
+    assert "step 15: replay/rollouts" in detail(run, "metrics")
+
+
+def test_one_draw_more_is_named(run):
+    table = pq.read_table(draws_at(run, 15))
+    pq.write_table(pa.concat_tables([table, table.slice(0, 1)]), draws_at(run, 15))
+    assert "step 15: drew" in detail(run, "draw counts")
+    assert "drawn twice" in detail(run, "drawn units")
+
+
+def test_one_changed_probability_is_named(run):
+    edit(draws_at(run, 15), "probability", lambda p: p * (1 + 1e-6))
+    assert failed(run) == {"probabilities"}
+    assert "step 15, rollout" in detail(run, "probabilities")
+
+
+def test_a_dropped_rollout_row_is_named(run):
+    drop_row(rollouts_at(run, 12), row=5)
+    assert "step 12, group 1201: completion indices [0, 2, 3]" in detail(run, "groups")
+
+
+@pytest.mark.parametrize("column", ["policy_version", "policy_version_end"])
+def test_a_changed_policy_version_is_named(run, column):
+    edit(rollouts_at(run, 12), column, lambda version: version - 1)
+    assert failed(run) == {"policy versions"}
+    assert f"has {column} 10, the last push was 11" in detail(run, "policy versions")
+
+
+def test_a_missing_file_is_named(run):
+    rollouts_at(run, 12).unlink()
+    assert "step_000012.parquet is missing" in detail(run, "files")
+    assert "not stored then" in detail(run, "stored when drawn")
+
+
+def test_a_missing_draw_file_is_named(run):
+    draws_at(run, 12).unlink()
+    assert "step 12: drew 0" in detail(run, "draw counts")
+
+
+def test_a_changed_reward_is_named(run):
+    edit(rollouts_at(run, 12), "reward", lambda reward: -reward, row=0)
+    assert failed(run) & {"kept flags", "advantages", "group statistics"}
+
+
+def test_a_changed_birth_step_is_named(run):
+    edit(rollouts_at(run, 12), "birth_step", lambda birth: birth - 1)
+    assert "has birth_step 11" in detail(run, "groups")
+
+
+def test_a_wrong_kept_flag_is_named(run):
+    edit(rollouts_at(run, 7), "kept", lambda kept: True)
+    assert "step 7" in detail(run, "kept flags")
+
+
+def test_a_draw_from_the_birth_step_is_named(run):
+    born_now = pq.read_table(rollouts_at(run, 15)).to_pylist()
+    survivor = next(row["rollout_id"] for row in born_now if row["kept"])
+    row = edit(draws_at(run, 15), "rollout_id", lambda _: survivor)
+    edit(draws_at(run, 15), "age_steps", lambda _: 0, row)
+    assert f"rollout {survivor} was drawn but not stored" in detail(run, "stored when drawn")
+    assert "age 0 is outside 1 to 5" in detail(run, "ages")
+
+
+def test_a_dropped_rollout_that_trained_is_named(run):
+    edit(rollouts_at(run, 7), "tokens", lambda _: 3, row=0)
+    assert "step 7" in detail(run, "trained")
+
+
+def test_a_fresh_survivor_that_did_not_train_is_named(run):
+    edit(rollouts_at(run, 12), "tokens", lambda _: None)
+    assert "(-1: not trained)" in detail(run, "trained")
+
+
+def test_a_split_query_is_named(tmp_path):
+    write_run(tmp_path, **QUERY)
+    drop_row(draws_at(tmp_path, 15))
+    assert "without the other rollouts of its query" in detail(tmp_path, "drawn units")
+
+
+@pytest.mark.parametrize("column", ["times_used", "last_used_step"])
+def test_a_changed_use_in_a_checkpoint_is_named(run, column):
+    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
+    row = edit(path, column, lambda value: value + 1)
+    rollout_id = pq.read_table(path)["rollout_id"][row]
+    assert f"checkpoint 15, rollout {rollout_id}: {column}" in detail(run, "snapshots")
+
+
+def test_log_probs_that_changed_after_birth_are_named(run):
+    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
+    edit(path, "behavior_logprobs", lambda values: [values[0] + 1e-6, *values[1:]])
+    assert "behaviour log-probs are not those at birth" in detail(run, "snapshots")
+
+
+def test_a_gap_and_a_duplicate_in_the_metrics_are_named(run):
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:10], *lines[11:]]) + "\n")
+    assert "line 11 is step 12" in detail(run, "files")
+    path.write_text("\n".join([*lines[:10], *lines[9:]]) + "\n")
+    assert "line 11 is step 10" in detail(run, "files")
+
+
+def change_recipe(run, **replay):
+    path = run / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    recipe["replay"] |= replay
+    path.write_text(yaml.safe_dump(recipe))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"ratio": 0.6}, "draw counts"),
+        ({"warmup_steps": 5}, "draw counts"),
+        ({"max_age_steps": 4}, "stored when drawn"),
+        ({"max_age_steps": 6}, "probabilities"),
+        ({"priority_exponent": 0.6}, "probabilities"),
+        ({"priority": "group_std"}, "probabilities"),
+        ({"composition": "pool"}, "draw counts"),
+        ({"capacity_rollouts": 40}, "metrics"),
+    ],
+)
+def test_a_run_of_another_recipe_fails(run, change, expected):
+    change_recipe(run, **change)
+    assert expected in failed(run)
+
+
+def test_draws_from_another_distribution_are_detected(tmp_path, monkeypatch):
+    """Right probabilities in the log, but the draw ignores them."""
+    from grpo_replay.replay import drawing
+
+    def uniform_draw(law, count, rng):
+        return rng.permutation(law.weight_N.size)[:count]
+
+    monkeypatch.setattr(drawing, "draw_without_replacement", uniform_draw)
+    write_run(tmp_path, steps=120, priority_exponent=2.0)
+    assert failed(tmp_path) == {"draw law"}
+
+
+def test_a_preference_for_recent_rollouts_is_detected(tmp_path, monkeypatch):
+    from grpo_replay.replay import drawing
+
+    def recent_draw(law, count, rng):
+        size = law.weight_N.size
+        return size - 1 - rng.permutation(size - size // 3)[:count]
+
+    monkeypatch.setattr(drawing, "draw_without_replacement", recent_draw)
+    write_run(tmp_path, steps=60, priority="uniform")
+    assert failed(tmp_path) == {"draw law"}
+
+
+def test_an_interrupted_run_is_verified_up_to_its_last_line(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:25]) + "\n")
+    report = verify_run(run)
+    assert report.passed
+    assert report.steps == 25
+
+
+def test_a_resume_without_the_buffer_passes(tmp_path, monkeypatch):
+    original = SyntheticRun.step
+
+    def forgetful(made, step):
+        if step == 16:
+            made.buffer = ReplayBuffer(made.recipe.replay, made.recipe.sampling.group_size)
+        return original(made, step)
+
+    monkeypatch.setattr(SyntheticRun, "step", forgetful)
+    write_run(tmp_path)
+    assert "draw counts" in failed(tmp_path) or "metrics" in failed(tmp_path)
+    recipe = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    recipe["checkpoint"]["restore_buffer"] = False
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    report = verify_run(tmp_path)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert any("emptied by a resume before step 16" in check.detail for check in report.checks)
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl", "rollouts"])
+def test_a_folder_that_is_not_a_run_is_refused(run, name):
+    (run / name).rename(run / "elsewhere")
+    with pytest.raises(SnapshotError, match=f"{name}: missing"):
+        verify_run(run)
+
+
+def test_a_damaged_metrics_line_is_named(run):
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 31, "los')
+    with pytest.raises(SnapshotError, match=r"metrics\.jsonl:31"):
+        verify_run(run)
+
+
+EDITED = ["reward", "frac_reward_zero_std", "fresh/rollouts", "fresh/clip_fraction", "replay/ratio",
+          "replay/clip_fraction", "replay/age_mean", "replay/ess", "buffer/rollouts",
+          "cost/generated_tokens", "cost/generated_rollouts", "cost/trained_tokens",
+          "cost/trained_rollouts"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", slow_except(EDITED[::3], EDITED))
+def test_a_metric_that_was_edited_in_every_line_is_named(run, name):
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line[name] = None if line[name] is None else line[name] + 1
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert failed(run) == {"metrics"}
+    assert f": {name} " in detail(run, "metrics")
+
+
+def test_a_buffer_of_another_step_is_named(run):
+    folder = run / "checkpoints"
+    shutil.copy(folder / "step_000015/buffer.parquet", folder / "step_000030/buffer.parquet")
+    assert "checkpoint 30: its buffer is of step 15" in detail(run, "snapshots")
+
+
+def test_the_transform_is_uniform_only_for_draws_from_the_stated_distribution():
+    weights = np.array([0.1, 1.0, 0.5, 2.0, 0.3, 0.7])
+    rng = np.random.default_rng(4)
+    right, wrong = [], []
+    for _ in range(2000):
+        drawn = rng.choice(6, 4, replace=False, p=weights / weights.sum())
+        right.append(rosenblatt(np.log(weights), drawn, rng.random(4), with_replacement=False))
+        wrong.append(rosenblatt(np.log(weights), drawn, rng.random(4), with_replacement=True))
+    assert uniform_p_value(np.concatenate(right)) > 1e-3
+    assert uniform_p_value(np.concatenate(wrong)) < 1e-12
+    again = rng.choice(6, 8000, p=weights / weights.sum())
+    assert uniform_p_value(rosenblatt(np.log(weights), again, rng.random(8000), True)) > 1e-3
+
+
+def test_many_draws_are_compared_in_blocks(monkeypatch):
+    weights = np.random.default_rng(0).random(50)
+    ranks, v = np.random.default_rng(1).permutation(50)[:40], np.random.default_rng(2).random(40)
+    whole = rosenblatt(np.log(weights), ranks, v, with_replacement=False)
+    monkeypatch.setattr("grpo_replay.lab.verification.draw_test._BLOCK", 7)
+    blocks = rosenblatt(np.log(weights), ranks, v, with_replacement=False)
+    np.testing.assert_allclose(blocks, whole, rtol=1e-14)
+
+
+@pytest.mark.parametrize("size", [5, 50, 5000])
+def test_p_values_are_those_of_scipy(size):
+    rng = np.random.default_rng(size)
+    for _ in range(20):
+        u = rng.random(size) ** rng.choice([1.0, 1.1])
+        assert uniform_p_value(u) == pytest.approx(kstest(u, "uniform").pvalue, abs=0.02)
+    assert uniform_p_value(np.zeros(0)) == 1.0

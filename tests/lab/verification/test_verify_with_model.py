@@ -1,0 +1,101 @@
+"""What a verification finds in a run of the real trainer, with its tokenizer and its weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from grpo_replay.cli.app import app
+from grpo_replay.cli.inspect_command import _policies
+from grpo_replay.lab.verification.verify import verify_run
+
+CHECKPOINTS = (5, 8)
+WITH_WEIGHTS = ("behaviour log-probs", "update outcomes", "loss")
+
+
+@pytest.fixture
+def run(one_update_run, tmp_path) -> Path:
+    """One update per step, with the checkpoints of steps 5 and 8: their next steps are checked."""
+    path = Path(shutil.copytree(one_update_run.path, tmp_path / "run", symlinks=True))
+    for folder in (path / "checkpoints").glob("step_*"):
+        if int(folder.name[5:]) not in CHECKPOINTS:
+            shutil.rmtree(folder)
+    return path
+
+
+def failed(run: Path, with_model: bool = True) -> set[str]:
+    report = verify_run(run, _policies(run) if with_model else None)
+    return {check.name for check in report.checks if not check.passed}
+
+
+def edit(path: Path, column: str, row: int, change) -> None:
+    table = pq.read_table(path)
+    values = table[column].to_pylist()
+    values[row] = change(values[row])
+    index = table.column_names.index(column)
+    field = table.schema.field(index)
+    pq.write_table(table.set_column(index, field, pa.array(values, field.type)), path)
+
+
+def kept_row(path: Path) -> int:
+    return pq.read_table(path)["kept"].to_pylist().index(True)
+
+
+def test_a_run_of_the_real_trainer_passes_with_its_weights(run):
+    done = CliRunner().invoke(
+        app, ["inspect-buffer", str(run), "--verify", "--with-model", "--json"]
+    )
+    assert done.exit_code == 0, done.stdout
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert set(WITH_WEIGHTS) < set(checks)
+    assert checks["texts"]["checked"] == 12 * 24
+    assert checks["behaviour log-probs"]["checked"] > 20
+    assert checks["update outcomes"]["checked"] > 60
+    assert checks["loss"]["checked"] == 3  # of steps 1, 6 and 9
+
+
+def test_an_edited_text_is_named(run):
+    path = run / "rollouts" / "step_000004.parquet"
+    edit(path, "completion_text", 7, lambda text: text + "0")
+    assert failed(run, with_model=False) == {"texts"}
+
+
+def test_log_probs_that_the_weights_did_not_give_are_named(run):
+    path = run / "rollouts" / "step_000009.parquet"
+    edit(path, "behavior_logprobs", kept_row(path), lambda v: [v[0] - 0.01, *v[1:]])
+    assert "behaviour log-probs" in failed(run)
+    assert "behaviour log-probs" not in failed(run, with_model=False)
+
+
+def test_an_edited_outcome_is_named(run):
+    path = run / "draws" / "step_000009.parquet"
+    edit(path, "log_ratio_mean", 0, lambda value: value + 0.01)
+    assert failed(run, with_model=False) == set()
+    assert failed(run) == {"update outcomes"}
+
+
+def test_an_edited_loss_is_named(run):
+    path = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[5]["loss"] += 0.001
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert failed(run, with_model=False) == set()
+    assert failed(run) == {"loss"}
+
+
+def test_weights_of_another_step_are_named(run):
+    folder = run / "checkpoints"
+    shutil.copy(
+        folder / "step_000005/model/model.safetensors",
+        folder / "step_000008/model/model.safetensors",
+    )
+    assert failed(run) == set(WITH_WEIGHTS)
+
+
+def test_weights_are_asked_for_with_verify_only(run):
+    done = CliRunner().invoke(app, ["inspect-buffer", str(run), "--with-model"])
+    assert done.exit_code == 2 and "--verify" in done.stderr

@@ -1,0 +1,115 @@
+import math
+
+import numpy as np
+import pytest
+
+from grpo_replay.errors import NonFiniteError
+from grpo_replay.replay.advantages import group_advantages
+
+GROUP_SIZES = (2, 3, 4, 5, 8, 16)
+CASES = [(G, k) for G in GROUP_SIZES for k in range(1, G)]
+
+
+def test_every_k_is_covered():
+    assert len(CASES) == sum(G - 1 for G in GROUP_SIZES) == 32
+
+
+@pytest.mark.parametrize(("G", "k"), CASES)
+def test_closed_forms_hold_up_to_epsilon(G, k):
+    group = group_advantages([1.0] * k + [-1.0] * (G - k), epsilon=1e-6)
+    sigma = 2 * math.sqrt(k * (G - k)) / G
+    shrink = sigma / (sigma + 1e-6)  # what ε_σ costs
+    expected = [math.sqrt((G - k) / k) * shrink] * k + [-math.sqrt(k / (G - k)) * shrink] * (G - k)
+    np.testing.assert_array_equal(group.advantages_G, np.array(expected, dtype=np.float32))
+    assert group.std == pytest.approx(sigma, rel=1e-7)
+    assert group.mean == pytest.approx((2 * k - G) / G, abs=1e-7)
+
+
+@pytest.mark.parametrize(("G", "k"), CASES)
+def test_without_epsilon_the_unit_of_the_reward_does_not_matter(G, k):
+    plus_minus = group_advantages([1.0] * k + [-1.0] * (G - k), epsilon=0.0)
+    zero_one = group_advantages([1.0] * k + [0.0] * (G - k), epsilon=0.0)
+    np.testing.assert_allclose(plus_minus.advantages_G, zero_one.advantages_G, rtol=1e-6)
+
+
+def test_sample_std_shrinks_by_the_known_factor():
+    # The issue of ddof: ×√((G-1)/G) = 0.9354 at G = 8.
+    rewards = [1, -1, -1, -1, -1, -1, -1, -1]
+    population = group_advantages(rewards, "population", 0.0).advantages_G
+    sample = group_advantages(rewards, "sample", 0.0).advantages_G
+    np.testing.assert_allclose(sample / population, math.sqrt(7 / 8), rtol=1e-6)
+    assert population[0] == pytest.approx(math.sqrt(7))
+    assert population[1] == pytest.approx(-math.sqrt(1 / 7))
+
+
+def test_worked_by_hand_with_partial_rewards():
+    # Mean 2, deviations -2 -1 0 3, variance (4 + 1 + 0 + 9) / 4 = 3.5.
+    group = group_advantages([0.0, 1.0, 2.0, 5.0], epsilon=0.0)
+    assert group.mean == 2.0
+    assert group.std == pytest.approx(math.sqrt(3.5), rel=1e-7)
+    np.testing.assert_allclose(
+        group.advantages_G, np.array([-2, -1, 0, 3]) / math.sqrt(3.5), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("reward", [1.0, -1.0, 0.0, 0.1, 1e-30, 3e38])
+def test_equal_rewards_carry_no_signal(reward):
+    group = group_advantages([reward] * 8)
+    assert group.advantages_G is None
+    assert group.std == 0.0
+    assert group.mean == float(np.float32(reward))
+
+
+def test_signal_is_decided_by_equality_and_not_by_the_size_of_the_difference():
+    barely = float(np.nextafter(np.float32(0.5), np.float32(1)))
+    group = group_advantages([0.5, 0.5, 0.5, barely], epsilon=0.0)
+    assert group.advantages_G is not None
+    assert group.advantages_G[3] == pytest.approx(math.sqrt(3), rel=1e-6)
+
+
+def test_every_number_is_exact_in_float32():
+    group = group_advantages([0.1, 0.7, 0.3, 0.2, 0.9])
+    assert group.advantages_G.dtype == np.float32
+    assert group.mean == float(np.float32(group.mean))
+    assert group.std == float(np.float32(group.std))
+
+
+def test_permuting_a_group_permutes_its_advantages_to_the_bit():
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        rewards = rng.normal(size=7)
+        order = rng.permutation(7)
+        direct = group_advantages(rewards).advantages_G
+        permuted = group_advantages(rewards[order]).advantages_G
+        np.testing.assert_array_equal(direct[order], permuted)
+
+
+def test_advantages_sum_to_zero_and_have_unit_variance():
+    advantages = group_advantages([0.2, 0.9, 0.4, 0.4, 0.1, 0.8], epsilon=0.0).advantages_G
+    assert abs(advantages.astype(np.float64).sum()) < 1e-6
+    assert np.mean(advantages.astype(np.float64) ** 2) == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_stops_the_run(bad):
+    with pytest.raises(NonFiniteError, match=r"finite.*reward\.function"):
+        group_advantages([1.0, bad, -1.0])
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 4)])
+def test_rewards_of_the_wrong_shape_are_refused(shape):
+    with pytest.raises(ValueError, match="shape"):
+        group_advantages(np.ones(shape))
+
+
+def test_an_unknown_std_is_refused():
+    with pytest.raises(ValueError, match="population"):
+        group_advantages([1, -1], std="biased")
+
+
+def test_without_division_the_advantage_is_the_reward_minus_the_mean():
+    """Dr. GRPO by hand: rewards 1 1 1 -1 have mean 0.5; σ_g is still reported, for priorities."""
+    group = group_advantages([1.0, 1.0, 1.0, -1.0], divide_by_std=False)
+    assert group.advantages_G.tolist() == [0.5, 0.5, 0.5, -1.5]
+    assert group.std == pytest.approx(math.sqrt(0.75), rel=1e-7)
+    assert group_advantages([1.0, 1.0], divide_by_std=False).advantages_G is None

@@ -1,0 +1,332 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from buffer_makers import ids, make_group, make_rollout, replay_settings
+
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.columns import ColumnQueue
+from grpo_replay.replay.replay_buffer import NEVER_USED
+
+
+def stored_ids(buffer):
+    assert buffer.check_valid() == (True, "")
+    assert ids(buffer.rollouts()) == buffer.column("rollout_id").tolist()
+    return buffer.column("rollout_id").tolist()
+
+
+def filled(settings, births, group_size=2):
+    """One rollout a step: id = birth step."""
+    buffer = ReplayBuffer(settings, group_size)
+    for step in births:
+        buffer.insert([make_rollout(step, birth_step=step)], step)
+    return buffer
+
+
+def test_age_is_bounded_by_step_minus_birth_whether_or_not_the_buffer_is_full():
+    buffer = filled(replay_settings(max_age_steps=3), births=range(1, 7))
+    assert buffer.evict(step=7) == 3  # ages 6 5 4 are too old; 3 2 1 stay
+    assert stored_ids(buffer) == [4, 5, 6]
+    assert buffer.evict(step=7) == 0
+    assert buffer.evict(step=8) == 1
+
+
+def test_evict_ahead_removes_rollouts_too_old_for_the_next_step():
+    buffer = filled(replay_settings(max_age_steps=3), births=range(1, 7))
+    assert buffer.evict_ahead(step=6) == 3
+    assert stored_ids(buffer) == [4, 5, 6]  # at rest: max_age_steps births
+    assert buffer.evict(step=7) == 0  # so the guard has nothing to do
+    assert buffer.stats(6).evicted == 0  # step 7 has been counted since
+    assert buffer.stats(7).evicted == 0
+
+
+def test_no_age_limit():
+    buffer = filled(replay_settings(max_age_steps=None), births=range(1, 7))
+    assert buffer.evict(10_000) == 0
+    assert len(buffer) == 6
+
+
+def test_births_out_of_order_are_evicted_by_their_own_age():
+    buffer = ReplayBuffer(replay_settings(max_age_steps=3), 2)
+    for i, birth in enumerate([4, 2, 5, 1, 3]):
+        buffer.insert([make_rollout(i, birth_step=birth)], step=5)
+    assert buffer.evict(step=6) == 2  # births 2 and 1
+    assert stored_ids(buffer) == [0, 2, 4]
+
+
+def test_capacity_is_first_in_first_out_and_counted():
+    buffer = ReplayBuffer(replay_settings(capacity_rollouts=5), 2)
+    assert buffer.insert([make_rollout(i) for i in range(4)], step=1) == 0
+    assert buffer.insert([make_rollout(i, birth_step=2) for i in range(4, 8)], step=2) == 3
+    assert stored_ids(buffer) == [3, 4, 5, 6, 7]
+    assert buffer.stats(2).evicted == 3
+    assert buffer.stats(2).evicted_by_capacity == 3
+    assert buffer.insert([make_rollout(8, birth_step=3)], step=3) == 1
+    assert buffer.stats(3).evicted == 1
+    assert buffer.stats(3).evicted_by_capacity == 4
+
+
+def test_with_rollouts_as_units_capacity_may_split_a_group():
+    buffer = ReplayBuffer(replay_settings(capacity_rollouts=3), 2)
+    buffer.insert([make_rollout(i, group_id=i // 2) for i in range(4)], step=1)
+    assert stored_ids(buffer) == [1, 2, 3]
+
+
+def test_with_queries_as_units_capacity_evicts_whole_oldest_groups():
+    settings = replay_settings(unit="query", priority="uniform", capacity_rollouts=5)
+    buffer = ReplayBuffer(settings, 2)
+    groups = [0, 0, 1, 1, 1, 2, 2]
+    buffer.insert([make_rollout(i, group_id=g) for i, g in enumerate(groups)], step=1)
+    assert stored_ids(buffer) == [2, 3, 4, 5, 6]  # exactly full: 2 removed
+    buffer.insert([make_rollout(7, group_id=3, birth_step=2)], step=2)
+    assert stored_ids(buffer) == [5, 6, 7]  # one too many removes three
+    assert buffer.stats(2).evicted_by_capacity == 5
+
+
+def test_a_query_larger_than_the_capacity_does_not_fit():
+    settings = replay_settings(unit="query", priority="uniform", capacity_rollouts=3)
+    buffer = ReplayBuffer(settings, 2)
+    assert buffer.insert([make_rollout(i, group_id=0) for i in range(4)], step=1) == 4
+    assert len(buffer) == 0
+
+
+def test_positive_bias_buffer_worked_by_hand():
+    # N = 5, δ = 0.4: the freshest 3, and the freshest 2 correct ones outside them.
+    settings = replay_settings(
+        capacity_rollouts=5, positive_fraction=0.4, max_age_steps=None, priority="uniform"
+    )
+    buffer = ReplayBuffer(settings, 2)
+    history = []
+    expected = [
+        [0],
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],  # 0 is correct and leaves the window of the freshest 3
+        [0, 2, 3, 4],  # 1 is wrong
+        [0, 2, 3, 4, 5],
+        [2, 3, 4, 5, 6],  # 0, 2 and 3 are correct and outside: the freshest two stay
+        [2, 3, 5, 6, 7],  # 4 is wrong
+    ]
+    for i, correct in enumerate([True, False, True, True, False, True, False, True]):
+        buffer.insert(
+            [make_rollout(i, birth_step=i + 1, advantage=1.0 if correct else -1.0)], step=i + 1
+        )
+        history.append(stored_ids(buffer))
+    assert history == expected
+
+
+def test_positive_bias_is_the_same_whether_rollouts_come_one_by_one_or_together():
+    settings = replay_settings(
+        capacity_rollouts=20, positive_fraction=0.2, max_age_steps=None, priority="uniform"
+    )
+    signs = np.random.default_rng(5).choice([-1.0, 1.0], 100)
+    rollouts = [make_rollout(i, advantage=float(sign)) for i, sign in enumerate(signs)]
+    together, single = ReplayBuffer(settings, 2), ReplayBuffer(settings, 2)
+    together.insert(rollouts, 1)
+    for rollout in rollouts:
+        single.insert([rollout], 1)
+    outside = [i for i in range(84) if signs[i] > 0][-4:]
+    assert stored_ids(together) == stored_ids(single) == outside + list(range(84, 100))
+
+
+def test_statistics_by_hand():
+    settings = replay_settings(priority_epsilon=0.5)
+    buffer = ReplayBuffer(settings, 2)
+    buffer.insert([make_rollout(0, birth_step=1, advantage=-2.0)], step=1)
+    buffer.insert([make_rollout(1, birth_step=4, advantage=1.0)], step=4)
+    buffer.draw(2, 5, np.random.default_rng(0))
+    buffer.draw(2, 6, np.random.default_rng(0))
+    stats = buffer.stats(6)
+    assert (stats.rollouts, stats.age_mean, stats.age_max) == (2, 3.5, 5)
+    assert stats.priority_mean == 2.0
+    assert stats.times_used_mean == 2.0
+    assert buffer.column("last_used_step").tolist() == [6, 6]
+
+
+def test_statistics_of_an_empty_buffer_are_undefined():
+    stats = ReplayBuffer(replay_settings(), 2).stats(3)
+    assert dataclasses.astuple(stats) == (0, None, None, 0, None, None, 0)
+
+
+def test_a_draw_removes_nothing_and_records_each_use():
+    buffer = filled(replay_settings(with_replacement=True), births=[1, 2, 3])
+    assert buffer.column("last_used_step").tolist() == [NEVER_USED] * 3
+    draw = buffer.draw(3, 4, np.random.default_rng(3))
+    assert len(buffer) == 3
+    counts = [ids(draw.rollouts).count(i) for i in (1, 2, 3)]
+    assert sum(counts) == 3
+    assert buffer.column("times_used").tolist() == counts
+    assert draw.ages.tolist() == [4 - i for i in ids(draw.rollouts)]
+
+
+def test_a_draw_of_more_than_the_buffer_holds_returns_everything():
+    buffer = filled(replay_settings(with_replacement=False), births=[1, 2, 3])
+    assert sorted(ids(buffer.draw(10, 4, np.random.default_rng(0)).rollouts)) == [1, 2, 3]
+
+
+def test_with_replacement_a_draw_may_be_larger_than_the_buffer():
+    buffer = filled(replay_settings(with_replacement=True), births=[1, 2, 3])
+    draw = buffer.draw(10, 4, np.random.default_rng(0))
+    assert len(draw.rollouts) == 10 and set(ids(draw.rollouts)) == {1, 2, 3}
+    assert sum(buffer.column("times_used").tolist()) == 10
+
+
+def test_an_empty_buffer_draws_nothing_and_uses_no_randomness():
+    rng = np.random.default_rng(0)
+    before = rng.bit_generator.state
+    draw = ReplayBuffer(replay_settings(), 2).draw(10, 4, rng)
+    assert draw.rollouts == ()
+    assert draw.probabilities.shape == draw.ages.shape == (0,)
+    assert rng.bit_generator.state == before
+
+
+def test_one_seed_gives_one_sequence_of_draws():
+    first, second = (filled(replay_settings(), births=range(1, 40)) for _ in range(2))
+    one, other = np.random.default_rng(8), np.random.default_rng(8)
+    for step in range(40, 50):
+        drawn = ids(first.draw(5, step, one).rollouts)
+        assert drawn == ids(second.draw(5, step, other).rollouts)
+        assert len(set(drawn)) == 5
+
+
+def test_stored_arrays_are_read_only():
+    rollout = make_rollout(0)
+    buffer = ReplayBuffer(replay_settings(), 2)
+    buffer.insert([rollout], 1)
+    with pytest.raises(ValueError, match="read-only"):
+        buffer.rollouts()[0].behavior_logprobs[0] = 0.0
+    with pytest.raises(ValueError, match="read-only"):
+        rollout.behavior_logprobs[:] = 0.0
+    with pytest.raises(ValueError, match="read-only"):
+        buffer.column("priority")[0] = 5.0
+
+
+def test_texts_are_not_stored():
+    buffer = ReplayBuffer(replay_settings(), 2)
+    buffer.insert([make_rollout(0)], 1)
+    assert buffer.rollouts()[0].completion_text == ""
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "message"),
+    [
+        ([make_rollout(1, kept=False)], "only survivors"),
+        ([make_rollout(1, advantage=None)], "only survivors"),
+        ([dataclasses.replace(make_rollout(1), behavior_logprobs=None)], "only survivors"),
+        ([dataclasses.replace(make_rollout(1), behavior_logprobs=np.zeros(2))], "behaviour"),
+        ([make_rollout(1, birth_step=3)], "born at step 3, inserted at step 2"),
+        ([make_rollout(1), make_rollout(1)], "stored twice"),
+        ([make_rollout(0)], "stored twice"),
+    ],
+)
+def test_invalid_rollouts_are_refused_and_the_buffer_is_unchanged(rollouts, message):
+    buffer = ReplayBuffer(replay_settings(), 2)
+    buffer.insert([make_rollout(0)], 1)
+    with pytest.raises(ValueError, match=message):
+        buffer.insert(rollouts, step=2)
+    assert stored_ids(buffer) == [0]
+
+
+def test_with_queries_as_units_groups_must_be_whole_and_adjacent():
+    buffer = ReplayBuffer(replay_settings(unit="query", priority="uniform"), 2)
+    split = [make_rollout(0, group_id=4), make_rollout(1, group_id=5), make_rollout(2, group_id=4)]
+    with pytest.raises(ValueError, match="group 4 are not adjacent"):
+        buffer.insert(split, 1)
+    buffer.insert(split[:2], 1)
+    with pytest.raises(ValueError, match="already stored"):
+        buffer.insert(split[2:], 1)
+
+
+def busy_buffer(settings):
+    buffer = ReplayBuffer(settings, 4)
+    rng = np.random.default_rng(2)
+    for step in range(1, 9):
+        buffer.evict(step)
+        rewards = rng.choice([-1.0, 1.0, 0.25], (3, 4))
+        rewards[:, 0], rewards[:, 1] = -1, 1
+        groups = [make_group(12 * step + 4 * g, 3 * step + g, step, rewards[g]) for g in range(3)]
+        buffer.insert([rollout for group in groups for rollout in group], step)
+        buffer.draw(5, step, rng)
+    return buffer
+
+
+def assert_same_state(state, other):
+    assert state.keys() == other.keys()
+    assert ids(state["rollouts"]) == ids(other["rollouts"])
+    for name in state.keys() - {"rollouts"}:
+        np.testing.assert_array_equal(state[name], other[name])
+
+
+def test_a_restored_buffer_behaves_like_the_original():
+    settings = replay_settings(max_age_steps=4, capacity_rollouts=30)
+    original, restored = busy_buffer(settings), ReplayBuffer(settings, 4)
+    restored.set_state(original.get_state())
+    assert_same_state(original.get_state(), restored.get_state())
+    one, other = np.random.default_rng(1), np.random.default_rng(1)
+    for step in range(9, 13):
+        assert original.evict(step) == restored.evict(step)
+        drawn = original.draw(6, step, one), restored.draw(6, step, other)
+        assert ids(drawn[0].rollouts) == ids(drawn[1].rollouts)
+        assert drawn[0].probabilities.tobytes() == drawn[1].probabilities.tobytes()
+        assert original.stats(step) == restored.stats(step)
+    assert_same_state(original.get_state(), restored.get_state())
+
+
+def test_a_state_is_a_copy():
+    buffer = busy_buffer(replay_settings())
+    state = buffer.get_state()
+    before = state["times_used"].copy()
+    buffer.draw(20, 9, np.random.default_rng(0))
+    np.testing.assert_array_equal(state["times_used"], before)
+
+
+def test_a_state_with_other_priorities_is_refused_and_the_buffer_is_unchanged():
+    buffer = busy_buffer(replay_settings())
+    state = buffer.get_state()
+    state["priority"][3] *= 1.0 + 1e-12
+    before = buffer.get_state()
+    with pytest.raises(ValueError, match="saved priorities"):
+        buffer.set_state(state)
+    assert_same_state(before, buffer.get_state())
+
+
+def test_resuming_under_another_priority_or_a_smaller_capacity():
+    state = busy_buffer(replay_settings()).get_state()
+    other = ReplayBuffer(replay_settings(priority="uniform", capacity_rollouts=10), 4)
+    other.set_state(state)
+    assert other.column("priority").tolist() == [1.0] * 10
+    assert stored_ids(other) == ids(state["rollouts"])[-10:]
+    assert other.stats(9).evicted_by_capacity == len(state["rollouts"]) - 10
+
+
+def test_check_valid_names_the_violated_invariant():
+    buffer = filled(replay_settings(), births=[1, 2, 3])
+    buffer._columns["times_used"][1] = 4
+    assert buffer.check_valid() == (False, "times_used and last_used_step disagree")
+    buffer._columns["last_used_step"][1] = 1
+    assert buffer.check_valid() == (False, "a rollout was used before its birth")
+    buffer._columns["last_used_step"][1] = 2
+    buffer._columns["rollout_id"][0] = 3
+    assert buffer.check_valid() == (False, "a rollout is stored twice")
+
+
+def test_a_million_rows_pass_through_in_bounded_memory():
+    queue = ColumnQueue({"x": np.int64})
+    for start in range(0, 1_000_000, 1000):
+        queue.append({"x": np.arange(start, start + 1000)})
+        if len(queue) > 30_000:
+            queue.drop_oldest(len(queue) - 30_000)
+        assert len(queue._arrays["x"]) <= 2 * 31_000
+    np.testing.assert_array_equal(queue["x"], np.arange(970_000, 1_000_000))
+
+
+def test_removed_payloads_are_released():
+    buffer = filled(replay_settings(max_age_steps=2), births=range(1, 6))
+    buffer.evict(6)
+    held = [slot for slot in buffer._columns._arrays["rollout"] if slot is not None]
+    assert ids(held) == [4, 5]
+    biased = ReplayBuffer(replay_settings(capacity_rollouts=4, positive_fraction=0.5), 2)
+    for i in range(8):
+        biased.insert([make_rollout(i, advantage=(-1.0) ** i)], 1)
+    held = [slot for slot in biased._columns._arrays["rollout"] if slot is not None]
+    assert ids(held) == stored_ids(biased) == [2, 4, 6, 7]

@@ -1,0 +1,95 @@
+"""Rollouts from completions and verdicts: length penalties, masks and correct counts by hand."""
+
+import numpy as np
+import pytest
+
+from grpo_replay.errors import RecipeError
+from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.replay.rollouts import assemble_rollouts
+from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict
+
+LONGEST = 20
+
+
+def recipe_of(**reward) -> Recipe:
+    return resolve_recipe(
+        [
+            {
+                "sampling": {"group_size": 4, "max_completion_length": LONGEST},
+                "batch": {"max_tokens_per_microbatch": 2000},
+                "reward": reward,
+            }
+        ]
+    )
+
+
+def rollouts_of(recipe: Recipe, verdicts: list[Verdict], lengths: list[int]) -> list[Rollout]:
+    prompt = Prompt("p", "1+1", np.array([5], np.int32), "2", {})
+    keys = [RequestKey(1, 0, index) for index in range(4)]
+    completions = {
+        key: Completion(
+            key, np.full(length, 7, np.int32), np.zeros(length, np.float32),
+            "length" if length == LONGEST else "stop", 0, 0,
+        )
+        for key, length in zip(keys, lengths, strict=True)
+    }  # fmt: skip
+    texts = dict.fromkeys(keys, "")
+    graded = dict(zip(keys, verdicts, strict=True))
+    return assemble_rollouts({0: prompt}, completions, texts, graded, 1, recipe, 0, 0)
+
+
+RIGHT, WRONG = Verdict(1.0, "correct", (1.0,)), Verdict(-1.0, "incorrect", (-1.0,))
+
+
+def test_one_function_alone_is_stored_as_the_reward():
+    rollouts = rollouts_of(recipe_of(), [RIGHT, WRONG, WRONG, WRONG], [3, 4, 5, 6])
+    assert [rollout.reward for rollout in rollouts] == [1, -1, -1, -1]
+    assert [rollout.reward_scores for rollout in rollouts] == [()] * 4
+    assert {rollout.group_correct for rollout in rollouts} == {1}
+
+
+def test_the_length_penalty_is_added_and_does_not_change_what_is_correct():
+    """L_max 20, L_cache 8, weight 2: lengths 12, 14, 16, 20 cost 0, 0.5, 1, 2."""
+    recipe = recipe_of(overlong_buffer_tokens=8, overlong_weight=2.0)
+    rollouts = rollouts_of(recipe, [RIGHT, RIGHT, RIGHT, WRONG], [12, 14, 16, 20])
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.5, 0.0, -3.0]
+    assert [r.reward_scores for r in rollouts] == [(1, 0), (1, -0.25), (1, -0.5), (-1, -1)]
+    assert {rollout.group_correct for rollout in rollouts} == {3}
+    mean = (1.0 + 0.5 + 0.0 - 3.0) / 4
+    assert rollouts[0].group_reward_mean == mean == -0.375
+    sigma = np.sqrt(((np.array([1, 0.5, 0, -3]) - mean) ** 2).mean())
+    assert rollouts[3].advantage == pytest.approx((-3 - mean) / sigma, rel=1e-5)
+
+
+def test_equal_answers_of_different_lengths_are_a_signal_with_the_penalty():
+    recipe = recipe_of(overlong_buffer_tokens=8)
+    assert all(r.kept for r in rollouts_of(recipe, [WRONG] * 4, [12, 14, 16, 20]))
+    assert not any(r.kept for r in rollouts_of(recipe_of(), [WRONG] * 4, [12, 14, 16, 20]))
+
+
+def test_masked_rollouts_count_in_their_group_but_are_not_kept():
+    lengths, verdicts = [5, 6, LONGEST, LONGEST], [RIGHT, WRONG, WRONG, RIGHT]
+    masked = rollouts_of(recipe_of(mask_truncated=True), verdicts, lengths)
+    plain = rollouts_of(recipe_of(), verdicts, lengths)
+    assert [rollout.kept for rollout in masked] == [True, True, False, False]
+    assert [rollout.advantage for rollout in masked[2:]] == [None, None]
+    assert [rollout.advantage for rollout in masked[:2]] == pytest.approx([1, -1], abs=1e-5)
+    assert all(rollout.kept for rollout in plain)
+    assert {rollout.group_correct for rollout in masked} == {2}
+
+
+@pytest.mark.parametrize(
+    ("reward", "replay", "match"),
+    [
+        ({"overlong_buffer_tokens": 21}, {}, r"21 is more than sampling.max_completion_length 20"),
+        ({"mask_truncated": True}, {"preset": "uniform"}, "mask_truncated with replay.unit"),
+        (
+            {"function": "a:score", "other_functions": [{"function": "b.py:score"}]}, {},
+            "two scores are called 'score'",
+        ),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(reward, replay, match):
+    layers = {"sampling": {"max_completion_length": LONGEST}, "reward": reward, "replay": replay}
+    with pytest.raises(RecipeError, match=match):
+        resolve_recipe([layers])

@@ -1,0 +1,42 @@
+"""Truncated importance weights between sampler and trainer."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from buffer_makers import make_rollout
+
+from grpo_replay.recipe import LossSection
+from grpo_replay.replay.batch import train_rows
+from grpo_replay.replay.sampler_weights import sampler_weights
+
+
+def rollout_with(behavior: list[float], sampler: list[float]):
+    return replace(
+        make_rollout(0),
+        completion_token_ids=np.arange(len(behavior), dtype=np.int32),
+        behavior_logprobs=np.array(behavior, np.float32),
+        sampler_logprobs=np.array(sampler, np.float32),
+    )
+
+
+def test_weights_by_hand():
+    """The trainer finds a token e^0.1 times as likely as the sampler did, one 3 times, one 1/3."""
+    rollout = rollout_with([-1.0, -1.0, -2.0], [-1.1, -1.0 - math.log(3), -2.0 + math.log(3)])
+    found = sampler_weights(rollout, LossSection(sampler_ratio_cap=2.0))
+    assert found.dtype == np.float32
+    assert found.tolist() == pytest.approx([math.exp(0.1), 2.0, 1 / 3], rel=1e-6)
+
+
+def test_a_log_ratio_that_would_overflow_is_the_cap():
+    rollout = rollout_with([0.0], [-1e4])
+    assert sampler_weights(rollout, LossSection(sampler_ratio_cap=2.0)).tolist() == [2.0]
+
+
+def test_rows_have_weights_only_if_the_recipe_has_a_cap():
+    rollout = rollout_with([-1.0], [-1.5])
+    (plain,) = train_rows([rollout], None, LossSection(), 9)
+    (corrected,) = train_rows([rollout], None, LossSection(sampler_ratio_cap=9.0), 9)
+    assert len(plain.sampler_weights) == 0
+    assert corrected.sampler_weights.tolist() == pytest.approx([math.exp(0.5)], rel=1e-6)
