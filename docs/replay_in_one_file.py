@@ -1,15 +1,14 @@
 r"""GRPO with rollout replay in one file, to be read from top to bottom.
 
-    python docs/replay_in_one_file.py                   # paper A: |advantage| replay
-    python docs/replay_in_one_file.py --preset grpo     # no replay
-    python docs/replay_in_one_file.py --preset fifo     # paper B: FIFO replay
+    python docs/replay_in_one_file.py                   # paper A: |advantage| replay: 59.4 %, 44 s
+    python docs/replay_in_one_file.py --preset grpo     # no replay: 57.8 %, 32 s
+    python docs/replay_in_one_file.py --preset fifo     # paper B: FIFO replay: 43.1 %, 17 s
 
 Paper A is Yoo et al., arXiv 2606.04560; paper B is Arnal et al., arXiv 2604.08706. A model of
 160,000 parameters learns arithmetic on one CPU core: `47+38=` is to be completed by
 `15,8\boxed{85}`. The package gives only the base model, its tokenizer and the problems; all of
-the method is here. Held-out accuracy after training (base 36.1 %), and seconds on one core:
-
-    TABLE
+the method is here. The numbers are held-out accuracy after training (36.1 % before) and seconds of
+processor time, at seed 42; the package's runs end at 59.3, 57.8 and 43.1 %.
 
 Departures from textbook GRPO (arXiv 2402.03300):
   1. The denominator of the importance ratio is the policy at the rollout's birth. Its log-probs
@@ -26,7 +25,8 @@ Departures from the package (`grpo-replay train tiny`, `train fifo-tiny`), whose
 numbers these are: plain torch in one process instead of DeepSpeed; a box is compared as an integer
 instead of by math-verify; no files, checkpoints and checks, nor other compositions, units, losses.
 Draws, losses, gradients, advantages and evictions equal the package's, and so do whole runs until
-rounding first changes a sampled token (tests/docs/test_replay_in_one_file.py).
+rounding first changes a sampled token: all of fifo's, and 183 of the 240 steps of paper A's
+(tests/docs/test_replay_in_one_file.py).
 
 Suffixes are shapes: G completions of a group, N rollouts, R rows, P prompt tokens, T completion
 tokens, L tokens of a padded row, V words, C the completion tokens of all rows, end to end.

@@ -177,6 +177,10 @@ def test_the_box_comparison_gives_math_verifys_verdicts(trainer):
         verdicts.append(grader.grade(text, problem["answer"])[0] == "correct")
     assert [reward > 0 for reward in rewards] == verdicts
     assert 0.2 < np.mean(verdicts) < 0.6  # both kinds
+    for text in (r"\boxed{12}\boxed{85}", r"\boxed{85", r"\boxed{085}", r"\boxed{-85}", "12,5"):
+        for answer in ("85", "12"):
+            correct = SymbolicGrader(boxed=True).grade(text, answer)[0] == "correct"
+            assert (one.reward(text, answer) > 0) == correct, (text, answer)
 
 
 # --- draws and evictions --------------------------------------------------------------------------
@@ -387,6 +391,6 @@ def test_it_learns():
     torch.set_num_threads(1)
     trainer = one.Trainer(one.PRESETS["ours"])
     before = trainer.accuracy(samples=1)
-    for step in range(1, 61):
+    for step in range(1, 31):
         trainer.train_step(step)
-    assert trainer.accuracy(samples=1) > before + 0.05
+    assert trainer.accuracy(samples=1) > before + 0.03
