@@ -15,7 +15,7 @@ import yaml
 from grpo_replay.cli.plan_command import DEFAULT_GROWTH, DEFAULT_RHO
 from grpo_replay.lab.dry_run.assumptions import expected_of
 from grpo_replay.lab.planning.design import PlanInputs, make_plan
-from grpo_replay.lab.planning.theory import Growth, PowerGrowth, RatioGrowth
+from grpo_replay.lab.planning.theory import Growth, PowerGrowth, RatioGrowth, objective
 from grpo_replay.lab.planning.verdict import Verdict
 from grpo_replay.recipe import load_recipe
 
@@ -77,8 +77,8 @@ def tiny_long() -> str:
     return "\n".join(lines) + "\n"
 
 
-def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, Verdict]]]:
-    """(sweep, arm, μ, measured ratios, verdicts by growth) of every measured compute."""
+def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, tuple[Verdict, float]]]]:
+    """(sweep, arm, μ, measured ratios, `judged_recipe` by growth) of every measured compute."""
     found = []
     for sweep, part in results().items():
         for mu, arms in part.get("compute", {}).items():
@@ -95,8 +95,11 @@ def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, Verdict]
     return found
 
 
-def judged_recipe(name: str, overrides: tuple[str, ...], mu: float, growth: Growth) -> Verdict:
-    """The verdict that `plan` gives on a recipe with this μ and growth."""
+def judged_recipe(
+    name: str, overrides: tuple[str, ...], mu: float, growth: Growth
+) -> tuple[Verdict, float]:
+    """The verdict that `plan` gives on a recipe with this μ and growth; and its J(x, y)/J(1, 1), as
+    if both were drawn with replacement from uniform ages."""
     recipe = load_recipe(name, overrides)
     expected = expected_of(recipe)
     inputs = PlanInputs(
@@ -104,19 +107,23 @@ def judged_recipe(name: str, overrides: tuple[str, ...], mu: float, growth: Grow
         rollouts_per_step=recipe.rollouts_per_step, completion_tokens=expected.completion_tokens,
         prompt_tokens=expected.prompt_tokens, composition=recipe.replay.composition, sources={},
     )  # fmt: skip
-    verdict = make_plan(inputs, recipe.replay).current_verdict
-    assert verdict is not None
-    return verdict
+    plan = make_plan(inputs, recipe.replay)
+    assert plan.current is not None and plan.current_verdict is not None
+    terms = inputs.effective_mu, inputs.rho, growth
+    drawn_alike = objective(plan.current.x, plan.current.y, *terms) / objective(1.0, 1.0, *terms)
+    return plan.current_verdict, drawn_alike
 
 
 def verdicts() -> str:
     lines = [
-        "| sweep | arm | μ | measured | by the theory, a = 0.2 | with the growth of a run |",
-        "|---|---|---|---|---|---|",
+        "| sweep | arm | μ | measured | J(x, y)/J(1, 1), a = 0.2 | by the theory, a = 0.2 | "
+        "with the growth of a run |",
+        "|---|---|---|---|---|---|---|",
     ]
     for sweep, arm, mu, ratios, judged in cases():
         cells = [f"{each.ratio:.2f} ({each.low:.2f} to {each.high:.2f}): {each.answer}"
-                 for each in judged.values()]  # fmt: skip
+                 for each, _ in judged.values()]  # fmt: skip
+        cells.insert(0, f"{judged['assumed'][1]:.2f}")
         measured = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         lines.append(f"| `{sweep}` | {arm} | {mu} | {measured} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
