@@ -21,6 +21,7 @@ from grpo_replay.engine.engine_state import (
     load_same_layout,
     param_groups,
     save_state,
+    undo_first_step,
 )
 from grpo_replay.engine.full_tensors import full_adapters, full_tensors
 from grpo_replay.engine.learning_rate import learning_rate
@@ -85,6 +86,7 @@ class DeepSpeedEngine:
             model_parameters=[p for p in module.parameters() if p.requires_grad],
             config=deepspeed_config(recipe, self._stage),
         )
+        undo_first_step(self._engine.optimizer)
         self._gather_needs_forward = self._stage == 3
         self._packing = recipe.packs(device.type == "cuda") and self._can_pack()
         self._step = self._updates_of_step = 0
