@@ -178,7 +178,8 @@ class DeepSpeedEngine:
             return None
         tokens = sum(row.length_tokens for row in rows or ())
         padding_share = 1 - tokens / positions if positions else 0.0
-        return update_result(table, grad_norm, len(microbatches), padding_share)
+        rate = param_groups(self._engine)[0]["lr"]
+        return update_result(table, grad_norm, len(microbatches), padding_share, rate)
 
     def _dropout(self) -> AbstractContextManager[None]:
         """Within, LoRA's dropout is active. Its masks are a function of seed, step, update and

@@ -10,7 +10,6 @@ import numpy as np
 from grpo_replay.collection.assembly import TakenRollouts, mean_lengths
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.messages import Report
-from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import BufferStats, ReplayBuffer
 from grpo_replay.storage.checkpoint import RunState
@@ -157,7 +156,6 @@ def async_step_metrics(
             **_asynchrony(record, seconds, step),
             **step.ledger,
             "num_tokens": state.processed_tokens,
-            "learning_rate": learning_rate(recipe, record.step),
         }
     )
 

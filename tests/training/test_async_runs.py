@@ -6,8 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from core_engine import rates_of_updates
 from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import (
     BUFFER_ONLY,
@@ -144,10 +146,14 @@ def test_the_journal_alone_gives_the_same_weights_bit_for_bit(run, tmp_path):
 
 def test_the_learning_rate_follows_its_schedule(anchored, tmp_path):
     """While the rate rises, the same groups move the weights less."""
-    again = replay_run(anchored, tmp_path / "again", {"optimizer": {"warmup_steps": 5}})
+    with rates_of_updates() as measured:
+        again = replay_run(anchored, tmp_path / "again", {"optimizer": {"warmup_steps": 5}})
     peak = anchored.recipe.optimizer.learning_rate
-    rates = [line["learning_rate"] / peak for line in again.metrics]
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    expected = [0.2 * peak, 0.4 * peak, 0.6 * peak, 0.8 * peak, peak, peak]
+    assert [line["learning_rate"] for line in again.metrics] == pytest.approx(expected)
+    updates = [line["updates"] for line in again.metrics]
+    assert min(updates) > 0
+    assert measured == pytest.approx(np.repeat(expected, updates).tolist(), rel=1e-3)
     base = load_policy(anchored.recipe.model, 0).state_dict()
     assert 0.3 < moved(again, base) / moved(anchored, base) < 0.9
 
