@@ -5,12 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_replay.distributed.comm import Comm
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.advantages import group_advantages
 from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.rewards.overlong import overlong_score
-from grpo_replay.storage.rollout_log import bytes_to_rollouts, rollouts_to_bytes
 from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Rollout, Verdict
 
 
@@ -143,17 +141,6 @@ def _rollout(
         kept=advantage is not None,
         reward_scores=tuple(float(np.float32(score)) for score in scores),
     )
-
-
-def gather_rollouts(comm: Comm, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """All ranks' rollouts, ordered by rollout id, on rank 0; empty on other ranks. Collective."""
-    if comm.world_size == 1:
-        return list(rollouts)
-    gathered = comm.gather(rollouts_to_bytes(rollouts))
-    if gathered is None:
-        return []
-    everything = [rollout for payload in gathered for rollout in bytes_to_rollouts(payload)]
-    return sorted(everything, key=lambda rollout: rollout.rollout_id)
 
 
 def with_behavior_logprobs(

@@ -22,6 +22,7 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.batch import logprob_row, mini_batch_indices, train_rows
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.gather import Graded, gather_graded, share_of_rank
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests, with_behavior_logprobs
 from grpo_replay.replay.seeding import stream
 from grpo_replay.rewards.scorer import RewardScorer
@@ -36,7 +37,6 @@ from grpo_replay.training.step_record import (
     step_metrics,
     write_step_files,
 )
-from grpo_replay.training.trainer import gather_rollouts
 from grpo_replay.training.weight_sync import (
     LogprobGap,
     PushedWeights,
@@ -149,29 +149,34 @@ class Trainer:
         """The rollouts of the step's prompts `first` … `first + count - 1`, on rank 0. The sampler
         sleeps after the last ones."""
         comm = self.comm
-        prompts = self.parts.prompts.take(self.state.prompt_cursor + first, count)
-        numbered = enumerate(prompts, start=first)
-        mine = {i: p for i, p in numbered if i % comm.world_size == comm.rank}
+        taken = self.parts.prompts.take(self.state.prompt_cursor + first, count)
+        prompts = dict(enumerate(taken, start=first))
         completions, texts = {}, {}
         with self._stage("generation"):
-            requests = group_requests(mine, step, self.recipe)
+            everything = group_requests(prompts, step, self.recipe)
+            requests = share_of_rank(everything, comm.rank, comm.world_size)
             finished = self.parts.sampler.generate(requests)
             for completion in comm.position.each("completion", finished, len(requests)):
                 key = completion.key
-                prompt = mine[key.prompt_index]
+                prompt = prompts[key.prompt_index]
                 text = self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 completions[key], texts[key] = completion, text
                 self.parts.scorer.submit(key, text, prompt.answer, prompt.row)
             if is_last:
                 self._sleep()
         with self._stage("reward"):
-            graded = self.parts.scorer.results()
-            verdicts = {key: graded[key] for key in completions}
-            rollouts = assemble_rollouts(
-                mine, completions, texts, verdicts, step, self.recipe,
-                self.state.next_rollout_id, self.state.next_group_id,
+            verdicts = self.parts.scorer.results()
+            mine = {k: Graded(each, texts[k], verdicts[k]) for k, each in completions.items()}
+            graded = gather_graded(comm, mine)
+            if not comm.is_main:
+                return []
+            return assemble_rollouts(
+                prompts,
+                {key: each.completion for key, each in graded.items()},
+                {key: each.text for key, each in graded.items()},
+                {key: each.verdict for key, each in graded.items()},
+                step, self.recipe, self.state.next_rollout_id, self.state.next_group_id,
             )  # fmt: skip
-            return gather_rollouts(comm, rollouts)
 
     def _sleep(self) -> None:
         # A step that ends with a push brings the sampler its weights, also if nothing trained.
