@@ -101,7 +101,7 @@ SHARED_PROMPT: dict[str, Any] = {
     "run": {"steps": 6},
     "engine": TIMEOUT,
     "sampling": {"prompts_per_step": 1, "group_size": 5},
-    "replay": {"drop_zero_variance": False},
+    "replay": {"drop_zero_variance": False, "ratio": 1.0},
 }
 """One prompt a step, whose completions do not divide evenly by two."""
 STAGES = {"all states": (0, 1, 2, 3), "LoRA states": (0, 2, 3)}  # by part
@@ -258,7 +258,7 @@ def other_runs(output: Path) -> None:
 
 
 def shared_prompt(processes, output: Path) -> None:
-    """A run that writes the numbers of completions that this rank sampled to <rank> samples.json."""
+    """A run; <rank> samples.json gets how many completions this rank sampled in each step."""
     counts: list[int] = []
     generate = HfSampler.generate
 

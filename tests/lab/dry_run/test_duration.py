@@ -46,6 +46,18 @@ def test_hours_by_hand():
     assert (found["hours"], found["gpu_hours"]) == (2.27, 9.09)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "processes", "each"), [(1, 8, 2), (1, 4, 4), (1, 3, 6), (5, 3, 27), (1, 32, 1)]
+)
+def test_a_step_lasts_as_long_as_the_rank_that_samples_most(prompts, processes, each):
+    """Groups of 16 completions of 1,000 tokens, dealt to ranks of 500 tokens/s: 2 s each, on the
+    busiest rank. One prompt on 8 ranks takes 4 s, on 3 ranks 12 s (16 = 5 + 5 + 6)."""
+    recipe = load_recipe("fifo-qwen2.5-7b", [f"sampling.prompts_per_step={prompts}"])
+    hardware = Hardware("cuda", processes, 80 * GIB, True)
+    found = time_of(recipe, hardware, Speed(500, 5000, "stated"), completion_tokens=1000)
+    assert found["generation_seconds_per_step"] == 2 * each
+
+
 SERVERS = ["sampling.backend=vllm_server", "loss.behavior_logprobs=sampler"]
 
 
