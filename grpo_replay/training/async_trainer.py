@@ -88,7 +88,7 @@ class AsyncTrainer(Trainer):
         super().__init__(parts, state)
         self.intake = intake
         self._replaying = True
-        self._times = SamplerTimes(parts.comm.world_size)
+        self._times = SamplerTimes(parts.recipe, parts.comm.world_size)
         self._undrawn = UndrawnEvictions()
         self._waited_seconds = 0.0
 

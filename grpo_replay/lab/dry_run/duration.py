@@ -131,7 +131,7 @@ def _busiest(recipe: Recipe, generated: float, processes: int) -> float:
     share = generated / (servers or processes)
     if recipe.run.mode == "sync":
         share = math.ceil(share)
-    return share * servers / server_gpus(recipe) if servers else share
+    return share / recipe.sampling.gpus_per_server if servers else share
 
 
 def _significant(value: float) -> float:
