@@ -7,7 +7,7 @@ import numpy as np
 
 from grpo_replay.collection.arrivals import Arrived, Selection
 from grpo_replay.collection.ledger import Amount, Ledger
-from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Group, Row, unpack
+from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Row, unpack
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.rollouts import assemble_rollouts
 from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict
@@ -44,14 +44,10 @@ def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> Taken
     return TakenRollouts(tuple(generated), fresh, sum(map(straddles, generated)))
 
 
-def rollouts_to_insert(group: Group, recipe: Recipe) -> int:
+def rollouts_to_insert(arrived: Arrived, recipe: Recipe) -> int:
     """How many rollouts of a group that is not too old `take_rollouts` settles as inserted."""
-    has_signal = len({row.reward for row in group.rows}) > 1
-    if recipe.replay.drop_zero_variance and not has_signal:
-        return 0
-    if recipe.sampling.collection.straddlers == "drop":
-        return sum(row.spans[0][0] == row.spans[-1][0] for row in group.rows)
-    return len(group.rows)
+    rollouts = _rollouts(arrived, recipe)
+    return sum(_category(rollout, stale=False, recipe=recipe) == "inserted" for rollout in rollouts)
 
 
 def straddles(rollout: Rollout) -> bool:

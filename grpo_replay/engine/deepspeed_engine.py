@@ -21,6 +21,7 @@ from grpo_replay.engine.engine_state import (
     load_same_layout,
     param_groups,
     save_state,
+    undo_first_step,
 )
 from grpo_replay.engine.full_tensors import full_adapters, full_tensors
 from grpo_replay.engine.learning_rate import learning_rate
@@ -85,6 +86,7 @@ class DeepSpeedEngine:
             model_parameters=[p for p in module.parameters() if p.requires_grad],
             config=deepspeed_config(recipe, self._stage),
         )
+        undo_first_step(self._engine.optimizer)
         self._gather_needs_forward = self._stage == 3
         self._packing = recipe.packs(device.type == "cuda") and self._can_pack()
         self._step = self._updates_of_step = 0
@@ -176,7 +178,8 @@ class DeepSpeedEngine:
             return None
         tokens = sum(row.length_tokens for row in rows or ())
         padding_share = 1 - tokens / positions if positions else 0.0
-        return update_result(table, grad_norm, len(microbatches), padding_share)
+        rate = param_groups(self._engine)[0]["lr"]
+        return update_result(table, grad_norm, len(microbatches), padding_share, rate)
 
     def _dropout(self) -> AbstractContextManager[None]:
         """Within, LoRA's dropout is active. Its masks are a function of seed, step, update and

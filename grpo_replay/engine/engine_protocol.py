@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class UpdateResult:
     """One optimizer update. `outcomes[i]` belongs to row i; `loss` is the whole mini-batch's,
     over all ranks; `grad_norm` is the global L2 norm before clipping; `padding_share` is the share
-    of the positions in its forward passes, over all ranks, that are not tokens of its rows."""
+    of the positions in its forward passes, over all ranks, that are not tokens of its rows;
+    `learning_rate` is read from the optimizer after its step."""
 
     outcomes: tuple[RolloutOutcome, ...]
     loss: float
@@ -26,6 +27,7 @@ class UpdateResult:
     reference_kl: float
     micro_batches: int
     padding_share: float
+    learning_rate: float
 
 
 class Engine(Protocol):

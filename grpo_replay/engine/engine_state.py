@@ -74,6 +74,19 @@ def load_other_layout(engine: Any, stage: int, folder: Path) -> None:
     restore_engine(engine, stage, saved)
 
 
+def undo_first_step(optimizer: Any) -> None:
+    """Put a new optimizer back before its first update: no moments, no update counted.
+
+    In bfloat16 at stage 0, DeepSpeed 0.19 makes an AdamW step on zero gradients when it opens
+    (`runtime/fp16/unfused_optimizer.py`, `initialize_optimizer_states`). It would count as an
+    update in Adam's bias correction, and decay the fp32 copies of the weights.
+    """
+    adamw = getattr(optimizer, "optimizer", optimizer)
+    if adamw.state:
+        optimizer.refresh_fp32_params()
+        adamw.state.clear()
+
+
 def param_groups(engine: Any) -> list[dict[str, Any]]:
     """The parameter groups of AdamW, under DeepSpeed's wrapper if there is one."""
     groups: list[dict[str, Any]] = getattr(

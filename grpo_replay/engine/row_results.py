@@ -66,7 +66,11 @@ def unpack_statistics(payloads: Sequence[bytes], count: int) -> tuple[np.ndarray
 
 
 def update_result(
-    table: np.ndarray, grad_norm: float, micro_batches: int, padding_share: float
+    table: np.ndarray,
+    grad_norm: float,
+    micro_batches: int,
+    padding_share: float,
+    learning_rate: float,
 ) -> UpdateResult:
     """The update's result: sums over tokens become means, which are 0 for rows without tokens."""
     column = {name: table[:, index] for index, name in enumerate(ROW_STATISTICS)}
@@ -94,4 +98,5 @@ def update_result(
         float(column["reference_kl"].sum() / total) if total else 0.0,
         micro_batches,
         padding_share,
+        learning_rate,
     )

@@ -128,3 +128,8 @@ class SamplingSection(Section):
     """Settings of the `vllm_server` backend."""
     collection: CollectionSection = Field(default_factory=CollectionSection)
     """Settings of `run.mode: async`."""
+
+    @property
+    def gpus_per_server(self) -> int:
+        """GPUs of one vLLM server. One that runs elsewhere counts as one: its number is unknown."""
+        return 1 if self.servers.urls else self.vllm.tensor_parallel_size

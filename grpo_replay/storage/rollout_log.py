@@ -1,8 +1,8 @@
 """Rollouts and draws as Arrow tables and Parquet files (schema version 1).
 
-The Arrow schema of a rollout has three uses: messages between ranks (`rollouts_to_bytes`), the step
-logs (rollouts/step_000012.parquet, draws/step_000012.parquet), and the buffer's snapshot
-(`replay.snapshot`). Undefined values are null, never NaN.
+The Arrow schema of a rollout has two uses: the step logs (rollouts/step_000012.parquet,
+draws/step_000012.parquet), and the buffer's snapshot (`replay.snapshot`). Undefined values are
+null, never NaN.
 """
 
 import math
@@ -112,19 +112,6 @@ def table_to_rollouts(table: pa.Table) -> list[Rollout]:
             for row in zip(*columns.values(), strict=True)
         )
     return rollouts
-
-
-def rollouts_to_bytes(rollouts: Sequence[Rollout]) -> bytes:
-    """The rollouts as an Arrow IPC stream, for messages between ranks."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, ROLLOUT_SCHEMA) as writer:
-        writer.write_table(rollouts_to_table(rollouts))
-    return sink.getvalue().to_pybytes()
-
-
-def bytes_to_rollouts(payload: bytes) -> list[Rollout]:
-    """The inverse of `rollouts_to_bytes`; the values are the same bit for bit."""
-    return table_to_rollouts(pa.ipc.open_stream(payload).read_all())
 
 
 def step_path(folder: Path, step: int) -> Path:

@@ -10,7 +10,6 @@ import numpy as np
 from grpo_replay.collection.assembly import TakenRollouts, mean_lengths
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.messages import Report
-from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import BufferStats, ReplayBuffer
 from grpo_replay.storage.checkpoint import RunState
@@ -54,12 +53,13 @@ class AsyncStep:
 class SamplerTimes:
     """Differences between the collector's reports of two steps. `ranks` is the number of trainers.
 
-    A server that loads weights is idle, too. `busy_seconds` are server-seconds per trainer rank, so
-    that μ compares the cost of generating a rollout with that of training on one (paper B).
+    A server that loads weights is idle, too. `busy_seconds` are GPU-seconds of the servers per
+    trainer rank, so that μ compares the cost of generating a rollout with that of training on one
+    (paper B).
     """
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self, recipe: Recipe, ranks: int) -> None:
+        self._gpus_per_rank = recipe.sampling.gpus_per_server / ranks
         self._last = (0.0, 0.0, 0.0)
 
     def step(self, report: Report, paused_seconds: float) -> SamplerShare:
@@ -71,7 +71,7 @@ class SamplerTimes:
         if used <= 0:
             return SamplerShare(0.0, None)
         idle = min(idle + paused, used)
-        return SamplerShare((used - idle) / self._ranks, idle / used)
+        return SamplerShare((used - idle) * self._gpus_per_rank, idle / used)
 
 
 class UndrawnEvictions:
@@ -157,7 +157,6 @@ def async_step_metrics(
             **_asynchrony(record, seconds, step),
             **step.ledger,
             "num_tokens": state.processed_tokens,
-            "learning_rate": learning_rate(recipe, record.step),
         }
     )
 
@@ -175,7 +174,10 @@ def _generation(generated: Sequence[Rollout], group_size: int) -> Metrics:
 
 
 def _asynchrony(record: StepRecord, seconds: dict[str, float], step: AsyncStep) -> Metrics:
-    ages = [record.step - rollout.birth_step for rollout in record.batch.rollouts]
+    trained, current = record.batch.rollouts, record.step - 1
+    ages = [record.step - rollout.birth_step for rollout in trained]
+    first_lags = [current - rollout.policy_version for rollout in trained]
+    last_lags = [current - rollout.policy_version_end for rollout in trained]
     kept_length, dropped_length = mean_lengths(record.generated)
     return {
         "async/trainer_idle": step.waited_seconds / max(seconds["step"], 1e-9),
@@ -185,6 +187,8 @@ def _asynchrony(record: StepRecord, seconds: dict[str, float], step: AsyncStep) 
         "async/undrawn_evicted": step.undrawn_evicted,
         "async/age_mean": float(np.mean(ages)) if ages else None,
         "async/age_max": max(ages, default=None),
+        "async/first_token_lag_mean": float(np.mean(first_lags)) if trained else None,
+        "async/last_token_lag_mean": float(np.mean(last_lags)) if trained else None,
         "async/kept_mean_length": kept_length,
         "async/dropped_mean_length": dropped_length,
     }

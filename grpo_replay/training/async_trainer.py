@@ -88,7 +88,7 @@ class AsyncTrainer(Trainer):
         super().__init__(parts, state)
         self.intake = intake
         self._replaying = True
-        self._times = SamplerTimes(parts.comm.world_size)
+        self._times = SamplerTimes(parts.recipe, parts.comm.world_size)
         self._undrawn = UndrawnEvictions()
         self._waited_seconds = 0.0
 
@@ -170,7 +170,7 @@ class AsyncTrainer(Trainer):
         """Rollouts in the queue that will enter the buffer at `step`."""
         assert self.intake is not None
         young = self.intake.arrivals.young(step)
-        return sum(rollouts_to_insert(each.group, self.recipe) for each in young)
+        return sum(rollouts_to_insert(each, self.recipe) for each in young)
 
     def train_step(self) -> dict[str, Any]:
         """One step: take what has arrived, then Algorithm 1 from the eviction on. Returns the

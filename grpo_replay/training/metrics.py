@@ -88,7 +88,7 @@ def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
 
 
 def update_metrics(results: Sequence[UpdateResult], beta: float) -> Metrics:
-    """Means over the step's optimizer updates; None if there was none."""
+    """Means over the step's optimizer updates, and their learning rate; None if there was none."""
     return {
         "updates": len(results),
         "micro_batches": sum(result.micro_batches for result in results),
@@ -96,6 +96,7 @@ def update_metrics(results: Sequence[UpdateResult], beta: float) -> Metrics:
         "loss": _mean([result.loss for result in results]),
         "grad_norm": _mean([result.grad_norm for result in results]),
         "kl": _mean([result.reference_kl for result in results]) if beta > 0 else None,
+        "learning_rate": results[-1].learning_rate if results else None,
     }
 
 

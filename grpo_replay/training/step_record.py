@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.engine.engine_protocol import UpdateResult
-from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import BufferStats
 from grpo_replay.storage.checkpoint import RunState
@@ -103,6 +102,5 @@ def step_metrics(
             **sampler_weight_metrics(record.batch.rollouts, recipe.loss),
             **cost_metrics(seconds, record.generated, record.batch.rollouts),
             "num_tokens": state.processed_tokens,
-            "learning_rate": learning_rate(recipe, record.step),
         }
     )

@@ -22,17 +22,13 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.batch import logprob_row, mini_batch_indices, train_rows
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
-from grpo_replay.replay.rollouts import (
-    assemble_rollouts,
-    group_requests,
-    with_behavior_logprobs,
-)
+from grpo_replay.replay.rollouts import assemble_rollouts, group_requests, with_behavior_logprobs
 from grpo_replay.replay.seeding import stream
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.storage.rollout_log import bytes_to_rollouts, rollouts_to_bytes
 from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training.gather import Graded, gather_graded, share_of_rank
 from grpo_replay.training.learning_watch import LearningWatch, refuse_failed_verdicts
 from grpo_replay.training.metrics import Stopwatch
 from grpo_replay.training.step_record import (
@@ -153,29 +149,34 @@ class Trainer:
         """The rollouts of the step's prompts `first` … `first + count - 1`, on rank 0. The sampler
         sleeps after the last ones."""
         comm = self.comm
-        prompts = self.parts.prompts.take(self.state.prompt_cursor + first, count)
-        numbered = enumerate(prompts, start=first)
-        mine = {i: p for i, p in numbered if i % comm.world_size == comm.rank}
+        taken = self.parts.prompts.take(self.state.prompt_cursor + first, count)
+        prompts = dict(enumerate(taken, start=first))
         completions, texts = {}, {}
         with self._stage("generation"):
-            requests = group_requests(mine, step, self.recipe)
+            everything = group_requests(prompts, step, self.recipe)
+            requests = share_of_rank(everything, comm.rank, comm.world_size)
             finished = self.parts.sampler.generate(requests)
             for completion in comm.position.each("completion", finished, len(requests)):
                 key = completion.key
-                prompt = mine[key.prompt_index]
+                prompt = prompts[key.prompt_index]
                 text = self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 completions[key], texts[key] = completion, text
                 self.parts.scorer.submit(key, text, prompt.answer, prompt.row)
             if is_last:
                 self._sleep()
         with self._stage("reward"):
-            graded = self.parts.scorer.results()
-            verdicts = {key: graded[key] for key in completions}
-            rollouts = assemble_rollouts(
-                mine, completions, texts, verdicts, step, self.recipe,
-                self.state.next_rollout_id, self.state.next_group_id,
+            verdicts = self.parts.scorer.results()
+            mine = {k: Graded(each, texts[k], verdicts[k]) for k, each in completions.items()}
+            graded = gather_graded(comm, mine)
+            if not comm.is_main:
+                return []
+            return assemble_rollouts(
+                prompts,
+                {key: each.completion for key, each in graded.items()},
+                {key: each.text for key, each in graded.items()},
+                {key: each.verdict for key, each in graded.items()},
+                step, self.recipe, self.state.next_rollout_id, self.state.next_group_id,
             )  # fmt: skip
-            return gather_rollouts(comm, rollouts)
 
     def _sleep(self) -> None:
         # A step that ends with a push brings the sampler its weights, also if nothing trained.
@@ -261,14 +262,3 @@ class Trainer:
 
     def _push_is_due(self) -> bool:
         return (self.state.policy_version + 1) % self.recipe.run.sync_every_steps == 0
-
-
-def gather_rollouts(comm: Comm, rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """All ranks' rollouts, ordered by rollout id, on rank 0; empty on other ranks. Collective."""
-    if comm.world_size == 1:
-        return list(rollouts)
-    gathered = comm.gather(rollouts_to_bytes(rollouts))
-    if gathered is None:
-        return []
-    everything = [rollout for payload in gathered for rollout in bytes_to_rollouts(payload)]
-    return sorted(everything, key=lambda rollout: rollout.rollout_id)

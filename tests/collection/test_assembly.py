@@ -1,10 +1,12 @@
 """Rollouts of the groups that a step takes."""
 
+import msgspec
 import numpy as np
+import pytest
 from collected import group, row
 
 from grpo_replay.collection.arrivals import ArrivalRules, Arrivals
-from grpo_replay.collection.assembly import mean_lengths, take_rollouts
+from grpo_replay.collection.assembly import mean_lengths, rollouts_to_insert, take_rollouts
 from grpo_replay.collection.ledger import Amount
 from grpo_replay.collection.messages import Group
 from grpo_replay.recipe import Recipe, resolve_recipe
@@ -67,6 +69,40 @@ def test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted():
     assert [r.rollout_id for r in dropped.fresh] == [0]
     assert dropped.straddlers == 1
     assert ledger.settled["stale"] == Amount(1, 3)
+
+
+LONG_HALF = {"max_completion_length": 4}
+
+
+@pytest.mark.parametrize(
+    ("sections", "inserted"),
+    [
+        ({}, 4),
+        ({"replay": {"drop_zero_variance": False}}, 6),
+        ({"sampling": {"collection": {"straddlers": "drop"}}}, 3),
+        ({"sampling": LONG_HALF, "reward": {"overlong_buffer_tokens": 2}}, 6),
+        ({"sampling": LONG_HALF, "reward": {"mask_truncated": True}}, 3),
+    ],
+    ids=["plain", "zero variance kept", "straddlers dropped", "length penalty", "truncated masked"],
+)
+def test_what_a_step_waits_for_is_what_it_inserts(sections, inserted):
+    """Three groups: one with a straddler, one whose rewards differ and whose second completion was
+    cut off, and one whose rewards are equal and lengths are not: a length penalty parts them."""
+    cut_off = msgspec.structs.replace(row(-1.0, 4, [(3, 0, 4)]), finish_reason="length")
+    equal = (row(1.0, 2, [(3, 0, 2)]), row(1.0, 4, [(3, 0, 4)]))
+    plain = group((0, 1), version=3)
+    groups = [
+        straddler(),
+        msgspec.structs.replace(plain, rows=(plain.rows[0], cut_off)),
+        msgspec.structs.replace(group((0, 2), version=3), rows=equal),
+    ]
+    settings = recipe(**sections)
+    queue = Arrivals(ArrivalRules(None, False, None))
+    for each in groups:
+        queue.take_in(each)
+    waiting = sum(rollouts_to_insert(each, settings) for each in queue.young(5))
+    taken = take_rollouts(queue.select(5), settings, queue.ledger)
+    assert waiting == len(taken.fresh) == inserted
 
 
 def test_the_length_of_what_is_dropped_is_reported_against_what_is_kept():

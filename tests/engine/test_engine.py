@@ -27,10 +27,14 @@ from core_engine import (
 from slow_tests import slow_except
 
 import grpo_replay.engine.policy_module
+from grpo_replay.engine.engine_state import ENGINE_TAG
+from grpo_replay.engine.models import load_policy
+from grpo_replay.engine.resharding import MASTER, MOMENTS, read_saved_state
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.recipe import LossSection
 
 STAGES = [0, 1, 2, 3]
+STATE = (MASTER, *MOMENTS)
 
 
 def one_update(processes, rows, **sections):
@@ -143,6 +147,71 @@ def test_all_zero_stages_agree(processes):
         assert result.grad_norm == pytest.approx(results[0][0].grad_norm, rel=1e-6)
         assert result.loss == pytest.approx(results[0][0].loss, rel=1e-6)
         assert relative(found, results[0][2]) < 1e-6
+
+
+class TorchAdamW:
+    """torch's AdamW on fp32 copies of a model's parameters, with clip_grad_norm_."""
+
+    def __init__(self, recipe) -> None:
+        self.limit = recipe.optimizer.max_grad_norm
+        named = load_policy(recipe.model, 0).named_parameters()
+        self.masters = {name: p.detach().float().clone() for name, p in named}
+        o = recipe.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.masters.values(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon,
+            weight_decay=o.weight_decay,
+        )  # fmt: skip
+
+    def update(self, gradients: dict[str, torch.Tensor]) -> float:
+        for name, master in self.masters.items():
+            master.grad = gradients[name].float()
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.limit)
+        self.optimizer.step()
+        return float(norm)
+
+
+def gradients_of_updates(engine) -> list[dict[str, torch.Tensor]]:
+    """Filled with the gradients of each update that a ZeRO-0 engine makes, by name."""
+    found, step = [], engine._engine.step
+
+    def noting() -> None:
+        named = engine._model.named_parameters()
+        found.append({name: p.grad.clone() for name, p in named})
+        step()
+
+    engine._engine.step = noting
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_zero_stage_makes_the_updates_of_torch_adamw(processes, dtype, tmp_path):
+    """Several updates whose clip binds: weights, fp32 masters, moments and the update count that
+    corrects their bias."""
+    batches = [make_rows(6, seed) for seed in range(3)]
+    sections = {
+        "model": {"dtype": dtype}, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1},
+    }  # fmt: skip
+    plain = TorchAdamW(engine_recipe(**sections))
+    for stage in STAGES:
+        folder = tmp_path / str(stage)
+        with open_engine(processes, **sections, engine={"zero_stage": stage}) as engine:
+            gradients = gradients_of_updates(engine) if stage == 0 else []
+            for rows in batches:
+                norm = engine.update(rows).grad_norm
+                assert norm > 0.1
+                for each in gradients[-1:]:
+                    assert plain.update(each) == pytest.approx(norm, rel=1e-5)
+            engine.save(folder)
+            names = [f"model.{name}" for name in plain.masters]  # within the policy module
+            saved = read_saved_state(folder / ENGINE_TAG, names)
+            weights = dict(engine.named_full_tensors(2**29))
+            assert saved.step == 3
+            for name, master in plain.masters.items():
+                expected = {MASTER: master, **plain.optimizer.state[master]}
+                found = {kind: saved.full(f"model.{name}", kind, master) for kind in STATE}
+                for kind in STATE:
+                    assert relative(found[kind], expected[kind]) < 1e-5, (stage, name, kind)
+                assert torch.equal(weights[name], found[MASTER].to(weights[name].dtype))
 
 
 @pytest.mark.parametrize("stage", slow_except([3], [0, 3]))

@@ -21,10 +21,8 @@ from grpo_replay.storage import rollout_log
 from grpo_replay.storage.rollout_log import (
     DRAW_SCHEMA,
     ROLLOUT_FILE_SCHEMA,
-    bytes_to_rollouts,
     read_draw_table,
     read_rollout_table,
-    rollouts_to_bytes,
     rollouts_to_table,
     step_path,
     table_to_rollouts,
@@ -75,13 +73,13 @@ def test_columns_are_the_documented_ones():
     assert SNAPSHOT_SCHEMA.names == [*documented, "priority", "times_used", "last_used_step"]
 
 
-def test_wire_round_trip_is_exact():
+def test_a_table_gives_the_rollouts_back_exactly():
     rollouts = some_rollouts()
-    back = bytes_to_rollouts(rollouts_to_bytes(rollouts))
+    back = table_to_rollouts(rollouts_to_table(rollouts))
     assert_same_rollouts(rollouts, back)
     assert back[4].advantage is None and back[4].behavior_logprobs is None
     assert back[8].behavior_logprobs.shape == (0,)
-    assert bytes_to_rollouts(rollouts_to_bytes([])) == []
+    assert table_to_rollouts(rollouts_to_table([])) == []
 
 
 floats32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -115,8 +113,8 @@ def any_rollout(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(any_rollout(), max_size=5))
-def test_any_rollouts_survive_the_wire(rollouts):
-    assert_same_rollouts(rollouts, bytes_to_rollouts(rollouts_to_bytes(rollouts)))
+def test_any_rollouts_survive_a_table(rollouts):
+    assert_same_rollouts(rollouts, table_to_rollouts(rollouts_to_table(rollouts)))
 
 
 def test_slices_and_chunks_of_tables_are_read_correctly():
@@ -128,7 +126,7 @@ def test_slices_and_chunks_of_tables_are_read_correctly():
 
 
 def test_a_rollout_does_not_keep_its_table_alive():
-    rollout = bytes_to_rollouts(rollouts_to_bytes(some_rollouts()))[0]
+    rollout = table_to_rollouts(rollouts_to_table(some_rollouts()))[0]
     for name in ARRAYS:
         assert getattr(rollout, name).base is None
         assert not getattr(rollout, name).flags.writeable

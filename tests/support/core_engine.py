@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
@@ -232,3 +236,39 @@ def reference_statistics(row: TrainRow) -> dict[str, float]:
         "ratio_max": math.exp(deltas.max()),
         "entropy": float(entropies.mean()),
     }
+
+
+@contextmanager
+def rates_of_updates() -> Iterator[list[float]]:
+    """Filled with the learning rate of every AdamW update within, measured on the weights:
+    w' = w - rate · u, with u = m̂ / (√v̂ + ε) + weight decay · w from the state after the update."""
+    rates: list[float] = []
+    before: list[torch.Tensor] = []
+
+    def keep_weights(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        before[:] = [
+            p.detach().clone() for group in optimizer.param_groups for p in group["params"]
+        ]
+
+    def measure(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (group,) = optimizer.param_groups
+        moved, squared = 0.0, 0.0
+        for old, new in zip(before, group["params"], strict=True):
+            state, (beta1, beta2) = optimizer.state[new], group["betas"]
+            count = float(state["step"])
+            mean = state["exp_avg"] / (1 - beta1**count)
+            root = (state["exp_avg_sq"] / (1 - beta2**count)).sqrt()
+            u = mean / (root + group["eps"]) + group["weight_decay"] * old
+            moved += float(((old - new.detach()).double() * u.double()).sum())
+            squared += float((u.double() ** 2).sum())
+        rates.append(moved / squared)
+
+    hooks = [
+        register_optimizer_step_pre_hook(keep_weights),
+        register_optimizer_step_post_hook(measure),
+    ]
+    try:
+        yield rates
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -24,6 +24,7 @@ from small_runs.trained import hopeless_after, train_small_run
 
 from grpo_replay.distributed.processes import initialize_processes
 from grpo_replay.errors import NonFiniteError
+from grpo_replay.sampling.hf import HfSampler
 
 TIMEOUT = {"timeout_seconds": 60}  # of a collective: a rank that is left alone ends the test
 
@@ -96,6 +97,13 @@ OPTIONS: dict[str, Any] = RUN | {
     "optimizer": {"learning_rate": 1e-3, "schedule": "cosine"},
 }
 """LoRA and the options of loss, optimizer and sampling together."""
+SHARED_PROMPT: dict[str, Any] = {
+    "run": {"steps": 6},
+    "engine": TIMEOUT,
+    "sampling": {"prompts_per_step": 1, "group_size": 5},
+    "replay": {"drop_zero_variance": False, "ratio": 1.0},
+}
+"""One prompt a step, whose completions do not divide evenly by two."""
 STAGES = {"all states": (0, 1, 2, 3), "LoRA states": (0, 2, 3)}  # by part
 
 
@@ -249,6 +257,21 @@ def other_runs(output: Path) -> None:
     )
 
 
+def shared_prompt(processes, output: Path) -> None:
+    """A run; <rank> samples.json gets how many completions this rank sampled in each step."""
+    counts: list[int] = []
+    generate = HfSampler.generate
+
+    def counting(sampler, requests):
+        counts.append(len(requests))
+        return generate(sampler, requests)
+
+    HfSampler.generate = counting
+    train_small_run(output / "shared prompt", **SHARED_PROMPT)
+    HfSampler.generate = generate
+    (output / f"{processes[0].rank} samples.json").write_text(json.dumps(counts))
+
+
 def main(output: Path, parts: Sequence[str]) -> None:
     processes = initialize_processes(engine_recipe(engine=TIMEOUT))
     comm, _ = processes
@@ -295,6 +318,7 @@ WORK = {
     "campaign": random_updates,
     "all states": states,
     "LoRA states": states,
+    "shared prompt": lambda processes, output, part: shared_prompt(processes, output),
     "run": lambda processes, output, part: train_small_run(output / "run", **RUN),
     "other runs": lambda processes, output, part: other_runs(output),
 }

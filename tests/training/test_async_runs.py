@@ -5,9 +5,12 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from core_engine import rates_of_updates
 from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import (
     BUFFER_ONLY,
@@ -20,7 +23,7 @@ from small_runs.asynchronous import (
 from small_runs.trained import GROUP, PROMPTS, FinishedRun
 
 from grpo_replay.collection.journal import Journal, read_journal
-from grpo_replay.collection.messages import Group, Step
+from grpo_replay.collection.messages import Group, Report, Step
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.inspection.ageing import outcomes_by_age
@@ -29,6 +32,12 @@ from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
+from grpo_replay.training.async_record import (
+    AsyncStep,
+    SamplerShare,
+    SamplerTimes,
+    _asynchrony,
+)
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -78,6 +87,49 @@ def test_ages_follow_the_oldest_version_of_a_group_and_stay_within_the_bound(anc
             ages.append(line["step"] - oldest - 1)
             assert ages[-1] <= limit or not any(row["kept"] for row in members)
     assert min(ages) >= 0 and sum(age <= 3 for age in ages) > 0.5 * len(ages)
+
+
+def test_lags_are_those_of_the_rollout_s_own_tokens(anchored):
+    """Next to the age, which is that of the oldest token in the group."""
+    versions = {}
+    for step in range(1, 7):
+        rows = anchored.rollouts(step)
+        versions |= {r["rollout_id"]: (r["policy_version"], r["policy_version_end"]) for r in rows}
+        trained = [row["rollout_id"] for row in anchored.survivors(step) + anchored.draws(step)]
+        first, last = (step - 1 - np.array([versions[i] for i in trained]).mean(axis=0)).tolist()
+        line = anchored.metrics[step - 1]
+        assert line["async/first_token_lag_mean"] == pytest.approx(first)
+        assert line["async/last_token_lag_mean"] == pytest.approx(last)
+        assert -1e-9 < last <= first < line["async/age_mean"] + 1e-9
+
+
+def test_a_rollout_of_several_versions_has_two_lags_below_its_age():
+    """At step 6 the policy is version 5. A group with versions 3 to 5 and 4 to 4 is born at 4."""
+    members = [
+        SimpleNamespace(birth_step=4, policy_version=first, policy_version_end=last)
+        for first, last in ((3, 5), (4, 4))
+    ]
+    record = SimpleNamespace(step=6, batch=SimpleNamespace(rollouts=members), generated=[])
+    step = AsyncStep(0.0, SamplerShare(None, None), 1, 0, 0, 5, {})
+    found = _asynchrony(record, {"step": 1.0}, step)
+    assert found["async/age_mean"] == found["async/age_max"] == 2
+    assert found["async/first_token_lag_mean"] == 1.5
+    assert found["async/last_token_lag_mean"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("servers", "busy"),
+    [({"launch": 2}, 4.5), ({"urls": ["http://a:1"]}, 1.5)],
+    ids=["launched", "elsewhere"],
+)
+def test_the_cost_of_generating_counts_the_gpus_of_a_server(servers, busy):
+    """Servers were up for 8 s together, of them 4 s without a request and 1 s loading weights: 3 s
+    busy. On two trainer ranks that is 1.5 s each for servers of one GPU, 4.5 s for those of 3."""
+    sampling = {"servers": servers, "vllm": {"tensor_parallel_size": 3}}
+    times = SamplerTimes(resolve_recipe([{"sampling": sampling}]), ranks=2)
+    times.step(Report(idle_seconds=2.0, server_seconds=3.0), paused_seconds=1.0)
+    share = times.step(Report(idle_seconds=6.0, server_seconds=11.0), paused_seconds=2.0)
+    assert share == SamplerShare(busy_seconds=busy, idle=5 / 8)
 
 
 def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):
@@ -144,10 +196,14 @@ def test_the_journal_alone_gives_the_same_weights_bit_for_bit(run, tmp_path):
 
 def test_the_learning_rate_follows_its_schedule(anchored, tmp_path):
     """While the rate rises, the same groups move the weights less."""
-    again = replay_run(anchored, tmp_path / "again", {"optimizer": {"warmup_steps": 5}})
+    with rates_of_updates() as measured:
+        again = replay_run(anchored, tmp_path / "again", {"optimizer": {"warmup_steps": 5}})
     peak = anchored.recipe.optimizer.learning_rate
-    rates = [line["learning_rate"] / peak for line in again.metrics]
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    expected = [0.2 * peak, 0.4 * peak, 0.6 * peak, 0.8 * peak, peak, peak]
+    assert [line["learning_rate"] for line in again.metrics] == pytest.approx(expected)
+    updates = [line["updates"] for line in again.metrics]
+    assert min(updates) > 0
+    assert measured == pytest.approx(np.repeat(expected, updates).tolist(), rel=1e-3)
     base = load_policy(anchored.recipe.model, 0).state_dict()
     assert 0.3 < moved(again, base) / moved(anchored, base) < 0.9
 
@@ -201,7 +257,7 @@ def test_every_metric_of_the_mode_is_documented(run):
     documented = set(re.findall(r"^\| `((?:async|ledger)/[^`]+)` \|", page, re.MULTILINE))
     for line in run.metrics:
         assert {name for name in line if name.startswith(("async/", "ledger/"))} == documented
-    assert len(documented) == 9 + 14
+    assert len(documented) == 11 + 14
 
 
 def test_verify_recomputes_ages_versions_and_the_ledger(run):

@@ -14,6 +14,7 @@ from core_engine import (
     make_rows,
     open_engine,
     plain_logprobs,
+    rates_of_updates,
     relative,
     tiny_model,
     weighted,
@@ -128,25 +129,19 @@ def test_sampler_weights_scale_the_gradient(tmp_path, processes, monkeypatch, ca
 # --- the learning rate ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_updates_are_made_at_the_learning_rate_of_their_step(tmp_path, processes):
-    """The first of four warm-up steps is a step at a quarter of the rate, bit for bit."""
-    warm = train_small_run(
-        tmp_path / "warm",
-        optimizer={"learning_rate": 1e-3, "warmup_steps": 4, "schedule": "linear"},
-        run={"steps": 6},
-        checkpoint={"every_steps": 1, "keep": 9},
-    )
-    quarter = train_small_run(
-        tmp_path / "quarter",
-        optimizer={"learning_rate": 2.5e-4},
-        replay={"warmup_steps": 0},
-        run={"steps": 1},
-    )
-    assert [line["learning_rate"] for line in warm.metrics] == pytest.approx(
-        [2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 5e-4]
-    )
-    assert same_weights(warm.weights(1), quarter.weights())
+    """Four steps up, then linearly down; the rates are also measured on the weights."""
+    with rates_of_updates() as measured:
+        run = train_small_run(
+            tmp_path / "run",
+            optimizer={"learning_rate": 1e-3, "warmup_steps": 4, "schedule": "linear"},
+            run={"steps": 6},
+        )
+    expected = [2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 5e-4]
+    assert [line["learning_rate"] for line in run.metrics] == pytest.approx(expected)
+    updates = [line["updates"] for line in run.metrics]
+    assert min(updates) > 0
+    assert measured == pytest.approx(np.repeat(expected, updates).tolist(), rel=1e-3)
 
 
 # --- refills --------------------------------------------------------------------------------------

@@ -62,15 +62,18 @@ def test_generation_metrics_by_hand():
 
 
 def test_update_metrics_by_hand():
-    results = [UpdateResult((), 0.5, 2.0, 0.1, 3, 0.2), UpdateResult((), -0.1, 4.0, 0.3, 3, 0.4)]
+    results = [
+        UpdateResult((), 0.5, 2.0, 0.1, 3, 0.2, 1e-3),
+        UpdateResult((), -0.1, 4.0, 0.3, 3, 0.4, 1e-3),
+    ]
     assert update_metrics(results, beta=0.04) == {
         "updates": 2, "micro_batches": 6, "loss": pytest.approx(0.2), "grad_norm": 3.0,
-        "kl": pytest.approx(0.2), "padding_share": pytest.approx(0.3),
+        "kl": pytest.approx(0.2), "padding_share": pytest.approx(0.3), "learning_rate": 1e-3,
     }  # fmt: skip
     assert update_metrics(results, beta=0.0)["kl"] is None
     assert update_metrics([], beta=0.04) == {
         "updates": 0, "micro_batches": 0, "loss": None, "grad_norm": None, "kl": None,
-        "padding_share": None,
+        "padding_share": None, "learning_rate": None,
     }  # fmt: skip
 
 

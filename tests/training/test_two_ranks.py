@@ -19,6 +19,7 @@ from two_rank_program import (
     OPTIONS,
     RANDOM_UPDATES,
     RUN,
+    SHARED_PROMPT,
     STAGES,
     random_work,
     read_states,
@@ -54,7 +55,7 @@ def leave_states(processes, folder: Path, part: str) -> None:
 def output(tmp_path_factory, processes) -> Path:
     """What two ranks did: the parts of the default suite."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_program(2, folder, "updates", "random")
+    run_program(2, folder, "updates", "random", "shared prompt")
     return folder
 
 
@@ -202,6 +203,13 @@ def test_a_run_with_lora_and_options_on_two_ranks_is_the_run_on_one(
 ):
     two = FinishedRun(other_output / "options", small_recipe(**OPTIONS))
     assert_same_run(two, train_small_run(tmp_path / "run", **OPTIONS))
+
+
+def test_ranks_share_the_completions_of_one_prompt_and_change_nothing(output, processes, tmp_path):
+    counts = [json.loads((output / f"{rank} samples.json").read_text()) for rank in (0, 1)]
+    assert counts == [[2] * 6, [3] * 6]
+    two = FinishedRun(output / "shared prompt", small_recipe(**SHARED_PROMPT))
+    assert_same_run(two, train_small_run(tmp_path / "run", **SHARED_PROMPT))
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Hours of a run: tokens of its steps over the speed of one GPU: stated, measured or assumed.
 
 Assumed: an update reaches 30 % of the peak of an H100 or H200, and generating a rollout costs μ
-times as much as training on it (paper B). Counted are generation, the updates and the pass that
-recomputes log-probs; not evaluation, weight pushes and checkpoints.
+times as much as training on it (paper B). Counted are generation, by the rank or server that
+samples most, the updates and the pass that recomputes log-probs; not evaluation, weight pushes and
+checkpoints.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from grpo_replay.lab.dry_run.assumptions import Expected
 from grpo_replay.lab.dry_run.fit import Hardware
 from grpo_replay.lab.dry_run.memory import ModelShape
-from grpo_replay.lab.dry_run.sizes import server_gpus
+from grpo_replay.lab.dry_run.sizes import server_gpus, servers_of
 from grpo_replay.recipe import Recipe
 
 UTILISATION = 0.3
@@ -89,9 +91,8 @@ def describe_time(
         return {"steps": steps, "hours": None, "gpu_hours": None}
     tokens, processes = expected.completion_tokens, hardware.processes
     servers = server_gpus(recipe)
-    samples = recipe.sampling.collection.replay_journal is None
-    generated = step["generated_rollouts"] * tokens if samples else 0
-    generation = generated / speed.generated / (servers or processes)
+    per_generated = tokens / speed.generated
+    generation = _busiest(recipe, step["generated_rollouts"], processes) * per_generated
     per_trained = tokens / speed.trained / processes
     survivors, trained = step["surviving_rollouts_expected"], step["trained_rollouts_expected"]
     other = speed.other_seconds
@@ -119,6 +120,18 @@ def describe_time(
         "trained_tokens_per_second": _significant(speed.trained),
         "speed_is": speed.source,
     }
+
+
+def _busiest(recipe: Recipe, generated: float, processes: int) -> float:
+    """Rollouts of a step per GPU of the rank or server that samples most: each takes whole ones.
+    Servers of an asynchronous run do not wait for a step, so they share evenly."""
+    if recipe.sampling.collection.replay_journal is not None:
+        return 0.0
+    servers = servers_of(recipe)
+    share = generated / (servers or processes)
+    if recipe.run.mode == "sync":
+        share = math.ceil(share)
+    return share / recipe.sampling.gpus_per_server if servers else share
 
 
 def _significant(value: float) -> float:

@@ -58,9 +58,7 @@ def servers_of(recipe: Recipe) -> int:
 
 def server_gpus(recipe: Recipe) -> int:
     """GPUs of these servers, one for each that runs elsewhere."""
-    launched = bool(launched_servers(recipe))
-    each = recipe.sampling.vllm.tensor_parallel_size if launched else 1
-    return servers_of(recipe) * each
+    return servers_of(recipe) * recipe.sampling.gpus_per_server
 
 
 def describe_replay(recipe: Recipe, expected: Expected) -> dict[str, Any]:

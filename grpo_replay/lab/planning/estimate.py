@@ -85,8 +85,8 @@ def measured_speed(source: Source) -> Speed | None:
     recipe, seconds = source.recipe, generating + training
     if recipe is not None and servers_of(recipe):
         samplers = server_gpus(recipe)
-        if recipe.run.mode == "async":  # they overlap; generation is of all servers, per rank
-            generating *= ranks / servers_of(recipe)
+        if recipe.run.mode == "async":  # they overlap; generation is of all servers' GPUs, per rank
+            generating *= ranks / samplers
             seconds = max(generating, training)
     return Speed(
         generated / generating / samplers, trained / training / ranks, f"measured in {source.path}",

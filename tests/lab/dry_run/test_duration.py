@@ -46,6 +46,18 @@ def test_hours_by_hand():
     assert (found["hours"], found["gpu_hours"]) == (2.27, 9.09)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "processes", "each"), [(1, 8, 2), (1, 4, 4), (1, 3, 6), (5, 3, 27), (1, 32, 1)]
+)
+def test_a_step_lasts_as_long_as_the_rank_that_samples_most(prompts, processes, each):
+    """Groups of 16 completions of 1,000 tokens, dealt to ranks of 500 tokens/s: 2 s each, on the
+    busiest rank. One prompt on 8 ranks takes 4 s, on 3 ranks 12 s (16 = 5 + 5 + 6)."""
+    recipe = load_recipe("fifo-qwen2.5-7b", [f"sampling.prompts_per_step={prompts}"])
+    hardware = Hardware("cuda", processes, 80 * GIB, True)
+    found = time_of(recipe, hardware, Speed(500, 5000, "stated"), completion_tokens=1000)
+    assert found["generation_seconds_per_step"] == 2 * each
+
+
 SERVERS = ["sampling.backend=vllm_server", "loss.behavior_logprobs=sampler"]
 
 
@@ -73,16 +85,18 @@ def test_an_asynchronous_step_takes_as_long_as_the_slower_of_servers_and_trainer
     assert found["hours"] == pytest.approx(hours, rel=0.005)
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("training", [1.5, 3.5], ids=["servers-limit", "trainers-limit"])
-def test_an_asynchronous_run_predicts_its_own_duration(tmp_path, training):
+def test_an_asynchronous_run_predicts_its_own_duration(tmp_path, training, gpus):
     """Two servers that are busy for 2 s each in a step of 4 s, on two ranks; replay from the second
     step on."""
     recipe = load_recipe("tiny-async", [
-        "sampling.servers.launch=2", "replay.warmup_steps=0", "engine.num_processes=2",
+        "sampling.servers.launch=2", f"sampling.vllm.tensor_parallel_size={gpus}",
+        "replay.warmup_steps=0", "engine.num_processes=2",
         "replay.drop_zero_variance=false",
     ])  # fmt: skip
     line = {
-        "cost/generated_tokens": 1280, "cost/generation_seconds": 2.0, "step_time": 4.0,
+        "cost/generated_tokens": 1280, "cost/generation_seconds": 2.0 * gpus, "step_time": 4.0,
         "cost/trained_tokens": 2560, "cost/training_seconds": training,
     }  # fmt: skip
     lines = [json.dumps({"step": step, **line}) + "\n" for step in range(1, 5)]
@@ -90,7 +104,7 @@ def test_an_asynchronous_run_predicts_its_own_duration(tmp_path, training):
     (tmp_path / "environment.json").write_text('{"world_size": 2}')
     (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
     speed = measured_speed(open_source(tmp_path))
-    assert speed.generated == 320  # of one server
+    assert speed.generated == 320 / gpus  # of one GPU of one server
     two = Hardware("cpu", 2, 8 * GIB, False)
     found = time_of(recipe, two, speed, completion_tokens=10.0)
     assert found["hours"] == pytest.approx(240 * 4 / 3600, rel=0.01)

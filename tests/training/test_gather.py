@@ -1,0 +1,60 @@
+"""Completions dealt to ranks, and gathered again."""
+
+import numpy as np
+import pytest
+from small_runs.trained import small_recipe
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.replay.rollouts import group_requests
+from grpo_replay.training.gather import Graded, gather_graded, share_of_rank
+from grpo_replay.types import Completion, Prompt, RequestKey, Verdict
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "sizes"),
+    [(1, 4, [2, 2, 2, 2]), (1, 3, [2, 3, 3]), (3, 2, [12, 12]), (4, 4, [8] * 4), (1, 16, None)],
+)
+def test_every_completion_is_sampled_once_and_ranks_differ_by_at_most_one(prompts, ranks, sizes):
+    """Groups of 8: with one prompt a step every rank samples, not the first alone."""
+    recipe = small_recipe(sampling={"group_size": 8})
+    prompt = Prompt("p", "", np.zeros(1, np.int32), "", {})
+    requests = group_requests(dict.fromkeys(range(prompts), prompt), 1, recipe)
+    shares = [share_of_rank(requests, rank, ranks) for rank in range(ranks)]
+    assert [request for share in shares for request in share] == requests
+    found = [len(share) for share in shares]
+    assert found == sizes or (sizes is None and sorted(found) == [0] * 8 + [1] * 8)
+
+
+class OtherRank(Comm):
+    """Rank 0 of two, which receives the payload of the other from a list."""
+
+    def __init__(self, rank: int, sent: list[bytes]) -> None:
+        super().__init__(rank, 2)
+        self.sent = sent
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        self.sent.append(payload)
+        return self.sent[::-1] if self.is_main else None
+
+
+def graded(index: int, reward: float) -> Graded:
+    ids, logprobs = np.array([3, index], np.int32), np.array([-0.1, -np.pi], np.float32)
+    completion = Completion(RequestKey(2, 1, index), ids, logprobs, "length", 4, 5)
+    return Graded(completion, "a \N{SNOWMAN}", Verdict(reward, "scored", (reward, 1 / 3)))
+
+
+def test_what_was_sampled_elsewhere_arrives_bit_for_bit():
+    """Rewards are float64 until the group's statistics are known."""
+    here, there = graded(0, 1.0), graded(1, 0.1 + 0.2)
+    sent: list[bytes] = []
+    assert gather_graded(OtherRank(1, sent), {there.completion.key: there}) == {}
+    found = gather_graded(OtherRank(0, sent), {here.completion.key: here})
+    assert list(found) == [here.completion.key, there.completion.key]
+    for one, other in zip(found.values(), (here, there), strict=True):
+        assert (one.text, one.verdict) == (other.text, other.verdict)
+        for name in ("key", "finish_reason", "policy_version", "policy_version_end"):
+            assert getattr(one.completion, name) == getattr(other.completion, name)
+        for name in ("token_ids", "sampler_logprobs"):
+            np.testing.assert_array_equal(
+                getattr(one.completion, name), getattr(other.completion, name), strict=True
+            )
