@@ -62,8 +62,8 @@ class RewardSection(Section):
     filtering; TRL: mask_truncated_completions). Their rewards still count in the mean and standard
     deviation of their group."""
     max_failed_share: Fraction = 0.5
-    """The run stops if a larger share of a step's verdicts are crashes, time-outs or exhausted
-    memory of the reward function. 1 never stops."""
+    """The run stops if a reward function crashes, runs out of time or memory, or returns None on a
+    larger share of a step's completions. 1 never stops."""
     workers: Positive = 2
     """Verifier processes per rank. At most 32 per CPU core."""
     time_limit_seconds: Annotated[float, Field(gt=0)] = 10.0

@@ -1,13 +1,14 @@
 """A pool of verifier processes, each driven by its own thread.
 
 Tasks with the same reference answer are queued for the same worker, which has already parsed it;
-an idle worker takes tasks from the longest queue. Tasks are sent in chunks, and each answer has its
-own time limit. A worker that is late or has ended is replaced, and only its current task fails. A
+an idle worker takes tasks from the longest queue. Tasks are sent in chunks, and each has its own
+time limit. A worker that is late or has ended is replaced, and only its current task fails. A
 task that runs out of memory or crashes in a worker that had answered before is retried once in a
 fresh worker, so a verdict never depends on what the worker did earlier.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,13 +20,16 @@ LARGEST_CHUNK = 32
 FAILED_STARTS_ALLOWED = 3
 
 Task = tuple[Any, bytes]  # the caller's identifier, and the task as JSON
-OnAnswer = Callable[[Any, dict[str, Any]], None]
+Answers = list[dict[str, Any]]
+"""The answers to one task, in the order of the functions. Fewer than there are functions if the
+time limit or a crash ended the last of them."""
+OnAnswers = Callable[[Any, Answers], None]
 
 
 class VerifierPool:
     """`workers` processes that grade with all of `functions`.
 
-    Its threads call `on_answer(task, answer)` once per task, and `on_failure(error)` if a worker
+    Its threads call `on_answers(task, answers)` once per task, and `on_failure(error)` if a worker
     cannot be started.
     """
 
@@ -35,13 +39,13 @@ class VerifierPool:
         workers: int,
         time_limit_seconds: float,
         memory_limit_mib: int,
-        on_answer: OnAnswer,
+        on_answers: OnAnswers,
         on_failure: Callable[[Exception], None],
     ) -> None:
         self._functions = functions
         self._time_limit = time_limit_seconds
         self._memory_limit_mib = memory_limit_mib
-        self._on_answer = on_answer
+        self._on_answers = on_answers
         self._on_failure = on_failure
         self._queues: list[deque[Task]] = [deque() for _ in range(workers)]
         self._wake = threading.Condition()
@@ -121,24 +125,33 @@ class VerifierPool:
         """Send tasks until the pool closes or the worker must be replaced."""
         while chunk := self._take(index):
             remaining = deque(chunk)
+            answers: Answers = []
             try:
                 process.send([body for _, body in chunk], self._time_limit)
                 while remaining:
-                    answer = process.receive(self._time_limit)
-                    if answer["status"] == "memory" and self._deserves_retry(process):
+                    answers = []
+                    self._receive(process, answers)
+                    out_of_memory = any(answer["status"] == "memory" for answer in answers)
+                    if out_of_memory and self._deserves_retry(process):
                         return self._put_back(remaining, index)
                     process.answered += 1
-                    self._on_answer(remaining.popleft()[0], answer)
-                    if answer["status"] == "memory":
+                    self._on_answers(remaining.popleft()[0], answers)
+                    if out_of_memory:
                         return self._put_back(remaining, index)
             except WorkerLate:
-                self._on_answer(remaining.popleft()[0], {"status": "timeout"})
+                self._on_answers(remaining.popleft()[0], [*answers, {"status": "timeout"}])
                 return self._put_back(remaining, index)
             except WorkerGone:
                 if not self._closing and not self._deserves_retry(process):
                     answer = {"status": "crash", "error": f"its process {process.exit_reason()}"}
-                    self._on_answer(remaining.popleft()[0], answer)
+                    self._on_answers(remaining.popleft()[0], [*answers, answer])
                 return self._put_back(remaining, index)
+
+    def _receive(self, process: VerifierProcess, answers: Answers) -> None:
+        """Append the answers to one task as they come. Raises WorkerGone or WorkerLate."""
+        deadline = time.monotonic() + self._time_limit
+        for _ in self._functions:
+            answers.append(process.receive(max(0.0, deadline - time.monotonic())))
 
     def _deserves_retry(self, process: VerifierProcess) -> bool:
         return process.answered > 0

@@ -90,7 +90,7 @@ def _try_calls(
     if tolerant or len(failed) < len(verdicts):
         return [
             f"reward function {function} failed on {len(failed)} of the {len(verdicts)} rows that "
-            f"it was tried on; such completions earn the incorrect reward: {reason}"
+            f"it was tried on; such completions get no reward and are left out: {reason}"
         ]
     raise RecipeError(
         f"reward function {function} failed on all {len(verdicts)} rows that it was tried on: "

@@ -29,6 +29,8 @@ def open_user_function(function: str) -> Callable[[dict[str, Any]], dict[str, An
 
     def grade(task: dict[str, Any]) -> dict[str, Any]:
         value = score(task["text"], task["answer"], task["row"])
+        if value is None:
+            return {"status": "none", "error": f"{function} returned None"}
         if not hasattr(value, "__float__"):
             raise TypeError(f"{function} returned {value!r:.80}, expected a number")
         if not abs(float(value)) <= LARGEST_SCORE:

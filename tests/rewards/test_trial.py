@@ -37,7 +37,7 @@ def of_file(name: str, **settings) -> RewardSection:
     [
         ("raises", r"KeyError: 'no such field' \(.*judge_rewards_file\.py:15\)"),
         ("returns_nan", "returned nan, expected a finite"),
-        ("returns_none", "returned None, expected a number"),
+        ("returns_none", "returns_none returned None"),
         ("returns_text", "returned '1', expected a number"),
         ("exits", r"SystemExit: it called sys.exit \(.*judge_rewards_file\.py:31\)"),
         ("lacks_the_row", r"lacks_the_row\(completion.*cannot be called as f\(completion, answer"),

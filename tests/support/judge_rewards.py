@@ -25,6 +25,10 @@ def misbehave(completion: str, answer: str, row: dict) -> float:
     return float(len(completion))
 
 
+def none_if_asked(completion: str, answer: str, row: dict) -> float | None:
+    return None if completion == "none" else 0.5
+
+
 def only_even(completion: str, answer: str, row: dict) -> float:
     if int(answer) % 2:
         raise ValueError("odd")
