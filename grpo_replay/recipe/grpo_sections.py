@@ -39,8 +39,8 @@ class WeightedReward(Section):
 class RewardSection(Section):
     function: str = "minerva"
     """Reward function: `minerva` (paper A, training), `math_verify_boxed` (paper A, evaluation),
-    `math_verify`, or your own as `module:function` or `file.py:function`, called as
-    `f(completion: str, answer: str, row: dict) -> float`."""
+    `math_verify`, or your own as `module:function` or `file.py:function`: `f(completion, answer,
+    row) -> float`, or in verl's or TRL's form (docs/rewards.md)."""
     weight: float = 1.0
     """Factor of its score in the reward."""
     other_functions: list[WeightedReward] = Field(default_factory=list)

@@ -110,7 +110,7 @@ class VerifierPool:
                 raise RecipeError(
                     f"reward.function {', '.join(map(repr, self._functions))} cannot be loaded: "
                     f"{error}; expected module:function importable from the current folder or the "
-                    "environment, or file.py:function, called as f(completion, answer, row)"
+                    "environment, or file.py:function"
                 ) from error
             except (WorkerGone, WorkerLate):
                 process.reap()

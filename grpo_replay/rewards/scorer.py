@@ -84,19 +84,29 @@ class RewardScorer:
         return cls(section, as_verdicts)
 
     def submit(
-        self, key: Hashable, completion: str, answer: str, row: Mapping[str, Any] | None = None
+        self,
+        key: Hashable,
+        completion: str,
+        answer: str,
+        row: Mapping[str, Any] | None = None,
+        *,
+        truncated: bool = False,
+        prompt: str = "",
+        step: int | None = None,
     ) -> None:
         """Queue one completion for grading and return at once.
 
-        Only functions of the user receive `row`. Raises DatasetError if it contains a value that
-        JSON cannot represent.
+        Only functions of the user receive `row`, whether the completion was `truncated` at the
+        length limit, the rendered `prompt`, and the training `step` (None in evaluations). Raises
+        DatasetError if the row contains a value that JSON cannot represent.
         """
         digest = _digest(completion, answer) if self._builtin else None
         with self._changed:
             graded = self._recall(digest)
             if graded is None:
                 graded = _Graded(answer)
-                body = self._body(completion, answer, row)
+                given = {"truncated": truncated, "prompt": prompt, "step": step}
+                body = self._body(completion, answer, row, given)
                 if digest is not None:
                     self._remember(digest, graded)
                 self._pending += 1
@@ -167,10 +177,16 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _body(self, completion: str, answer: str, row: Mapping[str, Any] | None) -> bytes:
+    def _body(
+        self,
+        completion: str,
+        answer: str,
+        row: Mapping[str, Any] | None,
+        given: Mapping[str, Any],
+    ) -> bytes:
         task: dict[str, Any] = {"text": completion, "answer": answer}
         if not self._builtin:
-            task["row"] = dict(row or {})
+            task |= {"row": dict(row or {}), **given}
         try:
             return wire.to_json(task)
         except (TypeError, ValueError) as error:

@@ -2,13 +2,14 @@
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from grpo_replay.rewards.signature import caller
 
 LARGEST_SCORE = 3.4e38
 """Scores are stored in float32."""
@@ -18,17 +19,17 @@ def open_user_function(function: str) -> Callable[[dict[str, Any]], dict[str, An
     """The grader of `module:function` or `file.py:function`.
 
     Modules are found from the working directory and in the environment; a file may import modules
-    of its own folder. Raises whatever the module raises, and TypeError if the function cannot be
-    called with three arguments.
+    of its own folder. Raises whatever the module raises, and TypeError for parameters that no form
+    of a reward function has (`rewards.signature`).
     """
     place, _, name = function.rpartition(":")
     score: Any = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     for attribute in name.split("."):
         score = getattr(score, attribute)
-    _check_signature(score, name)
+    call = caller(score, name)
 
     def grade(task: dict[str, Any]) -> dict[str, Any]:
-        value = score(task["text"], task["answer"], task["row"])
+        value = call(task)
         if value is None:
             return {"status": "none", "error": f"{function} returned None"}
         if not hasattr(value, "__float__"):
@@ -63,21 +64,6 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look their module up by its name
     spec.loader.exec_module(module)
     return module
-
-
-def _check_signature(score: Any, name: str) -> None:
-    if not callable(score):
-        raise TypeError(f"{name} is a {type(score).__name__}, not a function")
-    try:
-        signature = inspect.signature(score)
-    except (TypeError, ValueError):
-        return  # some builtins have none
-    try:
-        signature.bind("completion", "answer", {})
-    except TypeError as error:
-        raise TypeError(
-            f"{name}{signature} cannot be called as f(completion, answer, row): {error}"
-        ) from None
 
 
 def describe_failure(error: BaseException) -> str:

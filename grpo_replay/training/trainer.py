@@ -171,7 +171,10 @@ class Trainer:
                 prompt = mine[key.prompt_index]
                 text = self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 completions[key], texts[key] = completion, text
-                self.parts.scorer.submit(key, text, prompt.answer, prompt.row)
+                self.parts.scorer.submit(
+                    key, text, prompt.answer, prompt.row, prompt=prompt.text, step=step,
+                    truncated=completion.finish_reason == "length",
+                )  # fmt: skip
             if is_last:
                 self._sleep()
         with self._stage("reward"):
