@@ -51,6 +51,8 @@ class VerifierPool:
         self._wake = threading.Condition()
         self._closing = False
         self._ready = threading.Event()
+        self.sources: dict[str, str] = {}
+        """SHA-256 of the source file of each function of the user, once a worker is ready."""
         self._processes: dict[int, VerifierProcess] = {}
         self._threads = [
             threading.Thread(
@@ -102,7 +104,7 @@ class VerifierPool:
                 process = VerifierProcess(self._functions, self._memory_limit_mib)
                 self._processes[index] = process
             try:
-                process.wait_ready()
+                self.sources = process.wait_ready()
                 self._ready.set()
                 return process
             except ImportError as error:

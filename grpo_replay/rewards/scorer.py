@@ -148,6 +148,13 @@ class RewardScorer:
         if self._failure is not None:
             raise self._failure
 
+    def sources(self) -> dict[str, str]:
+        """SHA-256 of the source file of each function of the user, as its worker loaded it. Waits
+        for one. Raises RecipeError if a function cannot be loaded."""
+        if not self._builtin:
+            self.wait_ready()
+        return self._pool.sources if not self._builtin else {}
+
     def take_graded(self) -> dict[Hashable, Verdict]:
         """The verdicts that have arrived, without waiting for the others; each is returned once.
 

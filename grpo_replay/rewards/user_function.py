@@ -1,5 +1,6 @@
 """Reward functions of the user, in a worker: loading, the call, and the description of failures."""
 
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -22,8 +23,7 @@ def open_user_function(function: str) -> Callable[[dict[str, Any]], dict[str, An
     of its own folder. Raises whatever the module raises, and TypeError for parameters that no form
     of a reward function has (`rewards.signature`).
     """
-    place, _, name = function.rpartition(":")
-    score: Any = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    score, name = load_source(function), function.rpartition(":")[2]
     for attribute in name.split("."):
         score = getattr(score, attribute)
     call = caller(score, name)
@@ -39,6 +39,18 @@ def open_user_function(function: str) -> Callable[[dict[str, Any]], dict[str, An
         return {"status": "scored", "reward": float(value)}
 
     return grade
+
+
+def load_source(function: str) -> Any:
+    """The module of `module:function` or `file.py:function`. Raises whatever it raises."""
+    place = function.rpartition(":")[0]
+    return _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+
+
+def source_digest(function: str) -> str:
+    """SHA-256 of the file of a function, as text; that of nothing for a module without a file."""
+    file = getattr(load_source(function), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()
 
 
 def _load_module(name: str) -> Any:

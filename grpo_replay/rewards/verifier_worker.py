@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from grpo_replay.rewards import wire
-from grpo_replay.rewards.user_function import describe_failure, open_user_function
+from grpo_replay.rewards.user_function import describe_failure, open_user_function, source_digest
 
 Grader = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -26,7 +26,9 @@ def main() -> None:
     _die_with(parent)
     requests, replies = _claim_pipes()
     try:
-        graders = [_open_grader(function) for function in json.loads(functions)]
+        names = json.loads(functions)
+        graders = [_open_grader(function) for function in names]
+        sources = {name: source_digest(name) for name in names if name not in BUILTINS}
     except BaseException as error:  # a module of the user may even call sys.exit
         _write(replies, {"failed": describe_failure(error)})
         return
@@ -34,7 +36,7 @@ def main() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     _limit_memory_growth(memory_limit_mib)
-    _write(replies, {"ready": True})
+    _write(replies, {"ready": True, "sources": sources})
     while (tasks := wire.read(requests)) is not None:
         for task in tasks:
             for grader in graders:
