@@ -25,8 +25,10 @@ from grpo_replay.cli.train_display import RunDisplay, describe_end
 from grpo_replay.errors import RewardError
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.evaluation_tables import markdown
+from grpo_replay.lab.inspection.buffer_page import render_page
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.life import read_life
+from grpo_replay.lab.inspection.rows import sample_rollouts
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import print_life
 from grpo_replay.lab.verification.verify import verify_run
@@ -177,6 +179,7 @@ def test_inspect_buffer_warns_and_shows_such_a_rollout(failing):
     missing = [i for i, row in failing.all_rollouts.items() if row["reward"] is None]
     (warning,) = [text for text in summarise(source).warnings if "have no reward" in text]
     assert warning.startswith(f"{len(missing)} of {len(failing.all_rollouts)} generated rollouts")
+    assert "have no reward" in render_page(summarise(source), sample_rollouts(source, 24))
     life = read_life(source, missing[0])
     assert life.fate.startswith("never stored: the reward function gave no reward")
     with io.StringIO() as out:
@@ -196,6 +199,31 @@ def test_an_evaluation_counts_such_completions_as_not_correct_and_says_so(failin
     assert "so the accuracies are lower bounds" in screen.text
     assert report.missing_verdicts() in markdown(report)
     assert replace(report, settings={"reward": "math_verify"}).missing_verdicts() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"replay": {"preset": "group_std", "warmup_steps": 2}},
+        {"replay": {"preset": "fifo", "capacity_rollouts": 40}},
+        {"loss": {"kind": "asymre"}},
+        {"advantage": {"std": "sample"}, "sampling": {"max_refills": 2}},
+        {
+            "reward": {**FAILING, "overlong_buffer_tokens": 6, "mask_truncated": True},
+            "sampling": {"max_completion_length": 12},
+        },
+    ],
+    ids=["queries", "fifo", "asymre", "refills", "overlong"],
+)
+def test_every_kind_of_run_leaves_them_out_and_verify_agrees(tmp_path, processes, sections):
+    run = train_small_run(tmp_path / "run", **{"reward": FAILING, "run": {"steps": 5}, **sections})
+    missing = {i for i, row in run.all_rollouts.items() if row["reward"] is None}
+    assert len(missing) > 10 and not any(run.all_rollouts[i]["kept"] for i in missing)
+    assert not missing & {row["rollout_id"] for row in run.all_draws}
+    report = verify_run(run.path)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert summarise(open_source(str(run.path), None)).missing_rewards == len(missing)
 
 
 def test_above_the_limit_the_run_ends(tmp_path, processes):
