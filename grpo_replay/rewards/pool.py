@@ -104,7 +104,7 @@ class VerifierPool:
                 process = VerifierProcess(self._functions, self._memory_limit_mib)
                 self._processes[index] = process
             try:
-                self.sources = process.wait_ready()
+                self._note_sources(process.wait_ready())
                 self._ready.set()
                 return process
             except ImportError as error:
@@ -114,6 +114,9 @@ class VerifierPool:
                     f"{error}; expected module:function importable from the current folder or the "
                     "environment, or file.py:function"
                 ) from error
+            except RecipeError:
+                process.reap()
+                raise
             except (WorkerGone, WorkerLate):
                 process.reap()
         if self._closing:
@@ -122,6 +125,17 @@ class VerifierPool:
             f"verifier worker {index} ended {FAILED_STARTS_ALLOWED} times before it was ready: "
             "see its message on stderr; the usual cause is too little memory"
         )
+
+    def _note_sources(self, found: dict[str, str]) -> None:
+        """Raises RecipeError if a worker loaded another source than the first one."""
+        with self._wake:
+            self.sources = self.sources or found
+        edited = [name for name, digest in found.items() if digest != self.sources[name]]
+        if edited:
+            raise RecipeError(
+                f"the source file of reward.function {', '.join(edited)} was edited while the run "
+                "uses it: a new worker would grade by another reward. Restore the file, and resume"
+            )
 
     def _serve(self, process: VerifierProcess, index: int) -> None:
         """Send tasks until the pool closes or the worker must be replaced."""

@@ -249,6 +249,18 @@ def test_a_limit_is_the_completions_doing_in_a_verifier_and_the_functions_in_a_u
     assert in_the_verifier == Verdict(-1.0, "timeout", (-1.0, 0.0))
 
 
+def test_a_source_that_is_edited_while_it_is_in_use_is_not_loaded_by_a_new_worker(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\n\n\ndef f(completion):\n    return 1.0 if completion else os._exit(1)\n"
+    )
+    with scorer(f"{file}:f", workers=1) as opened:
+        assert [verdict.reward for verdict in opened.score([("a", "", {})])] == [1.0]
+        file.write_text(file.read_text().replace("1.0", "2.0"))
+        with pytest.raises(RecipeError, match=r"mine\.py:f was edited while the run uses it"):
+            opened.score([("", "", {}), ("b", "", {})])
+
+
 def test_a_verifier_beside_the_first_that_gives_up_is_a_failure_too():
     given_up = [{"status": "correct", "gold_parsed": True}, {"status": "timeout"}]
     section = RewardSection(function="minerva", other_functions=[{"function": "math_verify"}])
