@@ -87,9 +87,9 @@ def completion(step: int, place: int, options: argparse.Namespace) -> np.ndarray
     return rng.integers(97, 123, length).astype(np.int32)  # "a" to "z" of the byte tokenizer
 
 
-def grade(text: str, answer: str, row: dict[str, Any]) -> float:
+def grade(completion: str, answer: str, row: dict[str, Any]) -> float:
     """±1 by a checksum of the text; -1 where there is no hope."""
-    return 1.0 if answer != HOPELESS and zlib.crc32(text.encode()) % 2 == 0 else -1.0
+    return 1.0 if answer != HOPELESS and zlib.crc32(completion.encode()) % 2 == 0 else -1.0
 
 
 def write_model(folder: Path, options: argparse.Namespace) -> None:

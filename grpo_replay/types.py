@@ -79,21 +79,23 @@ class Completion:
     policy_version_end: int
 
 
-FAILED = ("timeout", "memory", "crash")
-"""The statuses of a verdict that say that the reward function failed."""
+FAILED = ("timeout", "memory", "crash", "none")
+"""The statuses of a verdict that say that a reward function gave no score: it exceeded a limit,
+raised or died, or returned None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A verifier's result. `status` is "correct", "incorrect", "unparsable" (no answer found), or
-    one of `FAILED`, which get the reward of an incorrect answer. For a function of the user it is
-    "scored". With several functions it is that of the first, unless one of them failed.
+    one of `FAILED`. For a function of the user it is "scored". With several functions it is that of
+    the first, unless one of them failed.
 
     `scores` has the score of each function, in the order of the recipe. `reward` is their weighted
-    sum.
+    sum. It is None, without scores, if a function of the user failed: the reward did not come. A
+    completion on which a built-in verifier fails has the reward of an incorrect answer.
     """
 
-    reward: float
+    reward: float | None
     status: str
     scores: tuple[float, ...]
 
@@ -103,9 +105,10 @@ class Rollout:
     """One completion and everything computed at its birth, frozen. The unit of replay.
 
     `advantage` and `behavior_logprobs` are None if the rollout was dropped (`kept` False): with its
-    group, or because it was cut off and `reward.mask_truncated` is set. `group_reward_std` is
-    exactly 0 if all rewards of the group are equal. The age of a rollout is `step - birth_step`, in
-    training steps.
+    group, because its reward did not come (`reward` None), or because it was cut off and
+    `reward.mask_truncated` is set. Group statistics are over the members whose rewards came; mean
+    and deviation are None if those are fewer than two. `group_reward_std` is exactly 0 if their
+    rewards are equal. The age of a rollout is `step - birth_step`, in training steps.
     """
 
     rollout_id: int
@@ -120,10 +123,10 @@ class Rollout:
     completion_text: str
     behavior_logprobs: np.ndarray | None  # float32 [T], of the policy at birth
     sampler_logprobs: np.ndarray  # float32 [T]
-    reward: float
+    reward: float | None
     advantage: float | None
-    group_reward_mean: float
-    group_reward_std: float
+    group_reward_mean: float | None
+    group_reward_std: float | None
     group_correct: int
     finish_reason: str
     verdict: str

@@ -24,6 +24,8 @@ def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
         if result.unparsable_answers:
             bad = ", ".join(result.unparsable_answers)
             console.print(f"{name}: the reference answers of {bad} cannot be parsed")
+    if missing := report.missing_verdicts():
+        console.print(missing, soft_wrap=True)
     console.print(
         f"written: {output}, {samples_path(output).name}, {page_path(output).name}", soft_wrap=True
     )

@@ -105,6 +105,8 @@ class RunDisplay(Observer):
             highlight=False,
             soft_wrap=True,
         )
+        if missing := report.missing_verdicts():
+            self.on_notice(missing)
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         speed = metrics["cost/generated_tokens"] / max(metrics["step_time"], 1e-9)
@@ -123,6 +125,8 @@ class RunDisplay(Observer):
     def _describe_step(self, metrics: Mapping[str, Any]) -> str:
         reward = metrics["reward"]  # None in an asynchronous step in which nothing arrived
         parts = [] if reward is None else [f"reward {reward:+.2f}"]
+        if metrics["reward/missing_fraction"]:
+            parts.append(f"no reward {100 * metrics['reward/missing_fraction']:.1f} %")
         if self._held_out is not None:
             parts.append(f"held-out {100 * self._held_out:.1f} %")
         parts.append(f"fresh {metrics['fresh/rollouts']} replayed {metrics['replay/rollouts']}")
@@ -179,7 +183,7 @@ def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             str(row["rollout_id"]),
-            f"{row['reward']:+.2f}",
+            "none" if row["reward"] is None else f"{row['reward']:+.2f}",
             row["verdict"],
             Text(shortened(row["prompt"])),
             Text(shortened(row["completion"])),
@@ -264,10 +268,13 @@ def _change(before: float | None, after: float | None) -> str:
 
 def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
     """Totals of the run, and commands to continue with."""
+    missing = summary["means"]["reward/missing_fraction"]
     return (
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
         f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
-        f"{summary['replayed_rollouts']:,} rollouts replayed\n\n"
+        f"{summary['replayed_rollouts']:,} rollouts replayed"
+        + (f"; no reward came for {100 * missing:.1f} % of the rollouts" if missing else "")
+        + "\n\n"
         "next:\n"
         f"  grpo-replay inspect-buffer {run_dir}\n"
         f"  grpo-replay eval --ckpt {run_dir}/checkpoints/latest\n"

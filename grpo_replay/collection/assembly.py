@@ -26,8 +26,8 @@ class TakenRollouts:
 
 def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> TakenRollouts:
     """Rollouts of a selection, each settled in the ledger: as stale if its group is too old or it
-    straddles an update that the recipe drops it for, as zero_variance if its group has no signal,
-    else as inserted."""
+    straddles an update that the recipe drops it for, as no_reward if its reward did not come, as
+    zero_variance if its group has no signal, else as inserted."""
     stale = {each.number for each in selection.stale}
     generated: list[Rollout] = []
     by_arrival = sorted((*selection.taken, *selection.stale), key=lambda each: each.number)
@@ -58,6 +58,8 @@ def straddles(rollout: Rollout) -> bool:
 def _category(rollout: Rollout, stale: bool, recipe: Recipe) -> str:
     if stale:
         return "stale"
+    if rollout.reward is None:
+        return "no_reward"
     if not rollout.kept:
         return "zero_variance"
     dropped = recipe.sampling.collection.straddlers == "drop" and straddles(rollout)
@@ -106,7 +108,9 @@ def mean_lengths(rollouts: Sequence[Rollout]) -> tuple[float | None, float | Non
     Dropping what is late favours short answers; these two show by how much."""
     kept = [len(r.completion_token_ids) for r in rollouts if r.kept]
     dropped = [
-        len(r.completion_token_ids) for r in rollouts if not r.kept and r.group_reward_std > 0
+        len(r.completion_token_ids)
+        for r in rollouts
+        if not r.kept and r.reward is not None and r.group_reward_std
     ]
     return _mean(kept), _mean(dropped)
 

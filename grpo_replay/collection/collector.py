@@ -170,7 +170,10 @@ class Collector:
         self._generated_tokens += len(completion.token_ids)
         prompt = member.group.prompt
         key = (member.group.place, member.index)
-        self._parts.scorer.submit(key, text, prompt.answer, prompt.row)
+        self._parts.scorer.submit(
+            key, text, prompt.answer, prompt.row, prompt=prompt.text, step=spans[0][0] + 1,
+            truncated=completion.finish_reason == "length",
+        )  # fmt: skip
 
     def _on_lost(self, member: Member, reason: str) -> None:
         group = member.group

@@ -1,6 +1,6 @@
 """What became of every rollout that was generated, in rollouts and in tokens.
 
-    generated = inserted + zero_variance + stale + cancelled + lost + in flight
+    generated = inserted + zero_variance + no_reward + stale + cancelled + lost + in flight
 
 `generated` is counted by the collector, at the source; the other side by rank 0, where each rollout
 ends. Both must agree at every step. In flight is what the collector holds and what has arrived but
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from grpo_replay.errors import LedgerError
 
-CATEGORIES = ("inserted", "zero_variance", "stale", "cancelled", "lost")
+CATEGORIES = ("inserted", "zero_variance", "no_reward", "stale", "cancelled", "lost")
 
 
 class Amount(NamedTuple):
@@ -29,8 +29,8 @@ class Amount(NamedTuple):
 class Ledger:
     """The balance of a run so far.
 
-    A group that arrives is `queued` until it is settled as inserted (stored, or trained on if the
-    run stores nothing), zero_variance or stale. Cancelled and lost rollouts never arrive.
+    A rollout that arrives is `queued` until it is settled as inserted (stored, or trained on if the
+    run stores nothing), zero_variance, no_reward or stale. Cancelled and lost ones never arrive.
     """
 
     def __init__(self) -> None:

@@ -23,13 +23,13 @@ Span = tuple[int, int, int]
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One completion of a group, scored."""
+    """One completion of a group, scored. `reward` is None if it did not come."""
 
     token_ids: bytes
     logprobs: bytes
     spans: tuple[Span, ...]
     text: str
-    reward: float
+    reward: float | None
     verdict: str
     scores: tuple[float, ...]
     finish_reason: str

@@ -100,7 +100,7 @@ def _row(member: Member) -> Row:
         logprobs=pack(completion.sampler_logprobs, LOGPROBS),
         spans=sampled.spans,
         text=sampled.text,
-        reward=float(np.float32(verdict.reward)),
+        reward=None if verdict.reward is None else float(np.float32(verdict.reward)),
         verdict=verdict.status,
         scores=verdict.scores,
         finish_reason=completion.finish_reason,

@@ -59,6 +59,11 @@ class Problem:
     answer: str
     row: Row = field(default_factory=dict, compare=False)
 
+    @property
+    def text(self) -> str:
+        """The problem, or the content of its last message."""
+        return self.problem if isinstance(self.problem, str) else self.problem[-1]["content"]
+
 
 def _math_arena(name: str, title: str, dataset: str, problems: int) -> Benchmark:
     return Benchmark(

@@ -33,6 +33,7 @@ from grpo_replay.evaluation.cache import (
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA, merge, to_bytes
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample, plan_evaluation
+from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.versions import VLLM_PACKAGES, installed_versions
@@ -137,8 +138,14 @@ class _Grading:
         """Grade the completion of `plan.samples[index]`; returns at once."""
         text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
         self._decoded[index] = _Decoded(text, len(generation.token_ids), generation.finish_reason)
-        problem = self.plan.samples[index].problem
-        self._scorer.submit(index, text, problem.answer, problem.row)
+        planned = self.plan.samples[index]
+        problem, prompt = planned.problem, ""
+        if self.plan.settings.reward not in BUILTIN_VERIFIERS:
+            prompt = self._tokenizer.decode(planned.request.prompt_token_ids.tolist())
+        self._scorer.submit(
+            index, text, problem.answer, problem.row, prompt=prompt,
+            truncated=generation.finish_reason == "length",
+        )  # fmt: skip
         self._report_progress()
 
     def wait(self, should_stop: Callable[[], bool]) -> None:

@@ -1,6 +1,7 @@
 """The evaluation report: results and settings as JSON, per-sample rows as Parquet."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import isclose
@@ -17,7 +18,9 @@ from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aggregate import ProblemTable, problem_table
 from grpo_replay.evaluation.results import BenchmarkResult, Count, OtherGrading, Results, Whole
 from grpo_replay.evaluation.sample_table import graded_by, read_samples, write_samples
+from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+from grpo_replay.types import FAILED
 
 REPORT_VERSION = 3
 
@@ -89,6 +92,27 @@ class EvaluationReport:
     def greedy_accuracies(self) -> dict[str, float] | None:
         """Greedy accuracy of every benchmark, and `mean`; None without a greedy evaluation."""
         return None if self.greedy is None else self.greedy.accuracies()
+
+    def missing_verdicts(self) -> str | None:
+        """One sentence if the user's own function gave no verdict for some of the completions,
+        sampled or greedy, which then count as not correct; None if it always did. (A completion
+        that a built-in verifier gives up on is incorrect.)"""
+        if self.verifier in BUILTIN_VERIFIERS:
+            return None
+        found: Counter[str] = Counter()
+        for results in (self.sampled, self.greedy):
+            for result in results.benchmarks.values() if results else ():
+                found.update(result.verdicts)
+        missing = {status: found[status] for status in FAILED if found[status]}
+        if not missing:
+            return None
+        kinds = ", ".join(f"{count:,} {status}" for status, count in missing.items())
+        share = sum(missing.values()) / found.total()
+        return (
+            f"{self.verifier} gave no verdict for {sum(missing.values()):,} of {found.total():,} "
+            f"completions ({100 * share:.1f} %: {kinds}): they count as not correct, so the "
+            "accuracies are lower bounds"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The JSON document, without the per-sample rows."""

@@ -145,6 +145,7 @@ def markdown(report: EvaluationReport) -> str:
         "",
         *markdown_sections(report),
         legend(report),
+        *(["", missing] if (missing := report.missing_verdicts()) else []),
         "",
         "## Settings",
         "",

@@ -39,8 +39,8 @@ class WeightedReward(Section):
 class RewardSection(Section):
     function: str = "minerva"
     """Reward function: `minerva` (paper A, training), `math_verify_boxed` (paper A, evaluation),
-    `math_verify`, or your own as `module:function` or `file.py:function`, called as
-    `f(completion: str, answer: str, row: dict) -> float`."""
+    `math_verify`, or your own as `module:function` or `file.py:function`: `f(completion, answer,
+    row) -> float`, or in verl's or TRL's form (docs/rewards.md)."""
     weight: float = 1.0
     """Factor of its score in the reward."""
     other_functions: list[WeightedReward] = Field(default_factory=list)
@@ -62,8 +62,8 @@ class RewardSection(Section):
     filtering; TRL: mask_truncated_completions). Their rewards still count in the mean and standard
     deviation of their group."""
     max_failed_share: Fraction = 0.5
-    """The run stops if a larger share of a step's verdicts are crashes, time-outs or exhausted
-    memory of the reward function. 1 never stops."""
+    """The run stops if a reward function crashes, runs out of time or memory, or returns None on a
+    larger share of a step's completions. 1 never stops."""
     workers: Positive = 2
     """Verifier processes per rank. At most 32 per CPU core."""
     time_limit_seconds: Annotated[float, Field(gt=0)] = 10.0

@@ -36,6 +36,9 @@ class CheckpointSection(Section):
     """Number of newest checkpoints to keep (TRL: save_total_limit)."""
     restore_buffer: bool = True
     """Restore the replay buffer on resume. If false, it starts empty."""
+    allow_other_reward: bool = False
+    """Resume also if the reward is another than that of the stored rollouts, which keep their
+    advantages until they leave the buffer. If false, such a resume is refused."""
 
 
 class EvalSection(Section):

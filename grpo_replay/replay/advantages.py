@@ -2,7 +2,8 @@
 
 `A_i = (r_i - μ_g) / (σ_g + ε_σ)` over the G completions of one prompt. With k correct of G under
 rewards that take two values, `|A_correct| = √((G-k)/k)` and `|A_incorrect| = √(k/(G-k))`, up to
-ε_σ; these closed forms need the population standard deviation. Dr. GRPO (arXiv 2503.20783) leaves
+ε_σ; these closed forms need the population standard deviation. A reward that did not come (None)
+counts nowhere: G, k, μ_g and σ_g are those of the other members. Dr. GRPO (arXiv 2503.20783) leaves
 the division out: dividing by σ_g gives very easy and very hard prompts more weight.
 
 Every number returned is exact in float32, the precision of the rollout files. The logged values are
@@ -25,20 +26,24 @@ class GroupAdvantage:
     `advantages_G` (float32 [G]) is None if all rewards are equal: the group has no signal and is
     dropped. `std` is then exactly 0. Example: rewards [1, 1, 1, -1] have mean 0.5, std √0.75
     and advantages [√(1/3), √(1/3), √(1/3), -√3], up to ε.
+
+    The advantage of a member without a reward is NaN: rewards [1, None, -1] give [1, NaN, -1]. With
+    fewer than two rewards, everything is None.
     """
 
-    mean: float
-    std: float
+    mean: float | None
+    std: float | None
     advantages_G: np.ndarray | None
 
 
 def group_advantages(
-    rewards_G: Sequence[float] | np.ndarray,
+    rewards_G: Sequence[float | None] | np.ndarray,
     std: str = "population",
     epsilon: float = 1e-6,
     divide_by_std: bool = True,
 ) -> GroupAdvantage:
-    """Mean, standard deviation and advantages of one group of G ≥ 2 rewards.
+    """Mean, standard deviation and advantages of one group of G ≥ 2 rewards, None where a reward
+    did not come.
 
     Without `divide_by_std`, `A_i = r_i - μ_g` (Dr. GRPO): rewards [1, 1, 1, -1] give
     [0.5, 0.5, 0.5, -1.5].
@@ -49,9 +54,15 @@ def group_advantages(
     """
     if std not in ("population", "sample"):
         raise ValueError(f"std {std!r}: expected 'population' or 'sample'")
-    rewards = np.asarray(rewards_G, dtype=np.float32).astype(np.float64)
-    if rewards.ndim != 1 or rewards.size < 2:
-        raise ValueError(f"rewards of one group have shape [G] with G ≥ 2, found {rewards.shape}")
+    everything = np.asarray(rewards_G, dtype=np.float32).astype(np.float64)
+    if everything.ndim != 1 or everything.size < 2:
+        raise ValueError(
+            f"rewards of one group have shape [G] with G ≥ 2, found {everything.shape}"
+        )
+    came_G = np.array([reward is not None for reward in rewards_G])
+    rewards = everything[came_G]
+    if rewards.size < 2:
+        return GroupAdvantage(mean=None, std=None, advantages_G=None)
     if not np.isfinite(rewards).all():
         raise NonFiniteError(
             f"rewards of one group are {list(rewards_G)}: every reward must be a finite float32; "
@@ -63,8 +74,6 @@ def group_advantages(
     deviations = rewards - mean
     divisor = rewards.size if std == "population" else rewards.size - 1
     sigma = math.sqrt(math.fsum(deviations**2) / divisor)
-    return GroupAdvantage(
-        mean=float(np.float32(mean)),
-        std=float(np.float32(sigma)),
-        advantages_G=(deviations / (sigma + epsilon if divide_by_std else 1.0)).astype(np.float32),
-    )
+    advantages_G = np.full(everything.size, np.nan, np.float32)
+    advantages_G[came_G] = deviations / (sigma + epsilon if divide_by_std else 1.0)
+    return GroupAdvantage(float(np.float32(mean)), float(np.float32(sigma)), advantages_G)

@@ -110,9 +110,10 @@ def token_weights(
 
 def loss_coefficient(rollout: Rollout, settings: LossSection) -> float:
     """The frozen advantage; for AsymRE `r - (V + δV)`, V the group's mean reward (paper B)."""
-    if settings.kind == "asymre":
-        return rollout.reward - (rollout.group_reward_mean + settings.asymre_delta)
     assert rollout.advantage is not None, f"rollout {rollout.rollout_id} was dropped"
+    if settings.kind == "asymre":
+        assert rollout.reward is not None and rollout.group_reward_mean is not None  # it was kept
+        return rollout.reward - (rollout.group_reward_mean + settings.asymre_delta)
     return rollout.advantage
 
 

@@ -17,7 +17,7 @@ def rollouts_of_group(
     prompt_token_ids: Sequence[int] | np.ndarray,
     completion_token_ids: Sequence[Sequence[int] | np.ndarray],
     behavior_logprobs: Sequence[Sequence[float] | np.ndarray],
-    rewards: Sequence[float],
+    rewards: Sequence[float | None],
     correct: float = 1.0,
     epsilon: float = 1e-6,
 ) -> list[Rollout]:
@@ -26,7 +26,8 @@ def rollouts_of_group(
     Rollout i has `completion_token_ids[i]` and its log-probs [T_i] under the policy that sampled
     it, which become π_b for good. Ids are `first_rollout_id + i`; the ids of rollouts and of groups
     must be unique in a run and ascend. The list is empty if all rewards are equal: the group has no
-    signal. Rewards of at least `correct` count as correct.
+    signal. Rewards of at least `correct` count as correct. A completion whose reward is None (it
+    did not come) is left out, of the list and of the statistics of its group.
 
     Raises ValueError if the lengths differ, NonFiniteError for a reward that is not finite.
     """
@@ -46,6 +47,7 @@ def rollouts_of_group(
     group = group_advantages(rewards, epsilon=epsilon)
     if group.advantages_G is None:
         return []
+    came = [(index, reward) for index, reward in enumerate(rewards) if reward is not None]
     return [
         Rollout(
             rollout_id=first_rollout_id + index,
@@ -60,14 +62,14 @@ def rollouts_of_group(
             completion_text="",
             behavior_logprobs=np.array(behavior_logprobs[index], np.float32),
             sampler_logprobs=np.array(behavior_logprobs[index], np.float32),
-            reward=float(np.float32(rewards[index])),
+            reward=float(np.float32(reward)),
             advantage=float(group.advantages_G[index]),
             group_reward_mean=group.mean,
             group_reward_std=group.std,
-            group_correct=sum(reward >= correct for reward in rewards),
+            group_correct=sum(each >= correct for _, each in came),
             finish_reason="stop",
-            verdict="correct" if rewards[index] >= correct else "incorrect",
+            verdict="correct" if reward >= correct else "incorrect",
             kept=True,
         )
-        for index in range(size)
+        for index, reward in came
     ]

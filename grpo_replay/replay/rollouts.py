@@ -43,8 +43,9 @@ def assemble_rollouts(
     first_group_id: int,
 ) -> list[Rollout]:
     """Rollouts of whole groups, by rollout id. A group with equal rewards has `kept` False, or
-    advantage 0 if `replay.drop_zero_variance` is false. With `reward.mask_truncated`, a completion
-    that was cut off has `kept` False too.
+    advantage 0 if `replay.drop_zero_variance` is false. A completion whose reward did not come has
+    `kept` False and counts nowhere in its group; if fewer than two rewards came, so has the whole
+    group. With `reward.mask_truncated`, a completion that was cut off has `kept` False too.
 
     Ids are consecutive over the prompts of the step: group `first_group_id + prompt_index`,
     rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
@@ -70,7 +71,7 @@ def assemble_rollouts(
 def _with_length(verdict: Verdict, completion: Completion, recipe: Recipe) -> Verdict:
     """The verdict with the length penalty among its scores, if the recipe has one."""
     section = recipe.reward
-    if section.overlong_buffer_tokens is None:
+    if section.overlong_buffer_tokens is None or verdict.reward is None:
         return verdict
     score = overlong_score(
         len(completion.token_ids),
@@ -85,20 +86,21 @@ def _with_length(verdict: Verdict, completion: Completion, recipe: Recipe) -> Ve
 class _ScoredGroup:
     """What the rollouts of one group share. `advantages_G` is None if the group is dropped."""
 
-    mean: float
-    std: float
+    mean: float | None
+    std: float | None
     correct: int
     advantages_G: np.ndarray | None
 
 
 def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
-    rewards_G = np.array([verdict.reward for verdict in verdicts])
+    rewards_G = [verdict.reward for verdict in verdicts]
     settings = recipe.advantage
     group = group_advantages(rewards_G, settings.std, settings.epsilon, settings.divide_by_std)
     advantages_G = group.advantages_G
-    if advantages_G is None and not recipe.replay.drop_zero_variance:
+    if group.std == 0 and not recipe.replay.drop_zero_variance:
         advantages_G = np.zeros(len(rewards_G), dtype=np.float32)
-    correct = sum(verdict.scores[0] >= recipe.reward.correct for verdict in verdicts)
+    came = (verdict for verdict in verdicts if verdict.reward is not None)
+    correct = sum(verdict.scores[0] >= recipe.reward.correct for verdict in came)
     return _ScoredGroup(group.mean, group.std, correct, advantages_G)
 
 
@@ -114,8 +116,10 @@ def _rollout(
 ) -> Rollout:
     index = completion.key.completion_index
     masked = recipe.reward.mask_truncated and completion.finish_reason == "length"
-    advantage = None
-    if group.advantages_G is not None and not masked:
+    advantage = reward = None
+    if verdict.reward is not None:
+        reward = float(np.float32(verdict.reward))  # as it is stored
+    if group.advantages_G is not None and reward is not None and not masked:
         advantage = float(group.advantages_G[index])
     scores = verdict.scores if recipe.reward.is_combined else ()
     return Rollout(
@@ -131,7 +135,7 @@ def _rollout(
         completion_text=text,
         behavior_logprobs=None,
         sampler_logprobs=completion.sampler_logprobs,
-        reward=float(np.float32(verdict.reward)),  # as it is stored
+        reward=reward,
         advantage=advantage,
         group_reward_mean=group.mean,
         group_reward_std=group.std,

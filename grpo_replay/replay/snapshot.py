@@ -70,6 +70,12 @@ def read_snapshot_facts(path: Path) -> dict[str, Any]:
         return _read_facts(path, file.schema_arrow.metadata)
 
 
+def count_stored(path: Path) -> int:
+    """The number of rollouts in a snapshot. Raises SnapshotError."""
+    with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+        return file.metadata.num_rows
+
+
 def read_snapshot(path: Path) -> Snapshot:
     """Read a snapshot. Raises SnapshotError if it is missing, damaged or another kind of file."""
     with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:

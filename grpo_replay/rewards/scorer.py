@@ -5,10 +5,10 @@
             scorer.submit(completion.key, text, answer, row)
         verdicts = scorer.results()                       # key -> Verdict, in submission order
 
-A completion whose grading exceeds the time or memory limit, or crashes its worker, earns the
-incorrect reward; the status of the verdict names the cause. With several functions, the failure of
-one is that of the verdict. If all functions are built in, equal (completion, answer) pairs are
-graded once.
+A function of the user that raises, returns None, exceeds the time or memory limit or crashes its
+worker gives no reward; a completion that makes a built-in verifier fail earns the incorrect reward.
+The status of the verdict names the cause. With several functions, the failure of one is that of the
+verdict. If all functions are built in, equal (completion, answer) pairs are graded once.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, is_function_name
 from grpo_replay.rewards import wire
-from grpo_replay.rewards.pool import VerifierPool
+from grpo_replay.rewards.pool import Answers, VerifierPool
 from grpo_replay.types import FAILED, Verdict
 
 CACHED_ANSWERS = 200_000
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Graded:
-    """One submitted pair; `answer` is the worker's message, None until it arrives."""
+    """One submitted pair; `answers` are the worker's messages, None until they arrive."""
 
     gold: str
-    answer: dict[str, Any] | None = None
+    answers: Answers | None = None
 
 
 class RewardScorer:
@@ -57,7 +57,8 @@ class RewardScorer:
         """The first exception of a reward function, and where it was raised."""
         self._section, self._as_verdicts = section, as_verdicts
         self._weights = [each.weight for each in section.functions]
-        self._builtin = all(function in BUILTIN_VERIFIERS for function in functions)
+        self._own = [function not in BUILTIN_VERIFIERS for function in functions]
+        self._builtin = not any(self._own)
         self._changed = threading.Condition()
         self._failure: Exception | None = None
         self._submitted: list[tuple[Hashable, _Graded]] = []
@@ -83,19 +84,29 @@ class RewardScorer:
         return cls(section, as_verdicts)
 
     def submit(
-        self, key: Hashable, completion: str, answer: str, row: Mapping[str, Any] | None = None
+        self,
+        key: Hashable,
+        completion: str,
+        answer: str,
+        row: Mapping[str, Any] | None = None,
+        *,
+        truncated: bool = False,
+        prompt: str = "",
+        step: int | None = None,
     ) -> None:
         """Queue one completion for grading and return at once.
 
-        Only functions of the user receive `row`. Raises DatasetError if it contains a value that
-        JSON cannot represent.
+        Only functions of the user receive `row`, whether the completion was `truncated` at the
+        length limit, the rendered `prompt`, and the training `step` (None in evaluations). Raises
+        DatasetError if the row contains a value that JSON cannot represent.
         """
         digest = _digest(completion, answer) if self._builtin else None
         with self._changed:
             graded = self._recall(digest)
             if graded is None:
                 graded = _Graded(answer)
-                body = self._body(completion, answer, row)
+                given = {"truncated": truncated, "prompt": prompt, "step": step}
+                body = self._body(completion, answer, row, given)
                 if digest is not None:
                     self._remember(digest, graded)
                 self._pending += 1
@@ -105,8 +116,8 @@ class RewardScorer:
     def statuses(self) -> Counter[str]:
         """The number of verdicts of each status that have arrived since the last `results`."""
         with self._changed:
-            arrived = [graded.answer for _, graded in self._submitted if graded.answer]
-        return Counter(answer["status"] for answer in arrived)
+            arrived = [graded.answers for _, graded in self._submitted if graded.answers]
+        return Counter(self._status(answers) for answers in arrived)
 
     def wait(self, seconds: float) -> bool:
         """Wait at most `seconds`; True once everything submitted is graded or grading failed."""
@@ -137,6 +148,13 @@ class RewardScorer:
         if self._failure is not None:
             raise self._failure
 
+    def sources(self) -> dict[str, str]:
+        """SHA-256 of the source file of each function of the user, as its worker loaded it. Waits
+        for one. Raises RecipeError if a function cannot be loaded."""
+        if not self._builtin:
+            self.wait_ready()
+        return self._pool.sources if not self._builtin else {}
+
     def take_graded(self) -> dict[Hashable, Verdict]:
         """The verdicts that have arrived, without waiting for the others; each is returned once.
 
@@ -145,9 +163,9 @@ class RewardScorer:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            arrived = [(key, graded) for key, graded in self._submitted if graded.answer]
+            arrived = [(key, graded) for key, graded in self._submitted if graded.answers]
             if arrived:
-                self._submitted = [each for each in self._submitted if not each[1].answer]
+                self._submitted = [each for each in self._submitted if not each[1].answers]
         return {key: self._verdict(graded) for key, graded in arrived}
 
     def score(self, items: Sequence[tuple[str, str, Mapping[str, Any] | None]]) -> list[Verdict]:
@@ -166,10 +184,16 @@ class RewardScorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _body(self, completion: str, answer: str, row: Mapping[str, Any] | None) -> bytes:
+    def _body(
+        self,
+        completion: str,
+        answer: str,
+        row: Mapping[str, Any] | None,
+        given: Mapping[str, Any],
+    ) -> bytes:
         task: dict[str, Any] = {"text": completion, "answer": answer}
         if not self._builtin:
-            task["row"] = dict(row or {})
+            task |= {"row": dict(row or {}), **given}
         try:
             return wire.to_json(task)
         except (TypeError, ValueError) as error:
@@ -192,42 +216,54 @@ class RewardScorer:
             self._cache.popitem(last=False)
 
     def _verdict(self, graded: _Graded) -> Verdict:
-        answer = graded.answer
-        assert answer is not None
-        if answer.get("gold_parsed") is False:
+        answers = graded.answers
+        assert answers is not None
+        if answers[0].get("gold_parsed") is False:
             self.unparsable_answers.add(graded.gold)
-        section, others = self._section, answer.get("others", [])
-        status = next((a["status"] for a in (answer, *others) if _failed(a)), answer["status"])
+        section, status = self._section, self._status(answers)
         scores: tuple[float, ...]
+        if self._own_failure(answers):
+            return Verdict(None, status, ())
         if status in FAILED:
             scores = (section.incorrect, *(0.0 for _ in section.other_functions))
         else:
-            scores = tuple(map(self._score, (answer, *others)))
+            scores = tuple(map(self._score, answers))
         weighted = (weight * score for weight, score in zip(self._weights, scores, strict=True))
         return Verdict(sum(weighted), status, scores)
+
+    def _own_failure(self, answers: Answers) -> str | None:
+        """The status of the first function of the user that failed; None if none did."""
+        pairs = zip(answers, self._own)  # a failure may have ended the answers
+        return next((a["status"] for a, own in pairs if own and a["status"] in FAILED), None)
+
+    def _status(self, answers: Answers) -> str:
+        statuses = [answer["status"] for answer in answers]
+        failed = next((status for status in statuses if status in FAILED), statuses[0])
+        return self._own_failure(answers) or failed
 
     def _score(self, answer: dict[str, Any]) -> float:
         if "reward" in answer:
             return answer["reward"]
         return self._section.correct if answer["status"] == "correct" else self._section.incorrect
 
-    def _accept(self, graded: _Graded, answer: dict[str, Any]) -> None:
-        if self._as_verdicts and answer["status"] == "scored":
-            is_correct = answer["reward"] >= self._section.correct
-            answer["status"] = "correct" if is_correct else "incorrect"
+    def _accept(self, graded: _Graded, answers: Answers) -> None:
+        first = answers[0]
+        if self._as_verdicts and first["status"] == "scored":
+            is_correct = first["reward"] >= self._section.correct
+            first["status"] = "correct" if is_correct else "incorrect"
+        error = next((answer["error"] for answer in answers if "error" in answer), None)
         with self._changed:
-            graded.answer = answer
+            graded.answers = answers
             self._pending -= 1
             self._changed.notify_all()
-            is_first = "error" in answer and self.first_error is None
+            is_first = error is not None and self.first_error is None
             if is_first:
-                self.first_error = answer["error"]
+                self.first_error = error
         if is_first:
             logger.warning(
-                "reward.function %s failed on a completion, which earns the incorrect reward and "
-                "status 'crash' (reported once per run): %s",
+                "reward function %s failed on a completion (reported once per run): %s",
                 self._names(),
-                answer["error"],
+                error,
             )
 
     def _names(self) -> str:
@@ -237,10 +273,6 @@ class RewardScorer:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
-
-
-def _failed(answer: dict[str, Any]) -> bool:
-    return answer["status"] in FAILED
 
 
 def _check_function(function: str) -> None:

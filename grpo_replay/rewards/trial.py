@@ -21,12 +21,14 @@ USUAL_WORKERS_PER_CORE = 4
 
 
 class Answered(Protocol):
-    """A problem with its reference answer and row."""
+    """A problem with its reference answer, its row, and the text of its prompt."""
 
     @property
     def answer(self) -> str: ...
     @property
     def row(self) -> Row: ...
+    @property
+    def text(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,10 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
 def _try_calls(
     function: str, scorer: RewardScorer, problems: Sequence[Answered], tolerant: bool
 ) -> list[str]:
-    verdicts = scorer.score(
-        [(right_completion(each.answer), each.answer, each.row) for each in problems]
-    )
+    for place, each in enumerate(problems):
+        completion = right_completion(each.answer)
+        scorer.submit(place, completion, each.answer, each.row, prompt=each.text, step=1)
+    verdicts = list(scorer.results().values())
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
         return []
@@ -90,13 +93,12 @@ def _try_calls(
     if tolerant or len(failed) < len(verdicts):
         return [
             f"reward function {function} failed on {len(failed)} of the {len(verdicts)} rows that "
-            f"it was tried on; such completions earn the incorrect reward: {reason}"
+            f"it was tried on; such completions get no reward and are left out: {reason}"
         ]
     raise RecipeError(
         f"reward function {function} failed on all {len(verdicts)} rows that it was tried on: "
-        f"{reason}. It is called as f(completion: str, answer: str, row: dict) and returns a "
-        "finite number. If it is meant to fail on completions that end in a box, set "
-        "reward.max_failed_share 1"
+        f"{reason}. It must return a finite number for each completion. If it is meant to fail on "
+        "completions that end in a box, set reward.max_failed_share 1"
     )
 
 

@@ -1,14 +1,16 @@
 """Reward functions of the user, in a worker: loading, the call, and the description of failures."""
 
+import hashlib
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from grpo_replay.rewards.signature import caller
 
 LARGEST_SCORE = 3.4e38
 """Scores are stored in float32."""
@@ -18,17 +20,18 @@ def open_user_function(function: str) -> Callable[[dict[str, Any]], dict[str, An
     """The grader of `module:function` or `file.py:function`.
 
     Modules are found from the working directory and in the environment; a file may import modules
-    of its own folder. Raises whatever the module raises, and TypeError if the function cannot be
-    called with three arguments.
+    of its own folder. Raises whatever the module raises, and TypeError for parameters that no form
+    of a reward function has (`rewards.signature`).
     """
-    place, _, name = function.rpartition(":")
-    score: Any = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    score, name = load_source(function), function.rpartition(":")[2]
     for attribute in name.split("."):
         score = getattr(score, attribute)
-    _check_signature(score, name)
+    call = caller(score, name)
 
     def grade(task: dict[str, Any]) -> dict[str, Any]:
-        value = score(task["text"], task["answer"], task["row"])
+        value = call(task)
+        if value is None:
+            return {"status": "none", "error": f"{function} returned None"}
         if not hasattr(value, "__float__"):
             raise TypeError(f"{function} returned {value!r:.80}, expected a number")
         if not abs(float(value)) <= LARGEST_SCORE:
@@ -36,6 +39,18 @@ def open_user_function(function: str) -> Callable[[dict[str, Any]], dict[str, An
         return {"status": "scored", "reward": float(value)}
 
     return grade
+
+
+def load_source(function: str) -> Any:
+    """The module of `module:function` or `file.py:function`. Raises whatever it raises."""
+    place = function.rpartition(":")[0]
+    return _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+
+
+def source_digest(function: str) -> str:
+    """SHA-256 of the file of a function, as text; that of nothing for a module without a file."""
+    file = getattr(load_source(function), "__file__", None)
+    return hashlib.sha256(Path(file).read_bytes() if file else b"").hexdigest()
 
 
 def _load_module(name: str) -> Any:
@@ -61,21 +76,6 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module  # dataclasses look their module up by its name
     spec.loader.exec_module(module)
     return module
-
-
-def _check_signature(score: Any, name: str) -> None:
-    if not callable(score):
-        raise TypeError(f"{name} is a {type(score).__name__}, not a function")
-    try:
-        signature = inspect.signature(score)
-    except (TypeError, ValueError):
-        return  # some builtins have none
-    try:
-        signature.bind("completion", "answer", {})
-    except TypeError as error:
-        raise TypeError(
-            f"{name}{signature} cannot be called as f(completion, answer, row): {error}"
-        ) from None
 
 
 def describe_failure(error: BaseException) -> str:

@@ -45,14 +45,15 @@ class VerifierProcess:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         os.set_blocking(self._stdin.fileno(), False)
 
-    def wait_ready(self) -> None:
-        """Return when the grader is loaded.
+    def wait_ready(self) -> dict[str, str]:
+        """The SHA-256 of the source file of each function of the user, once all are loaded.
 
         Raises WorkerGone, WorkerLate, or ImportError with the worker's message.
         """
         message = self.receive(START_TIMEOUT_SECONDS)
         if "failed" in message:
             raise ImportError(message["failed"])
+        return message["sources"]
 
     def send(self, bodies: list[bytes], limit_seconds: float) -> None:
         """Send tasks. Raises WorkerGone, or WorkerLate if the process takes nothing from the pipe

@@ -1,4 +1,5 @@
-"""A verifier worker: reads tasks from stdin and writes one verdict for each to stdout.
+"""A verifier worker: reads tasks from stdin. For each task it writes the answer of every function
+to stdout, in order, so that the pool knows which of them a time limit or a crash ended.
 
 Started by `grpo_replay.rewards.pool`, which kills it at the time limit; the kernel kills it when
 its parent ends. Output printed by a reward function goes to stderr.
@@ -11,11 +12,11 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from grpo_replay.rewards import wire
-from grpo_replay.rewards.user_function import describe_failure, open_user_function
+from grpo_replay.rewards.user_function import describe_failure, open_user_function, source_digest
 
 Grader = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -25,7 +26,9 @@ def main() -> None:
     _die_with(parent)
     requests, replies = _claim_pipes()
     try:
-        grader = _open_graders(json.loads(functions))
+        names = json.loads(functions)
+        graders = [_open_grader(function) for function in names]
+        sources = {name: source_digest(name) for name in names if name not in BUILTINS}
     except BaseException as error:  # a module of the user may even call sys.exit
         _write(replies, {"failed": describe_failure(error)})
         return
@@ -33,10 +36,11 @@ def main() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     _limit_memory_growth(memory_limit_mib)
-    _write(replies, {"ready": True})
+    _write(replies, {"ready": True, "sources": sources})
     while (tasks := wire.read(requests)) is not None:
         for task in tasks:
-            _write(replies, _graded(grader, task))
+            for grader in graders:
+                _write(replies, _graded(grader, task))
 
 
 def _die_with(parent: int) -> None:
@@ -79,18 +83,6 @@ def _graded(grader: Grader, task: dict[str, Any]) -> dict[str, Any]:
         return {"status": "memory"}
     except BaseException as error:  # of the user's code, sys.exit too, or of a library
         return {"status": "crash", "error": describe_failure(error)[:500]}
-
-
-def _open_graders(functions: Sequence[str]) -> Grader:
-    """The grader of the first function, which adds the answers of the others as `others`."""
-    first, *others = map(_open_grader, functions)
-    if not others:
-        return first
-
-    def grade(task: dict[str, Any]) -> dict[str, Any]:
-        return {**first(task), "others": [other(task) for other in others]}
-
-    return grade
 
 
 def _open_grader(function: str) -> Grader:

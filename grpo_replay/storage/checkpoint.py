@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ class RunState:
     (run.seed, step, purpose).
 
     `policy_version` is the version of the weights in `model/`. `prompt_cursor` is the number of
-    prompts taken so far.
+    prompts taken so far. `reward` is what decided the rewards of the stored rollouts
+    (`training.reward_change`).
     """
 
     step: int = 0
@@ -64,6 +65,7 @@ class RunState:
     capacity_warned: bool = False
     world_size: int = 1
     zero_stage: int = 0
+    reward: dict[str, Any] = field(default_factory=dict)
     format_version: int = CHECKPOINT_VERSION
 
     @classmethod

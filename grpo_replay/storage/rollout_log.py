@@ -44,7 +44,9 @@ ROLLOUT_SCHEMA = pa.schema(
     ]
 )
 """A rollout as frozen at birth. `advantage` and `behavior_logprobs` are null if it was dropped
-(`kept` false). `reward_scores` is empty unless the reward combines several scores."""
+(`kept` false), `reward` if it did not come, `group_reward_mean` and `group_reward_std` if fewer
+than two rewards of the group came. `reward_scores` is empty unless the reward came and combines
+several scores."""
 
 LOG_ONLY = ("completion_text", "reward_scores")
 """Columns of rollouts/ that the buffer and its snapshot do not have."""

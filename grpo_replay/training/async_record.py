@@ -166,7 +166,8 @@ def _generation(generated: Sequence[Rollout], group_size: int) -> Metrics:
     if generated:
         return generation_metrics(generated, group_size)
     return {
-        "reward": None, "reward_std": None, "frac_reward_zero_std": None,
+        "reward": None, "reward_std": None, "reward/missing_fraction": None,
+        "frac_reward_zero_std": None,
         "groups/all_correct_fraction": None, "groups/all_wrong_fraction": None,
         "completions/mean_length": None, "completions/min_length": None,
         "completions/max_length": None, "completions/clipped_ratio": None,

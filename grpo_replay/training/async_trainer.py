@@ -198,7 +198,7 @@ class AsyncTrainer(Trainer):
         record = StepRecord(step, taken.generated, fresh, gap, batch, results, outcomes)
         self._warn_if_capacity_binds(step)
         if taken.generated:
-            self.notices += self._learning.observe(step, taken.generated)
+            self._watch(step, taken.generated)
         if self.recipe.tracking.log_rollouts:
             write_async_step_files(self.parts.run_dir.path, self.recipe, record)
         asynchronous = AsyncStep(

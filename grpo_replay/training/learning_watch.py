@@ -15,20 +15,48 @@ long."""
 def refuse_failed_verdicts(
     rollouts: Sequence[Rollout], step: int, recipe: Recipe, first_error: str | None
 ) -> None:
-    """Raise RewardError if more than `reward.max_failed_share` of a step's verdicts are failures of
-    the reward function. `first_error` is the first exception, if one is known."""
+    """Raise RewardError if a reward function gave no score for more than `reward.max_failed_share`
+    of a step's completions. `first_error` is the first exception, if one is known."""
     failed = [rollout.verdict for rollout in rollouts if rollout.verdict in FAILED]
     limit = recipe.reward.max_failed_share
     if not rollouts or len(failed) <= limit * len(rollouts):
         return
-    counts = ", ".join(f"{failed.count(status)} {status}" for status in FAILED if status in failed)
     functions = ", ".join(each.function for each in recipe.reward.functions)
     raise RewardError(
         f"step {step}: the reward function ({functions}) failed on {len(failed)} of "
-        f"{len(rollouts)} completions ({counts}), more than reward.max_failed_share {limit:g}. "
-        f"First error: {first_error or 'none was raised on this rank; see log/'}. Mend the "
-        "function or its limits (reward.time_limit_seconds, reward.memory_limit_mib), then resume"
+        f"{len(rollouts)} completions ({describe_failures(failed)}), more than "
+        f"reward.max_failed_share {limit:g}. First error: "
+        f"{first_error or 'none was raised on this rank; see log/'}. Mend the function or its "
+        "limits (reward.time_limit_seconds, reward.memory_limit_mib), then resume"
     )
+
+
+class MissingWatch:
+    """Says once that rewards do not come. The metric `reward/missing_fraction` goes on."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(
+        self, step: int, generated: Sequence[Rollout], first_error: str | None
+    ) -> list[str]:
+        """The notice, after the first step with a rollout without a reward; else nothing."""
+        missing = [rollout.verdict for rollout in generated if rollout.reward is None]
+        if self._told or not missing:
+            return []
+        self._told = True
+        return [
+            f"step {step}: the reward function gave no reward for {len(missing)} of "
+            f"{len(generated)} completions ({describe_failures(missing)}). They are left out of "
+            "their groups, neither trained on nor stored; the metric reward/missing_fraction has "
+            f"the share of every step. First error: {first_error or 'see log/'}"
+        ]
+
+
+def describe_failures(verdicts: Sequence[str]) -> str:
+    """The number of each kind of failure, such as "3 timeout, 1 crash"."""
+    counts = Counter(verdicts)
+    return ", ".join(f"{counts[status]} {status}" for status in FAILED if counts[status])
 
 
 class LearningWatch:
@@ -41,7 +69,7 @@ class LearningWatch:
 
     def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
         """A notice, if one is due after this step; else nothing."""
-        if any(rollout.kept and rollout.group_reward_std > 0 for rollout in generated):
+        if any(rollout.kept and rollout.group_reward_std for rollout in generated):
             self._counts.clear()
             self._next_notice = FIRST_NOTICE_STEPS
             return []

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from grpo_replay.replay import BufferStats
 from grpo_replay.replay.relative_cost import relative_compute
 from grpo_replay.replay.sampler_weights import sampler_weights
 from grpo_replay.training.weight_sync import LogprobGap
-from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
+from grpo_replay.types import FAILED, ComposedBatch, Rollout, RolloutOutcome
 
 Metrics = dict[str, float | int | None]
 
 STAGES = ("generation", "reward", "logprob", "training", "sync")
-VERDICTS = ("correct", "incorrect", "unparsable", "timeout", "memory", "crash", "scored")
+VERDICTS = ("correct", "incorrect", "unparsable", "scored", *FAILED)
 
 
 class Stopwatch:
@@ -52,19 +53,25 @@ class Stopwatch:
 
 
 def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
-    """Of everything generated in the step, dropped groups included."""
-    rewards_N = np.array([rollout.reward for rollout in rollouts])
+    """Of everything generated in the step, dropped groups included. Rewards that did not come count
+    only in `reward/missing_fraction`."""
+    came_N = np.array([rollout.reward is not None for rollout in rollouts])
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    without_signal = [rollout.group_reward_std == 0 for rollout in rollouts]
     lengths_N = np.array([len(rollout.completion_token_ids) for rollout in rollouts])
-    stds = np.array([rollout.group_reward_std for rollout in rollouts])[::group_size]
-    correct = np.array([rollout.group_correct for rollout in rollouts])[::group_size]
+    groups = rollouts[::group_size]
+    stds = [group.group_reward_std for group in groups if group.group_reward_std is not None]
+    rewarded = came_N.reshape(-1, group_size).sum(axis=1)
+    correct = np.array([group.group_correct for group in groups])[rewarded > 0]
     truncated = np.array([rollout.finish_reason == "length" for rollout in rollouts])
     verdicts = Counter(rollout.verdict for rollout in rollouts)
     return {
-        "reward": float(rewards_N.mean()),
-        "reward_std": float(stds.mean()),
-        "frac_reward_zero_std": float(np.mean([r.group_reward_std == 0 for r in rollouts])),
-        "groups/all_correct_fraction": float((correct == group_size).mean()),
-        "groups/all_wrong_fraction": float((correct == 0).mean()),
+        "reward": _mean(rewards),
+        "reward_std": _mean(stds),
+        "reward/missing_fraction": float(1 - came_N.mean()),
+        "frac_reward_zero_std": _mean(list(compress(without_signal, came_N))),
+        "groups/all_correct_fraction": _mean(correct == rewarded[rewarded > 0]),
+        "groups/all_wrong_fraction": _mean(correct == 0),
         "completions/mean_length": float(lengths_N.mean()),
         "completions/min_length": int(lengths_N.min()),
         "completions/max_length": int(lengths_N.max()),
@@ -74,11 +81,12 @@ def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
 
 
 def score_metrics(rollouts: Sequence[Rollout], names: Sequence[str]) -> Metrics:
-    """Mean and population standard deviation of each score over everything generated in the step;
-    nothing if there are no rollouts, or they have no single scores."""
-    if not rollouts or not all(rollout.reward_scores for rollout in rollouts):
+    """Mean and population standard deviation of each score over the rollouts of the step whose
+    reward came; nothing if there are none, or they have no single scores."""
+    scores = [rollout.reward_scores for rollout in rollouts if rollout.reward is not None]
+    if not all(scores) or not scores:
         return {}
-    scores_NF = np.array([rollout.reward_scores for rollout in rollouts], dtype=np.float64)
+    scores_NF = np.array(scores, dtype=np.float64)
     means_F, stds_F = scores_NF.mean(axis=0).tolist(), scores_NF.std(axis=0).tolist()
     return {
         f"rewards/{name}/{quantity}": value
@@ -231,8 +239,8 @@ def null_where_not_finite(metrics: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+def _mean(values: Sequence[float] | np.ndarray) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def _token_mean(outcomes: Sequence[RolloutOutcome], quantity: str) -> float | None:

@@ -43,6 +43,7 @@ from grpo_replay.storage.stored_sizes import checkpoint_bytes
 from grpo_replay.training.checkpoint_writer import notices_of_room
 from grpo_replay.training.journal_rules import refuse_other_rules
 from grpo_replay.training.observer import Observer
+from grpo_replay.training.reward_change import notices_of_change, reward_facts
 from grpo_replay.training.reward_notices import reward_notices
 from grpo_replay.training.trainer import Parts
 from grpo_replay.training.weight_sync import PushedWeights, read_pushed_weights, sync_weights
@@ -90,6 +91,9 @@ class RunOpener:
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
         scorer = self.scorer or self.stack.enter_context(RewardScorer.open(recipe.reward))
+        self.notices += (
+            run_on_main(comm, lambda: self._note_reward(checkpoint, state, scorer)) or []
+        )
         position.note("prompts")
         prompts = self._load_prompts(tokenizer)
         evaluation = None
@@ -130,6 +134,16 @@ class RunOpener:
         checkpoint = self._seen_by_all(found)
         self._open_other_logs()
         return checkpoint
+
+    def _note_reward(
+        self, checkpoint: Path | None, state: RunState, scorer: RewardScorer
+    ) -> list[str]:
+        """Notices if the reward has changed since the checkpoint; the state gets the present one.
+        Called on rank 0 only."""
+        before, state.reward = state.reward, reward_facts(self.recipe.reward, scorer.sources())
+        if checkpoint is None:
+            return []
+        return notices_of_change(self.recipe, checkpoint, before, state.reward)
 
     def _load_prompts(self, tokenizer: Any) -> PromptSet:
         recipe = self.recipe

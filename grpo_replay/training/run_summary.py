@@ -11,7 +11,7 @@ from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 
 RUN_MEANS = (
     *("fresh/rollouts", "fresh/clip_fraction", "replay/clip_fraction"),
-    *("groups/all_correct_fraction", "groups/all_wrong_fraction"),
+    *("groups/all_correct_fraction", "groups/all_wrong_fraction", "reward/missing_fraction"),
 )
 """Metrics of which the summary has the mean over the run (paper A, tables 2 and 8)."""
 

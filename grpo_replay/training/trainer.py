@@ -29,7 +29,11 @@ from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training.gather import Graded, gather_graded, share_of_rank
-from grpo_replay.training.learning_watch import LearningWatch, refuse_failed_verdicts
+from grpo_replay.training.learning_watch import (
+    LearningWatch,
+    MissingWatch,
+    refuse_failed_verdicts,
+)
 from grpo_replay.training.metrics import Stopwatch
 from grpo_replay.training.step_record import (
     StepRecord,
@@ -79,6 +83,7 @@ class Trainer:
         self.state = state
         self.notices: list[str] = []  # messages for the user; the caller shows and clears them
         self._learning = LearningWatch(parts.recipe)
+        self._missing = MissingWatch()
         self._clock = Stopwatch()
 
     def await_step(self, stop_requested: Callable[[], bool]) -> bool:
@@ -109,11 +114,16 @@ class Trainer:
         self.generated = generated
         record = StepRecord(step, generated, fresh, gap, batch, results, outcomes)
         self._warn_if_capacity_binds(step)
-        self.notices += self._learning.observe(step, generated)
+        self._watch(step, generated)
         if self.recipe.tracking.log_rollouts:
             write_step_files(self.parts.run_dir.path, self.recipe, record)
         buffer = self.buffer.stats(step)
         return step_metrics(self.recipe, self.state, record, buffer, self._clock.read())
+
+    def _watch(self, step: int, generated: Sequence[Rollout]) -> None:
+        """Notices about rewards that did not come, and about steps without a signal."""
+        self.notices += self._missing.observe(step, generated, self.parts.scorer.first_error)
+        self.notices += self._learning.observe(step, generated)
 
     def _draw_stream(self, step: int) -> np.random.Generator:
         return stream(self.recipe.run.seed, step, DRAW_STREAM)
@@ -161,7 +171,10 @@ class Trainer:
                 prompt = prompts[key.prompt_index]
                 text = self.parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                 completions[key], texts[key] = completion, text
-                self.parts.scorer.submit(key, text, prompt.answer, prompt.row)
+                self.parts.scorer.submit(
+                    key, text, prompt.answer, prompt.row, prompt=prompt.text, step=step,
+                    truncated=completion.finish_reason == "length",
+                )  # fmt: skip
             if is_last:
                 self._sleep()
         with self._stage("reward"):

@@ -44,8 +44,8 @@ def test_a_soak_fails_if_a_process_is_missing_from_a_sample():
 
 
 def line(lost: int) -> dict[str, int]:
-    ends = {"inserted": 3, "zero_variance": 2, "stale": 0, "cancelled": 0, "lost": lost}
-    ends |= {"generated": 7, "in_flight": 1}
+    ends = {"inserted": 3, "zero_variance": 1, "no_reward": 1, "stale": 0, "cancelled": 0}
+    ends |= {"lost": lost, "generated": 7, "in_flight": 1}
     return {
         f"ledger/{name}_{unit}": n for name, n in ends.items() for unit in ("rollouts", "tokens")
     }

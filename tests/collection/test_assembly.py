@@ -52,6 +52,23 @@ def test_ids_follow_the_order_of_arrival_and_count_every_group():
     assert ledger.in_flight == Amount()
 
 
+def test_a_rollout_whose_reward_did_not_come_counts_nowhere_and_is_settled_as_such():
+    """One of the first group's three; two of the second's, so that nothing can be compared."""
+    settings = recipe(sampling={"group_size": 3}, replay={"drop_zero_variance": False})
+    groups = [group((0, 0), rewards=(1.0, None, -1.0)), group((0, 1), rewards=(None, 1.0, None))]
+    taken, ledger = take(groups, 1, settings)
+    assert [r.rollout_id for r in taken.fresh] == [0, 2]
+    assert [r.advantage for r in taken.fresh] == pytest.approx([1.0, -1.0], abs=1e-5)
+    missing = taken.generated[1]
+    assert (missing.reward, missing.advantage, missing.behavior_logprobs) == (None, None, None)
+    assert (missing.group_reward_mean, missing.group_reward_std) == (0.0, 1.0)
+    assert all(r.group_reward_mean is r.group_reward_std is None for r in taken.generated[3:])
+    assert ledger.settled["no_reward"] == Amount(3, 9)
+    assert ledger.settled["zero_variance"] == Amount(1, 3)
+    assert ledger.in_flight == Amount()
+    assert mean_lengths(taken.generated) == (3.0, None)
+
+
 def test_a_stale_group_is_recorded_but_not_trained_on():
     taken, ledger = take([group((0, 0), version=0), group((0, 1), version=4)], 5, recipe(), 2)
     assert [r.rollout_id for r in taken.fresh] == [2, 3]

@@ -21,6 +21,7 @@ def test_a_balance_by_hand():
         "ledger/generated_rollouts": 5, "ledger/generated_tokens": 50,
         "ledger/inserted_rollouts": 2, "ledger/inserted_tokens": 20,
         "ledger/zero_variance_rollouts": 0, "ledger/zero_variance_tokens": 0,
+        "ledger/no_reward_rollouts": 0, "ledger/no_reward_tokens": 0,
         "ledger/stale_rollouts": 1, "ledger/stale_tokens": 10,
         "ledger/cancelled_rollouts": 1, "ledger/cancelled_tokens": 10,
         "ledger/lost_rollouts": 0, "ledger/lost_tokens": 0,

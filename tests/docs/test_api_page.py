@@ -59,6 +59,18 @@ def test_a_group_has_its_advantages_and_consecutive_ids():
     assert group(rewards=[1.0, 1.0]) == []
 
 
+def test_a_reward_that_is_none_leaves_its_completion_out():
+    """Of right, missing, wrong and right, k is 2 of 3: |A| = √(1/2) and √2."""
+    tokens, logprobs = [[4], [5], [6], [7]], [[-1.0]] * 4
+    three = group(
+        completion_token_ids=tokens, behavior_logprobs=logprobs, rewards=[1.0, None, -1.0, 1.0]
+    )
+    assert [(r.rollout_id, r.completion_index) for r in three] == [(7, 0), (9, 2), (10, 3)]
+    assert [r.advantage for r in three] == pytest.approx([0.5**0.5, -(2**0.5), 0.5**0.5], abs=1e-5)
+    assert {r.group_correct for r in three} == {2}
+    assert group(rewards=[1.0, None]) == []
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

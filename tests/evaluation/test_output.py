@@ -236,7 +236,12 @@ def test_a_page_can_show_any_name_and_any_template():
     plain = report({"a|b": [[1], [0]]})
     described = {"a|b": {"file": None, "source": "s", "split": "test", "problems_sha256": "d" * 64,
                          "seeds": [42]}}  # fmt: skip
-    settings = {**SETTINGS, "user_template": "one\n\n`two`", "benchmarks": described}
+    settings = {
+        **SETTINGS,
+        "reward": "minerva",
+        "user_template": "one\n\n`two`",
+        "benchmarks": described,
+    }
     page = markdown(EvaluationReport({}, settings, {}, plain.sampled))
     assert r"| a\|b | 2 | 1 |" in page
     assert r'- user_template: ``"one\n\n`two`"``' in page

@@ -2,6 +2,8 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.replay.advantages import group_advantages
@@ -113,3 +115,20 @@ def test_without_division_the_advantage_is_the_reward_minus_the_mean():
     assert group.advantages_G.tolist() == [0.5, 0.5, 0.5, -1.5]
     assert group.std == pytest.approx(math.sqrt(0.75), rel=1e-7)
     assert group_advantages([1.0, 1.0], divide_by_std=False).advantages_G is None
+
+
+@given(st.lists(st.sampled_from([None, 1.0, -1.0]), min_size=2, max_size=16))
+def test_a_reward_that_did_not_come_leaves_the_statistics_to_the_other_members(rewards):
+    came = [reward for reward in rewards if reward is not None]
+    found = group_advantages(rewards)
+    if len(came) < 2:
+        assert (found.mean, found.std, found.advantages_G) == (None, None, None)
+        return
+    alone = group_advantages(came)
+    assert (found.mean, found.std) == (alone.mean, alone.std)
+    if alone.advantages_G is None:
+        assert found.advantages_G is None
+        return
+    missing = np.array([reward is None for reward in rewards])
+    np.testing.assert_array_equal(found.advantages_G[~missing], alone.advantages_G)
+    assert np.isnan(found.advantages_G[missing]).all()

@@ -112,12 +112,14 @@ def test_a_users_function_sees_the_row_and_is_called_every_time():
 
 
 def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(caplog):
+    """A reward that did not come is None, never that of an incorrect answer."""
     texts = ["ok", "raise", "nan", "die", "fine", "hang", "grow", "good"]
     with scorer("judge_rewards:misbehave", time_limit_seconds=1.0, memory_limit_mib=256) as opened:
         verdicts = opened.score([(text, "", {}) for text in texts] * 3)
     statuses = ["scored", "crash", "crash", "crash", "scored", "timeout", "memory", "scored"]
     assert [v.status for v in verdicts] == statuses * 3
-    assert [v.reward for v in verdicts] == [2.0, -1, -1, -1, 4.0, -1, -1, 4.0] * 3
+    assert [v.reward for v in verdicts] == [2.0, None, None, None, 4.0, None, None, 4.0] * 3
+    assert all(v.scores == () for v in verdicts if v.reward is None)
     assert "no such answer" in caplog.text or "returned nan" in caplog.text
 
 
@@ -220,12 +222,47 @@ def test_the_failure_of_one_of_several_functions_is_that_of_the_verdict():
         verdicts = opened.score([("raise", "1", {}), ("\\boxed{1}", "1", {})])
         assert "no such answer" in opened.first_error
     assert verdicts == [
-        Verdict(-1.0, "crash", (-1.0, 0.0)), Verdict(10.0, "correct", (1.0, 9.0)),
+        Verdict(None, "crash", ()), Verdict(10.0, "correct", (1.0, 9.0)),
     ]  # fmt: skip
 
 
+def test_none_says_that_there_is_no_reward_also_beside_other_functions():
+    section = RewardSection(
+        function="minerva", other_functions=[{"function": "judge_rewards:none_if_asked"}], workers=1
+    )
+    with RewardScorer.open(section) as opened:
+        verdicts = opened.score([("none", "1", {}), ("\\boxed{1}", "1", {})])
+        assert opened.first_error == "judge_rewards:none_if_asked returned None"
+    assert verdicts == [Verdict(None, "none", ()), Verdict(1.5, "correct", (1.0, 0.5))]
+
+
+def test_a_limit_is_the_completions_doing_in_a_verifier_and_the_functions_in_a_users():
+    """Each function answers on its own, so the one that the limit ended is known."""
+    others = [{"function": "judge_rewards:misbehave"}]
+    section = RewardSection(
+        function="minerva", other_functions=others, workers=1, time_limit_seconds=1.0
+    )
+    with RewardScorer.open(section) as opened:
+        (late,) = opened.score([("hang", "1", {})])
+        in_the_verifier = opened._verdict(_Graded("1", [{"status": "timeout"}]))
+    assert late == Verdict(None, "timeout", ())
+    assert in_the_verifier == Verdict(-1.0, "timeout", (-1.0, 0.0))
+
+
+def test_a_source_that_is_edited_while_it_is_in_use_is_not_loaded_by_a_new_worker(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import os\n\n\ndef f(completion):\n    return 1.0 if completion else os._exit(1)\n"
+    )
+    with scorer(f"{file}:f", workers=1) as opened:
+        assert [verdict.reward for verdict in opened.score([("a", "", {})])] == [1.0]
+        file.write_text(file.read_text().replace("1.0", "2.0"))
+        with pytest.raises(RecipeError, match=r"mine\.py:f was edited while the run uses it"):
+            opened.score([("", "", {}), ("b", "", {})])
+
+
 def test_a_verifier_beside_the_first_that_gives_up_is_a_failure_too():
-    given_up = {"status": "correct", "gold_parsed": True, "others": [{"status": "timeout"}]}
+    given_up = [{"status": "correct", "gold_parsed": True}, {"status": "timeout"}]
     section = RewardSection(function="minerva", other_functions=[{"function": "math_verify"}])
     with RewardScorer.open(section) as opened:
         assert opened._verdict(_Graded("5", given_up)) == Verdict(-1.0, "timeout", (-1.0, 0.0))

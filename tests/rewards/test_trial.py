@@ -20,6 +20,7 @@ FILE = Path(__file__).parents[1] / "support" / "judge_rewards_file.py"
 class Problem:
     answer: str
     row: dict = field(default_factory=dict)
+    text: str = "1+1="
 
 
 def tried(section: RewardSection, *answers: str) -> list[str]:
@@ -37,10 +38,10 @@ def of_file(name: str, **settings) -> RewardSection:
     [
         ("raises", r"KeyError: 'no such field' \(.*judge_rewards_file\.py:15\)"),
         ("returns_nan", "returned nan, expected a finite"),
-        ("returns_none", "returned None, expected a number"),
+        ("returns_none", "returns_none returned None"),
         ("returns_text", "returned '1', expected a number"),
         ("exits", r"SystemExit: it called sys.exit \(.*judge_rewards_file\.py:31\)"),
-        ("lacks_the_row", r"lacks_the_row\(completion.*cannot be called as f\(completion, answer"),
+        ("other_names", r"other_names\(text.*is f\(completion, answer, row\).*unknown: 'text', 'g"),
         ("no_such_name", "has no attribute 'no_such_name'"),
     ],
 )
@@ -83,13 +84,14 @@ def test_beside_a_function_of_the_user_the_answers_are_still_checked(monkeypatch
     section = RewardSection(
         function="minerva", workers=1, other_functions=[{"function": "judge_rewards:Count.calls"}]
     )
-    called, original = [], RewardScorer.score
+    called, original = [], RewardScorer.results
 
-    def counted(self, items):
-        called.append(len(items))
-        return original(self, items)
+    def counted(self):
+        verdicts = original(self)
+        called.append(len(verdicts))
+        return verdicts
 
-    monkeypatch.setattr(RewardScorer, "score", counted)
+    monkeypatch.setattr(RewardScorer, "results", counted)
     (notice,) = tried(section, *map(str, range(30)), "word " * 200)
     assert "cannot read 1 of 31" in notice
     assert called == [trial.TRIED_ROWS, 31], "the user's function is called on few rows only"

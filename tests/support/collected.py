@@ -11,7 +11,10 @@ PROMPTS = 6
 
 
 def row(
-    reward: float = 1.0, tokens: int = 3, spans: Sequence[Span] = ((0, 0, 3),), first_id: int = 7
+    reward: float | None = 1.0,
+    tokens: int = 3,
+    spans: Sequence[Span] = ((0, 0, 3),),
+    first_id: int = 7,
 ) -> Row:
     ids = np.arange(first_id, first_id + tokens, dtype=np.int32)
     return Row(
@@ -20,8 +23,8 @@ def row(
         spans=tuple(spans),
         text="text",
         reward=reward,
-        verdict="correct" if reward > 0 else "incorrect",
-        scores=(reward,),
+        verdict="crash" if reward is None else "correct" if reward > 0 else "incorrect",
+        scores=() if reward is None else (reward,),
         finish_reason="stop",
     )
 
@@ -29,7 +32,7 @@ def row(
 def group(
     place: tuple[int, int] = (0, 0),
     version: int = 0,
-    rewards: Sequence[float] = (1.0, -1.0),
+    rewards: Sequence[float | None] = (1.0, -1.0),
     tokens: int = 3,
     prompt_ids: Sequence[int] = (5, 6),
 ) -> Group:
@@ -66,7 +69,7 @@ class InstantScorer:
         self.stalled = False
         self.waiting: list = []
 
-    def submit(self, key, text, answer, row=None) -> None:
+    def submit(self, key, text, answer, row=None, **_) -> None:
         self.waiting.append(key)
 
     def take_graded(self):

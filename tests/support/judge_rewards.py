@@ -1,9 +1,12 @@
 """Reward functions of a user, good and bad, for `module:function` tests."""
 
+import asyncio
 import os
 import subprocess
 import time
 from pathlib import Path
+
+LOOP: asyncio.AbstractEventLoop | None = None
 
 
 def half_for_hint(completion: str, answer: str, row: dict) -> float:
@@ -23,6 +26,21 @@ def misbehave(completion: str, answer: str, row: dict) -> float:
     if completion == "grow":
         bytearray(4 << 30)
     return float(len(completion))
+
+
+def none_if_asked(completion: str, answer: str, row: dict) -> float | None:
+    return None if completion == "none" else 0.5
+
+
+async def awaited(completion: str, prompt: str, step: int | None, truncated: bool) -> float:
+    """The step, negative if truncated. Fails on a loop other than that of the first call."""
+    global LOOP
+    await asyncio.sleep(0)
+    LOOP = LOOP or asyncio.get_running_loop()
+    assert LOOP is asyncio.get_running_loop() and (completion, prompt) == ("c", "p=")
+    if step is None:
+        raise ValueError("takes no evaluation")
+    return float(-step if truncated else step)
 
 
 def only_even(completion: str, answer: str, row: dict) -> float:

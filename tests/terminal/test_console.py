@@ -64,6 +64,7 @@ def test_the_progress_of_a_run_is_complete_in_80_columns():
     step = {
         **{"step": 238, "reward": 0.34, "fresh/rollouts": 96, "replay/rollouts": 96},
         **{"replay/age_mean": 2.3, "cost/generated_tokens": 2_677, "step_time": 1.0},
+        "reward/missing_fraction": 0.0,
     }
     display._held_out = 0.361
     display.on_step(step)

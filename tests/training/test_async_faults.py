@@ -9,6 +9,7 @@ import pytest
 import torch
 from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import (
+    BUFFER_ONLY,
     async_recipe,
     check_ledger,
     collector_pids,
@@ -153,3 +154,20 @@ def test_a_stalled_verifier_ends_as_a_timeout_and_delays_nothing_else(
     verdicts = [row["verdict"] for step in (1, 2, 3) for row in run.rollouts(step)]
     assert "timeout" in verdicts and "scored" in verdicts
     check_ledger(run)
+
+
+@pytest.mark.parametrize("replay", [{}, BUFFER_ONLY], ids=["anchored", "fifo"])
+def test_rewards_that_do_not_come_leave_the_ledger_balanced_and_train_nothing(
+    fake_server, tmp_path, processes, replay
+):
+    reward = {"function": "collected_rewards:even_unless_it_fails", "max_failed_share": 0.9}
+    sections = {"reward": reward, "replay": replay, "run": {"steps": 4}}
+    run = train_async_run(async_recipe([fake_server.url], sections), tmp_path / "run")
+    check_ledger(run)
+    missing = [row for row in run.all_rollouts.values() if row["reward"] is None]
+    assert len(missing) > 10 and not any(row["kept"] for row in missing)
+    assert run.metrics[-1]["ledger/no_reward_rollouts"] == len(missing)
+    assert not {row["rollout_id"] for row in missing} & {row["rollout_id"] for row in run.all_draws}
+    report = verify_run(run.path)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert same_weights_as_journal(run, tmp_path / "again")

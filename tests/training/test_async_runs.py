@@ -257,7 +257,7 @@ def test_every_metric_of_the_mode_is_documented(run):
     documented = set(re.findall(r"^\| `((?:async|ledger)/[^`]+)` \|", page, re.MULTILINE))
     for line in run.metrics:
         assert {name for name in line if name.startswith(("async/", "ledger/"))} == documented
-    assert len(documented) == 11 + 14
+    assert len(documented) == 11 + 16
 
 
 def test_verify_recomputes_ages_versions_and_the_ledger(run):

@@ -25,7 +25,9 @@ from grpo_replay.types import Rollout
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 
-def make_rollout(i: int, tokens: int, reward: float = 1.0, std: float = 1.0, **changes) -> Rollout:
+def make_rollout(
+    i: int, tokens: int, reward: float | None = 1.0, std: float | None = 1.0, **changes
+) -> Rollout:
     logprobs = np.full(tokens, -1.0, np.float32)
     values = {
         "rollout_id": i, "group_id": i // 2, "prompt_id": "p", "completion_index": i % 2,
@@ -34,7 +36,7 @@ def make_rollout(i: int, tokens: int, reward: float = 1.0, std: float = 1.0, **c
         "completion_token_ids": np.zeros(tokens, np.int32), "completion_text": "",
         "behavior_logprobs": None, "sampler_logprobs": logprobs, "reward": reward,
         "advantage": None, "group_reward_mean": 0.0, "group_reward_std": std, "group_correct": 1,
-        "finish_reason": "stop", "verdict": "correct", "kept": std > 0,
+        "finish_reason": "stop", "verdict": "correct", "kept": bool(std),
     }  # fmt: skip
     return Rollout(**{**values, **changes})
 
@@ -49,6 +51,7 @@ def test_generation_metrics_by_hand():
     assert generation_metrics(rollouts, group_size=2) == {
         "reward": 0.5,
         "reward_std": 0.5,
+        "reward/missing_fraction": 0.0,
         "frac_reward_zero_std": 0.5,
         "groups/all_correct_fraction": 0.5,
         "groups/all_wrong_fraction": 0.0,
@@ -59,6 +62,28 @@ def test_generation_metrics_by_hand():
         "verdict/correct": 3,
         "verdict/incorrect": 1,
     }
+
+
+def test_rewards_that_did_not_come_count_only_in_their_share():
+    """Three groups of two: one with both rewards, one with one of them, one with none."""
+    none = {"reward": None, "verdict": "crash"}
+    alone = {"std": None, "group_reward_mean": None, "kept": False}
+    rollouts = [
+        make_rollout(0, 4, group_correct=2, std=0.0),
+        make_rollout(1, 4, group_correct=2, std=0.0),
+        make_rollout(2, 4, reward=-1.0, group_correct=0, **alone),
+        *(make_rollout(i, 4, group_correct=0, **{**none, **alone}) for i in (3, 4, 5)),
+    ]
+    line = generation_metrics(rollouts, group_size=2)
+    assert line["reward"] == pytest.approx(1 / 3) and line["reward_std"] == 0
+    assert line["reward/missing_fraction"] == 0.5 and line["verdict/crash"] == 3
+    assert line["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert line["groups/all_correct_fraction"] == line["groups/all_wrong_fraction"] == 0.5
+    empty = generation_metrics(rollouts[4:], group_size=2)
+    assert empty["reward/missing_fraction"] == 1
+    names = ("reward", "reward_std", "frac_reward_zero_std")
+    names += ("groups/all_correct_fraction", "groups/all_wrong_fraction")
+    assert [empty[name] for name in names] == [None] * 5
 
 
 def test_update_metrics_by_hand():

@@ -166,11 +166,11 @@ def test_answers_as_in_gsm8k_are_graded_by_the_default_reward(tmp_path, monkeypa
     submitted = []
     original = RewardScorer.submit
 
-    def half_right(self, key, completion, answer, row=None):
+    def half_right(self, key, completion, answer, row=None, **given):
         if isinstance(key, tuple) and key.completion_index % 2 == 0:
             submitted.append(answer)
             completion = f"so \\boxed{{{answer.replace(',', '')}}}"
-        original(self, key, completion, answer, row)
+        original(self, key, completion, answer, row, **given)
 
     monkeypatch.setattr(RewardScorer, "submit", half_right)
     recipe = small_recipe(

@@ -88,6 +88,7 @@ def summarise(source: Source) -> Inspection:
         by_age=outcomes_by_age(source),
         trends=_trends(source.metrics, settings.replays),
         replayed_rollouts=len(replay_draws),
+        missing_rewards=int(np.isnan(log.reward).sum()),
         trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
     )

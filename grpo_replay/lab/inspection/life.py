@@ -105,6 +105,10 @@ def _uses(source: Source, rollout_id: int) -> tuple[Use, ...]:
 
 
 def _fate(source: Source, row: Mapping[str, Any]) -> str:
+    if row["reward"] is None:
+        return "never stored: the reward function gave no reward, so it counts nowhere"
+    if row["group_reward_std"] is None:
+        return "never stored: fewer than two rewards of its group came, so there is no comparison"
     if not row["kept"] and row["group_reward_std"] > 0:
         recipe = source.recipe
         masks = recipe is not None and recipe.reward.mask_truncated

@@ -42,9 +42,9 @@ class RolloutColumns:
     logged_step: (
         np.ndarray
     )  # int64, that took it from the sampler; later than birth if asynchronous
-    reward: np.ndarray  # float64
-    advantage: np.ndarray  # float64, NaN if the group was dropped
-    group_std: np.ndarray  # float64, exactly 0 if all rewards of the group are equal
+    reward: np.ndarray  # float64, NaN if it did not come
+    advantage: np.ndarray  # float64, NaN if the rollout was dropped
+    group_std: np.ndarray  # float64, 0 if the group's rewards are equal, NaN if fewer than two came
     group_correct: np.ndarray  # int32, correct rollouts of the group
     tokens: np.ndarray  # int32, of the completion
     truncated: np.ndarray  # bool
@@ -159,7 +159,7 @@ def read_stored(path: Path) -> RolloutColumns:
         part["times_used"] = batch.column("times_used").to_numpy(zero_copy_only=False)
         used = pc.fill_null(batch.column("last_used_step"), NEVER)
         part["last_used_step"] = used.to_numpy(zero_copy_only=False)
-        _refuse_non_numbers(path, part)
+        _refuse_non_numbers(path, part, batch)
         collector.add(part, batch.column("prompt_id"))
     return collector.columns()
 
@@ -172,7 +172,7 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
         part = _scalars(batch)
         born = part["birth_step"]
         _refuse_another_step(path, born[born > step])
-        _refuse_non_numbers(path, part)
+        _refuse_non_numbers(path, part, batch)
         part |= {"logged_step": np.full(batch.num_rows, step, dtype=np.int64)}
         collector.add(part, batch.column("prompt_id"))
     columns = collector.columns()
@@ -203,8 +203,10 @@ def _refuse_doubled(files: Sequence[tuple[int, Path]], ids_N: np.ndarray) -> Non
         )
 
 
-def _refuse_non_numbers(path: Path, part: dict[str, np.ndarray]) -> None:
-    for name, needed_N in (("reward", np.True_), ("advantage", part["kept"])):
+def _refuse_non_numbers(path: Path, part: dict[str, np.ndarray], batch: pa.RecordBatch) -> None:
+    """A null reward is one that did not come; whatever was kept has one."""
+    came_N = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
+    for name, needed_N in (("reward", came_N | part["kept"]), ("advantage", part["kept"])):
         bad = np.flatnonzero(~np.isfinite(part[name]) & needed_N)
         if bad.size:
             raise SnapshotError(

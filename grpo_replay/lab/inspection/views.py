@@ -165,7 +165,8 @@ def print_life(life: Life, console: Console) -> None:
     advantage = rollout["advantage"]
     scores = ", ".join(f"{score:g}" for score in rollout.get("reward_scores") or ())
     console.print(
-        f"{escape(rollout['verdict'])} · reward {rollout['reward']:g}"
+        f"{escape(rollout['verdict'])} · reward "
+        + ("none" if rollout["reward"] is None else f"{rollout['reward']:g}")
         + (f" (scores {scores})" if scores else "")
         + " · advantage "
         + ("none (dropped)" if advantage is None else f"{advantage:+.3f}")
@@ -184,8 +185,8 @@ def print_life(life: Life, console: Console) -> None:
     console.print(escape(text) if text is not None else "[dim]not stored in a snapshot[/dim]")
     console.print(
         f"\n[bold]group {rollout['group_id']}[/bold]: {rollout['group_correct']} of "
-        f"{len(life.group)} correct, reward mean {rollout['group_reward_mean']:.3g}, "
-        f"std {rollout['group_reward_std']:.3g}"
+        f"{len(life.group)} correct, reward mean {_short(rollout['group_reward_mean'])}, "
+        f"std {_short(rollout['group_reward_std'])}"
     )
     console.print(_group_table(life))
     console.print(f"[bold]life[/bold]: drawn {len(life.uses)} times")

@@ -20,6 +20,7 @@ FEW_SURVIVORS_SHARE = 0.1
 
 def find_warnings(inspection: Inspection) -> Iterator[str]:
     """One warning per finding, most important first; nothing for a healthy buffer."""
+    yield from _missing_rewards(inspection)
     yield from _survivors(inspection)
     if not inspection.replays:
         return
@@ -161,6 +162,17 @@ def _survivors(inspection: Inspection) -> Iterator[str]:
                 f"Only {share:.1%} of the generated rollouts are in groups with mixed rewards: "
                 "most prompts are too hard or too easy for this model."
             )
+
+
+def _missing_rewards(inspection: Inspection) -> Iterator[str]:
+    missing = inspection.missing_rewards
+    if missing:
+        generated = next(p.rollouts for p in inspection.populations if p.name == "generated")
+        yield (
+            f"{missing:,} of {generated:,} generated rollouts ({missing / generated:.1%}) have no "
+            "reward: the reward function failed on them, or returned None. They were left out of "
+            'their groups. See which: --where "reward is null"; log/ has the first error.'
+        )
 
 
 def _mean(points: tuple[tuple[int, float], ...]) -> float:

@@ -188,7 +188,7 @@ def kept_under(log: RolloutColumns, settings: ReplaySection) -> RolloutColumns:
     """The log as a run with these settings keeps it: without the groups whose rewards are all
     equal, or with them, at advantage 0. What an asynchronous run dropped as stale or straddling
     stays out, and so does what came later than these settings allow."""
-    kept = log.kept | (log.group_std == 0)
+    kept = log.kept | ((log.group_std == 0) & np.isfinite(log.reward))
     if settings.max_age_steps is not None:
         kept &= log.logged_step - log.birth_step <= settings.max_age_steps
     if settings.drop_zero_variance:
@@ -205,7 +205,7 @@ def refuse_what_was_not_kept(
     if limit is None:
         return
     age = log.logged_step - log.birth_step
-    stale = ~log.kept & (log.group_std > 0) & (age > limit)
+    stale = ~log.kept & (log.group_std > 0) & np.isfinite(log.reward) & (age > limit)
     missing = int((stale if longer is None else stale & (age <= longer)).sum())
     if missing:
         raise UsageError(

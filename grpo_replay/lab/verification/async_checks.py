@@ -9,7 +9,7 @@ from grpo_replay.lab.verification.run_files import RunFiles
 from grpo_replay.lab.verification.verification_report import Check, Tally
 from grpo_replay.recipe import Recipe
 
-ENDS = ("inserted", "zero_variance", "stale", "cancelled", "lost")
+ENDS = ("inserted", "zero_variance", "no_reward", "stale", "cancelled", "lost")
 
 
 def check_birth_steps(run: RunFiles, step: int, rows: slice, groups: int, tally: Tally) -> None:
@@ -74,10 +74,10 @@ def _check_versions_of_step(run: RunFiles, step: int, rows: slice, tally: Tally)
 
 
 def check_ledger(run: RunFiles) -> Check:
-    """generated = inserted + zero_variance + stale + cancelled + lost + in flight, in rollouts and
-    tokens at every step; the first three as recomputed from rollouts/."""
+    """generated = inserted + zero_variance + no_reward + stale + cancelled + lost + in flight, in
+    rollouts and tokens at every step; the first four as recomputed from rollouts/."""
     tally = Tally("ledger", "balances at every step, and agrees with rollouts/")
-    found = {(name, unit): 0 for name in ENDS[:3] for unit in ("rollouts", "tokens")}
+    found = {(name, unit): 0 for name in ENDS[:4] for unit in ("rollouts", "tokens")}
     for line in run.metrics:
         step = int(line["step"])
         _check_balance(line, step, tally)
@@ -101,7 +101,10 @@ def _category(run: RunFiles, step: int, row: int) -> str:
         return "inserted"
     if is_too_old(run.recipe, step, int(columns["birth_step"][row])):
         return "stale"
-    without_signal = columns["group_reward_std"][row] == 0 and run.recipe.replay.drop_zero_variance
+    if np.isnan(columns["reward"][row]):
+        return "no_reward"
+    std = columns["group_reward_std"][row]
+    without_signal = np.isnan(std) or (std == 0 and run.recipe.replay.drop_zero_variance)
     return "zero_variance" if without_signal else "stale"
 
 

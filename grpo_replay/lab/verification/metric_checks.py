@@ -42,17 +42,19 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
     """Of everything generated in the step."""
     rows = run.rows_of_step[step]
     column = {name: values[rows] for name, values in run.rollouts.items()}
-    size = run.recipe_at(step).sampling.group_size
-    _, first = np.unique(column["group_id"], return_index=True)
-    correct, std = column["group_correct"][first], column["group_reward_std"][first]
+    _, first, group_N = np.unique(column["group_id"], return_index=True, return_inverse=True)
+    came = ~np.isnan(column["reward"])
+    rewarded = np.bincount(group_N, weights=came)
+    correct, std = column["group_correct"][first][rewarded > 0], column["group_reward_std"][first]
     lengths = column["completion_token_ids"]
     verdicts = Counter(column["verdict"].tolist())
     return {
-        "reward": float(column["reward"].astype(np.float64).mean()),
-        "reward_std": float(std.astype(np.float64).mean()),
-        "frac_reward_zero_std": float((column["group_reward_std"] == 0).mean()),
-        "groups/all_correct_fraction": float((correct == size).mean()),
-        "groups/all_wrong_fraction": float((correct == 0).mean()),
+        "reward": _mean(column["reward"][came]),
+        "reward_std": _mean(std[~np.isnan(std)]),
+        "reward/missing_fraction": float((~came).mean()),
+        "frac_reward_zero_std": _mean(column["group_reward_std"][came] == 0),
+        "groups/all_correct_fraction": _mean(correct == rewarded[rewarded > 0]),
+        "groups/all_wrong_fraction": _mean(correct == 0),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": int(lengths.min()),
         "completions/max_length": int(lengths.max()),
@@ -62,6 +64,10 @@ def generated_metrics(run: RunFiles, step: int) -> Values:
         **{f"verdict/{status}": count for status, count in verdicts.items()},
         **_score_metrics(run, step),
     }
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.astype(np.float64).mean()) if len(values) else None
 
 
 def _score_metrics(run: RunFiles, step: int) -> Values:

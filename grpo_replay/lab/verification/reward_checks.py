@@ -1,5 +1,7 @@
 """Check of rollouts/: a reward that combines several scores is their weighted sum."""
 
+from itertools import compress
+
 import numpy as np
 
 from grpo_replay.lab.verification.run_files import RunFiles
@@ -21,13 +23,14 @@ def check_rewards(run: RunFiles) -> list[Check]:
 
 
 def logged_scores(run: RunFiles, step: int) -> np.ndarray | None:
-    """The scores [rollouts, functions] of a step, as logged; None if the recipe does not combine
-    several, or a rollout has another number of them."""
+    """The scores [rollouts, functions] of the rollouts of a step whose reward came, as logged; None
+    if the recipe does not combine several, or a rollout has another number of them."""
     names = run.recipe_at(step).reward.score_names
     if not run.recipe_at(step).reward.is_combined:
         return None
-    scores = _scores(run, step)
-    if any(len(each) != len(names) for each in scores):
+    came = ~np.isnan(run.rollouts["reward"][run.rows_of_step[step]])
+    scores = list(compress(_scores(run, step), came))
+    if not scores or any(len(each) != len(names) for each in scores):
         return None
     return np.array(scores, np.float64).reshape(-1, len(names))
 
@@ -41,6 +44,9 @@ def _check_step(run: RunFiles, step: int, rows: slice, tally: Tally) -> None:
         ids, rewards, lengths, _scores(run, step), strict=True
     ):
         place = f"step {step}, rollout {rollout_id}"
+        if np.isnan(reward):
+            tally.expect(not scores, f"{place}: {len(scores)} scores, but no reward")
+            continue
         counted = tally.expect(
             len(scores) == len(weights),
             f"{place}: {len(scores)} scores, expected {len(weights)} ({', '.join(names)})",

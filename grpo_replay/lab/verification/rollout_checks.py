@@ -126,6 +126,8 @@ def check_advantages(run: RunFiles) -> list[Check]:
     rule = "where a group's rewards differ" if drops else "where the recipe says"
     if any(run.recipe_at(step).reward.mask_truncated for step in run.rows_of_step):
         rule += ", and it was not cut off"
+    if np.isnan(run.rollouts["reward"]).any():
+        rule += ", and its own came"
     tallies = _GroupTallies(
         kept=Tally("kept flags", f"kept exactly {rule}; nulls only elsewhere"),
         statistics=Tally("group statistics", "mean, standard deviation, correct count recomputed"),
@@ -143,10 +145,11 @@ def _check_group(
 ) -> None:
     recipe = run.recipe_at(step)
     rewards = [float(reward) for reward in run.rollouts["reward"][members]]
-    differ = max(rewards) != min(rewards)
-    has_signal = differ or not recipe.replay.drop_zero_variance
+    came = [reward for reward in rewards if not math.isnan(reward)]
+    differ = len(set(came)) > 1
+    has_signal = differ or (len(came) > 1 and not recipe.replay.drop_zero_variance)
     settings = recipe.advantage
-    mean, std = _mean_and_std(rewards, settings.std)
+    mean, std = _mean_and_std(came, settings.std)
     first_scores = run.rollouts["first_score"][members]
     correct = int((first_scores >= np.float32(recipe.reward.correct)).sum())
     masks = recipe.reward.mask_truncated
@@ -155,6 +158,7 @@ def _check_group(
         rollout = {name: column[row] for name, column in run.rollouts.items()}
         dropped = recipe.run.mode == "async" and is_dropped(run, step, row)
         keeps = has_signal and not (masks and rollout["truncated"]) and not dropped
+        keeps &= not math.isnan(reward)
         _check_statistics(rollout, here, mean, std, correct, tallies.statistics)
         tallies.kept.expect(
             rollout["kept"] == keeps,
@@ -179,7 +183,10 @@ def _check_group(
 
 
 def _mean_and_std(rewards: list[float], kind: str) -> tuple[float, float]:
-    """Mean and standard deviation of a group's rewards; the latter exactly 0 if all are equal."""
+    """Mean and standard deviation of a group's rewards; the latter exactly 0 if all are equal. NaN
+    for fewer than two: the group has no statistics."""
+    if len(rewards) < 2:
+        return math.nan, math.nan
     mean = math.fsum(rewards) / len(rewards)
     if max(rewards) == min(rewards):
         return mean, 0.0
@@ -245,4 +252,6 @@ def _groups(run: RunFiles, rows: slice) -> dict[int, np.ndarray]:
 
 
 def _close(found: float, expected: float) -> bool:
+    if math.isnan(expected):
+        return math.isnan(found)
     return abs(float(found) - expected) <= _FLOAT32_TOLERANCE * max(1.0, abs(expected))

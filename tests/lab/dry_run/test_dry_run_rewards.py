@@ -40,13 +40,13 @@ def test_a_reward_function_that_cannot_be_found_is_a_problem(
 def test_reward_functions_are_called_and_answers_graded(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(
         "def fails(completion, answer, row):\n    return row['no such field']\n"
-        "def no_row(completion, answer):\n    return 1.0\n"
+        "def shifted(text, gold):\n    return 1.0\n"
     )
     monkeypatch.chdir(tmp_path)
     (problem,) = report_of("tiny", "reward.function=my_rewards.py:fails")["problems"]
     assert "failed on all 4 rows" in problem and "KeyError: 'no such field'" in problem
-    (problem,) = report_of("tiny", "eval.reward=my_rewards:no_row")["problems"]
-    assert "no_row(completion, answer) cannot be called as f(completion, answer, row)" in problem
+    (problem,) = report_of("tiny", "eval.reward=my_rewards:shifted")["problems"]
+    assert "shifted(text, gold) cannot be called: a reward function is f(completion" in problem
     (tmp_path / "rows.jsonl").write_text(
         json.dumps({"problem": "1+1", "answer": "w " * 300}) + "\n"
     )

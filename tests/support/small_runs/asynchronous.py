@@ -95,18 +95,25 @@ def same_weights_as_journal(run: FinishedRun, folder: Path) -> bool:
 
 
 def check_ledger(run: FinishedRun) -> None:
-    """generated = the five ends + in flight, at every step, in rollouts and in tokens; and the ends
-    are what rollouts/ has."""
-    sums = dict.fromkeys(["inserted", "zero_variance", "stale"], 0)
+    """generated = the ends + in flight, at every step, in rollouts and in tokens; and the ends are
+    what rollouts/ has."""
+    sums = dict.fromkeys(["inserted", "zero_variance", "no_reward", "stale"], 0)
     for line in run.metrics:
         for unit in ("rollouts", "tokens"):
             ends = sum(line[f"ledger/{name}_{unit}"] for name in (*CATEGORIES, "in_flight"))
             assert line[f"ledger/generated_{unit}"] == ends > 0
         for row in run.rollouts(line["step"]):
-            zero = row["group_reward_std"] == 0 and not row["kept"]
-            sums["inserted" if row["kept"] else "zero_variance" if zero else "stale"] += 1
-        for name in ("inserted", "zero_variance", "stale"):
-            assert line[f"ledger/{name}_rollouts"] == sums[name]
+            sums[_end(row)] += 1
+        for name, count in sums.items():
+            assert line[f"ledger/{name}_rollouts"] == count
+
+
+def _end(row: dict[str, Any]) -> str:
+    if row["kept"]:
+        return "inserted"
+    if row["reward"] is None:
+        return "no_reward"
+    return "stale" if row["group_reward_std"] else "zero_variance"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,107 @@
+"""Functions of the user are recognised by the names of their parameters."""
+
+import functools
+
+import pytest
+
+from grpo_replay.recipe import RewardSection
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.signature import caller
+
+TASK = {
+    "text": "so \\boxed{4}",
+    "answer": "4",
+    "row": {
+        "data_source": "gsm8k",
+        "extra_info": {"index": 7},
+        "solution": "four",
+        "prompt": "2+2",
+    },
+    "truncated": True,
+    "prompt": "2+2=",
+    "step": 12,
+}
+MESSAGES = {**TASK, "row": {"prompt": [{"role": "user", "content": "2+2"}], "solution": "four"}}
+
+
+def call(score, task=TASK):
+    return caller(score, "score")(task)
+
+
+def test_ours_gets_what_it_names_in_any_order():
+    assert call(lambda row, completion, answer: (completion, answer, row["solution"])) == (
+        "so \\boxed{4}", "4", "four",
+    )  # fmt: skip
+    assert call(lambda completion: completion) == "so \\boxed{4}"
+    assert call(lambda completion, *, step, truncated, prompt: (step, truncated, prompt)) == (
+        12, True, "2+2=",
+    )  # fmt: skip
+    assert call(lambda completion, answer, row, tolerance=0.5, **_: (tolerance, _)) == (0.5, {})
+
+
+def test_verls_arguments_are_not_shifted():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        assert (data_source, solution_str, ground_truth) == ("gsm8k", "so \\boxed{4}", "4")
+        return {"score": 0.5, "index": extra_info["index"]}
+
+    assert call(compute_score) == 0.5
+    assert call(lambda solution_str, ground_truth, step: step + 0.5) == 12.5
+    without = {**TASK, "row": {}}
+    assert call(lambda data_source, solution_str, ground_truth: data_source, without) is None
+
+
+def test_trls_lists_have_one_completion_and_its_columns():
+    def reward(prompts, completions, solution, **columns):
+        assert (prompts, completions, solution) == (["2+2="], ["so \\boxed{4}"], ["four"])
+        assert columns == {"data_source": ["gsm8k"], "extra_info": [{"index": 7}]}
+        return [0.25]
+
+    assert call(reward) == 0.25
+    assert call(lambda completions, **_: [None]) is None
+
+
+def test_trls_prompts_and_completions_are_messages_if_the_rows_prompt_is():
+    def reward(prompts, completions, solution):
+        assert prompts == [[{"role": "user", "content": "2+2"}]]
+        assert completions == [[{"role": "assistant", "content": "so \\boxed{4}"}]]
+        return [1.0]
+
+    assert call(reward, MESSAGES) == 1.0
+
+
+@pytest.mark.parametrize("value", [1.0, [1.0, 2.0], [], "1", {"score": 1}])
+def test_a_batch_function_must_return_one_number_for_one_completion(value):
+    with pytest.raises(TypeError, match="for 1 completion, expected a list of 1 number"):
+        call(lambda completions: value)
+
+
+def test_a_column_that_the_row_has_not_is_named():
+    with pytest.raises(TypeError, match="asks for target, but the row has data_source, extra_info"):
+        call(lambda completions, target: [1.0])
+
+
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [
+        (lambda text, gold, meta: 1.0, "unknown: 'text', 'gold', 'meta'"),
+        (lambda completion, answer, row, weight: 1.0, "unknown: 'weight'"),
+        (lambda solution_str, ground_truth, tokenizer: 1.0, "unknown: 'tokenizer'"),
+        (lambda completion, answer, row, /: 1.0, "unknown: "),
+        (lambda *args: 1.0, "unknown: all"),
+        (functools.partial, "cannot be called|shows no parameters"),
+        (3, "score is a int, not a function"),
+    ],
+)
+def test_other_parameters_are_refused_by_name(score, reason):
+    with pytest.raises(TypeError, match=reason):
+        caller(score, "score")
+
+
+def test_async_functions_are_awaited_on_one_loop_and_extras_reach_the_worker():
+    section = RewardSection(function="judge_rewards:awaited", workers=1)
+    with RewardScorer.open(section) as opened:
+        for key, (truncated, step) in enumerate([(False, 3), (True, 4), (False, None)]):
+            opened.submit(key, "c", "a", {}, truncated=truncated, prompt="p=", step=step)
+        verdicts = list(opened.results().values())
+        assert [verdict.reward for verdict in verdicts] == [3.0, -4.0, None]
+        assert "takes no evaluation" in opened.first_error

@@ -1,0 +1,231 @@
+"""Rewards that did not come: a reward function that fails on a third of the completions trains the
+weights of a run in which exactly these rollouts do not exist."""
+
+import io
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from missing_rewards import fails_on
+from rich.console import Console
+from small_runs.trained import (
+    FinishedRun,
+    same_weights,
+    small_recipe,
+    steps_of,
+    train_small_run,
+)
+
+from grpo_replay.cli.train_display import RunDisplay, describe_end
+from grpo_replay.errors import RewardError
+from grpo_replay.evaluation.evaluation_report import read_report
+from grpo_replay.evaluation.evaluation_tables import markdown
+from grpo_replay.lab.inspection.buffer_page import render_page
+from grpo_replay.lab.inspection.compute import summarise
+from grpo_replay.lab.inspection.life import read_life
+from grpo_replay.lab.inspection.rows import sample_rollouts
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.inspection.views import print_life
+from grpo_replay.lab.verification.verify import verify_run
+from grpo_replay.replay.rollouts import assemble_rollouts
+from grpo_replay.training.run import run_training
+from grpo_replay.types import RequestKey
+
+FAILING = {"function": "missing_rewards:boxed_unless_it_fails"}
+SETTINGS = {"loss": {"behavior_logprobs": "sampler"}, "run": {"steps": 6}}
+
+
+class Listener(RunDisplay):
+    """The screen of a run, as text."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO(), width=300, force_terminal=False))
+
+    @property
+    def text(self) -> str:
+        return self._console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def screen():
+    return Listener()
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory, screen) -> FinishedRun:
+    path = tmp_path_factory.mktemp("missing") / "run"
+    evaluation = {
+        "benchmarks": ["tiny"], "samples": 2, "max_problems": 8, "at_start": False,
+        "max_completion_length": 16, "reward": FAILING["function"],
+    }  # fmt: skip
+    recipe = small_recipe(reward=FAILING, eval=evaluation, **SETTINGS)
+    run_training(recipe, path, False, screen)
+    return FinishedRun(path, recipe)
+
+
+def shorter_groups(prompts, completions, texts, verdicts, step, recipe, first_rollout, first_group):
+    """`assemble_rollouts` of groups without the members on which the other run's function fails:
+    each is a whole group of its own, smaller size."""
+    size, rollouts = recipe.sampling.group_size, []
+    for place, prompt in sorted(prompts.items()):
+        keys = [RequestKey(step, place, i) for i in range(size)]
+        there = [key for key in keys if not fails_on(texts[key], prompt.answer)]
+        if len(there) < 2:
+            continue
+        sampling = recipe.sampling.model_copy(update={"group_size": len(there)})
+        keys = [RequestKey(step, 0, i) for i in range(len(there))]
+        renumbered = dict(zip(keys, there, strict=True))
+        of_group = assemble_rollouts(
+            {0: prompt},
+            {key: replace(completions[old], key=key) for key, old in renumbered.items()},
+            {key: texts[old] for key, old in renumbered.items()},
+            {key: verdicts[old] for key, old in renumbered.items()},
+            step, recipe.model_copy(update={"sampling": sampling}), 0, first_group + place,
+        )  # fmt: skip
+        rollouts += [
+            replace(rollout, rollout_id=first_rollout + place * size + old.completion_index)
+            for rollout, old in zip(of_group, there, strict=True)
+        ]
+    return rollouts
+
+
+def test_the_weights_are_those_of_a_run_in_which_these_rollouts_do_not_exist(
+    failing, tmp_path, monkeypatch, processes
+):
+    monkeypatch.setattr("grpo_replay.training.trainer.assemble_rollouts", shorter_groups)
+    monkeypatch.setattr("grpo_replay.training.step_record.generation_metrics", lambda *_: {})
+    other = train_small_run(
+        tmp_path / "run", reward={"function": "missing_rewards:boxed"}, **SETTINGS
+    )
+    assert same_weights(failing.weights(), other.weights())
+    assert [row["rollout_id"] for row in failing.all_draws] == [
+        row["rollout_id"] for row in other.all_draws
+    ]
+    assert [row["probability"] for row in failing.all_draws] == [
+        row["probability"] for row in other.all_draws
+    ]
+    gone = failing.all_rollouts.keys() - other.all_rollouts.keys()
+    assert {i for i, row in failing.all_rollouts.items() if row["reward"] is None} <= gone
+    share = np.mean([row["reward"] is None for row in failing.all_rollouts.values()])
+    assert 0.25 < share < 0.45 and len(failing.all_draws) > 10
+
+
+def test_the_log_keeps_the_row_and_nothing_trains_on_it_or_stores_it(failing):
+    missing = [row for row in failing.all_rollouts.values() if row["reward"] is None]
+    assert {row["verdict"] for row in missing} == {"crash", "none"}
+    assert not any(row["kept"] for row in missing)
+    for name in ("advantage", "behavior_logprobs", "tokens"):
+        assert all(row[name] is None for row in missing), name
+    ids = {row["rollout_id"] for row in missing}
+    assert not ids & {row["rollout_id"] for row in failing.all_draws}
+    assert not ids & {rollout.rollout_id for rollout in failing.snapshot(6).state["rollouts"]}
+
+
+def test_the_closed_forms_hold_with_the_members_whose_reward_came(failing):
+    groups: dict[int, list[dict]] = {}
+    for row in failing.all_rollouts.values():
+        groups.setdefault(row["group_id"], []).append(row)
+    checked = 0
+    for members in groups.values():
+        came = [row for row in members if row["reward"] is not None]
+        k, size = sum(row["reward"] > 0 for row in came), len(came)
+        assert all(row["group_correct"] == k for row in members)
+        if not 0 < k < size:
+            assert not any(row["kept"] for row in members)
+            continue
+        for row in came:
+            expected = np.sqrt((size - k) / k) if row["reward"] > 0 else -np.sqrt(k / (size - k))
+            assert row["advantage"] == pytest.approx(expected, rel=1e-5)
+            checked += size < 4
+    assert checked > 5
+
+
+def test_verify_agrees_and_finds_a_missing_reward_that_was_made_an_incorrect_one(failing, tmp_path):
+    report = verify_run(failing.path)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    changed = shutil.copytree(failing.path, tmp_path / "changed")
+    path = changed / "rollouts/step_000002.parquet"
+    table = pq.read_table(path)
+    index = table.column_names.index("reward")
+    filled = pc.fill_null(table["reward"], pa.scalar(-1.0, pa.float32()))
+    pq.write_table(table.set_column(index, table.schema.field(index), filled), path)
+    failed = {check.name for check in verify_run(changed).checks if not check.passed}
+    assert {"kept flags", "group statistics", "metrics"} <= failed
+
+
+def test_metrics_step_lines_and_summary_show_the_share(failing, screen):
+    for step, line in zip(steps_of(failing), failing.metrics, strict=True):
+        rewards = [row["reward"] for row in failing.rollouts(step)]
+        share = rewards.count(None) / len(rewards)
+        assert line["reward/missing_fraction"] == pytest.approx(share)
+        assert line["reward"] == pytest.approx(np.mean([r for r in rewards if r is not None]))
+        assert line.get("verdict/none", 0) + line.get("verdict/crash", 0) == rewards.count(None) > 0
+        assert f"no reward {100 * share:.1f} %" in screen.text
+    assert screen.text.count("the reward function gave no reward for") == 1
+    assert "ConnectionError: the judge is not reachable" in screen.text
+    summary = json.loads((failing.path / "summary.json").read_text())
+    share = np.mean([line["reward/missing_fraction"] for line in failing.metrics])
+    assert summary["means"]["reward/missing_fraction"] == pytest.approx(share)
+    assert f"no reward came for {100 * share:.1f} %" in describe_end(failing.path, summary)
+
+
+def test_inspect_buffer_warns_and_shows_such_a_rollout(failing):
+    source = open_source(str(failing.path), None)
+    missing = [i for i, row in failing.all_rollouts.items() if row["reward"] is None]
+    (warning,) = [text for text in summarise(source).warnings if "have no reward" in text]
+    assert warning.startswith(f"{len(missing)} of {len(failing.all_rollouts)} generated rollouts")
+    assert "have no reward" in render_page(summarise(source), sample_rollouts(source, 24))
+    life = read_life(source, missing[0])
+    assert life.fate.startswith("never stored: the reward function gave no reward")
+    with io.StringIO() as out:
+        print_life(life, Console(file=out, width=200))
+        assert "reward none" in out.getvalue()
+
+
+def test_an_evaluation_counts_such_completions_as_not_correct_and_says_so(failing, screen):
+    report = read_report(failing.path / "eval/step_000006.json")
+    rows = report.samples.to_pylist()
+    missing = [row for row in rows if row["verdict"] in ("crash", "none")]
+    assert len(missing) > 10 and not any(row["correct"] for row in missing)
+    assert (
+        f"gave no verdict for {len(missing)} of {len(rows)} completions "
+        f"({100 * len(missing) / len(rows):.1f} %: "
+    ) in screen.text
+    assert "so the accuracies are lower bounds" in screen.text
+    assert report.missing_verdicts() in markdown(report)
+    assert replace(report, settings={"reward": "math_verify"}).missing_verdicts() is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"replay": {"preset": "group_std", "warmup_steps": 2}},
+        {"replay": {"preset": "fifo", "capacity_rollouts": 40}},
+        {"loss": {"kind": "asymre"}},
+        {"advantage": {"std": "sample"}, "sampling": {"max_refills": 2}},
+        {
+            "reward": {**FAILING, "overlong_buffer_tokens": 6, "mask_truncated": True},
+            "sampling": {"max_completion_length": 12},
+        },
+    ],
+    ids=["queries", "fifo", "asymre", "refills", "overlong"],
+)
+def test_every_kind_of_run_leaves_them_out_and_verify_agrees(tmp_path, processes, sections):
+    run = train_small_run(tmp_path / "run", **{"reward": FAILING, "run": {"steps": 5}, **sections})
+    missing = {i for i, row in run.all_rollouts.items() if row["reward"] is None}
+    assert len(missing) > 10 and not any(run.all_rollouts[i]["kept"] for i in missing)
+    assert not missing & {row["rollout_id"] for row in run.all_draws}
+    report = verify_run(run.path)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert summarise(open_source(str(run.path), None)).missing_rewards == len(missing)
+
+
+def test_above_the_limit_the_run_ends(tmp_path, processes):
+    with pytest.raises(RewardError, match=r"step 1: .*\(\d+ crash, \d+ none\), more than"):
+        train_small_run(tmp_path / "run", reward={**FAILING, "max_failed_share": 0.1})
