@@ -37,15 +37,16 @@ class OtherRank(Comm):
         return self.sent[::-1] if self.is_main else None
 
 
-def graded(index: int, reward: float) -> Graded:
+def graded(index: int, reward: float | None) -> Graded:
     ids, logprobs = np.array([3, index], np.int32), np.array([-0.1, -np.pi], np.float32)
     completion = Completion(RequestKey(2, 1, index), ids, logprobs, "length", 4, 5)
     return Graded(completion, "a \N{SNOWMAN}", Verdict(reward, "scored", (reward, 1 / 3)))
 
 
-def test_what_was_sampled_elsewhere_arrives_bit_for_bit():
-    """Rewards are float64 until the group's statistics are known."""
-    here, there = graded(0, 1.0), graded(1, 0.1 + 0.2)
+@pytest.mark.parametrize("reward", [0.1 + 0.2, None])
+def test_what_was_sampled_elsewhere_arrives_bit_for_bit(reward):
+    """Rewards are float64 until the group's statistics are known; some do not come."""
+    here, there = graded(0, 1.0), graded(1, reward)
     sent: list[bytes] = []
     assert gather_graded(OtherRank(1, sent), {there.completion.key: there}) == {}
     found = gather_graded(OtherRank(0, sent), {here.completion.key: here})
