@@ -40,7 +40,8 @@ class OtherRank(Comm):
 def graded(index: int, reward: float | None) -> Graded:
     ids, logprobs = np.array([3, index], np.int32), np.array([-0.1, -np.pi], np.float32)
     completion = Completion(RequestKey(2, 1, index), ids, logprobs, "length", 4, 5)
-    return Graded(completion, "a \N{SNOWMAN}", Verdict(reward, "scored", (reward, 1 / 3)))
+    came = Verdict(reward, "scored", (reward, 1 / 3)) if reward is not None else None
+    return Graded(completion, "a \N{SNOWMAN}", came or Verdict(None, "none", ()))
 
 
 @pytest.mark.parametrize("reward", [0.1 + 0.2, None])
