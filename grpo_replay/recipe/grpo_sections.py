@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field
 
 from grpo_replay.recipe.base import Fraction, Positive, Section
-from grpo_replay.recipe.open_lists import LOSSES, PRIORITIES, OpenList, is_place
+from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, OpenList, is_place
 
 
 def _one_of(functions: OpenList) -> Any:
@@ -104,6 +104,9 @@ class RewardSection(Section):
 
 
 class AdvantageSection(Section):
+    estimator: _one_of(ADVANTAGES) = "group_relative"  # type: ignore[valid-type]
+    """Advantages of a group's rollouts from their rewards: (r - μ_g) / (σ_g + ε_σ), or your own
+    function `f(rewards, settings) -> np.ndarray` (docs/extend.md)."""
     std: Literal["population", "sample"] = "population"
     """Standard deviation of a group, σ_g: `population` divides by G, `sample` by G - 1. The paper's
     closed forms need `population`; verl and TRL use `sample`."""

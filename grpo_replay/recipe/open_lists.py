@@ -111,6 +111,9 @@ PRIORITIES = OpenList("replay.priority")
 for _name in ("abs_advantage", "uniform", "group_std"):
     PRIORITIES.register(_name, f"grpo_replay.replay.priorities:{_name}")
 
+ADVANTAGES = OpenList("advantage.estimator")
+ADVANTAGES.register("group_relative", "grpo_replay.replay.estimators:group_relative")
+
 LOSSES = OpenList("loss.kind")
 LOSSES.register("clipped", "grpo_replay.replay.loss:clipped_surrogate")
 LOSSES.register("asymre", "grpo_replay.replay.loss:asymmetric_reinforce")

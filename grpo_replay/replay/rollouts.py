@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_replay.recipe import Recipe
-from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.replay.estimators import estimate_advantages
 from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.rewards.overlong import overlong_score
 from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Rollout, Verdict
@@ -94,7 +94,7 @@ class _ScoredGroup:
 def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
     rewards_G = np.array([verdict.reward for verdict in verdicts])
     settings = recipe.advantage
-    group = group_advantages(rewards_G, settings.std, settings.epsilon, settings.divide_by_std)
+    group = estimate_advantages(rewards_G, settings)
     advantages_G = group.advantages_G
     if advantages_G is None and not recipe.replay.drop_zero_variance:
         advantages_G = np.zeros(len(rewards_G), dtype=np.float32)

@@ -1,5 +1,5 @@
-"""A priority and a loss of the user, each one file outside the package and one line of recipe, work
-with every tool. The examples are those of docs/extend.md."""
+"""A priority, an advantage estimator and a loss of the user, each one file outside the package and
+one line of recipe, work with every tool. The examples are those of docs/extend.md."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import resolve_recipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
-PRIORITY, LOSS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[:2]
+PRIORITY, ESTIMATOR, LOSS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[:3]
 STEPS = 8
 
 
@@ -25,12 +25,14 @@ STEPS = 8
 def sections(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     (folder / "short.py").write_text(PRIORITY)
+    (folder / "ranks.py").write_text(ESTIMATOR)
     (folder / "plain_loss.py").write_text(LOSS)
     return {
         "replay": {
             "priority": f"{folder}/short.py:short", "priority_exponent": 2.0, "warmup_steps": 2,
             "max_age_steps": 5,
         },
+        "advantage": {"estimator": f"{folder}/ranks.py:ranks"},
         "loss": {"kind": f"{folder}/plain_loss.py:plain"},
         "optimizer": {"learning_rate": 2e-4},
         "run": {"steps": STEPS, "seed": 5},
@@ -69,18 +71,27 @@ def test_the_loss_trains_without_a_clip(run):
     assert max(line["fresh/ratio_max"] for line in run.metrics) > 1.28
 
 
+def test_advantages_are_those_of_the_estimator(run):
+    """With two rewards, `ranks` gives each correct one the share of incorrect others, and so on."""
+    for row in run.survivors(2):
+        correct = row["group_correct"]
+        expected = (4 - correct) / 3 if row["reward"] > 0 else -correct / 3
+        assert row["advantage"] == np.float32(expected)
+
+
 def test_verify_accepts_the_run_and_finds_another_priority(run, tmp_path, sections):
     report = inspect(run, "--verify")
     assert report["passed"] is True
     recipe = run.path / "recipe.yaml"
     text = recipe.read_text()
     try:
-        recipe.write_text(re.sub(r"priority: .*short", "priority: abs_advantage", text))
+        other = re.sub(r"priority: .*short", "priority: abs_advantage", text)
+        recipe.write_text(re.sub(r"estimator: .*ranks", "estimator: group_relative", other))
         result = CliRunner().invoke(app, ["inspect-buffer", str(run.path), "--verify", "--json"])
         failed = [
             each["name"] for each in json.loads(result.stdout)["checks"] if not each["passed"]
         ]
-        assert "probabilities" in failed
+        assert {"probabilities", "advantages"} <= set(failed)
     finally:
         recipe.write_text(text)
 
@@ -110,7 +121,9 @@ def test_a_run_that_was_killed_and_resumed_is_the_run(run, sections, tmp_path):
     assert same_files(run.path, resumed.path, "draws") == STEPS
 
 
-@pytest.mark.parametrize("section, key", [("replay", "priority"), ("loss", "kind")])
+@pytest.mark.parametrize(
+    "section, key", [("replay", "priority"), ("advantage", "estimator"), ("loss", "kind")]
+)
 def test_an_unknown_name_is_refused(section, key):
     with pytest.raises(RecipeError, match=rf"{section}.{key}.*'shortest' is not known"):
         resolve_recipe([{section: {key: "shortest"}}])
