@@ -2,7 +2,7 @@
 
 The buffer, in order of imports: `priorities`, `drawing`, `columns`, `insertion`, `replay_buffer`,
 `snapshot`, `compose`. GRPO: `advantages`, `group`, `rollouts`, `batch`, `loss`, `seeding`. Imports
-storage, rewards, recipe, types and errors; numpy and pyarrow. Only `loss` imports torch.
+storage, recipe, types and errors; numpy and pyarrow. Only `loss` imports torch.
 """
 
 from grpo_replay.replay.replay_buffer import BufferStats, ReplayBuffer
