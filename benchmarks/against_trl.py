@@ -93,6 +93,8 @@ def grade(text: str, answer: str, row: dict[str, Any]) -> float:
 
 
 def write_model(folder: Path, options: argparse.Namespace) -> None:
+    import torch
+
     from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.recipe import ModelSection
 
@@ -109,7 +111,8 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
         tokenizer="builtin:bytes",
         config_overrides={} if options.shape else small,
     )
-    load_policy(section, seed=0).save_pretrained(folder)
+    with torch.device(options.device):  # a GPU draws in a second what takes a CPU a minute
+        load_policy(section, seed=0).save_pretrained(folder)
     load_tokenizer(section).save_pretrained(folder)
 
 

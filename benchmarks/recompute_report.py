@@ -16,7 +16,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from statistics import fmean, median, variance
+from statistics import NormalDist, fmean, median, variance
 
 import pyarrow.parquet as pq
 import yaml
@@ -139,20 +139,70 @@ def t_quantile(freedom: float) -> float:
     return (low + high) / 2
 
 
-def two_level(tables: list[list[list[float]]]) -> tuple[list[float] | None, str | None]:
-    """The interval of the mean of [seed][problem] tables, one per benchmark."""
-    count, seeds = len(tables), len(tables[0])
-    mean = fmean(fmean(fmean(row) for row in table) for table in tables)
-    many = all(len(table[0]) > 1 for table in tables)
-    if seeds == 1 and not many:
+def mean_of_tables(tables: list[list[list[float]]]) -> float:
+    return fmean(fmean(fmean(row) for row in table) for table in tables)
+
+
+def of_difference(tables: list[list[list[float]]]) -> tuple[list[float] | None, str | None]:
+    """mean ± t·√V of [seed][problem] tables, one per benchmark; from three seeds on."""
+    if len(tables[0]) < 3:
         return None, None
+    of_variance, freedom, over = two_level(tables)
+    half, mean = t_quantile(freedom) * math.sqrt(of_variance), mean_of_tables(tables)
+    return [max(-1.0, mean - half), min(1.0, mean + half)], over
+
+
+def of_accuracy(tables: list[list[list[float]]]) -> tuple[list[float] | None, str | None]:
+    """Clopper and Pearson's bounds for the effective observations; from three seeds on."""
+    if len(tables[0]) < 3:
+        return None, None
+    widened = [[[*row, 0.0, 1.0] for row in table] for table in tables]
+    of_variance, freedom, over = two_level(widened)
+    center, share = mean_of_tables(widened), mean_of_tables(tables)
+    ratio = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) / t_quantile(freedom)
+    count = center * (1 - center) / of_variance * ratio**2
+    tail, right, wrong = (1 - CONFIDENCE) / 2, share * count, (1 - share) * count
+    low = 0.0 if share <= 0 else beta_quantile(tail, right, wrong + 1)
+    high = 1.0 if share >= 1 else 1 - beta_quantile(tail, wrong, right + 1)
+    return [low, high], over
+
+
+def beta_quantile(probability: float, a: float, b: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        below = beta_probability(middle, a, b) < probability
+        low, high = (middle, high) if below else (low, middle)
+    return (low + high) / 2
+
+
+def beta_probability(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function, by its series: x^a·(1 - x)^b / (a·B(a, b)) times
+    1 + Σ (a + b)…(a + b + n)/((a + 1)…(a + 1 + n))·x^(n + 1)."""
+    if x > (a + 1) / (a + b + 2):
+        return 1 - beta_probability(1 - x, b, a)
+    term = total = 1.0
+    n = 0
+    while term > 1e-16 * total:
+        term *= (a + b + n) / (a + 1 + n) * x
+        total += term
+        n += 1
+    log_front = a * math.log(x) + b * math.log(1 - x) - math.log(a)
+    log_front -= math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    return math.exp(log_front) * total
+
+
+def two_level(tables: list[list[list[float]]]) -> tuple[float, float, str]:
+    """The variance of the mean, its degrees of freedom, and what it is over."""
+    count, seeds = len(tables), len(tables[0])
+    many = all(len(table[0]) > 1 for table in tables)
     over_problems, rest = [], []
     for table in tables:
         problems = len(table[0])
         by_problem = [fmean(row[p] for row in table) for p in range(problems)]
         if many:
             over_problems.append((variance(by_problem) / problems, problems - 1))
-        if many and seeds > 1:
+        if many:
             whole = fmean(by_problem)
             square = sum(
                 (value - by_problem[p] - fmean(row) + whole) ** 2
@@ -160,12 +210,10 @@ def two_level(tables: list[list[list[float]]]) -> tuple[list[float] | None, str 
             )  # fmt: skip
             free = (seeds - 1) * (problems - 1)
             rest.append((square / free / (seeds * problems), free))
-    if seeds == 1:
-        return interval(mean, *summed(over_problems, count)), "problems"
     by_seed = [fmean(fmean(table[s]) for table in tables) for s in range(seeds)]
     seed_part = (variance(by_seed) / seeds, seeds - 1)
     if not many:
-        return interval(mean, *seed_part), "seeds"
+        return *seed_part, "seeds"
     problem_part, rest_part = summed(over_problems, count), summed(rest, count)
     total = seed_part[0] + problem_part[0] - rest_part[0]
     free = min(seed_part[1], problem_part[1])
@@ -173,7 +221,7 @@ def two_level(tables: list[list[list[float]]]) -> tuple[list[float] | None, str 
     if total > 0:
         shares = sum(v**2 / f for v, f in (seed_part, problem_part, rest_part))
         free = max(free, total**2 / shares)
-    return interval(mean, total, free), "seeds and problems"
+    return total, free, "seeds and problems"
 
 
 def summed(parts: list[tuple[float, float]], count: int) -> tuple[float, float]:
@@ -181,11 +229,6 @@ def summed(parts: list[tuple[float, float]], count: int) -> tuple[float, float]:
     if total == 0:
         return 0.0, sum(f for _, f in parts)
     return total, total**2 / (sum(v**2 / f for v, f in parts) / count**4)
-
-
-def interval(mean: float, of_variance: float, freedom: float) -> list[float]:
-    half = t_quantile(freedom) * math.sqrt(of_variance)
-    return [mean - half, mean + half]
 
 
 def sign_flip(differences: list[float]) -> float | None:
@@ -240,14 +283,15 @@ def recompute(report: dict, runs: dict[str, dict[int, dict]]) -> dict:
     return {"mu": {"measured": mu, "given": report["mu"]["given"]}, "arms": arms}
 
 
-def estimates(parts: list[tuple[dict, dict]]) -> dict:
+def estimates(parts: list[tuple[dict, dict]], bounds_of=of_accuracy) -> dict:
     """Per benchmark, and of the mean: spread over seeds and two-level interval."""
     found = {}
     for name in parts[0][1]:
         names = list(parts[0][0]) if name == "mean" else [name]
-        bounds, over = two_level([[values[b] for values, _ in parts] for b in names])
+        bounds, over = bounds_of([[values[b] for values, _ in parts] for b in names])
         found[name] = {
-            **spread([mean[name] for _, mean in parts]), "interval": bounds, "interval_over": over,
+            **spread([mean[name] for _, mean in parts]),
+            "values": [mean[name] for _, mean in parts], "interval": bounds, "interval_over": over,
         }  # fmt: skip
     return found
 
@@ -262,7 +306,7 @@ def differences(pairs: list, kind: str, step, shared: list[int]) -> dict:
         }
         mean_a, mean_b = means(a, kind), means(b, kind)
         parts.append((values, {name: mean_a[name] - mean_b[name] for name in mean_a}))
-    found = estimates(parts)
+    found = estimates(parts, of_difference)
     for name, each in found.items():
         of_seeds = [mean[name] for _, mean in parts]
         each |= {

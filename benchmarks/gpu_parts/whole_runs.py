@@ -13,7 +13,7 @@ from gpu_parts.devices import PeakMemory, device_capacity
 from gpu_parts.record import Context, Record, Skipped
 from gpu_parts.runner import missing_modules
 from gpu_parts.sizes import make_recipe
-from gpu_parts.workload import write_problems
+from gpu_parts.workload import with_random_weights, write_problems
 from grpo_replay.training.observer import Observer
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def run_recipe(context: Context, steps: int, eager: bool = False) -> "Recipe":
     problems = context.work / "problems.jsonl"
     write_problems(problems, 2 * steps * size.prompts_per_step, size.prompt_tokens)
     longest = size.prompt_tokens + size.completion_tokens
-    return make_recipe(
+    recipe = make_recipe(
         size, prompt=size.prompt_tokens, completion=size.completion_tokens, pack=8 * longest,
         prompts={"source": str(problems)},
         sampling={
@@ -194,6 +194,7 @@ def run_recipe(context: Context, steps: int, eager: bool = False) -> "Recipe":
         run={"steps": steps},
         checkpoint={"every_steps": CHECKPOINT_EVERY, "keep": 2},
     )  # fmt: skip
+    return with_random_weights(recipe, context.work / "weights")
 
 
 def write_recipe(context: Context, steps: int) -> None:

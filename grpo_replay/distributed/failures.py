@@ -108,12 +108,11 @@ def exit_rank(exit_code: int) -> NoReturn:
     are gone, that can hang or abort, and would change the exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if rank_environment().is_launched:
-        if exit_code != 0:
-            os._exit(exit_code)
-        rendezvous = sys.modules.get(_RENDEZVOUS)
-        if rendezvous is not None:
-            rendezvous.leave_run()
+    if rank_environment().is_launched and exit_code != 0:
+        os._exit(exit_code)
+    rendezvous = sys.modules.get(_RENDEZVOUS)
+    if rendezvous is not None:  # NCCL complains on stderr about a group that is left open
+        rendezvous.leave_run()
     sys.exit(exit_code)
 
 

@@ -1,4 +1,4 @@
-"""Aggregation of per-sample rows: means, rates, and bootstrap intervals over problems."""
+"""Aggregation of per-sample rows: means, rates, and intervals over problems."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from grpo_replay.evaluation.results import BenchmarkResult, MeanResult, Results
 from grpo_replay.evaluation.statistics import (
+    accuracy_interval,
     bootstrap_draws,
     interval,
     pass_at_each,
@@ -57,12 +58,12 @@ def summarise(
     names = list(dict.fromkeys(samples["benchmark"].to_pylist()))
     parts = {name: samples.filter(pc.field("benchmark") == name) for name in names}
     drawn = {name: _tabulate(parts[name]) for name in names}
-    boots = {name: _bootstrap(name, drawn[name], resamples) for name in names}
+    boots = {name: _bootstrap(name, drawn[name], resamples) for name in names}  # of tokens
     results = {
         name: _benchmark_result(parts[name], drawn[name], boots[name], unparsable.get(name, ()))
         for name in names
     }
-    return Results(results, _mean_result(samples, results, boots))
+    return Results(results, _mean_result(samples, results, list(drawn.values()), boots))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,11 @@ class ProblemTable:
     @property
     def accuracy_N(self) -> np.ndarray:
         return self.correct_N / self.samples
+
+    @property
+    def passed_N(self) -> np.ndarray:
+        """1.0 for a problem with a correct sample."""
+        return (self.correct_N > 0).astype(float)
 
 
 def _tabulate(samples: pa.Table) -> ProblemTable:
@@ -112,20 +118,16 @@ def benchmark_draws(name: str, problems: int, resamples: int) -> np.ndarray:
     return bootstrap_draws(problems, resamples, rng)
 
 
-def _bootstrap(name: str, problems: ProblemTable, resamples: int) -> dict[str, np.ndarray]:
-    """Bootstrap means [B] of accuracy, pass@k and tokens, from the same resampled problems."""
+def _bootstrap(name: str, problems: ProblemTable, resamples: int) -> np.ndarray:
+    """Bootstrap means [B] of tokens."""
     draws_BN = benchmark_draws(name, len(problems.problem_ids), resamples)
-    return {
-        "avg": resampled_mean(draws_BN, problems.accuracy_N),
-        "pass": resampled_mean(draws_BN, problems.correct_N > 0),
-        "tokens": resampled_mean(draws_BN, problems.tokens_N),
-    }
+    return resampled_mean(draws_BN, problems.tokens_N)
 
 
 def _benchmark_result(
     samples: pa.Table,
     problems: ProblemTable,
-    boot: Mapping[str, np.ndarray],
+    tokens_B: np.ndarray,
     unparsable: Sequence[str],
 ) -> BenchmarkResult:
     pass_J = pass_at_each(problems.correct_N, problems.samples).mean(axis=0)
@@ -134,12 +136,12 @@ def _benchmark_result(
         k=problems.samples,
         avg_at_k=float(problems.accuracy_N.mean()),
         avg_at_k_stderr=standard_error(problems.accuracy_N),
-        avg_at_k_interval=interval(boot["avg"]),
+        avg_at_k_interval=accuracy_interval([problems.accuracy_N]),
         pass_at_k=float(pass_J[-1]),
-        pass_at_k_interval=interval(boot["pass"]),
+        pass_at_k_interval=accuracy_interval([problems.passed_N]),
         pass_at_j={str(j): float(value) for j, value in enumerate(pass_J, start=1)},
         mean_tokens=float(problems.tokens_N.mean()),
-        mean_tokens_interval=interval(boot["tokens"]),
+        mean_tokens_interval=interval(tokens_B),
         **_pooled(samples),
         verdicts=dict(sorted(Counter(samples["verdict"].to_pylist()).items())),
         unparsable_answers=tuple(unparsable),
@@ -149,28 +151,26 @@ def _benchmark_result(
 def _mean_result(
     samples: pa.Table,
     results: Mapping[str, BenchmarkResult],
-    boots: Mapping[str, Mapping[str, np.ndarray]],
+    drawn: Sequence[ProblemTable],
+    tokens_B: Mapping[str, np.ndarray],
 ) -> MeanResult:
     each = list(results.values())
     pooled = _pooled(samples)
     smallest_k = min(result.k for result in each)
 
-    def mean_interval(name: str) -> tuple[float, float] | None:
-        return interval(np.mean([boot[name] for boot in boots.values()], axis=0))
-
     return MeanResult(
         benchmarks=tuple(results),
         avg_at_k=_mean([result.avg_at_k for result in each]),
         avg_at_k_stderr=_error_of_mean([result.avg_at_k_stderr for result in each]),
-        avg_at_k_interval=mean_interval("avg"),
+        avg_at_k_interval=accuracy_interval([each.accuracy_N for each in drawn]),
         pass_at_k=_mean([result.pass_at_k for result in each]),
-        pass_at_k_interval=mean_interval("pass"),
+        pass_at_k_interval=accuracy_interval([each.passed_N for each in drawn]),
         pass_at_j={
             str(j): _mean(result.pass_at_j[str(j)] for result in each)
             for j in range(1, smallest_k + 1)
         },
         mean_tokens=_mean([result.mean_tokens for result in each]),
-        mean_tokens_interval=mean_interval("tokens"),
+        mean_tokens_interval=interval(np.mean(list(tokens_B.values()), axis=0)),
         mean_tokens_correct=pooled["mean_tokens_correct"],
         mean_tokens_incorrect=pooled["mean_tokens_incorrect"],
         truncation_rate=_mean([result.truncation_rate for result in each]),

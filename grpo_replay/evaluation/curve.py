@@ -33,7 +33,7 @@ def read_curve(folder: Path) -> dict[int, EvaluationReport]:
 def plot_curve(folder: Path) -> Path | None:
     """Write `curve.png` to a run's `eval/`; returns its path, or None for fewer than two points.
 
-    The band is the 95 % bootstrap interval of the mean. If the run was resumed with other
+    The band is the 95 % interval of the mean. If the run was resumed with other
     benchmarks or settings, only evaluations comparable with the last are drawn, and the title gives
     the number of the others.
     """

@@ -22,9 +22,9 @@ from grpo_replay.evaluation.results import (
 
 Row = Sequence[str]
 LEGEND = (
-    "avg@k, pass@k and rates in %; 95 %: bootstrap intervals over problems (too narrow near 0 and "
-    "100 %); tokens: mean completion length; right, wrong: the same of correct and of incorrect "
-    "completions; cut: reached the length limit; none: no answer could be parsed."
+    "avg@k, pass@k and rates in %; 95 %: intervals over problems; tokens: mean completion length; "
+    "right, wrong: the same of correct and of incorrect completions; cut: reached the length "
+    "limit; none: no answer could be parsed."
 )
 GRADING_LEGEND = (
     "gained, lost: samples that only the other verifier, or only the report's own, accepts (mean: "

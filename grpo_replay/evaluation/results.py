@@ -17,10 +17,10 @@ Interval = tuple[Bound, Bound]
 class BenchmarkResult:
     """One benchmark of n problems with k samples each. Accuracies and rates are fractions.
 
-    Intervals are 95 % bootstrap intervals over problems; the standard error is that of the mean
-    over problems (all None if n = 1). Lengths are completion tokens; those of correct and of
-    incorrect completions are pooled over samples (None if there are none). `unparsable_answers` has
-    the ids of problems whose reference answer math-verify could not parse.
+    Intervals are 95 % intervals over problems, of tokens by the bootstrap; the standard error is
+    that of the mean over problems (all None if n = 1). Lengths are completion tokens; those of
+    correct and of incorrect completions are pooled over samples (None if there are none).
+    `unparsable_answers` has the ids of problems whose reference answer math-verify could not parse.
     """
 
     n: Count

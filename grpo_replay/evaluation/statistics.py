@@ -1,11 +1,15 @@
-"""avg@k, unbiased pass@j, the bootstrap over problems and the sign-flip test. Pure numpy.
+"""avg@k, unbiased pass@j, intervals over problems and the sign-flip test.
 
     N  problems of a benchmark     K  samples per problem     B  bootstrap resamples
 
 A problem, not a sample, is the unit of resampling: the samples of one problem are not independent.
 """
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
+from scipy.special import betaincinv, ndtri, stdtrit
 
 CONFIDENCE = 0.95
 
@@ -55,6 +59,48 @@ def interval(values_B: np.ndarray) -> tuple[float, float] | None:
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(values_B, [tail, 100 - tail])
     return float(low), float(high)
+
+
+def with_both_answers(values_N: np.ndarray) -> np.ndarray:
+    """[…, N + 2]: the values with two more problems, one never and one always solved.
+
+    A variance estimated from these is never 0. Where all problems agree, every problem counts as
+    about one observation, however many samples it has.
+    """
+    ends = [np.full((*values_N.shape[:-1], 1), end) for end in (0.0, 1.0)]
+    return np.concatenate([values_N, *ends], axis=-1)
+
+
+def accuracy_interval(values_N: Sequence[np.ndarray]) -> tuple[float, float] | None:
+    """The interval over problems of the mean over benchmarks of accuracies, one [N] each.
+
+    None if a benchmark has a single problem.
+    """
+    if any(len(each) < 2 for each in values_N):
+        return None
+    widened = [with_both_answers(each) for each in values_N]
+    variance = sum(np.var(each, ddof=1) / len(each) for each in widened) / len(widened) ** 2
+    mean, center = (float(np.mean([v.mean() for v in each])) for each in (values_N, widened))
+    return share_interval(mean, center, float(variance))
+
+
+def share_interval(
+    share: float, center: float, variance: float, freedom: float = math.inf
+) -> tuple[float, float]:
+    """The interval of Clopper and Pearson (1934) of a share of as many independent observations as
+    have this variance, so never outside [0, 1]: Korn and Graubard (1998).
+
+    `variance` and `center` are of the mean of `with_both_answers`; their effective number of
+    observations is center·(1 - center)/variance, less for few degrees of freedom.
+    """
+    tail = (1 - CONFIDENCE) / 2
+    few = ndtri(tail) / (ndtri(tail) if math.isinf(freedom) else stdtrit(freedom, tail))
+    count = center * (1 - center) / variance * few**2
+    right = share * count
+    wrong = count - right
+    low = 0.0 if share <= 0 else float(betaincinv(right, wrong + 1, tail))
+    high = 1.0 if share >= 1 else float(betaincinv(right + 1, wrong, 1 - tail))
+    return low, high
 
 
 def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.Generator) -> float:

@@ -83,7 +83,7 @@ class EvalSection(Section):
     """Further verifiers that grade the same completions, reported next to the first
     (`--grade-with`)."""
     bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
-    """Number of bootstrap resamples for the confidence intervals."""
+    """Number of bootstrap resamples: intervals of token counts and of comparisons."""
 
     @field_validator("reward")
     @classmethod

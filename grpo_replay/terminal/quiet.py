@@ -16,6 +16,7 @@ def quiet_libraries() -> Iterator[None]:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     _hide_progress_bars()
     os.environ.setdefault("DS_ACCELERATOR_LOG_LEVEL", "error")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # NCCL's warnings go past logging
     logging.captureWarnings(True)
     root = logging.getLogger()
     if not root.handlers:

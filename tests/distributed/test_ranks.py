@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from grpo_replay.distributed.environment import RankEnvironment, first_slurm_hos
 from grpo_replay.distributed.failures import (
     PeerFailure,
     describe_disagreement,
+    exit_rank,
     is_lost_peer,
     lost_contact,
     name_ranks,
@@ -225,3 +227,15 @@ def test_rank_modules_load_without_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_process_that_no_launcher_started_leaves_its_group_too(monkeypatch):
+    """Over NCCL, torch writes a warning to stderr about a group that is left open."""
+    left = []
+    rendezvous = SimpleNamespace(leave_run=lambda: left.append(True))
+    monkeypatch.setitem(sys.modules, "grpo_replay.distributed.rendezvous", rendezvous)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as stop:
+        exit_rank(3)
+    assert (left, stop.value.code) == ([True], 3)

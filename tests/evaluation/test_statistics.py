@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from scipy import stats
+from share_bounds import beta_bounds
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aggregate import summarise
@@ -14,6 +15,7 @@ from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.evaluation.statistics import (
+    accuracy_interval,
     bootstrap_draws,
     interval,
     pass_at_each,
@@ -90,8 +92,10 @@ def test_a_small_report_by_hand():
     assert (found.mean_tokens_correct, found.mean_tokens_incorrect) == (10, 40)
     assert found.truncation_rate == found.unparsed_rate == 5 / 8
     assert found.verdicts == {"correct": 3, "unparsable": 5}
-    assert found.avg_at_k_interval == (0.25, 0.5)  # a resample is one problem twice, or both
-    assert found.pass_at_k_interval == (1, 1)
+    # With 0 and 1 the values have mean 7/16 and squares 21/16, so variance 35/192 and of the mean
+    # 35/768: (7/16)(9/16)/(35/768) = 5.4 observations. All correct: (3/4)(1/4)/(1/16) = 3.
+    assert found.avg_at_k_interval == pytest.approx(beta_bounds(3 / 8, 5.4))
+    assert found.pass_at_k_interval == pytest.approx((0.025 ** (1 / 3), 1))
 
 
 def test_undefined_is_none():
@@ -134,14 +138,14 @@ def test_bootstrap_intervals_agree_with_scipy():
     assert ours == pytest.approx(tuple(theirs), abs=0.004)
 
 
-def test_intervals_have_their_nominal_coverage():
+@pytest.mark.parametrize("mean", [0.01, 0.05, 0.5, 0.95, 0.99])
+def test_intervals_of_accuracies_have_at_least_their_nominal_coverage(mean):
+    """30 problems of 16 samples, most hopeless or easy: the bootstrap holds 0.01 in 52 %."""
     rng = np.random.default_rng(0)
-    hits = 0
-    for _ in range(300):
-        values = rng.binomial(4, 0.3, size=80) / 4
-        low, high = interval(resampled_mean(bootstrap_draws(80, 500, rng), values))
-        hits += low <= 0.3 <= high
-    assert 0.90 < hits / 300 < 0.985
+    chances = rng.beta(mean, 1 - mean, size=(600, 30))
+    bounds = [accuracy_interval([each / 16]) for each in rng.binomial(16, chances)]
+    assert all(0 <= low <= high <= 1 for low, high in bounds)
+    assert np.mean([low <= mean <= high for low, high in bounds]) > 0.94
 
 
 def test_the_paired_test_by_hand():
@@ -247,7 +251,14 @@ def test_a_single_problem_has_no_interval():
 
 def test_all_correct_is_exactly_one():
     found = report({"x": [[1] * 3] * 7}).sampled.benchmarks["x"]
-    assert found.avg_at_k_interval == (1.0, 1.0)
+    # (8/9)(1/9)/((8/81)(9/8)/9) = 8 observations, whatever the samples: 0.025^(1/8).
+    assert found.avg_at_k_interval == pytest.approx((0.025 ** (1 / 8), 1.0))
+
+
+def test_none_of_thirty_problems_solved_leaves_a_tenth_possible():
+    """31 zeros and a one: 31 observations, 1 - 0.025^(1/31) = 11.2 %. The bootstrap has [0, 0]."""
+    assert accuracy_interval([np.zeros(30)]) == pytest.approx((0, 1 - 0.025 ** (1 / 31)))
+    assert accuracy_interval([np.ones(30)]) == pytest.approx((0.025 ** (1 / 31), 1))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.planning.theory import PowerGrowth, objective, power_law_optimum
+from grpo_replay.lab.planning.theory import (
+    PowerGrowth,
+    no_replay_objective,
+    objective,
+    power_law_optimum,
+)
 from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.terminal.plot_style import COLUMN_INCHES, figure_style, save_figure
 
@@ -19,12 +24,12 @@ _DASHES = ("-", "--", ":")
 
 
 def optimum_curve(exponent: float, rho: float) -> list[tuple[float, float, float, float]]:
-    """(μ, x*, y*, J*/J(1, 1)) over the range of μ. J(1, 1) is J without replay."""
+    """(μ, x*, y*, J* relative to J without replay) over the range of μ."""
     growth, points = PowerGrowth(exponent), []
     for mu in np.geomspace(MU_LOW, MU_HIGH, MU_COUNT).tolist():
         best = power_law_optimum(mu, rho, exponent)
         at_best = objective(best.x, best.y, mu, rho, growth)
-        points.append((mu, best.x, best.y, at_best / objective(1.0, 1.0, mu, rho, growth)))
+        points.append((mu, best.x, best.y, at_best / no_replay_objective(mu, growth)))
     return points
 
 
@@ -43,6 +48,7 @@ def plot_curves(path: Path) -> None:
             axes.set(xscale="log", ylabel=label)
         panels[0].set_yscale("log")
         panels[1].set_yscale("log")
+        panels[2].axhline(1.0, color="black", linewidth=0.5)
         panels[2].set_xlabel("μ: cost of generating a rollout / of training on it")
         _add_legend(figure, panels[0])
         with named_if_unwritable(path):

@@ -13,7 +13,12 @@ from rich.table import Table
 from grpo_replay.lab.planning.design import Design, Plan, replay_settings
 from grpo_replay.lab.planning.plot import terminal_map
 from grpo_replay.lab.planning.sensitivity import SensitivityRow
+from grpo_replay.lab.planning.verdict import Verdict
 
+THEORY_MEANS = (
+    "J is the compute to a given bound on the mean squared gradient; it does not predict accuracy. "
+    "In brackets: over single changes of an assumption."
+)
 THEORY_ASSUMES = (
     "draws are uniform over the buffer (prioritised draws use fewer rollouts more often)",
     "the variance of a sample's gradient depends on its age alone",
@@ -23,9 +28,12 @@ THEORY_ASSUMES = (
 
 def print_plan(plan: Plan, console: Console) -> None:
     best = plan.recommended
+    console.print(f"[bold]The best FIFO buffer {plan.verdict.describe()}[/bold]", soft_wrap=True)
+    if plan.current_verdict is not None:
+        console.print(f"[bold]This recipe {plan.current_verdict.describe()}[/bold]", soft_wrap=True)
+    console.print(f"  {THEORY_MEANS}", soft_wrap=True)
     console.print(
-        f"[bold]Keep rollouts for x = {best.x:.3g} steps and train on each y = {best.y:.3g} times"
-        f"[/bold]  (J without replay is {plan.no_replay.objective:.2f} times as high)"
+        f"  FIFO: keep rollouts for x = {best.x:.3g} steps and train on each y = {best.y:.3g} times"
     )
     if plan.optimum.kind == "interior":
         console.print(f"  optimum of J: x* = {plan.optimum.x:.4g}, y* = {plan.optimum.y:.4g}")
@@ -34,16 +42,16 @@ def print_plan(plan: Plan, console: Console) -> None:
         f"{_number(plan.flat_x.high)}, y from {_number(plan.flat_y.low)} to "
         f"{_number(plan.flat_y.high)}"
     )
-    for name, settings in replay_settings(plan.inputs, best.x, best.y).items():
-        words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
-        console.print(f"  {name:5}{words}", soft_wrap=True)
+    settings = replay_settings(plan.inputs, best.x, best.y)
+    words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
+    console.print(f"  {words}", soft_wrap=True)
     for note in plan.notes:
         console.print(f"  [yellow]![/yellow] {escape(note)}")
     console.print("\n[bold]Designs[/bold]")
     console.print(_design_table(plan))
     console.print("[bold]If an assumption is wrong[/bold]")
     console.print(_sensitivity_table(plan))
-    console.print("[bold]Compute J to reach a given accuracy, relative to the best[/bold]")
+    console.print("[bold]J of FIFO buffers, relative to the best of them[/bold]")
     console.print(terminal_map(plan), no_wrap=True, crop=False)
     console.print("\n[bold]Assumptions[/bold]")
     assumed = Table.grid(padding=(0, 2))
@@ -98,7 +106,8 @@ _ROWS: tuple[tuple[str, Callable[[Design], str]], ...] = (
     ("memory of the buffer", lambda d: _bytes(d.memory_bytes)),
     ("compute per trained rollout γ", lambda d: f"{d.gamma:.2f}"),
     ("generators per trainer W/T", lambda d: f"{d.inference_per_trainer:.2f}"),
-    ("relative compute J", lambda d: _with("{:.2f}", d.objective)),
+    ("share of a batch at age 0", lambda d: f"{d.age_zero_share:.0%}"),
+    ("J, relative to no replay", lambda d: _with("{:.2f}", d.objective)),
 )
 
 
@@ -111,13 +120,13 @@ def _bytes(value: float) -> str:
 
 
 def _design_table(plan: Plan) -> Table:
-    columns = [("no replay", plan.no_replay), ("recommended", plan.recommended)]
+    columns = [("no replay", plan.no_replay), ("best FIFO", plan.recommended)]
     if plan.current:
         columns.insert(1, ("this recipe", plan.current))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name, _ in columns:
-        table.add_column(name, justify="right", style="green" if name == "recommended" else "")
+        table.add_column(name, justify="right", style="green" if name == "best FIFO" else "")
     for label, cell in _ROWS:
         if label.startswith("replay."):
             cells = ["–" if name == "no replay" else cell(design) for name, design in columns]
@@ -130,7 +139,7 @@ def _design_table(plan: Plan) -> Table:
 def _sensitivity_table(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("actual value")
-    for name in ("best x", "best y", "cost of keeping the recommendation"):
+    for name in ("best x", "best y", "cost of keeping the best FIFO"):
         table.add_column(name, justify="right")
     for row in plan.sensitivity:
         cost = _with("{:+.1%}", row.extra_compute)
@@ -139,8 +148,8 @@ def _sensitivity_table(plan: Plan) -> Table:
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values, null for what is not finite. `x` and `y` are those of the optimum;
-    `recommended` is always finite."""
+    """The plan as JSON values, null for what is not finite. `x` and `y` are those of the optimum of
+    a FIFO buffer; `recommended` is that buffer, always finite."""
     has_optimum = plan.optimum.kind != "fresh_only"
     inputs = plan.inputs
     return {
@@ -148,8 +157,12 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "y": _finite(plan.optimum.y) if has_optimum else None,
         "kind": plan.optimum.kind,
         "recommended": _finite_fields(plan.recommended),
-        "replay_settings": replay_settings(inputs, plan.recommended.x, plan.recommended.y),
+        "verdict": _finite_fields(plan.verdict),
+        "replay_settings": {
+            "fifo": replay_settings(inputs, plan.recommended.x, plan.recommended.y)
+        },
         "current": _finite_fields(plan.current) if plan.current else None,
+        "current_verdict": _finite_fields(plan.current_verdict) if plan.current_verdict else None,
         "no_replay": _finite_fields(plan.no_replay),
         "within_5_percent": {
             "x": [plan.flat_x.low, _finite(plan.flat_x.high)],
@@ -172,7 +185,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _finite_fields(record: Design | SensitivityRow) -> dict[str, Any]:
+def _finite_fields(record: Design | SensitivityRow | Verdict) -> dict[str, Any]:
     fields = dataclasses.asdict(record)
     return {k: _finite(v) if isinstance(v, float) else v for k, v in fields.items()}
 

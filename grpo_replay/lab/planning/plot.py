@@ -7,27 +7,32 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from grpo_replay.lab.planning.design import Plan
+from grpo_replay.lab.planning.design import Design, Plan
 from grpo_replay.lab.planning.theory import Values, best_replay_ratio, objective
 from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.terminal.plot_style import COLUMN_INCHES, STORED, WARN, figure_style, save_figure
 
 BANDS = (1.05, 1.10, 1.25, 1.5, 2.0, 4.0)
-"""Upper limits of the shades of both maps: J relative to the best design."""
+"""Upper limits of the shades of both maps: J relative to the best FIFO buffer."""
 
 _SHADES = ("█", "▓", "▒", "░", "·", " ")
 _COLUMNS, _ROWS = 48, 11
 
 
 def map_range(plan: Plan) -> tuple[float, float, float, float]:
-    """(x_low, x_high, y_low, y_high) of a map that shows every design of the plan."""
-    designs = [plan.recommended, plan.no_replay, *([plan.current] if plan.current else [])]
-    xs, ys = [design.x for design in designs], [design.y for design in designs]
+    """(x_low, x_high, y_low, y_high) of a map from x = y = 1 on that shows the plan's buffers."""
+    designs = [plan.recommended, *([here] if (here := shown_design(plan)) else [])]
+    xs, ys = [1.0, *(design.x for design in designs)], [1.0, *(design.y for design in designs)]
     return max(1.0, min(xs) / 2), 2.5 * max(xs), min(0.5, *ys) / 1.5, 2.5 * max(ys)
 
 
+def shown_design(plan: Plan) -> Design | None:
+    """The recipe's design if the map applies to it: a buffer drawn with replacement alone."""
+    return plan.current if plan.inputs.composition == "buffer_only" else None
+
+
 def relative_objective(plan: Plan, x: Values, y: Values) -> Values:
-    """J(x, y) relative to J of the recommended design."""
+    """J(x, y) of FIFO buffers, relative to the best of them."""
     inputs = plan.inputs
     terms = inputs.effective_mu, inputs.rho, inputs.growth
     best = plan.recommended
@@ -62,9 +67,9 @@ def _marks(plan: Plan, xs: np.ndarray, ys: np.ndarray) -> dict[tuple[int, int], 
             int(np.abs(np.log(ys / y)).argmin()),
         )
 
-    marks = {cell(plan.no_replay.x, plan.no_replay.y): ("o", "bold")}
-    if plan.current:
-        marks[cell(plan.current.x, plan.current.y)] = ("@", "bold yellow")
+    marks = {}
+    if here := shown_design(plan):
+        marks[cell(here.x, here.y)] = ("@", "bold yellow")
     marks[cell(plan.recommended.x, plan.recommended.y)] = ("+", "bold green")
     return marks
 
@@ -82,8 +87,8 @@ def _tick_line(xs: np.ndarray) -> str:
 
 def _legend(plan: Plan) -> list[str]:
     shades = [f"{s} ≤ {band:.2f}" for s, band in zip(_SHADES[:5], BANDS[:5], strict=True)]
-    recipe = "  @ recipe" if plan.current else ""
-    return [" ".join(shades), f"+ recommended{recipe}  o no replay"]
+    recipe = "  @ recipe" if shown_design(plan) else ""
+    return [" ".join(shades), f"+ best{recipe}; no replay: {1 / plan.recommended.objective:.2f}"]
 
 
 def plot_plan(plan: Plan, path: Path) -> None:
@@ -105,7 +110,10 @@ def plot_plan(plan: Plan, path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlim=(x_low, x_high), ylim=(y_low, y_high))
         axes.set_xlabel("staleness horizon x = N/R (training steps)")
         axes.set_ylabel("replay ratio y = B/R (uses)")
-        axes.set_title("compute J relative to the best design")
+        break_even = 1 / plan.recommended.objective
+        if break_even > 1:
+            axes.contour(xs, ys, values, levels=[break_even], colors="black", linewidths=0.9)
+        axes.set_title(f"J of FIFO relative to the best (no replay: {break_even:.2f})")
         axes.grid(False)
         _plain_log_ticks(axes)
         _hide_at_the_edge(axes, labels)
@@ -130,9 +138,7 @@ def _log_norm() -> Any:
 
 
 def _mark_designs(axes: Any, plan: Plan) -> None:
-    axes.plot(1, 1, "o", color="black", markersize=4, label="no replay", clip_on=False, zorder=5)
-    if plan.current:
-        here = plan.current
+    if here := shown_design(plan):
         axes.plot(
             here.x, here.y, "s", color=WARN, mec="white", markersize=5, label="recipe", zorder=6
         )
@@ -144,7 +150,7 @@ def _mark_designs(axes: Any, plan: Plan) -> None:
         color="#F0E442",
         mec=STORED,
         markersize=9,
-        label="recommended",
+        label="best FIFO buffer",
         zorder=7,
     )
 

@@ -70,26 +70,30 @@ def _boundary(
     return inside
 
 
+def changed_assumptions(
+    mu: float, rho: float, growth: Growth
+) -> list[tuple[str, float, float, Growth]]:
+    """(name, μ, ρ, growth) of every single change of an assumption that the plan tries."""
+    rhos = [other for other in (0.0, min(1.0, 3 * rho + 0.1)) if other != rho]
+    return [
+        ("μ halved", mu / 2, rho, growth),
+        ("μ doubled", mu * 2, rho, growth),
+        *((f"ρ = {other:.2g}", mu, other, growth) for other in rhos),
+        *((name, mu, rho, other) for name, other in _other_growths(growth)),
+    ]
+
+
 def sensitivity(
     x: float, y: float, mu: float, rho: float, growth: Growth
 ) -> tuple[SensitivityRow, ...]:
     """Extra cost of the design (x, y) if μ, ρ or the growth differ from the assumption."""
-    rhos = [other for other in (0.0, min(1.0, 3 * rho + 0.1)) if other != rho]
-    return (
-        _sensitivity_row("μ halved", x, y, mu / 2, rho, growth),
-        _sensitivity_row("μ doubled", x, y, mu * 2, rho, growth),
-        *(_sensitivity_row(f"ρ = {other:.2g}", x, y, mu, other, growth) for other in rhos),
-        *(_sensitivity_row(name, x, y, mu, rho, other) for name, other in _other_growths(growth)),
-    )
-
-
-def _sensitivity_row(
-    change: str, x: float, y: float, mu: float, rho: float, growth: Growth
-) -> SensitivityRow:
-    best_x, best_y = recommended_design(mu, rho, growth)
-    kept = objective(x, y, mu, rho, growth)
-    best = objective(best_x, best_y, mu, rho, growth)
-    return SensitivityRow(change, best_x, best_y, kept / best - 1)
+    rows = []
+    for change, its_mu, its_rho, its_growth in changed_assumptions(mu, rho, growth):
+        best_x, best_y = recommended_design(its_mu, its_rho, its_growth)
+        kept = objective(x, y, its_mu, its_rho, its_growth)
+        extra = kept / objective(best_x, best_y, its_mu, its_rho, its_growth) - 1
+        rows.append(SensitivityRow(change, best_x, best_y, extra))
+    return tuple(rows)
 
 
 def _other_growths(growth: Growth) -> list[tuple[str, Growth]]:

@@ -8,7 +8,16 @@ Symbols (Arnal et al., arXiv 2604.08706; `docs/planning.md` explains them in wor
     ρ         coupling of the samples, 0 (independent) to 1 (no gain from more of them)
     σ²(s)     variance of one sample's gradient at age s; σ̄²(x) its mean over ages 0..x
 
-    J(x, y) = σ̄²(x) · (1 + y/μ) · (1/y + 1/x + ρ)     compute to reach a given accuracy
+    J(x, y) = σ̄²(x) · (1 + y/μ) · (1/y + 1/x + ρ)
+
+J is the compute that bounds the mean squared gradient by a given value. It does not predict
+accuracy. Its last factor, the bracket, is R times the variance of a batch's mean, for one sample's
+variance of 1, and depends on how batches are made:
+
+    no replay, each rollout used once           1
+    drawn with replacement from the buffer      1/y + 1/x + ρ
+    drawn without replacement from the buffer   1/y + ρ·(1 - 1/x)
+    fresh-anchored: see `fresh_anchored_objective`
 
 For given x the best y is √(μ / (ρ + 1/x)); x minimises σ̄²(x) · (√(1/μ) + √(ρ + 1/x))².
 Nothing is read or printed here. Where a function takes an array of x or y, it works elementwise.
@@ -129,8 +138,59 @@ def check_growth(exponent: float) -> None:
 
 
 def objective(x: Values, y: Values, mu: float, rho: float, growth: Growth) -> Values:
-    """J(x, y) in arbitrary units: only ratios of J are meaningful."""
+    """J(x, y) of uniform draws with replacement, in arbitrary units: only ratios of J are
+    meaningful."""
     return growth.mean_variance(x) * (1 + y / mu) * (1 / y + 1 / x + rho)
+
+
+def no_replay_objective(mu: float, growth: Growth) -> float:
+    """J without a buffer: R rollouts of age 0, each used once.
+
+    Their mean has variance σ²/R, so the bracket is 1. J(1, 1) is not this: it draws R times with
+    replacement from R rollouts, with bracket 2 + ρ. A rollout that is s steps old has an age in
+    (s, s + 1], so that ages 0 to x - 1 have the mean σ̄²(x); the variance at age 0 is σ̄²(1).
+    """
+    return growth.mean_variance(1.0) * (1 + 1 / mu)
+
+
+def without_replacement_objective(
+    x: float, y: float, mu: float, rho: float, growth: Growth
+) -> float:
+    """J of B different rollouts of N. y is at most x, because B is at most N.
+
+    The finite-population correction multiplies the variance of the draw, 1/B, by (N - B)/N:
+    R·(1/N + (1/B)(1 - B/N)) = 1/x + 1/y - 1/x = 1/y. Two rollouts are of different steps with
+    probability 1 - 1/x, and only those are coupled: given the policy, rollouts of one step are
+    independent. At x = y = 1 this is no replay.
+    """
+    y = min(y, x)
+    return growth.mean_variance(x) * (1 + y / mu) * (1 / y + rho * (1 - 1 / x))
+
+
+def fresh_anchored_objective(
+    ratio: float,
+    ages: float,
+    mu: float,
+    rho: float,
+    growth: Growth,
+    with_replacement: bool = False,
+) -> float:
+    """J of batches of all R fresh rollouts and `ratio`·R draws from those of ages 1 to `ages`.
+
+    A batch has y = 1 + ratio, and the share w_0 = 1/y of it has age 0. With m = ratio·R different
+    draws, R times the variance of the mean is (σ²(0) + ratio·σ²(stored))/y², plus ρ for the share
+    1 - Σ w_s² of pairs that are of different steps. Drawn with replacement from N = ages·R, the
+    m(m - 1)/N pairs that are one rollout twice add ratio²/ages·σ²(stored). At ratio 0 this is no
+    replay.
+    """
+    ratio = ratio if with_replacement else min(ratio, ages)
+    y, fresh = 1 + ratio, growth.mean_variance(1.0)
+    stored = ((ages + 1) * growth.mean_variance(ages + 1) - fresh) / ages
+    repeated = ratio / ages if with_replacement else 0.0
+    batch = (fresh + ratio * (1 + repeated) * stored) / y**2
+    same_step = (1 + ratio**2 / ages) / y**2
+    coupled = rho * (1 - same_step) * (fresh + ratio * stored) / y
+    return (1 + y / mu) * (batch + coupled)
 
 
 def best_replay_ratio(x: float, mu: float, rho: float) -> float:

@@ -97,7 +97,8 @@ def _difference_figures(findings: Findings, looks: dict[str, _Look]) -> Iterator
             yield Figure(
                 f"difference_{score}",
                 f"Difference to {findings.baseline}, {title}",
-                "Mean over seeds, paired, with its 95 % interval; small dots: quartiles.",
+                "Mean over seeds, paired, with its 95 % interval (bars: one or two seeds); "
+                "small dots: quartiles.",
                 partial(_draw_differences, rows=rows, looks=looks, base=findings.baseline),
                 0.75 + 0.24 * len(rows),
             )
@@ -106,7 +107,9 @@ def _difference_figures(findings: Findings, looks: dict[str, _Look]) -> Iterator
 def _draw_differences(axes: Any, rows: Sequence[Any], looks: dict[str, _Look], base: str) -> None:
     for place, (name, each) in enumerate(reversed(rows)):
         colour = looks[name].colour
-        if each.interval is not None:
+        if each.interval is None:
+            axes.plot(100 * np.array(each.values), [place] * len(each.values), "|", color=colour)
+        else:
             axes.plot(100 * np.array(each.interval), [place] * 2, color=colour, linewidth=1.4)
         axes.plot([100 * each.low, 100 * each.high], [place] * 2, ".", color=colour, markersize=2.5)
         axes.plot(100 * each.mean, place, "o", color=colour, markersize=4)

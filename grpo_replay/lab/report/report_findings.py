@@ -31,12 +31,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A `Spread` with the interval of its mean, and what the interval is over."""
+    """A `Spread` with the interval of its mean, and what the interval is over.
+
+    `values` has the value of every run. Fewer than three seeds have no interval.
+    """
 
     mean: float
     median: float
     low: float
     high: float
+    values: tuple[float, ...]
     interval: Interval | None
     interval_over: str | None
 
@@ -53,6 +57,7 @@ class Difference:
     median: float
     low: float
     high: float
+    values: tuple[float, ...]
     interval: Interval | None
     interval_over: str | None
     seeds: tuple[int, ...]

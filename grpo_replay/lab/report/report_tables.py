@@ -1,7 +1,7 @@
 """The tables of a report: the same cells in the terminal, Markdown, LaTeX and HTML."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval
 from grpo_replay.lab.report.ablations import ablation_rows
@@ -13,17 +13,20 @@ from grpo_replay.lab.report.cost_tables import (
     length_table,
     reach_tables,
 )
-from grpo_replay.lab.report.report_findings import ArmFindings, Findings
+from grpo_replay.lab.report.report_findings import ArmFindings, Difference, Estimate, Findings
 from grpo_replay.lab.report.text_table import (
     MISSING,
     TextTable,
     points,
     points_interval,
+    seed_values,
     seeds_of,
 )
 
 LONGEST_NAME = 100
 """Of a table, in characters: with its ending it is the name of a file."""
+
+FEW_SEEDS = "one or two seeds are too few for an interval and shown themselves"
 
 SCORE_TITLES = {
     "final": "final avg@k",
@@ -57,27 +60,34 @@ def _score_table(findings: Findings, score: str, brief: bool) -> TextTable:
         rows.append(
             [
                 *(arm.name, seeds_of(arm), percent(each.mean), percent(each.median), quartiles),
-                percent_interval(each.interval),
+                _bounds(each),
             ]
         )
     header = ("arm", "seeds", "mean", "median", "quartiles", "95 %")
     legend = (
-        "%, mean over benchmarks; mean, median and quartiles over seeds; 95 %: interval of the "
-        f"mean over {_over(findings, score)}."
+        "%, mean over benchmarks; mean, median and quartiles over seeds; 95 %: "
+        f"{_over([arm.scores[score].estimates for arm in findings.arms if score in arm.scores])}."
     )
     if score == "best":
         legend += " The best of several evaluations is biased upwards."
     return TextTable(score, SCORE_TITLES[score], header, rows, legend, brief)
 
 
-def _over(findings: Findings, score: str) -> str:
-    """What the intervals of a score are over."""
-    found = [
-        each.estimates["mean"].interval_over or "nothing"
-        for arm in findings.arms
-        if (each := arm.scores.get(score))
-    ]
-    return " or ".join(dict.fromkeys(found)) or "nothing"
+def _bounds(each: Estimate) -> str:
+    """The interval of an accuracy; with one or two seeds, the seeds."""
+    return percent_interval(each.interval) if each.interval else seed_values(each.values, percent)
+
+
+def _difference_bounds(each: Difference) -> str:
+    return points_interval(each.interval) if each.interval else seed_values(each.values, points)
+
+
+def _over(parts: Sequence[Mapping[str, Estimate]]) -> str:
+    """What stands in the column of the intervals."""
+    found = [part["mean"].interval_over for part in parts]
+    over = " or ".join(dict.fromkeys(each for each in found if each))
+    words = [f"interval of the mean over {over}"] if over else []
+    return "; ".join([*words, *([FEW_SEEDS] if None in found else [])])
 
 
 def _difference_table(findings: Findings, score: str, brief: bool) -> TextTable:
@@ -92,7 +102,7 @@ def _difference_table(findings: Findings, score: str, brief: bool) -> TextTable:
             [
                 *(arm.name, str(seeds), points(each.mean), points(each.median)),
                 points_interval((each.low, each.high)),
-                *(points_interval(each.interval), f"{each.seeds_better} of {seeds}"),
+                *(_difference_bounds(each), f"{each.seeds_better} of {seeds}"),
                 MISSING if each.p_value is None else p_value(each.p_value),
             ]
         )
@@ -189,13 +199,13 @@ def _detail(arm: ArmFindings, score: str, benchmark: str) -> list[str]:
     difference = arm.scores[score].difference
     cells = [
         *(arm.name, percent(each.mean), percent(each.median)),
-        *(percent_interval((each.low, each.high)), percent_interval(each.interval)),
+        *(percent_interval((each.low, each.high)), _bounds(each)),
     ]
     if difference is None:
         return [*cells, *[MISSING] * 5]
     delta = difference[benchmark]
     return [
         *(*cells, points(delta.mean), points(delta.median)),
-        *(points_interval((delta.low, delta.high)), points_interval(delta.interval)),
+        *(points_interval((delta.low, delta.high)), _difference_bounds(delta)),
         MISSING if delta.p_value is None else p_value(delta.p_value),
     ]

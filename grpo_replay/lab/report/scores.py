@@ -1,6 +1,6 @@
 """Accuracies of an arm over seeds, by benchmark, and their paired differences to the baseline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 
@@ -12,15 +12,21 @@ from grpo_replay.evaluation.results import Interval
 from grpo_replay.lab.report.finished_run import FinishedRun
 from grpo_replay.lab.report.report_findings import Difference, Estimate, Score, Spread
 from grpo_replay.lab.report.two_level import (
+    accuracy_over_problems,
+    accuracy_over_seeds,
+    difference_over_problems,
+    difference_over_seeds,
     sign_flip_over_seeds,
     smallest_p_value,
-    two_level_interval,
 )
 
 SCORES = ("final", "final_pass_at_k", "best", "best_pass_at_k")
 
 Pairs = Sequence[tuple[FinishedRun, FinishedRun]]
 """(the arm's run, the baseline's run) of every common seed."""
+
+IntervalOver = Callable[[Sequence[np.ndarray]], tuple[Interval | None, str | None]]
+"""An interval of the mean of one [S, N] per benchmark, and what it is over."""
 
 ProblemValues = Sequence[Mapping[str, np.ndarray] | None]
 """Of every run, [N] by benchmark; None without per-sample rows."""
@@ -37,8 +43,9 @@ def score_arm(runs: Sequence[FinishedRun], pairs: Pairs) -> dict[str, Score]:
             continue
         usable = [pair for pair in pairs if _report(pair[1], name) is not None]
         values = [_values(run, name) for run in runs]
+        over = accuracy_over_problems if runs[0].seed is None else accuracy_over_seeds
         found[name] = Score(
-            _estimates(values, [_means(run, name) for run in runs]),
+            _estimates(values, [_means(run, name) for run in runs], over),
             _differences(usable, name) if usable else None,
         )
     return found
@@ -77,27 +84,30 @@ def _problem_tables(report: EvaluationReport) -> dict[str, ProblemTable] | None:
     return {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
 
 
-def _estimates(values: ProblemValues, means: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
+def _estimates(
+    values: ProblemValues, means: Sequence[Mapping[str, float]], interval_over: IntervalOver
+) -> dict[str, Estimate]:
     """One estimate per benchmark, and of `mean`."""
     found = {}
     for name in means[0]:
-        spread = Spread.of([each[name] for each in means])
-        interval, over = _interval(values, means, name)
-        found[name] = Estimate(spread.mean, spread.median, spread.low, spread.high, interval, over)
+        each = tuple(mean[name] for mean in means)
+        spread = Spread.of(each)
+        interval, over = interval_over(_by_benchmark(values, means, name))
+        found[name] = Estimate(
+            spread.mean, spread.median, spread.low, spread.high, each, interval, over
+        )
     return found
 
 
-def _interval(
+def _by_benchmark(
     values: ProblemValues, means: Sequence[Mapping[str, float]], name: str
-) -> tuple[Interval | None, str | None]:
-    """The interval of a benchmark, or of `mean`. Without per-sample rows it is over seeds alone."""
+) -> list[np.ndarray]:
+    """[S, N] of a benchmark, or of every one for `mean`; [S, 1] without per-sample rows."""
     known = [each for each in values if each is not None]
     if len(known) == len(values):
         benchmarks = list(known[0]) if name == "mean" else [name]
-        stacked = [np.array([each[benchmark] for each in known]) for benchmark in benchmarks]
-    else:
-        stacked = [np.array([[each[name]] for each in means])]
-    return two_level_interval(stacked)
+        return [np.array([each[benchmark] for each in known]) for benchmark in benchmarks]
+    return [np.array([[each[name]] for each in means])]
 
 
 def _differences(pairs: Pairs, score: str) -> dict[str, Difference]:
@@ -108,7 +118,8 @@ def _differences(pairs: Pairs, score: str) -> dict[str, Difference]:
     ]
     of_values = [_minus(_values(a, score), _values(b, score)) for a, b in pairs]
     found = {}
-    for name, estimate in _estimates(of_values, of_means).items():
+    over = difference_over_problems if pairs[0][0].seed is None else difference_over_seeds
+    for name, estimate in _estimates(of_values, of_means, over).items():
         each_S = np.array([means[name] for means in of_means])
         found[name] = Difference(
             **asdict(estimate),

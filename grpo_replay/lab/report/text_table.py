@@ -1,11 +1,12 @@
 """A table as text, and how numbers are written in it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from grpo_replay.evaluation.results import Interval
 from grpo_replay.lab.report.report_findings import ArmFindings
+from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 
 MISSING = "–"
 
@@ -51,6 +52,11 @@ def seeds_of(arm: ArmFindings) -> str:
 
 def points(value: float) -> str:
     return f"{100 * value:+.1f}"
+
+
+def seed_values(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The values of one or two seeds, which have no interval; `MISSING` for more."""
+    return ", ".join(map(form, values)) if len(values) < FEWEST_SEEDS else MISSING
 
 
 def points_interval(bounds: Interval | None) -> str:

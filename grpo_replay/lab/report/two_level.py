@@ -10,8 +10,9 @@ random-effects model
     x_sp = mean + seed_s + problem_p + rest_sp
 
 estimated as V = V_seeds + V_problems - V_rest, because the first two both contain the rest. It is
-the two-way clustered variance of Cameron, Gelbach and Miller (2011). The interval is
-mean ± t·√V with the degrees of freedom of Satterthwaite (1946).
+the two-way clustered variance of Cameron, Gelbach and Miller (2011), with the degrees of freedom of
+Satterthwaite (1946). The interval of a difference is mean ± t·√V; that of an accuracy is of
+`share_interval`. One or two seeds say too little of other seeds for an interval.
 """
 
 import math
@@ -22,7 +23,16 @@ import numpy as np
 from scipy.special import stdtrit
 
 from grpo_replay.evaluation.results import Interval
-from grpo_replay.evaluation.statistics import CONFIDENCE, sign_flip_p_value
+from grpo_replay.evaluation.statistics import (
+    CONFIDENCE,
+    accuracy_interval,
+    share_interval,
+    sign_flip_p_value,
+    with_both_answers,
+)
+
+FEWEST_SEEDS = 3
+"""With fewer, the seeds are shown instead of an interval."""
 
 FLIPS = 20_000
 """Random sign flips of the test over seeds, with more than 14 seeds; fewer are enumerated."""
@@ -36,22 +46,49 @@ class Component:
     freedom: float
 
 
-def two_level_interval(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
-    """The 95 % interval of the mean of one [S, N] array per benchmark, and what it is over.
+def accuracy_over_seeds(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
+    """The 95 % interval of the mean of accuracies, one [S, N] per benchmark, and what it is over.
 
-    With one seed it is over problems alone; if a benchmark has one problem, over seeds alone; if
-    both, there is none.
+    If a benchmark has one problem, it is over seeds alone. None for fewer than `FEWEST_SEEDS`.
     """
-    seeds = len(values_SN[0])
-    problems_known = all(each.shape[1] > 1 for each in values_SN)
-    mean = float(np.mean([each.mean() for each in values_SN]))
-    if seeds > 1 and problems_known:
-        return t_interval(mean, two_level_variance(values_SN)), "seeds and problems"
-    if seeds > 1:
-        return t_interval(mean, _over_seeds(values_SN)), "seeds"
-    if problems_known:
-        return t_interval(mean, _sum(_over_problems(values_SN))), "problems"
-    return None, None
+    if len(values_SN[0]) < FEWEST_SEEDS:
+        return None, None
+    mean = _mean(values_SN)
+    if all(each.shape[1] > 1 for each in values_SN):
+        widened = [with_both_answers(each) for each in values_SN]
+        found = two_level_variance(widened)
+        bounds = share_interval(mean, _mean(widened), found.variance, found.freedom)
+        return bounds, "seeds and problems"
+    found = _over_seeds(values_SN)
+    if found.variance == 0:
+        return (mean, mean), "seeds"
+    return share_interval(mean, mean, found.variance, found.freedom), "seeds"
+
+
+def accuracy_over_problems(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
+    """The same for one model, [1, N] per benchmark: over problems alone."""
+    bounds = accuracy_interval([each[0] for each in values_SN])
+    return bounds, None if bounds is None else "problems"
+
+
+def difference_over_seeds(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
+    """The 95 % interval of the mean of differences between accuracies, and what it is over."""
+    if len(values_SN[0]) < FEWEST_SEEDS:
+        return None, None
+    if all(each.shape[1] > 1 for each in values_SN):
+        return t_interval(_mean(values_SN), two_level_variance(values_SN)), "seeds and problems"
+    return t_interval(_mean(values_SN), _over_seeds(values_SN)), "seeds"
+
+
+def difference_over_problems(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
+    """The same for two models, [1, N] per benchmark: over problems alone."""
+    if any(each.shape[1] < 2 for each in values_SN):
+        return None, None
+    return t_interval(_mean(values_SN), _sum(_over_problems(values_SN))), "problems"
+
+
+def _mean(values_SN: Sequence[np.ndarray]) -> float:
+    return float(np.mean([each.mean() for each in values_SN]))
 
 
 def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
@@ -72,10 +109,10 @@ def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
 
 
 def t_interval(mean: float, estimate: Component) -> Interval:
-    """mean ± t·√variance at 95 %."""
+    """mean ± t·√variance at 95 %, within the bounds of a difference, -1 and 1."""
     quantile = float(stdtrit(estimate.freedom, (1 + CONFIDENCE) / 2))
     half = quantile * math.sqrt(estimate.variance)
-    return mean - half, mean + half
+    return max(-1.0, mean - half), min(1.0, mean + half)
 
 
 def sign_flip_over_seeds(difference_S: np.ndarray) -> float | None:

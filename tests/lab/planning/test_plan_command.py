@@ -63,12 +63,12 @@ def test_a_recipe_whose_old_rollouts_are_all_noise_gets_a_plan(growth):
     plan = make_plan(inputs(growth=growth, rollouts_per_step=80), replay)
     document = json.loads(json.dumps(plan_document(plan), allow_nan=False))
     assert document["current"]["x"] == 57.6 and document["current"]["objective"] is None
-    assert document["recommended"]["objective"] == pytest.approx(1)
+    assert document["recommended"]["objective"] == document["verdict"]["ratio"] < 2
     (note,) = [note for note in plan.notes if note.startswith("This recipe")]
     assert "57.6 steps" in note and "nan" not in note
     text = io.StringIO()
     print_plan(plan, Console(width=100, file=text))
-    assert re.search(r"relative compute J .* ∞ ", text.getvalue())
+    assert re.search(r"J, relative to no replay .* ∞ ", text.getvalue())
 
 
 def test_updates_of_a_size_decide_what_one_update_trains_on(capsys):
@@ -205,20 +205,19 @@ def test_recommended_settings_give_back_x_and_y():
     assumed = inputs(survival=0.4)
     plan = make_plan(assumed, None)
     x, y = plan.recommended.x, plan.recommended.y
-    fifo = replay_settings(assumed, x, y)["fifo"]
+    fifo = replay_settings(assumed, x, y)
     survivors = 0.4 * 256
     assert fifo["capacity_rollouts"] == pytest.approx(x * survivors, abs=1)
     assert fifo["ratio"] * 256 == pytest.approx(y * survivors)  # B, trained on per step
-    ours = replay_settings(assumed, x, y)["ours"]
-    assert (1 + ours["ratio"]) * survivors == pytest.approx(y * survivors)
-    assert ours["max_age_steps"] == round(x) - 1
 
 
 def test_costs_of_a_design_follow_by_hand():
     plan = make_plan(inputs(), None)
-    design = design_at(plan.inputs, 1.0, 1.0, scale=1.0)
+    design = design_at(plan.inputs, 1.0, 1.0)
     assert plan.no_replay.memory_bytes == plan.no_replay.stored_rollouts == 0
     assert design.gamma == plan.no_replay.gamma == 1.0
+    # Drawn with replacement at N = R = B: the bracket is 2 + ρ; without a buffer it is 1.
+    assert plan.no_replay.objective == 1.0 and design.objective == pytest.approx(2.1)
     assert design.inference_per_trainer == pytest.approx(5.28)
     assert design.generated_tokens_per_step == design.trained_tokens_per_step == 256_000
     # 256 rollouts of 1,000 tokens at 12 bytes, 100 prompt tokens at 4, 1,000 bytes of objects each.
@@ -236,20 +235,50 @@ def test_the_screen_shows_settings_and_assumptions(monkeypatch, capsys):
     run(mu=5.28, rho=0.1, growth=0.2)
     text = capsys.readouterr().out
     assert "x = 4.27 steps" in text and "y = 3.97 times" in text
-    assert "--set replay.max_age_steps=3" in text
+    assert "costs 1.54 times the compute of no replay" in text
+    assert "it does not predict accuracy" in text
+    assert "--set replay.capacity_rollouts=1092 --set replay.ratio=3.97" in text
     assert "draws are uniform over the buffer" in text
-    assert "+ recommended  o no replay" in text and text.count("│") >= 11
-    in_columns = [line for line in text.splitlines() if "--set" not in line]
+    assert "+ best; no replay: 0.65" in text and text.count("│") >= 11
+    wrapped_by_the_terminal = ("--set", "J is the compute", "The best FIFO buffer")
+    in_columns = [
+        line for line in text.splitlines() if not any(w in line for w in wrapped_by_the_terminal)
+    ]
     assert max(map(len, in_columns)) <= 80
 
 
-def test_the_map_marks_every_design(runs):
+def test_the_map_marks_the_designs_that_it_applies_to():
+    """It is of FIFO buffers: the horizon and ratio of a fresh-anchored batch are no point of it."""
     from grpo_replay.lab.planning.plot import terminal_map
 
-    plan = make_plan(inputs(), synthetic_recipe("ours", max_age_steps=10).replay)
-    map_text = terminal_map(plan).plain.split("+ recommended")[0]
-    assert map_text.count("+") == 1 and map_text.count("@") == 1 and map_text.count("o") == 1
-    assert "+ recommended  @ recipe  o no replay" in terminal_map(plan).plain
+    fifo = synthetic_recipe("fifo", capacity_rollouts=2048).replay
+    shown = terminal_map(make_plan(inputs(), fifo)).plain
+    marks, _, legend = shown.partition("\n  █")
+    assert marks.count("+") == 1 and marks.count("@") == 1
+    assert "+ best  @ recipe; no replay: 0.65" in legend
+    ours = make_plan(inputs(composition="fresh_anchored"), synthetic_recipe("ours").replay)
+    assert "@" not in terminal_map(ours).plain
+
+
+def test_a_fresh_anchored_batch_has_its_own_ages(capsys):
+    """r = 0.5: two thirds are fresh."""
+    document = plan_json(capsys, recipe="qwen3-1.7b")
+    current, mu = document["current"], document["assumptions"]["mu_per_survivor"]
+    assert current["age_zero_share"] == pytest.approx(2 / 3)
+    # Cells of s^0.4: age s has (s + 1)^1.4 - s^1.4 times the variance of age 0.
+    stored = sum((s + 1) ** 1.4 - s**1.4 for s in range(1, 11)) / 10
+    one_step = (1 + 0.25 / 10) / 1.5**2
+    bracket = (1 + 0.5 * stored) / 1.5**2 + 0.1 * (1 - one_step) * (1 + 0.5 * stored) / 1.5
+    assert current["objective"] == pytest.approx(bracket * (1 + 1.5 / mu) / (1 + 1 / mu))
+    assert document["replay_settings"].keys() == {"fifo"}
+
+
+def test_a_fifo_ratio_is_no_advice_for_a_fresh_anchored_batch(capsys):
+    run(recipe="qwen3-1.7b")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no value for the replay.ratio of a fresh_anchored batch" in text
+    assert "r = 0.5 against 1 (16.58 and 15.99 % avg at 1.7B)" in text
+    assert text.count("--set replay.preset") == 1 and "--set replay.preset=ours" not in text
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -260,18 +289,32 @@ def test_the_figure_is_written(tmp_path, ending, capsys):
     assert head.startswith(b"\x89PNG") if ending == "png" else b"<svg" in path.read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "old", "true"),
+    [(None, 1.36, 0.65), ("fifo-qwen3-0.6b", 1.46, 0.70), ("qwen3-1.7b", 1.79, 0.85)],
+)
+def test_no_replay_is_each_rollout_once_not_drawn_with_replacement(capsys, recipe, old, true):
+    """J without replay over J of the best buffer; `old` is with J(1, 1), 2 + ρ times as much."""
+    document = plan_json(capsys, recipe=recipe, **({} if recipe else {"mu": 5.28}))
+    relative = 1 / document["recommended"]["objective"]
+    assert relative == pytest.approx(true, abs=0.006)
+    assert 2.1 * relative == pytest.approx(old, abs=0.006)
+    assert document["no_replay"]["objective"] == 1
+    assert document["verdict"]["answer"] == ("undecided" if recipe == "qwen3-1.7b" else "dearer")
+
+
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
 def test_a_recipe_that_the_theory_finds_dearer_than_no_replay_says_why(name, capsys):
     document = plan_json(capsys, recipe=name)
-    ratio = document["current"]["objective"] / document["no_replay"]["objective"]
-    assert ratio > 1
+    ratio = document["current"]["objective"]
+    assert ratio == document["current_verdict"]["ratio"] > 1
     (note,) = [note for note in document["notes"] if "more than no replay" in note]
-    assert f"{ratio - 1:.0%} more" in note and "2.61 times as noisy" in note  # 11^0.4
-    assert "measure it with --from-run" in note and "abs_advantage" in note
-    limit = float(re.search(r"pays if a is below ([\d.]+)", note)[1])
+    assert f"{ratio - 1:.0%} more" in note and "measure it with --from-run" in note
+    assert any("abs_advantage" in note for note in document["notes"])
+    limit = float(re.search(r"pays if a is below (\d\.\d+)", note)[1])
     for growth, dearer in ((limit - 0.01, False), (limit + 0.01, True)):
         again = plan_json(capsys, recipe=name, growth=growth)
-        assert (again["current"]["objective"] > again["no_replay"]["objective"]) == dearer
+        assert (again["current"]["objective"] > 1) == dearer
         assert any("more than no replay" in each for each in again["notes"]) == dearer
 
 

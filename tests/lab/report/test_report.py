@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
+from share_bounds import beta_bounds
 from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, write_sweep
 
 from grpo_replay.cli.report_command import run
@@ -169,9 +170,9 @@ def test_the_independent_script_finds_the_same_numbers(copy, capsys, tmp_path):
     done = recompute()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 runs compared, 0 differ" in done.stdout
-    document["arms"][1]["difference"]["mean"]["interval"][0] += 1e-5
+    document["arms"][0]["final"]["mean"]["interval"][0] += 1e-5
     done = recompute()
-    assert done.returncode == 1 and "ours.difference.mean.interval[0]" in done.stdout
+    assert done.returncode == 1 and "grpo.final.mean.interval[0]" in done.stdout
 
 
 def test_a_missing_seed_is_listed_and_not_paired(copy, capsys):
@@ -361,8 +362,32 @@ def test_without_per_sample_files_intervals_are_over_seeds(copy, capsys):
     assert arms["ours"]["difference"]["mean"]["interval_over"] == "seeds"
     assert arms["grpo"]["final"]["mean"]["interval_over"] == "seeds and problems"
     each = [summary(copy / "ours" / f"seed-{seed}")["final"]["mean"] for seed in SEEDS]
-    expected = stats.ttest_1samp(each, 0).confidence_interval(0.95)
+    freedom = len(each) - 1
+    count = np.mean(each) * (1 - np.mean(each)) / (np.var(each, ddof=1) / len(each))
+    count *= (stats.norm.ppf(0.975) / stats.t.ppf(0.975, freedom)) ** 2
+    expected = beta_bounds(float(np.mean(each)), count)
     assert arms["ours"]["final"]["mean"]["interval"] == pytest.approx(list(expected))
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_one_or_two_seeds_are_shown_instead_of_an_interval(tmp_path, capsys, seeds):
+    for arm, gain, words in (
+        ("grpo", 0.1, ["replay.preset=grpo"]),
+        ("ours", 0.2, ["replay.preset=ours"]),
+    ):
+        for seed in range(seeds):
+            write_run(tmp_path / f"{arm}-{seed}", words, seed, gain)
+    arms = arms_of(report(capsys, tmp_path))
+    for name in ("final", "difference"):
+        mean = arms["ours"][name]["mean"]
+        assert mean["interval"] is None and mean["interval_over"] is None
+        assert len(mean["values"]) == seeds
+    run([str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "too few for an interval" in " ".join(text.split())
+    final, difference = (arms["ours"][name]["mean"]["values"] for name in ("final", "difference"))
+    assert ", ".join(f"{100 * value:.1f}" for value in final) in text
+    assert ", ".join(f"{100 * value:+.1f}" for value in difference) in text
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,20 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
+from share_bounds import beta_bounds
 
 from grpo_replay.lab.report.costs import first_crossing
 from grpo_replay.lab.report.report_findings import Spread, quantile
 from grpo_replay.lab.report.two_level import (
+    Component,
+    accuracy_over_problems,
+    accuracy_over_seeds,
+    difference_over_problems,
+    difference_over_seeds,
     median_interval,
     sign_flip_over_seeds,
     smallest_p_value,
-    two_level_interval,
+    t_interval,
     two_level_variance,
 )
 
@@ -22,9 +28,9 @@ def test_the_variance_by_hand_without_interaction():
     V = 1/8, and Satterthwaite's freedom is (1/8)² / ((1/16)²/1 + (1/16)²/1) = 2."""
     found = two_level_variance([np.array([[0.0, 0.5], [0.5, 1.0]])])
     assert (found.variance, found.freedom) == pytest.approx((0.125, 2))
-    bounds, over = two_level_interval([np.array([[0.0, 0.5], [0.5, 1.0]])])
-    assert over == "seeds and problems"
-    assert bounds == pytest.approx((0.5 - 4.302653 * 0.125**0.5, 0.5 + 4.302653 * 0.125**0.5))
+    small = t_interval(0.1, Component(found.variance / 100, found.freedom))
+    assert small == pytest.approx((0.1 - 0.4302653 * 0.125**0.5, 0.1 + 0.4302653 * 0.125**0.5))
+    assert t_interval(0.5, found) == (-1, 1)  # no difference is beyond these
 
 
 def test_the_variance_by_hand_with_interaction():
@@ -43,8 +49,8 @@ def test_rounding_does_not_move_the_interval():
     values = np.array([[1.0, 0.0], [0.5, 0.5]]) + np.array([[2.0], [0.0]])
     nudge = np.array([[1e-12, 0.0], [0.0, 0.0]])
     for sign in (1, -1):
-        moved = two_level_interval([values + sign * nudge])[0]
-        assert moved == pytest.approx(two_level_interval([values])[0], rel=1e-6)
+        moved = two_level_variance([values + sign * nudge])
+        assert moved.variance == pytest.approx(two_level_variance([values]).variance, rel=1e-6)
 
 
 def test_what_is_left_over_is_subtracted_once():
@@ -59,15 +65,15 @@ def test_what_is_left_over_is_subtracted_once():
 
 
 def test_one_problem_gives_the_t_interval_over_seeds():
-    values = np.random.default_rng(0).normal(size=7)
-    bounds, over = two_level_interval([values[:, None]])
+    values = np.random.default_rng(0).normal(0, 0.1, size=7)
+    bounds, over = difference_over_seeds([values[:, None]])
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert over == "seeds" and bounds == pytest.approx(tuple(expected))
 
 
-def test_one_seed_gives_the_t_interval_over_problems():
+def test_two_models_have_the_t_interval_over_problems():
     values = np.random.default_rng(1).random(30)
-    bounds, over = two_level_interval([values[None, :]])
+    bounds, over = difference_over_problems([values[None, :]])
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert over == "problems" and bounds == pytest.approx(tuple(expected))
 
@@ -75,24 +81,53 @@ def test_one_seed_gives_the_t_interval_over_problems():
 def test_seeds_without_noise_leave_the_interval_over_problems():
     """Every seed has the same answers: the interval is that of one seed."""
     values = np.tile(np.random.default_rng(2).random(30), (5, 1))
-    assert two_level_interval([values])[0] == pytest.approx(two_level_interval([values[:1]])[0])
+    alone = difference_over_problems([values[:1]])[0]
+    assert difference_over_seeds([values])[0] == pytest.approx(alone)
 
 
 def test_many_problems_leave_the_t_interval_over_seeds():
     """With problems that do not differ, the number of problems does not matter."""
-    seeds = np.random.default_rng(3).normal(size=6)
+    seeds = np.random.default_rng(3).normal(0, 0.1, size=6)
     expected = stats.ttest_1samp(seeds, 0).confidence_interval(0.95)
     for problems in (2, 500):
-        bounds = two_level_interval([np.tile(seeds[:, None], (1, problems))])[0]
+        bounds = difference_over_seeds([np.tile(seeds[:, None], (1, problems))])[0]
         assert bounds == pytest.approx(tuple(expected))
 
 
-def test_one_seed_and_one_problem_have_no_interval():
-    assert two_level_interval([np.array([[0.5]])]) == (None, None)
+def test_one_problem_and_no_seeds_have_no_interval():
+    assert difference_over_problems([np.array([[0.5]])]) == (None, None)
+    assert accuracy_over_problems([np.array([[0.5]])]) == (None, None)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_fewer_than_three_seeds_have_no_interval(seeds):
+    values = [np.random.default_rng(0).random((seeds, 30))]
+    assert difference_over_seeds(values) == accuracy_over_seeds(values) == (None, None)
+
+
+def test_accuracies_near_a_bound_have_an_interval_within_it():
+    """Mean 99.2 % over five seeds; mean ± t·√V is above 100 %."""
+    values = np.ones((5, 30))
+    values[0, :6] = values[1, 0] = 0.8
+    low, high = accuracy_over_seeds([values])[0]
+    assert 0.88 < low < values.mean() < high <= 1
+    mean, estimate = values.mean(), two_level_variance([values])
+    assert mean + stats.t.ppf(0.975, estimate.freedom) * estimate.variance**0.5 > 1
+
+
+def test_an_accuracy_over_seeds_has_the_bounds_of_its_effective_observations():
+    values = np.random.default_rng(7).binomial(8, 0.3, (4, 12)) / 8
+    added = np.hstack([values, np.zeros((4, 1)), np.ones((4, 1))])
+    found = two_level_variance([added])
+    count = added.mean() * (1 - added.mean()) / found.variance
+    count *= (stats.norm.ppf(0.975) / stats.t.ppf(0.975, found.freedom)) ** 2
+    bounds, over = accuracy_over_seeds([values])
+    assert over == "seeds and problems"
+    assert bounds == pytest.approx(beta_bounds(values.mean(), count))
 
 
 def test_constant_values_have_an_interval_of_width_zero():
-    assert two_level_interval([np.full((3, 4), 0.5)])[0] == (0.5, 0.5)
+    assert difference_over_seeds([np.full((3, 4), 0.5)])[0] == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("seeds", [2, 5, 8])
@@ -142,14 +177,15 @@ def test_the_cost_of_an_accuracy_is_interpolated():
 @pytest.mark.parametrize(("of_seeds", "of_problems"), [(0.3, 0.3), (1.0, 0.0), (0.0, 1.0)])
 def test_the_interval_holds_the_truth_in_about_95_percent(of_seeds, of_problems):
     """Five seeds and two benchmarks of 20 problems, each with effects of its own. 1,000 repeats
-    have a standard error of 0.7 %. `benchmarks/two_level_coverage.py` simulates accuracies."""
+    have a standard error of 0.7 %. `benchmarks/interval_coverage.py` simulates accuracies."""
     rng = np.random.default_rng(5)
     held = 0
     for _ in range(1000):
         seed_S1 = rng.normal(0, of_seeds, (5, 1))
         values = [
-            seed_S1 + rng.normal(0, of_problems, 20) + rng.normal(0, 0.2, (5, 20)) for _ in range(2)
+            0.1 * (seed_S1 + rng.normal(0, of_problems, 20) + rng.normal(0, 0.2, (5, 20)))
+            for _ in range(2)
         ]
-        (low, high), _ = two_level_interval(values)
+        (low, high), _ = difference_over_seeds(values)
         held += low <= 0 <= high
     assert 925 <= held <= 985
