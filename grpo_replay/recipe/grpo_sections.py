@@ -1,11 +1,20 @@
 """The algorithm: reward, advantage, replay, batches and loss."""
 
 import math
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from grpo_replay.recipe.base import Fraction, Positive, Section
+from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, OpenList, is_place
+
+
+def _one_of(functions: OpenList) -> Any:
+    """The type of a key that names one function of an open list."""
+    names: dict[str, Any] = {"enum": [*functions.names, "module:function", "file.py:function"]}
+    check = AfterValidator(functions.check)
+    return Annotated[str, check, Field(json_schema_extra=names)]
+
 
 BuiltinVerifier = Literal["math_verify_boxed", "math_verify", "minerva"]
 BUILTIN_VERIFIERS: tuple[str, ...] = get_args(BuiltinVerifier)
@@ -18,11 +27,7 @@ OVERLONG = "overlong"
 
 def is_function_name(text: str) -> bool:
     """True for a built-in verifier, `module:function` and `file.py:function`."""
-    place, separator, name = text.rpartition(":")
-    if not separator:
-        return text in BUILTIN_VERIFIERS
-    place_is_named = place.endswith(".py") or all(map(str.isidentifier, place.split(".")))
-    return place_is_named and all(map(str.isidentifier, name.split(".")))
+    return text in BUILTIN_VERIFIERS or is_place(text)
 
 
 class WeightedReward(Section):
@@ -99,6 +104,9 @@ class RewardSection(Section):
 
 
 class AdvantageSection(Section):
+    estimator: _one_of(ADVANTAGES) = "group_relative"  # type: ignore[valid-type]
+    """Advantages of a group's rollouts from their rewards: (r - μ_g) / (σ_g + ε_σ), or your own
+    function `f(rewards, settings) -> np.ndarray` (docs/extend.md)."""
     std: Literal["population", "sample"] = "population"
     """Standard deviation of a group, σ_g: `population` divides by G, `sample` by G - 1. The paper's
     closed forms need `population`; verl and TRL use `sample`."""
@@ -118,12 +126,13 @@ class ReplaySection(Section):
     """Store rollouts and draw from the buffer."""
     unit: Literal["rollout", "query"] = "rollout"
     """What one draw takes: a single rollout, or all stored rollouts of one prompt's group."""
-    priority: Literal["abs_advantage", "uniform", "group_std"] = "abs_advantage"
-    """Priority p of a rollout: |A|, 1 or σ_g. `abs_advantage` needs the rollout unit."""
+    priority: _one_of(PRIORITIES) = "abs_advantage"  # type: ignore[valid-type]
+    """Priority p of a rollout: |A|, 1, σ_g, or your own function `f(columns) -> np.ndarray` of
+    logged columns, row by row (docs/extend.md). `abs_advantage` needs the rollout unit."""
     priority_exponent: Annotated[float, Field(ge=0, le=1000)] = 0.5
     """α of P ∝ p^α. 0 draws uniformly."""
     priority_epsilon: Annotated[float, Field(ge=0)] = 1e-6
-    """ε, added to |A| or σ_g."""
+    """ε, added to every priority but `uniform`."""
     composition: Literal["fresh_anchored", "pool", "buffer_only"] = "fresh_anchored"
     """`fresh_anchored`: all fresh survivors plus a draw from the buffer. `pool`: one draw from
     fresh and stored rollouts together. `buffer_only`: fresh rollouts enter the buffer, then the
@@ -178,8 +187,9 @@ class BatchSection(Section):
 
 
 class LossSection(Section):
-    kind: Literal["clipped", "asymre"] = "clipped"
-    """`clipped`: GRPO's clipped surrogate; `asymre`: asymmetric REINFORCE (paper B)."""
+    kind: _one_of(LOSSES) = "clipped"  # type: ignore[valid-type]
+    """`clipped`: GRPO's clipped surrogate; `asymre`: asymmetric REINFORCE (paper B); or your own
+    function of tensors (docs/extend.md)."""
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio of the clipped surrogate. `token`: one per token. `sequence`: one per
     rollout, the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071; TRL:

@@ -40,6 +40,8 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
     _change(layer, "model", "path", of_model)
     _change(layer, "model", "tokenizer", of_model)
     _change(layer, "reward", "function", of_function)
+    for section, key in (("advantage", "estimator"), ("replay", "priority"), ("loss", "kind")):
+        _change(layer, section, key, of_function)
     _change(layer, "eval", "reward", of_function)
     _change(layer, "eval", "benchmarks", of_data)
     _change(layer, "eval", "data_folder", absolute)

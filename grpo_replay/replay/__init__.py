@@ -1,8 +1,8 @@
 """The library: the replay buffer and the mathematics of GRPO around it.
 
 The buffer, in order of imports: `priorities`, `drawing`, `columns`, `insertion`, `replay_buffer`,
-`snapshot`, `compose`. GRPO: `advantages`, `group`, `rollouts`, `batch`, `loss`, `seeding`. Imports
-storage, rewards, recipe, types and errors; numpy and pyarrow. Only `loss` imports torch.
+`snapshot`, `compose`. GRPO: `advantages`, `estimators`, `group`, `rollouts`, `batch`, `loss`,
+`seeding`. Imports storage, recipe, types and errors; numpy and pyarrow. Only `loss` imports torch.
 """
 
 from grpo_replay.replay.replay_buffer import BufferStats, ReplayBuffer

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from grpo_replay.recipe import LossSection
+from grpo_replay.recipe.open_lists import LOSSES
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is far beyond any clip threshold, and finite in fp32
 
@@ -71,7 +72,11 @@ def sequence_log_ratios(log_ratios_C: torch.Tensor, lengths_R: Sequence[int]) ->
 
 
 def asymmetric_reinforce(
-    logprobs_C: torch.Tensor, behavior_logprobs_C: torch.Tensor, coefficients_C: torch.Tensor
+    logprobs_C: torch.Tensor,
+    behavior_logprobs_C: torch.Tensor,
+    coefficients_C: torch.Tensor,
+    settings: LossSection | None = None,
+    lengths_R: Sequence[int] | None = None,
 ) -> TokenLoss:
     """-(r - (V + δV))·log π per token (paper B, AsymRE), without importance ratio or clipping."""
     log_ratios_C = (logprobs_C - behavior_logprobs_C).detach()
@@ -97,12 +102,16 @@ def token_loss(
 ) -> TokenLoss:
     """The loss per token that `settings` select, KL term included.
 
+    A function of the user may return the losses alone: nothing then counts as clipped.
+
     `lengths_R` are the rollouts' numbers of tokens, for the sequence-level ratio.
     `sampler_weights_C` (`batch.sampler_weights`) multiply the surrogate, not the KL term.
     """
-    if settings.kind == "asymre":
-        return asymmetric_reinforce(logprobs_C, behavior_logprobs_C, coefficients_C)
-    result = clipped_surrogate(logprobs_C, behavior_logprobs_C, coefficients_C, settings, lengths_R)
+    function = LOSSES.load(settings.kind)
+    result = function(logprobs_C, behavior_logprobs_C, coefficients_C, settings, lengths_R)
+    if not isinstance(result, TokenLoss):
+        log_ratios_C = (logprobs_C - behavior_logprobs_C).detach()
+        result = TokenLoss(result, torch.zeros_like(log_ratios_C, dtype=torch.bool), log_ratios_C)
     if sampler_weights_C is not None:
         result = replace(result, losses_C=result.losses_C * sampler_weights_C)
     if settings.beta == 0:

@@ -4,27 +4,94 @@ Computed in float64 from logarithms, so that no exponent overflows.
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
 from grpo_replay.errors import RecipeError
+from grpo_replay.recipe.open_lists import PRIORITIES
+from grpo_replay.types import Rollout
+
+Columns = Mapping[str, np.ndarray]
+
+COLUMNS: Mapping[str, tuple[type, Callable[[Rollout], Any]]] = {
+    **{n: (np.int64, attrgetter(n)) for n in ("rollout_id", "group_id", "birth_step")},
+    **{n: (np.float64, attrgetter(n)) for n in ("reward", "advantage", "group_reward_std")},
+    "group_correct": (np.int64, attrgetter("group_correct")),
+    "completion_tokens": (np.int64, lambda rollout: len(rollout.completion_token_ids)),
+    "truncated": (np.bool_, lambda rollout: rollout.finish_reason == "length"),
+}
+"""The logged columns that a priority may need."""
 
 
-def rollout_priorities(
-    kind: str, advantage_N: np.ndarray, group_std_N: np.ndarray, epsilon: float
-) -> np.ndarray:
-    """p_i before the exponent, float64 [N]: `|A_i| + ε`, `σ_g + ε`, or 1.
+def needs(*columns: str, epsilon: bool = True) -> Callable[[Any], Any]:
+    """Names the columns of a priority, and whether `replay.priority_epsilon` is added to it. The
+    same as setting its attributes `columns` and `epsilon`."""
 
-    `kind` is `replay.priority`: abs_advantage, group_std or uniform.
+    def named(function: Any) -> Any:
+        function.columns, function.epsilon = columns, epsilon
+        return function
+
+    return named
+
+
+@needs("advantage")
+def abs_advantage(columns: Columns) -> np.ndarray:
+    return np.abs(columns["advantage"])
+
+
+@needs("group_reward_std")
+def group_std(columns: Columns) -> np.ndarray:
+    return columns["group_reward_std"]
+
+
+@needs("rollout_id", epsilon=False)
+def uniform(columns: Columns) -> np.ndarray:
+    return np.ones(len(columns["rollout_id"]))
+
+
+def load_priority(name: str) -> Any:
+    """The function of `replay.priority`. Raises RecipeError, also for columns that are not
+    logged."""
+    function = PRIORITIES.load(name)
+    columns = getattr(function, "columns", None)
+    if not columns or isinstance(columns, str) or not set(columns) <= set(COLUMNS):
+        raise RecipeError(
+            f"replay.priority {name}: its columns are {columns!r}; set {function.__name__}.columns "
+            f"to a tuple of {', '.join(COLUMNS)}"
+        )
+    return function
+
+
+def rollout_priorities(name: str, rollouts: Sequence[Rollout], epsilon: float) -> np.ndarray:
+    """p_i before the exponent, float64 [N]: the function `name` of `replay.priority`, plus ε.
+
+    Raises RecipeError for values that are no priorities, and for a function that does not take
+    each row by itself: a rollout keeps the priority with which it was stored.
     """
-    if kind == "abs_advantage":
-        return np.abs(np.asarray(advantage_N, dtype=np.float64)) + epsilon
-    if kind == "group_std":
-        return np.asarray(group_std_N, dtype=np.float64) + epsilon
-    if kind == "uniform":
-        return np.ones(len(advantage_N), dtype=np.float64)
-    raise ValueError(f"priority {kind!r}: expected abs_advantage, group_std or uniform")
+    function = load_priority(name)
+    columns: dict[str, np.ndarray] = {
+        column: np.array([COLUMNS[column][1](rollout) for rollout in rollouts], COLUMNS[column][0])
+        for column in function.columns
+    }
+    p_N = np.asarray(function(columns), dtype=np.float64)
+    alone = np.asarray(function({column: values[:1] for column, values in columns.items()}))
+    if p_N.shape != (len(rollouts),) or not np.allclose(alone, p_N[:1], rtol=1e-9, atol=0):
+        raise RecipeError(
+            f"replay.priority {name}: returned shape {p_N.shape} for {len(rollouts)} rollouts, and "
+            f"{alone} for the first alone, {p_N[:1]} among them; return one number per row, which "
+            "depends on that row only"
+        )
+    if not (np.isfinite(p_N).all() and (p_N >= 0).all()):
+        bad = int(np.flatnonzero(~(np.isfinite(p_N) & (p_N >= 0)))[0])
+        raise RecipeError(
+            f"replay.priority {name}: {p_N[bad]} for rollout {rollouts[bad].rollout_id}: return "
+            "finite numbers of 0 or more"
+        )
+    return p_N + epsilon if getattr(function, "epsilon", True) else p_N
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -241,12 +241,8 @@ class ReplayBuffer:
         return Candidates(self._priorities_of(rollouts), group_id_N, never_drawn)
 
     def _priorities_of(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        return rollout_priorities(
-            self.settings.priority,
-            np.array([rollout.advantage for rollout in rollouts], dtype=np.float64),
-            np.array([rollout.group_reward_std for rollout in rollouts], dtype=np.float64),
-            self.settings.priority_epsilon,
-        )
+        settings = self.settings
+        return rollout_priorities(settings.priority, rollouts, settings.priority_epsilon)
 
     def _check_saved_priorities(self, state: Mapping[str, Any]) -> None:
         same_law = (
@@ -254,7 +250,7 @@ class ReplayBuffer:
             and state["priority_epsilon"] == self.settings.priority_epsilon
         )
         if same_law and not np.array_equal(state["priority"], self._columns["priority"]):
-            raise ValueError("the saved priorities do not match the saved advantages")
+            raise ValueError("the saved priorities are not those that replay.priority gives now")
 
     def _evict_born_before(self, step: int, now: int) -> int:
         if self.settings.max_age_steps is None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_replay.recipe import Recipe
-from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.replay.estimators import estimate_advantages
 from grpo_replay.replay.seeding import completion_seed
-from grpo_replay.rewards.overlong import overlong_score
 from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Rollout, Verdict
 
 
@@ -82,6 +81,17 @@ def _with_length(verdict: Verdict, completion: Completion, recipe: Recipe) -> Ve
     return replace(verdict, reward=reward, scores=(*verdict.scores, score))
 
 
+def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) -> float:
+    """The score of a completion for its length, in [-1, 0]: DAPO's soft overlong punishment (Yu et
+    al. 2025, equation 13).
+
+    0 up to `longest_tokens - buffer_tokens`, then falling linearly to -1 at `longest_tokens`.
+    Example: of at most 20 tokens with a buffer of 8, lengths 12, 14 and 20 score 0, -0.25 and -1.
+    """
+    free_tokens = longest_tokens - buffer_tokens
+    return max(-1.0, min(0.0, (free_tokens - length_tokens) / buffer_tokens))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _ScoredGroup:
     """What the rollouts of one group share. `advantages_G` is None if the group is dropped."""
@@ -95,7 +105,7 @@ class _ScoredGroup:
 def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
     rewards_G = [verdict.reward for verdict in verdicts]
     settings = recipe.advantage
-    group = group_advantages(rewards_G, settings.std, settings.epsilon, settings.divide_by_std)
+    group = estimate_advantages(rewards_G, settings)
     advantages_G = group.advantages_G
     if group.std == 0 and not recipe.replay.drop_zero_variance:
         advantages_G = np.zeros(len(rewards_G), dtype=np.float32)

@@ -1,8 +1,7 @@
-"""The files, metrics and counters of one asynchronous training step."""
+"""The metrics and counters that only an asynchronous training step has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ from grpo_replay.collection.messages import Report
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import BufferStats, ReplayBuffer
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
 from grpo_replay.training.metrics import (
     Metrics,
     batch_metrics,
@@ -24,7 +22,7 @@ from grpo_replay.training.metrics import (
     score_metrics,
     update_metrics,
 )
-from grpo_replay.training.step_record import StepRecord
+from grpo_replay.training.step_record import StepRecord, count_rollouts
 from grpo_replay.types import ComposedBatch, Rollout
 
 
@@ -97,37 +95,12 @@ def count_async_step(
     state: RunState, intake: Intake | None, taken: TakenRollouts, batch: ComposedBatch
 ) -> None:
     """Advance the counters of the run by one step. Those of rank 0 are complete."""
-    state.step += 1
-    generated = taken.generated
-    state.generated_tokens += sum(len(r.completion_token_ids) for r in generated)
-    state.trained_tokens += sum(len(r.completion_token_ids) for r in batch.rollouts)
-    state.processed_tokens += sum(
-        len(r.prompt_token_ids) + len(r.completion_token_ids) for r in generated
-    )
-    state.replayed_rollouts += int(batch.replayed_N.sum())
+    count_rollouts(state, taken.generated, batch)
     if intake is not None:
         arrivals = intake.arrivals
         state.prompt_cursor = arrivals.records
         state.next_group_id = arrivals.arrived_groups
         state.next_rollout_id = arrivals.arrived_groups * intake.recipe.sampling.group_size
-
-
-def write_async_step_files(run_folder: Path, recipe: Recipe, record: StepRecord) -> None:
-    """Write the rollouts that the step took, and its draws if the recipe replays. Outcomes in
-    rollouts/ are those of rollouts trained on in the step in which they were taken."""
-    batch = record.batch
-    taken = {rollout.rollout_id for rollout in record.fresh}
-    outcomes = {
-        rollout.rollout_id: outcome
-        for rollout, outcome in zip(batch.rollouts, record.outcomes, strict=True)
-        if rollout.rollout_id in taken
-    }
-    write_rollouts(step_path(run_folder / "rollouts", record.step), record.generated, outcomes)
-    if recipe.replays:
-        drawn = len(batch.draw.rollouts)
-        drawn_outcomes = record.outcomes[len(record.outcomes) - drawn :]
-        path = step_path(run_folder / "draws", record.step)
-        write_draws(path, record.step, batch.draw, drawn_outcomes)
 
 
 def async_step_metrics(

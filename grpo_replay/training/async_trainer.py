@@ -40,12 +40,11 @@ from grpo_replay.training.async_record import (
     UndrawnEvictions,
     async_step_metrics,
     count_async_step,
-    write_async_step_files,
 )
 from grpo_replay.training.journal_rules import JOURNAL_FOLDER
 from grpo_replay.training.learning_watch import refuse_failed_verdicts
 from grpo_replay.training.metrics import Stopwatch
-from grpo_replay.training.step_record import StepRecord
+from grpo_replay.training.step_record import StepRecord, write_step_files
 from grpo_replay.training.trainer import Parts, Trainer
 from grpo_replay.training.weight_sync import (
     GAP_SAMPLE_ROLLOUTS,
@@ -200,7 +199,7 @@ class AsyncTrainer(Trainer):
         if taken.generated:
             self._watch(step, taken.generated)
         if self.recipe.tracking.log_rollouts:
-            write_async_step_files(self.parts.run_dir.path, self.recipe, record)
+            write_step_files(self.parts.run_dir.path, self.recipe, record)
         asynchronous = AsyncStep(
             waited_seconds=self._waited_seconds,
             sampler=self._sampler_share(),

@@ -26,7 +26,9 @@ from grpo_replay.evaluation.evaluate import EvaluationPlan
 from grpo_replay.evaluation.session import plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
+from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.priorities import load_priority
 from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.open_sampler import open_sampler
@@ -87,6 +89,9 @@ class RunOpener:
         """Prepare the directory, load the components, and restore the last checkpoint if the run
         is resumed. What comes after the checkpoint is removed only then. Collective."""
         recipe, comm, position = self.recipe, self.comm, self.comm.position
+        load_priority(recipe.replay.priority)
+        ADVANTAGES.load(recipe.advantage.estimator)
+        LOSSES.load(recipe.loss.kind)
         checkpoint = self._open_directory(resume)
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)

@@ -47,12 +47,16 @@ def count_step(
     generated: Sequence[Rollout],
     batch: ComposedBatch,
 ) -> None:
-    """Advance the counters of the run by one step, which took so many prompts. Token counts are
-    complete on rank 0 only."""
-    state.step += 1
+    """Advance the counters of the run by one step, which took so many prompts."""
+    count_rollouts(state, generated, batch)
     state.prompt_cursor += prompts
     state.next_rollout_id += prompts * recipe.sampling.group_size
     state.next_group_id += prompts
+
+
+def count_rollouts(state: RunState, generated: Sequence[Rollout], batch: ComposedBatch) -> None:
+    """Count one step, its rollouts and their tokens. Token counts are complete on rank 0 only."""
+    state.step += 1
     state.generated_tokens += sum(len(r.completion_token_ids) for r in generated)
     state.trained_tokens += sum(len(r.completion_token_ids) for r in batch.rollouts)
     state.processed_tokens += sum(
@@ -62,23 +66,24 @@ def count_step(
 
 
 def write_step_files(run_folder: Path, recipe: Recipe, record: StepRecord) -> None:
-    """Write the step's rollouts, and its draws if the recipe replays."""
-    survivors = {rollout.rollout_id: rollout for rollout in record.fresh}
+    """Write the rollouts that the step took from the sampler, and its draws if the recipe replays.
+    Outcomes in rollouts/ are those of rollouts trained on in the step that took them."""
+    fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
     batch = record.batch
-    at_birth = {
+    outcomes = {
         rollout.rollout_id: outcome
-        for rollout, age, outcome in zip(batch.rollouts, batch.ages_N, record.outcomes, strict=True)
-        if age == 0
+        for rollout, outcome in zip(batch.rollouts, record.outcomes, strict=True)
+        if rollout.rollout_id in fresh
     }
     write_rollouts(
         step_path(run_folder / "rollouts", record.step),
-        [survivors.get(rollout.rollout_id, rollout) for rollout in record.generated],
-        at_birth,
+        [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated],
+        outcomes,
     )
     if recipe.replays:
         drawn = len(batch.draw.rollouts)
-        outcomes = record.outcomes[len(record.outcomes) - drawn :]
-        write_draws(step_path(run_folder / "draws", record.step), record.step, batch.draw, outcomes)
+        of_draws = record.outcomes[len(record.outcomes) - drawn :]
+        write_draws(step_path(run_folder / "draws", record.step), record.step, batch.draw, of_draws)
 
 
 def step_metrics(

@@ -45,12 +45,34 @@ def assert_follows(outcomes, law):
 
 
 def test_priorities_by_hand():
-    advantage, std = np.array([-2.0, 0.5]), np.array([0.75, 1.0])
-    assert rollout_priorities("abs_advantage", advantage, std, 0.25).tolist() == [2.25, 0.75]
-    assert rollout_priorities("group_std", advantage, std, 0.25).tolist() == [1.0, 1.25]
-    assert rollout_priorities("uniform", advantage, std, 0.25).tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="expected abs_advantage"):
-        rollout_priorities("td_error", advantage, std, 0.25)
+    rollouts = [
+        make_rollout(1, advantage=-2.0, group_reward_std=0.75, tokens=3),
+        make_rollout(2, advantage=0.5, group_reward_std=1.0, tokens=8),
+    ]
+    assert rollout_priorities("abs_advantage", rollouts, 0.25).tolist() == [2.25, 0.75]
+    assert rollout_priorities("group_std", rollouts, 0.25).tolist() == [1.0, 1.25]
+    assert rollout_priorities("uniform", rollouts, 0.25).tolist() == [1.0, 1.0]
+    assert rollout_priorities("own_functions:short", rollouts, 0.25).tolist() == [
+        1 / 3 + 0.25,
+        1 / 8 + 0.25,
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("own_functions:unnamed", r"its columns are None; set unnamed.columns to a tuple of"),
+        ("own_functions:misnamed", r"its columns are \('length',\)"),
+        ("own_functions:negative", "-3.0 for rollout 1: return finite numbers of 0 or more"),
+        ("own_functions:relative", "one number per row, which depends on that row only"),
+        ("own_functions:NUMBER", "is a int: name a function"),
+        ("own_functions:missing", "AttributeError: module 'own_functions' has no attribute"),
+        ("nowhere.py:f", "FileNotFoundError: no file nowhere.py"),
+    ],
+)
+def test_what_is_no_priority_is_refused(name, message):
+    with pytest.raises(RecipeError, match=message):
+        rollout_priorities(name, [make_rollout(1), make_rollout(2, tokens=9)], 0.25)
 
 
 def test_probabilities_ess_and_entropy_by_hand():

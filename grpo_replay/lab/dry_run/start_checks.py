@@ -17,8 +17,10 @@ from grpo_replay.lab.dry_run.rewards import check_rewards
 from grpo_replay.lab.dry_run.sizes import launched_servers
 from grpo_replay.prompts.sources import column_of
 from grpo_replay.recipe import Recipe
+from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.paths import is_on_hub
 from grpo_replay.recipe.sections import PACKING_ATTENTION
+from grpo_replay.replay.priorities import load_priority
 from grpo_replay.storage.atomic import free_bytes
 from grpo_replay.storage.stored_sizes import to_gib
 from grpo_replay.storage.tracking import missing_trackers
@@ -41,6 +43,7 @@ def check_parts(recipe: Recipe, device: str, findings: Findings) -> Any:
     _check_devices(recipe, device, findings)
     _check_settings(recipe, device, findings)
     _check_trackers(recipe, device, findings)
+    _check_functions(recipe, findings)
     tokenizer = _check_tokenizer(recipe, findings)
     _check_weights(recipe, findings)
     prompts = _check_prompts(recipe, tokenizer, findings)
@@ -67,6 +70,16 @@ def check_disk_space(
             f"disk space: all kept checkpoints and the one being written take {most} GiB, "
             f"{output_dir} has {free} GiB free"
         )
+
+
+def _check_functions(recipe: Recipe, findings: Findings) -> None:
+    """Add a problem if a function that the recipe names cannot be loaded."""
+    try:
+        load_priority(recipe.replay.priority)
+        ADVANTAGES.load(recipe.advantage.estimator)
+        LOSSES.load(recipe.loss.kind)
+    except RecipeError as error:
+        findings.problems.append(str(error))
 
 
 def _check_versions(findings: Findings) -> None:

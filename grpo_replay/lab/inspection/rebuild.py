@@ -21,12 +21,14 @@ NO_ROW = -1
 """Returned by `find_rows` for an unknown id."""
 
 _NO_IDS = np.zeros(0, dtype=np.int32)
-_NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 _NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
 
 
 def rollouts_without_tokens(columns: RolloutColumns) -> list[Rollout]:
-    """Rollouts with empty token arrays; all fields that the buffer reads are filled in."""
+    """Rollouts whose completions have their length but not their tokens; all fields that the buffer
+    and the priorities read are filled in."""
+    longest = int(columns.tokens.max(initial=0))
+    token_ids, logprobs = np.zeros(longest, np.int32), np.zeros(longest, np.float32)
     return [
         Rollout(
             rollout_id=int(columns.rollout_id[i]),
@@ -37,10 +39,10 @@ def rollouts_without_tokens(columns: RolloutColumns) -> list[Rollout]:
             policy_version=0,
             policy_version_end=0,
             prompt_token_ids=_NO_IDS,
-            completion_token_ids=_NO_IDS,
+            completion_token_ids=token_ids[: columns.tokens[i]],
             completion_text="",
-            behavior_logprobs=_NO_LOGPROBS,
-            sampler_logprobs=_NO_LOGPROBS,
+            behavior_logprobs=logprobs[: columns.tokens[i]],
+            sampler_logprobs=logprobs[: columns.tokens[i]],
             reward=float(columns.reward[i]),
             advantage=float(columns.advantage[i]),
             group_reward_mean=0.0,

@@ -7,11 +7,12 @@ import numpy as np
 
 from grpo_replay.lab.report.arms import Arm, chosen_keys, settings_of
 from grpo_replay.lab.report.collect import Experiment
-from grpo_replay.lab.report.costs import Axis, axes, mu_of
+from grpo_replay.lab.report.costs import Axis, axes, cost_to_reach, mu_of
+from grpo_replay.lab.report.finished_run import FinishedRun
 from grpo_replay.lab.report.quantities import measure_quantities
-from grpo_replay.lab.report.reach import reach_target
-from grpo_replay.lab.report.report_findings import ArmFindings, Findings
-from grpo_replay.lab.report.scores import score_arm
+from grpo_replay.lab.report.report_findings import ArmFindings, Findings, Reach, Target, quantile
+from grpo_replay.lab.report.scores import Pairs, score_arm
+from grpo_replay.lab.report.two_level import median_interval
 
 GAIN_SHARES = (0.5, 0.75, 0.9)
 """Default targets: shares of the way from the base to the baseline's median final accuracy."""
@@ -96,3 +97,37 @@ def _has_effect(arm: Arm, key: str) -> bool:
     if arm.recipe is None or arm.recipe.replays:
         return True
     return key == "replay.preset" or not key.startswith("replay.")
+
+
+def reach_target(
+    accuracy: float, runs: Sequence[FinishedRun], pairs: Pairs, costs: Sequence[Axis]
+) -> Target:
+    """The cost at which each run's mean accuracy first reaches `accuracy`, summarised. "Not
+    reached" is a result: an infinite cost."""
+    reached = sum(max(run.curve()[1]) >= accuracy for run in runs)
+    both = [(a, b) for a, b in pairs if b.recipe is not None]
+    return Target(
+        accuracy,
+        reached,
+        len(runs),
+        {axis.key: _reach(accuracy, runs, both, axis) for axis in costs},
+    )
+
+
+def _reach(accuracy: float, runs: Sequence[FinishedRun], pairs: Pairs, axis: Axis) -> Reach:
+    ordered = sorted(cost_to_reach(run, accuracy, axis) for run in runs)
+    ratios = [
+        ours / theirs
+        for a, b in pairs
+        if np.isfinite(ours := cost_to_reach(a, accuracy, axis))
+        and np.isfinite(theirs := cost_to_reach(b, accuracy, axis))
+        and theirs > 0
+    ]
+    return Reach(
+        median=quantile(ordered, 0.5),
+        low=quantile(ordered, 0.25),
+        high=quantile(ordered, 0.75),
+        interval=median_interval(ordered),
+        ratio=median(ratios) if ratios else None,
+        ratio_seeds=len(ratios),
+    )

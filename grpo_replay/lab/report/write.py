@@ -1,13 +1,14 @@
 """Writes a report to a folder: page, Markdown, JSON, tables, numbers and figures."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.evaluation.evaluation_tables import percent
 from grpo_replay.lab.report.collect import Experiment
 from grpo_replay.lab.report.costs import Axis
 from grpo_replay.lab.report.document import document, finite, long_rows
@@ -15,11 +16,11 @@ from grpo_replay.lab.report.formats import LONG_SCHEMA, latex, markdown, write_r
 from grpo_replay.lab.report.measure import usable_axes
 from grpo_replay.lab.report.report_figures import Figure, drawn, report_figures
 from grpo_replay.lab.report.report_findings import Findings
-from grpo_replay.lab.report.report_page import render_page
 from grpo_replay.lab.report.report_tables import report_tables
 from grpo_replay.lab.report.text_table import TextTable
 from grpo_replay.lab.report.texts import facts_of, warnings_of
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+from grpo_replay.terminal.pages import page_environment
 from grpo_replay.terminal.plot_style import save_figure, svg_element, svg_text
 
 JSON_FILE = "report.json"
@@ -118,3 +119,27 @@ def _curve_rows(experiment: Experiment, axes: Sequence[Axis]) -> list[dict[str, 
                     for step, report in run.evaluations.items()
                 ]
     return rows
+
+
+def render_page(
+    findings: Findings,
+    tables: Sequence[TextTable],
+    figures: Sequence[Figure],
+    svgs: Mapping[str, str],
+    facts: Sequence[str],
+    warnings: Sequence[str],
+) -> str:
+    """The report as one self-contained HTML page: inline figures, no script, no network.
+    `svgs` has the SVG element of each figure by its name."""
+    environment = page_environment("lab/report")
+    environment.filters["percent"] = percent
+    return environment.get_template("report_page.html").render(
+        findings=findings,
+        tables=tables,
+        figures=[
+            {"title": figure.title, "svg": svgs[figure.name], "caption": figure.caption}
+            for figure in figures
+        ],
+        facts=facts,
+        warnings=warnings,
+    )

@@ -7,7 +7,9 @@ from grpo_replay.lab.verification.run_files import Columns, RunFiles
 from grpo_replay.lab.verification.store import queries
 from grpo_replay.lab.verification.verification_report import Check, Tally
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.recipe.open_lists import PRIORITIES
 
+_LOGGED_AS = {"completion_tokens": "completion_token_ids"}  # RunFiles has the lengths of lists
 _PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
 _SMALLEST = 1e-300  # below it, float64 has fewer digits than the tolerance asks for
 
@@ -195,13 +197,8 @@ class DrawChecks:
 
     def _log_weights(self, units: list[list[int]]) -> np.ndarray:
         """ln p^α of each unit, with p the mean over its rollouts; the largest is 0."""
-        columns, settings = self.run.rollouts, self.settings
-        if settings.priority == "abs_advantage":
-            p_N = np.abs(columns["advantage"].astype(np.float64)) + settings.priority_epsilon
-        elif settings.priority == "group_std":
-            p_N = columns["group_reward_std"].astype(np.float64) + settings.priority_epsilon
-        else:
-            p_N = np.ones(len(columns["advantage"]))
+        settings = self.settings
+        p_N = self._priorities(sorted(row for unit in units for row in unit))
         if settings.unit == "query":
             p_U = np.array([p_N[unit].mean() for unit in units])
         else:
@@ -210,6 +207,25 @@ class DrawChecks:
             return np.zeros(len(p_U))
         with np.errstate(divide="ignore"):
             return settings.priority_exponent * (np.log(p_U) - np.log(p_U.max()))
+
+    def _priorities(self, rows: list[int]) -> np.ndarray:
+        """p of the rollouts `rows`, NaN for the others: |A| and σ_g as the paper has them, or the
+        function that the recipe names."""
+        logged, settings = self.run.rollouts, self.settings
+        p_N = np.full(len(logged["advantage"]), np.nan)
+        known = {"abs_advantage": "advantage", "group_std": "group_reward_std"}
+        if settings.priority == "uniform":
+            p_N[rows] = 1.0
+        elif settings.priority in known:
+            values = np.abs(logged[known[settings.priority]][rows].astype(np.float64))
+            p_N[rows] = values + settings.priority_epsilon
+        else:
+            function = PRIORITIES.load(settings.priority)
+            names = {name: _LOGGED_AS.get(name, name) for name in function.columns}  # type: ignore[attr-defined]
+            values = function({name: _column(logged[at][rows]) for name, at in names.items()})
+            adds = settings.priority_epsilon if getattr(function, "epsilon", True) else 0.0
+            p_N[rows] = np.asarray(values, dtype=np.float64) + adds
+        return p_N
 
     def _distribution_test(self) -> Check:
         tally = Tally("draw law", "")
@@ -221,6 +237,10 @@ class DrawChecks:
             tally.checked = count
         tally.statement = f"{'; '.join(parts)} (a correct run fails once in {1 / FALSE_ALARM:,.0f})"
         return tally.result()
+
+
+def _column(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64) if values.dtype.kind == "f" else values
 
 
 def _age_statement(settings: ReplaySection) -> str:

@@ -14,6 +14,8 @@ from grpo_replay.lab.verification.async_checks import (
 )
 from grpo_replay.lab.verification.run_files import RunFiles
 from grpo_replay.lab.verification.verification_report import Check, Tally
+from grpo_replay.recipe import AdvantageSection
+from grpo_replay.recipe.open_lists import ADVANTAGES
 
 _FLOAT32_TOLERANCE = 2e-6  # relative; rounding a number to float32 once gives at most 6e-8
 
@@ -176,10 +178,20 @@ def _check_group(
             continue
         divisor = std + settings.epsilon if settings.divide_by_std else 1.0
         advantage = (reward - mean) / divisor if differ else 0.0
+        if differ and settings.estimator != "group_relative":
+            advantage = _own_advantage(settings, rewards, int(np.flatnonzero(members == row)[0]))
         tallies.advantages.expect(
             _close(rollout["advantage"], advantage),
             f"{here}: advantage {rollout['advantage']}, recomputed {advantage:.7g}",
         )
+
+
+def _own_advantage(settings: AdvantageSection, rewards: list[float], index: int) -> float:
+    """What the estimator that the recipe names gives member `index` of a group; NaN rewards did
+    not come."""
+    came = [reward for reward in rewards if not math.isnan(reward)]
+    before = [reward for reward in rewards[:index] if not math.isnan(reward)]
+    return float(ADVANTAGES.load(settings.estimator)(np.array(came), settings)[len(before)])
 
 
 def _mean_and_std(rewards: list[float], kind: str) -> tuple[float, float]:

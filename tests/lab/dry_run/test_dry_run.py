@@ -186,6 +186,12 @@ def test_attention_for_gpus_is_a_problem_on_a_cpu():
     assert "model.attn_implementation flex_attention needs a GPU; use sdpa" in report["problems"]
 
 
+@pytest.mark.parametrize("key", ["replay.priority", "advantage.estimator", "loss.kind"])
+def test_a_function_that_cannot_be_loaded_is_a_problem(key):
+    report = report_of("tiny", f"{key}=nowhere.py:f")
+    assert any(f"{key} " in text and "no file" in text for text in report["problems"])
+
+
 def test_every_suggested_change_is_a_valid_override():
     recipe = load_recipe("qwen3-4b", ["model.gradient_checkpointing=false", "engine.zero_stage=2"])
     changes = list(candidate_changes(recipe))

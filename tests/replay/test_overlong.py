@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_replay.rewards.overlong import overlong_score
+from grpo_replay.replay.rollouts import overlong_score
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Priorities as a user writes them, good and bad ones."""
+
+
+def short(columns):
+    return 1 / columns["completion_tokens"]
+
+
+short.columns = ("completion_tokens",)
+
+
+def unnamed(columns):
+    return columns["reward"]
+
+
+def misnamed(columns):
+    return columns["length"]
+
+
+misnamed.columns = ("length",)
+
+
+def negative(columns):
+    return -columns["completion_tokens"]
+
+
+negative.columns = ("completion_tokens",)
+
+
+def relative(columns):
+    return columns["completion_tokens"] / columns["completion_tokens"].sum()
+
+
+relative.columns = ("completion_tokens",)
+
+NUMBER = 3
