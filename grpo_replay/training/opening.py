@@ -29,7 +29,7 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.open_sampler import open_sampler
+from grpo_replay.sampling.open_sampler import check_sampler, open_sampler
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.checkpoint import (
     RunState,
@@ -89,6 +89,7 @@ class RunOpener:
         checkpoint = self._open_directory(resume)
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
+        check_sampler(recipe)
         scorer = self.scorer or self.stack.enter_context(RewardScorer.open(recipe.reward))
         position.note("prompts")
         prompts = self._load_prompts(tokenizer)
