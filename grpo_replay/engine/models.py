@@ -131,7 +131,7 @@ def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
     config = load_config(model)
     tokenizer = load_tokenizer(model)
     _check_vocabulary(model, config, tokenizer)
-    _check_attention(model, config)
+    check_attention(model)
     if model.random_init:
         policy = _random(model, config, tokenizer, seed)
     else:
@@ -268,14 +268,17 @@ def _named_refusals(model: ModelSection) -> Iterator[None]:
     try:
         yield
     except (ImportError, ValueError, ModelError) as error:
-        if isinstance(error, ModelError) and "attention implementation" not in str(error):
+        if not isinstance(error, ImportError) and "attention implementation" not in str(error):
             raise
         raise RecipeError(
-            f"model.attn_implementation {model.attn_implementation}: {first_line(error)}"
+            f"model.attn_implementation {model.attn_implementation}: {first_line(error)}; sdpa and "
+            "eager need no package, and eager fits every model"
         ) from error
 
 
-def _check_attention(model: ModelSection, config: PreTrainedConfig) -> None:
+def check_attention(model: ModelSection) -> None:
+    """Raises RecipeError for an attention that would leave out what the configuration asks for."""
+    config = load_config(model)
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None and model.attn_implementation == "sdpa":
         raise RecipeError(

@@ -40,7 +40,7 @@ from grpo_replay.sampling.vllm_requests import (
     read_spans,
     sampling_parameters,
 )
-from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
+from grpo_replay.sampling.vllm_settings import engine_arguments, log_through_root, set_environment
 from grpo_replay.sampling.vllm_sleep import VLLM_ERRORS, SleepState
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors, RequestKey
 
@@ -244,9 +244,9 @@ def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict
 
 def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     set_environment(os.environ, on_gpu)
-    # vLLM logs through the root logger. Its engine core must run in this process: weights are
-    # passed as tensors, and the external launcher requires it.
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    log_through_root(os.environ)
+    # Its engine core must run in this process: weights are passed as tensors, and the external
+    # launcher requires it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with preserved_process_state(), stdout_to_stderr():
         try:
