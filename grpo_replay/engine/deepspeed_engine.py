@@ -144,9 +144,13 @@ class DeepSpeedEngine:
     def _in_turn(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         return self._comm.position.each("micro-batch", microbatches, len(microbatches))
 
-    def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | None, ...]:
-        arrays = (batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL)
-        return tuple(None if each is None else self._tensor(each) for each in arrays)
+    def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | int | None, ...]:
+        arrays = (
+            batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL,
+            batch.bounds,
+        )  # fmt: skip
+        tensors = (None if each is None else self._tensor(each) for each in arrays)
+        return (*tensors, int(batch.widths_R.max()))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array).to(self._device, non_blocking=True)

@@ -29,6 +29,8 @@ class PolicyModule(nn.Module):
         self.head = LogprobHead(find_head(model), temperature, chunk_tokens, settings)
         taken = inspect.signature(find_body(model).forward).parameters
         self._takes_positions = "position_ids" in taken or "kwargs" in taken
+        attention = str(model.config._attn_implementation)
+        self._takes_bounds = "flash" in attention and "kwargs" in taken
 
     def forward(
         self,
@@ -36,16 +38,23 @@ class PolicyModule(nn.Module):
         positions_C: torch.Tensor,
         target_ids_C: torch.Tensor,
         position_ids_RL: torch.Tensor | None = None,
+        bounds: torch.Tensor | None = None,
+        longest: int | None = None,
         through_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) under the sampling distribution, both fp32; the entropies
         have no gradient. Rows are padded on the right, so causal attention needs no mask, or packed
         into one, which the model takes apart by the position ids (`engine.packing`).
 
-        With `through_logits` they come from the logits of the model's own forward pass."""
+        Flash attention gets the `bounds` of packed rows and the `longest` one; it would look for
+        them in the position ids in every layer, and wait for the GPU each time. With
+        `through_logits` they come from the logits of the model's own forward pass."""
         given: dict[str, Any] = {"input_ids": input_ids_RL, "use_cache": False}
         if position_ids_RL is not None and self._takes_positions:
             given["position_ids"] = position_ids_RL
+            if bounds is not None and self._takes_bounds:
+                given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+                given |= {"max_length_q": longest, "max_length_k": longest}
         if through_logits:
             logits_CV = self.model(**given).logits.flatten(0, 1)[positions_C].float()
             return _chunk_logprobs(logits_CV / self.head.temperature, target_ids_C)[:2]

@@ -2,19 +2,22 @@
 docs/models.md, which this test makes (GRPO_REPLAY_WRITE_DOCS=1 writes it)."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, attention_of, random_config, random_model
+from architectures import ARCHITECTURES, attention_of, random_config
 from core_engine import engine_recipe
 
 from grpo_replay.engine.byte_tokenizer import byte_tokenizer
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import GrpoReplayError, ModelError
 from grpo_replay.lab.dry_run.trace import forward_memory, model_shape
-from grpo_replay.replay.batch import TrainRow, logprob_row, token_weights
+from grpo_replay.recipe import Recipe
+from grpo_replay.replay.batch import TrainRow, logprob_row
 from grpo_replay.sampling.decode_attention import NAME as DECODE_ATTENTION
 from grpo_replay.sampling.decode_ways import refuse_undecodable
 from grpo_replay.sampling.hf import HfSampler
@@ -48,26 +51,34 @@ def gap(engine: DeepSpeedEngine, sampler: HfSampler) -> tuple[float, list[TrainR
 
 
 def step(engine: DeepSpeedEngine, rows: list[TrainRow]) -> float:
-    """Gradient norm of one update, at a rate that moves the weights."""
-    behavior = engine.logprobs(rows)
-    signs = np.where(np.arange(len(rows)) % 2, 1.0, -1.0)
-    weights = token_weights([len(row.completion_token_ids) for row in rows], engine._recipe.loss)
+    """Gradient norm of one update."""
     trained = [
-        TrainRow(row.prompt_token_ids, row.completion_token_ids, own, np.zeros_like(own), sign, w)
-        for row, own, sign, w in zip(rows, behavior, signs, weights, strict=True)
+        replace(row, behavior_logprobs=own, coefficient=(-1.0) ** index, token_weight=0.01)
+        for index, (row, own) in enumerate(zip(rows, engine.logprobs(rows), strict=True))
     ]
-    return engine.update(trained).grad_norm
+    result = engine.update(trained)
+    assert result is not None
+    return result.grad_norm
+
+
+def recipe_of(kind: str, folder: Path) -> Recipe:
+    random_config(kind).save_pretrained(folder)
+    return engine_recipe(
+        model={
+            "path": str(folder),
+            "tokenizer": "builtin:bytes",
+            "random_init": True,
+            "attn_implementation": attention_of(kind),
+        }
+    )
 
 
 def outcome(kind: str, processes, folder: Path) -> str:
     """ "our cache" and the like, or why it is refused."""
-    random_config(kind).save_pretrained(folder)
-    model = {"path": str(folder), "tokenizer": "builtin:bytes", "random_init": True,
-             "attn_implementation": attention_of(kind)}  # fmt: skip
-    recipe = engine_recipe(model=model)
+    recipe = recipe_of(kind, folder)
     try:
         refuse_undecodable(recipe.model)
-        policy = random_model(kind)
+        policy = load_policy(recipe.model, 0)
         comm, device = processes
         engine = DeepSpeedEngine(recipe, policy, byte_tokenizer(), comm, device)
         try:
@@ -90,11 +101,9 @@ def outcome(kind: str, processes, folder: Path) -> str:
 
 def dry_run(kind: str, folder: Path) -> str:
     """Whether the dry run knows the memory of its forward pass."""
-    model = {"path": str(folder), "tokenizer": "builtin:bytes", "random_init": True,
-             "attn_implementation": attention_of(kind)}  # fmt: skip
     try:
         assert model_shape(random_config(kind)).parameters > 0
-        assert forward_memory(engine_recipe(model=model), 2, 32, 16).peak > 0
+        assert forward_memory(recipe_of(kind, folder), 2, 32, 16).peak > 0
     except ModelError:
         return "unchecked"
     return "yes"
