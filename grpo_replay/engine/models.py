@@ -5,7 +5,7 @@ Nothing here touches the network for a local folder or a `builtin:` name.
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -332,4 +332,5 @@ def _check_vocabulary(
 def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
-    config.bos_token_id = tokenizer.bos_token_id
+    with suppress(StrictDataclassError):  # a few configurations take no "none"
+        config.bos_token_id = tokenizer.bos_token_id

@@ -327,3 +327,12 @@ def test_a_model_of_text_and_images_is_refused_by_name(tmp_path):
     AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"gemma3 is not a model of text alone .*gemma3_text"):
         load_config(ModelSection(path=str(tmp_path)))
+
+
+def test_a_configuration_that_needs_a_bos_token_keeps_its_own(tmp_path):
+    """The byte tokenizer has none."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    small = {**sizes, "vocab_size": 300, "intermediate_size": 16, "bos_token_id": 7}
+    AutoConfig.for_model("modernbert-decoder", **small).save_pretrained(tmp_path)
+    policy = load_policy(random_section(path=str(tmp_path), config_overrides={}), 0)
+    assert (policy.config.eos_token_id, policy.config.bos_token_id) == (EOS_ID, 7)
