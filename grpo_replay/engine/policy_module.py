@@ -81,8 +81,8 @@ class LogprobHead(nn.Module):
     has added its share.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     temperature: float
     chunk_tokens: int
     settings: LogitSettings

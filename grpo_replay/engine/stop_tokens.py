@@ -19,7 +19,8 @@ def find_stop_tokens(
     wanted = recipe.sampling.stop_tokens
     if wanted is None:
         return eos_token_ids(section, tokenizer)
-    vocabulary, ids = tokenizer.get_vocab(), set()
+    vocabulary = tokenizer.get_vocab()
+    ids: set[int] = set()
     for token in wanted:
         encoded = [vocabulary[token]] if token in vocabulary else _encoded(token, tokenizer)
         if len(encoded) != 1:

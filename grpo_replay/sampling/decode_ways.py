@@ -8,22 +8,18 @@ with prompts of one length at a time. No list of what models do is complete, so 
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from grpo_replay.engine.models import load_config
-from grpo_replay.errors import ModelError
-from grpo_replay.recipe import ModelSection
+from grpo_replay.engine.cache_support import CACHE_NAMES, cannot_decode
 from grpo_replay.sampling.decode_attention import NAME as DECODE_ATTENTION
 
 logger = logging.getLogger(__name__)
-
-_CACHE_NAMES = ("past_key_values", "cache_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class DecodeWay:
         attention_mask: torch.Tensor | None,
     ) -> dict[str, Any]:
         """Arguments of a forward pass."""
-        cache_name = next(name for name in _CACHE_NAMES if name in self.takes)
+        cache_name = next(name for name in CACHE_NAMES if name in self.takes)
         given: dict[str, Any] = {"input_ids": input_ids, cache_name: cache, "use_cache": True}
         if "position_ids" in self.takes:
             given["position_ids"] = position_ids
@@ -56,7 +52,7 @@ class DecodeWay:
 def decode_ways(model: PreTrainedModel) -> list[DecodeWay]:
     """The ways that may decode a model rightly, fastest first."""
     takes = frozenset(inspect.signature(model.forward).parameters)
-    if not takes.intersection(_CACHE_NAMES):
+    if not takes.intersection(CACHE_NAMES):
         return []
     kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
     fused = model._supports_sdpa and not caps_scores(model.config)
@@ -91,30 +87,10 @@ def first_that_works(
             raise
         except _FAILURES as error:
             logger.debug("%s cannot be decoded with %s: %r", model.config.model_type, way, error)
-    raise _cannot_decode(model.config)
+    raise cannot_decode(model.config)
 
 
 _FAILURES = (
     TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError
 )  # fmt: skip
 """Raised by models that do not take a cache, mask or attention of the kind."""
-
-
-def refuse_undecodable(section: ModelSection) -> None:
-    """Raises ModelError, from the configuration alone, for a model that takes no cache."""
-    config = load_config(section)
-    found: Sequence[type] | type | None = AutoModelForCausalLM._model_mapping.get(
-        type(config), None
-    )
-    kinds = found if isinstance(found, list | tuple) else [found]
-    if kinds[0] is None:  # code from the model's repository
-        return
-    if not set(inspect.signature(kinds[0].forward).parameters).intersection(_CACHE_NAMES):
-        raise _cannot_decode(config)
-
-
-def _cannot_decode(config: PreTrainedConfig) -> ModelError:
-    return ModelError(
-        f"sampling.backend hf: it cannot decode a model of type {config.model_type} with a cache "
-        "of transformers and get the log-probs of the model; use sampling.backend vllm"
-    )

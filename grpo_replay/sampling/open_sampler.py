@@ -10,15 +10,6 @@ if TYPE_CHECKING:
     from grpo_replay.recipe import Recipe
 
 
-def check_sampler(recipe: "Recipe") -> None:
-    """Raises ModelError, before weights are loaded, for a model that the sampler cannot decode as
-    its configuration shows."""
-    if recipe.sampling.backend == "hf":
-        from grpo_replay.sampling.decode_ways import refuse_undecodable
-
-        refuse_undecodable(recipe.model)
-
-
 def open_sampler(
     recipe: "Recipe", model_path: str, comm: "Comm", log_folder: Path | None = None
 ) -> Sampler:

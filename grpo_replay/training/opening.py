@@ -11,6 +11,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.distributed.long_work import run_on_main
 from grpo_replay.engine.attention_kernel import float32_warning
+from grpo_replay.engine.cache_support import check_cache
 from grpo_replay.engine.deepspeed_config import notices_of_precision
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.model_settings import drop_unwritable_settings
@@ -29,7 +30,7 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.snapshot import restore_snapshot
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.open_sampler import check_sampler, open_sampler
+from grpo_replay.sampling.open_sampler import open_sampler
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.checkpoint import (
     RunState,
@@ -89,7 +90,7 @@ class RunOpener:
         checkpoint = self._open_directory(resume)
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
-        check_sampler(recipe)
+        check_cache(recipe)
         scorer = self.scorer or self.stack.enter_context(RewardScorer.open(recipe.reward))
         position.note("prompts")
         prompts = self._load_prompts(tokenizer)

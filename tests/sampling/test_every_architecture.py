@@ -12,6 +12,7 @@ from architectures import ARCHITECTURES, attention_of, random_config
 from core_engine import engine_recipe
 
 from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.engine.cache_support import check_cache
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import GrpoReplayError, ModelError
@@ -19,7 +20,6 @@ from grpo_replay.lab.dry_run.trace import forward_memory, model_shape
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.batch import TrainRow, logprob_row
 from grpo_replay.sampling.decode_attention import NAME as DECODE_ATTENTION
-from grpo_replay.sampling.decode_ways import refuse_undecodable
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 
@@ -77,7 +77,7 @@ def outcome(kind: str, processes, folder: Path) -> str:
     """ "our cache" and the like, or why it is refused."""
     recipe = recipe_of(kind, folder)
     try:
-        refuse_undecodable(recipe.model)
+        check_cache(recipe)
         policy = load_policy(recipe.model, 0)
         comm, device = processes
         engine = DeepSpeedEngine(recipe, policy, byte_tokenizer(), comm, device)

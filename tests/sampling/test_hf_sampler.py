@@ -20,11 +20,11 @@ from scipy.stats import chisquare
 from slow_tests import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_replay.engine.cache_support import check_cache
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
-from grpo_replay.recipe import ModelSection, resolve_recipe
+from grpo_replay.recipe import resolve_recipe
 from grpo_replay.sampling import decoding, kv_cache
 from grpo_replay.sampling.decode_attention import decode_attention
-from grpo_replay.sampling.decode_ways import refuse_undecodable
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 
@@ -307,7 +307,7 @@ def test_a_model_that_no_way_decodes_rightly_is_refused_when_the_sampler_opens(m
 def test_a_model_that_takes_no_cache_is_refused_by_its_configuration_alone(tmp_path):
     AutoConfig.for_model("rwkv").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"sampling\.backend hf: .* type rwkv"):
-        refuse_undecodable(ModelSection(path=str(tmp_path)))
+        check_cache(resolve_recipe([{"model": {"path": str(tmp_path)}}]))
 
 
 def test_the_sampler_opens_from_a_recipe_and_answers_arithmetic():

@@ -185,12 +185,12 @@ def _check_tokenizer(recipe: Recipe, findings: Findings) -> Any:
 
 
 def _check_model(recipe: Recipe, findings: Findings) -> None:
+    from grpo_replay.engine.cache_support import check_cache
     from grpo_replay.engine.models import check_attention
-    from grpo_replay.sampling.open_sampler import check_sampler
 
     name = recipe.model.path
     _attempt(lambda: check_attention(recipe.model), name, "attention", findings)
-    _attempt(lambda: check_sampler(recipe), name, "sampler", findings)
+    _attempt(lambda: check_cache(recipe), name, "sampler", findings)
 
 
 def _check_weights(recipe: Recipe, findings: Findings) -> None:
