@@ -85,8 +85,11 @@ class VllmLocalSampler:
         stop_token_ids = find_stop_tokens(recipe, section, load_tokenizer(section))
         arguments = engine_arguments(recipe, section, on_gpu)
         arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
+        # First: an engine in this process replaces activations of transformers by vLLM's, with
+        # which a model (Phi, GPT-NeoX) cannot be made outside the engine.
+        expected = expected_weights(section)
         engine = _start_engine(arguments, on_gpu)
-        return cls(engine, stop_token_ids, expected_weights(section), comm)
+        return cls(engine, stop_token_ids, expected, comm)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request.
