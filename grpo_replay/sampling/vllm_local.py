@@ -85,10 +85,10 @@ class VllmLocalSampler:
         stop_token_ids = find_stop_tokens(recipe, section, load_tokenizer(section))
         arguments = engine_arguments(recipe, section, on_gpu)
         arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
-        # First: an engine in this process replaces activations of transformers by vLLM's, with
-        # which a model (Phi, GPT-NeoX) cannot be made outside the engine.
+        # First: no model can be made after `_refuse_borrowed_classes` had a reason to refuse.
         expected = expected_weights(section)
         engine = _start_engine(arguments, on_gpu)
+        _refuse_borrowed_classes(engine)
         return cls(engine, stop_token_ids, expected, comm)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
@@ -274,6 +274,19 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     # including the trainer's. `close` shuts the executor down instead.
     engine.engine_core._finalizer.detach()
     return engine
+
+
+def _refuse_borrowed_classes(engine: "LLMEngine") -> None:
+    """Raises SamplerError if vLLM runs the model with transformers' own classes. It decorates them
+    for the whole process (vLLM 0.32, `support_torch_compile`), and the trainer's model is one."""
+    config = engine.vllm_config.model_config
+    if config.using_transformers_backend():
+        engine.model_executor.shutdown()
+        raise SamplerError(
+            f"sampling.backend vllm: vLLM has no implementation of its own for a model of type "
+            f"{config.hf_config.model_type}, and the one that it borrows from transformers breaks "
+            "the trainer's in the same process; use sampling.backend vllm_server or hf"
+        )
 
 
 def _steps_to_an_end(engine: "LLMEngine") -> list[Any]:

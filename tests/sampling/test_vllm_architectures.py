@@ -10,13 +10,14 @@ from tiny_policy import Policy, changed, gaps, make_requests, push, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.sampler_protocol import Sampler
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SHAPES = {
     "llama": {}, "qwen2": {"vocab_size": 260}, "gemma3_text": {"sliding_window": 16}, "granite": {},
-    "cohere": {"head_dim": 32}, "phi": {}, "gpt_neox": {},
+    "cohere": {"head_dim": 32},
 }  # fmt: skip
 """Heads of 32, which vLLM's attention on a CPU has. transformers gives Qwen2 its own tokenizer, of
 one token more than the file has."""
@@ -51,6 +52,15 @@ def test_in_process(kind, tmp_path):
         check(sampler, policy)
     finally:
         sampler.close()
+
+
+def test_a_model_that_vllm_runs_with_transformers_classes_is_refused_in_process(tmp_path):
+    from grpo_replay.sampling.vllm_local import VllmLocalSampler
+
+    random_model("phi").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(SamplerError, match=r"of type phi, .* use sampling.backend vllm_server"):
+        VllmLocalSampler.open(tiny_recipe(tmp_path), str(tmp_path), Comm())
 
 
 @pytest.mark.parametrize("kind", OVER_HTTP)
