@@ -18,7 +18,7 @@ def has_whole_scores(model: ModelSection, config: PreTrainedConfig, on_cuda: boo
     """Whether the trainer's attention stores the score of every pair of tokens."""
     if model.attn_implementation == "eager":
         return True
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
     grouped = getattr(config, "num_key_value_heads", None) not in (None, heads)
     sdpa = model.attn_implementation == "sdpa"
     return sdpa and on_cuda and model.dtype == "float32" and grouped

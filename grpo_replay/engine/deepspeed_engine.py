@@ -24,6 +24,7 @@ from grpo_replay.engine.engine_state import (
     undo_first_step,
 )
 from grpo_replay.engine.full_tensors import full_adapters, full_tensors
+from grpo_replay.engine.head_trial import refuse_other_logprobs
 from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.engine.lora import LoraAdapters
 from grpo_replay.engine.packing import can_pack
@@ -88,20 +89,19 @@ class DeepSpeedEngine:
         )
         undo_first_step(self._engine.optimizer)
         self._gather_needs_forward = self._stage == 3
-        self._packing = recipe.packs(device.type == "cuda") and self._can_pack()
+        forward = partial(self._logprobs_of, self._engine)
+        refuse_other_logprobs(model, recipe.model.dtype, forward, comm)
+        self._packing = recipe.packs(device.type == "cuda") and can_pack(
+            recipe, model.config, forward, comm
+        )
+        if self._stage == 3:  # a state that is loaded next must find no gathered parameters
+            self._engine.optimizer.empty_partition_cache()
         self._step = self._updates_of_step = 0
 
     @property
     def adapter_parameters(self) -> int:
         """Number of parameters of the LoRA adapters; 0 without."""
         return 0 if self._adapters is None else self._adapters.parameters
-
-    def _can_pack(self) -> bool:
-        forward = partial(self._logprobs_of, self._engine)
-        found = can_pack(self._recipe, self._model.config, forward, self._comm)
-        if self._stage == 3:  # a state that is loaded next must find no gathered parameters
-            self._engine.optimizer.empty_partition_cache()
-        return found
 
     def _wrap(self, model: PreTrainedModel) -> PolicyModule:
         chunk_tokens = self._recipe.logprob_chunk_tokens(model.config.vocab_size)
@@ -134,8 +134,10 @@ class DeepSpeedEngine:
         return unpack_tokens(all_lengths, all_values, len(rows))
 
     @torch.no_grad()
-    def _logprobs_of(self, module: nn.Module, microbatch: MicroBatch) -> np.ndarray:
-        logprobs_C, _ = module(*self._inputs(microbatch))
+    def _logprobs_of(
+        self, module: nn.Module, microbatch: MicroBatch, through_logits: bool = False
+    ) -> np.ndarray:
+        logprobs_C, _ = module(*self._inputs(microbatch), through_logits=through_logits)
         return logprobs_C.float().cpu().numpy()
 
     def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
@@ -144,9 +146,13 @@ class DeepSpeedEngine:
     def _in_turn(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         return self._comm.position.each("micro-batch", microbatches, len(microbatches))
 
-    def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | None, ...]:
-        arrays = (batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL)
-        return tuple(None if each is None else self._tensor(each) for each in arrays)
+    def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | int | None, ...]:
+        arrays = (
+            batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL,
+            batch.bounds,
+        )  # fmt: skip
+        tensors = (None if each is None else self._tensor(each) for each in arrays)
+        return (*tensors, int(batch.widths_R.max()))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array).to(self._device, non_blocking=True)

@@ -4,7 +4,8 @@ Nothing here touches the network for a local folder or a `builtin:` name.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,6 +113,12 @@ def load_config(model: ModelSection) -> PreTrainedConfig:
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ModelError(f"{place}: no config.json there; model.path is a model's folder")
     config = _load(AutoConfig.from_pretrained, source, place, "config.json", model)
+    if config.get_text_config() is not config:
+        raise ModelError(
+            f"{place}: {config.model_type} is not a model of text alone (its text model is "
+            f"{config.get_text_config().model_type}): save that one, with its own config.json, as "
+            "the folder to train"
+        )
     return _overridden(config, model.config_overrides) if model.config_overrides else config
 
 
@@ -124,6 +131,7 @@ def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
     config = load_config(model)
     tokenizer = load_tokenizer(model)
     _check_vocabulary(model, config, tokenizer)
+    check_attention(model)
     if model.random_init:
         policy = _random(model, config, tokenizer, seed)
     else:
@@ -136,7 +144,7 @@ def _random(
     model: ModelSection, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     _adopt_special_tokens(config, tokenizer)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _named_refusals(model):
         torch.manual_seed(seed)
         policy = AutoModelForCausalLM.from_config(
             config,
@@ -232,17 +240,18 @@ def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedMode
             f"{place}: no weights in {source} (looked for {', '.join(_WEIGHT_PATTERNS)}); "
             "set model.random_init: true to start from random ones"
         )
-    policy, report = _load(
-        AutoModelForCausalLM.from_pretrained,
-        source,
-        place,
-        "weights",
-        model,
-        config=config,
-        dtype=DTYPES[model.dtype],
-        attn_implementation=model.attn_implementation,
-        output_loading_info=True,
-    )
+    with _named_refusals(model):
+        policy, report = _load(
+            AutoModelForCausalLM.from_pretrained,
+            source,
+            place,
+            "weights",
+            model,
+            config=config,
+            dtype=DTYPES[model.dtype],
+            attn_implementation=model.attn_implementation,
+            output_loading_info=True,
+        )
     # transformers fills a missing tensor with random numbers and only prints a warning.
     if report["missing_keys"]:
         names = ", ".join(sorted(report["missing_keys"])[:5])
@@ -251,6 +260,31 @@ def _pretrained(model: ModelSection, config: PreTrainedConfig) -> PreTrainedMode
             f"configuration: {names}; the download is incomplete or config.json is another model's"
         )
     return policy
+
+
+@contextmanager
+def _named_refusals(model: ModelSection) -> Iterator[None]:
+    """Raises RecipeError for an attention that the model or this machine does not have."""
+    try:
+        yield
+    except (ImportError, ValueError, ModelError) as error:
+        if not isinstance(error, ImportError) and "attention implementation" not in str(error):
+            raise
+        raise RecipeError(
+            f"model.attn_implementation {model.attn_implementation}: {first_line(error)}; sdpa and "
+            "eager need no package, and eager fits every model"
+        ) from error
+
+
+def check_attention(model: ModelSection) -> None:
+    """Raises RecipeError for an attention that would leave out what the configuration asks for."""
+    config = load_config(model)
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None and model.attn_implementation == "sdpa":
+        raise RecipeError(
+            f"model.attn_implementation sdpa: torch's attention leaves out the soft cap of "
+            f"{config.model_type}'s scores (attn_logit_softcapping {cap}); set it to eager"
+        )
 
 
 def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrainedConfig:
@@ -275,9 +309,9 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
 
 
 def _check_heads(config: PreTrainedConfig) -> None:
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_key_value_heads", None) or heads
-    if heads % groups:
+    if heads and heads % groups:
         raise ValueError(
             f"num_attention_heads {heads} is not a multiple of key_value heads {groups}"
         )
@@ -298,4 +332,5 @@ def _check_vocabulary(
 def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
-    config.bos_token_id = tokenizer.bos_token_id
+    with suppress(StrictDataclassError):  # a few configurations take no "none"
+        config.bos_token_id = tokenizer.bos_token_id

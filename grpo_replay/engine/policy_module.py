@@ -1,10 +1,14 @@
 """The policy as one module that returns log-probs instead of logits."""
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from grpo_replay.engine.output_head import LogitSettings, find_body, find_head
 
 BLOCK_WORDS = 16_384
 """Words of the vocabulary in one product of the weight's gradient, in bfloat16."""
@@ -17,12 +21,16 @@ class PolicyModule(nn.Module):
     inside this module.
     """
 
-    def __init__(self, model: nn.Module, temperature: float, chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, chunk_tokens: int) -> None:
+        """Raises ModelError for a model without a body or a linear output head."""
         super().__init__()
         self.model = model
-        lm_head = model.get_submodule("lm_head")
-        assert isinstance(lm_head, nn.Linear), "every supported architecture has a linear head"
-        self.head = LogprobHead(lm_head, temperature, chunk_tokens)
+        settings = LogitSettings.of(model.config)
+        self.head = LogprobHead(find_head(model), temperature, chunk_tokens, settings)
+        taken = inspect.signature(find_body(model).forward).parameters
+        self._takes_positions = "position_ids" in taken or "kwargs" in taken
+        attention = str(model.config._attn_implementation)
+        self._takes_bounds = "flash" in attention and "kwargs" in taken
 
     def forward(
         self,
@@ -30,14 +38,27 @@ class PolicyModule(nn.Module):
         positions_C: torch.Tensor,
         target_ids_C: torch.Tensor,
         position_ids_RL: torch.Tensor | None = None,
+        bounds: torch.Tensor | None = None,
+        longest: int | None = None,
+        through_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) under the sampling distribution, both fp32; the entropies
         have no gradient. Rows are padded on the right, so causal attention needs no mask, or packed
-        into one, which the model takes apart by the position ids (`engine.packing`)."""
-        backbone = self.model.get_submodule("model")
-        hidden_RLH = backbone(
-            input_ids=input_ids_RL, position_ids=position_ids_RL, use_cache=False
-        ).last_hidden_state
+        into one, which the model takes apart by the position ids (`engine.packing`).
+
+        Flash attention gets the `bounds` of packed rows and the `longest` one; it would look for
+        them in the position ids in every layer, and wait for the GPU each time. With
+        `through_logits` they come from the logits of the model's own forward pass."""
+        given: dict[str, Any] = {"input_ids": input_ids_RL, "use_cache": False}
+        if position_ids_RL is not None and self._takes_positions:
+            given["position_ids"] = position_ids_RL
+            if bounds is not None and self._takes_bounds:
+                given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+                given |= {"max_length_q": longest, "max_length_k": longest}
+        if through_logits:
+            logits_CV = self.model(**given).logits.flatten(0, 1)[positions_C].float()
+            return _chunk_logprobs(logits_CV / self.head.temperature, target_ids_C)[:2]
+        hidden_RLH = find_body(self.model)(**given).last_hidden_state
         return self.head(hidden_RLH.flatten(0, 1)[positions_C], target_ids_C)
 
 
@@ -48,11 +69,11 @@ class LogprobHead(nn.Module):
     holds logits for one chunk only, [chunk_tokens, V], instead of [C, V]. The backward pass
     recomputes the logits chunk by chunk (`_ChunkedLogprobs`); a single chunk keeps them.
 
-    The weight of `lm_head` is a parameter of this module, and `lm_head` itself is never called.
-    Under ZeRO-3 this avoids a hang. ZeRO-3 gathers a weight, with a collective, each time the
-    module that owns it is called. Ranks have different numbers of completion tokens and therefore
-    of chunks. If each chunk called `lm_head`, ranks would gather different numbers of times and
-    wait for each other forever. As a parameter of this module, the weight is gathered once per
+    Weight and bias of `lm_head` are parameters of this module, and `lm_head` itself is never called
+    in training. Under ZeRO-3 this avoids a hang. ZeRO-3 gathers a weight, with a collective, each
+    time the module that owns it is called. Ranks have different numbers of completion tokens and
+    therefore of chunks. If each chunk called `lm_head`, ranks would gather different numbers of
+    times and wait for each other forever. As parameters of this module, they are gathered once per
     forward pass.
 
     Marking a module around `lm_head` as a ZeRO-3 leaf module would also gather once, but gives
@@ -60,28 +81,34 @@ class LogprobHead(nn.Module):
     has added its share.
     """
 
-    weight: nn.Parameter
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     temperature: float
     chunk_tokens: int
+    settings: LogitSettings
 
-    def __init__(self, lm_head: nn.Linear, temperature: float, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        lm_head: nn.Linear,
+        temperature: float,
+        chunk_tokens: int,
+        settings: LogitSettings | None = None,
+    ) -> None:
         super().__init__()
-        assert lm_head.bias is None, "no supported architecture has a bias in its output head"
-        self.weight = lm_head.weight
+        self.weight, self.bias = lm_head.weight, lm_head.bias
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
+        self.settings = settings or LogitSettings()
 
     def forward(
         self, hidden_CH: torch.Tensor, target_ids_C: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) of the target ids, both fp32."""
+        inputs = (hidden_CH, self.weight, self.bias, target_ids_C)
+        constants = (self.settings, self.temperature, self.chunk_tokens)
         if torch.is_grad_enabled() and len(target_ids_C) > self.chunk_tokens:
-            return _ChunkedLogprobs.apply(
-                hidden_CH, self.weight, target_ids_C, self.temperature, self.chunk_tokens
-            )
-        logprobs_C, entropies_C, _ = _in_chunks(
-            hidden_CH, self.weight, target_ids_C, self.temperature, self.chunk_tokens
-        )
+            return _ChunkedLogprobs.apply(*inputs, *constants)
+        logprobs_C, entropies_C, _ = _in_chunks(*inputs, *constants)
         return logprobs_C, entropies_C
 
 
@@ -98,36 +125,45 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_CH: torch.Tensor,
         weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
         target_ids_C: torch.Tensor,
+        settings: LogitSettings,
         temperature: float,
         chunk_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_C, entropies_C, log_normalizers_C = _in_chunks(
-            hidden_CH, weight_VH, target_ids_C, temperature, chunk_tokens
+            hidden_CH, weight_VH, bias_V, target_ids_C, settings, temperature, chunk_tokens
         )
-        ctx.save_for_backward(hidden_CH, weight_VH, target_ids_C, log_normalizers_C)
-        ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.save_for_backward(hidden_CH, weight_VH, bias_V, target_ids_C, log_normalizers_C)
+        ctx.settings, ctx.temperature, ctx.chunk_tokens = settings, temperature, chunk_tokens
         ctx.mark_non_differentiable(entropies_C)
         return logprobs_C, entropies_C
 
     @staticmethod
     def backward(ctx: Any, gradients_C: torch.Tensor, _: Any) -> Any:
-        hidden_CH, weight_VH, target_ids_C, log_normalizers_C = ctx.saved_tensors
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        hidden_CH, weight_VH, bias_V, target_ids_C, log_normalizers_C = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         hidden_gradients = []
-        weight_gradient_VH = None
+        weight_gradient_VH = bias_gradient_V = None
         if needs_weight:
             weight_gradient_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
+        if needs_bias:
+            bias_gradient_V = torch.zeros_like(bias_V, dtype=torch.float32)
         columns = (hidden_CH, target_ids_C, log_normalizers_C, gradients_C)
         for hidden, target, log_normalizer, gradient in zip(
             *(column.split(ctx.chunk_tokens) for column in columns), strict=True
         ):
-            logits_cV = _logits(hidden, weight_VH, ctx.temperature)
+            logits_cV = _logits(hidden, weight_VH, bias_V, ctx.settings, ctx.temperature)
+            slopes_cV = _cap_slopes(logits_cV, ctx.settings, ctx.temperature)
             probabilities_cV = logits_cV.sub_(log_normalizer.unsqueeze(-1)).exp_()
             gradient_cV = probabilities_cV.mul_(-gradient.unsqueeze(-1))
             gradient_cV.scatter_add_(1, target.unsqueeze(-1), gradient.unsqueeze(-1))
-            if ctx.temperature != 1.0:
-                gradient_cV /= ctx.temperature
+            if slopes_cV is not None:
+                gradient_cV *= slopes_cV
+            if ctx.settings.scale != ctx.temperature:
+                gradient_cV /= ctx.temperature / ctx.settings.scale
+            if bias_gradient_V is not None:
+                bias_gradient_V += gradient_cV.sum(0)
             gradient_cV = gradient_cV.to(hidden.dtype)
             if needs_hidden:
                 hidden_gradients.append(gradient_cV @ weight_VH)
@@ -136,20 +172,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return (
             torch.cat(hidden_gradients) if needs_hidden else None,
             None if weight_gradient_VH is None else weight_gradient_VH.to(weight_VH.dtype),
-            None, None, None,
+            None if bias_gradient_V is None else bias_gradient_V.to(bias_V.dtype),
+            None, None, None, None,
         )  # fmt: skip
 
 
 def _in_chunks(
     hidden_CH: torch.Tensor,
     weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
     target_ids_C: torch.Tensor,
+    settings: LogitSettings,
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-probs_C, entropies_C, log-normalisers_C), all fp32."""
     results = [
-        _chunk_logprobs(_logits(hidden, weight_VH, temperature), target)
+        _chunk_logprobs(_logits(hidden, weight_VH, bias_V, settings, temperature), target)
         for hidden, target in zip(
             hidden_CH.split(chunk_tokens), target_ids_C.split(chunk_tokens), strict=True
         )
@@ -158,10 +197,31 @@ def _in_chunks(
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_normalizers)
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
-    """fp32 [C, V]: logits of the sampling distribution."""
-    logits_CV = F.linear(hidden_CH, weight_VH).float()
+def _logits(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    settings: LogitSettings,
+    temperature: float,
+) -> torch.Tensor:
+    """fp32 [C, V]: logits of the sampling distribution. Scale and cap in the model's precision, as
+    in its own forward pass."""
+    logits_CV = F.linear(hidden_CH, weight_VH, bias_V)
+    if settings.scale != 1.0:
+        logits_CV = logits_CV * settings.scale
+    if settings.cap is not None:
+        logits_CV = torch.tanh(logits_CV / settings.cap) * settings.cap
+    logits_CV = logits_CV.float()
     return logits_CV if temperature == 1.0 else logits_CV / temperature
+
+
+def _cap_slopes(
+    logits_CV: torch.Tensor, settings: LogitSettings, temperature: float
+) -> torch.Tensor | None:
+    """Derivative of the soft cap at the capped logits, 1 - tanh²; None without a cap."""
+    if settings.cap is None:
+        return None
+    return 1 - (logits_CV * (temperature / settings.cap)).square()
 
 
 def _chunk_logprobs(

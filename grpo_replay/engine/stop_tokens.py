@@ -13,18 +13,28 @@ def find_stop_tokens(
     """The ids of `sampling.stop_tokens`, ascending. If that is null, `eos_token_ids` of `section`,
     the model that is sampled. The same in training and evaluation, for every sampler.
 
-    Raises RecipeError for a text that is not one token of the tokenizer.
+    A text is the token of that name, or else the one token that it encodes to: a newline is `\n`,
+    also where the tokenizer calls it `Ċ`. Raises RecipeError for a text that is not one token.
     """
     wanted = recipe.sampling.stop_tokens
     if wanted is None:
         return eos_token_ids(section, tokenizer)
     vocabulary = tokenizer.get_vocab()
+    ids: set[int] = set()
     for token in wanted:
-        if token not in vocabulary:
+        encoded = [vocabulary[token]] if token in vocabulary else _encoded(token, tokenizer)
+        if len(encoded) != 1:
             usual = tokenizer.convert_ids_to_tokens(list(eos_token_ids(section, tokenizer)))
             raise RecipeError(
                 f"sampling.stop_tokens: {token!r} is not a token of the tokenizer"
                 f"{did_you_mean(token, tokenizer.get_added_vocab())}; name whole tokens by their "
                 f"text (null would be {', '.join(usual)})"
             )
-    return tuple(sorted({vocabulary[token] for token in wanted}))
+        ids.update(encoded)
+    return tuple(sorted(ids))
+
+
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a text; none if they do not decode to it, as where a character is unknown."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids if tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text else []

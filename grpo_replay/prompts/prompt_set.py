@@ -223,6 +223,13 @@ def _rendered(
         # A chat template contains its special tokens; for plain text the tokenizer adds them.
         encoded = tokenizer(texts, add_special_tokens=not chat, return_attention_mask=False)
         for text, ids in zip(texts, encoded["input_ids"], strict=True):
+            written = text.endswith(str(tokenizer.eos_token))
+            if not (chat or written) and ids and ids[-1] == tokenizer.eos_token_id:
+                raise RecipeError(
+                    f"prompts.template 'plain': the tokenizer ends every text with its EOS token "
+                    f"{tokenizer.eos_token}, so completions would begin after an end; set "
+                    "add_eos_token to false in its tokenizer_config.json"
+                )
             yield text, np.array(ids, dtype=np.int32)
 
 

@@ -112,8 +112,9 @@ class SamplingSection(Section):
     """Maximum completion length in tokens (TRL: max_completion_length)."""
     stop_tokens: Annotated[list[str], Field(min_length=1)] | None = None
     """Tokens that end a completion, written as text, in training and evaluation: for example
-    `[<|endoftext|>]`. If null: the tokenizer's EOS, the EOS tokens of generation_config.json and
-    config.json, and `<|endoftext|>` and `<|im_end|>` if the tokenizer has them."""
+    `[<|endoftext|>]`, or `["\\n"]` where a newline is one token. If null: the tokenizer's EOS, the
+    EOS tokens of generation_config.json and config.json, and `<|endoftext|>` and `<|im_end|>` if
+    the tokenizer has them."""
     max_batch_rollouts: Positive = 1024
     """Maximum number of completions that the `hf` backend decodes at once."""
     logprob_gap_limit: Annotated[float, Field(gt=0.0)] | None = None

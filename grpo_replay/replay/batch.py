@@ -66,6 +66,14 @@ class MicroBatch:
             return None
         return np.concatenate([np.arange(width) for width in self.widths_R])[None]
 
+    @property
+    def bounds(self) -> np.ndarray | None:
+        """int32 [R + 1]: where each row of a pack begins, and L; None if every row is a sequence.
+        Flash attention takes a pack apart by them."""
+        if len(self.input_ids_RL) == len(self.rows_R):
+            return None
+        return np.concatenate([[0], np.cumsum(self.widths_R)]).astype(np.int32)
+
 
 def logprob_row(prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray) -> TrainRow:
     """A row that only needs log-probs."""

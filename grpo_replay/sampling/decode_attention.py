@@ -40,7 +40,7 @@ def decode_attention(
     output = scaled_dot_product_attention(
         grouped, key, value, attn_mask=attention_mask, scale=scaling
     )
-    return output.reshape(rows, 1, heads, head_dim), None
+    return output.reshape(rows, 1, heads, value.shape[-1]), None
 
 
 AttentionInterface.register(NAME, decode_attention)

@@ -1,13 +1,14 @@
 """Decode one batch: prefill each distinct prompt once, then sample one token per row and step."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from grpo_replay.sampling.kv_cache import expanded_cache
+from grpo_replay.sampling.decode_ways import DecodeWay
+from grpo_replay.sampling.kv_cache import OwnCache, expanded_cache
 from grpo_replay.sampling.token_choice import SamplingParameters, UniformRows, choose_tokens
 from grpo_replay.types import GenerationRequest
 
@@ -43,8 +44,10 @@ class DecodingBatch:
         requests: Sequence[GenerationRequest],
         eos_ids: Sequence[int],
         pad_id: int,
+        way: DecodeWay,
     ) -> None:
-        self._model = model
+        """If `way` is not padded, all prompts have one length."""
+        self._model, self._way = model, way
         device = model.device
         self.alive = len(requests)
         self._length = 0  # completion tokens so far
@@ -69,34 +72,43 @@ class DecodingBatch:
         # An index copies the last hidden states. A slice would leave them strided, and bfloat16
         # matrix products of strided tensors are a hundred times slower on a CPU (torch 2.13).
         last = torch.tensor([width - 1], device=device)
+        keep = {"logits_to_keep": last} if "logits_to_keep" in self._way.takes else {}
         caches, logits = [], []
-        step = max(1, PREFILL_TOKENS // width)
+        step = len(prompts) if self._way.own_cache else max(1, PREFILL_TOKENS // width)
         for start in range(0, len(prompts), step):
             part = slice(start, start + step)
-            cache = DynamicCache()
-            output = self._model(
-                input_ids=ids[part],
-                attention_mask=None if real[part].all() else mask[part],
-                position_ids=positions[part],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=last,
-            )
-            caches.append(cache)
-            logits.append(output.logits[:, -1])
+            some_mask = None if real[part].all() else mask[part]
+            caches.append(self._empty_cache())
+            given = self._way.inputs(ids[part], caches[-1], positions[part], some_mask)
+            logits.append(self._model(**given, **keep).logits[:, -1])
         rows = torch.from_numpy(prompt_of_row).to(device)
-        self._cache = expanded_cache(caches, rows, min(self._longest, INITIAL_CAPACITY))
+        self._cache = self._expanded(caches, rows)
         self._logits = torch.cat(logits)[rows]
         self._positions = torch.from_numpy(lengths).to(device)[rows]
-        self._bias = None if real.all() else self._padding_bias(mask[rows])
+        self._width = width
+        self._mask = None if real.all() else self._decode_mask(mask[rows])
 
-    def _padding_bias(self, mask: torch.Tensor) -> torch.Tensor:
-        """Bias of the attention scores, [R, 1, 1, width + longest]: -inf on padding, else 0."""
+    def _empty_cache(self) -> DynamicCache:
+        return OwnCache(config=self._model.config) if self._way.own_cache else DynamicCache()
+
+    def _expanded(self, prefills: Sequence[DynamicCache], rows: torch.Tensor) -> Any:
+        """A cache with one row per request that can `move_rows`."""
+        if not self._way.own_cache:
+            return expanded_cache(prefills, rows, min(self._longest, INITIAL_CAPACITY))
+        (cache,) = prefills
+        cache.reorder_cache(rows)
+        return cache
+
+    def _decode_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """For transformers' caches True on tokens, [R, width + longest]; for our own the bias of
+        the attention scores, [R, 1, 1, width + longest]: -inf on padding, else 0."""
         rows, width = mask.shape
-        dtype = self._model.dtype
-        bias = torch.zeros(rows, width + self._longest, dtype=dtype, device=mask.device)
-        bias[:, :width].masked_fill_(~mask, -torch.inf)
-        return bias[:, None, None]
+        whole = mask.new_ones(rows, width + self._longest)
+        whole[:, :width] = mask
+        if self._way.own_cache:
+            return whole
+        bias = torch.zeros(whole.shape, dtype=self._model.dtype, device=mask.device)
+        return bias.masked_fill_(~whole, -torch.inf)[:, None, None]
 
     @torch.inference_mode()
     def advance(self) -> list[FinishedRow]:
@@ -122,17 +134,10 @@ class DecodingBatch:
 
     def _forward(self) -> None:
         n = self.alive
-        bias = None
-        if self._bias is not None:
-            bias = self._bias[:n, :, :, : self._cache.get_seq_length() + 1]
-        output = self._model(
-            input_ids=self._last_tokens.unsqueeze(1),
-            attention_mask=bias,
-            position_ids=self._positions[:n].unsqueeze(1),
-            past_key_values=self._cache,
-            use_cache=True,
-        )
-        self._logits = output.logits[:, -1]
+        mask = None if self._mask is None else self._mask[:n, ..., : self._width + self._length]
+        positions = self._positions[:n].unsqueeze(1)
+        given = self._way.inputs(self._last_tokens.unsqueeze(1), self._cache, positions, mask)
+        self._logits = self._model(**given).logits[:, -1]
         self._positions[:n] += 1
 
     def _draw_uniforms(self) -> None:
@@ -165,18 +170,39 @@ class DecodingBatch:
             host[holes] = host[movers]
         targets = torch.from_numpy(holes).to(self._tokens_RT.device)
         sources = torch.from_numpy(movers).to(self._tokens_RT.device)
-        for layer in self._cache.layers:
-            layer.move_rows(targets, sources, left)
+        self._cache.move_rows(targets, sources, left)
         done = self._length
         self._tokens_RT[targets, :done] = self._tokens_RT[sources, :done]
         self._logprobs_RT[targets, :done] = self._logprobs_RT[sources, :done]
         per_slot = [self._positions, self._uniforms, self._last_tokens]
         per_slot += [self._parameters.temperature, self._parameters.top_p]
-        if self._bias is not None:
-            per_slot.append(self._bias)
+        if self._mask is not None:
+            per_slot.append(self._mask)
         for tensor in per_slot:
             tensor[targets] = tensor[sources]
         self._last_tokens = self._last_tokens[:left]
+
+
+def decoding_batches(
+    ordered: Sequence[GenerationRequest], most: int, way: DecodeWay
+) -> Iterator[Sequence[GenerationRequest]]:
+    """Batches of at most `most` requests, which are ordered by length and prompt. With
+    transformers' caches the prompts of a batch are one prefill; unpadded, they have one length."""
+    batch: list[GenerationRequest] = []
+    prompts: set[bytes] = set()
+    for request in ordered:
+        prompt, name = request.prompt_token_ids, request.prompt_token_ids.tobytes()
+        full = len(batch) == most
+        if way.own_cache and batch:
+            width = len(batch[0].prompt_token_ids)
+            full |= (len(prompts) + (name not in prompts)) * width > PREFILL_TOKENS
+            full |= not way.padded and len(prompt) != width
+        if full:
+            yield batch
+            batch, prompts = [], set()
+        batch.append(request)
+        prompts.add(name)
+    yield from [batch] if batch else []
 
 
 def _distinct_prompts(

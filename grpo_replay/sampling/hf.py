@@ -26,11 +26,12 @@ from grpo_replay.engine.weight_names import (
     refuse_problems,
     weights_of,
 )
-from grpo_replay.errors import ModelError, SamplerError
+from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.contract import WeightState, refuse_impossible
-from grpo_replay.sampling.decode_attention import NAME as DECODE_ATTENTION
-from grpo_replay.sampling.decoding import DecodingBatch, FinishedRow
+from grpo_replay.sampling.decode_trial import gives_own_logprobs
+from grpo_replay.sampling.decode_ways import first_that_works
+from grpo_replay.sampling.decoding import DecodingBatch, FinishedRow, decoding_batches
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 
@@ -45,9 +46,9 @@ class HfSampler:
         max_batch_rollouts: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        _refuse_partial_attention(model)
-        model.set_attn_implementation(DECODE_ATTENTION)
-        self._model: PreTrainedModel | None = model.to(device).eval().requires_grad_(False)
+        model = model.to(device).eval().requires_grad_(False)
+        self._way = first_that_works(model, lambda way: gives_own_logprobs(model, way, pad_id))
+        self._model: PreTrainedModel | None = model
         self.stop_token_ids = tuple(eos_ids)
         self._pad_id = pad_id
         self._max_batch_rollouts = max_batch_rollouts
@@ -58,7 +59,8 @@ class HfSampler:
     @classmethod
     def open(cls, recipe: Recipe, model_path: str) -> "HfSampler":
         """A sampler on `engine.device` with the weights in `model_path`, or with the recipe's
-        random initialisation if that is its path. Raises ModelError."""
+        random initialisation if that is its path. Raises ModelError, also for a model that it
+        cannot decode."""
         section = section_at(recipe.model, model_path)
         tokenizer = load_tokenizer(section)
         model = load_policy(section, recipe.run.seed)
@@ -108,8 +110,7 @@ class HfSampler:
     def _run(
         self, model: PreTrainedModel, ordered: Sequence[GenerationRequest]
     ) -> Iterator[Completion]:
-        for start in range(0, len(ordered), self._max_batch_rollouts):
-            chosen = ordered[start : start + self._max_batch_rollouts]
+        for chosen in decoding_batches(ordered, self._max_batch_rollouts, self._way):
             first_version = self.policy_version
             for finished in self._decode(model, chosen):
                 yield self._completion(chosen[finished.row], finished, first_version)
@@ -118,7 +119,7 @@ class HfSampler:
         self, model: PreTrainedModel, chosen: Sequence[GenerationRequest]
     ) -> Iterator[FinishedRow]:
         try:
-            batch = DecodingBatch(model, chosen, self.stop_token_ids, self._pad_id)
+            batch = DecodingBatch(model, chosen, self.stop_token_ids, self._pad_id, self._way)
             while batch.alive:
                 yield from batch.advance()
         except torch.OutOfMemoryError as error:
@@ -185,15 +186,6 @@ class HfSampler:
         self._weights.refuse_closed()
         assert self._model is not None
         return self._model
-
-
-def _refuse_partial_attention(model: PreTrainedModel) -> None:
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ModelError(
-            f"{model.config.model_type} has layers of type {', '.join(sorted(kinds))}; the hf "
-            "sampler decodes full attention only: use sampling.backend vllm"
-        )
 
 
 def _prompt_bytes(request: GenerationRequest) -> bytes:

@@ -1,12 +1,14 @@
-"""Key-value cache of the decoder: one buffer per layer, from which finished rows are removed.
+"""Caches of the decoder, from which finished rows are removed.
 
-It replaces transformers' DynamicCache, which copies all keys and values for every token and keeps
-finished rows.
+`RowCache` has one buffer per layer. It replaces transformers' DynamicCache, which copies all keys
+and values for every token. `OwnCache` has transformers' own layers, for models with sliding windows
+or states.
 """
 
 from collections.abc import Sequence
 
 import torch
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 GROWTH_TOKENS = 256
@@ -55,7 +57,26 @@ class RowLayer(DynamicLayer):
         return buffer
 
 
-def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, room: int) -> Cache:
+class RowCache(Cache):
+    """Rows of keys and values, for models whose every layer attends to all tokens."""
+
+    def move_rows(self, targets: torch.Tensor, sources: torch.Tensor, rows: int) -> None:
+        """Copy row `sources[i]` over row `targets[i]`, then keep the first `rows`."""
+        for layer in self.layers:
+            layer.move_rows(targets, sources, rows)
+
+
+class OwnCache(DynamicCache):
+    """The layers that transformers gives a model of this configuration."""
+
+    def move_rows(self, targets: torch.Tensor, sources: torch.Tensor, rows: int) -> None:
+        """Copy row `sources[i]` over row `targets[i]`, then keep the first `rows`."""
+        kept = torch.arange(rows, device=targets.device)
+        kept[targets] = sources
+        self.reorder_cache(kept)
+
+
+def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, room: int) -> RowCache:
     """A cache whose row i continues prompt `prompt_of_row_R[i]`, numbered over all `prefills`
     (equally long, left-padded). Has capacity for `room` further tokens before it grows."""
     layers = []
@@ -66,4 +87,4 @@ def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, roo
         layers.append(RowLayer(keys, values, keys.shape[-2] + room))
         for state in states:  # free the prefill layer by layer
             state.reset()
-    return Cache(layers=layers)
+    return RowCache(layers=layers)

@@ -40,7 +40,7 @@ from grpo_replay.sampling.vllm_requests import (
     read_spans,
     sampling_parameters,
 )
-from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
+from grpo_replay.sampling.vllm_settings import engine_arguments, log_through_root, set_environment
 from grpo_replay.sampling.vllm_sleep import VLLM_ERRORS, SleepState
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors, RequestKey
 
@@ -85,8 +85,11 @@ class VllmLocalSampler:
         stop_token_ids = find_stop_tokens(recipe, section, load_tokenizer(section))
         arguments = engine_arguments(recipe, section, on_gpu)
         arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
+        # First: no model can be made after `_refuse_borrowed_classes` had a reason to refuse.
+        expected = expected_weights(section)
         engine = _start_engine(arguments, on_gpu)
-        return cls(engine, stop_token_ids, expected_weights(section), comm)
+        _refuse_borrowed_classes(engine)
+        return cls(engine, stop_token_ids, expected, comm)
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request.
@@ -244,9 +247,9 @@ def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict
 
 def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     set_environment(os.environ, on_gpu)
-    # vLLM logs through the root logger. Its engine core must run in this process: weights are
-    # passed as tensors, and the external launcher requires it.
-    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    log_through_root(os.environ)
+    # Its engine core must run in this process: weights are passed as tensors, and the external
+    # launcher requires it.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     with preserved_process_state(), stdout_to_stderr():
         try:
@@ -271,6 +274,19 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     # including the trainer's. `close` shuts the executor down instead.
     engine.engine_core._finalizer.detach()
     return engine
+
+
+def _refuse_borrowed_classes(engine: "LLMEngine") -> None:
+    """Raises SamplerError if vLLM runs the model with transformers' own classes. It decorates them
+    for the whole process (vLLM 0.32, `support_torch_compile`), and the trainer's model is one."""
+    config = engine.vllm_config.model_config
+    if config.using_transformers_backend():
+        engine.model_executor.shutdown()
+        raise SamplerError(
+            f"sampling.backend vllm: vLLM has no implementation of its own for a model of type "
+            f"{config.hf_config.model_type}, and the one that it borrows from transformers breaks "
+            "the trainer's in the same process; use sampling.backend vllm_server or hf"
+        )
 
 
 def _steps_to_an_end(engine: "LLMEngine") -> list[Any]:

@@ -24,6 +24,11 @@ def set_environment(environment: MutableMapping[str, str], on_gpu: bool) -> None
             environment.setdefault(name, value)
 
 
+def log_through_root(environment: MutableMapping[str, str]) -> None:
+    """Before vLLM is imported in this process: it would log to stdout, which is for results."""
+    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+
+
 def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dict[str, Any]:
     """Keywords of vLLM's EngineArgs, or the command line options of the same names for a server.
 

@@ -11,6 +11,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.distributed.long_work import run_on_main
 from grpo_replay.engine.attention_kernel import float32_warning
+from grpo_replay.engine.cache_support import check_cache
 from grpo_replay.engine.deepspeed_config import notices_of_precision
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.model_settings import drop_unwritable_settings
@@ -95,6 +96,7 @@ class RunOpener:
         checkpoint = self._open_directory(resume)
         state = read_state(checkpoint) if checkpoint else RunState()
         tokenizer = load_tokenizer(recipe.model)
+        check_cache(recipe)
         scorer = self.scorer or self.stack.enter_context(RewardScorer.open(recipe.reward))
         self.notices += (
             run_on_main(comm, lambda: self._note_reward(checkpoint, state, scorer)) or []

@@ -232,14 +232,15 @@ def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
     heights = []
     logits = grpo_replay.engine.policy_module._logits
 
-    def watched(hidden_CH, weight_VH, temperature):
+    def watched(hidden_CH, *others):
         heights.append(len(hidden_CH))
-        return logits(hidden_CH, weight_VH, temperature)
+        return logits(hidden_CH, *others)
 
     monkeypatch.setattr(grpo_replay.engine.policy_module, "_logits", watched)
     rows = make_rows(8)
     one_update(processes, rows, engine={"logprob_chunk_tokens": 16})
     assert max(heights) == 16
+    assert heights.pop(0) == 15  # the trial of the head
     # Every chunk is computed again in the backward pass.
     assert sum(heights) == 2 * sum(len(row.completion_token_ids) for row in rows)
 

@@ -294,3 +294,45 @@ def test_a_hub_id_that_cannot_be_fetched_says_what_to_download(monkeypatch):
     for load in (load_config, load_tokenizer):
         with pytest.raises(ModelError, match=r"hf download nobody/no-model --local-dir DIR"):
             load(ModelSection(path="nobody/no-model"))
+
+
+def test_flash_attention_without_its_package_is_a_recipe_error():
+    section = random_section(attn_implementation="flash_attention_2")
+    message = r"model\.attn_implementation flash_attention_2: .*; sdpa and eager need no package"
+    with pytest.raises(RecipeError, match=message):
+        load_policy(section, 0)
+
+
+def test_an_attention_that_the_model_does_not_have_is_a_recipe_error(tmp_path):
+    small = {"vocab_size": 258, "hidden_size": 16, "n_head": 2, "n_layer": 1}
+    config = AutoConfig.for_model("bloom", **small)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    for random_init in (False, True):
+        section = ModelSection(path=str(tmp_path), random_init=random_init)
+        with pytest.raises(RecipeError, match=r"implementation sdpa: .*Bloom.* eager fits every"):
+            load_policy(section, 0)
+    eager = ModelSection(path=str(tmp_path), attn_implementation="eager")
+    assert load_policy(eager, 0).config.model_type == "bloom"
+
+
+def test_soft_caps_of_attention_scores_need_eager_attention(tmp_path):
+    AutoConfig.for_model("gemma2").save_pretrained(tmp_path)
+    section = ModelSection(path=str(tmp_path), tokenizer="builtin:bytes", random_init=True)
+    with pytest.raises(RecipeError, match=r"attn_logit_softcapping 50\.0\); set it to eager"):
+        load_policy(section, 0)
+
+
+def test_a_model_of_text_and_images_is_refused_by_name(tmp_path):
+    AutoConfig.for_model("gemma3").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"gemma3 is not a model of text alone .*gemma3_text"):
+        load_config(ModelSection(path=str(tmp_path)))
+
+
+def test_a_configuration_that_needs_a_bos_token_keeps_its_own(tmp_path):
+    """The byte tokenizer has none."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    small = {**sizes, "vocab_size": 300, "intermediate_size": 16, "bos_token_id": 7}
+    AutoConfig.for_model("modernbert-decoder", **small).save_pretrained(tmp_path)
+    policy = load_policy(random_section(path=str(tmp_path), config_overrides={}), 0)
+    assert (policy.config.eos_token_id, policy.config.bos_token_id) == (EOS_ID, 7)

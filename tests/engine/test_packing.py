@@ -9,7 +9,12 @@ import pytest
 import torch
 from core_engine import first_gradient, make_rows, open_engine, parameters, relative
 from slow_tests import slow_except
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 
 from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.packing import keeps_rows_apart
@@ -107,9 +112,39 @@ def test_which_models_keep_rows_apart_is_found_by_trying(kind, dtype):
     assert keeps_rows_apart(forward, SIZES["vocab_size"]) is (kind in APART)
 
 
-def inputs(batch: MicroBatch, device: str) -> list[torch.Tensor | None]:
-    arrays = (batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL)
-    return [None if each is None else torch.as_tensor(each, device=device) for each in arrays]
+def inputs(batch: MicroBatch, device: str) -> list[torch.Tensor | int | None]:
+    arrays = (
+        batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL,
+        batch.bounds,
+    )  # fmt: skip
+    tensors = [None if each is None else torch.as_tensor(each, device=device) for each in arrays]
+    return [*tensors, int(batch.widths_R.max())]
+
+
+def test_flash_attention_gets_the_bounds_of_packed_rows(processes, monkeypatch):
+    """transformers would find them in the position ids, with a look at the GPU in every layer."""
+    given = []
+
+    def attend(module, query, key, value, mask, **arguments):
+        given.append(arguments)
+        return torch.zeros_like(query.transpose(1, 2)), None
+
+    AttentionInterface.register("a_flash_of_tests", attend)
+    AttentionMaskInterface.register("a_flash_of_tests", lambda *_, **__: None)
+    model = random_model("qwen3")
+    rows = make_rows(3)
+    with open_engine(processes, model, batch={"packing": True}) as engine:
+        model.config._attn_implementation = "a_flash_of_tests"
+        engine._engine.module._takes_bounds = engine._wrap(model)._takes_bounds
+        given.clear()
+        engine.logprobs(rows)
+    assert len(given) == 2  # layers
+    lengths = sorted(row.length_tokens for row in rows)
+    for arguments in given:
+        assert sorted(arguments["cu_seq_lens_q"].diff().tolist()) == lengths
+        assert arguments["cu_seq_lens_k"] is arguments["cu_seq_lens_q"]
+        assert arguments["max_length_q"] == arguments["max_length_k"] == lengths[-1]
+        assert arguments["cu_seq_lens_q"].dtype == torch.int32
 
 
 @pytest.mark.gpu

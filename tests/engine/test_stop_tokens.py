@@ -58,6 +58,16 @@ def test_a_stop_text_that_is_not_a_token_is_refused_before_the_run():
         load_recipe("tiny", ["sampling.stop_tokens=[]"])
 
 
+def test_a_text_that_encodes_to_one_token_is_that_token(qwen_tokenizer):
+    """A byte-level tokenizer calls the newline Ċ; both names are right."""
+    for text in ("\n", "Ċ"):
+        recipe = resolve_recipe([{"sampling": {"stop_tokens": [text]}}])
+        assert find_stop_tokens(recipe, QWEN, qwen_tokenizer) == (ord("\n"),)
+    two = resolve_recipe([{"sampling": {"stop_tokens": ["\n\n"]}}])
+    with pytest.raises(RecipeError, match=r"'\\n\\n' is not a token of the tokenizer"):
+        find_stop_tokens(two, QWEN, qwen_tokenizer)
+
+
 @pytest.fixture(scope="module")
 def evaluations(tmp_path_factory):
     """The tiny base, which ends its answers with a brace and then <eos>, under both choices."""

@@ -7,8 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
-from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.engine.byte_tokenizer import EOS_ID, PAD_ID, byte_tokenizer
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.prompts.prompt_set import load_prompts, render_prompt
@@ -71,6 +72,22 @@ def test_the_chat_template_takes_system_and_user_message(jsonl, tokenizer):
     assert text == "system: S\nuser: Q 1+1\nassistant: "
     without = chat.model_copy(update={"system_prompt": None})
     assert load_prompts(without, tokenizer, 0).take(0, 1)[0].text == "user: Q 1+1\nassistant: "
+
+
+def test_a_tokenizer_that_ends_every_text_is_refused_for_plain_prompts(jsonl):
+    """One that only begins with a token of its own is not."""
+    path = jsonl({"problem": "1+1", "answer": "2"})
+    eos, pad = ("<|eos|>", EOS_ID), ("<|pad|>", PAD_ID)
+    for pattern in ("$A <|eos|>", "<|pad|> $A"):
+        tokenizer = byte_tokenizer()
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=pattern, special_tokens=[eos, pad]
+        )
+        if pattern.endswith("$A"):
+            (prompt,) = load_prompts(section(path), tokenizer, 0).take(0, 1)
+            assert prompt.token_ids[0] == PAD_ID
+        else:
+            refused(path, tokenizer, r"EOS token <\|eos\|>.*add_eos_token", RecipeError)
 
 
 def test_render_prompt_equals_the_prompt_of_the_set(jsonl, tokenizer):

@@ -18,10 +18,13 @@ from naive_sampler import (
 )
 from scipy.stats import chisquare
 from slow_tests import slow_except
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_replay.engine.cache_support import check_cache
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.sampling import decoding, kv_cache
+from grpo_replay.sampling.decode_attention import decode_attention
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 
@@ -244,14 +247,67 @@ def test_an_out_of_memory_error_names_the_settings_to_lower(model, monkeypatch):
     def too_large(*args):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    sampler = sampler_of(model)
     monkeypatch.setattr(decoding, "expanded_cache", too_large)
     with pytest.raises(SamplerError, match=r"20 rows at once: lower sampling.max_batch_rollouts"):
-        list(sampler_of(model).generate(make_requests()))
+        list(sampler.generate(make_requests()))
 
 
-def test_sliding_windows_are_refused():
-    with pytest.raises(ModelError, match="sliding_attention"):
-        sampler_of(qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=0))
+def test_sliding_windows_slide_in_padded_batches():
+    """Rows of up to 23 tokens leave windows of 5."""
+    sliding = qwen3(use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    assert sliding.config.layer_types == ["full_attention", "sliding_attention"]
+    completions = assert_like_naive(sliding, make_requests())
+    assert max(len(each.token_ids) for each in completions.values()) > 5
+
+
+def test_states_of_convolutions_never_run_over_padding():
+    """LFM2's prompts of one length are decoded together."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48,
+             "initializer_range": 0.25}  # fmt: skip
+    config = AutoConfig.for_model("lfm2", **sizes, layer_types=["conv", "full_attention"])
+    torch.manual_seed(0)
+    assert_like_naive(AutoModelForCausalLM.from_config(config).eval(), make_requests())
+
+
+def test_keys_and_values_of_different_widths_are_decoded():
+    """DeepSeek's latent attention: keys have 32 numbers a head, values 24."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48,
+             "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+             "v_head_dim": 24, "first_k_dense_replace": 1, "initializer_range": 0.25}  # fmt: skip
+    config = AutoConfig.for_model("deepseek_v3", **sizes)
+    torch.manual_seed(0)
+    assert_like_naive(AutoModelForCausalLM.from_config(config).eval(), make_requests())
+
+
+def test_grouped_values_narrower_than_keys_keep_their_width():
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True
+    query, key, value = (torch.randn(3, heads, length, width, generator=torch.manual_seed(0))
+                         for heads, length, width in ((4, 1, 8), (2, 5, 8), (2, 5, 6)))  # fmt: skip
+    found, _ = decode_attention(module, query, key, value, None)
+    repeated = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated)
+    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-6)
+
+
+def test_a_model_that_no_way_decodes_rightly_is_refused_when_the_sampler_opens(model, monkeypatch):
+    forward = type(model).forward
+
+    def forgetful(self, input_ids, past_key_values=None, **others):
+        return forward(self, input_ids, **others | {"position_ids": None})  # ignores the cache
+
+    monkeypatch.setattr(type(model), "forward", forgetful)
+    with pytest.raises(ModelError, match=r"cannot decode a model of type qwen3 .* use .* vllm"):
+        sampler_of(model)
+
+
+def test_a_model_that_takes_no_cache_is_refused_by_its_configuration_alone(tmp_path):
+    AutoConfig.for_model("rwkv").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"sampling\.backend hf: .* type rwkv"):
+        check_cache(resolve_recipe([{"model": {"path": str(tmp_path)}}]))
 
 
 def test_the_sampler_opens_from_a_recipe_and_answers_arithmetic():

@@ -46,6 +46,7 @@ def check_parts(recipe: Recipe, device: str, findings: Findings) -> Any:
     _check_functions(recipe, findings)
     tokenizer = _check_tokenizer(recipe, findings)
     _check_weights(recipe, findings)
+    _check_model(recipe, findings)
     prompts = _check_prompts(recipe, tokenizer, findings)
     runs_here = _list_for_missing(device, findings) is findings.problems
     check_rewards(recipe, prompts, runs_here, findings)
@@ -195,6 +196,15 @@ def _check_tokenizer(recipe: Recipe, findings: Findings) -> Any:
     return tokenizer
 
 
+def _check_model(recipe: Recipe, findings: Findings) -> None:
+    from grpo_replay.engine.cache_support import check_cache
+    from grpo_replay.engine.models import check_attention
+
+    name = recipe.model.path
+    _attempt(lambda: check_attention(recipe.model), name, "attention", findings)
+    _attempt(lambda: check_cache(recipe), name, "sampler", findings)
+
+
 def _check_weights(recipe: Recipe, findings: Findings) -> None:
     from grpo_replay.engine.models import resolve_model_path
 
@@ -277,6 +287,6 @@ def _attempt(action: Any, source: str, what: str, findings: Findings) -> Any:
         if is_on_hub(source):
             reason = str(error).partition("\n")[0]
             findings.unchecked.append(f"{what} of {source}: {reason}")
-        else:
+        elif str(error) not in findings.problems:
             findings.problems.append(str(error))
         return None

@@ -18,7 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from grpo_replay.engine.attention_kernel import has_whole_scores
 from grpo_replay.engine.lora import LoraAdapters
 from grpo_replay.engine.models import DTYPES, load_config
+from grpo_replay.engine.output_head import find_body, find_head
 from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.errors import ModelError, first_line
 from grpo_replay.lab.dry_run.memory import ForwardMemory, ModelShape
 from grpo_replay.recipe import LoraSection, Recipe
 
@@ -80,7 +82,8 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
         # [rows, heads, tokens, head_dim] in memory as [rows, tokens, heads, head_dim]
-        output = torch.empty_like(query.transpose(1, 2).contiguous()).transpose(1, 2)
+        rows, heads, tokens, _ = query.shape
+        output = value.new_empty(rows, tokens, heads, value.shape[-1]).transpose(1, 2)
         log_sums = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, log_sums)
         return output
@@ -109,10 +112,17 @@ def _eager_probe(
 
 
 def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> ModelShape:
-    """Sizes of a model from its configuration alone; tied parameters count once."""
-    model = _meta_model(config, torch.float32, "sdpa")
+    """Sizes of a model from its configuration alone; tied parameters count once.
+
+    Raises ModelError if its configuration does not have them."""
+    with _untraceable(config):
+        return _model_shape(config, lora)
+
+
+def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelShape:
+    model = _meta_model(config, torch.float32, "eager")
     names = dict(model.named_parameters(remove_duplicate=False))
-    head = model.get_output_embeddings()
+    head = find_head(model)
     total, in_files = (
         sum(each.numel() for each in weights) for weights in (model.parameters(), names.values())
     )
@@ -167,17 +177,31 @@ def forward_memory(
     Two shallow copies of the model are traced and extrapolated, because the peak is linear in the
     number of layers. Parameters and their gradients are not included: the engine holds them.
     Remembered, because most changes that a plan is tried with do not touch it.
+    Raises ModelError for a model that cannot be traced.
     """
     config = load_config(recipe.model)
     chunk_tokens = recipe.logprob_chunk_tokens(config.vocab_size)
     key = (recipe.model.model_dump_json(), config.to_json_string(), recipe.sampling.temperature,
            chunk_tokens, rows, length, completion, on_cuda)  # fmt: skip
     if key not in _traced:
-        _traced[key] = _forward_memory(recipe, config, rows, length, completion, on_cuda)
+        with _untraceable(config):
+            _traced[key] = _forward_memory(recipe, config, rows, length, completion, on_cuda)
     return _traced[key]
 
 
 _traced: dict[tuple[Any, ...], ForwardMemory] = {}
+
+
+@contextmanager
+def _untraceable(config: PreTrainedConfig) -> Iterator[None]:
+    """Raises ModelError for what transformers or torch raise on the meta device."""
+    try:
+        yield
+    except (RuntimeError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ModelError(
+            f"a model of type {config.model_type} cannot be traced without its weights: "
+            f"{first_line(error)}"
+        ) from error
 
 
 def _forward_memory(
@@ -223,7 +247,7 @@ def _trace(
         nonlocal saved
         saved = live.now
 
-    model.model.register_forward_hook(note)
+    find_body(model).register_forward_hook(note)
     with _gradients_dropped(model), LiveBytes(model) as live:
         ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
         positions = torch.zeros(rows * completion, dtype=torch.int64, device="meta")

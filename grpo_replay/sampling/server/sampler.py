@@ -136,7 +136,7 @@ class VllmServerSampler:
             return
         weights = None
         if self._comm.is_main:
-            plain = section.model_copy(update={"attn_implementation": "sdpa"})
+            plain = section.model_copy(update={"attn_implementation": "eager"})
             weights = named_weights(load_policy(plain, seed))
         self._update(weights, 0)
 

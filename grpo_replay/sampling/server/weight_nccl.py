@@ -6,6 +6,7 @@ broadcasts the tensors. Needs CUDA on both sides and a direct network path betwe
 
 import ipaddress
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,10 @@ import torch
 
 from grpo_replay.engine.weight_names import ExpectedWeights
 from grpo_replay.errors import SamplerError, first_line
+from grpo_replay.sampling.process_state import stdout_to_stderr
 from grpo_replay.sampling.server.http_client import Refused, Unreachable
 from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
+from grpo_replay.sampling.vllm_settings import log_through_root
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +98,11 @@ class NcclTransfer:
             engine.shutdown()
 
     def _form_group(self, servers: Sequence[VllmServer]) -> None:
+        log_through_root(os.environ)
+        with stdout_to_stderr():  # NCCL prints as well
+            self._form_group_of(servers)
+
+    def _form_group_of(self, servers: Sequence[VllmServer]) -> None:
         from vllm.distributed.weight_transfer.nccl_engine import (
             NCCLTrainerInitInfo,
             NCCLTrainerWeightTransferEngine,

@@ -1,0 +1,126 @@
+"""The output head of any architecture: values and gradients of the model's own forward pass."""
+
+import pytest
+import torch
+from core_engine import SHARDED, make_rows, open_engine, relative
+from slow_tests import slow_except
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from grpo_replay.engine.output_head import LogitSettings
+from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.errors import ModelError
+
+SIZES = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 24, "max_position_embeddings": 64,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3,
+}  # fmt: skip
+HEADS = {
+    "cohere": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0},
+    "gemma2": {"final_logit_softcapping": 2.0, "head_dim": 16},
+    "phi": {},
+    "falcon_h1": {"lm_head_multiplier": 0.3, "mamba_d_ssm": 64, "mamba_n_heads": 2,
+                  "mamba_d_head": 32},
+    "hyperclovax": {"logits_scaling": 0.5},
+    "gpt2": {}, "gpt_neox": {}, "opt": {"word_embed_proj_dim": 16},
+}  # fmt: skip
+"""What each does between hidden states and logits, or where it keeps body and head."""
+
+
+def random_model(kind: str, tied: bool = True, dtype: str = "float32"):
+    config = AutoConfig.for_model(kind, **SIZES | HEADS[kind], tie_word_embeddings=tied)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation="eager"
+        )
+        head = model.get_output_embeddings()
+        if head.bias is not None:
+            torch.nn.init.normal_(head.bias)
+    return model.eval()
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 100])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", HEADS)
+def test_values_and_gradients_are_those_of_the_models_own_logits(kind, tied, chunk_tokens):
+    model, temperature = random_model(kind, tied), 0.7
+    ids = torch.randint(3, 24, (2, 13), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(12), 13 + torch.arange(12)])
+    targets, weights = ids[:, 1:].flatten(), torch.linspace(-1, 1, 24)
+
+    def gradient(logprobs: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        (logprobs * weights).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1) / temperature
+    expected = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+    expected_gradient = gradient(expected)
+    found, entropies = PolicyModule(model, temperature, chunk_tokens)(ids, positions, targets)
+    assert (found - expected).abs().max() < 1e-5
+    assert torch.allclose(
+        entropies, torch.distributions.Categorical(logits=logits).entropy(), atol=1e-5
+    )
+    assert relative(gradient(found), expected_gradient) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["cohere", "granite", "gemma2", "phi"])
+def test_in_bfloat16_the_logits_are_rounded_as_the_model_rounds_them(kind):
+    module = PolicyModule(random_model(kind, dtype="bfloat16"), 1.0, 7)
+    ids = torch.arange(3, 24)[None]
+    inputs = (ids, torch.arange(20), ids[0, 1:])
+    found, own = module(*inputs)[0], module(*inputs, through_logits=True)[0]
+    assert (found - own).abs().max() < 3e-2  # one step of bfloat16 is 0.03 at 8
+
+
+def test_settings_that_are_not_set_change_nothing():
+    qwen = AutoConfig.for_model("qwen3", **SIZES)
+    assert LogitSettings.of(qwen) == LogitSettings(1.0, None)
+    granite = AutoConfig.for_model("granite", **SIZES, logits_scaling=8.0)
+    assert LogitSettings.of(granite) == LogitSettings(0.125, None)
+    gemma = AutoConfig.for_model("gemma2", **SIZES, final_logit_softcapping=None)
+    assert LogitSettings.of(gemma) == LogitSettings(1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("stage", "rank"), slow_except([(3, None)], [(0, None), (3, None), (0, 2), (3, 2)])
+)
+@pytest.mark.parametrize("kind", ["granite", "phi"])
+def test_an_engine_trains_heads_with_scale_and_bias(processes, kind, stage, rank):
+    rows = make_rows(5)
+    sections = {
+        "engine": SHARDED | {"zero_stage": stage},
+        "model": {"lora": {"rank": rank}} if rank else {},
+    }
+    model = random_model(kind)
+    with open_engine(processes, model, **sections) as engine:
+        before = engine.logprobs(rows)
+        result = engine.update(rows)
+        after = engine.logprobs(rows)
+    assert result.grad_norm > 0
+    assert any((one != other).any() for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_head_without_the_models_scale_is_refused_when_the_engine_opens(
+    processes, monkeypatch, stage
+):
+    monkeypatch.setattr(LogitSettings, "of", lambda config: LogitSettings())
+    message = r"type granite .*own logits by up to .* nats.*settings .*: logits_scaling 8\.0"
+    with (
+        pytest.raises(ModelError, match=message),
+        open_engine(processes, random_model("granite"), engine={"zero_stage": stage}),
+    ):
+        pass
+
+
+def test_a_head_that_is_more_than_a_linear_layer_is_refused(processes):
+    config = AutoConfig.for_model("bert", **SIZES, is_decoder=True)
+    model = AutoModelForCausalLM.from_config(config)
+    with (
+        pytest.raises(ModelError, match=r"type bert .*its head is more than a linear layer"),
+        open_engine(processes, model),
+    ):
+        pass

@@ -1,0 +1,130 @@
+"""Every architecture trains with right log-probs, or is refused by name: the table of
+docs/models.md, which this test makes (GRPO_REPLAY_WRITE_DOCS=1 writes it)."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from architectures import ARCHITECTURES, attention_of, random_config
+from core_engine import engine_recipe
+
+from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.engine.cache_support import check_cache
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.engine.models import load_policy
+from grpo_replay.errors import GrpoReplayError, ModelError
+from grpo_replay.lab.dry_run.trace import forward_memory, model_shape
+from grpo_replay.recipe import Recipe
+from grpo_replay.replay.batch import TrainRow, logprob_row
+from grpo_replay.sampling.decode_attention import NAME as DECODE_ATTENTION
+from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.types import GenerationRequest, RequestKey
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+LARGEST_GAP = 1e-4  # nats, in float32
+REFUSED = {"bert", "modernbert-decoder", "rwkv"}
+
+
+def requests() -> list[GenerationRequest]:
+    """Three prompts of 4, 20 and 11 tokens with three completions each, longer than the windows."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(250, size=size).astype(np.int32) for size in (4, 20, 11)]
+    return [
+        GenerationRequest(RequestKey(1, i, j), prompt, 10 * i + j, max_tokens=12)
+        for i, prompt in enumerate(prompts)
+        for j in range(3)
+    ]
+
+
+def gap(engine: DeepSpeedEngine, sampler: HfSampler) -> tuple[float, list[TrainRow]]:
+    """The largest difference of log-probs between sampler and trainer, and the rows."""
+    asked = {request.key: request for request in requests()}
+    done = list(sampler.generate(list(asked.values())))
+    assert len(done) == len(asked)
+    rows = [logprob_row(asked[each.key].prompt_token_ids, each.token_ids) for each in done]
+    pairs = zip(engine.logprobs(rows), done, strict=True)
+    return max(float(np.abs(own - each.sampler_logprobs).max()) for own, each in pairs), rows
+
+
+def step(engine: DeepSpeedEngine, rows: list[TrainRow]) -> float:
+    """Gradient norm of one update."""
+    trained = [
+        replace(row, behavior_logprobs=own, coefficient=(-1.0) ** index, token_weight=0.01)
+        for index, (row, own) in enumerate(zip(rows, engine.logprobs(rows), strict=True))
+    ]
+    result = engine.update(trained)
+    assert result is not None
+    return result.grad_norm
+
+
+def recipe_of(kind: str, folder: Path) -> Recipe:
+    random_config(kind).save_pretrained(folder)
+    return engine_recipe(
+        model={
+            "path": str(folder),
+            "tokenizer": "builtin:bytes",
+            "random_init": True,
+            "attn_implementation": attention_of(kind),
+        }
+    )
+
+
+def outcome(kind: str, processes, folder: Path) -> str:
+    """ "our cache" and the like, or why it is refused."""
+    recipe = recipe_of(kind, folder)
+    try:
+        check_cache(recipe)
+        policy = load_policy(recipe.model, 0)
+        comm, device = processes
+        engine = DeepSpeedEngine(recipe, policy, byte_tokenizer(), comm, device)
+        try:
+            sampler = HfSampler.from_model(policy, (257,), 256)
+            before, rows = gap(engine, sampler)
+            engine.begin_step(1)
+            assert step(engine, rows) > 0
+            sampler.load_weights(engine.named_full_tensors(2**20), 1)
+            after, _ = gap(engine, sampler)
+        finally:
+            engine.close()
+        assert max(before, after) < LARGEST_GAP, f"{kind}: {before:.1e}, then {after:.1e} nats"
+    except GrpoReplayError as error:
+        return f"refused: {type(error).__name__}"
+    way = sampler._way
+    if not way.own_cache:
+        return "our cache" if way.attention == DECODE_ATTENTION else f"our cache, {way.attention}"
+    return "transformers' cache" + ("" if way.padded else ", prompts of one length at a time")
+
+
+def dry_run(kind: str, folder: Path) -> str:
+    """Whether the dry run knows the memory of its forward pass."""
+    try:
+        assert model_shape(random_config(kind)).parameters > 0
+        assert forward_memory(recipe_of(kind, folder), 2, 32, 16).peak > 0
+    except ModelError:
+        return "unchecked"
+    return "yes"
+
+
+@pytest.mark.slow
+def test_every_architecture_trains_or_is_refused_by_name(processes, tmp_path):
+    torch.set_num_threads(1)
+    lines = ["| Type | Attention | `hf` sampler | Memory in the dry run |", "|---|---|---|---|"]
+    refused = set()
+    for kind in ARCHITECTURES:
+        found = outcome(kind, processes, tmp_path / kind)
+        if found.startswith("refused"):
+            refused.add(kind)
+        memory = dry_run(kind, tmp_path / kind)
+        lines.append(f"| `{kind}` | `{attention_of(kind)}` | {found} | {memory} |")
+    table = "\n".join(lines) + "\n"
+    page = PAGE.read_text()
+    begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)
+    if os.environ.get("GRPO_REPLAY_WRITE_DOCS"):
+        PAGE.write_text(page[:begin] + table + page[end:])
+    assert refused == REFUSED
+    assert len(lines) - 2 - len(refused) >= 30
+    assert PAGE.read_text()[begin:].startswith(table)
