@@ -20,7 +20,8 @@ from small_runs.asynchronous import (
 from small_runs.trained import GROUP, PROMPTS, FinishedRun
 
 from grpo_replay.collection.journal import Journal, read_journal
-from grpo_replay.collection.messages import Group, Step
+from grpo_replay.collection.link import Link
+from grpo_replay.collection.messages import Cancel, Command, Group, Step
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.inspection.ageing import outcomes_by_age
@@ -78,6 +79,22 @@ def test_ages_follow_the_oldest_version_of_a_group_and_stay_within_the_bound(anc
             ages.append(line["step"] - oldest - 1)
             assert ages[-1] <= limit or not any(row["kept"] for row in members)
     assert min(ages) >= 0 and sum(age <= 3 for age in ages) > 0.5 * len(ages)
+
+
+def test_groups_too_old_for_the_next_step_are_cancelled(fake_server, tmp_path, monkeypatch):
+    """After v steps the next is v + 1, and with an age limit of 2 it trains on version v - 2 and
+    newer ones: before the first step, and after every step but the last."""
+    cancelled, send = [], Link.send
+
+    def spy(link: Link, command: Command) -> None:
+        if isinstance(command, Cancel):
+            cancelled.append(command.older_than)
+        send(link, command)
+
+    monkeypatch.setattr(Link, "send", spy)
+    sections = {"run": {"steps": 4}, "replay": {"max_age_steps": 2, "warmup_steps": 1}}
+    train_async_run(async_recipe([fake_server.url], sections), tmp_path / "run")
+    assert cancelled == [-2, -1, 0, 1]
 
 
 def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):
