@@ -1,10 +1,12 @@
 """Rollouts of the groups that a step takes."""
 
 import numpy as np
+import pytest
 from collected import group, row
+from msgspec import structs
 
 from grpo_replay.collection.arrivals import ArrivalRules, Arrivals
-from grpo_replay.collection.assembly import mean_lengths, take_rollouts
+from grpo_replay.collection.assembly import mean_lengths, rollouts_to_insert, take_rollouts
 from grpo_replay.collection.ledger import Amount
 from grpo_replay.collection.messages import Group
 from grpo_replay.recipe import Recipe, resolve_recipe
@@ -67,6 +69,20 @@ def test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted():
     assert [r.rollout_id for r in dropped.fresh] == [0]
     assert dropped.straddlers == 1
     assert ledger.settled["stale"] == Amount(1, 3)
+
+
+@pytest.mark.parametrize("straddlers", ["keep", "drop"])
+@pytest.mark.parametrize("drop_zero_variance", [True, False])
+@pytest.mark.parametrize("rewards", [(1.0, -1.0), (1.0, 1.0)])
+def test_what_will_be_inserted_is_known_before(straddlers, drop_zero_variance, rewards):
+    settings = recipe(
+        sampling={"collection": {"straddlers": straddlers}},
+        replay={"drop_zero_variance": drop_zero_variance},
+    )
+    rows = tuple(row(each, spans=[(0, 0, 2), (1, 2, 3)][: 1 + i]) for i, each in enumerate(rewards))
+    for given in (group(rewards=rewards), structs.replace(group(), rows=rows)):
+        taken, _ = take([given], 1, settings)
+        assert rollouts_to_insert(given, settings) == len(taken.fresh)
 
 
 def test_the_length_of_what_is_dropped_is_reported_against_what_is_kept():

@@ -153,6 +153,17 @@ def test_a_resumed_run_repeats_its_steps_and_then_samples_what_is_outstanding(se
     second.close()
 
 
+def test_a_sync_flushes_the_journal_and_a_repetition_has_none(server, tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(Journal, "sync", lambda journal: flushed.append(journal))
+    run = Run(recipe(server), tmp_path)
+    run.intake.sync()
+    assert flushed == [run.journal]
+    Intake(recipe(server), None, JournalRecords.of(tmp_path), 0).sync()
+    assert len(flushed) == 1
+    run.close()
+
+
 def test_the_journal_alone_repeats_every_selection(server, tmp_path):
     run = Run(recipe(server), tmp_path)
     for _ in range(STEPS):

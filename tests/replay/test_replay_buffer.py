@@ -330,3 +330,21 @@ def test_removed_payloads_are_released():
         biased.insert([make_rollout(i, advantage=(-1.0) ** i)], 1)
     held = [slot for slot in biased._columns._arrays["rollout"] if slot is not None]
     assert ids(held) == stored_ids(biased) == [2, 4, 6, 7]
+
+
+def test_unused_first_draws_what_was_never_drawn_and_then_the_others():
+    """Of eight rollouts three are drawn; then the five others; a draw of six takes one a second
+    time. The first-draw probabilities are those among the unused, or among the used."""
+    settings = replay_settings(unused_first=True, priority="uniform")
+    buffer = ReplayBuffer(settings, 2)
+    buffer.insert([make_rollout(i) for i in range(8)], 1)
+    rng = np.random.default_rng(0)
+    first = buffer.draw(3, 2, rng)
+    assert first.probabilities.tolist() == [1 / 8] * 3 and first.effective_sample_size == 8
+    second = buffer.draw(6, 2, rng)
+    assert set(ids(second.rollouts[:5])) == set(range(8)) - set(ids(first.rollouts))
+    assert second.rollouts[5].rollout_id in ids(first.rollouts)
+    assert second.probabilities.tolist() == [1 / 5] * 5 + [1 / 3]
+    assert buffer.column("times_used").sum() == 9 and buffer.column("times_used").min() == 1
+    third = buffer.draw(2, 3, rng)  # all are used: the law of all
+    assert third.probabilities.tolist() == [1 / 8] * 2 and third.entropy == np.log(8)

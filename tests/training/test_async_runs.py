@@ -144,6 +144,14 @@ def test_every_update_pauses_loads_and_confirms(fake_server, run):
     assert update[1].endswith("/updating") and update[4].endswith("/0") and update[5] == "resume"
 
 
+def test_every_version_reaches_the_servers_but_the_last(anchored):
+    """After step s the servers have version s; after the last step none is brought."""
+    versions = [line["sampler/policy_version"] for line in anchored.metrics]
+    assert versions == [1, 2, 3, 4, 5, 5]
+    later = [row["policy_version"] for step in (4, 5, 6) for row in anchored.rollouts(step)]
+    assert max(later) >= 2
+
+
 def test_the_journal_alone_gives_the_same_weights_bit_for_bit(run, tmp_path):
     again = replay_run(run, tmp_path / "again")
     first, second = run.weights(), again.weights()
