@@ -1,3 +1,14 @@
 """Mutants that no test can notice, and why: (path, old lines, new lines, reason)."""
 
-EQUIVALENT: tuple[tuple[str, str, str, str], ...] = ()
+EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "grpo_replay/replay/advantages.py",
+        "if (rewards == rewards[0]).all():", "if (rewards == rewards[(1)]).all():",
+        "all rewards are equal to the first exactly if they are equal to the second",
+    ),
+    (
+        "grpo_replay/collection/collector_process.py",
+        "socket.setsockopt(zmq.LINGER, 2000)", "socket.setsockopt(zmq.LINGER, (2001))",
+        "a time limit, in milliseconds",
+    ),
+)  # fmt: skip
