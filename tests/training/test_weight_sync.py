@@ -1,4 +1,4 @@
-"""A push of weights by hand: its buckets, its version, and the copy that a lagging sampler needs."""
+"""A push of weights by hand: its buckets, its version, and the copy of a lagging sampler."""
 
 from types import SimpleNamespace
 
