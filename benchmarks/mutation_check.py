@@ -8,7 +8,7 @@
 A mutant is one change of a comparison, operator, constant, condition, return, slice or call
 (`mutation_parts/mutants.py`). A random sample of those of the folders is tested, each against the
 tests in the default suite of its own folder that run the changed line (found once by tracing, kept
-in `--output`; `--trace` finds them again), the quickest file first, until one fails. Prints the
+in `--output` while the sources are the same), the quickest file first, until one fails. Prints the
 survivors and the share killed; a time limit that ends a mutant counts as killed. Mutants that
 change no behaviour are named with a reason in `mutation_parts/equivalent.py` and left out. The
 exit code is 1 if less than 95 % were killed. `--known` plants the bugs of `mutation_parts/known.py`
@@ -28,6 +28,7 @@ from pathlib import Path
 
 from mutation_parts.covering import (
     FileCover,
+    is_recorded,
     mutant_task,
     named_tests,
     read_covers,
@@ -66,11 +67,10 @@ def all_mutants(folders: Sequence[str]) -> list[Mutant]:
     return [each for each in found if (each.path, each.old, each.new) not in listed]
 
 
-def record(folders: Sequence[str], output: Path, copies: list[Path], again: bool) -> None:
-    """Trace the test files that were not traced yet."""
+def record(folders: Sequence[str], output: Path, copies: list[Path]) -> None:
+    """Trace the test files that were not traced yet, or not as they are now."""
     files = [each for folder in folders for each in test_files(folder)]
-    if not again:
-        files = [f for f in files if not (output / f"{f.replace('/', '.')}.json").exists()]
+    files = [each for each in files if not is_recorded(ROOT, each, output)]
     for outcome in run_tasks([record_task(each, output) for each in files], copies):
         print(f"traced {outcome.task.name} in {outcome.seconds:.0f} s", flush=True)
         if outcome.code != 0:
@@ -164,7 +164,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutation")
-    parser.add_argument("--trace", action="store_true", help="find the tests of all lines again")
     parser.add_argument("--again", type=Path, help="results of which to test the survivors")
     parser.add_argument("--known", action="store_true", help="plant the bugs of known.py instead")
     options = parser.parse_args()
@@ -176,7 +175,7 @@ def main() -> int:
     if options.known:
         return int(try_known(output, copies) > 0)
     mutants = chosen_mutants(options)
-    record(sorted({each.path.split("/")[1] for each in mutants}), output, copies, options.trace)
+    record(sorted({each.path.split("/")[1] for each in mutants}), output, copies)
     results = output / f"results-{time.strftime('%H%M%S')}.jsonl"
     counts = try_mutants(mutants, output, copies, results)
     share = counts["killed"] / max(len(mutants), 1)

@@ -1,5 +1,6 @@
 """Which default tests run which lines: computed once, then the choice of tests for a mutant."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,9 +22,11 @@ RECORDING_SECONDS = 1200
 @dataclass
 class FileCover:
     """The lines that the tests of a file run, as "path:line". `by_file` are those of its fixtures,
-    its imports and the processes it starts, which count for all of its tests."""
+    its imports and the processes it starts, which count for all of its tests. `fingerprint` is that
+    of the sources which it is true of."""
 
     path: str
+    fingerprint: str = ""
     seconds: float = 0.0
     by_file: set[str] = field(default_factory=set)
     by_test: dict[str, set[str]] = field(default_factory=dict)
@@ -68,6 +71,21 @@ class _Recording:
         self.cover.by_file |= self._taken()
 
 
+def fingerprint(root: Path, test_file: str) -> str:
+    """Changes with the test file and with any file of the package."""
+    total = hashlib.sha256((root / test_file).read_bytes())
+    for path in sorted((root / "grpo_replay").rglob("*.py")):
+        total.update(path.read_bytes())
+    return total.hexdigest()
+
+
+def is_recorded(root: Path, test_file: str, output: Path) -> bool:
+    path = output / f"{test_file.replace('/', '.')}.json"
+    return path.exists() and json.loads(path.read_text()).get("fingerprint") == fingerprint(
+        root, test_file
+    )
+
+
 def record_task(test_file: str, output: Path) -> Task:
     """Run a test file and write its FileCover into the folder `output`."""
     name = test_file.replace("/", ".")
@@ -77,7 +95,7 @@ def record_task(test_file: str, output: Path) -> Task:
         by_processes.unlink(missing_ok=True)
         os.environ[LINES_VARIABLE] = str(by_processes)
         recorder = LineRecorder(copy / "grpo_replay")
-        cover = FileCover(test_file)
+        cover = FileCover(test_file, fingerprint(copy, test_file))
         recorder.start()
         base = ["--basetemp", str(output / f"{name}.tmp"), "--timeout=900"]
         pytest.main([*PYTEST, *base, test_file], plugins=[_Recording(cover, recorder, copy)])

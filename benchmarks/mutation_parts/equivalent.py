@@ -11,4 +11,9 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "socket.setsockopt(zmq.LINGER, 2000)", "socket.setsockopt(zmq.LINGER, (2001))",
         "a time limit, in milliseconds",
     ),
+    (
+        "grpo_replay/collection/messages.py",
+        "sent: float = 0.0", "sent: float = (1.0)",
+        "the link gives its first report a time, and every other one comes with its own",
+    ),
 )  # fmt: skip
