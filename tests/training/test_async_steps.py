@@ -7,6 +7,7 @@ import pytest
 from buffer_makers import make_rollout, replay_settings
 from collected import group
 from small_runs.asynchronous import BUFFER_ONLY, async_recipe
+from small_runs.trained import small_recipe
 
 from grpo_replay.collection.arrivals import Arrivals
 from grpo_replay.collection.intake import arrival_rules
@@ -15,9 +16,10 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.sampling.server.rolling import RollingServerSampler
-from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.training.async_record import SamplerShare, SamplerTimes, UndrawnEvictions
 from grpo_replay.training.async_trainer import AsyncTrainer
+from grpo_replay.training.run import Run
 from grpo_replay.types import ComposedBatch, Draw
 
 
@@ -114,3 +116,17 @@ def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough()
         intake.arrivals.take_in(group((0, index), version))
     assert intake.is_ready()
     assert intake.what.startswith("the 2 groups of step 3, of which 1 had arrived")
+
+
+def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
+    saved = []
+    run = object.__new__(Run)
+    run.recipe, run.state, run.comm = small_recipe(), RunState(step=3), Comm()
+    run.run_dir = SimpleNamespace(checkpoints=tmp_path)
+    run.trainer = SimpleNamespace(await_step=lambda stop_requested: False)
+    run._checkpoint = lambda: saved.append(run.state.step)
+    assert run._step() is False and saved == [3]
+    (tmp_path / checkpoint_name(3)).mkdir()
+    assert run._step() is False and saved == [3]
+    run.state.step = 0
+    assert run._step() is False and saved == [3]
