@@ -12,6 +12,11 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "a time limit, in milliseconds",
     ),
     (
+        "grpo_replay/collection/patience.py",
+        "self._generated = 0", "self._generated = (1)",
+        "the first report begins the wait anew, and sets it",
+    ),
+    (
         "grpo_replay/collection/messages.py",
         "sent: float = 0.0", "sent: float = (1.0)",
         "the link gives its first report a time, and every other one comes with its own",

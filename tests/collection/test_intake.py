@@ -192,6 +192,7 @@ def test_a_dead_collector_is_replaced_and_no_prompt_is_sampled_twice(server, tmp
     for _ in range(STEPS - 1):
         run.step()
     assert len(ThreadedLink.made) == 2 and run.intake.restarts == 1
+    assert ThreadedLink.made[0].closed, "it may be stuck, and not dead"
     assert len(places(tmp_path)) == len(set(places(tmp_path))) == PER_STEP * STEPS
     ledger = run.intake.arrivals.ledger
     ledger.check(STEPS)
