@@ -18,6 +18,11 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "grpo_replay/collection/messages.py",
+        "generated_tokens: int = 0", "generated_tokens: int = (1)",
+        "a collector's report says the number, and nobody reads it in the empty one",
+    ),
+    (
+        "grpo_replay/collection/messages.py",
         "sent: float = 0.0", "sent: float = (1.0)",
         "the link gives its first report a time, and every other one comes with its own",
     ),
