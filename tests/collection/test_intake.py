@@ -189,6 +189,8 @@ def test_a_dead_collector_is_replaced_and_no_prompt_is_sampled_twice(server, tmp
     run = Run(recipe(server), tmp_path)
     run.step()
     ThreadedLink.made[0].die()
+    run.intake.poll(run.done)
+    assert not run.intake._patience._heard, "the new collector has its time to start"
     for _ in range(STEPS - 1):
         run.step()
     assert len(ThreadedLink.made) == 2 and run.intake.restarts == 1
