@@ -38,7 +38,7 @@ from mutation_parts.covering import (
 from mutation_parts.equivalent import EQUIVALENT
 from mutation_parts.known import KNOWN, Known
 from mutation_parts.mutants import Mutant, mutants_of
-from mutation_parts.running import Outcome, Task, load_libraries, make_copies, run_tasks
+from mutation_parts.running import FAILED, Outcome, Task, load_libraries, make_copies, run_tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("training", "buffer", "grpo", "collection")
@@ -112,6 +112,8 @@ def try_mutants(
         else:
             note(mutant, "survived", killer="no default test of its folder runs it")
     for outcome in run_tasks(tasks, copies):
+        if outcome.code == FAILED:
+            sys.exit(f"{outcome.task.name} could not be tested: see {outcome.task.log}")
         state = "survived" if outcome.code in (0, 5) else "killed"
         killer = killer_of(outcome) if state == "killed" else ""
         note(by_name[outcome.task.name], state, killer=killer, seconds=round(outcome.seconds, 1))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from mutation_parts.lines import __file__ as LINES_FILE
 
 NOT_COPIED = (".git", ".venv", "runs", "build", "dist", "__pycache__", ".*_cache")
 POLL_SECONDS = 0.02
+FAILED = 70
+"""Exit code of a fork whose own work failed: it says nothing about a mutant."""
 HEAVY = (
     "torch", "transformers", "deepspeed", "datasets", "pyarrow.parquet", "scipy.stats", "typer",
     "tokenizers", "tensorboard", "msgspec", "zmq.asyncio", "hypothesis", "peft",
@@ -114,7 +117,7 @@ def _fork(task: Task, copy: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
-    code = 70
+    code = FAILED
     try:
         os.setsid()
         output = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -126,6 +129,9 @@ def _fork(task: Task, copy: Path) -> int:
         os.environ.pop(LINES_VARIABLE, None)
         code = task.work(copy)
         sys.stdout.flush()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)
 
