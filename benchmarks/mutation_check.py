@@ -16,6 +16,7 @@ instead: the one test that each names must fail, and pass without it.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -171,6 +172,11 @@ def main() -> int:
     options = parser.parse_args()
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
+    lock = (output / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"another mutation check works in {output}: name another --output")
     os.nice(10)
     load_libraries()
     copies = make_copies(ROOT, output, options.jobs)
