@@ -22,6 +22,12 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "a collector's report says the number, and nobody reads it in the empty one",
     ),
     (
+        "grpo_replay/training/opening.py",
+        "if held > 0: # it was opened with version 0",
+        "if held > (1): # it was opened with version 0",
+        "the first push of a sampler that lags is version 2 or a later one",
+    ),
+    (
         "grpo_replay/collection/messages.py",
         "sent: float = 0.0", "sent: float = (1.0)",
         "the link gives its first report a time, and every other one comes with its own",

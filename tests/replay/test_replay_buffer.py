@@ -6,6 +6,8 @@ from buffer_makers import ids, make_group, make_rollout, replay_settings
 
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.columns import ColumnQueue
+from grpo_replay.replay.drawing import query_spans
+from grpo_replay.replay.insertion import is_correct
 from grpo_replay.replay.replay_buffer import NEVER_USED
 
 
@@ -348,3 +350,18 @@ def test_unused_first_draws_what_was_never_drawn_and_then_the_others():
     assert buffer.column("times_used").sum() == 9 and buffer.column("times_used").min() == 1
     third = buffer.draw(2, 3, rng)  # all are used: the law of all
     assert third.probabilities.tolist() == [1 / 8] * 2 and third.entropy == np.log(8)
+
+
+def test_spans_of_queries_by_hand():
+    starts, sizes = query_spans(np.array([4, 4, 7, 5, 5, 5]))
+    assert (starts.tolist(), sizes.tolist()) == ([0, 2, 3], [2, 1, 3])
+    starts, sizes = query_spans(np.zeros(0, dtype=np.int64))
+    assert starts.shape == sizes.shape == (0,)
+
+
+def test_correct_is_a_positive_advantage_or_a_group_that_is_all_correct():
+    assert is_correct(make_rollout(0, advantage=0.5))
+    assert not is_correct(make_rollout(0, advantage=-0.5))
+    assert not is_correct(make_rollout(0, advantage=0.0))
+    assert is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=4))
+    assert not is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=0))
