@@ -230,6 +230,7 @@ def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch
     with pytest.raises(CollectorError, match="ended 4 times without delivering a group"):
         for _ in range(STEPS):
             run.step()
+    assert (len(ThreadedLink.made), run.intake.restarts) == (4, 3)
     run.close()
 
 

@@ -130,3 +130,14 @@ def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
     assert run._step() is False and saved == [3]
     run.state.step = 0
     assert run._step() is False and saved == [3]
+
+
+@pytest.mark.parametrize(("held", "pushed"), [(1, [2]), (2, [])])
+def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(held, pushed):
+    """As after a resume; a rank without an intake takes its part in the gather."""
+    trainer, _ = waiting_trainer(async_recipe(["http://127.0.0.1:1"]))
+    trainer.parts.sampler, trainer.intake = SimpleNamespace(policy_version=held), None
+    trainer.state.policy_version, found = 2, []
+    trainer._push = found.append
+    trainer._go_live()
+    assert found == pushed
