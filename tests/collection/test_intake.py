@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from collected import InstantScorer, NumberedPrompts
+from collected import InstantScorer, NumberedPrompts, group
 from fake_server import FakeServer
 from threaded_link import ThreadedLink
 
 from grpo_replay.collection import intake as intake_module
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords, read_journal
+from grpo_replay.collection.ledger import Amount
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Cancel, Credit, Group, Restart, Step
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
@@ -271,3 +272,33 @@ def test_every_step_record_says_how_much_had_arrived(server, tmp_path):
         if isinstance(record, Step):
             assert record.arrivals == sum(isinstance(r, Group) for r in records[:index])
             assert record.generated_rollouts >= 2 * record.arrivals
+
+
+def test_groups_journalled_after_the_last_step_wait_for_the_next_one(server, tmp_path):
+    run = Run(recipe(server), tmp_path)
+    run.step()
+    ready = lambda: isinstance(list(read_journal(tmp_path))[-1], Group)  # noqa: E731
+    assert run.intake.wait(ready, lambda: False, lambda _: None, "another group", run.done)
+    run.close()
+    again = Run(recipe(server), tmp_path, done=1)
+    known = again.intake.arrivals.arrived_groups
+    again.go_live()
+    assert again.intake.arrivals.arrived_groups == len(places(tmp_path)) > known >= PER_STEP
+    again.close()
+
+
+def test_what_a_collector_generated_and_did_not_deliver_is_written_off_once(server, tmp_path):
+    """It generated 9 rollouts of 90 tokens; a group of two with six tokens has arrived."""
+    run = Run(recipe(server), tmp_path)
+    run.intake.arrivals.take_in(group())
+    ledger = run.intake.arrivals.ledger
+    ledger.report(Amount(9, 90), Amount(7, 84))
+    for _ in range(2):
+        run.intake._write_off()
+        assert ledger.settled["lost"] == Amount(7, 84)
+        assert (ledger.generated, ledger.held) == (Amount(9, 90), Amount())
+        ledger.check(1)
+    assert [r for r in read_journal(tmp_path) if isinstance(r, Restart)] == [Restart(7, 84)]
+    run.intake.give_credit(0)  # without a collector: nothing to tell
+    run.intake.finish()
+    run.close()

@@ -36,7 +36,7 @@ from grpo_replay.errors import CollectorError, RecipeError
 
 def settings(url: str, folder: Path) -> CollectorSettings:
     return CollectorSettings(
-        async_recipe([url]), "run", [url], (1,), None, folder / "log" / "c.log"
+        async_recipe([url]), "run", [url], (1,), None, folder / "run" / "log" / "c.log"
     )
 
 

@@ -322,6 +322,17 @@ def test_a_million_rows_pass_through_in_bounded_memory():
     np.testing.assert_array_equal(queue["x"], np.arange(970_000, 1_000_000))
 
 
+def test_rows_are_kept_in_order_while_the_columns_grow():
+    queue, expected = ColumnQueue({"x": np.int64}), []
+    for start in range(0, 40_000, 1000):
+        queue.append({"x": np.arange(start, start + 1000)})
+        expected += range(start, start + 1000)
+        if start % 3000 == 0:
+            queue.drop_oldest(700)
+            del expected[:700]
+        assert queue["x"].tolist() == expected
+
+
 def test_removed_payloads_are_released():
     buffer = filled(replay_settings(max_age_steps=2), births=range(1, 6))
     buffer.evict(6)
