@@ -22,6 +22,16 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "a collector's report says the number, and nobody reads it in the empty one",
     ),
     (
+        "grpo_replay/collection/journal.py",
+        "if last.stat().st_size > good:", "if last.stat().st_size >= good:",
+        "a file that is cut to its own length stays as it is",
+    ),
+    (
+        "grpo_replay/engine/scatter.py",
+        ").reshape(-1, 2),", ").reshape(-(2), 2),",
+        "NumPy takes any negative length for the one to find",
+    ),
+    (
         "grpo_replay/training/opening.py",
         "if held > 0: # it was opened with version 0",
         "if held > (1): # it was opened with version 0",

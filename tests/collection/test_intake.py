@@ -102,6 +102,7 @@ def test_every_step_gets_its_groups_and_the_last_none_too_many(server, tmp_path)
         run.step()
     run.intake.finish()
     assert run.intake.newest_report.drained and not run.intake.live
+    assert ThreadedLink.made[0].closed
     assert [len(ids) for ids in run.taken.values()] == [PER_STEP * 2] * STEPS
     assert len(places(tmp_path)) == len(set(places(tmp_path))) == PER_STEP * STEPS
     assert run.intake.arrivals.ledger.metrics()["ledger/inserted_rollouts"] == PER_STEP * STEPS * 2
