@@ -23,7 +23,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "grpo_replay/collection/journal.py",
-        "if last.stat().st_size > good:", "if last.stat().st_size >= good:",
+        "if last.stat().st_size > good:", "if (last.stat().st_size >= good):",
         "a file that is cut to its own length stays as it is",
     ),
     (
