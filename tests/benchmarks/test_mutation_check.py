@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from mutation_parts.equivalent import EQUIVALENT
 from mutation_parts.known import KNOWN
 from mutation_parts.mutants import mutants_of
 
@@ -58,3 +59,9 @@ def test_every_known_bug_is_found_by_the_default_test_that_it_names(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     assert f"{len(KNOWN)} known mutants, 0 missed" in done.stdout
+
+
+def test_mutants_that_change_nothing_still_occur_and_have_a_reason():
+    for path, old, new, reason in EQUIVALENT:
+        assert (old, new) in {(each.old, each.new) for each in mutants_of(ROOT, path)}, old
+        assert reason
