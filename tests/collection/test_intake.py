@@ -303,3 +303,13 @@ def test_what_a_collector_generated_and_did_not_deliver_is_written_off_once(serv
     run.intake.give_credit(0)  # without a collector: nothing to tell
     run.intake.finish()
     run.close()
+
+
+def test_every_wait_begins_with_new_patience(server, tmp_path, monkeypatch):
+    run = Run(recipe(server), tmp_path)
+    run.step()  # the collector has reported
+    begun = []
+    monkeypatch.setattr(run.intake._patience, "begin", lambda: begun.append(True))
+    assert run.intake.wait(lambda: True, lambda: False, lambda _: None, "nothing", run.done)
+    assert begun == [True]
+    run.close()

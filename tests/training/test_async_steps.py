@@ -17,7 +17,12 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.sampling.server.rolling import RollingServerSampler
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
-from grpo_replay.training.async_record import SamplerShare, SamplerTimes, UndrawnEvictions
+from grpo_replay.training.async_record import (
+    SamplerShare,
+    SamplerTimes,
+    UndrawnEvictions,
+    count_async_step,
+)
 from grpo_replay.training.async_trainer import AsyncTrainer
 from grpo_replay.training.run import Run
 from grpo_replay.types import ComposedBatch, Draw
@@ -141,3 +146,21 @@ def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(
     trainer._push = found.append
     trainer._go_live()
     assert found == pushed
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_counters_of_a_step_by_hand(is_main):
+    """Two rollouts of 3 tokens arrived, each after a prompt of 2; the batch replays one of 4."""
+    _, intake = waiting_trainer(async_recipe(["http://127.0.0.1:1"]))
+    intake.recipe = async_recipe(["http://127.0.0.1:1"], {"sampling": {"group_size": 4}})
+    intake.arrivals.take_in(group((0, 0)))
+    drawn = (make_rollout(7, tokens=4),)
+    draw = Draw(drawn, np.ones(1), np.array([2]), 1.0, 0.0)
+    batch = ComposedBatch(drawn, np.ones(1, bool), draw.ages, draw)
+    taken = SimpleNamespace(generated=[make_rollout(0), make_rollout(1)])
+    state = RunState(step=4)
+    count_async_step(state, intake if is_main else None, taken, batch)
+    assert (state.step, state.replayed_rollouts) == (5, 1)
+    assert (state.generated_tokens, state.trained_tokens, state.processed_tokens) == (6, 4, 10)
+    found = (state.prompt_cursor, state.next_group_id, state.next_rollout_id)
+    assert found == ((1, 1, 4) if is_main else (0, 0, 0))
