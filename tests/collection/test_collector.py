@@ -171,6 +171,21 @@ def test_requests_are_continuous_and_bounded_in_flight(server):
     assert harness.collector.report().idle_seconds < 0.3
 
 
+def test_a_request_goes_to_the_server_with_the_fewest(pair):
+    for each in pair:
+        each.seconds = 0.5
+    harness = Harness(pair, max_in_flight=8)
+
+    async def scenario():
+        harness.greet(credit=0)
+        await harness.until(lambda: not harness.collector.report().down)
+        harness.collector.handle(Credit(4))
+        await harness.until(lambda: len(harness.groups()) == 4)
+
+    harness.run(scenario)
+    assert [each.most_in_flight for each in pair] == [4, 4]
+
+
 def test_finished_groups_that_nobody_takes_hold_the_collector_back(server):
     harness = Harness([server], limit=3, max_in_flight=2)
 

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from collected import InstantScorer, NumberedPrompts
+from collected import InstantScorer, NumberedPrompts, group
 from fake_server import FakeServer
 from threaded_link import ThreadedLink
 
 from grpo_replay.collection import intake as intake_module
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords, read_journal
+from grpo_replay.collection.ledger import Amount
 from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Cancel, Credit, Group, Restart, Step
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
@@ -100,6 +101,8 @@ def test_every_step_gets_its_groups_and_the_last_none_too_many(server, tmp_path)
     for _ in range(STEPS):
         run.step()
     run.intake.finish()
+    assert run.intake.newest_report.drained and not run.intake.live
+    assert ThreadedLink.made[0].closed
     assert [len(ids) for ids in run.taken.values()] == [PER_STEP * 2] * STEPS
     assert len(places(tmp_path)) == len(set(places(tmp_path))) == PER_STEP * STEPS
     assert run.intake.arrivals.ledger.metrics()["ledger/inserted_rollouts"] == PER_STEP * STEPS * 2
@@ -153,6 +156,17 @@ def test_a_resumed_run_repeats_its_steps_and_then_samples_what_is_outstanding(se
     second.close()
 
 
+def test_a_sync_flushes_the_journal_and_a_repetition_has_none(server, tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(Journal, "sync", lambda journal: flushed.append(journal))
+    run = Run(recipe(server), tmp_path)
+    run.intake.sync()
+    assert flushed == [run.journal]
+    Intake(recipe(server), None, JournalRecords.of(tmp_path), 0).sync()
+    assert len(flushed) == 1
+    run.close()
+
+
 def test_the_journal_alone_repeats_every_selection(server, tmp_path):
     run = Run(recipe(server), tmp_path)
     for _ in range(STEPS):
@@ -178,9 +192,12 @@ def test_a_dead_collector_is_replaced_and_no_prompt_is_sampled_twice(server, tmp
     run = Run(recipe(server), tmp_path)
     run.step()
     ThreadedLink.made[0].die()
+    run.intake.poll(run.done)
+    assert not run.intake._patience._heard, "the new collector has its time to start"
     for _ in range(STEPS - 1):
         run.step()
     assert len(ThreadedLink.made) == 2 and run.intake.restarts == 1
+    assert ThreadedLink.made[0].closed, "it may be stuck, and not dead"
     assert len(places(tmp_path)) == len(set(places(tmp_path))) == PER_STEP * STEPS
     ledger = run.intake.arrivals.ledger
     ledger.check(STEPS)
@@ -215,6 +232,7 @@ def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch
     with pytest.raises(CollectorError, match="ended 4 times without delivering a group"):
         for _ in range(STEPS):
             run.step()
+    assert (len(ThreadedLink.made), run.intake.restarts) == (4, 3)
     run.close()
 
 
@@ -255,3 +273,43 @@ def test_every_step_record_says_how_much_had_arrived(server, tmp_path):
         if isinstance(record, Step):
             assert record.arrivals == sum(isinstance(r, Group) for r in records[:index])
             assert record.generated_rollouts >= 2 * record.arrivals
+
+
+def test_groups_journalled_after_the_last_step_wait_for_the_next_one(server, tmp_path):
+    run = Run(recipe(server), tmp_path)
+    run.step()
+    ready = lambda: isinstance(list(read_journal(tmp_path))[-1], Group)  # noqa: E731
+    assert run.intake.wait(ready, lambda: False, lambda _: None, "another group", run.done)
+    run.close()
+    again = Run(recipe(server), tmp_path, done=1)
+    known = again.intake.arrivals.arrived_groups
+    again.go_live()
+    assert again.intake.arrivals.arrived_groups == len(places(tmp_path)) > known >= PER_STEP
+    again.close()
+
+
+def test_what_a_collector_generated_and_did_not_deliver_is_written_off_once(server, tmp_path):
+    """It generated 9 rollouts of 90 tokens; a group of two with six tokens has arrived."""
+    run = Run(recipe(server), tmp_path)
+    run.intake.arrivals.take_in(group())
+    ledger = run.intake.arrivals.ledger
+    ledger.report(Amount(9, 90), Amount(7, 84))
+    for _ in range(2):
+        run.intake._write_off()
+        assert ledger.settled["lost"] == Amount(7, 84)
+        assert (ledger.generated, ledger.held) == (Amount(9, 90), Amount())
+        ledger.check(1)
+    assert [r for r in read_journal(tmp_path) if isinstance(r, Restart)] == [Restart(7, 84)]
+    run.intake.give_credit(0)  # without a collector: nothing to tell
+    run.intake.finish()
+    run.close()
+
+
+def test_every_wait_begins_with_new_patience(server, tmp_path, monkeypatch):
+    run = Run(recipe(server), tmp_path)
+    run.step()  # the collector has reported
+    begun = []
+    monkeypatch.setattr(run.intake._patience, "begin", lambda: begun.append(True))
+    assert run.intake.wait(lambda: True, lambda: False, lambda _: None, "nothing", run.done)
+    assert begun == [True]
+    run.close()

@@ -63,6 +63,16 @@ def test_a_journal_cut_at_any_byte_keeps_every_whole_record_and_goes_on(tmp_path
     assert checked == len(data) > 500
 
 
+def test_a_closed_journal_holds_no_file(tmp_path):
+    journal, _ = Journal.open(tmp_path)
+    descriptor = journal._descriptor
+    os.fstat(descriptor)
+    journal.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+    journal.close()
+
+
 def test_a_tail_of_zeros_is_incomplete_not_damaged(tmp_path):
     """What a file system leaves after a power failure."""
     path = write(tmp_path)

@@ -68,6 +68,14 @@ def test_requests_that_run_without_ever_finishing_end_the_wait(patience, clock):
         patience.refuse_endless("step 2", Report())
 
 
+def test_the_limits_themselves_are_not_too_long(patience, clock):
+    patience.note(Report(running=1))
+    for waited, running in ((PATIENCE * 10 - 10, 1), (10, 0)):
+        clock[0] += waited
+        patience.note(Report(running=running))
+        patience.refuse_endless("step 2", Report())
+
+
 def test_a_finished_completion_shows_progress(patience, clock):
     for generated in range(100):
         patience.note(Report(running=1, generated_rollouts=generated))

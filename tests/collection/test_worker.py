@@ -1,10 +1,20 @@
 """The collector's process: what ends it."""
 
 import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
+import zmq
 
+from grpo_replay.collection import collector_process as worker
 from grpo_replay.collection.collector_process import _until_the_first_ends
+from grpo_replay.collection.messages import Delivery, Failure, Report, decode_delivery
+from grpo_replay.errors import RecipeError
 
 
 def test_an_error_in_any_task_ends_all_and_reaches_the_caller():
@@ -33,3 +43,44 @@ def test_the_end_of_one_task_ends_the_others():
     asyncio.run(
         asyncio.wait_for(_until_the_first_ends(asyncio.sleep(60), until_the_parent_is_gone()), 5)
     )
+
+
+def run_main(monkeypatch, tmp_path: Path, collect) -> tuple[int, list[Delivery]]:
+    """The exit code of `main` with another `_collect`, and what it sent."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # the path of a socket is short
+    settings = {name: f"ipc://{folder / name}" for name in ("deliveries", "commands")}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path / "settings.json")])
+    monkeypatch.setattr(worker, "_collect", collect)
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.bind(settings["deliveries"])
+        code = worker.main()
+        sent = []
+        while socket.poll(500):
+            sent.append(decode_delivery(socket.recv()))
+    shutil.rmtree(folder)
+    return code, sent
+
+
+def test_a_collector_that_was_told_to_stop_ends_with_0(monkeypatch, tmp_path):
+    async def collect(settings, commands, send) -> None:
+        send(Delivery(4, None, Report(running=2)))
+
+    code, sent = run_main(monkeypatch, tmp_path, collect)
+    assert (code, sent) == (0, [Delivery(4, None, Report(running=2))])
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RecipeError("no such file"), Failure("RecipeError", "no such file")),
+        (AssertionError(), Failure("AssertionError", "AssertionError")),
+    ],
+)
+def test_a_collector_that_fails_says_why_and_ends_with_1(monkeypatch, tmp_path, error, expected):
+    async def collect(settings, commands, send) -> None:
+        raise error
+
+    code, (sent,) = run_main(monkeypatch, tmp_path, collect)
+    assert (code, sent.seq, sent.body) == (1, 0, expected)
+    assert 0 < sent.report.sent <= time.monotonic()

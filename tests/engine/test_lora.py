@@ -23,7 +23,7 @@ from core_engine import (
 from peft import LoraConfig, PeftModel, get_peft_model
 from slow_tests import slow_except
 
-from grpo_replay.engine.full_tensors import full_adapters
+from grpo_replay.engine.full_tensors import _Weight, full_adapters
 from grpo_replay.engine.lora import LoraAdapters
 from grpo_replay.errors import CheckpointError, RecipeError
 from grpo_replay.recipe import LoraSection, resolve_recipe
@@ -158,6 +158,19 @@ def test_before_the_first_update_policy_and_weights_are_the_base_bit_for_bit(
     assert list(merged) == list(weights)
     assert all(torch.equal(merged[name], weights[name]) for name in weights)
     assert all(tensor.dtype == weights[name].dtype for name, tensor in merged.items())
+
+
+def test_adapters_are_merged_in_fp32_and_rounded_once():
+    """W + s·B·A of bfloat16 tensors, against float64."""
+    generator = torch.Generator().manual_seed(3)
+    weight, a, b = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((64, 64), (4, 64), (64, 4))
+    )
+    exact = weight.double() + 0.5 * (b.double() @ a.double())
+    found = _Weight("w", (weight, a, b), scaling=0.5).whole()
+    assert found.dtype == torch.bfloat16
+    error = (found.double() - exact).abs()
+    assert (error <= 2**-8 * exact.abs() + 1e-6).all(), "half a unit in the last place"
 
 
 def test_only_the_targets_move(processes):

@@ -208,6 +208,11 @@ def test_sign_flips_by_hand(differences, expected):
     assert found == pytest.approx(expected)
 
 
+def test_random_sign_flips_count_the_observed_one():
+    """Forty equal differences: of 99 random flips none is as large, so p is (1 + 0) / (1 + 99)."""
+    assert sign_flip_p_value([np.ones(40)], 99, np.random.default_rng(0)) == 1 / 100
+
+
 def test_sign_flips_of_the_mean_weight_benchmarks_equally():
     """Means 1 of one problem and 1/4, 1/4 of two: shares 1, 1/8, 1/8 (times 1/2). Of the eight
     signings only +++ and --- reach 5/4."""

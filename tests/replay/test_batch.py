@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_replay.engine.scatter import from_bytes, to_bytes
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.scatter import from_bytes, scatter_microbatches, to_bytes
 from grpo_replay.recipe import BatchSection, LossSection
 from grpo_replay.replay.batch import (
     MicroBatch,
@@ -191,6 +192,33 @@ def test_scattered_micro_batches_equal_those_of_rank_0_bit_for_bit(
         for groups, whole in zip(plan, expected, strict=True):
             assert_same_bits(from_bytes(to_bytes(groups, rows), packing), whole)
         assert from_bytes(to_bytes([], rows), packing) == []
+
+
+class SharedList(Comm):
+    """One of two ranks that take turns in this process: rank 0 leaves payloads, rank 1 finds its
+    own."""
+
+    def __init__(self, rank: int, left: list[memoryview]) -> None:
+        super().__init__(rank, 2)
+        self._left = left
+
+    def scatter(self, payloads):
+        assert (payloads is not None) == self.is_main
+        if payloads is not None:
+            self._left[:] = payloads
+        return self._left[self.rank]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_every_rank_gets_its_own_micro_batches_and_one_rank_all(packing):
+    rows, left = [make_row(3, tokens, tokens) for tokens in (5, 9, 2, 7, 4)], []
+    expected = plan_microbatches(rows, 24, 2, packing)
+    for rank, given_rows in ((0, rows), (1, None)):
+        found = scatter_microbatches(SharedList(rank, left), given_rows, 24, packing)
+        assert_same_bits(found, expected[rank])
+    alone = scatter_microbatches(Comm(), rows, 24, packing)
+    assert_same_bits(alone, plan_microbatches(rows, 24, 1, packing)[0])
+    assert len(left) == 2 and len(alone) > 1
 
 
 def test_scattering_costs_4_bytes_per_token_and_4_per_nonzero_log_prob():

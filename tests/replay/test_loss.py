@@ -47,6 +47,7 @@ HAND_WORKED = [
     (1e4, -1.0, 10.0, True, 0.0),
     (3.0, 0.0, 0.0, False, 0.0),  # no advantage, no loss, and nothing to clip
     (0.1, 0.0, 0.0, False, 0.0),
+    (20.0, 0.0, 0.0, False, 0.0),  # nor to clip by the dual clip
 ]
 
 

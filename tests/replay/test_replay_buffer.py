@@ -6,6 +6,8 @@ from buffer_makers import ids, make_group, make_rollout, replay_settings
 
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.columns import ColumnQueue
+from grpo_replay.replay.drawing import query_spans
+from grpo_replay.replay.insertion import is_correct
 from grpo_replay.replay.replay_buffer import NEVER_USED
 
 
@@ -320,6 +322,17 @@ def test_a_million_rows_pass_through_in_bounded_memory():
     np.testing.assert_array_equal(queue["x"], np.arange(970_000, 1_000_000))
 
 
+def test_rows_are_kept_in_order_while_the_columns_grow():
+    queue, expected = ColumnQueue({"x": np.int64}), []
+    for start in range(0, 40_000, 1000):
+        queue.append({"x": np.arange(start, start + 1000)})
+        expected += range(start, start + 1000)
+        if start % 3000 == 0:
+            queue.drop_oldest(700)
+            del expected[:700]
+        assert queue["x"].tolist() == expected
+
+
 def test_removed_payloads_are_released():
     buffer = filled(replay_settings(max_age_steps=2), births=range(1, 6))
     buffer.evict(6)
@@ -330,3 +343,36 @@ def test_removed_payloads_are_released():
         biased.insert([make_rollout(i, advantage=(-1.0) ** i)], 1)
     held = [slot for slot in biased._columns._arrays["rollout"] if slot is not None]
     assert ids(held) == stored_ids(biased) == [2, 4, 6, 7]
+
+
+def test_unused_first_draws_what_was_never_drawn_and_then_the_others():
+    """Of eight rollouts three are drawn; then the five others; a draw of six takes one a second
+    time. The first-draw probabilities are those among the unused, or among the used."""
+    settings = replay_settings(unused_first=True, priority="uniform")
+    buffer = ReplayBuffer(settings, 2)
+    buffer.insert([make_rollout(i) for i in range(8)], 1)
+    rng = np.random.default_rng(0)
+    first = buffer.draw(3, 2, rng)
+    assert first.probabilities.tolist() == [1 / 8] * 3 and first.effective_sample_size == 8
+    second = buffer.draw(6, 2, rng)
+    assert set(ids(second.rollouts[:5])) == set(range(8)) - set(ids(first.rollouts))
+    assert second.rollouts[5].rollout_id in ids(first.rollouts)
+    assert second.probabilities.tolist() == [1 / 5] * 5 + [1 / 3]
+    assert buffer.column("times_used").sum() == 9 and buffer.column("times_used").min() == 1
+    third = buffer.draw(2, 3, rng)  # all are used: the law of all
+    assert third.probabilities.tolist() == [1 / 8] * 2 and third.entropy == np.log(8)
+
+
+def test_spans_of_queries_by_hand():
+    starts, sizes = query_spans(np.array([4, 4, 7, 5, 5, 5]))
+    assert (starts.tolist(), sizes.tolist()) == ([0, 2, 3], [2, 1, 3])
+    starts, sizes = query_spans(np.zeros(0, dtype=np.int64))
+    assert starts.shape == sizes.shape == (0,)
+
+
+def test_correct_is_a_positive_advantage_or_a_group_that_is_all_correct():
+    assert is_correct(make_rollout(0, advantage=0.5))
+    assert not is_correct(make_rollout(0, advantage=-0.5))
+    assert not is_correct(make_rollout(0, advantage=0.0))
+    assert is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=4))
+    assert not is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=0))

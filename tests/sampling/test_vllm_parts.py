@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -28,8 +29,9 @@ from grpo_replay.sampling.server.server_process import (
 )
 from grpo_replay.sampling.server.weight_files import SyncFolder
 from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
-from grpo_replay.sampling.vllm_requests import read_spans
+from grpo_replay.sampling.vllm_requests import Spans, build_completion, read_spans
 from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
+from grpo_replay.types import GenerationRequest, RequestKey
 
 OUTLINE = """Qwen3ForCausalLM()(
   (model): Qwen3Model()(
@@ -268,6 +270,36 @@ def test_servers_are_not_launched_for_ranks_on_other_machines(tied, monkeypatch,
 def test_every_worker_of_every_server_has_its_own_rank():
     assert rank_offsets(1, [2, 1, 4]) == [1, 3, 4]
     assert local_address("http://127.0.0.1:8000") == "127.0.0.1"
+
+
+def answer(tokens: list[int], finish: str | None, logprob: float = -0.5):
+    """The completion of a request for at most three tokens; token 9 stops."""
+    request = GenerationRequest(RequestKey(1, 0, 0), np.array([5], np.int32), 7, 3, 1.0)
+    return build_completion(request, tokens, [logprob] * len(tokens), finish, Spans(2, 4), [9])
+
+
+def test_an_answer_ends_with_a_stop_token_or_at_the_maximum_length():
+    found = answer([4, 6, 8], "length")
+    assert (found.token_ids.tolist(), found.finish_reason) == ([4, 6, 8], "length")
+    assert (found.policy_version, found.policy_version_end) == (2, 4)
+    assert answer([4, 9], "stop").finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish"),
+    [([4, 6], "length"), ([4, 6], "stop"), ([4, 6, 8], "abort"), ([4, 6, 8], None)],
+)
+def test_an_answer_that_was_cut_short_is_refused(tokens, finish):
+    """A server that stops early, for want of memory or of room, would train as a truncation."""
+    message = f"finished by {finish!r} after {len(tokens)} of at most 3 tokens"
+    with pytest.raises(SamplerError, match=message):
+        answer(tokens, finish)
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf"), -9999.0])
+def test_an_answer_without_a_finite_log_prob_is_refused(logprob):
+    with pytest.raises(SamplerError, match="log-prob of token 0 is not finite"):
+        answer([4, 9], "stop", logprob)
 
 
 def test_labels_of_other_runs_are_not_read():

@@ -1,10 +1,12 @@
 """Rollouts by hand, for the tests of the buffer."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.advantages import group_advantages
 from grpo_replay.types import Rollout
 
@@ -86,3 +88,28 @@ def replay_settings(**changes: object) -> ReplaySection:
 
 def ids(rollouts: Sequence[Rollout]) -> list[int]:
     return [rollout.rollout_id for rollout in rollouts]
+
+
+ARRAYS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs")
+
+
+def assert_same_rollouts(first, second, without=()):
+    for one, other in zip(first, second, strict=True):
+        for field in dataclasses.fields(Rollout):
+            a, b = getattr(one, field.name), getattr(other, field.name)
+            if field.name in without:
+                continue
+            if field.name in ARRAYS and a is not None:
+                assert a.dtype == b.dtype
+                assert a.tobytes() == b.tobytes(), field.name
+            else:
+                assert (a, type(a)) == (b, type(b)), field.name
+
+
+def drawn_buffer(rollouts=40):
+    buffer = ReplayBuffer(replay_settings(max_age_steps=3, capacity_rollouts=30), 4)
+    for step in range(1, 1 + rollouts // 4):
+        buffer.evict(step)
+        buffer.insert(make_group(4 * step, step, step, [1, -1, 0.1, -1]), step)
+        buffer.draw(3, step, np.random.default_rng(step))
+    return buffer

@@ -30,7 +30,7 @@ class ThreadedLink:
         self.commands: list[Command] = []
         self._deliveries: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._settings = settings
-        self._gone = False
+        self._gone = self.closed = False
         self._loop = asyncio.new_event_loop()
         self._collector = self._loop.run_until_complete(self._make())
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -76,9 +76,13 @@ class ThreadedLink:
 
     def die(self) -> None:
         self._gone = True
-        self.close()
+        self._end()
 
     def close(self) -> None:
+        self.closed = True
+        self._end()
+
+    def _end(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._collector.handle, Stop())
             self._thread.join(10)

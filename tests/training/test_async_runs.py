@@ -23,7 +23,8 @@ from small_runs.asynchronous import (
 from small_runs.trained import GROUP, PROMPTS, FinishedRun
 
 from grpo_replay.collection.journal import Journal, read_journal
-from grpo_replay.collection.messages import Group, Report, Step
+from grpo_replay.collection.link import Link
+from grpo_replay.collection.messages import Cancel, Command, Group, Report, Step
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.inspection.ageing import outcomes_by_age
@@ -132,6 +133,22 @@ def test_the_cost_of_generating_counts_the_gpus_of_a_server(servers, busy):
     assert share == SamplerShare(busy_seconds=busy, idle=5 / 8)
 
 
+def test_groups_too_old_for_the_next_step_are_cancelled(fake_server, tmp_path, monkeypatch):
+    """After v steps the next is v + 1, and with an age limit of 2 it trains on version v - 2 and
+    newer ones: before the first step, and after every step but the last."""
+    cancelled, send = [], Link.send
+
+    def spy(link: Link, command: Command) -> None:
+        if isinstance(command, Cancel):
+            cancelled.append(command.older_than)
+        send(link, command)
+
+    monkeypatch.setattr(Link, "send", spy)
+    sections = {"run": {"steps": 4}, "replay": {"max_age_steps": 2, "warmup_steps": 1}}
+    train_async_run(async_recipe([fake_server.url], sections), tmp_path / "run")
+    assert cancelled == [-2, -1, 0, 1]
+
+
 def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):
     """SkyRL#1315: recomputed by the current policy, they would switch the clip off."""
     for row in anchored.survivors(5):
@@ -177,6 +194,14 @@ def test_every_update_pauses_loads_and_confirms(fake_server, run):
     update = fake_server.calls[start : start + 6]
     assert update[0] == "pause" and update[2:4] == ["reload_weights", "reset_prefix_cache"]
     assert update[1].endswith("/updating") and update[4].endswith("/0") and update[5] == "resume"
+
+
+def test_every_version_reaches_the_servers_but_the_last(anchored):
+    """After step s the servers have version s; after the last step none is brought."""
+    versions = [line["sampler/policy_version"] for line in anchored.metrics]
+    assert versions == [1, 2, 3, 4, 5, 5]
+    later = [row["policy_version"] for step in (4, 5, 6) for row in anchored.rollouts(step)]
+    assert max(later) >= 2
 
 
 def test_the_journal_alone_gives_the_same_weights_bit_for_bit(run, tmp_path):

@@ -187,7 +187,6 @@ def refilled(tmp_path_factory, processes) -> tuple[FinishedRun, dict]:
     return train_small_run(folder / "run", prompts=prompts, **OPTIONS), prompts
 
 
-@pytest.mark.slow
 def test_dropped_groups_are_refilled_up_to_the_limit(refilled):
     run, _ = refilled
     taken = 0

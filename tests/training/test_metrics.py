@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from small_runs.trained import train_small_run
 
+from grpo_replay.collection.assembly import TakenRollouts
 from grpo_replay.engine.engine_protocol import UpdateResult
 from grpo_replay.lab.planning.design import PlanInputs, design_at
 from grpo_replay.lab.planning.theory import PowerGrowth
+from grpo_replay.training.async_trainer import _gap_sample
 from grpo_replay.training.metrics import (
     VERDICTS,
     age_bin,
@@ -242,6 +244,23 @@ def test_with_the_sampler_s_log_probs_frozen_64_rollouts_prove_the_sync():
     sample = gap_sample(rollouts, every_survivor=False)
     assert [r.rollout_id for r in sample] == list(range(0, 256, 4))
     assert gap_sample(rollouts[:10], every_survivor=False) == rollouts[:10]
+
+
+@pytest.mark.parametrize("others", [(2, 3), (3, 4), (2, 4), (2, 2), (4, 4)])
+def test_an_asynchronous_gap_is_measured_where_the_present_policy_sampled_every_token(others):
+    """Version 3 has 100 rollouts alone, every second one; the others began or ended elsewhere."""
+    versions = [(3, 3) if i % 2 else others for i in range(200)]
+    rollouts = [
+        make_rollout(i, 2, policy_version=first, policy_version_end=last)
+        for i, (first, last) in enumerate(versions)
+    ]
+    sample = _gap_sample(TakenRollouts(tuple(rollouts), (), 0), 3)
+    ids = [rollout.rollout_id for rollout in sample]
+    assert len(set(ids)) == 64 and ids == sorted(ids)
+    assert all(i % 2 for i in ids) and ids[0] == 1 and ids[-1] > 190
+    few = TakenRollouts(tuple(rollouts[:10]), (), 0)
+    assert [rollout.rollout_id for rollout in _gap_sample(few, 3)] == [1, 3, 5, 7, 9]
+    assert _gap_sample(few, 5) == []
 
 
 def test_the_gap_by_hand():

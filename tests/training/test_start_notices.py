@@ -10,6 +10,12 @@ from grpo_replay.training.observer import Observer
 
 
 class Listener(Observer):
+    def __init__(self) -> None:
+        self.status: list[str] = []
+
+    def on_status(self, text: str) -> None:
+        self.status.append(text)
+
     def on_start(self, recipe: Any, run_dir: Any, state: Any, notices: Sequence[str]) -> None:
         self.notices = list(notices)
 
@@ -29,3 +35,17 @@ def test_attention_without_a_fused_kernel_is_warned_of(tmp_path, monkeypatch):
     longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
     ((dtype, heads, tokens, on_cuda),) = asked
     assert (dtype, tokens, on_cuda) == ("float32", longest, False) and heads >= 1
+
+
+def test_a_resume_on_other_ranks_or_another_stage_says_what_it_restores(tmp_path, processes):
+    """And one on the same ranks, at the same stage, says nothing."""
+    sections = {"replay": {"preset": "grpo"}, "eval": {"benchmarks": []}}
+    recipe = small_recipe(run={"steps": 1}, **sections)
+    run.run_training(recipe, tmp_path / "run", False, Listener())
+    for step, stage, expected in ((2, 0, 0), (3, 2, 1)):
+        listener = Listener()
+        recipe = small_recipe(run={"steps": step}, engine={"zero_stage": stage}, **sections)
+        run.run_training(recipe, tmp_path / "run", True, listener)
+        found = [text for text in listener.status if text.startswith("restoring the engine state")]
+        assert len(found) == expected
+    assert found == ["restoring the engine state of 1 ranks at ZeRO 0 on 1 at ZeRO 2"]

@@ -12,6 +12,7 @@ from small_runs.trained import same_files, same_weights, steps_of, train_small_r
 
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.lab.verification.verify import verify_run
+from grpo_replay.training import opening
 from grpo_replay.training.weight_sync import SAMPLER_WEIGHTS, read_pushed_weights
 
 PROGRAM = Path(__file__).parents[1] / "support" / "killed_run.py"
@@ -87,6 +88,14 @@ def test_a_checkpoint_between_pushes_holds_the_weights_of_the_sampler(lagging_ru
 
 def test_a_run_that_pushes_every_step_has_no_such_file(ours_run):
     assert list(ours_run.path.glob(f"checkpoints/*/{SAMPLER_WEIGHTS}")) == []
+
+
+def test_a_run_that_pushes_every_step_keeps_no_copy_of_its_weights(
+    tmp_path, processes, monkeypatch
+):
+    monkeypatch.setattr(opening, "PushedWeights", None)
+    run = train_small_run(tmp_path / "run", run={"steps": 1}, replay={"enabled": False})
+    assert len(run.metrics) == 1
 
 
 def test_the_final_evaluation_is_of_the_final_policy(lagging_run, tmp_path, processes):

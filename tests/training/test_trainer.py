@@ -23,9 +23,12 @@ from small_runs.trained import (
 
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
-from grpo_replay.replay.batch import TrainRow
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.batch import TrainRow, mini_batch_indices
+from grpo_replay.replay.seeding import stream
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
+from grpo_replay.training.trainer import DRAW_STREAM, SPLIT_STREAM
 
 # --- what is drawn --------------------------------------------------------------------------------
 
@@ -56,6 +59,19 @@ def test_each_step_draws_r_times_its_survivors_after_the_warm_up(ours_run):
         assert len(ours_run.draws(step)) == expected
         drew += expected > 0
     assert drew >= 8
+
+
+def test_each_step_draws_with_a_random_stream_of_its_own(one_update_run):
+    """The buffer of the checkpoint before, drawn from with the generator of the step."""
+    run, drew = one_update_run, 0
+    for step in range(WARMUP + 1, 13):
+        buffer = ReplayBuffer(run.recipe.replay, GROUP)
+        buffer.set_state(run.snapshot(step - 1).state)
+        rng = stream(run.recipe.run.seed, step, DRAW_STREAM)
+        expected = buffer.draw(len(run.draws(step)), step, rng).rollouts
+        assert [row["rollout_id"] for row in run.draws(step)] == [r.rollout_id for r in expected]
+        drew += len(expected)
+    assert drew > 20
 
 
 def test_dropped_groups_are_neither_drawn_nor_stored(ours_run):
@@ -107,7 +123,7 @@ def test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_value
     tmp_path, processes, monkeypatch, aggregation
 ):
     """Advantages are those of birth, not renormalised over the mixed batch; the denominator is
-    taken after composing, without dropped rows."""
+    taken after composing, without dropped rows. Each step has a random split of its own."""
     spy = Spy(monkeypatch)
     run = train_small_run(tmp_path / "run", loss={"aggregation": aggregation}, run={"steps": 8})
     updates = iter(spy.updates)
@@ -115,11 +131,17 @@ def test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_value
     for step in steps_of(run):
         trained = [run.all_rollouts[row["rollout_id"]] for row in run.draws(step)]
         replayed += len(trained)
+        batch_ids = [row["rollout_id"] for row in (*run.survivors(step), *trained)]
         trained += run.survivors(step)
         parts = [next(updates) for _ in range(run.metrics[step - 1]["updates"])]
         assert abs(len(parts[0]) - len(parts[-1])) <= 1 if parts else not trained
         rows = [row for part in parts for row in part]
         assert Counter(map(_frozen_row, rows)) == Counter(map(_frozen_record, trained))
+        split = mini_batch_indices(
+            len(batch_ids), run.recipe.batch, stream(run.recipe.run.seed, step, SPLIT_STREAM)
+        )
+        part_ids = [[row.rollout_id for row in part] for part in parts]
+        assert part_ids == [[batch_ids[i] for i in part] for part in split]
         for part in parts:
             lengths = [len(row.completion_token_ids) for row in part]
             expected = {

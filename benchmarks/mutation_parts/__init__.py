@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/mutation_check.py`."""

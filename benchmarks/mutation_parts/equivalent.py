@@ -1,0 +1,45 @@
+"""Mutants that no test can notice, and why: (path, old lines, new lines, reason)."""
+
+EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "grpo_replay/replay/advantages.py",
+        "if (rewards == rewards[0]).all():", "if (rewards == rewards[(1)]).all():",
+        "all rewards are equal to the first exactly if they are equal to the second",
+    ),
+    (
+        "grpo_replay/collection/collector_process.py",
+        "socket.setsockopt(zmq.LINGER, 2000)", "socket.setsockopt(zmq.LINGER, (2001))",
+        "a time limit, in milliseconds",
+    ),
+    (
+        "grpo_replay/collection/patience.py",
+        "self._generated = 0", "self._generated = (1)",
+        "the first report begins the wait anew, and sets it",
+    ),
+    (
+        "grpo_replay/collection/messages.py",
+        "generated_tokens: int = 0", "generated_tokens: int = (1)",
+        "a collector's report says the number, and nobody reads it in the empty one",
+    ),
+    (
+        "grpo_replay/collection/journal.py",
+        "if last.stat().st_size > good:", "if (last.stat().st_size >= good):",
+        "a file that is cut to its own length stays as it is",
+    ),
+    (
+        "grpo_replay/engine/scatter.py",
+        ").reshape(-1, 2),", ").reshape(-(2), 2),",
+        "NumPy takes any negative length for the one to find",
+    ),
+    (
+        "grpo_replay/training/opening.py",
+        "if held > 0: # it was opened with version 0",
+        "if held > (1): # it was opened with version 0",
+        "the first push of a sampler that lags is version 2 or a later one",
+    ),
+    (
+        "grpo_replay/collection/messages.py",
+        "sent: float = 0.0", "sent: float = (1.0)",
+        "the link gives its first report a time, and every other one comes with its own",
+    ),
+)  # fmt: skip

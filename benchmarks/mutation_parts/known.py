@@ -1,0 +1,299 @@
+"""Bugs that were made somewhere, or missed once, each with a test of the default suite that fails
+on it. `old` occurs exactly once in the file."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Known:
+    """`new` in place of `old` in `path` is a bug; `test` fails on it."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+TRAINER = "grpo_replay/training/trainer.py"
+ASYNC_TRAINER = "grpo_replay/training/async_trainer.py"
+BUFFER = "grpo_replay/replay/replay_buffer.py"
+COMPOSE = "grpo_replay/replay/compose.py"
+PRIORITIES = "grpo_replay/replay/priorities.py"
+LOSS = "grpo_replay/replay/loss.py"
+BATCH = "grpo_replay/replay/batch.py"
+ADVANTAGES = "grpo_replay/replay/advantages.py"
+ARRIVALS = "grpo_replay/collection/arrivals.py"
+ASSEMBLY = "grpo_replay/collection/assembly.py"
+FROZEN = (
+    "tests/training/test_trainer.py::"
+    "test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values[token_mean]"
+)
+BY_HAND = "tests/replay/test_loss.py::test_clipped_surrogate_by_hand"
+
+KNOWN = (
+    # The optimizer step
+    Known(
+        "every step splits its batch alike", TRAINER,
+        "stream(self.recipe.run.seed, step, SPLIT_STREAM)",
+        "stream(self.recipe.run.seed, SPLIT_STREAM)",
+        FROZEN,
+    ),
+    Known(
+        "every step draws alike", TRAINER,
+        "stream(self.recipe.run.seed, step, DRAW_STREAM)",
+        "stream(self.recipe.run.seed, DRAW_STREAM)",
+        "tests/training/test_trainer.py::test_each_step_draws_with_a_random_stream_of_its_own",
+    ),
+    Known(
+        "the learning rate of the step before", TRAINER,
+        "self.parts.engine.begin_step(step)", "self.parts.engine.begin_step(max(step - 1, 1))",
+        "tests/training/test_loss_options.py::"
+        "test_updates_are_made_at_the_learning_rate_of_their_step",
+    ),
+    Known(
+        "the learning rate of the step before, asynchronously", ASYNC_TRAINER,
+        "self.parts.engine.begin_step(step)", "self.parts.engine.begin_step(max(step - 1, 1))",
+        "tests/training/test_async_runs.py::test_the_learning_rate_follows_its_schedule",
+    ),
+    Known(
+        "behaviour log-probs recomputed by the current policy", TRAINER,
+        "        rows = train_rows(rollouts, reference, self.recipe.loss, longest)\n",
+        "        plain = [logprob_row(r.prompt_token_ids, r.completion_token_ids)"
+        " for r in rollouts]\n"
+        "        now = engine.logprobs(plain if is_main else None)\n"
+        "        ids = [r.rollout_id for r in rollouts]\n"
+        "        rollouts = with_behavior_logprobs(rollouts, dict(zip(ids, now)))\n"
+        "        rows = train_rows(rollouts, reference, self.recipe.loss, longest)\n",
+        FROZEN,
+    ),
+    Known(
+        "the current policy is the old one of its own ratio", LOSS,
+        "    log_ratios_C = logprobs_C - behavior_logprobs_C\n    exponents_C",
+        "    log_ratios_C = logprobs_C - logprobs_C.detach()\n    exponents_C",
+        BY_HAND,
+    ),
+    Known(
+        "clip bounds swapped", LOSS,
+        "1.0 - settings.epsilon, 1.0 + settings.epsilon_high",
+        "1.0 - settings.epsilon_high, 1.0 + settings.epsilon",
+        BY_HAND,
+    ),
+    Known(
+        "dual clip from the wrong side", LOSS,
+        "torch.maximum(surrogate_C, floor_C)", "torch.minimum(surrogate_C, floor_C)", BY_HAND,
+    ),
+    Known(
+        "dual clip counted for every advantage", LOSS,
+        "clipped_C | (negative_C & (ratios_C > settings.dual_clip))",
+        "clipped_C | (ratios_C > settings.dual_clip)",
+        BY_HAND,
+    ),
+    Known(
+        "the KL estimator of the reverse direction", LOSS,
+        "(reference_logprobs_C - logprobs_C).clamp", "(logprobs_C - reference_logprobs_C).clamp",
+        "tests/replay/test_loss.py::test_kl_k3_by_hand",
+    ),
+    Known(
+        "a sequence ratio without the geometric mean", LOSS,
+        "row_T.mean().expand_as(row_T)", "row_T.sum().expand_as(row_T)",
+        "tests/replay/test_loss.py::"
+        "test_a_sequence_ratio_is_the_geometric_mean_of_its_tokens_ratios_by_hand",
+    ),
+    Known(
+        "advantages centred again over the mixed batch", BATCH,
+        "                loss_coefficient(rollout, settings),\n",
+        "                loss_coefficient(rollout, settings)\n"
+        "                - float(np.mean([loss_coefficient(r, settings) for r in rollouts])),\n",
+        "tests/replay/test_batch.py::"
+        "test_train_rows_carry_frozen_advantages_and_the_mini_batch_denominator",
+    ),
+    Known(
+        "the denominator counts the fresh half of the batch", BATCH,
+        "max(int(lengths_N.sum()), 1)", "max(int(lengths_N[: (count + 1) // 2].sum()), 1)",
+        "tests/replay/test_loss.py::test_aggregations_of_a_mini_batch_by_hand",
+    ),
+    Known(
+        "token mean of sequence means", BATCH,
+        "np.full(count, 1.0 / max(int(lengths_N.sum()), 1))",
+        "1.0 / (count * np.maximum(lengths_N, 1))",
+        "tests/replay/test_loss.py::test_token_weights_by_hand",
+    ),
+    Known(
+        "AsymRE shifted the other way", BATCH,
+        "rollout.group_reward_mean + settings.asymre_delta",
+        "rollout.group_reward_mean - settings.asymre_delta",
+        "tests/replay/test_batch.py::test_train_rows_of_asymre_are_reward_minus_shifted_group_mean",
+    ),
+    # Advantages
+    Known(
+        "sample standard deviation", ADVANTAGES,
+        'rewards.size if std == "population" else', 'rewards.size if std == "sample" else',
+        "tests/replay/test_advantages.py::test_closed_forms_hold_up_to_epsilon",
+    ),
+    Known(
+        "signal decided by a tolerance", ADVANTAGES,
+        "if (rewards == rewards[0]).all():", "if rewards.std() < 1e-4:",
+        "tests/replay/test_advantages.py::"
+        "test_signal_is_decided_by_equality_and_not_by_the_size_of_the_difference",
+    ),
+    # The buffer
+    Known(
+        "eviction by age only when the buffer is full", BUFFER,
+        "if self.settings.max_age_steps is None:",
+        "if self.settings.max_age_steps is None or len(self) < self.settings.capacity_rollouts:",
+        "tests/replay/test_replay_buffer.py::"
+        "test_age_is_bounded_by_step_minus_birth_whether_or_not_the_buffer_is_full",
+    ),
+    Known(
+        "age in mini-batches of a step of two", BUFFER,
+        'now - self._columns["birth_step"] > ', '2 * (now - self._columns["birth_step"]) > ',
+        "tests/replay/test_replay_buffer.py::"
+        "test_age_is_bounded_by_step_minus_birth_whether_or_not_the_buffer_is_full",
+    ),
+    Known(
+        "one step too old is allowed", BUFFER,
+        "return self._evict_born_before(step, step + 1)",
+        "return self._evict_born_before(step, step)",
+        "tests/replay/test_replay_buffer.py::"
+        "test_evict_ahead_removes_rollouts_too_old_for_the_next_step",
+    ),
+    Known(
+        "a draw removes", BUFFER,
+        "        return Draw(\n",
+        "        self._columns.remove(np.isin(np.arange(stored), picks.indices))\n"
+        "        return Draw(\n",
+        "tests/replay/test_replay_buffer.py::test_a_draw_removes_nothing_and_records_each_use",
+    ),
+    Known(
+        "capacity evicts the newest", BUFFER,
+        "self._columns.drop_oldest(excess)",
+        "self._columns.remove(np.arange(len(self)) >= len(self) - excess)",
+        "tests/replay/test_replay_buffer.py::test_capacity_is_first_in_first_out_and_counted",
+    ),
+    Known(
+        "priority of the signed advantage", PRIORITIES,
+        'np.abs(columns["advantage"])',
+        'np.maximum(columns["advantage"], 0.0)',
+        "tests/replay/test_draw_law.py::test_priorities_by_hand",
+    ),
+    Known(
+        "the priority exponent is ignored", PRIORITIES,
+        "exponent * (log_priority_N - largest)", "log_priority_N - largest",
+        "tests/replay/test_draw_law.py::test_probabilities_ess_and_entropy_by_hand",
+    ),
+    Known(
+        "a query's priority is the sum of its members'", "grpo_replay/replay/drawing.py",
+        "np.add.reduceat(candidates.priority_N, starts_Q) / sizes_Q",
+        "np.add.reduceat(candidates.priority_N, starts_Q)",
+        "tests/replay/test_draw_law.py::"
+        "test_the_buffers_query_draws_follow_the_mean_priority_of_members",
+    ),
+    # Composition
+    Known(
+        "fresh-anchored inserts before it draws", COMPOSE,
+        'buffer.settings.replays and buffer.settings.composition == "buffer_only"',
+        "buffer.settings.replays",
+        "tests/replay/test_compose.py::test_fresh_anchored_step_by_step",
+    ),
+    Known(
+        "the warm-up is a step short", COMPOSE,
+        "step <= settings.warmup_steps", "step < settings.warmup_steps",
+        "tests/replay/test_compose.py::"
+        "test_warm_up_trains_on_all_fresh_and_fills_the_buffer",
+    ),
+    Known(
+        "the draw counts dropped rollouts", COMPOSE,
+        "draw_count(settings, buffer.group_size, len(fresh))",
+        "draw_count(settings, buffer.group_size, generated)",
+        "tests/replay/test_compose.py::test_fresh_anchored_step_by_step",
+    ),
+    Known(
+        "half a rollout is cut off", COMPOSE,
+        "else round(rollouts)\n", "else int(rollouts)\n",
+        "tests/replay/test_compose.py::test_counts_by_hand",
+    ),
+    # Asynchronous collection
+    Known(
+        "straddlers in the log-prob gap", ASYNC_TRAINER,
+        "(rollout.policy_version, rollout.policy_version_end) == (version, version)",
+        "rollout.policy_version_end == version",
+        "tests/training/test_metrics.py::"
+        "test_an_asynchronous_gap_is_measured_where_the_present_policy_sampled_every_token",
+    ),
+    Known(
+        "cancelled a step too late", ASYNC_TRAINER,
+        "self.intake.cancel_stale(version + 1)", "self.intake.cancel_stale(version)",
+        "tests/training/test_async_runs.py::test_groups_too_old_for_the_next_step_are_cancelled",
+    ),
+    Known(
+        "the newest groups first", ARRIVALS,
+        "young[-count:] if newest else young[:count]",
+        "young[:count] if newest else young[-count:]",
+        "tests/collection/test_arrivals.py::test_the_oldest_finished_groups_come_first",
+    ),
+    Known(
+        "birth a step too early", ARRIVALS,
+        "return self.group.policy_version + 1", "return self.group.policy_version",
+        "tests/collection/test_arrivals.py::test_the_age_limit_is_on_the_oldest_version_of_a_group",
+    ),
+    Known(
+        "a resume goes on at the smallest place missing", ARRIVALS,
+        "for p in range(cursor) if p not in seen], cursor", "for p in range(0)], cursor",
+        "tests/collection/test_arrivals.py::"
+        "test_a_resume_goes_on_with_the_outstanding_places_not_the_smallest",
+    ),
+    Known(
+        "the same group twice", ARRIVALS,
+        "        self._seen.add(record.place)\n", "",
+        "tests/collection/test_arrivals.py::test_a_second_copy_of_a_group_is_recognised",
+    ),
+    Known(
+        "straddlers kept against the recipe", ASSEMBLY,
+        'return "stale" if dropped else "inserted"', 'return "inserted"',
+        "tests/collection/test_assembly.py::"
+        "test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted",
+    ),
+    Known(
+        "behaviour log-probs that are not the sampler's", ASSEMBLY,
+        "behavior_logprobs=rollout.sampler_logprobs",
+        "behavior_logprobs=0 * rollout.sampler_logprobs",
+        "tests/collection/test_assembly.py::"
+        "test_a_group_becomes_rollouts_with_the_samplers_logprobs_as_behaviour",
+    ),
+    Known(
+        "one step ahead too few", "grpo_replay/collection/admission.py",
+        "min(max_ahead_steps + version + 1, steps)", "min(max_ahead_steps + version, steps)",
+        "tests/collection/test_admission.py::test_the_limit_by_hand",
+    ),
+    Known(
+        "settled rollouts stay in flight", "grpo_replay/collection/ledger.py",
+        "        self.queued = self.queued.minus(amount)\n", "",
+        "tests/collection/test_ledger.py::test_a_balance_by_hand",
+    ),
+    Known(
+        "a step is journalled under another number", "grpo_replay/collection/intake.py",
+        "            step, self.arrivals.records, version, sampler_version,",
+        "            step - 1, self.arrivals.records, version, sampler_version,",
+        "tests/collection/test_intake.py::test_the_journal_alone_repeats_every_selection",
+    ),
+    # Around them
+    Known(
+        "a short answer with finish reason length", "grpo_replay/sampling/vllm_requests.py",
+        'finish_reason == "length" and len(token_ids) == request.max_tokens',
+        'finish_reason == "length"',
+        "tests/sampling/test_vllm_parts.py::test_an_answer_that_was_cut_short_is_refused",
+    ),
+    Known(
+        "a p-value of 0", "grpo_replay/evaluation/statistics.py",
+        "(1 + as_large) / (1 + flips)", "as_large / flips",
+        "tests/evaluation/test_statistics.py::test_random_sign_flips_count_the_observed_one",
+    ),
+    Known(
+        "LoRA merged in bfloat16", "grpo_replay/engine/full_tensors.py",
+        "a, b = (each.float() for each in adapters)\n"
+        "        return torch.addmm(weight.float(), b, a, alpha=self.scaling).to(weight.dtype)",
+        "a, b = adapters\n        return weight + self.scaling * (b @ a)",
+        "tests/engine/test_lora.py::test_adapters_are_merged_in_fp32_and_rounded_once",
+    ),
+)  # fmt: skip

@@ -1,0 +1,68 @@
+"""Rollouts of a group from plain lists, by hand."""
+
+import numpy as np
+import pytest
+
+from grpo_replay.replay.group import rollouts_of_group
+from grpo_replay.types import Rollout
+
+
+def rollouts(**changes) -> list[Rollout]:
+    given = {
+        "first_rollout_id": 40, "group_id": 7, "prompt_id": "p", "step": 3,
+        "prompt_token_ids": [5, 6], "completion_token_ids": [[1], [2, 3], [4, 4, 4]],
+        "behavior_logprobs": [[-0.1], [-0.2, -0.3], [-0.4, -0.5, -0.6]],
+        "rewards": [1.0, -1.0, -1.0],
+    }  # fmt: skip
+    return rollouts_of_group(**given | changes)
+
+
+def test_a_group_by_hand():
+    """Mean -1/3, deviation √(8/9): advantages √2 and -√(1/2)."""
+    found = rollouts()
+    assert [r.rollout_id for r in found] == [40, 41, 42]
+    assert [r.completion_index for r in found] == [0, 1, 2]
+    assert [r.advantage for r in found] == pytest.approx([2**0.5, -(0.5**0.5), -(0.5**0.5)], 1e-5)
+    assert [r.reward for r in found] == [1.0, -1.0, -1.0]
+    assert [r.verdict for r in found] == ["correct", "incorrect", "incorrect"]
+    for rollout, tokens, logprobs in zip(
+        found, [[1], [2, 3], [4, 4, 4]], [[-0.1], [-0.2, -0.3], [-0.4, -0.5, -0.6]], strict=True
+    ):
+        assert (rollout.group_id, rollout.prompt_id, rollout.kept) == (7, "p", True)
+        assert (rollout.birth_step, rollout.policy_version, rollout.policy_version_end) == (3, 2, 2)
+        assert rollout.group_reward_mean == pytest.approx(-1 / 3)
+        assert rollout.group_reward_std == pytest.approx((8 / 9) ** 0.5)
+        assert rollout.group_correct == 1
+        assert rollout.prompt_token_ids.tolist() == [5, 6]
+        assert rollout.completion_token_ids.tolist() == tokens
+        assert rollout.behavior_logprobs.tolist() == np.float32(logprobs).tolist()
+        assert rollout.sampler_logprobs.tolist() == np.float32(logprobs).tolist()
+
+
+def test_what_counts_as_correct_is_said():
+    found = rollouts(rewards=[0.5, 0.25, 0.0], correct=0.25)
+    assert [r.verdict for r in found] == ["correct", "correct", "incorrect"]
+    assert {r.group_correct for r in found} == {2}
+
+
+def test_equal_rewards_are_no_rollouts():
+    assert rollouts(rewards=[1.0, 1.0, 1.0]) == []
+
+
+@pytest.mark.parametrize("name", ["completion_token_ids", "behavior_logprobs", "rewards"])
+def test_lists_of_other_lengths_are_refused(name):
+    short = {"completion_token_ids": [[1], [2]], "behavior_logprobs": [[0.0]], "rewards": [1.0, 0]}
+    with pytest.raises(ValueError, match="as many completions as rewards and log-probs"):
+        rollouts(**{name: short[name]})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"),
+    [([[1], [2, 3], [4]], None), ([[1], [], [4, 4, 4]], [[-1], [], [0] * 3])],
+)
+def test_one_log_prob_for_every_token_and_at_least_one(tokens, logprobs):
+    changes = {"completion_token_ids": tokens}
+    if logprobs is not None:
+        changes["behavior_logprobs"] = logprobs
+    with pytest.raises(ValueError, match=r"completion \d has \d tokens and \d log-probs"):
+        rollouts(**changes)

@@ -1,0 +1,106 @@
+"""The buffer's file: what is written is read again bit for bit, and what was edited is refused."""
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from buffer_makers import assert_same_rollouts, drawn_buffer, ids, make_group, replay_settings
+
+from grpo_replay.errors import SnapshotError
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.snapshot import (
+    SNAPSHOT_SCHEMA,
+    read_snapshot,
+    restore_snapshot,
+    write_snapshot,
+)
+
+
+@pytest.mark.parametrize("rollouts", [0, 4, 40])
+def test_snapshot_round_trip_is_exact(tmp_path, rollouts, monkeypatch):
+    monkeypatch.setattr("grpo_replay.replay.snapshot._CHUNK_ROLLOUTS", 5)
+    buffer = drawn_buffer(rollouts)
+    path = tmp_path / "buffer.parquet"
+    write_snapshot(path, buffer, step=10)
+    restored = ReplayBuffer(buffer.settings, 4)
+    assert restore_snapshot(path, restored) == 10
+    before, after = buffer.get_state(), restored.get_state()
+    assert_same_rollouts(before.pop("rollouts"), after.pop("rollouts"))
+    for name in before:
+        one, other = np.asarray(before[name]), np.asarray(after[name])
+        assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes()), name
+    if rollouts == 40:
+        assert buffer.column("times_used").sum() > 0
+    again = tmp_path / "again.parquet"
+    write_snapshot(again, restored, step=10)
+    assert again.read_bytes() == path.read_bytes()
+    snapshot = read_snapshot(path)
+    assert snapshot.settings["capacity_rollouts"] == 30
+    assert (snapshot.step, snapshot.group_size) == (10, 4)
+
+
+def test_a_snapshot_has_null_for_rollouts_never_drawn(tmp_path):
+    buffer = ReplayBuffer(replay_settings(), 2)
+    buffer.insert(make_group(0, 0, 1, [1, -1, 1]), 1)
+    drawn = ids(buffer.draw(1, 2, np.random.default_rng(0)).rollouts)[0]
+    write_snapshot(tmp_path / "b.parquet", buffer, 2)
+    last_used = pq.read_table(tmp_path / "b.parquet")["last_used_step"].to_pylist()
+    assert last_used == [2 if i == drawn else None for i in range(3)]
+
+
+def test_a_snapshot_that_was_edited_is_refused(tmp_path):
+    path = tmp_path / "buffer.parquet"
+    write_snapshot(path, drawn_buffer(), 10)
+    table = pq.read_table(path)
+    index = table.column_names.index("advantage")
+    edited = pa.array([0.5] * table.num_rows, pa.float32())
+    pq.write_table(table.set_column(index, table.schema.field(index), edited), path)
+    with pytest.raises(SnapshotError, match=r"buffer\.parquet: the saved priorities.*restore"):
+        restore_snapshot(path, ReplayBuffer(drawn_buffer().settings, 4))
+
+
+def rewritten(path, change_table=None, facts=None):
+    """The snapshot with another table, or other facts in its metadata."""
+    table = pq.read_table(path)
+    table = change_table(table) if change_table else table
+    marks = dict(table.schema.metadata)
+    if facts is not None:
+        marks[b"grpo_replay.buffer"] = facts
+    pq.write_table(table.replace_schema_metadata(marks), path)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"step": 1, "group_size": 4, "settings": {}, "evicted_by_age": 0, '
+        b'"evicted_by_capacity": 0, "evicted_at": [0, 0]}',
+        b'{"step": 1, "group_size": 4, "settings": 7, "evicted_by_age": 0, '
+        b'"evicted_by_capacity": 0, "evicted_at": [0, 0]}',
+    ],
+)
+def test_a_snapshot_without_its_facts_is_refused(tmp_path, facts):
+    path = tmp_path / "buffer.parquet"
+    write_snapshot(path, drawn_buffer(), 10)
+    rewritten(path, facts=facts)
+    with pytest.raises(SnapshotError, match=r"buffer\.parquet: its metadata"):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize("column", [*SNAPSHOT_SCHEMA.names[:-1]])
+def test_a_null_in_a_required_column_is_refused(tmp_path, column):
+    path = tmp_path / "buffer.parquet"
+    buffer = drawn_buffer()
+    write_snapshot(path, buffer, 10)
+
+    def nulls(table):
+        index = table.column_names.index(column)
+        empty = pa.nulls(table.num_rows, table.schema.field(index).type)
+        return table.set_column(index, table.schema.field(index), empty)
+
+    rewritten(path, nulls)
+    with pytest.raises(SnapshotError, match=rf"buffer\.parquet: column {column} contains a null"):
+        restore_snapshot(path, ReplayBuffer(buffer.settings, 4))
