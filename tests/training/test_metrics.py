@@ -153,7 +153,7 @@ def test_gamma_of_a_step_is_that_of_the_planner_s_design():
             rollouts_per_step=8, completion_tokens=3.0, prompt_tokens=1.0,
             composition="fresh_anchored", sources={},
         )  # fmt: skip
-        planned = design_at(assumed, x=11.0, y=trained / kept, scale=1.0)
+        planned = design_at(assumed, x=11.0, y=trained / kept)
         assert planned.trained_rollouts_per_step == trained
         assert found["cost/gamma"] == pytest.approx(planned.gamma)
         checked += 1

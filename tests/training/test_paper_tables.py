@@ -61,6 +61,7 @@ def test_the_summary_has_the_means_over_the_run(replay_run):
     assert set(means) == {
         *("fresh/rollouts", "fresh/clip_fraction", "replay/clip_fraction"),
         *("groups/all_correct_fraction", "groups/all_wrong_fraction"),
+        "reward/missing_fraction",
     }
     for name, mean in means.items():
         defined = [line[name] for line in replay_run.metrics if line[name] is not None]
