@@ -84,13 +84,13 @@ def test_sums_over_tokens_become_means():
     nothing = dict.fromkeys(ROW_STATISTICS, 0.0) | {"log_ratio_max": -np.inf}
     assert sums.keys() == nothing.keys()
     table = np.array([[row[name] for name in ROW_STATISTICS] for row in (sums, nothing)])
-    result = update_result(table, 1.5, 3, 0.25)
+    result = update_result(table, 1.5, 3, 0.25, 1e-3)
     assert (result.loss, result.grad_norm, result.reference_kl) == (0.25, 1.5, 0.25)
-    assert (result.micro_batches, result.padding_share) == (3, 0.25)
+    assert (result.micro_batches, result.padding_share, result.learning_rate) == (3, 0.25, 1e-3)
     whole, empty = result.outcomes
     assert (whole.tokens, whole.clip_fraction, whole.entropy) == (2, 0.5, 0.5)
     assert (whole.log_ratio_mean, whole.log_ratio_var, whole.approx_kl) == (1.0, 1.0, 1.5)
     assert whole.ratio_mean == pytest.approx((1 + np.exp(2)) / 2)
     assert whole.ratio_max == pytest.approx(np.exp(2))
     assert (empty.tokens, empty.ratio_mean, empty.ratio_max, empty.log_ratio_var) == (0, 0, 0, 0)
-    assert update_result(table[1:], 0.0, 1, 0.0).reference_kl == 0.0
+    assert update_result(table[1:], 0.0, 1, 0.0, 1e-3).reference_kl == 0.0
