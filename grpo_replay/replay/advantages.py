@@ -33,7 +33,7 @@ class GroupAdvantage:
 
 
 def group_advantages(
-    rewards_G: Sequence[float] | np.ndarray,
+    rewards_G: Sequence[float | None] | np.ndarray,
     std: str = "population",
     epsilon: float = 1e-6,
     divide_by_std: bool = True,
