@@ -17,7 +17,7 @@ def group_relative(rewards_G: np.ndarray, settings: AdvantageSection) -> np.ndar
 
 
 def estimate_advantages(
-    rewards_G: Sequence[float] | np.ndarray, settings: AdvantageSection
+    rewards_G: Sequence[float | None] | np.ndarray, settings: AdvantageSection
 ) -> GroupAdvantage:
     """Statistics and advantages of one group. A group without a signal has none, whatever the
     estimator; a reward that is None has NaN.
@@ -41,6 +41,6 @@ def estimate_advantages(
 
 
 def _statistics(
-    rewards_G: Sequence[float] | np.ndarray, settings: AdvantageSection
+    rewards_G: Sequence[float | None] | np.ndarray, settings: AdvantageSection
 ) -> GroupAdvantage:
     return group_advantages(rewards_G, settings.std, settings.epsilon, settings.divide_by_std)
