@@ -31,6 +31,8 @@ ROWS = [{"name": name, "problem": f"{name}?", "answer": ANSWERS[name]} for name 
 class Bytes:
     """A tokenizer whose tokens are bytes."""
 
+    eos_token, eos_token_id = "<eos>", 256
+
     def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [list(text.encode()) for text in texts]}
 

@@ -2,15 +2,11 @@
 
 import numpy as np
 import pytest
-from buffer_makers import assert_same_rollouts
 
-from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests, with_behavior_logprobs
 from grpo_replay.replay.seeding import completion_seed
-from grpo_replay.storage.rollout_log import rollouts_to_bytes
-from grpo_replay.training.trainer import gather_rollouts
 from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict
 
 LONGEST = 20
@@ -112,26 +108,6 @@ def test_every_completion_of_a_prompt_is_requested_with_its_own_seed():
     ]
     assert [request.prompt_token_ids.tolist() for request in requests] == [[5]] * 4 + [[6]] * 4
     assert {(request.max_tokens, request.temperature) for request in requests} == {(LONGEST, 1.0)}
-
-
-class GivenRanks(Comm):
-    """A rank that is given what the ranks send."""
-
-    def __init__(self, rank: int, sent: list[bytes] | None) -> None:
-        super().__init__(rank, 2)
-        self._sent = sent
-
-    def gather(self, payload):
-        return self._sent
-
-
-def test_rollouts_of_all_ranks_are_in_the_order_of_their_ids_on_rank_0():
-    rollouts = rollouts_of(recipe_of(), [RIGHT, WRONG, WRONG, RIGHT], [3, 4, 5, 6])
-    sent = [rollouts_to_bytes(rollouts[1::2]), rollouts_to_bytes(rollouts[::2])]
-    found = gather_rollouts(GivenRanks(0, sent), rollouts[1::2])
-    assert_same_rollouts(found, rollouts)
-    assert gather_rollouts(GivenRanks(1, None), rollouts[::2]) == []
-    assert gather_rollouts(Comm(), rollouts) == rollouts
 
 
 def test_survivors_alone_get_behaviour_log_probs_each_its_own():

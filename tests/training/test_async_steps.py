@@ -13,7 +13,7 @@ from grpo_replay.collection.arrivals import Arrivals
 from grpo_replay.collection.intake import arrival_rules
 from grpo_replay.collection.messages import Report
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.sampling.server.rolling import RollingServerSampler
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
@@ -31,20 +31,20 @@ from grpo_replay.types import ComposedBatch, Draw
 def test_shares_of_the_servers_time_are_differences_of_two_reports():
     """Two servers, two ranks. First step: 20 s of servers, 5 idle and 3 paused. Second: 10 more,
     4 idle and 1 paused."""
-    times = SamplerTimes(ranks=2)
+    times = SamplerTimes(resolve_recipe([]), ranks=2)
     assert times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0) == SamplerShare(6.0, 0.4)
     assert times.step(Report(idle_seconds=9.0, server_seconds=30.0), 4.0) == SamplerShare(2.5, 0.5)
 
 
 def test_another_collector_counts_from_zero_and_pauses_go_on():
-    times = SamplerTimes(ranks=1)
+    times = SamplerTimes(resolve_recipe([]), ranks=1)
     times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0)
     found = times.step(Report(idle_seconds=1.0, server_seconds=8.0), 4.0)
     assert found == SamplerShare(6.0, 0.25)
 
 
 def test_without_a_server_in_use_there_is_no_share_and_no_more_than_all_is_idle():
-    times = SamplerTimes(ranks=1)
+    times = SamplerTimes(resolve_recipe([]), ranks=1)
     assert times.step(Report(), 0.0) == SamplerShare(0.0, None)
     assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == SamplerShare(0.0, 1.0)
     assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == SamplerShare(0.0, None)
