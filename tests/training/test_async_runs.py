@@ -90,6 +90,15 @@ def test_ages_follow_the_oldest_version_of_a_group_and_stay_within_the_bound(anc
     assert min(ages) >= 0 and sum(age <= 3 for age in ages) > 0.5 * len(ages)
 
 
+def test_the_gap_is_measured_where_the_present_policy_sampled(anchored):
+    """The fake server invents its log-probs, so the gap is far from 0."""
+    for step, line in enumerate(anchored.metrics, start=1):
+        versions = [(r["policy_version"], r["policy_version_end"]) for r in anchored.rollouts(step)]
+        gap = line["sampler/logprob_gap_mean"]
+        assert gap > 0 if (step - 1, step - 1) in versions else gap is None
+    assert anchored.metrics[0]["sampler/logprob_gap_mean"] > 0
+
+
 def test_lags_are_those_of_the_rollout_s_own_tokens(anchored):
     """Next to the age, which is that of the oldest token in the group."""
     versions = {}
