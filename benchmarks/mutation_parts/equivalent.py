@@ -64,4 +64,10 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "context.term()", "pass",
         "the process ends right after it",
     ),
+    (
+        "grpo_replay/replay/priorities.py",
+        "return np.minimum(indices, last).astype(np.int64, copy=False)",
+        "return np.minimum(indices, last).astype(np.int64, copy=(True))",
+        "a copy has the same values",
+    ),
 )  # fmt: skip

@@ -176,6 +176,7 @@ def test_the_journal_alone_repeats_every_selection(server, tmp_path):
     for step in range(1, STEPS + 1):
         taken = again.take_recorded(step)
         assert [rollout.rollout_id for rollout in taken.generated] == run.taken[step]
+        assert again.outstanding_groups() == len(again.arrivals)
     assert again.arrivals.ledger.settled == run.intake.arrivals.ledger.settled
 
 
