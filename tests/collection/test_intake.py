@@ -228,6 +228,17 @@ def test_the_collector_hears_which_weights_a_server_has(server, tmp_path):
     assert told == [Version(server.url, 1), Version(server.url, None)]
 
 
+def test_nothing_is_cancelled_without_an_age_limit_nor_in_a_repetition(server, tmp_path):
+    run = Run(recipe(server, replay={"max_age_steps": None}), tmp_path)
+    run.step()
+    run.intake.cancel_stale(2)
+    run.close()
+    assert not any(isinstance(each, Cancel) for each in ThreadedLink.made[0].commands)
+    limited = recipe(server, replay={"max_age_steps": 3})
+    Intake(limited, None, JournalRecords.of(tmp_path), 0).cancel_stale(2)
+    assert len(ThreadedLink.made) == 1
+
+
 def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch):
     run = Run(recipe(server), tmp_path)
     run.step()

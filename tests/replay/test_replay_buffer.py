@@ -293,6 +293,14 @@ def test_a_state_with_other_priorities_is_refused_and_the_buffer_is_unchanged():
     assert_same_state(before, buffer.get_state())
 
 
+def test_a_state_with_a_rollout_twice_is_refused():
+    buffer = busy_buffer(replay_settings())
+    state = buffer.get_state()
+    state["rollouts"] = (*state["rollouts"][:-1], state["rollouts"][0])
+    with pytest.raises(ValueError, match="twice|already|stored"):
+        buffer.set_state(state)
+
+
 def test_resuming_under_another_priority_or_a_smaller_capacity():
     state = busy_buffer(replay_settings()).get_state()
     other = ReplayBuffer(replay_settings(priority="uniform", capacity_rollouts=10), 4)
