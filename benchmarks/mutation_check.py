@@ -1,7 +1,7 @@
 """Plant small bugs and see whether the default tests of their folder fail.
 
     python benchmarks/mutation_check.py                                # 80 mutants, seed 0
-    python benchmarks/mutation_check.py --folders buffer grpo --count 200 --seed 3
+    python benchmarks/mutation_check.py --folders replay --count 200 --seed 3
     python benchmarks/mutation_check.py --again build/mutation/results.jsonl   # only its survivors
     python benchmarks/mutation_check.py --known                        # the list in known.py
 
