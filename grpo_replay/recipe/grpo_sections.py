@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
+from grpo_replay.named_functions import is_place
 from grpo_replay.recipe.base import Fraction, Positive, Section
-from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, OpenList, is_place
+from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, OpenList
 
 
 def _one_of(functions: OpenList) -> Any:

@@ -297,7 +297,7 @@ def test_a_state_with_a_rollout_twice_is_refused():
     buffer = busy_buffer(replay_settings())
     state = buffer.get_state()
     state["rollouts"] = (*state["rollouts"][:-1], state["rollouts"][0])
-    with pytest.raises(ValueError, match="twice|already|stored"):
+    with pytest.raises(ValueError, match=r"twice|already|stored"):
         buffer.set_state(state)
 
 
