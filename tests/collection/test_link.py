@@ -129,3 +129,16 @@ def test_a_collector_sees_no_gpu_and_is_no_rank(monkeypatch):
     found = collector_environment()
     assert "RANK" not in found and found["CUDA_VISIBLE_DEVICES"] == ""
     assert found["HF_HOME"] == "/models"
+
+
+def test_only_the_first_message_is_waited_for(idle, monkeypatch):
+    waits, poll = [], idle._deliveries.poll
+
+    def spy(milliseconds: int) -> int:
+        waits.append(milliseconds)
+        return poll(milliseconds)
+
+    monkeypatch.setattr(idle._deliveries, "poll", spy, raising=False)
+    deliver(idle, Delivery(0, None, Report(sent=time.monotonic())))
+    assert len(list(idle.receive(5.0))) == 1
+    assert waits == [5000, 0]
