@@ -18,7 +18,7 @@ class ReplayConfig(ReplaySection):
 
     if TYPE_CHECKING:
 
-        @classmethod
+        @classmethod  # type: ignore[misc]
         def preset(cls, name: str, **changes: Any) -> "ReplayConfig": ...  # type: ignore[override]
 
     @model_validator(mode="after")
@@ -30,7 +30,7 @@ class ReplayConfig(ReplaySection):
 
 def _preset(cls: type[ReplayConfig], name: str, **changes: Any) -> ReplayConfig:
     """The settings of the preset `name`: grpo, uniform, group_std, ours or fifo."""
-    return cls(preset=name, **changes)
+    return cls.model_validate({**changes, "preset": name})
 
 
 # Set here, because the field of an instance has the same name.
