@@ -132,6 +132,47 @@ class Rollout:
     verdict: str
     kept: bool
     reward_scores: tuple[float, ...] = ()  # before weights, if the reward combines several
+    payload: Any = None  # whatever another trainer needs with its rollout; in no file
+
+    @classmethod
+    def index_only(
+        cls,
+        *,
+        rollout_id: int,
+        group_id: int,
+        birth_step: int,
+        advantage: float,
+        group_reward_std: float,
+        payload: Any = None,
+        reward: float = 0.0,
+    ) -> "Rollout":
+        """A rollout whose tokens and log-probs the trainer keeps itself, under `payload`: what the
+        buffer needs to draw and evict it. It has no tokens; `advantage`, `group_reward_std` and
+        `reward` are rounded to float32, as they are stored."""
+        none = np.zeros(0, np.float32)
+        return cls(
+            rollout_id=rollout_id,
+            group_id=group_id,
+            prompt_id="",
+            completion_index=0,
+            birth_step=birth_step,
+            policy_version=birth_step - 1,
+            policy_version_end=birth_step - 1,
+            prompt_token_ids=none.astype(np.int32),
+            completion_token_ids=none.astype(np.int32),
+            completion_text="",
+            behavior_logprobs=none,
+            sampler_logprobs=none,
+            reward=float(np.float32(reward)),
+            advantage=float(np.float32(advantage)),
+            group_reward_mean=0.0,
+            group_reward_std=float(np.float32(group_reward_std)),
+            group_correct=0,
+            finish_reason="stop",
+            verdict="",
+            kept=True,
+            payload=payload,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,6 +206,16 @@ class ComposedBatch:
     replayed_N: np.ndarray  # bool [N]
     ages_N: np.ndarray  # int64 [N], training steps; 0 for fresh
     draw: Draw
+
+    @property
+    def ages(self) -> np.ndarray:
+        """`ages_N`."""
+        return self.ages_N
+
+    @property
+    def replayed(self) -> np.ndarray:
+        """`replayed_N`."""
+        return self.replayed_N
 
 
 @dataclass(frozen=True, slots=True)

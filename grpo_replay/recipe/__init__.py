@@ -20,7 +20,6 @@ from grpo_replay.recipe.grpo_sections import (
 )
 from grpo_replay.recipe.input_sections import LoraSection, ModelSection, PromptsSection
 from grpo_replay.recipe.layers import (
-    REPLAY_PRESETS,
     find_recipe,
     load_recipe,
     parse_overrides,
@@ -29,7 +28,9 @@ from grpo_replay.recipe.layers import (
     recipe_to_yaml,
     resolve_recipe,
 )
+from grpo_replay.recipe.presets import REPLAY_PRESETS
 from grpo_replay.recipe.recipe import Recipe
+from grpo_replay.recipe.replay_config import ReplayConfig
 from grpo_replay.recipe.run_sections import (
     CheckpointSection,
     EvalSection,
@@ -59,6 +60,7 @@ __all__ = [
     "OptimizerSection",
     "PromptsSection",
     "Recipe",
+    "ReplayConfig",
     "ReplaySection",
     "RewardSection",
     "RunSection",

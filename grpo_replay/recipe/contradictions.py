@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from grpo_replay.recipe.grpo_sections import ReplaySection
 from grpo_replay.recipe.sampling_sections import LEAST_VLLM_TEMPERATURE
 from grpo_replay.recipe.sections import RecipeSections
 
@@ -9,8 +10,8 @@ from grpo_replay.recipe.sections import RecipeSections
 def find_contradictions(recipe: RecipeSections) -> list[str]:
     """One message per contradiction, each with what to set instead; empty if there are none."""
     return [
+        *replay_contradictions(recipe.replay),
         *_replay_size_contradictions(recipe),
-        *_replay_draw_contradictions(recipe),
         *_reward_contradictions(recipe),
         *_algorithm_contradictions(recipe),
         *_loss_contradictions(recipe),
@@ -21,26 +22,14 @@ def find_contradictions(recipe: RecipeSections) -> list[str]:
     ]
 
 
-def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
-    replay = recipe.replay
+def replay_contradictions(replay: ReplaySection) -> Iterable[str]:
+    """Those within the replay section: they hold for the buffer of any trainer."""
     if not replay.enabled:
         return
     if replay.preset == "grpo":
         yield (
             "replay.enabled is true with replay.preset 'grpo', which never replays: "
             "choose another preset (ours, uniform, group_std, fifo)"
-        )
-    if replay.capacity_rollouts < recipe.rollouts_per_step:
-        yield (
-            f"replay.capacity_rollouts {replay.capacity_rollouts} is less than the rollouts of "
-            f"one step, {recipe.rollouts_per_step} (sampling.prompts_per_step · group_size): "
-            "rollouts of the current step would be evicted; raise it"
-        )
-    if replay.ratio > 0 and replay.warmup_steps >= recipe.run.steps:
-        yield (
-            f"replay.warmup_steps {replay.warmup_steps} is not less than run.steps "
-            f"{recipe.run.steps}: the run would never replay; lower the warm-up, or use "
-            "replay.preset grpo"
         )
     if replay.composition == "buffer_only" and replay.warmup_steps > 0:
         yield (
@@ -52,12 +41,10 @@ def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
             "replay.ratio 0 with replay.composition 'buffer_only' would train on nothing: set "
             "replay.ratio above 0"
         )
+    yield from _draw_contradictions(replay)
 
 
-def _replay_draw_contradictions(recipe: RecipeSections) -> Iterable[str]:
-    replay = recipe.replay
-    if not replay.enabled:
-        return
+def _draw_contradictions(replay: ReplaySection) -> Iterable[str]:
     if replay.priority == "abs_advantage" and replay.unit == "query":
         yield (
             "replay.priority 'abs_advantage' with replay.unit 'query': |advantage| belongs to a "
@@ -74,6 +61,24 @@ def _replay_draw_contradictions(recipe: RecipeSections) -> Iterable[str]:
         yield (
             "replay.positive_fraction with replay.unit 'query': the positive-bias buffer keeps "
             "single rollouts; use replay.unit rollout"
+        )
+
+
+def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    replay = recipe.replay
+    if not replay.enabled:
+        return
+    if replay.capacity_rollouts < recipe.rollouts_per_step:
+        yield (
+            f"replay.capacity_rollouts {replay.capacity_rollouts} is less than the rollouts of "
+            f"one step, {recipe.rollouts_per_step} (sampling.prompts_per_step · group_size): "
+            "rollouts of the current step would be evicted; raise it"
+        )
+    if replay.ratio > 0 and replay.warmup_steps >= recipe.run.steps:
+        yield (
+            f"replay.warmup_steps {replay.warmup_steps} is not less than run.steps "
+            f"{recipe.run.steps}: the run would never replay; lower the warm-up, or use "
+            "replay.preset grpo"
         )
 
 

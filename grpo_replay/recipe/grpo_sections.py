@@ -1,13 +1,15 @@
 """The algorithm: reward, advantage, replay, batches and loss."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from grpo_replay.named_functions import is_place
 from grpo_replay.recipe.base import Fraction, Positive, Section
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, OpenList
+from grpo_replay.recipe.presets import REPLAY_PRESETS
 
 
 def _one_of(functions: OpenList) -> Any:
@@ -158,6 +160,16 @@ class ReplaySection(Section):
     positive_fraction: Fraction = 0.0
     """δ of the positive-bias buffer (paper B): of a capacity of N, keep the newest (1-δ)·N rollouts
     and the newest δ·N correct ones among the older."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, given: Any) -> Any:
+        """`given`, with the values of its preset for the keys that it leaves out. A resolved recipe
+        leaves out none of them."""
+        preset = given.get("preset") if isinstance(given, Mapping) else None
+        if not (isinstance(preset, str) and preset in REPLAY_PRESETS):
+            return given
+        return {**REPLAY_PRESETS[preset], **given}
 
     @property
     def replays(self) -> bool:

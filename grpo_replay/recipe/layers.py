@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.base import Section
 from grpo_replay.recipe.paths import anchor_paths
+from grpo_replay.recipe.presets import REPLAY_PRESETS
 from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.yaml_text import (
     DEEPEST,
@@ -22,45 +23,6 @@ from grpo_replay.recipe.yaml_text import (
     shown,
 )
 from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
-
-_PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
-_PAPER_B = {"with_replacement": True, "drop_zero_variance": False}
-
-REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"enabled": False},
-    "ours": {
-        "enabled": True,
-        "unit": "rollout",
-        "priority": "abs_advantage",
-        "composition": "fresh_anchored",
-        **_PAPER_A,
-    },
-    "uniform": {
-        "enabled": True,
-        "unit": "query",
-        "priority": "uniform",
-        "composition": "pool",
-        **_PAPER_A,
-    },
-    "group_std": {
-        "enabled": True,
-        "unit": "query",
-        "priority": "group_std",
-        "composition": "pool",
-        **_PAPER_A,
-    },
-    "fifo": {
-        "enabled": True,
-        "unit": "rollout",
-        "priority": "uniform",
-        "composition": "buffer_only",
-        "max_age_steps": None,
-        "warmup_steps": 0,
-        **_PAPER_B,
-    },
-}
-"""The values that each preset sets (paper A, section 5; `fifo`: paper B). `grpo` does not set
-`drop_zero_variance`, so that it is the baseline of any recipe."""
 
 
 def find_recipe(name_or_path: str) -> Path:

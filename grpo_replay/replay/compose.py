@@ -1,6 +1,7 @@
 """The batch of a training step (paper A, Algorithm 1, steps 2 to 5; paper B, section 4).
 
-The trainer calls these functions in this order, for every composition:
+The trainer calls these functions in this order, for every composition, and `ReplayBuffer.step` does
+so for another trainer:
 
     buffer.evict(step)
     insert_before_draw(buffer, fresh, step)                 # acts for buffer_only
@@ -25,22 +26,25 @@ survivors. A step with B' = 0 trains on nothing, except with buffer_only, which 
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.replay_buffer import ReplayBuffer
 from grpo_replay.types import ComposedBatch, Draw, Rollout
 
+if TYPE_CHECKING:
+    from grpo_replay.replay.replay_buffer import ReplayBuffer
 
-def insert_before_draw(buffer: ReplayBuffer, fresh: Sequence[Rollout], step: int) -> None:
+
+def insert_before_draw(buffer: "ReplayBuffer", fresh: Sequence[Rollout], step: int) -> None:
     """Store the fresh survivors before the draw if the composition is buffer_only."""
     if buffer.settings.replays and buffer.settings.composition == "buffer_only":
         buffer.insert(fresh, step)
 
 
 def compose_batch(
-    buffer: ReplayBuffer,
+    buffer: "ReplayBuffer",
     fresh: Sequence[Rollout],
     step: int,
     generated: int,
@@ -66,7 +70,7 @@ def compose_batch(
 
 
 def insert_after_update(
-    buffer: ReplayBuffer, fresh: Sequence[Rollout], step: int, batch: ComposedBatch
+    buffer: "ReplayBuffer", fresh: Sequence[Rollout], step: int, batch: ComposedBatch
 ) -> None:
     """Store the fresh survivors unless buffer_only already has, then evict rollouts that would be
     too old at the next step. A pool draw also draws fresh rollouts; they enter with these uses."""
@@ -96,7 +100,7 @@ def _fresh_and_drawn(fresh: Sequence[Rollout], draw: Draw) -> ComposedBatch:
     )
 
 
-def _check_born_before(buffer: ReplayBuffer, step: int) -> None:
+def _check_born_before(buffer: "ReplayBuffer", step: int) -> None:
     newest = buffer.column("birth_step")
     if len(newest) and newest.max() >= step:
         raise ValueError(

@@ -18,18 +18,29 @@ def rollouts_of_group(
     completion_token_ids: Sequence[Sequence[int] | np.ndarray],
     behavior_logprobs: Sequence[Sequence[float] | np.ndarray],
     rewards: Sequence[float | None],
+    sampler_logprobs: Sequence[Sequence[float] | np.ndarray] | None = None,
+    advantages: Sequence[float | None] | np.ndarray | None = None,
+    keep_zero_variance: bool = False,
     correct: float = 1.0,
+    std: str = "population",
     epsilon: float = 1e-6,
+    divide_by_std: bool = True,
 ) -> list[Rollout]:
     """The G rollouts of one prompt, born at `step`, with their advantages (paper A, section 3).
 
     Rollout i has `completion_token_ids[i]` and its log-probs [T_i] under the policy that sampled
-    it, which become π_b for good. Ids are `first_rollout_id + i`; the ids of rollouts and of groups
-    must be unique in a run and ascend. The list is empty if all rewards are equal: the group has no
-    signal. Rewards of at least `correct` count as correct. A completion whose reward is None (it
-    did not come) is left out, of the list and of the statistics of its group.
+    it, which become π_b for good; `sampler_logprobs` are those that the sampler reported, if they
+    differ. Ids are `first_rollout_id + i`; the ids of rollouts and of groups must be unique in a
+    run and ascend. Rewards of at least `correct` count as correct. A completion whose reward is
+    None (it did not come) is left out, of the list and of the statistics of its group.
 
-    Raises ValueError if the lengths differ, NonFiniteError for a reward that is not finite.
+    Advantages are those of `group_advantages` with `std`, `epsilon` and `divide_by_std`, or
+    `advantages`, rounded to float32. If all rewards are equal, or all given advantages 0, the group
+    has no signal: the list is empty, or has advantages 0 with `keep_zero_variance`. It is always
+    empty if fewer than two rewards came.
+
+    Raises ValueError if the lengths differ or a given advantage is not finite, NonFiniteError for a
+    reward that is not finite.
     """
     size = len(rewards)
     if not len(completion_token_ids) == len(behavior_logprobs) == size:
@@ -44,10 +55,20 @@ def rollouts_of_group(
                 f"completion {index} has {len(tokens)} tokens and {len(logprobs)} log-probs: one "
                 "log-prob for every token, and at least one"
             )
-    group = group_advantages(rewards, epsilon=epsilon)
-    if group.advantages_G is None:
-        return []
+    sampler = behavior_logprobs if sampler_logprobs is None else sampler_logprobs
+    if [len(each) for each in sampler] != [len(each) for each in behavior_logprobs]:
+        raise ValueError("sampler_logprobs and behavior_logprobs have other lengths")
+    group = group_advantages(rewards, std, epsilon, divide_by_std)
     came = [(index, reward) for index, reward in enumerate(rewards) if reward is not None]
+    if len(came) < 2:
+        return []
+    advantages_G = group.advantages_G
+    if advantages is not None:
+        advantages_G = _given(advantages, [index for index, _ in came], size)
+    if advantages_G is None:
+        if not keep_zero_variance:
+            return []
+        advantages_G = np.zeros(size, np.float32)
     return [
         Rollout(
             rollout_id=first_rollout_id + index,
@@ -61,9 +82,9 @@ def rollouts_of_group(
             completion_token_ids=np.array(completion_token_ids[index], np.int32),
             completion_text="",
             behavior_logprobs=np.array(behavior_logprobs[index], np.float32),
-            sampler_logprobs=np.array(behavior_logprobs[index], np.float32),
+            sampler_logprobs=np.array(sampler[index], np.float32),
             reward=float(np.float32(reward)),
-            advantage=float(group.advantages_G[index]),
+            advantage=float(advantages_G[index]),
             group_reward_mean=group.mean,
             group_reward_std=group.std,
             group_correct=sum(each >= correct for _, each in came),
@@ -73,3 +94,15 @@ def rollouts_of_group(
         )
         for index, reward in came
     ]
+
+
+def _given(
+    advantages: Sequence[float | None] | np.ndarray, came: Sequence[int], size: int
+) -> np.ndarray | None:
+    """float32 [G]; None if those of the members `came`, whose rewards came, are all 0."""
+    if len(advantages) != size:
+        raise ValueError(f"{len(advantages)} advantages for {size} rewards")
+    advantages_G = np.array(advantages, np.float32)  # None is NaN
+    if not np.isfinite(advantages_G[came]).all():
+        raise ValueError(f"advantages {list(advantages)}: one finite number for every reward")
+    return advantages_G if advantages_G[came].any() else None

@@ -1,5 +1,6 @@
 """Checks before rollouts enter the buffer, and the form in which they are stored."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,12 +10,16 @@ from grpo_replay.replay.columns import ColumnQueue
 from grpo_replay.replay.drawing import check_groups_adjacent
 from grpo_replay.types import Rollout
 
+LARGEST_LOGPROB = 1e-3
+"""Largest behaviour log-prob. Samplers and the trainer give at most 0 exactly; the rest is room for
+the rounding of a normaliser that is computed apart from its logit, up to 10^4 in float32."""
+
 
 def check_insertable(
     rollouts: Sequence[Rollout], step: int, stored: ColumnQueue, unit: str
 ) -> None:
-    """Raises ValueError unless all rollouts are survivors with behaviour log-probs, born at or
-    before `step`, not yet stored and, if `unit` is "query", ordered by group."""
+    """Raises ValueError unless all rollouts are survivors with valid numbers (`number_problem`),
+    born at or before `step`, not yet stored and, if `unit` is "query", ordered by group."""
     for rollout in rollouts:
         _check_complete(rollout)
         if rollout.birth_step > step:
@@ -61,11 +66,27 @@ def _check_complete(rollout: Rollout) -> None:
             f"rollout {rollout.rollout_id}: only survivors with advantage and behaviour "
             "log-probs are stored"
         )
-    if rollout.behavior_logprobs.shape != rollout.completion_token_ids.shape:
-        raise ValueError(
-            f"rollout {rollout.rollout_id}: {rollout.behavior_logprobs.shape} behaviour log-probs "
-            f"for {rollout.completion_token_ids.shape} completion tokens"
+    if problem := number_problem(rollout):
+        raise ValueError(f"rollout {rollout.rollout_id}: {problem}")
+
+
+def number_problem(rollout: Rollout) -> str:
+    """What is wrong with the advantage or a log-prob of a survivor; "" if nothing is."""
+    logprobs_T, tokens_T = rollout.behavior_logprobs, rollout.completion_token_ids
+    assert logprobs_T is not None and rollout.advantage is not None
+    for name, array_T in (("behaviour", logprobs_T), ("sampler", rollout.sampler_logprobs)):
+        if array_T.shape != tokens_T.shape:
+            return f"{array_T.shape} {name} log-probs for {tokens_T.shape} completion tokens"
+    if not math.isfinite(rollout.advantage):
+        return f"its advantage is {rollout.advantage}: expected a finite number"
+    valid_T = np.isfinite(logprobs_T) & (logprobs_T <= LARGEST_LOGPROB)
+    if not valid_T.all():
+        token = int(np.flatnonzero(~valid_T)[0])
+        return (
+            f"the behaviour log-prob of token {token} is {logprobs_T[token]}: expected a finite "
+            "number of at most 0; leave the rollout out, or compute log-probs that are missing"
         )
+    return ""
 
 
 def _overlap(new: np.ndarray, stored: np.ndarray) -> bool:

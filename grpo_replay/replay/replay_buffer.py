@@ -4,24 +4,33 @@ positive-bias variant: paper B).
 The buffer stores the values frozen at a rollout's birth, its priority and its uses. A use is a
 draw: `times_used` is the number of the rollout's rows in draws/, and does not count training as a
 fresh rollout in its birth step. The text of the completion is not stored; rollouts/ has it. Ages
-are in training steps. The caller owns the random generator and passes it to `draw`.
+are in training steps. `step` is all that another trainer calls, and draws from the buffer's seed. A
+caller of `draw` passes its own random generator.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.columns import ColumnQueue
+from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.drawing import Candidates, check_groups_adjacent, pick, query_spans
-from grpo_replay.replay.insertion import check_insertable, frozen, is_correct
+from grpo_replay.replay.group import rollouts_of_group
+from grpo_replay.replay.insertion import check_insertable, frozen, is_correct, number_problem
 from grpo_replay.replay.priorities import rollout_priorities
-from grpo_replay.types import Draw, Rollout
+from grpo_replay.replay.seeding import stream
+from grpo_replay.types import ComposedBatch, Draw, Rollout
 
 NEVER_USED = -1
 """`last_used_step` of a rollout that was never drawn. Null in files."""
+
+DRAW_STREAM = 1
+"""Purpose of the random stream of a step's draw, as in a run of this package."""
 
 _DTYPES: Mapping[str, Any] = {
     "rollout_id": np.int64,
@@ -51,14 +60,52 @@ class BufferStats:
 class ReplayBuffer:
     """Stored rollouts that can be drawn again.
 
+    Life cycle in any trainer: each step, make the fresh rollouts (`new_group`, or `Rollout` with
+    ids of your own), call `step` once, train on what it returns with the log-probs frozen in it,
+    and call `save` with your checkpoint. `load` continues as if never interrupted, bit for bit.
+
+    >>> from grpo_replay import ReplayBuffer, ReplayConfig
+    >>> config = ReplayConfig.preset("ours", warmup_steps=0, max_age_steps=2)
+    >>> buffer = ReplayBuffer(config, group_size=2, seed=0)
+    >>> for step in range(1, 5):
+    ...     fresh = buffer.new_group(
+    ...         prompt_id="1 + 1",
+    ...         prompt_token_ids=[1, 5, 1],
+    ...         completion_token_ids=[[2], [3, 3]],
+    ...         behavior_logprobs=[[-0.5], [-1.0, -0.2]],
+    ...         rewards=[1.0, -1.0],
+    ...     )
+    ...     batch = buffer.step(fresh)  # both fresh rollouts, and round(0.5 · 2) replayed
+    ...     print(len(batch.rollouts), batch.ages.max(), len(buffer))
+    2 0 2
+    3 1 4
+    3 2 4
+    3 1 4
+
+    A trainer that keeps tensors itself stores `Rollout.index_only(…, payload=handle)`. `on_evict`
+    then tells it which rollouts left the buffer. It is called by `evict`, at the start of a step,
+    with all that left since the start of the step before: until then the batch may need them.
+
     If `replay.unit` is query, a query (the rollouts of one group) is inserted, evicted and drawn as
     a whole: its rollouts must be inserted together and adjacent, and capacity evicts whole groups,
     oldest first. If it is rollout, capacity may evict part of a group; the rest can still be drawn.
     """
 
-    def __init__(self, settings: ReplaySection, group_size: int) -> None:
+    def __init__(
+        self,
+        settings: ReplaySection,
+        group_size: int,
+        seed: int = 0,
+        on_evict: Callable[[tuple[Rollout, ...]], None] | None = None,
+    ) -> None:
         self.settings = settings
         self.group_size = group_size
+        self.seed = seed
+        self.on_evict = on_evict
+        self.last_step = 0  # the last of `step`
+        self.next_rollout_id = 0
+        self.next_group_id = 0
+        self._gone: list[Rollout] = []  # left, and not yet told to `on_evict`
         self._columns = ColumnQueue(_DTYPES)
         self._evicted_by_age = 0
         self._evicted_by_capacity = 0
@@ -79,6 +126,82 @@ class ReplayBuffer:
         """The stored rollouts, oldest first."""
         return tuple(self._columns["rollout"])
 
+    @property
+    def next_step(self) -> int:
+        """The step that `step` makes next, from 1 on: the birth step of its fresh rollouts."""
+        return self.last_step + 1
+
+    def new_group(self, **group: Any) -> list[Rollout]:
+        """The rollouts of one group for the next `step`: `rollouts_of_group` with the next ids and
+        step. If all rewards are equal, it is empty or kept, as `replay.drop_zero_variance` says."""
+        rollouts = rollouts_of_group(
+            first_rollout_id=self.next_rollout_id,
+            group_id=self.next_group_id,
+            step=self.next_step,
+            keep_zero_variance=not self.settings.drop_zero_variance,
+            **group,
+        )
+        self.next_rollout_id += len(group["rewards"])
+        self.next_group_id += 1
+        return rollouts
+
+    def step(self, fresh: Sequence[Rollout], generated: int | None = None) -> ComposedBatch:
+        """One training step: evict, insert, draw and compose in the order of the composition.
+        Returns what to train on: `rollouts`, their `ages` and which are `replayed`.
+
+        `fresh` are the survivors of the step, ordered by group; `generated` the rollouts generated
+        for it, dropped ones included (all were kept if None): `buffer_only` draws in proportion to
+        it. The draw uses the random stream of `seed` and the step, as a run of this package does.
+        Raises ValueError, and changes nothing, for what `insert` refuses, for more rollouts than
+        the capacity, and for a group larger than `group_size`.
+        """
+        step = self.next_step
+        generated = len(fresh) if generated is None else generated
+        if fresh:
+            self._check_fresh(fresh, step, generated)
+        self.evict(step)
+        insert_before_draw(self, fresh, step)
+        rng = stream(self.seed, step, DRAW_STREAM)
+        batch = compose_batch(self, fresh, step, generated, rng)
+        insert_after_update(self, fresh, step, batch)
+        self.last_step = step
+        self.count_ids(fresh)
+        return batch
+
+    def save(self, path: str | Path) -> None:
+        """Write everything that `load` needs to continue after the last `step`: a snapshot
+        (`replay.snapshot`) with the seed and the next ids. Payloads are not saved."""
+        from grpo_replay.replay.snapshot import save_buffer  # loads pyarrow
+
+        save_buffer(Path(path), self)
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        payload_of: Callable[[int], Any] | None = None,
+        on_evict: Callable[[tuple[Rollout, ...]], None] | None = None,
+    ) -> "ReplayBuffer":
+        """The buffer that `save` wrote. Its next steps are those of a buffer that was never
+        interrupted. `payload_of` gives the payload of a rollout id; without it a file whose
+        rollouts had payloads is refused. From a checkpoint's buffer.parquet, seed is 0 and the
+        next ids follow the stored ones. Raises SnapshotError.
+        """
+        from grpo_replay.replay.snapshot import load_buffer  # loads pyarrow
+
+        return load_buffer(Path(path), payload_of, on_evict)
+
+    def count_ids(self, rollouts: Sequence[Rollout]) -> None:
+        """Move the next ids past those of `rollouts`."""
+        for rollout in rollouts:
+            self.next_rollout_id = max(self.next_rollout_id, rollout.rollout_id + 1)
+            self.next_group_id = max(self.next_group_id, rollout.group_id + 1)
+
+    def attach(self, payload_of: Callable[[int], Any]) -> None:
+        """Give each stored rollout the payload of its id."""
+        stored = self._columns["rollout"]
+        for i, rollout in enumerate(stored):
+            stored[i] = replace(rollout, payload=payload_of(rollout.rollout_id))
+
     def insert(
         self, rollouts: Sequence[Rollout], step: int, times_used_N: np.ndarray | None = None
     ) -> int:
@@ -86,8 +209,9 @@ class ReplayBuffer:
 
         `times_used_N` counts draws in `step` before the insertion: the pool composition also draws
         fresh rollouts. The arrays of the rollouts become read-only. Raises ValueError for a dropped
-        rollout, a missing advantage or behaviour log-prob, a birth in the future, a second
-        insertion, and, if `replay.unit` is query, a group that is not adjacent.
+        rollout, a missing advantage or behaviour log-prob, one that is not finite, a positive
+        log-prob, a birth in the future, a second insertion, and, if `replay.unit` is query, a group
+        that is not adjacent.
         """
         if not rollouts:
             return 0
@@ -100,7 +224,11 @@ class ReplayBuffer:
 
     def evict(self, step: int) -> int:
         """Remove rollouts with `step - birth_step > max_age_steps`. Returns their number."""
-        return self._evict_born_before(step, step)
+        evicted = self._evict_born_before(step, step)
+        gone, self._gone = tuple(self._gone), []
+        if gone and self.on_evict is not None:
+            self.on_evict(gone)
+        return evicted
 
     def evict_ahead(self, step: int) -> int:
         """At the end of `step`, remove rollouts that would be too old at `step + 1`. Returns their
@@ -211,7 +339,32 @@ class ReplayBuffer:
             "a rollout was used before its birth": bool((last_used[used] >= births[used]).all()),
         }
         violated = [violation for violation, fine in holds.items() if not fine]
+        problems = [(each.rollout_id, number_problem(each)) for each in rollouts]
+        violated += [
+            f"rollout {rollout_id}: {problem}" for rollout_id, problem in problems if problem
+        ]
         return not violated, violated[0] if violated else ""
+
+    def _check_fresh(self, fresh: Sequence[Rollout], step: int, generated: int) -> None:
+        group_id, size = Counter(rollout.group_id for rollout in fresh).most_common(1)[0]
+        if size > self.group_size:
+            raise ValueError(
+                f"step {step}: group {group_id} has {size} rollouts, more than group_size "
+                f"{self.group_size}, the completions of one prompt"
+            )
+        if not self.settings.replays:
+            return
+        check_insertable(fresh, step, self._columns, self.settings.unit)
+        if max(generated, len(fresh)) > self.settings.capacity_rollouts:
+            raise ValueError(
+                f"step {step}: replay.capacity_rollouts {self.settings.capacity_rollouts} is less "
+                f"than the rollouts of one step, {max(generated, len(fresh))}: it counts rollouts, "
+                "neither groups nor batches; raise it"
+            )
+
+    def _note_gone(self, which: np.ndarray | slice) -> None:
+        if self.on_evict is not None:
+            self._gone.extend(self._columns["rollout"][which])
 
     def _new_columns(
         self, rollouts: Sequence[Rollout], step: int, times_used_N: np.ndarray | None
@@ -256,6 +409,7 @@ class ReplayBuffer:
         if self.settings.max_age_steps is None:
             return 0
         too_old_N = now - self._columns["birth_step"] > self.settings.max_age_steps
+        self._note_gone(too_old_N)
         evicted = self._columns.remove(too_old_N)
         self._evicted_by_age += evicted
         self._count_evicted(step, evicted)
@@ -263,13 +417,16 @@ class ReplayBuffer:
 
     def _enforce_capacity(self) -> int:
         if self.settings.positive_fraction > 0:
-            return self._columns.remove(~self._positive_bias_keeps())
+            surplus_N = ~self._positive_bias_keeps()
+            self._note_gone(surplus_N)
+            return self._columns.remove(surplus_N)
         excess = len(self) - self.settings.capacity_rollouts
         if excess <= 0:
             return 0
         if self.settings.unit == "query":
             starts_Q, _ = query_spans(self._columns["group_id"])
             excess = int(np.append(starts_Q, len(self))[np.searchsorted(starts_Q, excess)])
+        self._note_gone(slice(excess))
         self._columns.drop_oldest(excess)
         return excess
 

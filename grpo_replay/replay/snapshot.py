@@ -2,11 +2,13 @@
 
 One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text` and
 `reward_scores`, then `priority`, `times_used` and `last_used_step` (null if never drawn). The
-file's metadata contain the step, the replay settings and the counters as JSON. Nothing is pickled.
+file's metadata contain the step, the replay settings and the counters as JSON. `ReplayBuffer.save`
+adds `library`: the seed and the next ids, which a run of this package has elsewhere. Nothing is
+pickled.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from grpo_replay.errors import SnapshotError
+from grpo_replay.recipe import ReplayConfig
 from grpo_replay.replay.replay_buffer import NEVER_USED, ReplayBuffer
 from grpo_replay.storage.parquet import open_parquet, write_parquet
 from grpo_replay.storage.rollout_log import (
@@ -23,11 +26,13 @@ from grpo_replay.storage.rollout_log import (
     rollouts_to_table,
     table_to_rollouts,
 )
+from grpo_replay.types import Rollout
 
 SNAPSHOT_VERSION = 1
 _FACTS_KEY = b"grpo_replay.buffer"
 _CHUNK_ROLLOUTS = 4096  # rows converted at once, and rows per row group: limits memory
 _COUNTERS = ("evicted_by_age", "evicted_by_capacity", "evicted_at")
+_LIBRARY_FACTS = ("seed", "next_rollout_id", "next_group_id")
 
 _USE_FIELDS = [
     pa.field("priority", pa.float64()),
@@ -50,7 +55,9 @@ class Snapshot:
     state: Mapping[str, Any]
 
 
-def write_snapshot(path: Path, buffer: ReplayBuffer, step: int) -> None:
+def write_snapshot(
+    path: Path, buffer: ReplayBuffer, step: int, library: Mapping[str, Any] | None = None
+) -> None:
     """Write the buffer after `step`. Reading the file gives the same state bit for bit."""
     state = buffer.get_state()
     facts = {
@@ -58,6 +65,7 @@ def write_snapshot(path: Path, buffer: ReplayBuffer, step: int) -> None:
         "group_size": buffer.group_size,
         "settings": buffer.settings.model_dump(mode="json"),
         **{name: state[name] for name in _COUNTERS},
+        **({} if library is None else {"library": library}),
     }
     metadata = {_FACTS_KEY: json.dumps(facts).encode()}
     write_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA, _tables(state), metadata)
@@ -116,6 +124,40 @@ def restore_snapshot(path: Path, buffer: ReplayBuffer) -> int:
     if not valid:
         raise SnapshotError(f"{path}: {reason}; restore the file from a copy")
     return snapshot.step
+
+
+def save_buffer(path: Path, buffer: ReplayBuffer) -> None:
+    """`ReplayBuffer.save`."""
+    library = {name: getattr(buffer, name) for name in _LIBRARY_FACTS}
+    library["payloads"] = any(rollout.payload is not None for rollout in buffer.rollouts())
+    write_snapshot(path, buffer, buffer.last_step, library)
+
+
+def load_buffer(
+    path: Path,
+    payload_of: Callable[[int], Any] | None = None,
+    on_evict: Callable[[tuple[Rollout, ...]], None] | None = None,
+) -> ReplayBuffer:
+    """`ReplayBuffer.load`."""
+    facts = read_snapshot_facts(path)
+    library = facts.get("library", {})
+    if library.get("payloads") and payload_of is None:
+        raise SnapshotError(
+            f"{path}: its rollouts had payloads, which are not saved; give load(…, payload_of=…) a "
+            "function from a rollout id to its payload"
+        )
+    try:
+        settings = ReplayConfig.model_validate(facts["settings"])
+    except ValueError as error:
+        raise SnapshotError(f"{path}: its replay settings are not valid: {error}") from error
+    buffer = ReplayBuffer(settings, facts["group_size"], on_evict=on_evict)
+    buffer.last_step = restore_snapshot(path, buffer)
+    buffer.count_ids(buffer.rollouts())
+    for name in _LIBRARY_FACTS:
+        setattr(buffer, name, library.get(name, getattr(buffer, name)))
+    if payload_of is not None:
+        buffer.attach(payload_of)
+    return buffer
 
 
 def _tables(state: Mapping[str, Any]) -> Iterator[pa.Table]:

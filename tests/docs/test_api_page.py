@@ -14,7 +14,7 @@ from grpo_replay.recipe import load_recipe
 from grpo_replay.replay.group import rollouts_of_group
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-COMMANDS, LIBRARY = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+COMMANDS, LIBRARY, HANDLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def lines_of(code: str, folder: Path) -> list[str]:
@@ -35,10 +35,15 @@ def test_a_recipe_is_trained_evaluated_and_inspected_without_printing(tmp_path):
 
 
 def test_the_buffer_works_in_another_trainer_and_loads_no_torch(tmp_path):
-    check = "\nimport sys\nprint(sorted({'torch', 'transformers', 'pyarrow'} & set(sys.modules)))"
+    check = "\nimport sys\nprint(sorted({'torch', 'transformers', 'deepspeed'} & set(sys.modules)))"
     counts, loaded = lines_of(LIBRARY + check, tmp_path)
-    assert counts == "20 4"  # five groups of four, the oldest four steps old
+    assert counts == "20 4 6"  # five groups of four, the oldest four steps old
     assert loaded == "[]"
+
+
+def test_a_trainer_that_keeps_its_tensors_hears_what_left(tmp_path):
+    (kept,) = lines_of(HANDLES, tmp_path)
+    assert kept == "[4, 5, 6, 7]"  # 2 and 3 left in step 2; 4 and 5 left in step 3, not yet told
 
 
 def group(**changes):

@@ -66,3 +66,45 @@ def test_one_log_prob_for_every_token_and_at_least_one(tokens, logprobs):
         changes["behavior_logprobs"] = logprobs
     with pytest.raises(ValueError, match=r"completion \d has \d tokens and \d log-probs"):
         rollouts(**changes)
+
+
+def test_sampler_log_probs_and_given_advantages_are_taken_as_they_are():
+    found = rollouts(
+        sampler_logprobs=[[-1.0], [-2.0, -3.0], [-4.0, -5.0, -6.0]], advantages=[0.1, None, -3.0],
+        rewards=[1.0, None, 1.0],
+    )  # fmt: skip
+    assert [r.sampler_logprobs.tolist() for r in found] == [[-1.0], [-4.0, -5.0, -6.0]]
+    assert [r.behavior_logprobs.tolist() for r in found] == [
+        np.float32(each).tolist() for each in ([-0.1], [-0.4, -0.5, -0.6])
+    ]
+    assert [r.advantage for r in found] == [float(np.float32(0.1)), -3.0]
+    assert {r.group_reward_std for r in found} == {0.0}
+    assert rollouts(advantages=[0.0] * 3) == []
+    assert [r.advantage for r in rollouts(advantages=[0.0] * 3, keep_zero_variance=True)] == [0] * 3
+
+
+def test_a_group_without_a_signal_is_kept_if_asked():
+    kept = rollouts(rewards=[1.0, 1.0, None], keep_zero_variance=True)
+    assert [(r.advantage, r.group_correct) for r in kept] == [(0.0, 2), (0.0, 2)]
+    assert rollouts(rewards=[1.0, None, None], keep_zero_variance=True) == []
+
+
+def test_the_deviation_is_that_of_the_trainer():
+    """Deviations 4/3 and -2/3: sample σ √(4/3), population σ √(8/9)."""
+    sample = [r.advantage for r in rollouts(std="sample")]
+    assert sample == pytest.approx([4 / 3 / (4 / 3) ** 0.5, *[-2 / 3 / (4 / 3) ** 0.5] * 2], 1e-5)
+    plain = [r.advantage for r in rollouts(divide_by_std=False)]
+    assert plain == pytest.approx([4 / 3, -2 / 3, -2 / 3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"advantages": [1.0]}, "1 advantages for 3 rewards"),
+        ({"advantages": [1.0, None, 2.0]}, "one finite number for every reward"),
+        ({"sampler_logprobs": [[-1.0]] * 3}, "have other lengths"),
+    ],
+)
+def test_given_values_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        rollouts(**changes)

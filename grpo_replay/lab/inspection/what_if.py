@@ -14,8 +14,13 @@ from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection.rebuild import find_rows, rollouts_without_tokens
 from grpo_replay.lab.inspection.rollout_columns import RolloutColumns, read_draws, read_log
 from grpo_replay.lab.inspection.source import Source
-from grpo_replay.recipe import Recipe, ReplaySection, parse_overrides, resolve_recipe
-from grpo_replay.recipe.layers import REPLAY_PRESETS
+from grpo_replay.recipe import (
+    REPLAY_PRESETS,
+    Recipe,
+    ReplaySection,
+    parse_overrides,
+    resolve_recipe,
+)
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.terminal.progress import tracked

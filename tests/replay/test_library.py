@@ -1,0 +1,285 @@
+"""The buffer for other trainers: one call a step, saved and continued, and the traps refused."""
+
+import doctest
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from buffer_makers import ids, make_group, make_rollout
+
+from grpo_replay import ReplayBuffer, ReplayConfig, Rollout
+from grpo_replay.errors import SnapshotError
+from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection, load_recipe, resolve_recipe
+from grpo_replay.replay import replay_buffer
+from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.insertion import LARGEST_LOGPROB
+from grpo_replay.replay.replay_buffer import DRAW_STREAM
+from grpo_replay.replay.seeding import stream
+from grpo_replay.replay.snapshot import restore_snapshot, write_snapshot
+
+G = 4
+PAPER_A = {"warmup_steps": 3, "max_age_steps": 3, "capacity_rollouts": 30}
+CHANGES = {
+    "grpo": {},
+    "fifo": {"capacity_rollouts": 30, "ratio": 0.7},
+    "ours": PAPER_A,
+    "uniform": PAPER_A,
+    "group_std": PAPER_A,
+}
+
+
+def config_of(preset):
+    return ReplayConfig.preset(preset, **CHANGES[preset])
+
+
+def fresh_of(step):
+    """0 to 4 groups, a function of the step alone."""
+    rng = np.random.default_rng(step)
+    rewards = rng.choice([-1.0, 0.25, 1.0], (int(rng.integers(5)), G))
+    rewards[:, :2] = -1, 1
+    return [
+        rollout
+        for g, rewards_G in enumerate(rewards)
+        for rollout in make_group(100 * step + G * g, 10 * step + g, step, rewards_G)
+    ]
+
+
+def seen(buffer, batch):
+    """What a step returned and left, to be compared."""
+    state = buffer.get_state()
+    arrays = (batch.ages, batch.replayed, batch.draw.probabilities, state["priority"],
+              state["times_used"], state["last_used_step"])  # fmt: skip
+    counters = [state[name] for name in ("evicted_by_age", "evicted_by_capacity", "evicted_at")]
+    whole = [each.tolist() for each in arrays]
+    return ids(batch.rollouts), ids(state["rollouts"]), whole, counters
+
+
+def test_presets_of_the_tests_are_all():
+    assert CHANGES.keys() == REPLAY_PRESETS.keys()
+
+
+@pytest.mark.parametrize("preset", CHANGES)
+@pytest.mark.parametrize("seed", [0, 7])
+def test_a_step_is_the_trainers_calls(preset, seed):
+    config = config_of(preset)
+    buffer, explicit = ReplayBuffer(config, G, seed), ReplayBuffer(config, G)
+    drawn = evicted = 0
+    for step in range(1, 25):
+        fresh = fresh_of(step)
+        assert buffer.next_step == step
+        batch = buffer.step(fresh, generated=16)
+        explicit.evict(step)
+        insert_before_draw(explicit, fresh, step)
+        rng = stream(seed, step, DRAW_STREAM)
+        other = compose_batch(explicit, fresh, step, 16, rng)
+        insert_after_update(explicit, fresh, step, other)
+        assert seen(buffer, batch) == seen(explicit, other)
+        assert buffer.check_valid() == (True, "")
+        drawn += len(batch.draw.rollouts)
+        evicted += buffer.stats(step).evicted
+    assert (drawn > 20, evicted > 20) == (preset != "grpo",) * 2
+
+
+def test_draws_have_the_random_stream_of_a_run():
+    from grpo_replay.training import trainer
+
+    assert trainer.DRAW_STREAM == DRAW_STREAM
+
+
+@pytest.mark.parametrize("preset", CHANGES)
+def test_saved_and_continued_is_never_interrupted(tmp_path, preset):
+    buffer, path = ReplayBuffer(config_of(preset), G, seed=3), tmp_path / "buffer.parquet"
+    for step in range(1, 10):
+        buffer.step(fresh_of(step), generated=16)
+    assert buffer.next_rollout_id == 1 + max(
+        r.rollout_id for s in range(1, 10) for r in fresh_of(s)
+    )
+    buffer.save(path)
+    restored = ReplayBuffer.load(path)
+    names = ("settings", "group_size", "seed", "last_step", "next_rollout_id", "next_group_id")
+    for step in range(10, 20):
+        for name in names:
+            assert getattr(restored, name) == getattr(buffer, name), name
+        batches = buffer.step(fresh_of(step), 16), restored.step(fresh_of(step), 16)
+        assert seen(buffer, batches[0]) == seen(restored, batches[1])
+    buffer.save(path)
+    restored.save(tmp_path / "other.parquet")
+    assert path.read_bytes() == (tmp_path / "other.parquet").read_bytes()
+
+
+def test_a_checkpoints_buffer_can_be_loaded_and_a_saved_one_restored(tmp_path):
+    buffer = ReplayBuffer(config_of("ours"), G)
+    for step in range(1, 6):
+        buffer.step(fresh_of(step))
+    write_snapshot(tmp_path / "run.parquet", buffer, 5)
+    assert (
+        b"library" not in pq.read_schema(tmp_path / "run.parquet").metadata[b"grpo_replay.buffer"]
+    )
+    loaded = ReplayBuffer.load(tmp_path / "run.parquet")
+    assert (loaded.next_step, loaded.seed) == (6, 0)
+    assert loaded.next_rollout_id == 1 + max(ids(buffer.rollouts()))
+    buffer.save(tmp_path / "library.parquet")
+    assert restore_snapshot(tmp_path / "library.parquet", ReplayBuffer(buffer.settings, G)) == 5
+
+
+@pytest.mark.parametrize("preset", REPLAY_PRESETS)
+@pytest.mark.parametrize("section", [ReplaySection, ReplayConfig])
+def test_a_preset_is_applied_to_a_section_as_to_a_recipe(preset, section):
+    recipe = resolve_recipe([{"replay": {"preset": preset}}])
+    assert section(preset=preset).model_dump() == recipe.replay.model_dump()
+    assert ReplayConfig.preset(preset).preset == preset
+    changed = section(preset=preset, ratio=0.25, drop_zero_variance=False)
+    assert (changed.ratio, changed.drop_zero_variance) == (0.25, False)
+    whole = load_recipe("tiny", [f"replay.preset={preset}", "replay.unit=rollout"])
+    assert Recipe.model_validate(whole.model_dump()) == whole
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("paper", {}, "Input should be 'grpo'"),
+        ("ours", {"ratoi": 1}, "ratoi"),
+        ("ours", {"unit": "query"}, "use replay.priority group_std or uniform"),
+        ("fifo", {"warmup_steps": 5}, "set replay.warmup_steps 0"),
+        ("fifo", {"unused_first": True}, "set replay.with_replacement false"),
+        ("grpo", {"enabled": True}, "which never replays"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        ReplayConfig.preset(name, **changes)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.01])
+@pytest.mark.parametrize("preset", sorted(CHANGES.keys() - {"grpo"}))
+def test_log_probs_that_are_none_are_refused_with_the_id_and_nothing_changes(preset, value):
+    buffer = ReplayBuffer(config_of(preset), G)
+    for step in range(1, 5):
+        before = seen(buffer, buffer.step(fresh_of(step)))[1:]
+    fresh = fresh_of(8)
+    fresh = [replace(rollout, birth_step=5) for rollout in fresh]
+    fresh[2].behavior_logprobs[-1] = value
+    with pytest.raises(ValueError, match=rf"rollout {fresh[2].rollout_id}: .*log-prob of token"):
+        buffer.step(fresh)
+    assert buffer.last_step == 4
+    state = buffer.get_state()
+    assert (ids(state["rollouts"]), state["times_used"].tolist()) == (before[0], before[1][4])
+    fresh[2].behavior_logprobs[-1] = 0.0
+    fresh[1].behavior_logprobs[-1] = LARGEST_LOGPROB
+    buffer.step(fresh)
+
+
+def test_a_stored_log_prob_that_is_nan_is_not_valid():
+    buffer = ReplayBuffer(config_of("ours"), G)
+    buffer.insert([make_rollout(3)], 1)
+    broken = buffer._columns["rollout"]
+    broken[0] = replace(broken[0], behavior_logprobs=np.array([-1, np.nan, 0], np.float32))
+    valid, reason = buffer.check_valid()
+    assert not valid and reason.startswith("rollout 3: the behaviour log-prob of token 1 is nan")
+
+
+def test_other_lengths_and_an_advantage_without_value_are_refused():
+    buffer = ReplayBuffer(config_of("fifo"), G)
+    whole = make_rollout(1)
+    for changes, message in [
+        ({"sampler_logprobs": np.zeros(2, np.float32)}, r"rollout 1: \(2,\) sampler log-probs"),
+        ({"behavior_logprobs": np.zeros(2, np.float32)}, r"rollout 1: \(2,\) behaviour log-probs"),
+        ({"advantage": np.nan}, "rollout 1: its advantage is nan"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            buffer.step([replace(whole, **changes)])
+
+
+def test_the_capacity_counts_rollouts_and_the_group_size_completions():
+    """Eight groups of four do not fit into 8; nor is a group of four one of two."""
+    groups = [r for g in range(8) for r in make_group(G * g, g, 1, [1, -1, -1, -1])]
+    small = ReplayBuffer(ReplayConfig.preset("ours", capacity_rollouts=8), G)
+    with pytest.raises(ValueError, match=r"capacity_rollouts 8 is less than .* one step, 32"):
+        small.step(groups)
+    with pytest.raises(ValueError, match="group 0 has 4 rollouts, more than group_size 2"):
+        ReplayBuffer(config_of("ours"), 2).step(groups)
+
+
+def test_new_groups_have_the_next_ids_and_keep_what_the_config_keeps():
+    given = {
+        "prompt_id": "p", "prompt_token_ids": [1], "completion_token_ids": [[2], [3]],
+        "behavior_logprobs": [[-1.0], [-2.0]],
+    }  # fmt: skip
+    buffer = ReplayBuffer(config_of("ours"), 2)
+    assert buffer.new_group(**given, rewards=[1.0, 1.0]) == []
+    one, other = (
+        buffer.new_group(**given, rewards=[1.0, 0.0]),
+        buffer.new_group(**given, rewards=[None, 0.0]),
+    )
+    assert ids(one) == [2, 3] and one[0].group_id == 1 and one[0].birth_step == 1 and other == []
+    buffer.step(one)
+    assert (buffer.next_rollout_id, buffer.next_group_id, buffer.next_step) == (6, 3, 2)
+    kept = ReplayBuffer(config_of("fifo"), 2).new_group(**given, rewards=[1.0, 1.0])
+    assert [rollout.advantage for rollout in kept] == [0.0, 0.0]
+
+
+def handles(step, count=4):
+    return [
+        Rollout.index_only(
+            rollout_id=10 * step + i, group_id=step, birth_step=step, payload=("row", step, i),
+            advantage=(-1.0) ** i / (i + 3), group_reward_std=0.7,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", sorted(CHANGES.keys() - {"grpo"}))
+def test_handles_are_told_once_when_they_left_and_never_before_their_batch_is_done(preset):
+    config = ReplayConfig.preset(preset, **CHANGES[preset] | {"capacity_rollouts": 10})
+    held, told = set(), []
+
+    def forget(gone):
+        told.extend(rollout.payload for rollout in gone)
+        held.difference_update(rollout.payload for rollout in gone)
+
+    buffer = ReplayBuffer(config, G, on_evict=forget)
+    for step in range(1, 15):
+        fresh = handles(step)
+        held |= {rollout.payload for rollout in fresh}
+        batch = buffer.step(fresh)
+        assert {rollout.payload for rollout in batch.rollouts} <= held
+    buffer.evict(15)
+    stored = [rollout.payload for rollout in buffer.rollouts()]
+    assert held == set(stored) and len(told) == len(set(told)) == 14 * G - len(stored)
+
+
+def test_handles_are_saved_without_payloads_and_get_them_back(tmp_path):
+    buffer = ReplayBuffer(config_of("fifo"), G)
+    for step in range(1, 4):
+        buffer.step(handles(step))
+    buffer.save(tmp_path / "b.parquet")
+    with pytest.raises(SnapshotError, match="had payloads, which are not saved"):
+        ReplayBuffer.load(tmp_path / "b.parquet")
+    loaded = ReplayBuffer.load(
+        tmp_path / "b.parquet", payload_of=lambda i: ("row", i // 10, i % 10)
+    )
+    assert [r.payload for r in loaded.rollouts()] == [r.payload for r in buffer.rollouts()]
+    assert seen(loaded, loaded.step(handles(4))) == seen(buffer, buffer.step(handles(4)))
+
+
+def test_the_library_loads_no_deep_learning():
+    code = (
+        "import sys\n"
+        "import grpo_replay\n"
+        "assert not {'numpy', 'pydantic'} & set(sys.modules)\n"
+        "from grpo_replay import ReplayBuffer, ReplayConfig, Rollout\n"
+        "ReplayBuffer(ReplayConfig.preset('ours'), group_size=8).step([])\n"
+        "print(sorted({'torch', 'transformers', 'deepspeed', 'pyarrow'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+    with pytest.raises(ImportError, match="ReplayBufer"):
+        exec("from grpo_replay import ReplayBufer")
+
+
+def test_the_example_of_the_class_is_true():
+    results = doctest.testmod(replay_buffer)
+    assert (results.failed, results.attempted) == (0, 4)
