@@ -113,6 +113,18 @@ def test_lags_are_those_of_the_rollout_s_own_tokens(anchored):
         assert -1e-9 < last <= first < line["async/age_mean"] + 1e-9
 
 
+def test_ages_are_those_of_what_was_trained_on():
+    """Born at 4 and at 1, trained on at 6."""
+    members = [
+        SimpleNamespace(birth_step=born, policy_version=born - 1, policy_version_end=born - 1)
+        for born in (4, 1)
+    ]
+    record = SimpleNamespace(step=6, batch=SimpleNamespace(rollouts=members), generated=[])
+    step = AsyncStep(0.0, SamplerShare(None, None), 1, 0, 0, 5, {})
+    found = _asynchrony(record, {"step": 1.0}, step)
+    assert (found["async/age_mean"], found["async/age_max"]) == (3.5, 5)
+
+
 def test_a_rollout_of_several_versions_has_two_lags_below_its_age():
     """At step 6 the policy is version 5. A group with versions 3 to 5 and 4 to 4 is born at 4."""
     members = [
