@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from grpo_replay.distributed.comm import Comm
@@ -31,10 +30,13 @@ def gather_graded(comm: Comm, mine: Mapping[RequestKey, Graded]) -> dict[Request
     """All ranks' completions by key, on rank 0; empty on other ranks. Collective."""
     if comm.world_size == 1:
         return dict(mine)
+    import msgspec  # which one rank does without
+
     gathered = comm.gather(msgspec.msgpack.encode(list(mine.values()), enc_hook=_packed))
     if gathered is None:
         return {}
-    graded = [each for payload in gathered for each in _decoder.decode(payload)]
+    decoder = msgspec.msgpack.Decoder(list[Graded], dec_hook=_unpacked)
+    graded = [each for payload in gathered for each in decoder.decode(payload)]
     return {each.completion.key: each for each in graded}
 
 
@@ -45,6 +47,3 @@ def _packed(array: Any) -> tuple[str, bytes]:
 def _unpacked(_: type, packed: Any) -> np.ndarray:
     kind, values = packed
     return np.frombuffer(values, kind)
-
-
-_decoder = msgspec.msgpack.Decoder(list[Graded], dec_hook=_unpacked)
