@@ -41,7 +41,7 @@ from grpo_replay.sampling.vllm_requests import (
     sampling_parameters,
 )
 from grpo_replay.sampling.vllm_settings import engine_arguments, log_through_root, set_environment
-from grpo_replay.sampling.vllm_sleep import VLLM_ERRORS, SleepState
+from grpo_replay.sampling.vllm_sleep import VLLM_ERRORS, SleepState, in_few_words
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors, RequestKey
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ class VllmLocalSampler:
         arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
         # First: no model can be made after `_refuse_borrowed_classes` had a reason to refuse.
         expected = expected_weights(section)
+        if not on_gpu:
+            _refuse_experts(expected)
         engine = _start_engine(arguments, on_gpu)
         _refuse_borrowed_classes(engine)
         return cls(engine, stop_token_ids, expected, comm)
@@ -181,7 +183,7 @@ class VllmLocalSampler:
             self._memory.wake("weights")
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
         except VLLM_ERRORS as error:
-            refusals.append(f"vLLM refused them: {error}")
+            refusals.append(f"vLLM refused them: {in_few_words(error)}")
         except SamplerError as error:
             refusals.append(str(error))
         finally:
@@ -267,13 +269,24 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
             )
         except VLLM_ERRORS as error:
             raise SamplerError(
-                f"sampling.backend vllm: the engine did not start: {error}; "
+                f"sampling.backend vllm: the engine did not start: {in_few_words(error)}; "
                 "see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first)"
             ) from error
     # On garbage collection the engine core would destroy every process group of this process,
     # including the trainer's. `close` shuts the executor down instead.
     engine.engine_core._finalizer.detach()
     return engine
+
+
+def _refuse_experts(expected: ExpectedWeights) -> None:
+    """Raises SamplerError for a mixture of experts, whose new weights vLLM 0.32 on a CPU takes
+    wrongly or not at all."""
+    for name in expected.shapes:
+        if name.endswith(".experts.gate_up_proj"):
+            raise SamplerError(
+                f"sampling.backend vllm on a CPU: with new weights of experts ({name}) vLLM's "
+                "log-probs are wrong; use sampling.backend hf"
+            )
 
 
 def _refuse_borrowed_classes(engine: "LLMEngine") -> None:
