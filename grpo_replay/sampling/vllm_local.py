@@ -87,8 +87,6 @@ class VllmLocalSampler:
         arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
         # First: no model can be made after `_refuse_borrowed_classes` had a reason to refuse.
         expected = expected_weights(section)
-        if not on_gpu:
-            _refuse_experts(expected)
         engine = _start_engine(arguments, on_gpu)
         _refuse_borrowed_classes(engine)
         return cls(engine, stop_token_ids, expected, comm)
@@ -276,17 +274,6 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
     # including the trainer's. `close` shuts the executor down instead.
     engine.engine_core._finalizer.detach()
     return engine
-
-
-def _refuse_experts(expected: ExpectedWeights) -> None:
-    """Raises SamplerError for a mixture of experts, whose new weights vLLM 0.32 on a CPU takes
-    wrongly or not at all."""
-    for name in expected.shapes:
-        if name.endswith(".experts.gate_up_proj"):
-            raise SamplerError(
-                f"sampling.backend vllm on a CPU: with new weights of experts ({name}) vLLM's "
-                "log-probs are wrong; use sampling.backend hf"
-            )
 
 
 def _refuse_borrowed_classes(engine: "LLMEngine") -> None:
