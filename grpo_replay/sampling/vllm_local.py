@@ -41,7 +41,7 @@ from grpo_replay.sampling.vllm_requests import (
     sampling_parameters,
 )
 from grpo_replay.sampling.vllm_settings import engine_arguments, log_through_root, set_environment
-from grpo_replay.sampling.vllm_sleep import VLLM_ERRORS, SleepState
+from grpo_replay.sampling.vllm_sleep import VLLM_ERRORS, SleepState, in_few_words
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors, RequestKey
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class VllmLocalSampler:
             self._memory.wake("weights")
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(checked)})
         except VLLM_ERRORS as error:
-            refusals.append(f"vLLM refused them: {error}")
+            refusals.append(f"vLLM refused them: {in_few_words(error)}")
         except SamplerError as error:
             refusals.append(str(error))
         finally:
@@ -267,7 +267,7 @@ def _start_engine(arguments: dict[str, Any], on_gpu: bool) -> "LLMEngine":
             )
         except VLLM_ERRORS as error:
             raise SamplerError(
-                f"sampling.backend vllm: the engine did not start: {error}; "
+                f"sampling.backend vllm: the engine did not start: {in_few_words(error)}; "
                 "see sampling.vllm in the recipe (on a GPU, gpu_memory_utilization first)"
             ) from error
     # On garbage collection the engine core would destroy every process group of this process,

@@ -3,7 +3,7 @@
 from collections.abc import MutableMapping
 from typing import Any
 
-from grpo_replay.engine.models import resolve_model_path
+from grpo_replay.engine.models import load_config, resolve_model_path
 from grpo_replay.engine.sequence_length import model_length
 from grpo_replay.errors import ModelError
 from grpo_replay.recipe import ModelSection, Recipe
@@ -34,20 +34,23 @@ def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dic
 
     No tokenizer is loaded: requests and completions are token ids, and stop tokens are sent with
     each request. The model's generation_config.json is ignored (vLLM would add its stop tokens).
-    Raises ModelError for a random initialisation, because vLLM reads weights from files.
+    Raises ModelError for a random initialisation, because vLLM reads weights from files, and for a
+    model whose log-probs vLLM computes otherwise than transformers.
     """
     if section.random_init:
         raise ModelError(
             f"model.path {section.path!r} with model.random_init: vLLM reads weights from files; "
             "write the initial model to a folder and sample from that"
         )
+    length = model_length(recipe, section)
+    _refuse_wider_window(section, length)
     vllm = recipe.sampling.vllm
     arguments: dict[str, Any] = {
         "model": resolve_model_path(section.path),
         "revision": section.revision,
         "trust_remote_code": section.trust_remote_code,
         "dtype": section.dtype if vllm.dtype == "auto" else vllm.dtype,
-        "max_model_len": model_length(recipe, section),
+        "max_model_len": length,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": vllm.enable_prefix_caching,
         "async_scheduling": vllm.async_scheduling,
@@ -64,3 +67,15 @@ def engine_arguments(recipe: Recipe, section: ModelSection, on_gpu: bool) -> dic
         # CPU cannot be rewound, and the engine dies ("CPU Generator does not use offset").
         arguments["enable_chunked_prefill"] = False
     return arguments
+
+
+def _refuse_wider_window(section: ModelSection, length: int) -> None:
+    """Raises ModelError for Cohere 2 with a window shorter than the longest sequence: the windows
+    of vLLM 0.32 hold one token more than those of transformers (its `commandr.py`)."""
+    config = load_config(section)
+    if config.model_type == "cohere2" and config.sliding_window < length:
+        raise ModelError(
+            f"model.path {section.path!r} of type cohere2: vLLM's sliding windows hold one token "
+            f"more than the trainer's {config.sliding_window}, and sequences are of up to {length} "
+            "tokens; use sampling.backend hf, or shorter sequences"
+        )

@@ -22,6 +22,14 @@ an AssertionError."""
 _KEPT, _DISCARDED = 1, 2  # vLLM's levels: weights copied to host memory, or dropped
 
 
+def in_few_words(error: Exception) -> str:
+    """What vLLM says, without pydantic's frame and the lists of all that there is otherwise."""
+    text = str(error).partition("Value error, ")[2] or str(error)
+    for end in (" Supported architectures:", " The available parameters", " [type=", "\n"):
+        text = text.strip().partition(end)[0]
+    return text.rstrip(".") or type(error).__name__
+
+
 class SleepState:
     """Tracks which parts of an engine's memory ("weights", "kv_cache") are off the GPU."""
 

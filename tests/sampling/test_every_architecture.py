@@ -1,6 +1,7 @@
 """Every architecture trains with right log-probs, or is refused by name: the table of
 docs/models.md, which this test makes (GRPO_REPLAY_WRITE_DOCS=1 writes it)."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.types import GenerationRequest, RequestKey
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+VLLM = PAGE.with_name("models_vllm.json")
+"""What benchmarks/vllm_architectures.py found."""
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 LARGEST_GAP = 1e-4  # nats, in float32
 REFUSED = {"bert", "modernbert-decoder", "rwkv"}
@@ -109,17 +112,33 @@ def dry_run(kind: str, folder: Path) -> str:
     return "yes"
 
 
+def in_vllm(kind: str) -> str:
+    """The measured outcome in process: "yes", an error's class, or why there is none."""
+    found = json.loads(VLLM.read_text())[kind]
+    if found["outcome"] == "yes":
+        assert found["gap"] < LARGEST_GAP
+    elif found["outcome"] == "refused":
+        when = " at new weights" if "weights of version 1" in found["error"] else ""
+        return f"refused{when}: {found['error'].partition(':')[0]}"
+    elif found["outcome"] == "wrong":
+        return "wrong at new weights" if "mean_after" in found else "wrong"
+    return found["outcome"]
+
+
 @pytest.mark.slow
 def test_every_architecture_trains_or_is_refused_by_name(processes, tmp_path):
     torch.set_num_threads(1)
-    lines = ["| Type | Attention | `hf` sampler | Memory in the dry run |", "|---|---|---|---|"]
+    lines = ["| Type | Attention | `hf` sampler | vLLM in process | Memory in the dry run |"]
+    lines.append("|---|---|---|---|---|")
     refused = set()
     for kind in ARCHITECTURES:
         found = outcome(kind, processes, tmp_path / kind)
         if found.startswith("refused"):
             refused.add(kind)
         memory = dry_run(kind, tmp_path / kind)
-        lines.append(f"| `{kind}` | `{attention_of(kind)}` | {found} | {memory} |")
+        lines.append(
+            f"| `{kind}` | `{attention_of(kind)}` | {found} | {in_vllm(kind)} | {memory} |"
+        )
     table = "\n".join(lines) + "\n"
     page = PAGE.read_text()
     begin, end = page.index(BEGIN) + len(BEGIN), page.index(END)

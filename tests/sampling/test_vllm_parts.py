@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from architectures import random_config
 from safetensors.torch import load_file
 from server_helpers import free_ports
 from slow_tests import slow_except
@@ -18,7 +19,7 @@ from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.sequence_length import model_length
 from grpo_replay.engine.weight_names import CheckedWeights, expected_weights
-from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.sampling.server import guard as server_guard
 from grpo_replay.sampling.server import server_process as server_process
 from grpo_replay.sampling.server.checks import read_outline
@@ -31,6 +32,7 @@ from grpo_replay.sampling.server.weight_files import SyncFolder
 from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
 from grpo_replay.sampling.vllm_requests import Spans, build_completion, read_spans
 from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
+from grpo_replay.sampling.vllm_sleep import in_few_words
 from grpo_replay.types import GenerationRequest, RequestKey
 
 OUTLINE = """Qwen3ForCausalLM()(
@@ -217,6 +219,26 @@ def test_the_longest_sequence_is_derived_and_bounded_by_the_model(tied):
     with pytest.raises(RecipeError, match="max_model_len 513 exceeds the 512 positions"):
         wrong = tiny_recipe(tied.folder, vllm={"max_model_len": 513})
         model_length(wrong, wrong.model)
+
+
+def test_a_window_that_vllm_makes_longer_is_refused_where_a_sequence_fills_it(tmp_path):
+    recipe = tiny_recipe(tmp_path)
+    random_config("cohere2").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"cohere2: .* than the trainer's 8, .* 128 tok"):
+        engine_arguments(recipe, recipe.model, on_gpu=False)
+    random_config("cohere2", sliding_window=128).save_pretrained(tmp_path)
+    assert engine_arguments(recipe, recipe.model, on_gpu=False)["max_model_len"] == 128
+
+
+def test_the_words_of_vllm_come_without_their_lists():
+    refused = ValueError(
+        "1 validation error for ModelConfig\n  Value error, Model architectures ['X'] are not "
+        "supported for now. Supported architectures: dict_keys(['A']) [type=value_error]\n  More"
+    )
+    assert in_few_words(refused) == "Model architectures ['X'] are not supported for now"
+    unknown = ValueError("There is no module 'cls' in Y. The available parameters are: {'a'}")
+    assert in_few_words(unknown) == "There is no module 'cls' in Y"
+    assert in_few_words(AssertionError()) == "AssertionError"
 
 
 def test_environment_variables_of_the_user_are_kept():
