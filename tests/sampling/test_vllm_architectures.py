@@ -63,6 +63,15 @@ def test_a_model_that_vllm_runs_with_transformers_classes_is_refused_in_process(
         VllmLocalSampler.open(tiny_recipe(tmp_path), str(tmp_path), Comm())
 
 
+def test_experts_whose_new_weights_vllm_takes_wrongly_are_refused_on_a_cpu(tmp_path):
+    from grpo_replay.sampling.vllm_local import VllmLocalSampler
+
+    random_model("qwen3_moe").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(SamplerError, match=r"experts .* use sampling\.backend hf"):
+        VllmLocalSampler.open(tiny_recipe(tmp_path), str(tmp_path), Comm())
+
+
 @pytest.mark.parametrize("kind", OVER_HTTP)
 def test_over_http(kind, tmp_path):
     policy = policy_of(kind, tmp_path / "model")
