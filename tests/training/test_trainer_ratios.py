@@ -145,7 +145,7 @@ def test_sampler_log_probs_play_no_part_in_a_loss_anchored_at_the_trainers(
 def test_sampler_log_probs_are_the_behaviour_if_the_recipe_says_so(
     tmp_path, processes, monkeypatch
 ):
-    nudged(monkeypatch, 0.05)
+    nudged(monkeypatch, -0.05)
     run = train_small_run(
         tmp_path / "run",
         loss={"behavior_logprobs": "sampler"},
@@ -156,7 +156,7 @@ def test_sampler_log_probs_are_the_behaviour_if_the_recipe_says_so(
     for step in steps_of(run):
         for row in run.survivors(step):
             assert row["behavior_logprobs"] == row["sampler_logprobs"]
-            assert row["log_ratio_mean"] == pytest.approx(-0.05, abs=1e-4)
+            assert row["log_ratio_mean"] == pytest.approx(0.05, abs=1e-4)
 
 
 @pytest.mark.parametrize("temperature, limit", [(2.0, 0.1), (0.6, None)])
