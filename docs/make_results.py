@@ -60,7 +60,8 @@ times (it generates
 each (μ {clock["mu"]}), an asynchronous `fifo` run needs {fifo["ratio"]} times the seconds of an asynchronous `grpo` run \
 to 70 %, and
 that {once["ratio"]} times those of a synchronous one: medians of five seeds; those of `fifo` range from {fifo["low"]} to
-{fifo["high"]} ([docs/async.md](docs/async.md)). Real models are not measured yet.
+{fifo["high"]} ([docs/async.md](docs/async.md)). A real
+model was trained with one seed only, which decides nothing ([docs/performance.md](docs/performance.md#measured-on-one-h100)).
 """  # noqa: E501
 
 
