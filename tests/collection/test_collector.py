@@ -311,6 +311,23 @@ def test_a_server_whose_update_failed_is_not_used(server):
     assert {g.policy_version for g in harness.groups()} == {0, 1}
 
 
+def test_requests_of_a_server_that_is_taken_down_are_withdrawn_and_sent_again(server):
+    server.seconds = 0.5
+    harness = Harness([server])
+
+    async def scenario():
+        harness.greet(credit=1)
+        await harness.until(lambda: server.in_flight == 2)
+        harness.collector.handle(Version(server.url, None))
+        assert harness.collector.report().running == 0
+        await harness.until(lambda: server.hung_up == 2)
+        harness.collector.handle(Version(server.url, 0))
+        await harness.until(lambda: len(harness.groups()) == 1)
+
+    harness.run(scenario)
+    harness.check_balance()
+
+
 def test_spans_of_an_update_during_a_completion_are_recorded(server):
     server.spans = [("run/4", 0, 1), ("run/5", 1, 2)]
     harness = Harness([server])

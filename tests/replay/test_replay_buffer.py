@@ -35,7 +35,7 @@ def test_age_is_bounded_by_step_minus_birth_whether_or_not_the_buffer_is_full():
 
 def test_evict_ahead_removes_rollouts_too_old_for_the_next_step():
     buffer = filled(replay_settings(max_age_steps=3), births=range(1, 7))
-    assert buffer.stats(0).evicted == 0
+    assert ReplayBuffer(buffer.settings, 2).stats(0).evicted == 0
     assert buffer.evict_ahead(step=6) == 3
     assert stored_ids(buffer) == [4, 5, 6]  # at rest: max_age_steps births
     assert buffer.evict(step=7) == 0  # so the guard has nothing to do
