@@ -22,6 +22,7 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.batch import logprob_row, mini_batch_indices, train_rows
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests, with_behavior_logprobs
 from grpo_replay.replay.seeding import stream
 from grpo_replay.rewards.scorer import RewardScorer
@@ -51,7 +52,7 @@ from grpo_replay.training.weight_sync import (
 )
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 
-DRAW_STREAM, SPLIT_STREAM = 1, 2  # purposes of the per-step random streams
+SPLIT_STREAM = 2  # purpose of a random stream of the step, as `DRAW_STREAM` is
 
 
 @dataclass(slots=True)
