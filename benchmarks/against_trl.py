@@ -163,7 +163,7 @@ def resident(name: str) -> float:
 
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from grpo_replay.distributed.processes import initialize_processes
+    from grpo_replay.distributed.rendezvous import initialize_processes
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.prompts.prompt_set import load_prompts
@@ -172,7 +172,9 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from grpo_replay.rewards.scorer import RewardScorer
     from grpo_replay.storage.checkpoint import RunState
     from grpo_replay.storage.run_directory import RunDirectory
-    from grpo_replay.training.trainer import Parts, Trainer
+    from grpo_replay.training.rollout_source import Parts
+    from grpo_replay.training.synchronous import SynchronousSource
+    from grpo_replay.training.trainer import Trainer
 
     data = folder / "problems.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in problems(options)))
@@ -189,7 +191,8 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             prompts=load_prompts(recipe.prompts, tokenizer, 0), tokenizer=tokenizer,
             buffer=ReplayBuffer(recipe.replay, GROUP), run_dir=run_dir,
         )  # fmt: skip
-        trainer = Trainer(parts, RunState())
+        state = RunState()
+        trainer = Trainer(parts, state, SynchronousSource(parts, state))
         for _ in range(options.steps + 1):
             meter.mark()
             trainer.train_step()
@@ -226,7 +229,7 @@ def recipe_of(options: argparse.Namespace, folder: Path, data: Path) -> dict[str
             "max_tokens_per_microbatch": options.rows * longest,
         },
         "loss": {"dual_clip": None},
-        "optimizer": {"learning_rate": LEARNING_RATE, "weight_decay": 0.0},
+        "optimizer": {"learning_rate": LEARNING_RATE, "adamw": {"weight_decay": 0.0}},
         "engine": {
             "device": options.device, "zero_stage": 3 if on_gpu else 0,
             "threads_per_process": options.threads,

@@ -54,7 +54,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     overrides = [
         "run.steps=1000000", "eval.benchmarks=[]", "checkpoint.every_steps=100",
-        f"sampling.servers.base_port={free_port()}", *options.set,
+        f"sampling.servers.address=127.0.0.1:{free_port()}", *options.set,
     ]  # fmt: skip
     run = RunProcess(options.recipe, folder / "run", overrides)
     process = run.start()

@@ -25,7 +25,7 @@ from async_parts.servers import wait_for
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.server.server_process import server_command
-from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
+from grpo_replay.sampling.vllm_requests import engine_arguments, set_environment
 
 NETWORK, PORT = "10.213.77", 8000
 HOSTS = ("trainer", "server-1", "server-2")
@@ -48,7 +48,7 @@ def main() -> int:
     urls = [f"http://{address(index)}:{PORT}" for index in (1, 2)]
     overrides = [
         f"run.steps={options.steps}", "checkpoint.every_steps=20", "sampling.servers.launch=0",
-        f"sampling.servers.urls=[{', '.join(urls)}]", "sampling.servers.sync_folder=/mnt/sync",
+        f"sampling.servers.urls=[{', '.join(urls)}]", "sampling.servers.weight_transfer=/mnt/sync",
         *options.set,
     ]  # fmt: skip
     with hosts(), contextlib.ExitStack() as stack:
@@ -136,7 +136,9 @@ def environment(index: int) -> dict[str, str]:
 def start_server(recipe_name: str, folder: Path, index: int, stack: contextlib.ExitStack) -> Path:
     """Start it; its log."""
     recipe = load_recipe(recipe_name)
-    arguments = engine_arguments(recipe, recipe.model, on_gpu=False)
+    arguments = engine_arguments(
+        recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False
+    )
     command = server_command(arguments, address(index), PORT, "folder")
     log = folder / f"{HOSTS[index]}.log"
     with log.open("wb") as output:

@@ -16,8 +16,8 @@ from pathlib import Path
 import math_verify
 
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
-from grpo_replay.rewards.boxes import boxed_answer
 from grpo_replay.rewards.math_verify import in_environment
+from grpo_replay.rewards.minerva import boxed_answer
 from grpo_replay.rewards.scorer import RewardScorer
 
 

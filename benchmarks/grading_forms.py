@@ -19,8 +19,8 @@ from pathlib import Path
 import math_verify
 
 from grpo_replay.recipe import RewardSection
-from grpo_replay.rewards.boxes import TAIL_CHARACTERS, boxed_answer, last_box
 from grpo_replay.rewards.math_verify import in_environment
+from grpo_replay.rewards.minerva import TAIL_CHARACTERS, boxed_answer, last_box
 from grpo_replay.rewards.scorer import RewardScorer
 
 VERIFIERS = ("math_verify_boxed", "math_verify")

@@ -53,7 +53,7 @@ def bucket(elements: int) -> dict[str, Any]:
     return {"zero": {"reduce_bucket_size": elements}}
 
 
-OFFLOAD = {"offload_optimizer": True}
+OFFLOAD = {"offload": "optimizer"}
 
 BASE_CASES = [("nothing", stage, "float32", 1, False, 64, 2, 1024) for stage in (0, 2)]
 CASES = [
@@ -126,7 +126,7 @@ def worker(case: tuple[Any, ...]) -> None:
 
     logging.disable(logging.WARNING)
     from grpo_replay.distributed.failures import exit_rank
-    from grpo_replay.distributed.processes import initialize_processes
+    from grpo_replay.distributed.rendezvous import initialize_processes
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.recipe import resolve_recipe
@@ -158,10 +158,12 @@ def worker(case: tuple[Any, ...]) -> None:
 
 
 def predicted_mib(case: tuple[Any, ...]) -> float:
-    from grpo_replay.lab.dry_run.fit import plan_engine
+    from grpo_replay.lab.dry_run.planner import Machines, plan_memory
     from grpo_replay.recipe import resolve_recipe
 
-    memory = plan_engine(resolve_recipe([recipe_of(case)]), on_cuda=False, capacity=0).engine
+    recipe = resolve_recipe([recipe_of(case)])
+    here = Machines("cpu", (recipe.engine.num_processes,), 0)
+    memory = plan_memory(recipe, here).engine
     return (memory.peak - memory.base + memory.host) / 2**20
 
 

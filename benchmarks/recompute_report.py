@@ -255,7 +255,6 @@ SCORES = {
     "final": ("difference", "avg", last_step),
     "final_pass_at_k": ("difference_pass_at_k", "pass", last_step),
     "best": ("difference_best", "avg", best_step),
-    "best_pass_at_k": ("difference_best_pass_at_k", "pass", best_step),
 }
 
 
@@ -449,7 +448,7 @@ def finite(value: float) -> float | None:
 def settings_of(run: dict, keys: list[str]) -> dict:
     """The recipe's values, without replay keys (but the preset) where nothing is replayed."""
     replay = run["recipe"]["replay"]
-    plain = not replay["enabled"] or replay["ratio"] == 0
+    plain = replay["preset"] == "grpo" or replay["ratio"] == 0
     found = {}
     for key in keys:
         value = run["recipe"]

@@ -25,8 +25,9 @@ ARMS = {
 PROGRAM = """
 import json, sys, time
 start, busy = time.perf_counter(), time.process_time()
+from grpo_replay.cli.options import ReportOptions
 from grpo_replay.cli.report_command import run
-run([sys.argv[1]], output=sys.argv[2])
+run(ReportOptions((sys.argv[1],), output=sys.argv[2]))
 seconds = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
 print(json.dumps(seconds), file=sys.stderr)
 """

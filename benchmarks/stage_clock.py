@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.training.metrics import STAGES, Stopwatch
 from grpo_replay.training.observer import Observer
+from grpo_replay.training.rollout_source import STAGES, Stopwatch
 
 ALL_STAGES = (*STAGES, "other")
 CPU_FILE = "cpu.jsonl"
@@ -73,9 +73,9 @@ def train_clocked(display: Observer | None = None) -> int:
     recipe = load_recipe("tiny", request["overrides"])
     folder = Path(request["folder"])
     with quiet_libraries():
-        from grpo_replay.training import run, trainer
+        from grpo_replay.training import rollout_source, run
 
-        trainer.Stopwatch = clock_writing(folder / CPU_FILE)
+        rollout_source.Stopwatch = clock_writing(folder / CPU_FILE)
         run.run_training(recipe, folder / "run", False, display or Observer())
     return 0
 
@@ -84,8 +84,8 @@ def clock_writing(file: Path) -> type[Stopwatch]:
     class TwoClocks(Stopwatch):
         """Writes the CPU seconds of every step to the file. Only rank 0 reads its clock."""
 
-        def __init__(self) -> None:
-            super().__init__()
+        def restart(self) -> None:
+            super().restart()
             self._cpu_start = time.process_time()
             self._cpu = dict.fromkeys(STAGES, 0.0)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-SETTINGS = ("eval.at_start=false", "eval.at_end=false", "run.steps=1", "replay.warmup_steps=0")
+SETTINGS = ("eval.at_start=false", "run.steps=1", "replay.warmup_steps=0")
 
 
 def first_step(checkout: Path, folder: Path) -> tuple[float, float]:

@@ -64,12 +64,12 @@ def mark_ranges(record: Any) -> None:
     """Ranges around the stages of a step and the optimizer's step."""
     import deepspeed
 
-    from grpo_replay.training.trainer import Trainer
+    from grpo_replay.training.rollout_source import Stopwatch
 
-    stage, step = Trainer._stage, deepspeed.DeepSpeedEngine.step
+    stage, step = Stopwatch.stage, deepspeed.DeepSpeedEngine.step
 
     @contextmanager
-    def marked_stage(self: Trainer, name: str) -> Iterator[None]:
+    def marked_stage(self: Stopwatch, name: str) -> Iterator[None]:
         with record(f"stage:{name}"), stage(self, name):
             yield
 
@@ -77,7 +77,7 @@ def mark_ranges(record: Any) -> None:
         with record("optimizer"):
             return step(self, *arguments, **named)
 
-    Trainer._stage, deepspeed.DeepSpeedEngine.step = marked_stage, marked_step
+    Stopwatch.stage, deepspeed.DeepSpeedEngine.step = marked_stage, marked_step
 
 
 def write_shares(events: Any, vocabulary: int | None, file: str) -> None:

@@ -83,8 +83,9 @@ def measure(kind: str) -> Result:
     from tiny_policy import Policy, changed, push, tiny_recipe
 
     from grpo_replay.distributed.comm import Comm
-    from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+    from grpo_replay.engine.models import byte_tokenizer
     from grpo_replay.errors import GrpoReplayError
+    from grpo_replay.sampling.sampler_protocol import SamplerOpening
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     with TemporaryDirectory() as folder:
@@ -93,7 +94,9 @@ def measure(kind: str) -> Result:
         model.save_pretrained(folder)
         byte_tokenizer().save_pretrained(folder)
         try:
-            sampler = VllmLocalSampler.open(tiny_recipe(policy.folder), folder, Comm())
+            sampler = VllmLocalSampler.open(
+                SamplerOpening.of(tiny_recipe(policy.folder), folder, Comm())
+            )
             before = token_gaps(sampler, model)
             moved = changed(policy, 1)
             push(sampler, moved)

@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.replay.seeding import completion_seed
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.sampling.vllm_local import VllmLocalSampler
-from grpo_replay.sampling.vllm_requests import sampling_parameters
-from grpo_replay.sampling.vllm_settings import engine_arguments
+from grpo_replay.sampling.vllm_requests import engine_arguments, sampling_parameters
 from grpo_replay.types import GenerationRequest, RequestKey
 
 VOCABULARY = 512
@@ -125,11 +125,11 @@ def compare_in_process(
     folder: str, requests: Sequence[GenerationRequest], rounds: int
 ) -> dict[str, Any]:
     recipe = make_recipe(folder, requests[0].max_tokens, backend="vllm")
-    sampler = VllmLocalSampler.open(recipe, folder, Comm())
+    sampler = VllmLocalSampler.open(SamplerOpening.of(recipe, folder, Comm()))
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        **engine_arguments(recipe, recipe.model, on_gpu=False),
+        **engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False),
         disable_log_stats=True,
         use_tqdm_on_load=False,
     )
@@ -151,10 +151,10 @@ def compare_in_process(
 
 
 def compare_http(folder: str, requests: Sequence[GenerationRequest], rounds: int) -> dict[str, Any]:
-    servers = {"launch": 1, "base_port": PORT}
+    servers = {"launch": 1, "address": f"127.0.0.1:{PORT}"}
     tokens = requests[0].max_tokens
     recipe = make_recipe(folder, tokens, backend="vllm_server", servers=servers)
-    sampler = VllmServerSampler.open(recipe, folder, Comm())
+    sampler = VllmServerSampler.open(SamplerOpening.of(recipe, folder, Comm()))
     url = f"http://127.0.0.1:{PORT}/inference/v1/generate"
 
     def ours() -> int:

@@ -18,6 +18,7 @@ from typer.models import ArgumentInfo
 
 from grpo_replay.cli.app import app
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, Section
+from grpo_replay.recipe.base import Passthrough
 
 DOCS = Path(__file__).resolve().parent
 
@@ -55,8 +56,14 @@ def recipe_reference() -> str:
 
 
 def _section(path: str, section: type[Section]) -> list[str]:
-    properties = section.model_json_schema()["properties"]
-    lines = [f"## {path}", "", "| key | default | allowed | meaning |", "|---|---|---|---|"]
+    properties = section.model_json_schema().get("properties", {})
+    lines = [f"## {path}", ""]
+    if issubclass(section, Passthrough):
+        known = ", ".join(f"`{k}: {json.dumps(v)}`" for k, v in section.DEFAULTS.items())
+        lines += [" ".join((section.__doc__ or "").split()), f"Defaults: {known}.", ""]
+        if not section.model_fields:
+            return lines[:-1]
+    lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     nested = []
     for key, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -97,7 +104,7 @@ def cli_reference() -> str:
     lines = [
         "# Command line",
         "",
-        "Generated from `grpo_replay/cli/app.py` by `docs/make_reference.py`.",
+        "Generated from `grpo_replay/cli/options.py` by `docs/make_reference.py`.",
         "",
         "Results go to stdout, progress and notices to stderr; `--json` prints one JSON document.",
         "",

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from grpo_replay.cli.plan_command import DEFAULT_GROWTH, DEFAULT_RHO
-from grpo_replay.lab.dry_run.assumptions import expected_of
+from grpo_replay.lab.dry_run.estimates import expected_of
 from grpo_replay.lab.planning.design import PlanInputs, make_plan
 from grpo_replay.lab.planning.theory import Growth, PowerGrowth, RatioGrowth, objective
 from grpo_replay.lab.planning.verdict import Verdict
@@ -102,11 +102,11 @@ def judged_recipe(
     """The verdict that `plan` gives on a recipe with this μ and growth; and its J(x, y)/J(1, 1), as
     if both were drawn with replacement from uniform ages."""
     recipe = load_recipe(name, overrides)
-    expected = expected_of(recipe)
+    expected = expected_of(recipe.model, recipe.prompts, recipe.sampling, recipe.replay)
     inputs = PlanInputs(
         mu=mu, rho=DEFAULT_RHO, growth=growth, survival=expected.survival,
         rollouts_per_step=recipe.rollouts_per_step, completion_tokens=expected.completion_tokens,
-        prompt_tokens=expected.prompt_tokens, composition=recipe.replay.composition, sources={},
+        prompt_tokens=expected.prompt_tokens, sources={},
     )  # fmt: skip
     plan = make_plan(inputs, recipe.replay)
     assert plan.current is not None and plan.current_verdict is not None

@@ -1,18 +1,33 @@
-"""GRPO post-training with rollout replay. `grpo_replay.api` has the functions of the commands; the
-names here are the replay buffer for other trainers, and are imported when they are used."""
+"""GRPO post-training with rollout replay: the functions of the commands (`grpo_replay.api`) and the
+replay buffer for other trainers. Names are imported when they are used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_replay.recipe import ReplayConfig
+    from grpo_replay.api import evaluate, inspect, load_recipe, report, sweep, train
+    from grpo_replay.recipe import Recipe, ReplayConfig
     from grpo_replay.replay import ReplayBuffer
     from grpo_replay.types import Rollout
 
 __version__ = "0.1.0"
-__all__ = ["ReplayBuffer", "ReplayConfig", "Rollout"]
+__all__ = [
+    "Recipe",
+    "ReplayBuffer",
+    "ReplayConfig",
+    "Rollout",
+    "evaluate",
+    "inspect",
+    "load_recipe",
+    "report",
+    "sweep",
+    "train",
+]
 
-_PLACES = {"ReplayBuffer": "replay", "ReplayConfig": "recipe", "Rollout": "types"}
+_PLACES = {
+    **{"ReplayBuffer": "replay", "Recipe": "recipe", "ReplayConfig": "recipe", "Rollout": "types"},
+    **{name: "api" for name in __all__ if name.islower()},
+}
 
 
 def __getattr__(name: str) -> Any:

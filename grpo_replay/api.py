@@ -1,86 +1,292 @@
-"""The Python API: recipe → train → evaluate → inspect, in this process. See docs/api.md.
+"""The Python API: recipe → train → evaluate → inspect → report, in this process. See docs/api.md.
 
-The functions print nothing. Each corresponds to a command, takes its options as arguments, and
+The functions print nothing. Each corresponds to a command, takes its options as Python values, and
 raises the errors of `grpo_replay.errors` that the command would print.
 """
 
-from collections.abc import Sequence
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_replay.errors import UsageError
-from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.named_functions import is_place
+from grpo_replay.recipe import Recipe, parse_overrides, resolve_recipe
+from grpo_replay.recipe import load_recipe as load_recipe_file
 
 if TYPE_CHECKING:
     from grpo_replay.evaluation.evaluation_report import EvaluationReport
     from grpo_replay.lab.inspection.buffer_summary import Inspection
+    from grpo_replay.lab.sweep.sweep_run import Entry
     from grpo_replay.training.run import RunResult
 
-__all__ = ["Recipe", "evaluate", "inspect", "load_recipe", "train"]
+__all__ = ["Recipe", "evaluate", "inspect", "load_recipe", "report", "sweep", "train"]
+
+AnyRecipe = Recipe | str | Path
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`{"run.steps": 6}`, or the words of `--set`: `["run.steps=6"]`."""
+
+logging.getLogger("grpo_replay").addHandler(logging.NullHandler())
 
 
-def train(recipe: Recipe, output_dir: str | Path, resume: bool = False) -> "RunResult":
+def load_recipe(recipe: AnyRecipe, overrides: Overrides = ()) -> Recipe:
+    """The recipe of a file or of a shipped name, or a recipe, with overrides. Raises RecipeError,
+    and UsageError for anything else."""
+    if isinstance(recipe, Recipe):
+        changes = parse_overrides(_words(overrides))
+        return _changed(recipe, changes) if changes else recipe
+    if not isinstance(recipe, str | Path):
+        raise UsageError(f"a recipe is a Recipe, the name of one or a file, found {recipe!r}")
+    return load_recipe_file(str(recipe), _words(overrides))
+
+
+def train(
+    recipe: AnyRecipe | None,
+    output_dir: str | Path,
+    resume: bool = False,
+    *,
+    overrides: Overrides = (),
+    prompts: Iterable[Mapping[str, Any]] | None = None,
+    reward: str | Callable[..., Any] | None = None,
+    on_step: Callable[[Mapping[str, Any]], object] | None = None,
+    on_evaluation: Callable[[int, "EvaluationReport"], object] | None = None,
+) -> "RunResult":
     """Train in this process, on one rank. The result names the run directory and holds the summary.
 
-    Ctrl-C ends the run after the current step, with a checkpoint: `interrupted` is then true.
-    Raises UsageError for a recipe of several ranks, which only the command can start.
+    `prompts` are rows (a list of dicts, a `datasets.Dataset`), which are written to
+    `<output_dir>.prompts.jsonl`, so that the run can be resumed. `reward` is a function that can be
+    imported, in any form of docs/rewards.md. `on_step` gets the metrics of each step,
+    `on_evaluation` the step and its report. `resume` continues the run in `output_dir`, with its
+    own recipe if `recipe` is None.
+
+    Ctrl-C ends the run after the current step, with a checkpoint. Raises UsageError for a recipe
+    of several ranks, and for a function that cannot be imported.
     """
-    if recipe.engine.num_processes > 1:
-        raise UsageError(
-            f"engine.num_processes {recipe.engine.num_processes}: train() is one process; use "
-            "grpo-replay train, or launch this program with torchrun"
-        )
+    path, resolved = Path(output_dir), _recipe_of_run(recipe, Path(output_dir), resume, overrides)
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.storage.run_directory import RunDirectory
     from grpo_replay.terminal.quiet import quiet_libraries
 
     if not resume:
-        RunDirectory(Path(output_dir)).refuse_occupied()
+        RunDirectory(path).refuse_occupied()
+    changes: dict[str, Any] = {}
+    if reward is not None:
+        changes["reward"] = {"function": _place_of(reward)}
+    if prompts is not None:
+        changes["prompts"] = _written(prompts, path, resolved.prompts.id_field, resume)
     prepare_rank(rank_environment())
     with quiet_libraries():
-        from grpo_replay.training.observer import Observer
         from grpo_replay.training.run import run_training
 
-        return run_training(recipe, Path(output_dir), resume, Observer())
+        hearing = _observer(on_step, on_evaluation)
+        return run_training(_changed(resolved, changes), path, resume, hearing)
 
 
 def evaluate(
     model: str | Path,
     output: str | Path,
-    recipe: str | None = None,
+    recipe: AnyRecipe | None = None,
     benchmarks: Sequence[str] = (),
     samples: int | None = None,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
+    reward: str | Callable[..., Any] | None = None,
 ) -> "EvaluationReport":
-    """Evaluate a checkpoint, a model folder or a Hugging Face id, and write the report to `output`.
-
-    `overrides` are those of `--set`. Defaults are those of `grpo-replay eval`.
-    """
+    """Evaluate a checkpoint, a run, a model folder or a Hugging Face id, and write the report to
+    `output`. Defaults are those of `grpo-replay eval`; `reward` is a function as in `train`."""
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
-    from grpo_replay.evaluation.evaluation_recipe import (
-        EvalOptions,
-        evaluate_on_rank,
-        resolve_evaluation,
-    )
+    from grpo_replay.evaluation.evaluation_report import check_output, generations_parent
     from grpo_replay.evaluation.model_source import find_model
-    from grpo_replay.evaluation.output_files import check_output, write_output
+    from grpo_replay.evaluation.session import evaluate_model, resolve_evaluation
 
-    options = EvalOptions(
-        str(model), recipe=recipe, benchmarks=benchmarks, k=samples, overrides=overrides
-    )
     source, file = find_model(str(model)), Path(output)
-    resolved = resolve_evaluation(options, source)
+    chosen = {
+        "benchmarks": list(benchmarks) or None,
+        "samples": samples,
+        "reward": None if reward is None else _place_of(reward),
+    }
+    choices = {"eval": {name: value for name, value in chosen.items() if value is not None}}
+    given = recipe if recipe is None or isinstance(recipe, Recipe) else str(recipe)
+    resolved = resolve_evaluation(source, given, _words(overrides), choices)
     check_output(file)
     prepare_rank(rank_environment())
-    report = evaluate_on_rank(resolved, source, file, world_size=1)
-    assert report is not None  # this is rank 0
-    write_output(report, file)
-    return report
+    found = evaluate_model(resolved, source, generations_parent(file), world_size=1)
+    assert found is not None  # this is rank 0
+    found.write(file)
+    return found
 
 
 def inspect(path: str | Path, step: int | None = None) -> "Inspection":
     """What the buffer of a run, a checkpoint or a snapshot holds and did (docs/buffer.md)."""
     from grpo_replay.lab.inspection.compute import summarise
     from grpo_replay.lab.inspection.source import open_source
+    from grpo_replay.terminal.console import no_progress
 
-    return summarise(open_source(str(path), step))
+    with no_progress():
+        return summarise(open_source(str(path), step))
+
+
+def sweep(
+    name: str | Path,
+    output_dir: str | Path | None = None,
+    *,
+    jobs: int = 1,
+    only: str | None = None,
+    on_change: Callable[["Entry"], object] | None = None,
+) -> list["Entry"]:
+    """Run the cells of a sweep file or of a shipped sweep, each as a process of its own, `jobs` at
+    a time; the same call continues it. Returns a row for each cell: `cell`, `status`, `accuracy`,
+    and `message` if it failed. `on_change` gets the row of a cell whose status changes."""
+    from grpo_replay.lab.sweep.cell_processes import Launcher
+    from grpo_replay.lab.sweep.grid import check_folder, choose_arms, expand, open_folder
+    from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
+    from grpo_replay.lab.sweep.sweep_run import StopRequests, SweepRun
+
+    path = find_sweep(str(name))
+    file = read_sweep_file(path)
+    folder = Path(output_dir) if output_dir is not None else Path("runs") / file.name
+    comparisons = expand(file, path, folder)
+    chosen = choose_arms(comparisons, only)
+    check_folder(folder, file)
+    launcher = Launcher(jobs)
+    launcher.check([arm.comparison[0] for each in chosen for arm in each.arms])
+    lock = open_folder(folder, file, comparisons)
+    try:
+        run = SweepRun(chosen, launcher, _Cells(on_change), StopRequests())
+        run.prepare()
+        run.run()
+    finally:
+        lock.unlock()
+    return run.entries
+
+
+def report(
+    paths: str | Path | Sequence[str | Path],
+    baseline: str | None = None,
+    output: str | Path | None = None,
+) -> dict[str, Any]:
+    """Compare runs, sweeps and evaluation files: the document of `grpo-replay report --json`
+    (docs/report.md). With `output`, also write pages, tables and figures to that folder."""
+    from grpo_replay.lab.report.collect import collect
+    from grpo_replay.lab.report.measure import measure
+    from grpo_replay.lab.report.report_files import check_folder, document, write_report
+    from grpo_replay.terminal.console import no_progress
+
+    given = [paths] if isinstance(paths, str | Path) else paths
+    if output is not None:
+        check_folder(Path(output))
+    with no_progress():
+        experiment = collect([str(path) for path in given], baseline)
+        findings = measure(experiment, [], ())
+    if output is not None:
+        write_report(experiment, findings, Path(output))
+    return document(findings)
+
+
+def _words(overrides: Overrides) -> list[str]:
+    if isinstance(overrides, Mapping):
+        return [
+            f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in overrides.items()
+        ]
+    return list(overrides)
+
+
+def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    if not changes:
+        return recipe
+    return resolve_recipe([recipe.model_dump(mode="json"), dict(changes)], (recipe.name, "changes"))
+
+
+def _recipe_of_run(
+    recipe: AnyRecipe | None, path: Path, resume: bool, overrides: Overrides
+) -> Recipe:
+    """Raises UsageError for a recipe of several ranks, and without any for a new run."""
+    if recipe is not None:
+        found = load_recipe(recipe, overrides)
+    elif resume:
+        from grpo_replay.storage.recipe_history import recipe_to_resume
+        from grpo_replay.storage.run_directory import refuse_missing
+
+        refuse_missing(path)
+        found = recipe_to_resume(path, None, _words(overrides))
+    else:
+        raise UsageError("train() needs a recipe; only resume=True continues a run with its own")
+    if found.engine.num_processes > 1:
+        raise UsageError(
+            f"engine.num_processes {found.engine.num_processes}: train() is one process; use "
+            "grpo-replay train, or launch this program with torchrun"
+        )
+    return found
+
+
+def _place_of(function: str | Callable[..., Any]) -> str:
+    """The name by which verifier processes import a function. Raises UsageError if they cannot."""
+    if isinstance(function, str):
+        return function
+    module, name = str(function.__module__), getattr(function, "__qualname__", "")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    source = Path(file or "")
+    if "." not in module and source.is_file():
+        # A program can be imported if it trains only as a program.
+        guarded = "__name__" in source.read_text(encoding="utf-8")
+        module = str(source.resolve()) if guarded or module != "__main__" else module
+    place = f"{module}:{name}"
+    if module == "__main__" or not is_place(place):
+        raise UsageError(
+            f"reward {name or function!r}: verifier processes import it by its name, so it must "
+            "stand at the top of a module or a .py file (not in a notebook, a lambda or another "
+            'function; in a program, train below `if __name__ == "__main__":`); or name it: '
+            'reward="file.py:function"'
+        )
+    return place
+
+
+def _written(
+    rows: Iterable[Mapping[str, Any]], run_dir: Path, id_field: str | None, resume: bool
+) -> dict[str, Any]:
+    """Write rows beside a run directory; returns the settings of `prompts` that name them."""
+    from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+
+    if resume:
+        raise UsageError("prompts with resume=True: a run goes on with the prompts that it has")
+    listed = [dict(row) for row in rows]
+    try:
+        lines = [json.dumps(row, ensure_ascii=False) for row in listed]
+    except TypeError as error:
+        raise UsageError(f"prompts: a row holds what is neither text nor number: {error}") from None
+    path = run_dir.absolute().with_name(f"{run_dir.name}.prompts.jsonl")
+    with named_if_unwritable(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_whole(path, "".join(f"{line}\n" for line in lines))
+    known = id_field if listed and id_field in listed[0] else None
+    return {"source": str(path), "id_field": known}
+
+
+def _observer(
+    on_step: Callable[[Mapping[str, Any]], object] | None,
+    on_evaluation: Callable[[int, "EvaluationReport"], object] | None,
+) -> Any:
+    from grpo_replay.training.observer import Observer
+
+    observer: Any = Observer()
+    if on_step is not None:
+        observer.on_step = on_step
+    if on_evaluation is not None:
+        observer.on_evaluation = on_evaluation
+    return observer
+
+
+class _Cells:
+    """Tells a function when the status of a cell changes."""
+
+    def __init__(self, on_change: Callable[["Entry"], object] | None) -> None:
+        self._on_change = on_change
+
+    def on_change(self, entry: "Entry") -> None:
+        if self._on_change is not None:
+            self._on_change(entry)
+
+    def on_progress(self, entries: Sequence["Entry"]) -> None: ...
+
+    def on_notice(self, text: str) -> None: ...

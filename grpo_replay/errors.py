@@ -11,7 +11,6 @@
     │   ├── CheckpointError        3   a checkpoint that is missing, partial or damaged
     │   ├── JournalError           3   the journal of an asynchronous run
     │   ├── EvaluationFileError    3   an evaluation report
-    │   ├── HubError               3   a push that the hub refuses, or a hub out of reach
     │   └── OutputDirectoryError   3   an output directory that is occupied or not writable
     └── SafetyStop                 4   training stopped to avoid wrong results
         ├── NonFiniteError         4   a loss or gradient that is not finite
@@ -75,10 +74,6 @@ class JournalError(DataError):
 
 
 class EvaluationFileError(DataError):
-    pass
-
-
-class HubError(DataError):
     pass
 
 

@@ -14,7 +14,7 @@ population standard deviation 1, advantages [1, -1] and `group_correct` 1.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -68,7 +68,7 @@ class Completion:
     `token_ids` includes the end-of-sequence token if one was sampled. `sampler_logprobs` are
     log-probs of the distribution sampled from, temperature applied. `finish_reason` is "stop"
     (EOS) or "length" (truncated). The two policy versions are those of the first and the last
-    sampled token.
+    sampled token. `completion_mask` and `extras` are those of the rollout that it becomes.
     """
 
     key: RequestKey
@@ -77,6 +77,8 @@ class Completion:
     finish_reason: str
     policy_version: int
     policy_version_end: int
+    completion_mask: np.ndarray | None = None  # bool [T]
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 FAILED = ("timeout", "memory", "crash", "none")
@@ -109,6 +111,12 @@ class Rollout:
     `reward.mask_truncated` is set. Group statistics are over the members whose rewards came; mean
     and deviation are None if those are fewer than two. `group_reward_std` is exactly 0 if their
     rewards are equal. The age of a rollout is `step - birth_step`, in training steps.
+
+    `completion_mask` is True for the completion tokens that train. The others (the output of a
+    tool, say) are context: they count neither in the loss nor in its statistics, and their
+    log-probs may be anything. Without a mask all tokens train. `extras` are arrays of one dimension
+    or more that are stored, drawn, saved and logged with the rollout, by name: reference log-probs,
+    routed experts. An array of one name has the same dtype and trailing shape in every rollout.
     """
 
     rollout_id: int
@@ -132,7 +140,15 @@ class Rollout:
     verdict: str
     kept: bool
     reward_scores: tuple[float, ...] = ()  # before weights, if the reward combines several
+    completion_mask: np.ndarray | None = None  # bool [T]
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     payload: Any = None  # whatever another trainer needs with its rollout; in no file
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of completion tokens that train."""
+        mask_T = self.completion_mask
+        return len(self.completion_token_ids) if mask_T is None else int(mask_T.sum())
 
     @classmethod
     def index_only(
@@ -220,7 +236,7 @@ class ComposedBatch:
 
 @dataclass(frozen=True, slots=True)
 class RolloutOutcome:
-    """Statistics of one rollout's T completion tokens in one update, before the optimizer step.
+    """Statistics of one rollout's trained tokens in one update, before the optimizer step.
 
     Log-ratios are policy minus behaviour log-probs, unclamped, in nats. `approx_kl` is the mean of
     `ratio - 1 - log_ratio` (k3). `clip_fraction` is the share of tokens whose gradient the clip

@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 
-from grpo_replay.terminal.loading import loading_libraries
+from grpo_replay.terminal.quiet import loading_libraries
 
 # The workers share the cores: a second thread in each would only get in the way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,7 +35,6 @@ LONG_FILES = (
     "test_two_ranks", "test_engine", "test_launch", "test_verify", "test_resume", "test_async_runs",
     "test_rolling", "test_request_pool", "test_summary", "test_lora", "test_scorer",
     "test_stopping", "test_tiny_base", "test_vllm_parts", "test_collector", "test_dry_run",
-    "test_push_to_hub",
 )  # fmt: skip
 """The longest files start first, those of training/ next: no worker ends alone with a long one."""
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from async_parts.forks import Forked
+from grpo_replay.collection.arrivals import CATEGORIES
 from grpo_replay.collection.journal import read_journal
-from grpo_replay.collection.ledger import CATEGORIES
 from grpo_replay.collection.messages import Group, Record
 from grpo_replay.lab.verification.verify import verify_run
 

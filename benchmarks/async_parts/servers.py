@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 
 from grpo_replay.recipe import load_recipe
-from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
-from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
 from grpo_replay.sampling.server.server_process import LaunchedServer, launch_servers
-from grpo_replay.sampling.vllm_settings import engine_arguments
+from grpo_replay.sampling.vllm_requests import engine_arguments
 
 START_SECONDS = 600.0
 PROBE_SECONDS = 5.0
@@ -34,10 +33,14 @@ class Server:
         """Start it, without waiting for it; what is left of an earlier one must have ended."""
         if self._process is not None:
             self._process.guard.wait(60)
-        servers = ["sampling.servers.launch=1", f"sampling.servers.base_port={self.port}"]
+        servers = ["sampling.servers.launch=1", f"sampling.servers.address=127.0.0.1:{self.port}"]
         recipe = load_recipe(self._recipe, servers)
-        arguments = engine_arguments(recipe, recipe.model, on_gpu=False)
-        (self._process,) = launch_servers(recipe, arguments, on_gpu=False, log_folder=self._folder)
+        arguments = engine_arguments(
+            recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False
+        )
+        (self._process,) = launch_servers(
+            recipe.sampling, arguments, on_gpu=False, log_folder=self._folder
+        )
 
     def wait_until_healthy(self) -> float:
         """The seconds that it took."""

@@ -188,7 +188,7 @@ def requests_of(size: Size, step: int) -> Any:
 def open_vllm(recipe: "Recipe", engine: "DeepSpeedEngine", folder: Path) -> Iterator["Sampler"]:
     """vLLM on the engine's own weights, written to `folder` first."""
     from grpo_replay.distributed.comm import Comm
-    from grpo_replay.sampling.open_sampler import open_sampler
+    from grpo_replay.sampling.sampler_protocol import open_sampler
 
     model = folder / "model"
     engine.save_model(model)
@@ -202,6 +202,8 @@ def open_vllm(recipe: "Recipe", engine: "DeepSpeedEngine", folder: Path) -> Iter
 
 def planned(recipe: "Recipe", size: Size) -> Any:
     """The dry run's engine and sampler on this device."""
-    from grpo_replay.lab.dry_run.fit import plan_engine
+    from grpo_replay.lab.dry_run.planner import Machines, plan_memory
 
-    return plan_engine(recipe, size.device == "cuda", device_capacity(size.device))
+    ranks = (recipe.engine.num_processes,)
+    here = Machines(size.device, ranks, device_capacity(size.device))
+    return plan_memory(recipe, here)

@@ -126,7 +126,9 @@ def measure_pack(
     did not make the micro-batches that are reported."""
     rows, lengths = pack_rows(recipe, shape)
     # The engine was opened for the largest pack; only the budget differs.
-    engine._max_tokens = recipe.batch.max_tokens_per_microbatch
+    engine._layout = replace(
+        engine._layout, max_tokens=recipe.batch.max_tokens_per_microbatch, pairs_per_token=None
+    )
     meter = PeakMemory(size.device)
     meter.reset()
     seconds = []
@@ -206,9 +208,11 @@ def predicted_gib(recipe: "Recipe", device: str) -> float:
 
 
 def predicted_memory(recipe: "Recipe", device: str) -> "EngineMemory":
-    from grpo_replay.lab.dry_run.fit import plan_engine
+    from grpo_replay.lab.dry_run.planner import Machines, plan_memory
 
-    return plan_engine(recipe, device == "cuda", device_capacity(device)).engine
+    ranks = (recipe.engine.num_processes,)
+    here = Machines(device, ranks, device_capacity(device))
+    return plan_memory(recipe, here).engine
 
 
 def timed(device: str, action: Callable[[], Any]) -> tuple[Any, float]:

@@ -20,7 +20,7 @@ def stages(context: Context) -> None:
     settings = {
         "ZeRO 2": {"engine": {"zero_stage": 2}},
         "ZeRO 3": {"engine": {"zero_stage": 3}},
-        "ZeRO 2, optimizer offloaded": {"engine": {"zero_stage": 2, "offload_optimizer": True}},
+        "ZeRO 2, optimizer offloaded": {"engine": {"zero_stage": 2, "offload": "optimizer"}},
     }
     compare(context, MODELS[0], settings)
 

@@ -206,10 +206,12 @@ def write_recipe(context: Context, steps: int) -> None:
 
 
 def predicted_peak(recipe: "Recipe", device: str) -> float:
-    from grpo_replay.lab.dry_run.fit import plan_engine
+    from grpo_replay.lab.dry_run.planner import Machines, plan_memory
 
-    plan = plan_engine(recipe, device == "cuda", device_capacity(device))
-    return max(plan.phases().values()) / 2**30
+    ranks = (recipe.engine.num_processes,)
+    here = Machines(device, ranks, device_capacity(device))
+    plan = plan_memory(recipe, here)
+    return plan.peak / 2**30
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:

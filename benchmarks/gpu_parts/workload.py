@@ -24,7 +24,7 @@ LETTERS = (ord("a"), ord("z") + 1)
 @contextmanager
 def open_engine(recipe: "Recipe") -> Iterator["DeepSpeedEngine"]:
     """The recipe's engine on random weights, in this process as the only rank."""
-    from grpo_replay.distributed.processes import initialize_processes
+    from grpo_replay.distributed.rendezvous import initialize_processes
     from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
     from grpo_replay.engine.models import load_policy, load_tokenizer
 

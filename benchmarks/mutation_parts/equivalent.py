@@ -12,7 +12,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "a time limit, in milliseconds",
     ),
     (
-        "grpo_replay/collection/patience.py",
+        "grpo_replay/collection/intake.py",
         "self._generated = 0", "self._generated = (1)",
         "the first report begins the wait anew, and sets it",
     ),
@@ -27,14 +27,14 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "a file that is cut to its own length stays as it is",
     ),
     (
-        "grpo_replay/engine/scatter.py",
+        "grpo_replay/engine/microbatches.py",
         ").reshape(-1, 2),", ").reshape(-(2), 2),",
         "NumPy takes any negative length for the one to find",
     ),
     (
-        "grpo_replay/training/opening.py",
-        "if held > 0: # it was opened with version 0",
-        "if held > (1): # it was opened with version 0",
+        "grpo_replay/training/synchronous.py",
+        "if version > 0: # it was opened with version 0",
+        "if version > (1): # it was opened with version 0",
         "the first push of a sampler that lags is version 2 or a later one",
     ),
     (
@@ -49,7 +49,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "all rewards are equal there",
     ),
     (
-        "grpo_replay/collection/dispatch.py",
+        "grpo_replay/sampling/server/dispatcher.py",
         "PROBE_TIMEOUT_SECONDS = 5.0", "PROBE_TIMEOUT_SECONDS = (6.0)",
         "a time limit, in seconds",
     ),

@@ -16,7 +16,7 @@ class Known:
 
 
 TRAINER = "grpo_replay/training/trainer.py"
-ASYNC_TRAINER = "grpo_replay/training/async_trainer.py"
+ASYNCHRONOUS = "grpo_replay/training/asynchronous.py"
 BUFFER = "grpo_replay/replay/replay_buffer.py"
 COMPOSE = "grpo_replay/replay/compose.py"
 PRIORITIES = "grpo_replay/replay/priorities.py"
@@ -41,8 +41,7 @@ KNOWN = (
     ),
     Known(
         "every step draws alike", TRAINER,
-        "stream(self.recipe.run.seed, step, DRAW_STREAM)",
-        "stream(self.recipe.run.seed, DRAW_STREAM)",
+        "stream(seed, step, DRAW_STREAM)", "stream(seed, DRAW_STREAM)",
         "tests/training/test_trainer.py::test_each_step_draws_with_a_random_stream_of_its_own",
     ),
     Known(
@@ -50,11 +49,6 @@ KNOWN = (
         "self.parts.engine.begin_step(step)", "self.parts.engine.begin_step(max(step - 1, 1))",
         "tests/training/test_loss_options.py::"
         "test_updates_are_made_at_the_learning_rate_of_their_step",
-    ),
-    Known(
-        "the learning rate of the step before, asynchronously", ASYNC_TRAINER,
-        "self.parts.engine.begin_step(step)", "self.parts.engine.begin_step(max(step - 1, 1))",
-        "tests/training/test_async_runs.py::test_the_learning_rate_follows_its_schedule",
     ),
     Known(
         "behaviour log-probs recomputed by the current policy", TRAINER,
@@ -215,15 +209,15 @@ KNOWN = (
     ),
     # Asynchronous collection
     Known(
-        "straddlers in the log-prob gap", ASYNC_TRAINER,
+        "straddlers in the log-prob gap", ASYNCHRONOUS,
         "(rollout.policy_version, rollout.policy_version_end) == (version, version)",
         "rollout.policy_version_end == version",
         "tests/training/test_metrics.py::"
         "test_an_asynchronous_gap_is_measured_where_the_present_policy_sampled_every_token",
     ),
     Known(
-        "cancelled a step too late", ASYNC_TRAINER,
-        "self.intake.cancel_stale(version + 1)", "self.intake.cancel_stale(version)",
+        "cancelled a step too late", ASYNCHRONOUS,
+        "intake.cancel_stale(version + 1)", "intake.cancel_stale(version)",
         "tests/training/test_async_runs.py::test_groups_too_old_for_the_next_step_are_cancelled",
     ),
     Known(
@@ -255,19 +249,19 @@ KNOWN = (
         "test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted",
     ),
     Known(
-        "behaviour log-probs that are not the sampler's", ASSEMBLY,
-        "behavior_logprobs=rollout.sampler_logprobs",
-        "behavior_logprobs=0 * rollout.sampler_logprobs",
-        "tests/collection/test_assembly.py::"
-        "test_a_group_becomes_rollouts_with_the_samplers_logprobs_as_behaviour",
+        "behaviour log-probs that are not the sampler's", TRAINER,
+        "{r.rollout_id: r.sampler_logprobs for r in taken.generated}",
+        "{r.rollout_id: 0 * r.sampler_logprobs for r in taken.generated}",
+        "tests/training/test_async_runs.py::"
+        "test_behaviour_logprobs_are_the_samplers_and_never_recomputed",
     ),
     Known(
-        "one step ahead too few", "grpo_replay/collection/admission.py",
+        "one step ahead too few", "grpo_replay/collection/intake.py",
         "min(max_ahead_steps + version + 1, steps)", "min(max_ahead_steps + version, steps)",
         "tests/collection/test_admission.py::test_the_limit_by_hand",
     ),
     Known(
-        "settled rollouts stay in flight", "grpo_replay/collection/ledger.py",
+        "settled rollouts stay in flight", "grpo_replay/collection/arrivals.py",
         "        self.queued = self.queued.minus(amount)\n", "",
         "tests/collection/test_ledger.py::test_a_balance_by_hand",
     ),
@@ -290,7 +284,7 @@ KNOWN = (
         "tests/evaluation/test_statistics.py::test_random_sign_flips_count_the_observed_one",
     ),
     Known(
-        "LoRA merged in bfloat16", "grpo_replay/engine/full_tensors.py",
+        "LoRA merged in bfloat16", "grpo_replay/engine/weights.py",
         "a, b = (each.float() for each in adapters)\n"
         "        return torch.addmm(weight.float(), b, a, alpha=self.scaling).to(weight.dtype)",
         "a, b = adapters\n        return weight + self.scaling * (b @ a)",

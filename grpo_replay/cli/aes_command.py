@@ -10,79 +10,60 @@ from typing import Any
 
 from rich.console import Console
 
+from grpo_replay.cli.options import AesOptions
 from grpo_replay.errors import UsageError
-from grpo_replay.evaluation.aes import (
-    GAIN,
-    LOSS,
-    AesScore,
-    Point,
-    point_of,
-    score_points,
-    score_reports,
-)
+from grpo_replay.evaluation.aes import AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.evaluation_report import read_report_graded_by
 from grpo_replay.evaluation.evaluation_tables import plain_table, tokens
 from grpo_replay.evaluation.results import Interval
-from grpo_replay.terminal.console import open_console
-from grpo_replay.terminal.tables import print_table
+from grpo_replay.terminal.console import open_console, print_table
 
 
-def run(
-    reference: str,
-    files: Sequence[str] = (),
-    candidates: Sequence[str] = (),
-    gain: float = GAIN,
-    loss: float = LOSS,
-    verifier: str | None = None,
-    as_json: bool = False,
-) -> None:
-    """Print AES of `files` or of `candidates` (NAME=ACC,TOKENS) against `reference`.
+def run(options: AesOptions) -> int:
+    """Print AES of `files` or of `candidates` against `reference`.
 
-    `reference` is an evaluation file or ACC,TOKENS. Files are graded by `verifier`; if None, each
-    by its own verifier. Raises UsageError if numbers and files are mixed.
+    Files are graded by --grade-with; without it, each by its own verifier. Raises UsageError if
+    numbers and files are mixed.
     """
-    _check_options(files, candidates, gain, loss, verifier)
+    _check_options(options)
+    gain, loss, reference = options.gain, options.loss, options.reference
     notes: dict[str, list[str]] = {}
-    if files:
-        point, scores, notes = _from_files(reference, files, gain, loss, verifier)
+    if options.files:
+        point, scores, notes = _from_files(reference, options.files, gain, loss, options.grade_with)
     else:
         point = Point("reference", *_numbers(reference, "--reference"))
-        scores = score_points(point, [_candidate(word) for word in candidates], gain, loss)
-    if as_json:
+        candidates = [_candidate(word) for word in options.candidates]
+        scores = score_points(point, candidates, gain, loss)
+    if options.as_json:
         found = document(point, scores, gain, loss) | {"differences": notes}
         print(json.dumps(found, indent=2, allow_nan=False))
-        return
+        return 0
     console = open_console()
     print_scores(point, scores, gain, loss, console)
     for name, sentences in notes.items():
         for sentence in sentences:
             console.print(f"A = {reference}, B = {name}: {sentence}", soft_wrap=True)
+    return 0
 
 
-def _check_options(
-    files: Sequence[str],
-    candidates: Sequence[str],
-    gain: float,
-    loss: float,
-    verifier: str | None,
-) -> None:
-    for name, value in (("--gain", gain), ("--loss", loss)):
+def _check_options(options: AesOptions) -> None:
+    for name, value in (("--gain", options.gain), ("--loss", options.loss)):
         if not 0 <= value < math.inf:
             raise UsageError(f"{name} {value}: expected a finite number of at least 0")
-    if files and candidates:
+    if options.files and options.candidates:
         raise UsageError(
             "aes takes evaluation files or --candidate numbers, not both: their accuracies may be "
             "in different units"
         )
-    if not files and not candidates:
+    if not options.files and not options.candidates:
         raise UsageError(
             "aes has no candidates: give evaluation files, or --candidate NAME=ACC,TOKENS"
         )
-    if candidates and verifier is not None:
+    if options.candidates and options.grade_with is not None:
         raise UsageError(
-            f"--grade-with {verifier} selects verdicts in evaluation files and has no effect on "
-            "--candidate numbers: leave it out"
+            f"--grade-with {options.grade_with} selects verdicts in evaluation files and has no "
+            "effect on --candidate numbers: leave it out"
         )
 
 

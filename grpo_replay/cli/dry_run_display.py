@@ -1,15 +1,18 @@
-"""`grpo-replay train --dry-run`: print the estimate as tables or as one JSON document."""
+"""`grpo-replay train --dry-run`: print the plan as tables or as one JSON document."""
 
+import importlib.util
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, Known, dry_run
+from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, dry_run
+from grpo_replay.lab.dry_run.estimates import Known
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
@@ -40,26 +43,49 @@ def run(
     from_run: str | None = None,
     generated_tokens_per_second: float | None = None,
     trained_tokens_per_second: float | None = None,
-) -> None:
-    """Print the memory, disk, tokens and time that the recipe needs."""
+    ranks_of_nodes: Sequence[int] | None = None,
+) -> int:
+    """Print what the recipe needs; returns 0 if nothing was found that would stop the run, else
+    the exit code that it would end with, 2 or 3."""
     place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
     known = Known(generated_tokens_per_second, trained_tokens_per_second)
     if from_run is not None:
         known = replace(known, **_measured(from_run))
-    report = dry_run(recipe, gpu_memory_gib, place, known).to_json()
+    found = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes)
+    report = found.to_json()
     if as_json:
         print(json.dumps(report, indent=1))
-        return
+        return found.exit_code
     console = open_console(markup=True, soft_wrap=True)
+    _print_sentences(console, report, "problems", "red")
     for line in _headline(report):
         console.print(line)
     if report["memory"] is not None:
         console.print(_memory_table(report["memory"], report["hardware"]["device"]))
     console.print(_step_table(report))
-    for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
-        for sentence in report[title]:
-            console.print(f"[{style}]{title.rstrip('s')}[/]: {escape(sentence)}")
-    console.print(_verdict(report))
+    _print_sentences(console, report, "unchecked", "yellow")
+    _print_sentences(console, report, "assumptions", "dim")
+    for line in _hints(report):
+        console.print(f"[dim]hint[/]: {line}")
+    for line in _verdict(report):
+        console.print(line)
+    return found.exit_code
+
+
+def _print_sentences(console: Console, report: Mapping[str, Any], kind: str, style: str) -> None:
+    for sentence in report[kind]:
+        console.print(f"[{style}]{kind.rstrip('s')}[/]: {escape(sentence)}")
+
+
+def _hints(report: Mapping[str, Any]) -> Iterable[str]:
+    speed = report["time"]["speed_is"]
+    if speed is None or speed.startswith("assumed"):
+        yield (
+            "better hours with --from-run DIR, --trained-tokens-per-second or "
+            "--generated-tokens-per-second"
+        )
+    if report["hardware"]["assumed"]:
+        yield "other machines with --gpu-memory-gib, --num-processes (on each node) and --nodes"
 
 
 def _measured(run: str) -> dict[str, Any]:
@@ -82,12 +108,12 @@ def _headline(report: Mapping[str, Any]) -> Iterable[str]:
             f"[bold]{escape(report['recipe'])}[/]: {escape(model['path'])}, "
             f"{model['parameters']:,} parameters ({tied}){lora}, {model['dtype']}"
         )
-    size = hardware["memory_gib_per_process"]
-    what = "GPU" if hardware["device"] == "cuda" else "CPU process"
-    number = hardware["processes"]
-    many, each = ("", "") if number == 1 else ("s" if what == "GPU" else "es", " each")
+    size, number = hardware["memory_gib_per_process"], hardware["processes"]
+    what = hardware["gpu"] or ("GPU" if hardware["device"] == "cuda" else "CPU process")
+    many, each = ("", "") if number == 1 else ("es" if what.endswith("s") else "s", " each")
+    nodes = "" if hardware["nodes"] == 1 else f" on {hardware['nodes']} nodes"
     assumed = " (assumed)" if hardware["assumed"] else ""
-    yield f"{number} {what}{many} of {size:.1f} GiB{each}{assumed}"
+    yield f"{number} {what}{many} of {size:.1f} GiB{each}{nodes}{assumed}"
 
 
 def _memory_table(memory: Mapping[str, Any], device: str) -> Table:
@@ -154,33 +180,43 @@ def _time_rows(time: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def _sampler_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    sampler, network = report["sampler"], report["network"]
+    sampler = report["sampler"]
     if sampler is not None and sampler["kv_cache_tokens"] is not None:
         yield "vLLM's KV cache, tokens per engine", f"{sampler['kv_cache_tokens']:,}"
         yield "longest rollouts at once, per engine", f"{sampler['longest_rollouts_at_once']:,}"
-    if network is not None and report["hardware"]["processes"] > 1:
-        yield (
-            "each rank receives, GiB per micro-batch / per update",
-            f"{network['per_microbatch_gib']} / {network['per_update_gib']}",
-        )
 
 
 def _pair(section: Mapping[str, Any], name: str) -> str:
     return f"{section[f'{name}_expected']:,} / {section[f'{name}_most']:,}"
 
 
-def _verdict(report: Mapping[str, Any]) -> str:
-    memory, change = report["memory"], report["first_change"]
+def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
+    """What stands in the way, what would fit, and last the answer."""
+    memory, problems = report["memory"], len(report["problems"])
+    if memory is not None:
+        size = f"{memory['peak_gib']:.1f} of {memory['capacity_gib']:.1f} GiB"
+        peak = f"{size} at the peak ({memory['peak_phase'].replace('_', ' ')})"
+        if not memory["fits"]:
+            tight = report["sampler"]["longest_rollouts_at_once"] == 0
+            text = "; vLLM's share has no room for one longest rollout" if tight else ""
+            yield f"[red]does not fit[/]: {peak}{text}"
+    if report["advice"] is not None:
+        yield _advice(report["advice"])
     if report["fits"] is None or memory is None:
-        return "[bold yellow]cannot say whether it fits[/]: see what is unchecked"
-    size = f"{memory['peak_gib']:.1f} of {memory['capacity_gib']:.1f} GiB"
-    peak = f"{size} at the peak ({memory['peak_phase'].replace('_', ' ')})"
-    if report["fits"]:
-        return f"[bold green]fits[/]: {peak}"
-    text = f"[bold red]does not fit[/]: {peak}"
-    if report["sampler"]["longest_rollouts_at_once"] == 0:
-        text += "; vLLM's share has no room for one longest rollout"
-    if change is None:
-        return text
-    outcome = "then it fits" if change["fits"] else "not enough alone"
-    return f"{text}; first: --set {escape(change['set'])} ({change['peak_gib']:.1f} GiB, {outcome})"
+        yield "[bold yellow]cannot say whether it fits[/]: see what is unchecked"
+    elif report["fits"]:
+        yield f"[bold green]fits[/]: {peak}"
+    else:
+        of = f"{problems} problem{'s' if problems != 1 else ''}, above" if problems else "see above"
+        yield f"[bold red]would not start[/]: {of}"
+
+
+def _advice(advice: Mapping[str, Any]) -> str:
+    words = " ".join(f"--set {escape(each)}" for each in advice["set"])
+    if not advice["fits"]:
+        size = f"{advice['peak_gib']:.1f} GiB"
+        return f"no set of overrides was found that fits; nearest: {words} ({size})"
+    lora = any(each.startswith("model.lora.rank=") for each in advice["set"])
+    needs = lora and importlib.util.find_spec("peft") is None
+    peft = "; needs pip install 'grpo-replay[lora]'" if needs else ""
+    return f"[bold]with these it fits[/]: {words} ({advice['peak_gib']:.1f} GiB){peft}"

@@ -5,13 +5,22 @@ Imported with the command line, so it loads nothing heavy before an error occurs
 
 import errno
 import logging
+import os
+import re
+import select
 import sys
 import traceback
 from typing import Any
 
 from typer.core import TyperGroup
 
-from grpo_replay.errors import INTERRUPTED, DataError, GrpoReplayError, OutputDirectoryError
+from grpo_replay.errors import (
+    INTERRUPTED,
+    DataError,
+    GrpoReplayError,
+    OutputDirectoryError,
+    UsageError,
+)
 
 _BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
@@ -30,16 +39,35 @@ class CommandGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
-        except BrokenPipeError:
-            raise  # the reader closed our output: Typer ends quietly
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and _reader_is_gone():
+                sys.exit(_end_quietly(error))
             if type(error).__module__.startswith(("typer.", "click.")):
                 raise  # a wrong option, or the exit code of a command
             sys.exit(report_error(error))
+
+
+def _reader_is_gone() -> bool:
+    """True if stdout is a pipe that nobody reads any more: `… | head`."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # no descriptor
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _end_quietly(error: BrokenPipeError) -> int:
+    """Let Python's last flush go nowhere; returns the exit code that the command had, else 0."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(getattr(error.__context__, "exit_code", 0))
 
 
 def report_error(error: Exception) -> int:
@@ -48,7 +76,7 @@ def report_error(error: Exception) -> int:
     from grpo_replay.terminal.console import printable
 
     _log(error)
-    error = _of_a_bad_path(error) or error
+    error = _of_a_bad_path(error) or _of_a_missing_extra(error) or error
     if is_lost_peer(error):
         error = lost_contact(error)
     elif reason := _failed_write(error):
@@ -72,6 +100,35 @@ def _of_a_bad_path(error: Exception) -> GrpoReplayError | None:
     name = str(error.filename)
     short = name if len(name) <= 100 else f"{name[:60]}… ({len(name):,} characters)"
     return DataError(f"{short}: {error.strerror}; check the path and its permissions")
+
+
+def _of_a_missing_extra(error: Exception) -> GrpoReplayError | None:
+    """The error to show if an extra of this package that the command needs is not installed."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    from importlib.metadata import PackageNotFoundError, requires
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    module = error.name.partition(".")[0]
+    wanted = canonicalize_name({"zmq": "pyzmq"}.get(module, module))
+    try:
+        lines = requires("grpo-replay") or []
+    except PackageNotFoundError:  # a source tree on the path
+        return None
+    extras: set[str] = {
+        found[1]
+        for requirement in map(Requirement, lines)
+        if canonicalize_name(requirement.name) == wanted
+        and (found := re.search(r"""extra == ['"](\w+)['"]""", str(requirement.marker)))
+    }
+    if not extras:
+        return None
+    extra = "train" if "train" in extras else min(extras)
+    return UsageError(
+        f"this command needs {module}, which is not installed: pip install 'grpo-replay[{extra}]'"
+    )
 
 
 def _failed_write(error: Exception) -> str | None:

@@ -1,46 +1,51 @@
 """`grpo-replay eval`: evaluate a model on benchmarks, regrade an evaluation, or compare two."""
 
+import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
-from grpo_replay.cli.compare import run_comparison
-from grpo_replay.cli.eval_display import print_report
-from grpo_replay.cli.regrade import run_regrading
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
-from grpo_replay.distributed.interruption import sigterm_interrupts
-from grpo_replay.errors import OutputDirectoryError, UsageError
+from grpo_replay.distributed.failures import sigterm_interrupts
+from grpo_replay.errors import OutputDirectoryError, UsageError, did_you_mean
 from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
-from grpo_replay.evaluation.evaluation_recipe import (
-    EvalOptions,
-    evaluate_on_rank,
-    recipe_path,
-    resolve_evaluation,
+from grpo_replay.evaluation.comparison import compare, differences
+from grpo_replay.evaluation.evaluate import Progress, add_gradings
+from grpo_replay.evaluation.evaluation_report import (
+    EvaluationReport,
+    check_output,
+    generations_parent,
+    read_report,
+    read_report_graded_by,
+    samples_path,
 )
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.evaluation_tables import (
+    COMPARISON_LEGEND,
+    comparison_table,
+    heading,
+    legend,
+    length_table,
+    terminal_tables,
+)
 from grpo_replay.evaluation.model_source import ModelSource, find_model, used_revision
-from grpo_replay.evaluation.output_files import check_output, write_output
-from grpo_replay.recipe import (
-    BUILTIN_VERIFIERS,
-    Recipe,
-)
+from grpo_replay.evaluation.session import evaluate_model, recipe_path, resolve_evaluation
+from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
+from grpo_replay.terminal.console import open_console, print_table
+from grpo_replay.terminal.quiet import warnings_on_stderr
 
 DEFAULT_FOLDER = Path("evaluations")
+PLAIN_LINES = 10
+"""Progress lines of an evaluation when stderr is no terminal."""
 
-_EVALUATION_OPTIONS = {
-    "ckpt": "--ckpt",
-    "recipe": "--recipe",
-    "benchmarks": "--benchmark",
-    "k": "--k",
-    "backend": "--backend",
-    "data_folder": "--data-folder",
-    "greedy": "--greedy",
-    "num_processes": "--num-processes",
-    "overrides": "--set",
-    "push_to_hub": "--push-to-hub",
-    "public": "--public",
-}
-"""Options without effect on `--compare` and `--regrade`, by field of `EvalOptions`."""
+_OF_COMPARING = ("compare", "grade_with", "as_json")
+_OF_REGRADING = ("regrade", "grade_with", "output", "as_json")
 
 
 def run(options: EvalOptions) -> int:
@@ -49,60 +54,44 @@ def run(options: EvalOptions) -> int:
     Raises UsageError for options that would have no effect.
     """
     if options.compare is not None:
-        _check_comparison(options)
-        verifier = options.grade_with[0] if options.grade_with else None
-        run_comparison(*options.compare, as_json=options.as_json, verifier=verifier)
-        return 0
-    if options.regrade is not None:
-        _check_regrading(options)
-        run_regrading(options.regrade, options.grade_with, options.output, options.as_json)
-        return 0
-    if options.ckpt is None:
+        _compare(*options.compare, options)
+    elif options.regrade is not None:
+        _regrade(Path(options.regrade), options)
+    elif options.ckpt is None:
         raise UsageError(
             "eval needs --ckpt DIR|HF_ID, --regrade A.json --grade-with VERIFIER, or --compare "
             "A.json B.json"
         )
-    return _run_evaluation(options, find_model(options.ckpt))
+    else:
+        return _evaluate(options, find_model(options.ckpt))
+    return 0
 
 
-def _given(options: EvalOptions) -> list[str]:
-    values = {name: getattr(options, field) for field, name in _EVALUATION_OPTIONS.items()}
-    return [name for name, value in values.items() if value not in (None, (), [], False)]
+def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
+    """The recipe of an evaluation of `source` with these options."""
+    chosen = {
+        "benchmarks": list(options.benchmarks) or None,
+        "samples": options.k,
+        "data_folder": options.data_folder,
+        "greedy": options.greedy,
+    }
+    choices = {"eval": {key: value for key, value in chosen.items() if value is not None}}
+    if options.backend is not None:
+        choices["sampling"] = {"backend": options.backend}
+    if options.grade_with:
+        first = resolve_evaluation(source, options.recipe, options.overrides, choices).eval.verifier
+        choices["eval"]["reward"] = [first, *options.grade_with]
+    return resolve_evaluation(source, options.recipe, options.overrides, choices)
 
 
-def _check_comparison(options: EvalOptions) -> None:
-    also = [("--output", options.output), ("--regrade", options.regrade)]
-    if ignored := [*_given(options), *(name for name, value in also if value)]:
-        raise UsageError(
-            f"--compare reads two reports and changes neither: {', '.join(ignored)} would have no "
-            "effect; leave them out"
-        )
-    if len(options.grade_with) > 1:
-        raise UsageError(
-            f"--compare takes one --grade-with, found {', '.join(options.grade_with)}: name the "
-            "verifier whose verdicts to compare"
-        )
-
-
-def _check_regrading(options: EvalOptions) -> None:
-    if ignored := _given(options):
-        raise UsageError(
-            f"--regrade samples nothing: {', '.join(ignored)} would have no effect; it takes "
-            "--grade-with and --output"
-        )
-    if not options.grade_with:
-        raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))
-
-
-def _run_evaluation(options: EvalOptions, source: ModelSource) -> int:
-    """Evaluate, write the report and its companion files, and print the tables."""
-    recipe = resolve_evaluation(options, source)
+def _evaluate(options: EvalOptions, source: ModelSource) -> int:
+    """Evaluate, write the report and its per-sample rows, and print the tables."""
+    recipe = resolved(options, source)
     output = Path(options.output) if options.output else DEFAULT_FOLDER / f"{source.name}.json"
     earlier = check_output(output)
     if earlier is not None and options.output is None:
         _refuse_to_replace(output, earlier, source, recipe)
     environment = rank_environment()
-    _check_push(options, source, environment.rank)
     if not environment.is_launched and (options.num_processes or 1) > 1:
         from grpo_replay.distributed.launch import launch_ranks
 
@@ -113,34 +102,22 @@ def _run_evaluation(options: EvalOptions, source: ModelSource) -> int:
     if environment.rank == 0:
         for notice in _notices(options, source, recipe):
             print(notice, file=sys.stderr)
+    ranks = environment.world_size
+    what = "evaluating" if ranks == 1 else f"evaluating (rank 0 of {ranks})"
     # A launcher also sends SIGTERM, to end the other ranks after a failure; it reports the failure.
-    with nullcontext() if environment.is_launched else sigterm_interrupts():
-        report = evaluate_on_rank(recipe, source, output, environment.world_size)
+    stops = nullcontext() if environment.is_launched else sigterm_interrupts()
+    with stops, _progress(what) as on_progress, warnings_on_stderr():
+        report = evaluate_model(recipe, source, generations_parent(output), ranks, on_progress)
     if report is not None:
-        write_output(report, output)
+        report.write(output)
         print_report(report, output, options.as_json)
-        if options.push_to_hub is not None:
-            from grpo_replay.cli.eval_push import push_evaluated
-
-            to = (options.push_to_hub, options.public)
-            push_evaluated(source, report, output, *to, options.as_json)
     return 0
-
-
-def _check_push(options: EvalOptions, source: ModelSource, rank: int) -> None:
-    if options.push_to_hub is None:
-        if options.public:
-            raise UsageError("--public needs --push-to-hub")
-    elif rank == 0:
-        from grpo_replay.evaluation.hub_push import check_push
-
-        check_push(options.push_to_hub, source)
 
 
 def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[str]:
     """Sentences on the defaults chosen for the user."""
     notices = [source.notice] if source.notice else []
-    if recipe_path(options, source) is None:
+    if recipe_path(source, options.recipe) is None:
         settings, longest = recipe.eval, recipe.sampling.max_completion_length
         notices.append(
             f"no recipe: T {settings.temperature:g}, top-p {settings.top_p:g}, at most {longest:,} "
@@ -154,7 +131,8 @@ def _refuse_to_replace(
     output: Path, earlier: EvaluationReport, source: ModelSource, recipe: Recipe
 ) -> None:
     """Raises OutputDirectoryError if the default output file holds a different evaluation."""
-    files = {each.name: local_file(each, recipe.eval) for each in find_benchmarks(recipe.eval)}
+    benchmarks = find_benchmarks(recipe.eval, recipe.prompts)
+    files = {each.name: local_file(each, recipe.eval) for each in benchmarks}
     now = (
         *(source.path, used_revision(recipe.model.revision, source.path)),
         {name: None if file is None else str(file) for name, file in files.items()},
@@ -171,3 +149,132 @@ def _refuse_to_replace(
             + f" on {', '.join(file or name for name, file in before[2].items())}: choose another "
             f"file with --output, or replace it with --output {output}"
         )
+
+
+@contextmanager
+def _progress(doing: str) -> Iterator[Callable[[Progress], None]]:
+    """A function that shows the progress of rank 0: a bar on a terminal, plain lines elsewhere."""
+    console = open_console(stderr=True)
+    if not console.is_terminal:
+        yield _PlainLines(console, doing)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(TextColumn(doing), *columns, TextColumn("{task.description}"), console=console) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda progress: bar.update(
+            task, total=progress.total, completed=progress.done, description=_accuracy(progress)
+        )
+
+
+class _PlainLines:
+    def __init__(self, console: Console, what: str) -> None:
+        self._console = console
+        self._what = what
+        self._lines = 0
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.done * PLAIN_LINES < (self._lines + 1) * progress.total:
+            return
+        self._lines = progress.done * PLAIN_LINES // progress.total
+        self._console.print(f"{self._what} {progress.done}/{progress.total} {_accuracy(progress)}")
+
+
+def _accuracy(progress: Progress) -> str:
+    accuracy = progress.accuracy
+    return "" if accuracy is None else f"accuracy so far {100 * accuracy:.1f} %"
+
+
+def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
+    """Print the tables, or the JSON document, to stdout."""
+    if as_json:
+        print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    console = open_console()
+    console.print(heading(report), soft_wrap=True)
+    for table in terminal_tables(report):
+        print_table(console, table)
+    console.print(legend(report))
+    for name, result in report.sampled.benchmarks.items():
+        if result.unparsable_answers:
+            bad = ", ".join(result.unparsable_answers)
+            console.print(f"{name}: the reference answers of {bad} cannot be parsed")
+    if missing := report.missing_verdicts():
+        console.print(missing, soft_wrap=True)
+    console.print(f"written: {output}, {samples_path(output).name}", soft_wrap=True)
+
+
+def _refuse_others(options: EvalOptions, taken: Sequence[str], why: str) -> None:
+    """Raises UsageError if an option is given that is not one of the `taken`."""
+    names = {"benchmarks": "benchmark", "overrides": "set"}
+    given = [
+        f"--{names.get(name, name).replace('_', '-')}"
+        for name, value in asdict(options).items()
+        if name not in taken and value not in (None, (), False)
+    ]
+    if given:
+        raise UsageError(f"{why}: {', '.join(given)} would have no effect; leave them out")
+
+
+def _regrade(path: Path, options: EvalOptions) -> None:
+    """Add the verdicts of other verifiers to the evaluation at `path`; nothing is sampled. With
+    --output, the result is written there and the file at `path` is left unchanged."""
+    _refuse_others(options, _OF_REGRADING, "--regrade samples nothing")
+    if not options.grade_with:
+        raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))
+    report = read_report(path)
+    _check_verifiers(options.grade_with, report)
+    target = Path(options.output) if options.output else path
+    check_output(target)
+    with _progress("grading") as on_progress:
+        report = add_gradings(report, options.grade_with, RewardSection(), on_progress)
+    report.write(target)
+    print_report(report, target, options.as_json)
+
+
+def _check_verifiers(verifiers: Sequence[str], report: EvaluationReport) -> None:
+    for verifier in verifiers:
+        if verifier == report.verifier or verifiers.count(verifier) > 1:
+            raise UsageError(
+                f"--grade-with {verifier}: it already grades the report, or is named twice; name "
+                "each other verifier once"
+            )
+        if verifier not in BUILTIN_VERIFIERS:
+            hint = did_you_mean(verifier, BUILTIN_VERIFIERS)
+            raise UsageError(
+                f"--grade-with {verifier}: no such verifier{hint}; known verifiers are "
+                f"{', '.join(BUILTIN_VERIFIERS)}"
+            )
+
+
+def _compare(path_a: str, path_b: str, options: EvalOptions) -> None:
+    """Print how evaluation B differs from A, with a paired test. Both are graded by --grade-with;
+    without it, each by its own verifier."""
+    why = "--compare reads two reports and changes neither"
+    _refuse_others(options, _OF_COMPARING, why)
+    if len(options.grade_with) > 1:
+        raise UsageError(
+            f"--compare takes one --grade-with, found {', '.join(options.grade_with)}: name the "
+            "verifier whose verdicts to compare"
+        )
+    verifier = options.grade_with[0] if options.grade_with else None
+    a, b = (read_report_graded_by(Path(path), verifier) for path in (path_a, path_b))
+    results = compare(path_a, a, path_b, b)
+    notes = differences(a, b)
+    if options.as_json:
+        document = {
+            "a": {"file": path_a, "model": a.model},
+            "b": {"file": path_b, "model": b.model},
+            "benchmarks": {name: asdict(r) for name, r in results.items() if name != "mean"},
+            "mean": asdict(results["mean"]),
+            "graded_by": a.settings.get("reward"),
+            "differences": notes,
+        }
+        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+        return
+    console = open_console()
+    console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
+    print_table(console, comparison_table(results))
+    print_table(console, length_table(results))
+    console.print(COMPARISON_LEGEND)
+    for sentence in notes:
+        console.print(sentence)

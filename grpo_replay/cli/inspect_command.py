@@ -1,6 +1,7 @@
 """`grpo-replay inspect-buffer`: show the content and history of a replay buffer."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,16 +10,21 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.cli.options import InspectOptions
+from grpo_replay.errors import DatasetError, SnapshotError, UsageError, first_line
 from grpo_replay.lab.inspection import views
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import summarise
-from grpo_replay.lab.inspection.export import export_rows
-from grpo_replay.lab.inspection.life import read_life
-from grpo_replay.lab.inspection.rows import RowSource, iter_rows, open_rows, sample_rollouts
+from grpo_replay.lab.inspection.rebuild import what_if
+from grpo_replay.lab.inspection.rows import (
+    RowSource,
+    export_rows,
+    iter_rows,
+    open_rows,
+    sample_rollouts,
+)
 from grpo_replay.lab.inspection.source import Source, open_source, read_run_recipe
-from grpo_replay.lab.inspection.views import LIST_ROWS
-from grpo_replay.lab.inspection.what_if import what_if
+from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
 from grpo_replay.lab.inspection.where import Filter, parse_where
 from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
@@ -26,68 +32,48 @@ from grpo_replay.terminal.console import open_console
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
 
-def run(
-    path: str,
-    step: int | None = None,
-    as_json: bool = False,
-    plot: str | None = None,
-    show: int | None = None,
-    where: str | None = None,
-    limit: int = LIST_ROWS,
-    text: bool = False,
-    export: str | None = None,
-    verify: bool = False,
-    changes: Sequence[str] = (),
-    with_model: bool = False,
-) -> int:
+def run(options: InspectOptions) -> int:
     """Print the requested output; returns the exit status (3 if a verification failed).
 
     Raises UsageError for options that cannot be combined, SnapshotError for invalid files.
     """
-    _check_options(show, where, export, verify, changes, plot)
-    if where is None and (text or limit != LIST_ROWS):
-        raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
-    if with_model and not verify:
-        raise UsageError("--with-model recomputes what --verify can check with weights: add it")
-    source = open_source(path, step)
-    console = open_console(markup=True)
-    if verify:
-        return _verify(source, console, as_json, with_model)
-    if changes:
-        _what_if(source, changes, console, as_json)
-    elif show is not None:
-        _show(source, show, console, as_json)
-    elif where is not None or export is not None:
-        chosen = _chosen(source, where)
-        if export is not None:
-            _export(chosen, Path(export), where or "", console, as_json)
+    _check_options(options)
+    source = open_source(options.path, options.step)
+    console, as_json = open_console(markup=True), options.as_json
+    if options.verify:
+        return _verify(source, console, as_json, options.with_model)
+    if options.what_if:
+        _what_if(source, options.what_if, console, as_json)
+    elif options.show is not None:
+        _show(source, options.show, console, as_json)
+    elif options.where is not None or options.export is not None:
+        chosen = _chosen(source, options.where)
+        if options.export is not None:
+            _export(chosen, Path(options.export), console, as_json)
         else:
-            _list(chosen, limit, text, console, as_json)
+            _list(source, chosen, options, console)
     else:
-        _screen(source, plot, console, as_json)
+        _screen(source, options.plot, console, as_json)
     return 0
 
 
-def _check_options(
-    show: int | None,
-    where: str | None,
-    export: str | None,
-    verify: bool,
-    changes: Sequence[str],
-    plot: str | None,
-) -> None:
+def _check_options(options: InspectOptions) -> None:
     asked = {
-        "--show": show is not None,
-        "--where or --export": where is not None or export is not None,
-        "--verify": verify,
-        "--what-if": bool(changes),
-        "--plot": plot is not None,
+        "--show": options.show is not None,
+        "--where or --export": options.where is not None or options.export is not None,
+        "--verify": options.verify,
+        "--what-if": bool(options.what_if),
+        "--plot": options.plot is not None,
     }
     used = [name for name, given in asked.items() if given]
     if len(used) > 1:
         raise UsageError(f"{' and '.join(used)} cannot be combined; use one at a time")
-    if plot is not None:
-        check_plot_path(Path(plot), (*FIGURE_FORMATS, ".html"))
+    if options.plot is not None:
+        check_plot_path(Path(options.plot), (*FIGURE_FORMATS, ".html"))
+    if options.where is None and (options.text or options.limit != LIST_ROWS):
+        raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
+    if options.with_model and not options.verify:
+        raise UsageError("--with-model recomputes what --verify can check with weights: add it")
 
 
 def _print_json(document: Any) -> None:
@@ -109,7 +95,7 @@ def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -
 def _plot(source: Source, inspection: Inspection, path: Path) -> None:
     with named_if_unwritable(path):
         if path.suffix.lower() == ".html":
-            from grpo_replay.lab.inspection.buffer_page import write_page
+            from grpo_replay.lab.inspection.buffer_figures import write_page
 
             write_page(inspection, sample_rollouts(source), path)
         else:
@@ -143,12 +129,11 @@ def _chosen(source: Source, where: str | None) -> tuple[RowSource, Filter | None
 def _export(
     chosen: tuple[RowSource, Filter | None],
     path: Path,
-    where: str,
     console: Console,
     as_json: bool,
 ) -> None:
     with named_if_unwritable(path):
-        count = export_rows(*chosen, path, where)
+        count = export_rows(*chosen, path)
     if as_json:
         _print_json({"exported": count, "file": str(path)})
     else:
@@ -156,21 +141,37 @@ def _export(
 
 
 def _list(
+    source: Source,
     chosen: tuple[RowSource, Filter | None],
-    limit: int,
-    text: bool,
+    options: InspectOptions,
     console: Console,
-    as_json: bool,
 ) -> None:
-    names = (*views.LISTED, "completion_text") if text else views.LISTED
-    if text and "completion_text" not in chosen[0].schema.names:
+    names = (*views.LISTED, "completion_text") if options.text else views.LISTED
+    if options.text and "completion_text" not in chosen[0].schema.names:
         raise UsageError("--text needs a run directory: a snapshot holds no texts")
     columns = [name for name in names if name in chosen[0].schema.names]
-    listed, total = _matches(*chosen, columns, limit)
-    if as_json:
+    listed, total = _matches(*chosen, columns, options.limit)
+    if options.text:
+        problems = _problems(source)
+        for row in listed:
+            row["problem"], row["answer"] = problems.get(row["prompt_id"], (None, None))
+    if options.as_json:
         _print_json({"matches": total, "rollouts": listed})
     else:
         views.print_list(listed, total, console)
+
+
+def _problems(source: Source) -> dict[str, tuple[str, str]]:
+    """Problem and answer by prompt id; none, and a notice, if the prompts cannot be read now."""
+    from grpo_replay.prompts.prompt_set import read_problems
+
+    if source.recipe is None:
+        return {}
+    try:
+        return read_problems(source.recipe.prompts, source.recipe.run.seed)
+    except (DatasetError, ImportError) as error:
+        print(f"the problems are not shown: {first_line(error)}", file=sys.stderr)
+        return {}
 
 
 def _matches(
@@ -211,6 +212,6 @@ def _policies(run_dir: Path) -> Callable[[int], Any]:
         recipe = read_run_recipe(run_dir, max(step, 1))
         assert recipe is not None, "the verification has read it"
         folder = run_dir / "checkpoints" / checkpoint_name(step) / "model" if step else None
-        return PlainPolicy(recipe, folder)
+        return PlainPolicy(recipe.model, recipe.run.seed, folder)
 
     return open_policy

@@ -2,24 +2,25 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from grpo_replay.cli.options import PlanOptions
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.dry_run.assumptions import COST_RATIO, expected_of
+from grpo_replay.lab.dry_run.estimates import COST_RATIO, expected_of
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.planning.curves import plot_curves
 from grpo_replay.lab.planning.design import PlanInputs, make_plan
 from grpo_replay.lab.planning.estimate import RunEstimates, estimate_from_run, refuse_unknown_mu
-from grpo_replay.lab.planning.machines import (
+from grpo_replay.lab.planning.plan_figures import plot_curves, plot_plan
+from grpo_replay.lab.planning.plan_panels import (
     all_splits,
+    plan_document,
+    print_plan,
     print_splits,
     split_document,
     split_machines,
 )
-from grpo_replay.lab.planning.plan_panels import plan_document, print_plan
-from grpo_replay.lab.planning.plot import plot_plan
 from grpo_replay.lab.planning.theory import (
     Growth,
     PowerGrowth,
@@ -47,26 +48,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """The command line of `plan`; None where an option was not given."""
-
-    recipe: str | None = None
-    from_run: str | None = None
-    overrides: tuple[str, ...] = ()
-    mu: float | None = None
-    rho: float | None = None
-    growth: float | None = None
-    survival: float | None = None
-    workers: int | None = None
-    trainers: int | None = None
-    generated: int | None = None
-    trained: int | None = None
-    plot: str | None = None
-    curves: str | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Choice(Generic[T]):
     """One parameter: a given value precedes a measured one, which precedes the assumed one."""
 
@@ -90,172 +71,136 @@ class Choice(Generic[T]):
         return f"assumed: {self.why}" if self.measured is None else "measured in the run"
 
 
-def run_command(options: PlanOptions) -> None:
-    """Print the plan, print γ by machines, or write the curves, as the options say."""
-    o = options
-    if o.curves is not None:
-        run_curves(o.curves, {
-            "RECIPE": o.recipe, "--from-run": o.from_run, "--set": o.overrides, "--mu": o.mu,
-            "--rho": o.rho, "--growth": o.growth, "--survival": o.survival,
-            "--workers": o.workers, "--plot": o.plot,
-        })  # fmt: skip
-    elif any(each is not None for each in (o.workers, o.trainers, o.generated, o.trained)):
-        run_machines(
-            o.recipe, o.from_run, o.overrides, workers=o.workers, trainers=o.trainers,
-            generated=o.generated, trained=o.trained, mu=o.mu, as_json=o.as_json,
-            ignored={"rho": o.rho, "growth": o.growth, "survival": o.survival, "plot": o.plot},
-        )  # fmt: skip
+def run(options: PlanOptions) -> int:
+    """Print the plan or γ by machines, or write the curves, as the options say.
+
+    Raises UsageError for missing, contradictory or ignored options.
+    """
+    machines = (options.workers, options.trainers, options.generated, options.trained)
+    if options.curves is not None:
+        _curves(options)
+    elif any(each is not None for each in machines):
+        _machines(options)
     else:
-        run(
-            o.recipe, o.from_run, o.overrides, mu=o.mu, rho=o.rho, growth=o.growth,
-            survival=o.survival, plot=o.plot, as_json=o.as_json,
-        )  # fmt: skip
+        _plan(options)
+    return 0
 
 
-def run(
-    recipe: str | None = None,
-    from_run: str | None = None,
-    overrides: tuple[str, ...] = (),
-    mu: float | None = None,
-    rho: float | None = None,
-    growth: float | None = None,
-    survival: float | None = None,
-    plot: str | None = None,
-    as_json: bool = False,
-) -> None:
-    """Print the plan. Raises UsageError for missing or contradictory options."""
-    _check_options(recipe, from_run, overrides, mu)
-    if plot is not None:
-        check_plot_path(Path(plot), (".png", ".svg"))
-    resolved, estimates = _read(recipe, from_run, overrides)
-    inputs = _inputs(resolved, estimates, mu, rho, growth, survival)
-    plan = make_plan(inputs, None if resolved is None else resolved.replay)
-    if plot is not None:
-        plot_plan(plan, Path(plot))
-    if as_json:
-        print(json.dumps(plan_document(plan), indent=2, ensure_ascii=False, allow_nan=False))
+def _plan(options: PlanOptions) -> None:
+    _check_options(options)
+    if options.plot is not None:
+        check_plot_path(Path(options.plot), (".png", ".svg"))
+    recipe, estimates = _read(options)
+    plan = make_plan(_inputs(recipe, estimates, options), recipe.replay if recipe else None)
+    if options.plot is not None:
+        plot_plan(plan, Path(options.plot))
+    if options.as_json:
+        _print_json(plan_document(plan))
     else:
         print_plan(plan, open_console(markup=True))
 
 
-def _check_options(
-    recipe: str | None, from_run: str | None, overrides: tuple[str, ...], mu: float | None
-) -> None:
+def _print_json(document: Mapping[str, Any]) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _check_options(options: PlanOptions) -> None:
+    recipe, from_run = options.recipe, options.from_run
     if recipe is not None and from_run is not None:
         raise UsageError(
             "plan takes a RECIPE or --from-run DIR, not both: a run's own recipe is used"
         )
-    if recipe is None and from_run is None and mu is None:
+    if recipe is None and from_run is None and options.mu is None:
         raise UsageError(
             "plan needs a RECIPE, --from-run DIR, or --mu (with --rho and --growth); for example "
             "grpo-replay plan --mu 5.28 --rho 0.1 --growth 0.2"
         )
-    if overrides and recipe is None:
+    if options.overrides and recipe is None:
         why = "--from-run uses the run's own recipe" if from_run else "there is no RECIPE to change"
-        raise UsageError(f"plan --set {overrides[0]}: {why}; name a RECIPE, or leave --set out")
+        raise UsageError(
+            f"plan --set {options.overrides[0]}: {why}; name a RECIPE, or leave --set out"
+        )
 
 
-def run_curves(path: str, ignored: Mapping[str, Any] | None = None) -> None:
-    """Write figures of the optimum over the theory's parameters.
+def _curves(options: PlanOptions) -> None:
+    """Write figures of the optimum over the theory's parameters."""
+    assert options.curves is not None
+    for name, value in asdict(options).items():
+        if name != "curves" and value not in (None, (), False):
+            word = {"recipe": "RECIPE", "overrides": "--set", "as_json": "--json"}.get(name)
+            raise UsageError(
+                f"plan --curves covers all μ, a and ρ: leave {word or _option(name)} out"
+            )
+    check_plot_path(Path(options.curves), (".png", ".svg"))
+    plot_curves(Path(options.curves))
 
-    Raises UsageError for another file type, and if one of the `ignored` options has a value.
-    """
-    for name, value in (ignored or {}).items():
-        if value:
-            raise UsageError(f"plan --curves covers all μ, a and ρ: leave {name} out")
-    check_plot_path(Path(path), (".png", ".svg"))
-    plot_curves(Path(path))
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def run_machines(
-    recipe: str | None = None,
-    from_run: str | None = None,
-    overrides: tuple[str, ...] = (),
-    *,
-    workers: int | None,
-    trainers: int | None,
-    generated: int | None = None,
-    trained: int | None = None,
-    mu: float | None = None,
-    as_json: bool = False,
-    ignored: Mapping[str, Any] | None = None,
-) -> None:
-    """Print γ for every split of W + T machines into workers and trainers.
-
-    Raises UsageError for missing or contradictory options, and if one of the `ignored` options,
-    on which γ does not depend, has a value.
-    """
-    _check_machine_options(workers, trainers, generated, trained, mu, ignored or {})
-    assert workers is not None and trainers is not None
-    resolved, estimates = _read(recipe, from_run, overrides)
-    source = "given"
+def _machines(options: PlanOptions) -> None:
+    """Print γ for every split of W + T machines into workers and trainers."""
+    workers, trainers = _check_machine_options(options)
+    recipe, estimates = _read(options)
+    mu, source = options.mu, "given"
+    generated, trained = options.generated, options.trained
     if generated is not None and trained is not None:
         mu = cost_ratio_from_counts(trained, generated, workers, trainers)
         source = f"({trained:,}/{trainers})/({generated:,}/{workers})"
     elif mu is None:
-        inputs = _inputs(resolved, estimates, None, None, None, None)
+        inputs = _inputs(recipe, estimates, options)
         mu, source = inputs.mu, inputs.sources["mu"]
     check_inputs(mu, DEFAULT_RHO)
-    buffer = _buffer_of(resolved)
+    buffer = _buffer_of(recipe)
     asked = split_machines(mu, workers, trainers, *buffer)
     splits = all_splits(mu, workers + trainers, *buffer)
-    if as_json:
-        document = split_document(mu, source, asked, splits)
-        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    if options.as_json:
+        _print_json(split_document(mu, source, asked, splits))
     else:
         print_splits(mu, source, asked, splits, open_console(markup=True))
 
 
-def _check_machine_options(
-    workers: int | None,
-    trainers: int | None,
-    generated: int | None,
-    trained: int | None,
-    mu: float | None,
-    ignored: Mapping[str, Any],
-) -> None:
-    for name, value in ignored.items():
-        if value is not None:
+def _check_machine_options(options: PlanOptions) -> tuple[int, int]:
+    """W and T."""
+    for name in ("rho", "growth", "survival", "plot"):
+        if (value := getattr(options, name)) is not None:
             raise UsageError(
                 f"plan --{name} {value}: γ by workers and trainers does not depend on it; leave it "
                 "out, or leave --workers and --trainers out"
             )
-    if workers is None or trainers is None:
+    if options.workers is None or options.trainers is None:
         raise UsageError("plan: --workers and --trainers are given together (paper B's W and T)")
-    if (generated is None) != (trained is None):
+    if (options.generated is None) != (options.trained is None):
         raise UsageError("plan: --generated and --trained are given together (K_gen and K_train)")
-    if mu is not None and generated is not None:
+    if options.mu is not None and options.generated is not None:
         raise UsageError("plan: μ comes from --mu or from --generated and --trained, not from both")
+    return options.workers, options.trainers
 
 
 def _buffer_of(recipe: Recipe | None) -> tuple[int | None, float | None]:
     """N and the rollouts per update of a FIFO recipe; None for other recipes."""
-    if recipe is None or not recipe.replays or recipe.replay.composition != "buffer_only":
+    if recipe is None or not (recipe.replays and recipe.replay.stores_first):
         return None, None
     drawn = recipe.replay.ratio * recipe.rollouts_per_step
     return recipe.replay.capacity_rollouts, drawn / recipe.batch.updates_of(drawn)
 
 
-def _read(
-    recipe: str | None, from_run: str | None, overrides: tuple[str, ...]
-) -> tuple[Recipe | None, RunEstimates | None]:
-    if from_run is not None:
-        source = open_source(from_run)
+def _read(options: PlanOptions) -> tuple[Recipe | None, RunEstimates | None]:
+    if options.from_run is not None:
+        source = open_source(options.from_run)
         return source.recipe, estimate_from_run(source)
-    return (None if recipe is None else load_recipe(recipe, overrides)), None
+    if options.recipe is None:
+        return None, None
+    return load_recipe(options.recipe, options.overrides), None
 
 
 def _inputs(
-    recipe: Recipe | None,
-    estimates: RunEstimates | None,
-    mu: float | None,
-    rho: float | None,
-    growth: float | None,
-    survival: float | None,
+    recipe: Recipe | None, estimates: RunEstimates | None, options: PlanOptions
 ) -> PlanInputs:
     """The parameters of the plan, each with its origin."""
-    seen = estimates or RunEstimates()
-    refuse_unknown_mu(estimates, mu)
+    seen, survival = estimates or RunEstimates(), options.survival
+    refuse_unknown_mu(estimates, options.mu)
     if survival is not None and survival < 1 and recipe and not recipe.replay.drop_zero_variance:
         raise UsageError(
             f"--survival {survival}: replay.drop_zero_variance is false in this recipe, so every "
@@ -263,14 +208,14 @@ def _inputs(
         )
     assumed = _NO_RECIPE
     if recipe is not None:
-        expected = expected_of(recipe)
+        expected = expected_of(recipe.model, recipe.prompts, recipe.sampling, recipe.replay)
         assumed = {name: (getattr(expected, name), why) for name, why in expected.sources.items()}
     generated = recipe.rollouts_per_step if recipe and not estimates else None
     table: dict[str, Choice[Any]] = {
         #                  given, measured, assumed and why
-        "mu": Choice(mu, seen.mu, *assumed["mu"]),
-        "rho": Choice(rho, None, DEFAULT_RHO, "a run cannot tell"),
-        "growth": _growth(growth, estimates),
+        "mu": Choice(options.mu, seen.mu, *assumed["mu"]),
+        "rho": Choice(options.rho, None, DEFAULT_RHO, "a run cannot tell"),
+        "growth": _growth(options.growth, estimates),
         "survival": Choice(survival, seen.survival, *assumed["survival"]),
         "rollouts_per_step": Choice(
             generated, seen.rollouts_per_step, 256, "32 prompts of 8", given_by="from the recipe"
@@ -280,7 +225,6 @@ def _inputs(
     }
     return PlanInputs(
         **{name: choice.value for name, choice in table.items()},
-        composition=recipe.replay.composition if recipe else "buffer_only",
         sources={name: choice.source for name, choice in table.items()},
     )
 

@@ -1,15 +1,24 @@
-"""The terminal display of a sweep: a live table of its cells, or plain lines."""
+"""What a sweep shows: a live table of its cells or plain lines, and for `--dry-run` an estimate,
+the cells with their tokens and memory."""
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import PurePath
 from types import TracebackType
+from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from grpo_replay.evaluation.evaluation_tables import SHORT_NAME
+from grpo_replay.lab.dry_run.dry_run_report import DryRunReport, dry_run
 from grpo_replay.lab.sweep.sweep_run import Entry, Status
+from grpo_replay.recipe import Recipe
+from grpo_replay.terminal.console import open_console, print_table
 
 _STYLES = {
     Status.RUNNING: "cyan",
@@ -110,3 +119,144 @@ def _row(entry: Entry) -> Iterable[str | Text]:
     yield Text(entry.status.value, _STYLES[entry.status])
     yield f"{step}/{entry.steps}" if step else ""
     yield "" if entry.accuracy is None else f"{100 * entry.accuracy:.1f}"
+
+
+def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
+    """Print the estimate as tables or as one JSON document."""
+    document = estimate(entries)
+    if as_json:
+        print(json.dumps(document, indent=1))
+        return
+    console = open_console()
+    print_table(console, estimate_table(document))
+    console.print(_describe_totals(document["totals"]), soft_wrap=True)
+    for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
+        for sentence in document[title]:
+            console.print(f"{title.rstrip('s')}: {sentence}", style=style)
+
+
+def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The cells with state, tokens and memory; totals count what is left to do.
+
+    Runs that differ in seed, name or optimizer share an estimate. Tokens are expected ones of the
+    training steps; evaluations come on top.
+    """
+    reports: dict[str, DryRunReport] = {}
+    cells = []
+    for entry in entries:
+        recipe = entry.cell.resolved_recipe()
+        same = _without_what_costs_nothing(recipe).model_dump_json()
+        if same not in reports:
+            reports[same] = dry_run(recipe, output_dir=entry.cell.root)
+        cells.append(_cell(entry, reports[same]))
+    findings = [report.findings for report in reports.values()]
+    return {
+        "cells": cells,
+        "totals": _totals(cells),
+        "problems": _unique(found.problems for found in findings),
+        "unchecked": _unique(found.unchecked for found in findings),
+        "assumptions": _unique(found.assumptions for found in findings),
+    }
+
+
+def _without_what_costs_nothing(recipe: Recipe) -> Recipe:
+    run = recipe.run.model_copy(update={"seed": 0})
+    tracking = recipe.tracking.model_copy(update={"run_name": None})
+    return recipe.model_copy(update={"run": run, "tracking": tracking, "optimizer": None})
+
+
+def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:
+    left = 0 if entry.status is Status.DONE else entry.steps - entry.progress.step
+    return {
+        "name": entry.cell.name,
+        "folder": str(entry.cell.folder),
+        "state": entry.disk.value if entry.status is Status.WAITING else entry.status.value,
+        "awaits_tuning": entry.cell.awaits_choice,
+        "steps": entry.steps,
+        "steps_left": left,
+        "generated_tokens": left * report.step["generated_tokens_expected"],
+        "trained_tokens": left * report.step["trained_tokens_expected"],
+        "hours": _share(report.time["hours"], left / entry.steps),
+        "gpu_hours": _share(report.time["gpu_hours"], left / entry.steps),
+        "processes": report.hardware["processes"],
+        "peak_gib": None if report.memory is None else report.memory["peak_gib"],
+        "checkpoints_gib": report.storage["checkpoints_gib_most"],
+        "fits": report.fits,
+    }
+
+
+def _totals(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "cells": len(cells),
+        "unfinished": sum(cell["state"] != "done" for cell in cells),
+        "generated_tokens": sum(cell["generated_tokens"] for cell in cells),
+        "trained_tokens": sum(cell["trained_tokens"] for cell in cells),
+        "hours": _sum([cell["hours"] for cell in cells]),
+        "gpu_hours": _sum([cell["gpu_hours"] for cell in cells]),
+        "checkpoints_gib": _sum([cell["checkpoints_gib"] for cell in cells]),
+    }
+
+
+def _share(value: float | None, part: float) -> float | None:
+    return None if value is None else round(value * part, 4)
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known), 3) if len(known) == len(values) else None
+
+
+def _unique(lists: Any) -> list[str]:
+    return list(dict.fromkeys(sentence for each in lists for sentence in each))
+
+
+def _describe_totals(totals: dict[str, Any]) -> str:
+    parts = [
+        f"{totals['cells']} cells, {totals['unfinished']} unfinished; to do: "
+        f"{totals['generated_tokens']:,} tokens generated",
+        f"{totals['trained_tokens']:,} trained",
+    ]
+    if totals["hours"] is not None:
+        parts.append(f"{totals['hours']:,.2f} hours one after the other")
+    if totals["gpu_hours"] is not None:
+        parts.append(f"{totals['gpu_hours']:,.0f} GPU hours")
+    return f"{', '.join(parts)}; checkpoints {_number(totals['checkpoints_gib'])} GiB"
+
+
+_NUMBERS = ("generated", "trained", "hours", "GiB ×\nranks", "fits")
+
+
+def estimate_table(document: dict[str, Any]) -> Table:
+    """One row for the seeds of an arm or of a tuned value."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in document["cells"]:
+        groups.setdefault(str(PurePath(cell["name"]).parent), []).append(cell)
+    rows = [(name, *_group(cells)) for name, cells in groups.items()]
+    title = "runs by seed, and their tokens still to do; * after tuning"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    names, seeds, *numbers = zip(*rows, strict=True)
+    longest = max(map(cell_len, names))
+    table.add_column("cells", overflow="fold", min_width=min(longest, SHORT_NAME))
+    states = [state.strip() for cell in seeds for state in cell.split(",")]
+    table.add_column("seeds", justify="right", min_width=max(map(cell_len, (*states, "seeds"))))
+    for header, cells in zip(_NUMBERS, numbers, strict=True):
+        width = max(map(cell_len, (*header.splitlines(), *cells)))
+        table.add_column(header, justify="right", no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _group(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
+    states = Counter(cell["state"] for cell in cells)
+    mark = "*" if cells[0]["awaits_tuning"] else ""
+    yield ", ".join(f"{count} {state}" for state, count in states.items()) + mark
+    for name in ("generated_tokens", "trained_tokens"):
+        yield f"{sum(cell[name] for cell in cells) / 1e6:,.1f} M"
+    yield _number(_sum([cell["hours"] for cell in cells]))
+    yield f"{_number(cells[0]['peak_gib'])} × {cells[0]['processes']}"
+    yield {True: "yes", False: "no", None: "?"}[cells[0]["fits"]]
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.2f}"

@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_replay.errors import DataError
-from grpo_replay.terminal.console import open_console
-from grpo_replay.terminal.output import GuardedStream, guarded_stderr
+from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
 from grpo_replay.training.observer import Observer
 
 if TYPE_CHECKING:

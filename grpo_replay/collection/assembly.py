@@ -1,12 +1,10 @@
 """Rollouts from the groups that arrived."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_replay.collection.arrivals import Arrived, Selection
-from grpo_replay.collection.ledger import Amount, Ledger
+from grpo_replay.collection.arrivals import Amount, Arrived, Ledger, Selection
 from grpo_replay.collection.messages import LOGPROBS, TOKEN_IDS, Row, unpack
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.rollouts import assemble_rollouts
@@ -15,12 +13,10 @@ from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TakenRollouts:
-    """The rollouts that a step takes. `generated` has all of them, in the order of arrival;
-    `fresh` those to train on and store, with the sampler's log-probs as behaviour log-probs.
-    `straddlers` counts rollouts sampled by more than one version."""
+    """The rollouts that a step takes, in the order of arrival; those to train on and store are
+    `kept`. `straddlers` counts rollouts sampled by more than one version."""
 
     generated: tuple[Rollout, ...]
-    fresh: tuple[Rollout, ...]
     straddlers: int
 
 
@@ -30,24 +26,23 @@ def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> Taken
     zero_variance if its group has no signal, else as inserted."""
     stale = {each.number for each in selection.stale}
     generated: list[Rollout] = []
+    drops = recipe.sampling.collection.straddlers == "drop"
     by_arrival = sorted((*selection.taken, *selection.stale), key=lambda each: each.number)
     for arrived in by_arrival:
         for rollout in _rollouts(arrived, recipe):
-            category = _category(rollout, arrived.number in stale, recipe)
+            category = _category(rollout, arrived.number in stale, drops)
             ledger.settle(category, Amount(1, len(rollout.completion_token_ids)))
-            if category == "inserted":
-                rollout = replace(rollout, behavior_logprobs=rollout.sampler_logprobs)
-            elif rollout.kept:
+            if rollout.kept and category != "inserted":
                 rollout = replace(rollout, kept=False, advantage=None)
             generated.append(rollout)
-    fresh = tuple(rollout for rollout in generated if rollout.kept)
-    return TakenRollouts(tuple(generated), fresh, sum(map(straddles, generated)))
+    return TakenRollouts(tuple(generated), sum(map(straddles, generated)))
 
 
 def rollouts_to_insert(arrived: Arrived, recipe: Recipe) -> int:
     """How many rollouts of a group that is not too old `take_rollouts` settles as inserted."""
+    drops = recipe.sampling.collection.straddlers == "drop"
     rollouts = _rollouts(arrived, recipe)
-    return sum(_category(rollout, stale=False, recipe=recipe) == "inserted" for rollout in rollouts)
+    return sum(_category(rollout, False, drops) == "inserted" for rollout in rollouts)
 
 
 def straddles(rollout: Rollout) -> bool:
@@ -55,14 +50,14 @@ def straddles(rollout: Rollout) -> bool:
     return rollout.policy_version != rollout.policy_version_end
 
 
-def _category(rollout: Rollout, stale: bool, recipe: Recipe) -> str:
+def _category(rollout: Rollout, stale: bool, drops_straddlers: bool) -> str:
     if stale:
         return "stale"
     if rollout.reward is None:
         return "no_reward"
     if not rollout.kept:
         return "zero_variance"
-    dropped = recipe.sampling.collection.straddlers == "drop" and straddles(rollout)
+    dropped = drops_straddlers and straddles(rollout)
     return "stale" if dropped else "inserted"
 
 
@@ -101,19 +96,3 @@ def _completion(key: RequestKey, row: Row) -> Completion:
         policy_version=row.spans[0][0],
         policy_version_end=row.spans[-1][0],
     )
-
-
-def mean_lengths(rollouts: Sequence[Rollout]) -> tuple[float | None, float | None]:
-    """Mean completion length of the rollouts kept, and of those dropped for age or straddling.
-    Dropping what is late favours short answers; these two show by how much."""
-    kept = [len(r.completion_token_ids) for r in rollouts if r.kept]
-    dropped = [
-        len(r.completion_token_ids)
-        for r in rollouts
-        if not r.kept and r.reward is not None and r.group_reward_std
-    ]
-    return _mean(kept), _mean(dropped)
-
-
-def _mean(values: Sequence[int]) -> float | None:
-    return float(np.mean(values)) if values else None

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from grpo_replay.collection.dispatch import Dispatcher
 from grpo_replay.collection.messages import (
     Ack,
     Cancel,
@@ -36,8 +35,8 @@ from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.rollouts import group_requests
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.server.http_client import close_kept_connections
-from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.dispatcher import Dispatcher, PoolSettings, Servers
+from grpo_replay.sampling.server.routes import VllmServer, close_kept_connections
 from grpo_replay.types import Completion, Prompt
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Collector:
 
     def __init__(self, parts: CollectorParts) -> None:
         self._parts = parts
-        self._dispatcher: Dispatcher | None = None
+        self._dispatcher: Dispatcher[Member] | None = None
         self._places: deque[Place] = deque()  # outstanding, before the cursor's
         self._cursor = 0
         self._open: dict[Place, OpenGroup] = {}
@@ -130,29 +129,31 @@ class Collector:
                 self._parts.send(Delivery(seq, body, self.report()))
             return
         self._places, self._cursor = deque(hello.outstanding), hello.cursor
+        servers = [VllmServer(url, hello.run) for url in self._parts.urls]
         self._dispatcher = Dispatcher(
-            [VllmServer(url, hello.run) for url in self._parts.urls],
-            self._parts.recipe.sampling.servers,
+            Servers(servers, PoolSettings.of(self._parts.recipe.sampling.servers)),
             self._parts.stop_token_ids,
             self._admit,
             self._on_sampled,
             self._on_lost,
         )
 
-    def _admit(self) -> OpenGroup | None:
-        """The next group, if back-pressure allows it."""
+    def _admit(self) -> Sequence[Member]:
+        """The members of the next group, if back-pressure allows it."""
         waiting, limit = len(self._unacknowledged), self._parts.unacknowledged_limit
         if self._draining or (limit is not None and waiting >= limit):
-            return None
+            return ()
         if self._may_start is not None and self._started >= self._may_start:
-            return None
+            return ()
         self._started += 1
         place, prompt = self._next_prompt()
         group = OpenGroup(place, prompt, time.time())
         requests = group_requests({place[1]: prompt}, place[0], self._parts.recipe)
-        group.members = [Member(group, index, each) for index, each in enumerate(requests)]
+        group.members = [
+            Member(each, group=group, index=index) for index, each in enumerate(requests)
+        ]
         self._open[place] = group
-        return group
+        return group.members
 
     def _next_prompt(self) -> tuple[Place, Prompt]:
         prompts = self._parts.prompts
@@ -194,7 +195,7 @@ class Collector:
         group.closed = True
         del self._open[group.place]
         assert self._dispatcher is not None
-        self._dispatcher.withdraw(group)
+        self._dispatcher.withdraw(group.members)
         self._deliver(group.drop(reason))
 
     def _drain(self) -> None:

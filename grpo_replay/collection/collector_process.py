@@ -29,6 +29,7 @@ from grpo_replay.errors import first_line
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import BUILTIN_VERIFIERS, resolve_recipe
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.storage.redaction import RedactingFormatter
 
 PARENT_POLL_SECONDS = 0.5
 
@@ -36,9 +37,9 @@ PARENT_POLL_SECONDS = 0.5
 def main() -> int:
     """The exit code: 0 after Stop, 1 after a failure, which rank 0 was told."""
     settings = json.loads(Path(sys.argv[1]).read_text())
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     context = zmq.asyncio.Context()
     deliveries: zmq.Socket = zmq.Context.shadow(context).socket(zmq.PUSH)
     commands = context.socket(zmq.PULL)

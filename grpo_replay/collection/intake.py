@@ -3,6 +3,17 @@
 A step that the journal has is repeated with exactly what it had seen. Afterwards the intake is
 live: what arrives is journalled, queued and acknowledged; `cut` ends a step's arrivals. A collector
 that dies is replaced; what it held is lost, and its groups are sampled again.
+
+Back-pressure: `fresh_anchored` and the use-once queue train on P prompts a step, so groups that are
+too far ahead of the trainer would only grow old. AReaL's rule (arXiv 2505.24298, eq. 3) bounds
+them:
+
+    accepted + running ≤ (max_ahead_steps + v + 1) · P
+
+with v the steps that the trainer has made. A run of S steps never needs more than S · P groups.
+`buffer_only` (paper B) is never gated: the servers always have `max_in_flight` requests, and the
+ring drops the oldest rollouts. Only finished groups that the trainer has not taken are bounded, by
+one whole buffer: with more, they would push each other out of it undrawn.
 """
 
 import logging
@@ -10,11 +21,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from grpo_replay.collection.admission import accepted_limit, may_start
-from grpo_replay.collection.arrivals import ArrivalRules, Arrivals, Selection
+from grpo_replay.collection.arrivals import Amount, ArrivalRules, Arrivals, Selection
 from grpo_replay.collection.assembly import TakenRollouts, take_rollouts
 from grpo_replay.collection.journal import Journal, JournalRecords
-from grpo_replay.collection.ledger import Amount
 from grpo_replay.collection.link import CollectorGone, CollectorSettings, Link
 from grpo_replay.collection.messages import (
     Ack,
@@ -30,25 +39,50 @@ from grpo_replay.collection.messages import (
     Step,
     Version,
 )
-from grpo_replay.collection.patience import Patience
-from grpo_replay.errors import CollectorError, JournalError
-from grpo_replay.recipe import Recipe
+from grpo_replay.errors import CollectorError, JournalError, SamplerError
+from grpo_replay.recipe import Recipe, ReplaySection, SamplingSection, ServersSection
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 DRAIN_SECONDS = 10.0
 RESTARTS_WITHOUT_PROGRESS = 3
+PATIENCE = 4
+"""`request_timeout_seconds` without a finished completion before a run gives up."""
+
+SILENCE_SECONDS = 60.0
+"""Longest time without a report of a collector, which sends one each second. On a busy machine it
+may be late by several."""
 
 
-def arrival_rules(recipe: Recipe) -> ArrivalRules:
+def arrival_rules(sampling: SamplingSection, replay: ReplaySection) -> ArrivalRules:
     """What the recipe says about arrivals."""
-    never_gated = recipe.replays and recipe.replay.composition == "buffer_only"
+    never_gated = replay.replays and replay.stores_first
     return ArrivalRules(
-        groups_per_step=None if never_gated else recipe.sampling.prompts_per_step,
-        newest_first=recipe.sampling.collection.order == "newest_first",
-        max_age_steps=recipe.replay.max_age_steps,
+        groups_per_step=None if never_gated else sampling.prompts_per_step,
+        newest_first=sampling.collection.order == "newest_first",
+        max_age_steps=replay.max_age_steps,
     )
+
+
+def accepted_limit(max_ahead_steps: int, version: int, prompts_per_step: int, steps: int) -> int:
+    """Groups accepted and running that are allowed while the trainer has made `version` steps.
+
+    With 8 prompts a step and max_ahead_steps 1: 16 before the first step, 24 after it; after the
+    ninth of ten steps 80.
+    """
+    return min(max_ahead_steps + version + 1, steps) * prompts_per_step
+
+
+def may_start(limit: int, accepted_before: int, discarded_since: int) -> int:
+    """Groups that a collector may start in all: `limit`, less those accepted before it said hello,
+    and one more for each group since then that was stale, cancelled or lost."""
+    return limit - accepted_before + discarded_since
+
+
+def unacknowledged_limit(capacity_rollouts: int, group_size: int) -> int:
+    """Finished groups that may wait for the trainer: those that fill a buffer, at least one."""
+    return max(-(-capacity_rollouts // group_size), 1)
 
 
 class Intake:
@@ -60,7 +94,7 @@ class Intake:
     ) -> None:
         """`journal` is None for a run that only replays."""
         self.recipe = recipe
-        self.arrivals = Arrivals(arrival_rules(recipe))
+        self.arrivals = Arrivals(arrival_rules(recipe.sampling, recipe.replay))
         self.restarts = 0
         self.newest_report = Report()
         self._journal = journal
@@ -75,7 +109,7 @@ class Intake:
         self._accepted_at_hello = self._discarded_at_hello = 0
         self._delivered_groups = 0  # by the present collector
         self._fruitless_restarts = 0
-        self._patience = Patience(recipe)
+        self._patience = Patience(recipe.sampling.servers, recipe.sampling.prompts_per_step)
         if step > self._recorded_steps:
             raise JournalError(
                 f"the journal ends at step {self._recorded_steps}, the checkpoint is of step "
@@ -240,7 +274,6 @@ class Intake:
         """Poll until `is_ready`; False if a stop was requested first. Raises SamplerError, which
         names `what` is waited for, if no request runs or none finishes for too long."""
         self._patience.begin()
-        self.poll(version)
         while not is_ready():
             if stop_requested():
                 return False
@@ -280,3 +313,73 @@ class Intake:
             if self._link is not None:
                 self._link.close()
                 self._link = None
+
+
+class Patience:
+    """Watches the reports of a collector, so that no wait is endless.
+
+    A completion may take as long as it needs while its server generates (the collector watches
+    that), and a verdict has a time limit of its own. A wait ends when reports show no request
+    running and no completion in grading, when no completion finishes although the collector took
+    every server down and sent its requests again several times, when one group after the other is
+    lost, or when the collector sends no report.
+    """
+
+    def __init__(self, servers: ServersSection, prompts_per_step: int) -> None:
+        self._settings = servers
+        self._lost_allowed = max(3, prompts_per_step)
+        self._lost_in_a_row = 0
+        self._generated = 0
+        self.expect_collector()
+
+    def expect_collector(self) -> None:
+        """A collector is starting, for which it has a time limit of its own."""
+        self._heard = False
+        self.begin()
+
+    def begin(self) -> None:
+        """A wait begins."""
+        self._ran = self._progressed = self._reported = time.monotonic()
+
+    def note(self, report: Report) -> None:
+        """Process a report."""
+        if not self._heard:
+            self._heard = True
+            self.begin()
+        self._reported = time.monotonic()
+        if report.running:
+            self._ran = self._reported
+        if report.grading or report.generated_rollouts != self._generated:
+            self._generated = report.generated_rollouts
+            self._ran = self._progressed = self._reported
+
+    def note_delivery(self, body: Group | Drop) -> None:
+        """Process a group or a drop. Raises SamplerError if one group after the other is lost."""
+        lost = isinstance(body, Drop) and body.reason == "lost"
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
+        if self._lost_in_a_row > self._lost_allowed:
+            raise SamplerError(
+                f"{self._lost_in_a_row} groups in a row were lost: requests fail on every server "
+                f"more than {self._settings.max_retries} times; see "
+                "the collector's log in log/, and the servers'"
+            )
+
+    def refuse_endless(self, what: str, report: Report) -> None:
+        """Raises SamplerError if the wait for `what` is not worth going on."""
+        if not self._heard:
+            return
+        limit = self._settings.request_timeout_seconds
+        silence = max(limit, SILENCE_SECONDS)
+        if time.monotonic() - self._reported > silence:
+            reason = f"the collector sent no report for {silence:g} s"
+        elif self._reported - self._ran > limit:
+            reason = f"no request was running for {limit:g} s"
+        elif self._reported - self._progressed > PATIENCE * limit:
+            reason = f"no completion finished for {PATIENCE * limit:g} s"
+        else:
+            return
+        raise SamplerError(
+            f"waited for {what}: {reason} (sampling.servers.request_timeout_seconds {limit:g}); "
+            f"servers that are down: {report.down or 'none'}; running {report.running}, waiting "
+            f"{report.waiting}. Resume with --resume when they are back"
+        )

@@ -15,7 +15,8 @@ from grpo_replay.collection.messages import (
     Span,
     pack,
 )
-from grpo_replay.types import Completion, GenerationRequest, Prompt, Verdict
+from grpo_replay.sampling.server.dispatcher import Job
+from grpo_replay.types import Completion, Prompt, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +28,12 @@ class Sampled:
     text: str
 
 
-@dataclass(slots=True, eq=False)
-class Member:
-    """One completion of a group. `version` is that of the server when the request was sent."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Member(Job):
+    """One completion of a group."""
 
     group: "OpenGroup"
     index: int
-    request: GenerationRequest
-    tries: int = 0
-    failed_at: set[str] = field(default_factory=set)
-    version: int | None = None
     sampled: Sampled | None = None
     verdict: Verdict | None = None
 

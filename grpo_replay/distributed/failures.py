@@ -1,19 +1,116 @@
-"""How ranks fail together: one message, one exit code, and no rank left waiting."""
+"""How ranks fail together: one message, one exit code, and no rank left waiting; and work that rank
+0 does for all of them, without a time limit."""
 
 import contextlib
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
+
+
+class Interruption:
+    """Remembers the first request to stop until the run can. `reason` says what asked, or None. A
+    further SIGINT raises at once."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+    @property
+    def requested(self) -> bool:
+        return self.reason is not None
+
+    def request(self, reason: str) -> None:
+        """Ask to stop. Later reasons are not kept."""
+        self.reason = self.reason or reason
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP are requests. A SIGHUP that is
+        ignored, as under nohup, stays so."""
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.request(signal.Signals(number).name)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """A context in which SIGTERM raises KeyboardInterrupt as Ctrl-C does. Main thread only."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+POLL_SECONDS = 2.0
+_Result = TypeVar("_Result")
+
+
+def run_on_main(
+    comm: Comm, action: Callable[[], _Result], poll_seconds: float = POLL_SECONDS
+) -> _Result | None:
+    """The result of `action` on rank 0, None on the others, once it is done. Collective.
+
+    Rank 0 works in a thread and tells the others every `poll_seconds` that it is still working. No
+    collective takes longer than that, so `engine.timeout_seconds` does not limit the work, and the
+    others still notice if rank 0 dies.
+
+    A GrpoReplayError of `action` is raised on rank 0, and on the others as a PeerFailure.
+    `action` must not call collectives.
+    """
+    future = _started(action) if comm.is_main else None
+    while not comm.broadcast_json(future is not None and _is_done(future, poll_seconds)):
+        pass  # rank 0 is still working
+    error = None if future is None else future.exception()
+    if error is not None and not isinstance(error, GrpoReplayError):
+        raise error
+    outcome = comm.broadcast_json(None if error is None else [str(error), error.exit_code])
+    raise_first_failure(comm.rank, [outcome] + [None] * (comm.world_size - 1), error)
+    return None if future is None else future.result()
+
+
+def _started(action: Callable[[], _Result]) -> "Future[_Result]":
+    future: Future[_Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon thread, so that an interrupted process does not wait for it.
+    threading.Thread(target=work, name="long work", daemon=True).start()
+    return future
+
+
+def _is_done(future: "Future[_Result]", seconds: float) -> bool:
+    return bool(wait([future], timeout=seconds).done)
+
 
 LAUNCH_FOLDER_VARIABLE = "GRPO_REPLAY_LAUNCH_FOLDER"
 """Folder where the ranks of our launcher write their failures; the launcher prints the first."""
@@ -27,7 +124,6 @@ _LOST_PEER = re.compile(
 # Looked up in sys.modules, not imported, because it loads torch. If it is not loaded, this rank has
 # not joined a run.
 _RENDEZVOUS = "grpo_replay.distributed.rendezvous"
-_Result = TypeVar("_Result")
 
 
 class PeerFailure(LaunchError):

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.comm import Comm, Place
 from grpo_replay.distributed.failures import is_lost_peer, leave_positions, name_ranks
-from grpo_replay.distributed.position import Place
 from grpo_replay.errors import GrpoReplayError
 
 STORE_SECONDS = 5.0

@@ -9,12 +9,15 @@ import binascii
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -29,12 +32,81 @@ from grpo_replay.distributed.failures import (
     read_failures,
     read_positions,
 )
-from grpo_replay.distributed.hosts import Host, is_here, read_hostfile, refuse_unreachable
 from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError
+
+_SSH_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A line of the hostfile: `name slots=8`."""
+
+    name: str
+    slots: int
+    line: int
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a DeepSpeed (MPI style) hostfile: `name slots=8` per line.
+
+    Raises UsageError with file and line for anything else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path}: cannot be read: {error}") from error
+    hosts: dict[str, Host] = {}
+    for number, text in enumerate(lines, start=1):
+        line = text.split("#")[0].strip()
+        if not line:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if match is None or int(match[2]) < 1:
+            raise UsageError(f"{path}:{number}: expected `host slots=8`, found {line!r}")
+        if match[1] in hosts:
+            raise UsageError(f"{path}:{number}: {match[1]!r} is already on line "
+                             f"{hosts[match[1]].line}; give each host one line")  # fmt: skip
+        hosts[match[1]] = Host(match[1], int(match[2]), number)
+    if not hosts:
+        raise UsageError(f"{path}: no hosts; expected lines such as `host slots=8`")
+    return list(hosts.values())
+
+
+def is_here(name: str) -> bool:
+    """Whether the name is this machine's."""
+    return name in {"localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()}
+
+
+def refuse_unreachable(hosts: Sequence[Host], hostfile: Path) -> None:
+    """Raises LaunchError with the lines of the hosts on which `ssh host true` fails."""
+    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
+        answers = list(pool.map(_ssh_failure, hosts))
+    failed = [(host, why) for host, why in zip(hosts, answers, strict=True) if why is not None]
+    if not failed:
+        return
+    lines = [f"  {hostfile}:{host.line}: {host.name}: {why}" for host, why in failed[:5]]
+    raise LaunchError(
+        f"{len(failed)} of {len(hosts)} hosts cannot be reached over ssh:\n" + "\n".join(lines)
+        + "\npassword-less ssh from this machine to each host is needed (docs/scaling.md)"
+    )  # fmt: skip
+
+
+def _ssh_failure(host: Host) -> str | None:
+    """Why `ssh host true` fails, or None."""
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}",
+               host.name, "true"]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=2 * _SSH_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else (done.stderr.strip() or "no answer").splitlines()[-1]
+
 
 RANK_MODULE = "grpo_replay.distributed.entry"
 COMMAND_LINE = "grpo_replay.cli.app:main"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +164,12 @@ def _launch_node(arguments: Sequence[str], num_processes: int, threads: int, ent
     try:
         payload = Payload(
             tuple(arguments),
-            {LAUNCH_FOLDER_VARIABLE: str(folder), "OMP_NUM_THREADS": str(threads)},
+            {
+                LAUNCH_FOLDER_VARIABLE: str(folder),
+                "OMP_NUM_THREADS": str(threads),
+                # The ranks of one node need no other interface.
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or _loopback_interface(),
+            },
             os.getpid(),
             entry,
         )
@@ -104,6 +181,11 @@ def _launch_node(arguments: Sequence[str], num_processes: int, threads: int, ent
         return _conclude(exit_codes, failures, bool(signals), positions)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
 def _conclude(
@@ -184,7 +266,7 @@ def _own_ranks() -> list[int]:
 
 @contextlib.contextmanager
 def _pass_signals_on(ranks: Callable[[], list[int]]) -> Iterator[list[int]]:
-    """Send each SIGINT, SIGTERM or SIGHUP to every rank once; the third signal kills them.
+    """Send each signal to every rank once, SIGUSR1 as SIGTERM; the third signal kills them.
 
     Yields the list of signals received so far.
     """
@@ -195,9 +277,10 @@ def _pass_signals_on(ranks: Callable[[], list[int]]) -> Iterator[list[int]]:
         running = ranks()
         if not running:
             raise KeyboardInterrupt
+        told = signal.SIGTERM if number == signal.SIGUSR1 else number
         for pid in running:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number if len(received) < 3 else signal.SIGKILL)
+                os.kill(pid, told if len(received) < 3 else signal.SIGKILL)
 
     # Under nohup a hang-up is ignored, by the ranks as well.
     heard = [each for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN]

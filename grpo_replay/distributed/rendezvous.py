@@ -2,19 +2,26 @@
 agent for the ranks of one node."""
 
 import datetime
+import functools
 import json
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from grpo_replay.distributed.environment import RankEnvironment
+from grpo_replay import __version__
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.environment import RankEnvironment, available_cores, rank_environment
 from grpo_replay.distributed.failures import (
     PeerFailure,
     describe_disagreement,
@@ -22,12 +29,84 @@ from grpo_replay.distributed.failures import (
     raise_first_failure,
 )
 from grpo_replay.errors import GrpoReplayError, LaunchError
+from grpo_replay.recipe import EngineSection, Recipe
+from grpo_replay.terminal.quiet import loading_libraries
+
+
+def choose_device(settings: EngineSection, local_rank: int) -> torch.device:
+    """The device of this rank. Raises LaunchError if it should be a GPU that torch does not see."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if settings.device == "cpu" or (settings.device == "auto" and not found):
+        return torch.device("cpu")
+    if local_rank >= found:
+        cuda = torch.version.cuda
+        built = "built without CUDA" if cuda is None else f"built for CUDA {cuda}"
+        raise LaunchError(
+            f"engine.device {settings.device}: local rank {local_rank} needs GPU {local_rank}, and "
+            f"torch {torch.__version__} ({built}) sees {found}: start "
+            "fewer ranks, set engine.device cpu, or look at nvidia-smi (a build for CUDA 13 needs "
+            "driver 580 or newer) and CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
+    """Join the run that the environment describes, and choose this rank's device.
+
+    A process that no launcher started becomes a group of one. Raises LaunchError, on one rank, if
+    ranks are missing, cannot reach each other, or have different recipes, and on each rank that
+    has no GPU of its own.
+    """
+    settings, environment = recipe.engine, rank_environment()
+    # DeepSpeed asks for it even in one process. WORLD_SIZE would say that a launcher started us.
+    os.environ.setdefault("LOCAL_RANK", str(environment.local_rank))
+    device = choose_device(settings, environment.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with nullcontext() if "deepspeed" in sys.modules else loading_libraries():
+        import deepspeed
+
+    ranks_here = environment.local_world_size
+    torch.set_num_threads(settings.threads_per_process or max(1, available_cores() // ranks_here))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if not torch.distributed.is_initialized():
+        form_process_group(environment, _join(recipe), backend, settings.timeout_seconds)
+    if device.type == "cpu":
+        # DeepSpeed would compile a shared-memory operator for CPU ranks, which needs a C++
+        # compiler and a minute; gloo does without. On a GPU nothing asks for this table, and
+        # filling it prints a warning to stdout for every operator that lacks a CUDA toolkit.
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    timeout = datetime.timedelta(seconds=settings.timeout_seconds)
+    _set_group_timeout(deepspeed.comm.comm.cdb, timeout)
+    group = None
+    if environment.world_size > 1:
+        group = torch.distributed.new_group(backend="gloo", timeout=timeout)
+    return Comm(environment.rank, environment.world_size, group), device
+
+
+def _set_group_timeout(backend: Any, timeout: datetime.timedelta) -> None:
+    """Set the time-out of the groups that DeepSpeed forms, such as the copy of the world group on
+    which it trains. DeepSpeed passes none, and torch's default is ten minutes over NCCL."""
+    backend.new_group = functools.partial(torch.distributed.new_group, timeout=timeout)
+
+
+def _join(recipe: Recipe) -> torch.distributed.Store:
+    environment = rank_environment()
+    if not environment.is_launched:
+        return torch.distributed.HashStore()  # no port: many runs may share a machine
+    facts = {"recipe": recipe.model_dump(mode="json"), "grpo-replay": __version__}
+    return join_run(environment, facts, None, recipe.engine.timeout_seconds)
+
 
 _LINGER_SECONDS = 10.0
 _CLAIM_SECONDS = 5.0
 _CLOSE_SECONDS = 30.0
 _POLL_SECONDS = 0.1
 _SHUTDOWN_SECONDS = 30
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 _joined: tuple[RankEnvironment, dist.Store] | None = None
 
@@ -76,7 +155,7 @@ def _open_store(environment: RankEnvironment, timeout_seconds: float) -> dist.St
     try:
         if not hosts:
             _wait_until_reachable(environment, timeout_seconds)
-        store = dist.TCPStore(
+        store = _tcp_store(
             environment.master_addr,
             environment.master_port,
             is_master=hosts,
@@ -98,6 +177,21 @@ def _open_store(environment: RankEnvironment, timeout_seconds: float) -> dist.St
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"grpo_replay/{attempt}", store)
+
+
+def _tcp_store(host: str, port: int, is_master: bool, **settings: Any) -> dist.TCPStore:
+    """As torch's TCPStore. One that it hosts at a loopback address listens only there; torch's own
+    would listen on every interface."""
+    if not is_master or host not in _LOOPBACK:
+        return dist.TCPStore(host, port, is_master=is_master, **settings)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(1024)
+    port = listener.getsockname()[1]
+    # The store owns the socket from here on.
+    given = {**settings, "master_listen_fd": listener.detach(), "multi_tenant": False}
+    return dist.TCPStore("127.0.0.1", port, is_master=True, **given)
 
 
 def _wait_until_reachable(environment: RankEnvironment, timeout_seconds: float) -> None:
@@ -254,6 +348,13 @@ def run_agent(command: Sequence[str], num_processes: int) -> dict[int, int]:
     """
     import torch.distributed.elastic.multiprocessing.api
     import torch.distributed.run  # noqa: F401  (creates the loggers to quieten)
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
+
+    # The two stores of an agent. No other node is to reach them.
+    own_store = partial(_tcp_store, is_master=True, timeout=datetime.timedelta(minutes=5))
+    handler = dynamic_rendezvous.DynamicRendezvousHandler
+    handler._create_tcp_store_server = lambda _, *place: own_store(*place)  # type: ignore[method-assign]
+    c10d_rendezvous_backend.TCPStore = _tcp_store  # type: ignore[assignment,misc]
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed"):

@@ -1,5 +1,6 @@
-"""DeepSpeed's configuration of a recipe."""
+"""DeepSpeed's configuration of a recipe, and the learning rate of a training step."""
 
+import math
 from typing import Any
 
 from grpo_replay.recipe import OptimizerSection, Recipe, ZeroSection
@@ -15,7 +16,7 @@ def deepspeed_config(recipe: Recipe, stage: int) -> dict[str, Any]:
     if engine.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     bf16 = recipe.model.dtype == "bfloat16"
-    accumulation = "fp32" if bf16 and not sums_in_bf16(recipe, stage) else None
+    accumulation = "fp32" if bf16 and not sums_in_bf16(recipe.model.dtype, stage) else None
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -39,22 +40,23 @@ def _thresholds(zero: ZeroSection) -> dict[str, Any]:
         "stage3_max_live_parameters": zero.max_live_parameters,
         "stage3_max_reuse_distance": zero.max_reuse_distance,
         "sub_group_size": zero.sub_group_size,
+        **zero.others,
     }
 
 
-def sums_in_bf16(recipe: Recipe, stage: int) -> bool:
+def sums_in_bf16(dtype: str, stage: int) -> bool:
     """Whether the gradients of an update's micro-batches are summed in bfloat16.
 
     DeepSpeed 0.19 refuses an fp32 sum at stage 0 ("unsupported mix", engine.py
     `_do_optimizer_sanity_check`), and at stage 1 makes it with another optimizer, BF16_Optimizer,
     whose checkpoints are not those of the other stages.
     """
-    return recipe.model.dtype == "bfloat16" and stage < 2
+    return dtype == "bfloat16" and stage < 2
 
 
-def notices_of_precision(recipe: Recipe, stage: int) -> list[str]:
+def notices_of_precision(dtype: str, stage: int) -> list[str]:
     """A sentence for the user of a recipe that sums gradients in bfloat16."""
-    if not sums_in_bf16(recipe, stage):
+    if not sums_in_bf16(dtype, stage):
         return []
     return [
         f"model.dtype bfloat16 at engine.zero_stage {stage} sums the gradients "
@@ -69,5 +71,26 @@ def _adamw_parameters(optimizer: OptimizerSection) -> dict[str, Any]:
         "betas": [optimizer.beta1, optimizer.beta2],
         "eps": optimizer.epsilon,
         "weight_decay": optimizer.weight_decay,
+        **optimizer.adamw.others,
         "torch_adam": True,
     }
+
+
+def learning_rate(settings: OptimizerSection, steps: int, step: int) -> float:
+    """The learning rate of all updates of training step `step` of `steps`, counted from 1.
+
+    With W warm-up steps of N, it is `learning_rate` times step/W up to step W. From step W + 1 on,
+    the progress p = (step - 1 - W)/(N - W) rises from 0 to just below 1, and the factor is `linear`
+    1 - p, `cosine` (1 + cos πp)/2 (Loshchilov and Hutter, arXiv 1608.03983, without restarts). The
+    last step still trains.
+    """
+    highest, warmup = settings.learning_rate, settings.warmup_steps
+    if step <= warmup:
+        return highest * (step / warmup)
+    if settings.schedule == "constant":
+        return highest
+    progress = (step - 1 - warmup) / (steps - warmup)
+    remaining = 1.0 - progress
+    if settings.schedule == "cosine":
+        remaining = (1.0 + math.cos(math.pi * progress)) / 2
+    return highest * remaining

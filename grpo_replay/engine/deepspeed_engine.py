@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.deepspeed_config import deepspeed_config
+from grpo_replay.engine.deepspeed_config import deepspeed_config, learning_rate
 from grpo_replay.engine.engine_protocol import UpdateResult
 from grpo_replay.engine.engine_state import (
     has_other_layout,
@@ -23,11 +23,9 @@ from grpo_replay.engine.engine_state import (
     save_state,
     undo_first_step,
 )
-from grpo_replay.engine.full_tensors import full_adapters, full_tensors
-from grpo_replay.engine.head_trial import refuse_other_logprobs
-from grpo_replay.engine.learning_rate import learning_rate
 from grpo_replay.engine.lora import LoraAdapters
-from grpo_replay.engine.packing import can_pack
+from grpo_replay.engine.microbatches import MicroBatch, scatter_microbatches
+from grpo_replay.engine.model_trials import Forward, can_pack, can_share, refuse_other_logprobs
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.row_results import (
     pack_statistics,
@@ -36,11 +34,11 @@ from grpo_replay.engine.row_results import (
     unpack_tokens,
     update_result,
 )
-from grpo_replay.engine.scatter import scatter_microbatches
-from grpo_replay.engine.weight_names import tied_names
+from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
+from grpo_replay.engine.weights import full_adapters, full_tensors, tied_names
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.recipe import Recipe
-from grpo_replay.replay.batch import MicroBatch, TrainRow, logprob_row
+from grpo_replay.replay.batch import TrainRow, logprob_row
 from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
 from grpo_replay.replay.seeding import stream
 
@@ -59,14 +57,12 @@ class DeepSpeedEngine:
         comm: Comm,
         device: torch.device,
     ) -> None:
-        import deepspeed
-
         self._recipe = recipe
         self._comm = comm
         self._stage = recipe.zero_stage(comm.world_size)
         self._device = device
         self._tokenizer = tokenizer
-        self._max_tokens = recipe.batch.max_tokens_per_microbatch
+        self.notices: list[str] = []
         if recipe.model.gradient_checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -77,26 +73,49 @@ class DeepSpeedEngine:
             self._adapters = LoraAdapters.attach(model, recipe.model.lora, recipe.run.seed)
         has_copy = recipe.loss.beta > 0 and self._adapters is None
         self._reference = self._frozen_copy(model) if has_copy else None
+        self._engine = self._open_deepspeed(model)
+        self._gather_needs_forward = self._stage == 3
+        forward = partial(self._logprobs_of, self._engine)
+        refuse_other_logprobs(model, recipe.model.dtype, forward, comm)
+        self._layout = self._layout_of(model.config, forward)
+        if self._stage == 3:  # a state that is loaded next must find no gathered parameters
+            self._engine.optimizer.empty_partition_cache()
+        self._step = self._updates_of_step = 0
+
+    def _open_deepspeed(self, model: PreTrainedModel) -> Any:
+        import deepspeed
+
         module = self._wrap(model)
         module.train()
         if self._adapters is not None:
             self._adapters.set_dropout(False)
             leave_base_out(module)
-        self._engine, *_ = deepspeed.initialize(
+        engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
-            config=deepspeed_config(recipe, self._stage),
+            config=deepspeed_config(self._recipe, self._stage),
         )
-        undo_first_step(self._engine.optimizer)
-        self._gather_needs_forward = self._stage == 3
-        forward = partial(self._logprobs_of, self._engine)
-        refuse_other_logprobs(model, recipe.model.dtype, forward, comm)
-        self._packing = recipe.packs(device.type == "cuda") and can_pack(
-            recipe, model.config, forward, comm
+        undo_first_step(engine.optimizer)
+        return engine
+
+    def _layout_of(self, config: PreTrainedConfig, forward: Forward) -> Layout:
+        """What the recipe asks for, as far as the model can: tried out. Collective."""
+        recipe, comm = self._recipe, self._comm
+        packing = recipe.packs(self._device.type == "cuda") and can_pack(
+            recipe.batch.packing, config, forward, comm
         )
-        if self._stage == 3:  # a state that is loaded next must find no gathered parameters
-            self._engine.optimizer.empty_partition_cache()
-        self._step = self._updates_of_step = 0
+        pairs = None
+        if recipe.batch.share_prompts:
+            pairs = pairs_per_token(recipe.model.attn_implementation, packing, config.hidden_size)
+        if pairs and not can_share(
+            config, recipe.model.dtype, recipe.longest_sequence, forward, comm
+        ):
+            pairs = None
+            self.notices.append(
+                f"batch.share_prompts: a model of type {config.model_type} does not keep "
+                "completions behind one prompt apart, so every rollout computes its own prompt"
+            )
+        return Layout(recipe.batch.max_tokens_per_microbatch, packing, pairs)
 
     @property
     def adapter_parameters(self) -> int:
@@ -141,18 +160,18 @@ class DeepSpeedEngine:
         return logprobs_C.float().cpu().numpy()
 
     def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
-        return scatter_microbatches(self._comm, rows, self._max_tokens, self._packing)
+        return scatter_microbatches(self._comm, rows, self._layout)
 
     def _in_turn(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         return self._comm.position.each("micro-batch", microbatches, len(microbatches))
 
     def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | int | None, ...]:
         arrays = (
-            batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL,
-            batch.bounds,
+            batch.input_ids_SL, batch.positions_C, batch.target_ids_C, batch.position_ids_SL,
+            batch.bounds, batch.segments_2SL,
         )  # fmt: skip
-        tensors = (None if each is None else self._tensor(each) for each in arrays)
-        return (*tensors, int(batch.widths_R.max()))
+        *tensors, segments = (None if each is None else self._tensor(each) for each in arrays)
+        return (*tensors, int(batch.widths_S.max()), segments)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.as_tensor(array).to(self._device, non_blocking=True)
@@ -165,9 +184,9 @@ class DeepSpeedEngine:
                 self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
                 tables.append(self._backward(microbatch))
         gathered = self._comm.gather(pack_statistics(microbatches, tables))
-        table, positions = None, 0
+        table, padding_share = None, 0.0
         if gathered is not None:
-            table, positions = unpack_statistics(gathered, len(rows or ()))
+            table, padding_share = unpack_statistics(gathered, len(rows or ()))
         self._refuse_non_finite(table, rows or ())
         self._comm.position.note("optimizer step")
         unsharded_norm = self._unsharded_grad_norm()
@@ -182,8 +201,6 @@ class DeepSpeedEngine:
             )
         if table is None:
             return None
-        tokens = sum(row.length_tokens for row in rows or ())
-        padding_share = 1 - tokens / positions if positions else 0.0
         rate = param_groups(self._engine)[0]["lr"]
         return update_result(table, grad_norm, len(microbatches), padding_share, rate)
 
@@ -302,7 +319,7 @@ class DeepSpeedEngine:
 
     def begin_step(self, step: int) -> None:
         self._step, self._updates_of_step = step, 0
-        rate = learning_rate(self._recipe, step)
+        rate = learning_rate(self._recipe.optimizer, self._recipe.run.steps, step)
         for group in param_groups(self._engine):
             group["lr"] = rate
 

@@ -1,19 +1,33 @@
 """The state of a DeepSpeed engine on disk: parameters that train, optimizer, and their layout.
 
 With LoRA the frozen base is left out: a resumed run reads it where the first one did.
+
+DeepSpeed restores a state only on the number of ranks and at the stage that wrote it. Its universal
+checkpoint reads only ZeRO-3 states, writes the whole state to disk a second time, and makes all
+optimizer sub-groups share one Adam step counter. So this module reads the shards of each parameter
+and writes them with DeepSpeed's tensor-fragment functions, without a copy on disk. The layouts are
+those of DeepSpeed 0.19 (`deepspeed/runtime/engine.py`, `zero/stage3.py`, `zero/stage_1_and_2.py`):
+a change there shows as a CheckpointError about sizes or names.
 """
 
 import json
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.lora import is_adapter
-from grpo_replay.engine.resharding import read_saved_state, restore_engine
 from grpo_replay.errors import CheckpointError
 from grpo_replay.recipe import Recipe
+from grpo_replay.recipe.retired import modernised
 from grpo_replay.storage.checkpoint import read_json
 
 ENGINE_TAG = "state"
@@ -47,6 +61,9 @@ def has_other_layout(recipe: Recipe, comm: Comm, folder: Path) -> bool:
     """Whether a saved state is split into files otherwise than this run's would be. Raises
     CheckpointError if its adapters are others than the recipe's."""
     saved = read_json(folder / LAYOUT, "no layout of an engine state")
+    if "lora" in saved:  # with the keys of today
+        lora = modernised({"model": {"lora": saved["lora"]}}, str(folder))["model"]["lora"]
+        saved["lora"] = recipe.model.lora.model_validate(lora).model_dump()
     layout = _layout(recipe, comm.world_size)
     then, now = (each.get("lora", "null") for each in (saved, layout))
     if then != now:
@@ -61,7 +78,8 @@ def has_other_layout(recipe: Recipe, comm: Comm, folder: Path) -> bool:
 def load_same_layout(engine: Any, recipe: Recipe, folder: Path) -> None:
     """Restore a state of this run's layout, with the recipe's optimizer settings."""
     complete = recipe.model.lora.rank is None
-    path, _ = engine.load_checkpoint(str(folder), tag=ENGINE_TAG, load_module_strict=complete)
+    with only_data(folder):
+        path, _ = engine.load_checkpoint(str(folder), tag=ENGINE_TAG, load_module_strict=complete)
     if path is None:
         raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
     _apply_optimizer_settings(engine, recipe)
@@ -118,3 +136,249 @@ def _apply_optimizer_settings(engine: Any, recipe: Recipe) -> None:
         group["weight_decay"] = settings.weight_decay
     if hasattr(optimizer, "clip_grad"):
         optimizer.clip_grad = settings.max_grad_norm
+
+
+MASTER, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
+"""What is kept of each parameter: its fp32 value and AdamW's two moments."""
+
+Pieces = dict[str, dict[str, list[torch.Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """`pieces[name][kind]` are the flat pieces of a parameter, in order; the last may be padded.
+    `step` is AdamW's number of updates; before the first one there are no moments."""
+
+    pieces: Pieces
+    step: float
+    place: Path
+
+    def full(self, name: str, kind: str, like: Any) -> torch.Tensor:
+        """The whole value, float32, in the shape of `like`. Raises CheckpointError."""
+        shape = getattr(like, "ds_shape", like.shape)
+        numel = shape.numel()
+        found = self.pieces.get(name, {}).get(kind, [])
+        flat = torch.cat([piece.flatten() for piece in found]) if found else torch.zeros(0)
+        # Padding fills up equal pieces, so there are fewer padded values than pieces.
+        if not numel <= flat.numel() < numel + max(1, len(found)):
+            raise _unreadable(
+                self.place, f"{kind} of {name} has {flat.numel()} values, the model's has {numel}"
+            )
+        return flat[:numel].float().view(shape)
+
+    def refuse_other_names(self, names: Collection[str]) -> None:
+        """Raises CheckpointError unless `names` are those of the saved parameters."""
+        for name in self.pieces.keys() - set(names):
+            raise _unreadable(self.place, f"the model has no trainable parameter {name}")
+        for name in set(names) - self.pieces.keys():
+            raise _unreadable(self.place, f"parameter {name} is missing")
+
+
+def _unreadable(place: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{place}: {problem}: the engine state is of another model, or of a version of DeepSpeed "
+        "that this one cannot read; resume with the model.path and the DeepSpeed that wrote it"
+    )
+
+
+def read_saved_state(folder: Path, names: Sequence[str]) -> SavedState:
+    """The engine state in a folder, memory-mapped. `names` are the trainable parameters in the
+    module's order. Raises CheckpointError."""
+    models, optimizers = _by_rank(folder, "model_states"), _by_rank(folder, "optim_states")
+    if not models:
+        raise CheckpointError(f"{folder}: no engine state is there")
+    model = _mapped(models[0])
+    if not optimizers:
+        return _read_unsharded(model, folder, names)
+    shards = [_mapped(file)["optimizer_state_dict"] for file in optimizers]
+    _refuse_missing_shards(shards, folder)
+    if "fp32_flat_groups" in shards[0]:
+        return _read_stage_3(shards, model, folder)
+    return _read_stage_1_or_2(shards, folder)
+
+
+def _by_rank(folder: Path, kind: str) -> list[Path]:
+    def rank(path: Path) -> int:
+        found = re.search(r"zero_pp_rank_(\d+)", path.name)
+        return int(found[1]) if found else 0
+
+    return sorted(folder.glob(f"*{kind}.pt"), key=rank)
+
+
+def _mapped(file: Path) -> dict[str, Any]:
+    with only_data(file):
+        content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True)
+    return content
+
+
+@contextmanager
+def only_data(place: Path) -> Iterator[None]:
+    """A context in which torch.load, also when DeepSpeed calls it, makes tensors, containers and
+    three plain classes of DeepSpeed, and refuses anything else in a file: nothing of it is called.
+    Raises CheckpointError for what it refuses."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    load = torch.load
+
+    def load_data(*arguments: Any, **keywords: Any) -> Any:
+        return load(*arguments, **{**keywords, "weights_only": True})
+
+    torch.load = load_data
+    try:
+        allowed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+        with torch.serialization.safe_globals(allowed):
+            yield
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"{found[1]}, which" if found else "something that"
+        raise CheckpointError(
+            f"{place}: a file there holds {what} is no state of an optimizer: it is damaged, or "
+            "made to run code. Nothing of it was run. Resume from another checkpoint"
+        ) from error
+    finally:
+        torch.load = load
+
+
+def _refuse_missing_shards(shards: Sequence[dict[str, Any]], place: Path) -> None:
+    count = shards[0]["partition_count"]
+    ranks = count if isinstance(count, int) else count[0]  # at stages 1 and 2 one per group
+    if len(shards) != ranks:
+        raise CheckpointError(
+            f"{place}: {len(shards)} files *optim_states.pt of the {ranks} ranks that wrote it: "
+            "copy the missing ones there, or resume from another checkpoint"
+        )
+
+
+def _read_unsharded(model: dict[str, Any], place: Path, names: Sequence[str]) -> SavedState:
+    optimizer, weights = model["optimizer"], model["module"]
+    base = optimizer.get("optimizer_state_dict", optimizer)  # bfloat16 has a wrapper around AdamW
+    states, saved_count = base["state"], len(base["param_groups"][0]["params"])
+    if saved_count != len(names) or not weights.keys() >= set(names):
+        raise _unreadable(
+            place,
+            f"its {saved_count} trainable parameters are not the {len(names)} of the model",
+        )
+    masters = optimizer["fp32_groups"][0] if "fp32_groups" in optimizer else None
+    pieces: Pieces = {}
+    for index, name in enumerate(names):
+        master = weights[name] if masters is None else masters[index]
+        moments = {kind: [states[index][kind]] for kind in MOMENTS if index in states}
+        pieces[name] = {MASTER: [master], **moments}
+    return SavedState(pieces, _step(states), place)
+
+
+def _read_stage_1_or_2(shards: Sequence[dict[str, Any]], place: Path) -> SavedState:
+    pieces: Pieces = defaultdict(lambda: defaultdict(list))
+    for shard in shards:
+        states = shard["base_optimizer_state"]["state"]
+        for group, slices in enumerate(shard["param_slice_mappings"]):
+            flats = {MASTER: shard["single_partition_of_fp32_groups"][group]}
+            flats |= {kind: states[group][kind] for kind in MOMENTS if group in states}
+            for name, address in slices.items():
+                for kind, flat in flats.items():
+                    piece = flat.narrow(0, address.start, address.numel)
+                    pieces[name][kind].append(piece)
+    return SavedState(pieces, _step(shards[0]["base_optimizer_state"]["state"]), place)
+
+
+def _read_stage_3(
+    shards: Sequence[dict[str, Any]], model: dict[str, Any], place: Path
+) -> SavedState:
+    pieces: Pieces = defaultdict(lambda: defaultdict(list))
+    for shard in shards:
+        states = shard["optimizer_state_dict"]["state"]
+        for group, shapes in enumerate(model["param_shapes"]):
+            flats = {MASTER: shard["fp32_flat_groups"][group]}
+            flats |= {kind: states[group][kind] for kind in MOMENTS if group in states}
+            start = 0
+            for name, shape in shapes.items():
+                share = -(-shape.numel() // len(shards))
+                for kind, flat in flats.items():
+                    pieces[name][kind].append(flat.narrow(0, start, share))
+                start += share
+    return SavedState(pieces, _step(shards[0]["optimizer_state_dict"]["state"]), place)
+
+
+def _step(states: dict[Any, dict[str, Any]]) -> float:
+    return max((float(state["step"]) for state in states.values()), default=0.0)
+
+
+def restore_engine(engine: Any, stage: int, saved: SavedState) -> None:
+    """Write the saved state into a new DeepSpeed engine. Collective. Raises CheckpointError."""
+    parameters = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
+    saved.refuse_other_names(parameters)
+    optimizer = engine.optimizer
+    base = getattr(optimizer, "optimizer", optimizer)
+    _begin_adam_state(base, _flat_parameters(optimizer, base, stage), saved.step)
+    if stage in (1, 2):
+        optimizer._lazy_init_hp_params_optimizer_state()
+    for index, (name, parameter) in enumerate(parameters.items()):
+        values = {MASTER: saved.full(name, MASTER, parameter)}
+        if saved.step:
+            values |= {kind: saved.full(name, kind, parameter) for kind in MOMENTS}
+        if stage == 0:
+            _set_unsharded(optimizer, base, index, parameter, values)
+        elif stage == 3:
+            _set_sharded(parameter, values)
+        else:
+            _set_partitioned(parameter, values)
+    if stage in (1, 2):
+        optimizer.update_lp_params()
+
+
+def _flat_parameters(optimizer: Any, base: Any, stage: int) -> list[torch.Tensor]:
+    """The tensors by which torch's optimizer knows its state."""
+    if stage == 3:
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [parameter for group in base.param_groups for parameter in group["params"]]
+
+
+def _begin_adam_state(base: Any, parameters: Sequence[torch.Tensor], step: float) -> None:
+    """Give AdamW a state after `step` updates, with moments of zero to be filled in. Each parameter
+    has its own `step` tensor, because AdamW increments it in place."""
+    if not step:
+        return
+    for parameter in parameters:
+        base.state[parameter] = {
+            "step": torch.tensor(step, dtype=torch.float32),
+            **{kind: torch.zeros_like(parameter) for kind in MOMENTS},
+        }
+
+
+def _set_unsharded(
+    optimizer: Any, base: Any, index: int, parameter: Any, values: dict[str, torch.Tensor]
+) -> None:
+    known = base.param_groups[0]["params"][index]
+    parameter.data.copy_(values[MASTER])
+    known.data.copy_(values[MASTER])
+    for kind in values.keys() - {MASTER}:
+        base.state[known][kind].copy_(values[kind])
+
+
+def _set_partitioned(parameter: Any, values: dict[str, torch.Tensor]) -> None:
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    safe_set_full_fp32_param(parameter, values[MASTER])
+    for kind in values.keys() - {MASTER}:
+        safe_set_full_optimizer_state(parameter, values[kind], kind)
+
+
+def _set_sharded(parameter: Any, values: dict[str, torch.Tensor]) -> None:
+    import deepspeed
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            parameter.data.copy_(values[MASTER])
+    share = parameter.ds_tensor.numel()
+    start = share * torch.distributed.get_rank()
+    for kind, value in values.items():
+        mine = torch.zeros(share)
+        part = value.flatten()[start : start + share]
+        mine[: part.numel()] = part
+        if kind == MASTER:
+            safe_set_local_fp32_param(parameter, mine)
+        else:
+            safe_set_local_optimizer_state(parameter, mine, kind)

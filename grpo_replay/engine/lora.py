@@ -50,9 +50,10 @@ class LoraAdapters:
         config = LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
-            target_modules=_targets(model, settings.targets),
+            target_modules=lora_targets(model, settings.targets),
             lora_dropout=settings.dropout,
             task_type="CAUSAL_LM",
+            **settings.others,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -103,7 +104,7 @@ def is_adapter(name: str) -> bool:
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
-def _targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[str]:
+def lora_targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[str]:
     """The last names of the linear layers that get adapters: `wanted`, or all but the head."""
     head = model.get_output_embeddings()
     found = {
@@ -114,7 +115,7 @@ def _targets(model: PreTrainedModel, wanted: Sequence[str] | None) -> list[str]:
     for target in wanted or ():
         if target not in found:
             raise RecipeError(
-                f"model.lora.targets: {target!r} is no linear layer of the model that can have "
-                f"adapters{did_you_mean(target, found)}; there are: {', '.join(sorted(found))}"
+                f"model.lora.target_modules: {target!r} is no linear layer of the model that can "
+                f"have adapters{did_you_mean(target, found)}; there are: {', '.join(sorted(found))}"
             )
     return sorted(found if wanted is None else set(wanted))

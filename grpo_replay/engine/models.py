@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,15 +20,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import cached_file
 
-from grpo_replay.engine.byte_tokenizer import byte_tokenizer
 from grpo_replay.engine.model_settings import switch_off_dropout
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.paths import short_path
-from grpo_replay.tiny.tasks import TASKS
+from grpo_replay.tiny import TASKS
 
 BUILTIN_MODELS = (*TASKS, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
 """Names after `builtin:` of model.path. Only the tiny ones have weights and a tokenizer."""
@@ -334,3 +335,39 @@ def _adopt_special_tokens(config: Any, tokenizer: PreTrainedTokenizerBase) -> No
     config.pad_token_id = tokenizer.pad_token_id
     with suppress(StrictDataclassError):  # a few configurations take no "none"
         config.bos_token_id = tokenizer.bos_token_id
+
+
+PAD_TOKEN, EOS_TOKEN = "<|pad|>", "<|eos|>"
+PAD_ID, EOS_ID = 256, 257
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose token id is the byte (UTF-8), plus `PAD_ID` and `EOS_ID`.
+
+    Decoding what was encoded gives the same text. It has a minimal chat template.
+    """
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([PAD_TOKEN, EOS_TOKEN])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that GPT-2's byte-level alphabet gives to each byte, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from grpo_replay.engine.models import load_policy, section_at
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import ModelSection
 
 _CHUNK_TOKENS = 256  # float64 log-probs over a vocabulary of 150,000: 0.3 GB
 
@@ -17,9 +17,9 @@ _CHUNK_TOKENS = 256  # float64 log-probs over a vocabulary of 150,000: 0.3 GB
 class PlainPolicy:
     """The weights in a folder, or without one the model that the run began with, on the CPU."""
 
-    def __init__(self, recipe: Recipe, folder: Path | None) -> None:
-        section = recipe.model if folder is None else section_at(recipe.model, str(folder))
-        self._model = load_policy(section, recipe.run.seed)
+    def __init__(self, model: ModelSection, seed: int, folder: Path | None) -> None:
+        section = model if folder is None else section_at(model, str(folder))
+        self._model = load_policy(section, seed)
 
     @torch.no_grad()
     def logprobs(

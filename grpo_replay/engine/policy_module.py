@@ -40,11 +40,13 @@ class PolicyModule(nn.Module):
         position_ids_RL: torch.Tensor | None = None,
         bounds: torch.Tensor | None = None,
         longest: int | None = None,
+        segments_2RL: torch.Tensor | None = None,
         through_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) under the sampling distribution, both fp32; the entropies
         have no gradient. Rows are padded on the right, so causal attention needs no mask, or packed
-        into one, which the model takes apart by the position ids (`engine.packing`).
+        into one, which the model takes apart by the position ids (`engine.model_trials`). Rows of
+        one prompt share it if `segments_2RL` says what each position sees (`MicroBatch`).
 
         Flash attention gets the `bounds` of packed rows and the `longest` one; it would look for
         them in the position ids in every layer, and wait for the GPU each time. With
@@ -55,11 +57,44 @@ class PolicyModule(nn.Module):
             if bounds is not None and self._takes_bounds:
                 given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
                 given |= {"max_length_q": longest, "max_length_k": longest}
+        if segments_2RL is not None:
+            attention = str(self.model.config._attn_implementation)
+            given["attention_mask"] = segment_mask(segments_2RL, attention, self.model.dtype)
         if through_logits:
             logits_CV = self.model(**given).logits.flatten(0, 1)[positions_C].float()
             return _chunk_logprobs(logits_CV / self.head.temperature, target_ids_C)[:2]
         hidden_RLH = find_body(self.model)(**given).last_hidden_state
         return self.head(hidden_RLH.flatten(0, 1)[positions_C], target_ids_C)
+
+
+def segment_mask(segments_2RL: torch.Tensor, attention: str, dtype: torch.dtype) -> Any:
+    """What transformers' attention takes as a mask of [R, 1, L, L]: each position sees its own
+    segment and that of its prompt, up to itself.
+
+    A mask of blocks for flex attention, of booleans for sdpa; for eager, what is added to scores.
+    """
+    own_RL, prompt_RL = segments_2RL
+
+    def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
+        seen = own_RL[row, key]
+        its_own, its_prompt = seen == own_RL[row, query], seen == prompt_RL[row, query]
+        return (its_own | its_prompt) & (key <= query)
+
+    rows, length = own_RL.shape
+    if attention == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        compiles = own_RL.is_cuda
+        return create_block_mask(
+            sees, rows, None, length, length, device=own_RL.device, _compile=compiles
+        )
+    place_L = torch.arange(length, device=own_RL.device)
+    row_R111 = torch.arange(rows, device=own_RL.device)[:, None, None, None]
+    mask_R1LL = sees(row_R111, None, place_L[:, None], place_L)
+    if attention == "eager":
+        lowest = torch.finfo(dtype).min
+        return torch.zeros_like(mask_R1LL, dtype=dtype).masked_fill_(~mask_R1LL, lowest)
+    return mask_R1LL
 
 
 class LogprobHead(nn.Module):

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from grpo_replay.engine.engine_protocol import UpdateResult
-from grpo_replay.replay.batch import MicroBatch
+from grpo_replay.engine.microbatches import MicroBatch
 from grpo_replay.replay.loss import ROW_STATISTICS
 from grpo_replay.types import RolloutOutcome
 
-_PACKED_COLUMNS = 2 + len(ROW_STATISTICS)
-"""Row, positions it takes up, statistics."""
+_PACKED_COLUMNS = 1 + len(ROW_STATISTICS)
+"""Row, statistics."""
 
 
 def pack_tokens(parts: Sequence[tuple[MicroBatch, np.ndarray]]) -> tuple[bytes, bytes]:
@@ -46,23 +46,28 @@ def unpack_tokens(
 
 
 def pack_statistics(microbatches: Sequence[MicroBatch], tables: Sequence[np.ndarray]) -> bytes:
-    """One rank's float64 [R, K] row statistics of each micro-batch, as bytes to send, and the
-    positions that its rows take up."""
+    """One rank's float64 [R, K] row statistics of each micro-batch, as bytes to send, behind the
+    numbers of tokens and of positions that its forward passes computed."""
     mine = [
-        np.column_stack([microbatch.rows_R, microbatch.widths_R, table])
+        np.column_stack([microbatch.rows_R, table])
         for microbatch, table in zip(microbatches, tables, strict=True)
     ]
-    return np.concatenate([np.zeros((0, _PACKED_COLUMNS)), *mine]).tobytes()
+    tokens = sum(microbatch.tokens for microbatch in microbatches)
+    positions = sum(microbatch.input_ids_SL.size for microbatch in microbatches)
+    everything = [np.zeros((0, _PACKED_COLUMNS)), *mine]
+    return np.array([tokens, positions], float).tobytes() + np.concatenate(everything).tobytes()
 
 
-def unpack_statistics(payloads: Sequence[bytes], count: int) -> tuple[np.ndarray, int]:
-    """float64 [N, K] in the mini-batch's order, N = `count`, and the number of positions of all
-    forward passes, from what all ranks packed."""
-    everything = np.concatenate([np.frombuffer(p).reshape(-1, _PACKED_COLUMNS) for p in payloads])
+def unpack_statistics(payloads: Sequence[bytes], count: int) -> tuple[np.ndarray, float]:
+    """float64 [N, K] in the mini-batch's order, N = `count`, and the share of the positions of all
+    forward passes that are padding, from what all ranks packed."""
+    arrays = [np.frombuffer(payload) for payload in payloads]
+    tokens, positions = np.sum([array[:2] for array in arrays], axis=0)
+    everything = np.concatenate([array[2:].reshape(-1, _PACKED_COLUMNS) for array in arrays])
     table = np.zeros((count, len(ROW_STATISTICS)))
     real = everything[everything[:, 0] >= 0]
-    table[real[:, 0].astype(np.int64)] = real[:, 2:]
-    return table, int(everything[:, 1].sum())
+    table[real[:, 0].astype(np.int64)] = real[:, 1:]
+    return table, float(1 - tokens / positions) if positions else 0.0
 
 
 def update_result(

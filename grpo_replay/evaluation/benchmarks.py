@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grpo_replay.errors import DatasetError, RecipeError, did_you_mean
@@ -14,8 +14,9 @@ from grpo_replay.prompts.fields import (
     unique_ids,
 )
 from grpo_replay.prompts.sources import MappingRows, ProblemRows, read_hub_rows, read_local_rows
-from grpo_replay.recipe import EvalSection
-from grpo_replay.tiny.tasks import TASKS, benchmark_problems
+from grpo_replay.recipe import EvalSection, PromptsSection
+from grpo_replay.recipe.input_sections import ANSWER_MARKER
+from grpo_replay.tiny import TASKS, benchmark_problems
 from grpo_replay.types import Row
 
 WAVE_SAMPLES = 8
@@ -124,14 +125,17 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def find_benchmarks(settings: EvalSection) -> tuple[Benchmark, ...]:
-    """The distinct benchmarks named by `settings.benchmarks`, in order, with groups expanded.
+def find_benchmarks(
+    settings: EvalSection, prompts: PromptsSection | None = None
+) -> tuple[Benchmark, ...]:
+    """The distinct benchmarks named by `settings.benchmarks`, in order, with groups expanded. A
+    file has the fields of `prompts` where it has these columns.
 
     Raises RecipeError for an unknown name, and for two different sources under one name.
     """
     found: dict[str, Benchmark] = {}
     for word in settings.benchmarks:
-        for benchmark in _named(word, settings):
+        for benchmark in _named(word, prompts or PromptsSection()):
             known = found.setdefault(benchmark.name, benchmark)
             if known != benchmark:
                 raise RecipeError(
@@ -150,6 +154,8 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
     rows = _open(benchmark, settings)
     if len(rows) == 0:
         raise DatasetError(f"benchmark {benchmark.name!r}: {benchmark.source} has no problems")
+    if benchmark.source.endswith(FILE_SUFFIXES):
+        benchmark = _with_columns_of(rows, benchmark)
     problems = checked_column(rows, benchmark.problem_field, problem_statement)
     as_answer = answer_after(benchmark.answer_marker)
     answers = checked_column(rows, benchmark.answer_field, as_answer)
@@ -162,7 +168,20 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
     return tuple(map(Problem, ids, problems, answers, map(rows.row, range(len(rows)))))
 
 
-def _named(word: str, settings: EvalSection) -> Sequence[Benchmark]:
+def _with_columns_of(rows: ProblemRows, benchmark: Benchmark) -> Benchmark:
+    """A file without the columns of the training prompts has `problem`, `answer`, and no id."""
+    usual = {"problem_field": "problem", "answer_field": "answer", "id_field": None}
+    columns = rows.row(0)
+    missing = {
+        name: column
+        for name, column in usual.items()
+        if (getattr(benchmark, name) or "").partition(".")[0] not in columns
+        and (column is None or column in columns)
+    }
+    return replace(benchmark, **missing)  # type: ignore[arg-type]
+
+
+def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
     if word in GROUPS:
         return [BENCHMARKS[name] for name in GROUPS[word]]
     if word in BENCHMARKS:
@@ -174,8 +193,8 @@ def _named(word: str, settings: EvalSection) -> Sequence[Benchmark]:
                 f"eval.benchmarks: {word} would appear as 'mean' in the report, the name of the "
                 "mean over all benchmarks: rename the file"
             )
-        fields = (settings.problem_field, settings.answer_field, settings.id_field)
-        marker = settings.answer_marker
+        fields = (prompts.problem_field, prompts.answer_field, prompts.id_field)
+        marker = ANSWER_MARKER
         return [Benchmark(name, name, word, WAVE_SAMPLES, *fields, answer_marker=marker)]
     known = [*GROUPS, *BENCHMARKS]
     raise RecipeError(

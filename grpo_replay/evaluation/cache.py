@@ -19,9 +19,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import ModelSection, SamplingSection
 from grpo_replay.storage.atomic import named_if_unwritable, written_whole
-from grpo_replay.storage.versions import VLLM_PACKAGES, installed_versions
+from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import GenerationRequest
 
 FLUSH_ROWS = 512
@@ -55,28 +55,34 @@ def request_digest(request: GenerationRequest) -> str:
     return digest.hexdigest()
 
 
-def generations_folder(parent: Path, model_sha256: str, recipe: Recipe) -> Path:
-    """The folder under `parent` for the generations of a model on a recipe's backend."""
-    words = [model_sha256[:16], *_sampler_words(recipe), recipe.sampled_dtype]
-    if recipe.model.tokenizer is not None:  # the SHA-256 covers the model's own
-        words.append(re.sub(r"\W+", "_", recipe.model.tokenizer))
-    if recipe.sampling.stop_tokens is not None:  # the SHA-256 covers the model's own
-        stop = json.dumps(sorted(set(recipe.sampling.stop_tokens))).encode()
+def generations_folder(
+    parent: Path,
+    model_sha256: str,
+    dtype: str,
+    device: str,
+    model: ModelSection,
+    sampling: SamplingSection,
+) -> Path:
+    """The folder under `parent` for the generations of a model on a backend, in `dtype`."""
+    words = [model_sha256[:16], *_sampler_words(sampling, device), dtype]
+    if model.tokenizer is not None:  # the SHA-256 covers the model's own
+        words.append(re.sub(r"\W+", "_", model.tokenizer))
+    if sampling.stop_tokens is not None:  # the SHA-256 covers the model's own
+        stop = json.dumps(sorted(set(sampling.stop_tokens))).encode()
         words.append(f"stop_{hashlib.sha256(stop).hexdigest()[:8]}")
     return parent / "-".join(words)
 
 
-def _sampler_words(recipe: Recipe) -> list[str]:
+def _sampler_words(sampling: SamplingSection, device: str) -> list[str]:
     """The backend with its version, and the device; both are unknown for remote servers."""
-    backend = recipe.sampling.backend
-    if backend == "vllm_server":
-        return [backend]
+    if sampling.over_http:
+        return [sampling.backend]
     import torch
 
-    on_gpu = recipe.engine.device != "cpu" and torch.cuda.is_available()
-    packages = ("transformers",) if backend == "hf" else VLLM_PACKAGES
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    packages = VLLM_PACKAGES if sampling.vllm_in_ranks else ("transformers",)
     versions = "-".join(installed_versions(packages).values())
-    return [f"{backend}-{versions}", "cuda" if on_gpu else "cpu"]
+    return [f"{sampling.backend}-{versions}", "cuda" if on_gpu else "cpu"]
 
 
 def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generation]:

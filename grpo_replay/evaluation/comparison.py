@@ -9,10 +9,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.aggregate import ProblemTable, benchmark_draws, problem_table
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.results import BenchmarkResult, Interval, MeanResult
-from grpo_replay.evaluation.statistics import interval, resampled_mean, sign_flip_p_value
+from grpo_replay.evaluation.statistics import (
+    ProblemTable,
+    benchmark_draws,
+    interval,
+    problem_table,
+    resampled_mean,
+    sign_flip_p_value,
+)
 
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),

@@ -1,12 +1,13 @@
 """Evaluation of a model on benchmarks, during training and from the command line.
 
-    plan = plan_evaluation(tokenizer, recipe)
+    plan = plan_evaluation(tokenizer, recipe.eval, recipe.prompts, recipe.sampling)
     report = evaluate(sampler, tokenizer, plan, comm, scorer)
     report.write(Path("eval.json"))                     # and eval.parquet, one row per sample
 
 All benchmarks, sampled and greedy, go to the sampler in one call. Problem i is sampled (or read
 from the cache) and graded by rank i modulo the number of ranks; rank 0 gathers the rows and
-summarises them. A completion depends only on its problem, its sample number and the model, so the
+summarises them. `add_gradings` grades the completions of a report with other verifiers. A
+completion depends only on its problem, its sample number and the model, so the
 report does not depend on the number of ranks.
 """
 
@@ -15,33 +16,41 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.evaluation.aggregate import summarise_both
+from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.cache import (
     Generation,
     GenerationWriter,
     read_generations,
     request_digest,
 )
+from grpo_replay.evaluation.comparison import VERIFIER_PACKAGES
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA, merge, to_bytes
-from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample, plan_evaluation
-from grpo_replay.recipe import BUILTIN_VERIFIERS
+from grpo_replay.evaluation.results import OtherGrading
+from grpo_replay.evaluation.sample_table import (
+    SAMPLE_SCHEMA,
+    graded_by,
+    merge,
+    to_bytes,
+    with_verdicts,
+)
+from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample
+from grpo_replay.evaluation.statistics import summarise_both
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
-from grpo_replay.storage.versions import VLLM_PACKAGES, installed_versions
+from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Verdict
 
-__all__ = ["EvaluationPlan", "EvaluationStopped", "Progress", "evaluate", "plan_evaluation"]
-
-VERSIONED_PACKAGES = ("torch", "transformers", "math-verify", "latex2sympy2_extended", "sympy")
+VERSIONED_PACKAGES = ("torch", "transformers", *VERIFIER_PACKAGES)
 
 PROGRESS_SECONDS = 0.2
 """Shortest time between two progress reports."""
@@ -140,7 +149,7 @@ class _Grading:
         self._decoded[index] = _Decoded(text, len(generation.token_ids), generation.finish_reason)
         planned = self.plan.samples[index]
         problem, prompt = planned.problem, ""
-        if self.plan.settings.reward not in BUILTIN_VERIFIERS:
+        if self.plan.settings.verifier not in BUILTIN_VERIFIERS:
             prompt = self._tokenizer.decode(planned.request.prompt_token_ids.tolist())
         self._scorer.submit(
             index, text, problem.answer, problem.row, prompt=prompt,
@@ -247,7 +256,72 @@ def _stop_tokens(sampler: Sampler, tokenizer: Any) -> list[str]:
 
 def _versions(plan: EvaluationPlan) -> dict[str, str]:
     packages = [*VERSIONED_PACKAGES]
-    if plan.document["backend"] != "hf":
+    if plan.with_vllm:
         packages += VLLM_PACKAGES  # may be missing here if only a remote server has vLLM
     own = {"grpo-replay": __version__, "python": platform.python_version()}
     return own | installed_versions(packages)
+
+
+def add_gradings(
+    report: EvaluationReport,
+    verifiers: Sequence[str],
+    limits: RewardSection,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> EvaluationReport:
+    """The report with added results and verdicts of other verifiers; its own are unchanged.
+
+    `limits` gives workers, time and memory. Earlier verdicts of the same verifier are replaced.
+    Raises EvaluationFileError if the report has no per-sample rows, which contain the completions.
+    """
+    if verifiers and report.samples is None:
+        raise EvaluationFileError(
+            "the per-sample file (.parquet), which contains the completions, is missing: keep the "
+            "two files of an evaluation together, or evaluate again"
+        )
+    for verifier in verifiers:
+        report = _with_grading(report, limits.alone(verifier), on_progress)
+    return report
+
+
+def _with_grading(
+    report: EvaluationReport, section: RewardSection, on_progress: Callable[[Progress], None] | None
+) -> EvaluationReport:
+    verifier = section.main_function
+    verdicts, bad_answers = _grade(report.samples, section, on_progress)
+    samples = with_verdicts(report.samples, verifier, verdicts)
+    rows = graded_by(samples, verifier)
+    resamples = report.settings["bootstrap_samples"]
+    sampled, greedy = summarise_both(rows, resamples, bad_answers)
+    versions = {"grpo-replay": __version__} | installed_versions(VERIFIER_PACKAGES)
+    names = sampled.benchmarks
+    other = OtherGrading(
+        sampled,
+        greedy,
+        gained={name: _only_in_first(name, rows, samples) for name in names},
+        lost={name: _only_in_first(name, samples, rows) for name in names},
+        versions=versions,
+    )
+    gradings = {**report.other_gradings, verifier: other}
+    return replace(report, other_gradings=gradings, samples=samples)
+
+
+def _grade(
+    samples: pa.Table, section: RewardSection, on_progress: Callable[[Progress], None] | None
+) -> tuple[list[str], set[str]]:
+    """The verdict of every row, and the reference answers that could not be parsed."""
+    columns = (samples[name].to_pylist() for name in ("completion_text", "answer"))
+    with RewardScorer.open(section) as scorer:
+        for index, (text, answer) in enumerate(zip(*columns, strict=True)):
+            scorer.submit(index, text, answer)
+        while not scorer.wait(PROGRESS_SECONDS):
+            if on_progress is not None:
+                on_progress(Progress(len(samples), Counter(scorer.statuses())))
+        verdicts = [verdict.status for verdict in scorer.results().values()]
+        return verdicts, scorer.unparsable_answers
+
+
+def _only_in_first(benchmark: str, first: pa.Table, second: pa.Table) -> int:
+    """The number of sampled rows of a benchmark that are correct only in the first table."""
+    chosen = pc.and_(pc.equal(first["benchmark"], benchmark), pc.invert(first["greedy"]))
+    found = pc.and_(chosen, pc.and_not(first["correct"], second["correct"]))
+    return int(pc.sum(found).as_py() or 0)

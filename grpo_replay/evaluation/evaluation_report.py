@@ -1,6 +1,12 @@
-"""The evaluation report: results and settings as JSON, per-sample rows as Parquet."""
+"""The evaluation report: results and settings as JSON, per-sample rows as Parquet.
+
+Output files are checked before anything is sampled, and only files of an earlier evaluation are
+replaced.
+"""
 
 import json
+import re
+import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,12 +20,18 @@ import pyarrow.compute as pc
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.aggregate import ProblemTable, problem_table
+from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
 from grpo_replay.evaluation.results import BenchmarkResult, Count, OtherGrading, Results, Whole
-from grpo_replay.evaluation.sample_table import graded_by, read_samples, write_samples
+from grpo_replay.evaluation.sample_table import (
+    check_samples_file,
+    graded_by,
+    read_samples,
+    write_samples,
+)
+from grpo_replay.evaluation.statistics import ProblemTable, problem_table
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+from grpo_replay.storage.sealed_files import reseal
 from grpo_replay.types import FAILED
 
 REPORT_VERSION = 3
@@ -36,6 +48,7 @@ class _Settings:
     bootstrap_samples: Count
 
 
+_STEP_FILE = re.compile(r"step_(\d+)\.json")
 _SETTINGS = TypeAdapter(_Settings)
 _RESULTS = TypeAdapter(Results)
 _COUNTS = TypeAdapter(dict[str, Whole])
@@ -162,6 +175,7 @@ class EvaluationReport:
             if self.samples is not None:
                 write_samples(samples_path(path), self.samples)
             write_text_whole(path, text + "\n")
+            reseal(path, samples_path(path))
 
 
 def samples_path(report_path: Path) -> Path:
@@ -175,6 +189,8 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
 
     Raises EvaluationFileError for a file that is missing, damaged or of another version.
     """
+    if path.is_dir():
+        raise EvaluationFileError(f"{path} is a folder: {_evaluations_in(path)}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -222,6 +238,70 @@ def read_report_graded_by(path: Path, verifier: str | None) -> EvaluationReport:
             f"sampling again, with grpo-replay eval --regrade {path} --grade-with {verifier}"
         )
     return report.graded_by(verifier)
+
+
+def read_curve(folder: Path) -> dict[int, EvaluationReport]:
+    """The evaluations in a run's `eval/` by training step, in order, without per-sample rows.
+
+    Raises EvaluationFileError for a damaged file.
+    """
+    found = {
+        int(match.group(1)): path
+        for path in folder.glob("step_*.json")
+        if (match := _STEP_FILE.fullmatch(path.name))
+    }
+    return {step: read_report(found[step], with_samples=False) for step in sorted(found)}
+
+
+def generations_parent(report_path: Path) -> Path:
+    """The folder that contains the cached generations of an evaluation."""
+    return report_path.with_suffix(".generations")
+
+
+def check_output(output: Path) -> EvaluationReport | None:
+    """The evaluation that would be replaced, if there is one. Creates nothing.
+
+    Raises UsageError unless the name ends in .json, and OutputDirectoryError if another kind of
+    file would be replaced or the folder is not writable.
+    """
+    if output.suffix != ".json":
+        raise UsageError(
+            f"--output {output}: name a .json file; the per-sample rows (.parquet) are written "
+            "next to it"
+        )
+    with named_if_unwritable(output):
+        earlier = _refuse_other_files(output)
+        folder = next(each for each in output.absolute().parents if each.exists())
+        tempfile.NamedTemporaryFile(dir=folder, prefix=output.name).close()
+    generations = generations_parent(output)
+    with named_if_unwritable(generations):
+        if generations.exists():
+            tempfile.NamedTemporaryFile(dir=generations).close()
+    return earlier
+
+
+def _refuse_other_files(output: Path) -> EvaluationReport | None:
+    earlier, path, kind = None, output, "an evaluation file"
+    try:
+        if output.exists():  # of a killed evaluation, the rows may belong to another one
+            earlier = read_report(output, with_samples=False)
+        path, kind = samples_path(output), "a per-sample file of this version"
+        if path.exists():
+            check_samples_file(path)
+    except EvaluationFileError as error:
+        raise OutputDirectoryError(
+            f"{path} would be replaced, but it is not {kind}: choose another name with --output, "
+            f"or remove it ({error})"
+        ) from error
+    return earlier
+
+
+def _evaluations_in(folder: Path) -> str:
+    """What to name instead of a folder."""
+    files = sorted([*folder.glob("eval/step_*.json"), *folder.glob("step_*.json")])
+    if not files:
+        return "name an evaluation file; grpo-replay eval --ckpt makes one of a run or a checkpoint"
+    return f"name one of its evaluation files, such as {files[-1]} (the last)"
 
 
 def _damaged(path: Path, what: str) -> EvaluationFileError:

@@ -1,9 +1,6 @@
-"""Evaluation results as terminal tables and as Markdown, with the same columns."""
+"""Evaluation results as terminal tables."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -17,7 +14,6 @@ from grpo_replay.evaluation.results import (
     Interval,
     MeanResult,
     OtherGrading,
-    Results,
 )
 
 Row = Sequence[str]
@@ -30,7 +26,6 @@ GRADING_LEGEND = (
     "gained, lost: samples that only the other verifier, or only the report's own, accepts (mean: "
     "summed over benchmarks)."
 )
-PAGE_TITLE = "# Evaluation of"
 SHORT_NAME = 12
 """Minimum width to which names of models and benchmarks are folded on a narrow terminal."""
 
@@ -137,46 +132,6 @@ def legend(report: EvaluationReport) -> str:
     return f"{LEGEND} {GRADING_LEGEND}" if report.other_gradings else LEGEND
 
 
-def markdown(report: EvaluationReport) -> str:
-    """The report as a Markdown page."""
-    settings, model = report.settings, report.model
-    lines = [
-        f"{PAGE_TITLE} {model.get('name', 'a model')}",
-        "",
-        *markdown_sections(report),
-        legend(report),
-        *(["", missing] if (missing := report.missing_verdicts()) else []),
-        "",
-        "## Settings",
-        "",
-        *(f"- {key}: {_code(value)}" for key, value in settings.items() if key != "benchmarks"),
-        *(
-            f"- {name}: {each['file'] or each['source']}, split {each['split']}, problems "
-            f"{each['problems_sha256'][:16]}…, seeds {each['seeds']}"
-            for name, each in settings["benchmarks"].items()
-        ),
-        *(f"- model {key}: {_code(value)}" for key, value in model.items()),
-        *(f"- {package} {number}" for package, number in report.versions.items()),
-        *_unparsable(report.sampled),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _code(value: Any) -> str:
-    """A value as inline code, with line breaks escaped and backquotes fenced."""
-    text = json.dumps(value, ensure_ascii=False)
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{text}{fence}"
-
-
-def _unparsable(results: Results) -> list[str]:
-    return [
-        f"- {name}: math-verify cannot parse the reference answer of {', '.join(bad)}"
-        for name, result in results.benchmarks.items()
-        if (bad := result.unparsable_answers)
-    ]
-
-
 def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]]]:
     contents = [("accuracy", _accuracy_rows(report)), ("length", _length_rows(report))]
     for verifier, other in report.other_gradings.items():
@@ -274,15 +229,6 @@ def plain_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
     for row in rows:
         table.add_row(*map(Text, row), style="bold" if row[0] == "mean" else None)
     return table
-
-
-def markdown_sections(report: EvaluationReport) -> list[str]:
-    """The tables of a report as lines of Markdown, each under a heading."""
-    return [
-        line
-        for title, content in _contents(report)
-        for line in (f"## {title}", "", *markdown_table(*content), "")
-    ]
 
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:

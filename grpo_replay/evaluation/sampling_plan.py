@@ -18,8 +18,16 @@ from grpo_replay.evaluation.benchmarks import (
 )
 from grpo_replay.evaluation.statistics import CONFIDENCE
 from grpo_replay.prompts.prompt_set import render_prompt
-from grpo_replay.recipe import BUILTIN_VERIFIERS, EvalSection, PromptsSection, Recipe
+from grpo_replay.recipe import (
+    BUILTIN_VERIFIERS,
+    EvalSection,
+    PromptsSection,
+    RewardSection,
+    SamplingSection,
+)
 from grpo_replay.replay.seeding import completion_seed
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.trial import TRIED_ROWS, Sample, try_rewards
 from grpo_replay.types import GenerationRequest, RequestKey
 
 
@@ -43,48 +51,67 @@ class EvaluationPlan:
     samples: tuple[PlannedSample, ...]
     settings: EvalSection
     document: dict[str, Any]  # the report's `settings`
+    with_vllm: bool
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens."""
+        return max((len(each.request.prompt_token_ids) for each in self.samples), default=0)
 
 
-def plan_evaluation(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
-    """The plan of `recipe.eval`; the default completion length is that of training.
+def plan_evaluation(
+    tokenizer: Any,
+    settings: EvalSection,
+    prompts: PromptsSection,
+    sampling: SamplingSection,
+    correct_score: float = 1.0,
+) -> EvaluationPlan:
+    """The plan of an evaluation; the default completion length is that of training, and
+    `correct_score` is the reward that a function of the user gives to a correct completion.
 
     Raises RecipeError for unknown benchmarks, and DatasetError for problems that cannot be read or
     whose prompt is too long.
     """
-    settings = recipe.eval
     if settings.greedy and settings.temperature == 0:
         raise RecipeError(
             "eval.greedy with eval.temperature 0 evaluates greedily twice: set only one of them"
         )
-    longest = settings.max_completion_length or recipe.sampling.max_completion_length
+    longest = settings.max_completion_length or sampling.max_completion_length
     samples: list[PlannedSample] = []
-    benchmarks = find_benchmarks(settings)
+    benchmarks = find_benchmarks(settings, prompts)
     problems_of = {each.name: load_problems(each, settings) for each in benchmarks}
     first_prompt = 0
     for benchmark in benchmarks:
-        problems = problems_of[benchmark.name]
-        samples += _plan_benchmark(recipe, tokenizer, benchmark, problems, first_prompt, longest)
-        first_prompt += len(problems)
-    document = _settings_document(recipe, benchmarks, problems_of, longest)
-    return EvaluationPlan(benchmarks, tuple(samples), settings, document)
+        each_sample = list(_sample_settings(benchmark, settings))
+        for index, problem in enumerate(problems_of[benchmark.name]):
+            prompt = _prompt_tokens(prompts, tokenizer, benchmark, problem)
+            number = first_prompt + index
+            for each in each_sample:
+                request = each.request(benchmark.name, index, number, prompt, longest)
+                samples.append(
+                    PlannedSample(benchmark.name, index, problem, each.sample, each.greedy, request)
+                )
+        first_prompt += len(problems_of[benchmark.name])
+    document = _settings_document(settings, prompts, benchmarks, problems_of)
+    document |= {"backend": sampling.backend, "max_completion_length": longest}
+    if settings.verifier not in BUILTIN_VERIFIERS:
+        document["correct_score"] = correct_score
+    with_vllm = sampling.vllm_in_ranks or sampling.over_http
+    return EvaluationPlan(benchmarks, tuple(samples), settings, document, with_vllm)
 
 
-def _plan_benchmark(
-    recipe: Recipe,
-    tokenizer: Any,
-    benchmark: Benchmark,
-    problems: Sequence[Problem],
-    first_prompt: int,
-    longest: int,
-) -> Iterable[PlannedSample]:
-    """The samples of one benchmark; its prompts are numbered from `first_prompt`."""
-    for index, problem in enumerate(problems):
-        prompt = _prompt_tokens(recipe.prompts, tokenizer, benchmark, problem)
-        for each in _sample_settings(benchmark, recipe.eval):
-            key = RequestKey(0, first_prompt + index, each.sample + each.greedy * (1 << 30))
-            seed = each.seed(benchmark.name, index)
-            request = GenerationRequest(key, prompt, seed, longest, each.temperature, each.top_p)
-            yield PlannedSample(benchmark.name, index, problem, each.sample, each.greedy, request)
+def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
+    """Notices about the verifier of a plan, tried on a few problems with these limits; nothing for
+    a built-in one, of which a report names the answers that it cannot read. Raises RecipeError if
+    the function fails on every problem."""
+    verifier = plan.settings.verifier
+    if verifier in BUILTIN_VERIFIERS:
+        return []
+    problems = {each.problem.problem_id: each.problem for each in plan.samples}
+    sample = Sample(list(problems.values())[:TRIED_ROWS], len(problems), "eval.benchmarks")
+    section = limits.alone(verifier).model_copy(update={"workers": 1})
+    with RewardScorer.open(section, as_verdicts=True) as scorer:
+        return try_rewards(section, scorer, sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +124,14 @@ class _SampleSettings:
     temperature: float
     top_p: float
 
-    def seed(self, benchmark: str, problem_index: int) -> int:
-        """The seed; it depends on the benchmark, so that errors of benchmarks are independent."""
-        key = RequestKey(crc32(benchmark.encode()), problem_index, self.sample)
-        return completion_seed(self.base_seed, key)
+    def request(
+        self, benchmark: str, problem_index: int, prompt_number: int, prompt: Any, longest: int
+    ) -> GenerationRequest:
+        """The seed depends on the benchmark, so that errors of benchmarks are independent."""
+        of_seed = RequestKey(crc32(benchmark.encode()), problem_index, self.sample)
+        seed = completion_seed(self.base_seed, of_seed)
+        key = RequestKey(0, prompt_number, self.sample + self.greedy * (1 << 30))
+        return GenerationRequest(key, prompt, seed, longest, self.temperature, self.top_p)
 
 
 def _sample_settings(benchmark: Benchmark, settings: EvalSection) -> Iterable[_SampleSettings]:
@@ -127,52 +158,49 @@ def _prompt_tokens(
 
 
 def _settings_document(
-    recipe: Recipe,
+    settings: EvalSection,
+    prompts: PromptsSection,
     benchmarks: Sequence[Benchmark],
     problems_of: Mapping[str, Sequence[Problem]],
-    longest: int,
 ) -> dict[str, Any]:
-    prompts, settings = recipe.prompts, recipe.eval
-
-    def described(benchmark: Benchmark) -> dict[str, Any]:
-        seeds = {x.base_seed for x in _sample_settings(benchmark, settings) if not x.greedy}
-        file = local_file(benchmark, settings)
-        return {
-            "title": benchmark.title,
-            "source": benchmark.source,
-            "split": benchmark.split,
-            "file": None if file is None else str(file),
-            "problems_sha256": _digest(problems_of[benchmark.name]),
-            "seeds": sorted(seeds),
-            **({} if benchmark.temperature is None else {"temperature": benchmark.temperature}),
-        }
-
-    return {
-        "benchmarks": {benchmark.name: described(benchmark) for benchmark in benchmarks},
+    in_chat = prompts.in_chat
+    document = {
+        "benchmarks": {
+            benchmark.name: _described(benchmark, settings, problems_of[benchmark.name])
+            for benchmark in benchmarks
+        },
         "max_problems": settings.max_problems,
-        "backend": recipe.sampling.backend,
         "temperature": settings.temperature,
         "top_p": settings.top_p,
-        "max_completion_length": longest,
         "samples_per_wave": WAVE_SAMPLES,
-        "template": prompts.template,
-        "system_prompt": prompts.system_prompt if prompts.template == "chat" else None,
+        "template": "chat" if in_chat else "plain",
+        "system_prompt": prompts.system_prompt if in_chat else None,
         "user_template": prompts.user_template,
-        "reward": settings.reward,
-        **_settings_off_by_default(recipe),
+        "reward": settings.verifier,
         "bootstrap_samples": settings.bootstrap_samples,
         "confidence": CONFIDENCE,
     }
+    if in_chat and prompts.chat_template_kwargs:
+        document["chat_template_kwargs"] = prompts.chat_template_kwargs
+    return document
 
 
-def _settings_off_by_default(recipe: Recipe) -> dict[str, Any]:
-    """Settings that only some evaluations have."""
-    settings: dict[str, Any] = {}
-    if recipe.eval.reward not in BUILTIN_VERIFIERS:
-        settings["correct_score"] = recipe.reward.correct
-    if recipe.prompts.template == "chat" and recipe.prompts.chat_template_kwargs:
-        settings["chat_template_kwargs"] = recipe.prompts.chat_template_kwargs
-    return settings
+def _described(
+    benchmark: Benchmark, settings: EvalSection, problems: Sequence[Problem]
+) -> dict[str, Any]:
+    file = local_file(benchmark, settings)
+    seeds = {each.base_seed for each in _sample_settings(benchmark, settings) if not each.greedy}
+    described: dict[str, Any] = {
+        "title": benchmark.title,
+        "source": benchmark.source,
+        "split": benchmark.split,
+        "file": None if file is None else str(file),
+        "problems_sha256": _digest(problems),
+        "seeds": sorted(seeds),
+    }
+    if benchmark.temperature is not None:
+        described["temperature"] = benchmark.temperature
+    return described
 
 
 def _digest(problems: Sequence[Problem]) -> str:

@@ -26,9 +26,10 @@ from grpo_replay.prompts.sources import (
     read_local_rows,
 )
 from grpo_replay.recipe import PromptsSection
+from grpo_replay.recipe.input_sections import ANSWER_MARKER
 from grpo_replay.recipe.paths import short_path
 from grpo_replay.replay.seeding import stream
-from grpo_replay.tiny.tasks import TASKS
+from grpo_replay.tiny import TASKS
 from grpo_replay.types import Prompt
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def load_prompts(
     if len(rows) == 0:
         raise DatasetError(f"prompts.source {short_path(section.source)!r} has no rows")
     problems = checked_column(rows, section.problem_field, problem_statement)
-    answers = checked_column(rows, section.answer_field, answer_after(section.answer_marker))
+    answers = checked_column(rows, section.answer_field, answer_after(ANSWER_MARKER))
     ids = unique_ids(rows, id_field)
     kept, skipped, shortest = _TokenisedPrompts(), 0, np.inf
     for number, (text, tokens_P) in enumerate(_rendered(section, tokenizer, problems)):
@@ -159,6 +160,16 @@ def load_prompts(
     return PromptSet(kept, rows, skipped, seed, section.shuffle, notices)
 
 
+def read_problems(section: PromptsSection, seed: int) -> dict[str, tuple[str, str]]:
+    """Problem and reference answer by prompt id, without rendering them; of chat messages the last
+    one. Raises DatasetError as `load_prompts` does."""
+    rows, id_field = _open_source(section, seed, whole_rows=False)
+    problems = checked_column(rows, section.problem_field, problem_statement)
+    answers = checked_column(rows, section.answer_field, answer_after(ANSWER_MARKER))
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in problems]
+    return dict(zip(unique_ids(rows, id_field), zip(texts, answers, strict=True), strict=True))
+
+
 def _notices(
     section: PromptsSection, problems: Sequence[ProblemStatement], answers: Sequence[Any]
 ) -> list[str]:
@@ -168,10 +179,10 @@ def _notices(
             f"{chats} of {len(problems)} problems are chat messages, rendered as they are: "
             "prompts.system_prompt and prompts.user_template are not used for them"
         )
-    if marked := count_marked(answers, section.answer_marker):
+    if marked := count_marked(answers, ANSWER_MARKER):
         notices.append(
-            f"{marked} of {len(answers)} answers contain {section.answer_marker!r}: only the text "
-            "after the last one is the reference answer (prompts.answer_marker null: all of it)"
+            f"{marked} of {len(answers)} answers contain {ANSWER_MARKER!r}: only the text "
+            "after the last one is the reference answer"
         )
     return notices
 
@@ -193,7 +204,7 @@ def _open_source(
     source = section.source
     if source in BUILTIN_SOURCES:
         problems = TASKS[source.removeprefix("builtin:")].train_problems(seed)
-        return MappingRows(problems[: section.limit], source), "problem_id"
+        return MappingRows(problems, source), "problem_id"
     if source.startswith("builtin:"):
         raise DatasetError(
             f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"
@@ -201,10 +212,8 @@ def _open_source(
     named = (section.problem_field, section.answer_field, section.id_field)
     fields = None if whole_rows else [field for field in named if field is not None]
     if is_local_source(source):
-        return read_local_rows(source, section.limit, fields), section.id_field
-    rows = read_hub_rows(
-        source, section.config_name, section.split, section.revision, section.limit, fields
-    )
+        return read_local_rows(source, None, fields), section.id_field
+    rows = read_hub_rows(source, section.config_name, section.split, section.revision, None, fields)
     return rows, section.id_field
 
 
@@ -213,7 +222,7 @@ def _rendered(
     tokenizer: "PreTrainedTokenizerBase",
     problems: Sequence[ProblemStatement],
 ) -> Iterator[tuple[str, np.ndarray]]:
-    chat = section.template == "chat"
+    chat = section.in_chat
     for start in range(0, len(problems), BATCH_PROMPTS):
         batch = problems[start : start + BATCH_PROMPTS]
         if chat:

@@ -9,14 +9,12 @@ transformers.
 from grpo_replay.recipe.base import Section
 from grpo_replay.recipe.engine_sections import EngineSection, OptimizerSection, ZeroSection
 from grpo_replay.recipe.grpo_sections import (
-    BUILTIN_VERIFIERS,
     AdvantageSection,
     BatchSection,
     LossSection,
     ReplaySection,
     RewardSection,
     WeightedReward,
-    is_function_name,
 )
 from grpo_replay.recipe.input_sections import LoraSection, ModelSection, PromptsSection
 from grpo_replay.recipe.layers import (
@@ -28,6 +26,7 @@ from grpo_replay.recipe.layers import (
     recipe_to_yaml,
     resolve_recipe,
 )
+from grpo_replay.recipe.open_lists import BUILTIN_VERIFIERS
 from grpo_replay.recipe.presets import REPLAY_PRESETS
 from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.replay_config import ReplayConfig
@@ -72,7 +71,6 @@ __all__ = [
     "WeightedReward",
     "ZeroSection",
     "find_recipe",
-    "is_function_name",
     "load_recipe",
     "parse_overrides",
     "read_recipe_layer",

@@ -26,11 +26,6 @@ def replay_contradictions(replay: ReplaySection) -> Iterable[str]:
     """Those within the replay section: they hold for the buffer of any trainer."""
     if not replay.enabled:
         return
-    if replay.preset == "grpo":
-        yield (
-            "replay.enabled is true with replay.preset 'grpo', which never replays: "
-            "choose another preset (ours, uniform, group_std, fifo)"
-        )
     if replay.composition == "buffer_only" and replay.warmup_steps > 0:
         yield (
             f"replay.warmup_steps {replay.warmup_steps} with replay.composition 'buffer_only', "
@@ -92,7 +87,7 @@ def _reward_contradictions(recipe: RecipeSections) -> Iterable[str]:
     names = reward.score_names
     for name in sorted({each for each in names if names.count(each) > 1}):
         yield (
-            f"reward.other_functions: two scores are called {name!r} ({', '.join(names)}): give "
+            f"reward.function: two scores are called {name!r} ({', '.join(names)}): give "
             "each function a name of its own, {function: …, name: …}"
         )
     if reward.overlong_buffer_tokens is not None and reward.overlong_buffer_tokens > longest:
@@ -114,11 +109,10 @@ def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
         yield from _asynchronous_contradictions(recipe)
     elif recipe.run.sync_every_steps > 1:
         yield from _lag_contradictions(recipe)
-    verifiers = [recipe.eval.reward, *recipe.eval.other_rewards]
+    verifiers = [recipe.eval.verifier, *recipe.eval.other_rewards]
     for verifier in sorted({each for each in verifiers if verifiers.count(each) > 1}):
         yield (
-            f"eval.other_rewards (--grade-with) names {verifier} more than once, or it is already "
-            f"eval.reward ({recipe.eval.reward}): name each verifier once"
+            f"eval.reward (--grade-with) names {verifier} more than once: name each verifier once"
         )
 
 
@@ -158,11 +152,6 @@ def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"optimizer.warmup_steps {optimizer.warmup_steps} is not less than run.steps {steps}: "
             "the run would end in its warm-up; lower it"
         )
-    if optimizer.final_fraction > 0 and optimizer.schedule == "constant":
-        yield (
-            f"optimizer.final_fraction {optimizer.final_fraction:g} with optimizer.schedule "
-            "'constant', which does not fall: set optimizer.schedule linear or cosine"
-        )
     if recipe.sampling.max_refills > 0 and not recipe.replay.drop_zero_variance:
         yield (
             f"sampling.max_refills {recipe.sampling.max_refills} with replay.drop_zero_variance "
@@ -172,11 +161,9 @@ def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
 
 def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
     lora = recipe.model.lora
-    if lora.rank is not None:
-        return
-    for name in ("alpha", "targets", "dropout"):
-        value = getattr(lora, name)
-        if value != type(lora).model_fields[name].default:
+    given = {k: v for k, v in (lora.model_extra or {}).items() if v != lora.DEFAULTS.get(k)}
+    if lora.rank is None:
+        for name, value in given.items():
             yield f"model.lora.{name} {value} without model.lora.rank: set the rank, for example 16"
 
 
@@ -193,7 +180,7 @@ def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"run.mode 'async' with sampling.backend {recipe.sampling.backend!r}: sampling goes on "
             "while the trainer works, which needs servers; set sampling.backend vllm_server"
         )
-    if recipe.sampling.servers.weight_transfer != "folder":
+    if recipe.sampling.servers.over_nccl:
         yield (
             "run.mode 'async' with sampling.servers.weight_transfer 'nccl': servers that are "
             "updated one after the other read the weights from files; set it to folder"
@@ -276,15 +263,9 @@ def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:
             "sampling.max_completion_length): raise it or lower those"
         )
     if engine.offload_parameters and engine.zero_stage not in ("auto", 3):
-        yield f"engine.offload_parameters needs engine.zero_stage 3, not {engine.zero_stage}"
+        yield f"engine.offload everything needs engine.zero_stage 3, not {engine.zero_stage}"
     if engine.offload_optimizer and engine.zero_stage == 0:
-        yield "engine.offload_optimizer needs engine.zero_stage 1, 2 or 3, not 0"
-    if recipe.hang_report_seconds >= engine.timeout_seconds:
-        yield (
-            f"engine.hang_report_seconds {recipe.hang_report_seconds:g} is not less than "
-            f"engine.timeout_seconds {engine.timeout_seconds:g}: the run would fail before it "
-            "reports where it hangs; lower the first or raise the second"
-        )
+        yield "engine.offload optimizer needs engine.zero_stage 1, 2 or 3, not 0"
     if recipe.sampling.backend == "vllm_server" and bool(servers.urls) == bool(servers.launch):
         yield (
             "sampling.backend 'vllm_server' needs either sampling.servers.urls or "

@@ -1,54 +1,83 @@
 """How the policy is optimised: AdamW, DeepSpeed ZeRO, processes and time limits."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from grpo_replay.recipe.base import Positive, Section
+from grpo_replay.recipe.base import GIVEN, Passthrough, Positive, Section
+
+
+class AdamwOptions(Passthrough):
+    """Arguments of `torch.optim.AdamW`."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "betas": [0.9, 0.999],
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+    }
+
+    if TYPE_CHECKING:
+        betas: list[float] = GIVEN
+        eps: float = GIVEN
+        weight_decay: float = GIVEN
+
+
+class ZeroSection(Passthrough):
+    """DeepSpeed's `zero_optimization` settings, in elements (not bytes) where they are sizes. They
+    change memory use and speed, never results."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "reduce_bucket_size": 500_000_000,
+        "allgather_bucket_size": 500_000_000,
+        "param_persistence_threshold": 100_000,
+        "prefetch_bucket_size": 50_000_000,
+        "max_live_parameters": 1_000_000_000,
+        "max_reuse_distance": 1_000_000_000,
+        "sub_group_size": 1_000_000_000,
+    }
+    TAKEN: ClassVar[frozenset[str]] = frozenset({"stage", "offload_optimizer", "offload_param"})
+
+    if TYPE_CHECKING:
+        reduce_bucket_size: int = GIVEN
+        allgather_bucket_size: int = GIVEN
+        param_persistence_threshold: int = GIVEN
+        prefetch_bucket_size: int = GIVEN
+        max_live_parameters: int = GIVEN
+        max_reuse_distance: int = GIVEN
+        sub_group_size: int = GIVEN
 
 
 class OptimizerSection(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-6
     """AdamW learning rate: the highest of the schedule (TRL: learning_rate)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up, from step to step, down to
-    `final_fraction` of it one step after `run.steps` (TRL: lr_scheduler_type)."""
+    """How the learning rate falls after the warm-up, from step to step, down to 0 one step after
+    `run.steps` (TRL: lr_scheduler_type)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Training steps in which the learning rate rises linearly: in step s it is s / `warmup_steps`
     of `learning_rate` (TRL: warmup_steps)."""
-    final_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of `learning_rate` towards which `linear` and `cosine` fall."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay rate of the first moment (TRL: adam_beta1)."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay rate of the second moment (TRL: adam_beta2)."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's ε (TRL: adam_epsilon)."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay (TRL: weight_decay)."""
+    adamw: AdamwOptions = Field(default_factory=AdamwOptions)
+    """Arguments of torch's AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Maximum global L2 norm of the gradient; larger gradients are scaled down (TRL:
     max_grad_norm)."""
 
+    @property
+    def beta1(self) -> float:
+        return self.adamw.betas[0]
 
-class ZeroSection(Section):
-    """DeepSpeed's ZeRO thresholds, in elements (not bytes), under its own names. They change memory
-    use and speed, never results."""
+    @property
+    def beta2(self) -> float:
+        return self.adamw.betas[1]
 
-    reduce_bucket_size: Positive = 500_000_000
-    """Gradient elements reduced at once (ZeRO 1-3)."""
-    allgather_bucket_size: Positive = 500_000_000
-    """Elements of updated parameters gathered at once (ZeRO 1-2)."""
-    param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
-    """Parameters of at most this size are not sharded (ZeRO 3)."""
-    prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
-    """Parameter elements fetched before they are used (ZeRO 3)."""
-    max_live_parameters: Annotated[int, Field(ge=0)] = 1_000_000_000
-    """Maximum parameter elements gathered at the same time (ZeRO 3)."""
-    max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
-    """Keep a parameter gathered if it is used again within this many elements (ZeRO 3)."""
-    sub_group_size: Positive = 1_000_000_000
-    """Parameter elements per optimizer sub-group (ZeRO 3)."""
+    @property
+    def epsilon(self) -> float:
+        return self.adamw.eps
+
+    @property
+    def weight_decay(self) -> float:
+        return self.adamw.weight_decay
 
 
 class EngineSection(Section):
@@ -56,15 +85,14 @@ class EngineSection(Section):
     """Device the policy trains on. `auto` is CUDA if available, otherwise CPU."""
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
     """DeepSpeed ZeRO stage. `auto` is 3 on several ranks. On one rank, where there is nothing to
-    shard, it is 0, or 2 for bfloat16 (fp32 gradient sums) and `offload_optimizer`."""
+    shard, it is 0, or 2 for bfloat16 (fp32 gradient sums) and `offload: optimizer`."""
     zero: ZeroSection = Field(default_factory=ZeroSection)
-    """DeepSpeed's ZeRO thresholds."""
+    """DeepSpeed's ZeRO settings."""
     num_processes: Positive = 1
     """Number of ranks on this node. `--num-processes` overrides it."""
-    offload_optimizer: bool = False
-    """Keep the optimizer state in host memory (ZeRO 1-3, CUDA)."""
-    offload_parameters: bool = False
-    """Keep the parameters in host memory (ZeRO 3, CUDA)."""
+    offload: Literal["nothing", "optimizer", "everything"] = "nothing"
+    """What is kept in host memory (CUDA): the state of the `optimizer` (ZeRO 1-3), or `everything`,
+    the parameters too (ZeRO 3)."""
     logprob_chunk_tokens: Positive | None = None
     """Completion tokens whose logits are computed at once. Limits the memory of the output head.
     If null, as many as have 160 MiB of fp32 logits, rounded down to a multiple of 64, from 64 to
@@ -72,7 +100,13 @@ class EngineSection(Section):
     threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of torch per rank. CPU cores divided by ranks if null."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    """Maximum wait in a collective before the run fails."""
-    hang_report_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Time without progress after which every rank logs where it waits. `timeout_seconds` / 6 if
-    null."""
+    """Maximum wait in a collective before the run fails. After a sixth of it without progress every
+    rank logs where it waits."""
+
+    @property
+    def offload_optimizer(self) -> bool:
+        return self.offload != "nothing"
+
+    @property
+    def offload_parameters(self) -> bool:
+        return self.offload == "everything"

@@ -2,69 +2,41 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from grpo_replay.named_functions import is_place
-from grpo_replay.recipe.base import Fraction, Positive, Section
-from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, OpenList
+from grpo_replay.recipe.base import Fraction, Positive, Section, one_of
+from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, VERIFIERS
 from grpo_replay.recipe.presets import REPLAY_PRESETS
-
-
-def _one_of(functions: OpenList) -> Any:
-    """The type of a key that names one function of an open list."""
-    names: dict[str, Any] = {"enum": [*functions.names, "module:function", "file.py:function"]}
-    check = AfterValidator(functions.check)
-    return Annotated[str, check, Field(json_schema_extra=names)]
-
-
-BuiltinVerifier = Literal["math_verify_boxed", "math_verify", "minerva"]
-BUILTIN_VERIFIERS: tuple[str, ...] = get_args(BuiltinVerifier)
-"""The verifiers that ship with the package, for training rewards and evaluation."""
-
 
 OVERLONG = "overlong"
 """The name of the length penalty among the scores of a rollout."""
-
-
-def is_function_name(text: str) -> bool:
-    """True for a built-in verifier, `module:function` and `file.py:function`."""
-    return text in BUILTIN_VERIFIERS or is_place(text)
 
 
 class WeightedReward(Section):
     """One of several reward functions."""
 
     function: str
-    """As `reward.function`."""
     weight: float = 1.0
-    """Factor of its score in the reward."""
     name: str | None = None
-    """Its name in metrics. The part of `function` after the colon if null."""
 
 
 class RewardSection(Section):
-    function: str = "minerva"
+    function: str | Annotated[list[WeightedReward], Field(min_length=1)] = "minerva"
     """Reward function: `minerva` (paper A, training), `math_verify_boxed` (paper A, evaluation),
     `math_verify`, or your own as `module:function` or `file.py:function`: `f(completion, answer,
-    row) -> float`, or in verl's or TRL's form (docs/rewards.md)."""
-    weight: float = 1.0
-    """Factor of its score in the reward."""
-    other_functions: list[WeightedReward] = Field(default_factory=list)
-    """Further reward functions, each `{function: …, weight: 1.0, name: null}`. The reward is the
-    weighted sum of all scores (TRL: reward_funcs, reward_weights). `function` alone decides which
-    rollouts count as correct."""
+    row) -> float`, or in verl's or TRL's form (docs/rewards.md). Several: a list of names or of
+    `{function: …, weight: 1.0, name: null}`; the reward is the weighted sum of their scores (TRL:
+    reward_funcs, reward_weights), and the first alone decides which rollouts count as correct."""
     correct: float = 1.0
     """Score of a correct answer. A score of your own function counts as correct from here on."""
     incorrect: float = -1.0
     """Score of any other answer."""
     overlong_buffer_tokens: Positive | None = None
     """L_cache of DAPO's soft overlong punishment: within so many tokens of
-    `sampling.max_completion_length`, a score `overlong` falls linearly from 0 to -1. No penalty if
-    null."""
-    overlong_weight: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of the score `overlong` in the reward (DAPO: 1)."""
+    `sampling.max_completion_length`, a score `overlong` falls linearly from 0 to -1, and is added
+    to the reward. No penalty if null."""
     mask_truncated: bool = False
     """Neither train on nor store completions that were cut off at the length limit (DAPO's overlong
     filtering; TRL: mask_truncated_completions). Their rewards still count in the mean and standard
@@ -76,23 +48,51 @@ class RewardSection(Section):
     """Verifier processes per rank. At most 32 per CPU core."""
     time_limit_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Maximum time to grade one completion. A worker that takes longer is killed."""
-    memory_limit_mib: Positive = 2048
-    """Maximum memory growth of a worker process."""
+
+    @field_validator("function", mode="before")
+    @classmethod
+    def _names_alone(cls, function: Any) -> Any:
+        """Functions of a list that are only named."""
+        if not isinstance(function, list):
+            return function
+        return [{"function": each} if isinstance(each, str) else each for each in function]
+
+    @field_validator("function")
+    @classmethod
+    def _are_known(cls, function: str | list[WeightedReward]) -> Any:
+        for each in [function] if isinstance(function, str) else function:
+            VERIFIERS.check(each if isinstance(each, str) else each.function)
+        return function
 
     @property
     def functions(self) -> tuple[WeightedReward, ...]:
-        """All reward functions, `function` first, each with its name."""
-        first = WeightedReward(function=self.function, weight=self.weight)
+        """All reward functions, each with its name."""
+        given = self.function
         return tuple(
             each.model_copy(update={"name": each.name or each.function.rpartition(":")[2]})
-            for each in (first, *self.other_functions)
+            for each in ([WeightedReward(function=given)] if isinstance(given, str) else given)
         )
+
+    @property
+    def main_function(self) -> str:
+        """The function that decides which rollouts count as correct."""
+        return self.functions[0].function
+
+    @property
+    def overlong_weight(self) -> float:
+        """Factor of the score `overlong` in the reward (DAPO: 1)."""
+        return 1.0
+
+    @property
+    def memory_limit_mib(self) -> int:
+        """Maximum memory growth of a worker process."""
+        return 2048
 
     @property
     def is_combined(self) -> bool:
         """True if the reward is not simply the score of `function`: the scores are logged."""
         penalised = self.overlong_buffer_tokens is not None
-        return bool(self.other_functions) or penalised or self.weight != 1
+        return len(self.functions) > 1 or penalised or self.functions[0].weight != 1
 
     @property
     def score_names(self) -> tuple[str, ...]:
@@ -102,34 +102,40 @@ class RewardSection(Section):
 
     def alone(self, function: str) -> "RewardSection":
         """These settings with `function` as the only reward function."""
-        only = {"function": function, "weight": 1.0, "other_functions": []}
-        return self.model_copy(update={**only, "overlong_buffer_tokens": None})
+        only = {"function": function, "overlong_buffer_tokens": None}
+        return self.model_copy(update=only)
 
 
 class AdvantageSection(Section):
-    estimator: _one_of(ADVANTAGES) = "group_relative"  # type: ignore[valid-type]
+    estimator: one_of(ADVANTAGES) = "group_relative"  # type: ignore[valid-type]
     """Advantages of a group's rollouts from their rewards: (r - μ_g) / (σ_g + ε_σ), or your own
     function `f(rewards, settings) -> np.ndarray` (docs/extend.md)."""
-    std: Literal["population", "sample"] = "population"
+    std: Literal["population", "sample", "none"] = "population"
     """Standard deviation of a group, σ_g: `population` divides by G, `sample` by G - 1. The paper's
-    closed forms need `population`; verl and TRL use `sample`."""
+    closed forms need `population`; verl and TRL use `sample`. `none`: A = r - μ_g is not divided,
+    as in Dr. GRPO (arXiv 2503.20783), which also has `loss.aggregation: constant` (TRL:
+    scale_rewards)."""
     epsilon: Annotated[float, Field(ge=0)] = 1e-6
     """ε_σ, added to σ_g in the denominator of the advantage."""
-    divide_by_std: bool = True
-    """Divide the advantage by σ_g + ε_σ. If false, A = r - μ_g, as in Dr. GRPO (arXiv 2503.20783),
-    which also has `loss.aggregation: constant` (TRL: scale_rewards)."""
+
+    @property
+    def divide_by_std(self) -> bool:
+        """Whether advantages are divided by σ_g + ε_σ."""
+        return self.std != "none"
+
+    @property
+    def deviation(self) -> str:
+        """The standard deviation that is logged: `population` or `sample`."""
+        return "population" if self.std == "none" else self.std
 
 
 class ReplaySection(Section):
     preset: Literal["grpo", "uniform", "group_std", "ours", "fifo"] = "ours"
-    """Sets `enabled`, `unit`, `priority` and `composition`, and for all presets but `grpo`
-    also `with_replacement` and `drop_zero_variance`. `fifo` also sets `max_age_steps` and
-    `warmup_steps`."""
-    enabled: bool = True
-    """Store rollouts and draw from the buffer."""
+    """Sets `unit`, `priority`, `composition`, `with_replacement` and `drop_zero_variance`; `fifo`
+    also `max_age_steps` and `warmup_steps`. `grpo` sets nothing, and neither stores nor draws."""
     unit: Literal["rollout", "query"] = "rollout"
     """What one draw takes: a single rollout, or all stored rollouts of one prompt's group."""
-    priority: _one_of(PRIORITIES) = "abs_advantage"  # type: ignore[valid-type]
+    priority: one_of(PRIORITIES) = "abs_advantage"  # type: ignore[valid-type]
     """Priority p of a rollout: |A|, 1, σ_g, or your own function `f(columns) -> np.ndarray` of
     logged columns, row by row (docs/extend.md). `abs_advantage` needs the rollout unit."""
     priority_exponent: Annotated[float, Field(ge=0, le=1000)] = 0.5
@@ -172,9 +178,35 @@ class ReplaySection(Section):
         return {**REPLAY_PRESETS[preset], **given}
 
     @property
+    def enabled(self) -> bool:
+        """False for the preset grpo, which never stores or draws."""
+        return self.preset != "grpo"
+
+    @property
     def replays(self) -> bool:
         """True if rollouts are stored and drawn. `grpo` and `ratio: 0` are the same run."""
         return self.enabled and self.ratio > 0
+
+    @property
+    def anchors_fresh(self) -> bool:
+        """True if a step trains on all its fresh survivors, with the draw on top."""
+        return self.composition == "fresh_anchored"
+
+    @property
+    def pools_fresh(self) -> bool:
+        """True if one draw takes from the fresh and the stored rollouts together."""
+        return self.composition == "pool"
+
+    @property
+    def stores_first(self) -> bool:
+        """True if fresh rollouts enter the buffer before the draw, and a step trains on the draw
+        alone."""
+        return self.composition == "buffer_only"
+
+    def trains_all_fresh(self, step: int) -> bool:
+        """True if `step` trains on all its fresh survivors: always without replay, and during the
+        warm-up."""
+        return not self.replays or self.anchors_fresh or step <= self.warmup_steps
 
 
 class BatchSection(Section):
@@ -191,6 +223,10 @@ class BatchSection(Section):
     null, on a GPU with an attention of flash_attention_2, flash_attention_3 or flex_attention, for
     models that keep the rows apart. With other attentions true is right but costs the square of all
     tokens in the pass."""
+    share_prompts: bool = True
+    """Compute a prompt once for all rollouts of it in a forward pass, where that saves 30 % of
+    the work: with attention sdpa or eager, or flex_attention when packing, for models whose
+    log-probs stay those of separate rows."""
 
     def updates_of(self, rollouts: float) -> int:
         """Optimizer updates of a step that trains on so many rollouts."""
@@ -200,7 +236,7 @@ class BatchSection(Section):
 
 
 class LossSection(Section):
-    kind: _one_of(LOSSES) = "clipped"  # type: ignore[valid-type]
+    kind: one_of(LOSSES) = "clipped"  # type: ignore[valid-type]
     """`clipped`: GRPO's clipped surrogate; `asymre`: asymmetric REINFORCE (paper B); or your own
     function of tensors (docs/extend.md)."""
     ratio: Literal["token", "sequence"] = "token"

@@ -1,11 +1,12 @@
 """What a run starts from: the model and the prompts."""
 
 import string
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from grpo_replay.recipe.base import Positive, Section
+from grpo_replay.recipe.base import GIVEN, Passthrough, Positive, Section
 
 PAPER_SYSTEM_PROMPT = "You are a helpful assistant."
 PAPER_USER_TEMPLATE = (
@@ -22,21 +23,61 @@ RENDERING_ARGUMENTS = frozenset(
 )
 """Arguments of transformers' `apply_chat_template` that are not variables of the template."""
 
+ANSWER_MARKER = "####"
+"""Where an answer contains it, only the text after the last one is the reference answer."""
 
-class LoraSection(Section):
-    """Low-rank adapters (LoRA, arXiv 2106.09685), trained with peft on a frozen base."""
+
+class LoraSection(Passthrough):
+    """Low-rank adapters (LoRA, arXiv 2106.09685), trained with peft on a frozen base; further keys
+    are arguments of `peft.LoraConfig`."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "lora_alpha": 32,
+        "lora_dropout": 0.0,
+        "target_modules": None,
+    }
+    TAKEN: ClassVar[frozenset[str]] = frozenset(
+        {"r", "task_type", "inference_mode", "modules_to_save"}
+    )
 
     rank: Positive | None = None
     """Rank r of the adapters (peft: r). All parameters train if null. LoRA needs a higher learning
-    rate than full training, about ten times."""
-    alpha: Positive = 32
-    """α: the product of the adapters is multiplied by α / r (peft: lora_alpha)."""
-    targets: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of the linear layers that get adapters, for example `[q_proj, v_proj]`. All but the
-    output head if null (peft: target_modules)."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of the adapters' input, in updates only (peft: lora_dropout). Its masks depend on
-    the number of ranks; the ratio of a fresh rollout is then not exactly 1."""
+    rate than full training, about ten times. `lora_alpha` (32): the product of the adapters is
+    multiplied by it / r. `target_modules` (null): names of the linear layers that get adapters, all
+    but the output head if null. `lora_dropout` (0): dropout of the adapters' input, in updates
+    only; its masks depend on the number of ranks, and the ratio of a fresh rollout is then not
+    exactly 1."""
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "LoraSection":
+        if not (self.alpha > 0 and 0 <= self.dropout < 1 and self.targets != []):
+            raise ValueError("lora_alpha is above 0, lora_dropout in [0, 1), target_modules a list")
+        return self
+
+    @property
+    def alpha(self) -> int:
+        return self.model_extra["lora_alpha"]  # type: ignore[index]
+
+    @property
+    def dropout(self) -> float:
+        return self.model_extra["lora_dropout"]  # type: ignore[index]
+
+    @property
+    def targets(self) -> list[str] | None:
+        return self.model_extra["target_modules"]  # type: ignore[index]
+
+
+class DatasetOptions(Passthrough):
+    """Arguments of `datasets.load_dataset` for a hub dataset."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {"name": None, "revision": None, "split": "train"}
+    TAKEN: ClassVar[frozenset[str]] = frozenset({"path", "streaming", "trust_remote_code"})
+    TEXT: ClassVar[frozenset[str]] = frozenset(DEFAULTS)
+
+    if TYPE_CHECKING:
+        name: str | None = GIVEN
+        revision: str | None = GIVEN
+        split: str = GIVEN
 
 
 class ModelSection(Section):
@@ -73,47 +114,38 @@ class PromptsSection(Section):
     source: str = "builtin:tiny"
     """Hugging Face dataset id, local JSONL or Parquet file, `builtin:tiny` or
     `builtin:tiny-long`."""
-    config_name: str | None = None
-    """Configuration of the dataset on the hub. The default configuration if null."""
-    revision: str | None = None
-    """Git revision of the dataset on the hub. The default branch if null."""
-    split: str = "train"
-    """Split of the hub dataset, or a slice of one: `train[:-500]` is all but the last 500 rows."""
+    dataset_options: DatasetOptions = Field(default_factory=DatasetOptions)
+    """Of a hub dataset: `name` (configuration; null), `revision` (null) and `split` (train), or a
+    slice of one: `train[:-500]` is all but the last 500 rows."""
     problem_field: str = "problem"
     """Column with the problem: text, or a list of chat messages `{role, content}` (TRL, verl:
     `prompt`), which are rendered as they are, without `system_prompt` and `user_template`. For all
     fields, dots lead into a nested value: `reward_model.ground_truth`."""
     answer_field: str = "answer"
-    """Column with the reference answer: text or a number."""
-    answer_marker: Annotated[str | None, Field(min_length=1)] = "####"
-    """Where an answer contains this marker, only the text after the last one is the reference
-    answer (GSM8K: `… #### 18`). Whole answers if null."""
+    """Column with the reference answer: text or a number. Where it contains `####`, only the text
+    after the last one is the answer (GSM8K: `… #### 18`)."""
     id_field: str | None = None
     """Column with a unique id. The row number is the id if null."""
-    template: Literal["chat", "plain"] = "chat"
-    """`chat` renders the tokenizer's chat template; `plain` formats only `user_template`."""
+    template: Literal["chat", "plain"] | dict[str, Any] = "chat"
+    """`chat` renders the tokenizer's chat template, and so does a mapping of variables for it, such
+    as `{enable_thinking: false}`; `plain` formats only `user_template`."""
     system_prompt: str | None = PAPER_SYSTEM_PROMPT
     """System message of the chat template. No system message if null. Ignored by `plain`."""
     user_template: str = PAPER_USER_TEMPLATE
     """Python format string with the placeholder `{problem}`."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Variables for the chat template, for example `{enable_thinking: false}` (TRL:
-    chat_template_kwargs)."""
     max_prompt_length: Positive = 1024
     """Maximum prompt length in tokens. Longer prompts are skipped and counted (TRL:
     max_prompt_length)."""
     shuffle: bool = True
     """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
-    limit: Positive | None = None
-    """Use only this many rows from the start. All rows if null."""
 
-    @field_validator("chat_template_kwargs")
+    @field_validator("template")
     @classmethod
-    def _leaves_the_call_alone(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        taken = sorted(RENDERING_ARGUMENTS & set(variables))
+    def _leaves_the_call_alone(cls, template: str | dict[str, Any]) -> str | dict[str, Any]:
+        taken = sorted(RENDERING_ARGUMENTS & set(template)) if isinstance(template, dict) else []
         if taken:
             raise ValueError(f"{', '.join(taken)}: not a variable of the chat template; remove it")
-        return variables
+        return template
 
     @field_validator("user_template")
     @classmethod
@@ -127,3 +159,25 @@ class PromptsSection(Section):
         if fields != {"problem"}:
             raise ValueError(f"it must contain {{problem}}; {remedy}")
         return template
+
+    @property
+    def in_chat(self) -> bool:
+        """True if prompts are rendered by the tokenizer's chat template."""
+        return self.template != "plain"
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """Variables for the chat template."""
+        return self.template if isinstance(self.template, dict) else {}
+
+    @property
+    def config_name(self) -> str | None:
+        return self.dataset_options.name
+
+    @property
+    def revision(self) -> str | None:
+        return self.dataset_options.revision
+
+    @property
+    def split(self) -> str:
+        return self.dataset_options.split

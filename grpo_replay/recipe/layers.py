@@ -9,10 +9,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from grpo_replay.errors import RecipeError, did_you_mean
-from grpo_replay.recipe.base import Section
+from grpo_replay.recipe.base import Passthrough, Section
 from grpo_replay.recipe.paths import anchor_paths
 from grpo_replay.recipe.presets import REPLAY_PRESETS
 from grpo_replay.recipe.recipe import Recipe
+from grpo_replay.recipe.retired import is_retired, modernised, what_became_of
 from grpo_replay.recipe.yaml_text import (
     DEEPEST,
     is_number,
@@ -59,9 +60,10 @@ def recipe_source(path: Path) -> str:
     return f"recipe {path.stem}" if path.parent == shipped_recipes_folder() else str(path)
 
 
-def read_recipe_layer(path: Path) -> dict[str, Any]:
+def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
     """Read the mapping in a YAML file. Relative paths of data and reward functions become absolute
-    (`anchor_paths`). Raises RecipeError with file and line."""
+    (`anchor_paths`). If a run `saved` it, keys of earlier versions are read. Raises RecipeError
+    with file and line."""
     try:
         layer = parse_yaml(path.read_text(encoding="utf-8"), Recipe)
     except yaml.YAMLError as error:
@@ -74,6 +76,8 @@ def read_recipe_layer(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(layer, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {_kind(layer)}")
+    if saved:
+        layer = modernised(layer, str(path))
     anchor_paths(layer, path.parent)
     return layer
 
@@ -101,7 +105,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def _override_value(word: str, key: str, text: str) -> Any:
     """The value of `key=text`: text as it stands for a text setting, else YAML."""
     kind = _annotation_of(key)
-    if is_text(kind):
+    if is_text(kind, text):
         return parse_text(text)
     try:
         return parse_yaml(text, kind)
@@ -113,10 +117,9 @@ def _annotation_of(key: str) -> Any:
     """The type of a dotted key; None if there is no such key."""
     section: Any = Recipe
     for part in key.split("."):
-        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+        if not (isinstance(section, type) and issubclass(section, Section)):
             return None
-        field = section.model_fields.get(part)
-        section = field.annotation if field else None
+        section = section.annotation(part)
     return section
 
 
@@ -179,6 +182,10 @@ def _check_keys(
     fields = section.model_fields
     for key, value in layer.items():
         place = ".".join((*at, str(key)))
+        if is_retired(place):
+            raise RecipeError(f"{source}: {what_became_of(place)}")
+        if key not in fields and issubclass(section, Passthrough):
+            continue
         if key not in fields:
             hint = did_you_mean(str(key), fields)
             where = f"section {'.'.join(at)}" if at else "the recipe"

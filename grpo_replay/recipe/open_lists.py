@@ -28,6 +28,10 @@ class OpenList:
     def names(self) -> tuple[str, ...]:
         return tuple(self._places)
 
+    def place(self, value: str) -> str:
+        """The place of a name; a place itself."""
+        return self._places.get(value, value)
+
     def check(self, value: str) -> str:
         """`value`, if it is a registered name or has the form of a place; otherwise ValueError."""
         if value not in self._places and not is_place(value):
@@ -40,9 +44,8 @@ class OpenList:
     def load(self, value: str) -> Callable[..., Any]:
         """The function that `value` names, imported once. Raises RecipeError."""
         if value not in self._loaded:
-            place = self._places.get(value, value)
             try:
-                function = load_function(place)
+                function = load_function(self.place(value))
             except Exception as error:
                 raise RecipeError(
                     f"{self.key} {value}: {type(error).__name__}: {error}; name a function that "
@@ -61,8 +64,19 @@ for _name in ("abs_advantage", "uniform", "group_std"):
     PRIORITIES.register(_name, f"grpo_replay.replay.priorities:{_name}")
 
 ADVANTAGES = OpenList("advantage.estimator")
-ADVANTAGES.register("group_relative", "grpo_replay.replay.estimators:group_relative")
+ADVANTAGES.register("group_relative", "grpo_replay.replay.advantages:group_relative")
+
+SAMPLERS = OpenList("sampling.backend")
+SAMPLERS.register("hf", "grpo_replay.sampling.hf:HfSampler")
+SAMPLERS.register("vllm", "grpo_replay.sampling.vllm_local:VllmLocalSampler")
+SAMPLERS.register("vllm_server", "grpo_replay.sampling.server.sampler:VllmServerSampler")
 
 LOSSES = OpenList("loss.kind")
 LOSSES.register("clipped", "grpo_replay.replay.loss:clipped_surrogate")
 LOSSES.register("asymre", "grpo_replay.replay.loss:asymmetric_reinforce")
+
+VERIFIERS = OpenList("reward.function")
+BUILTIN_VERIFIERS = ("math_verify_boxed", "math_verify", "minerva")
+"""The verifiers that ship with the package, for training rewards and evaluation."""
+for _name in BUILTIN_VERIFIERS:
+    VERIFIERS.register(_name, f"grpo_replay.rewards.verifier_worker:{_name}")

@@ -40,15 +40,16 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
     _change(layer, "model", "path", of_model)
     _change(layer, "model", "tokenizer", of_model)
     _change(layer, "reward", "function", of_function)
-    for section, key in (("advantage", "estimator"), ("replay", "priority"), ("loss", "kind")):
+    own = ("advantage", "estimator"), ("replay", "priority"), ("loss", "kind")
+    for section, key in (*own, ("sampling", "backend")):
         _change(layer, section, key, of_function)
     _change(layer, "eval", "reward", of_function)
+    reward = layer.get("reward")
+    functions = reward.get("function") if isinstance(reward, dict) else None
+    for weighted in functions if isinstance(functions, list) else []:
+        _change({"reward": weighted}, "reward", "function", of_function)
     _change(layer, "eval", "benchmarks", of_data)
     _change(layer, "eval", "data_folder", absolute)
-    reward = layer.get("reward")
-    others = reward.get("other_functions") if isinstance(reward, dict) else None
-    for other in others if isinstance(others, list) else []:
-        _change({"reward": other}, "reward", "function", of_function)
 
 
 def short_path(path: str) -> str:

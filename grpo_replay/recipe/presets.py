@@ -7,30 +7,26 @@ _PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
 _PAPER_B = {"with_replacement": True, "drop_zero_variance": False}
 
 REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"enabled": False},
+    "grpo": {},
     "ours": {
-        "enabled": True,
         "unit": "rollout",
         "priority": "abs_advantage",
         "composition": "fresh_anchored",
         **_PAPER_A,
     },
     "uniform": {
-        "enabled": True,
         "unit": "query",
         "priority": "uniform",
         "composition": "pool",
         **_PAPER_A,
     },
     "group_std": {
-        "enabled": True,
         "unit": "query",
         "priority": "group_std",
         "composition": "pool",
         **_PAPER_A,
     },
     "fifo": {
-        "enabled": True,
         "unit": "rollout",
         "priority": "uniform",
         "composition": "buffer_only",
@@ -39,5 +35,5 @@ REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_PAPER_B,
     },
 }
-"""The values that each preset sets (paper A, section 5; `fifo`: paper B). `grpo` does not set
-`drop_zero_variance`, so that it is the baseline of any recipe."""
+"""The values that each preset sets (paper A, section 5; `fifo`: paper B). `grpo` sets nothing:
+it switches replay off, and is the baseline of any recipe."""

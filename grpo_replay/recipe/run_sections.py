@@ -5,11 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from grpo_replay.recipe.base import Positive, Section
-from grpo_replay.recipe.grpo_sections import (
-    BUILTIN_VERIFIERS,
-    BuiltinVerifier,
-    is_function_name,
-)
+from grpo_replay.recipe.open_lists import VERIFIERS
 
 
 class RunSection(Section):
@@ -23,10 +19,11 @@ class RunSection(Section):
     sync_every_steps: Positive = 1
     """Training steps between weight pushes to the sampler. With k > 1 the sampler's policy is up to
     k - 1 steps old, on purpose (paper B); this needs `loss.behavior_logprobs: sampler`."""
-    stop_grace_seconds: Annotated[float, Field(gt=0)] | None = None
-    """Time between SIGTERM and SIGKILL on your cluster, for example N of Slurm's `--signal=TERM@N`.
-    The run warns if a step and a checkpoint take longer. If null, 30 under Slurm, torchrun and
-    DeepSpeed's launcher, and no limit elsewhere."""
+
+    @property
+    def is_async(self) -> bool:
+        """True if sampling goes on while the trainer works: what a step takes may be late."""
+        return self.mode == "async"
 
 
 class CheckpointSection(Section):
@@ -36,9 +33,6 @@ class CheckpointSection(Section):
     """Number of newest checkpoints to keep (TRL: save_total_limit)."""
     restore_buffer: bool = True
     """Restore the replay buffer on resume. If false, it starts empty."""
-    allow_other_reward: bool = False
-    """Resume also if the reward is another than that of the stored rollouts, which keep their
-    advantages until they leave the buffer. If false, such a resume is refused."""
 
 
 class EvalSection(Section):
@@ -49,8 +43,6 @@ class EvalSection(Section):
     """Training steps between evaluations. If null, only at the start and at the end."""
     at_start: bool = True
     """Evaluate the base model before the first step."""
-    at_end: bool = True
-    """Evaluate after the last step."""
     samples: Positive | None = None
     """k, completions per problem. Each benchmark's own k if null."""
     temperature: Annotated[float, Field(ge=0)] = 0.6
@@ -64,52 +56,52 @@ class EvalSection(Section):
     data_folder: str | None = None
     """Local folder with a file `<benchmark>.jsonl` or `<benchmark>.parquet` per benchmark, read
     instead of the hub."""
-    problem_field: str = "problem"
-    """Column with the problem, for benchmarks given as a file (`my.jsonl`, `my.parquet`): text, or
-    a list of chat messages."""
-    answer_field: str = "answer"
-    """Column with the reference answer, for benchmarks given as a file."""
-    answer_marker: Annotated[str | None, Field(min_length=1)] = "####"
-    """As `prompts.answer_marker`, for benchmarks given as a file."""
-    id_field: str | None = None
-    """Column with a unique id, for benchmarks given as a file. The row number if null."""
     max_problems: Positive | None = None
     """Use only this many problems from the start of each benchmark, for a quick look."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seed of the first eight samples of a problem. Each further eight use the next seed."""
-    reward: str = "math_verify_boxed"
+    reward: str | Annotated[list[str], Field(min_length=1)] = "math_verify_boxed"
     """Verifier. `math_verify_boxed` grades the last boxed answer in the final 500 characters
     (paper A); `math_verify` grades whatever math-verify finds in the whole completion; your own
     function, as in `reward.function`, counts a completion as correct if its score is at least
-    `reward.correct`."""
-    other_rewards: list[BuiltinVerifier] = Field(default_factory=list)
-    """Further verifiers that grade the same completions, reported next to the first
-    (`--grade-with`)."""
-    bootstrap_samples: Annotated[int, Field(ge=100)] = 2000
-    """Number of bootstrap resamples: intervals of token counts and of comparisons."""
+    `reward.correct`. After the first of a list, built-in verifiers that grade the same completions,
+    reported next to it (`--grade-with`)."""
 
     @field_validator("reward")
     @classmethod
-    def _is_a_verifier(cls, reward: str) -> str:
-        if not is_function_name(reward):
-            raise ValueError(
-                f"use {', '.join(BUILTIN_VERIFIERS)}, module:function or file.py:function"
-            )
+    def _are_verifiers(cls, reward: str | list[str]) -> str | list[str]:
+        first, *others = [reward] if isinstance(reward, str) else reward
+        VERIFIERS.check(first)
+        unknown = [name for name in others if name not in VERIFIERS.names]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r}: after the first use {', '.join(VERIFIERS.names)}")
         return reward
+
+    @property
+    def verifier(self) -> str:
+        """The verifier of the reported accuracy."""
+        return self.reward if isinstance(self.reward, str) else self.reward[0]
+
+    @property
+    def other_rewards(self) -> list[str]:
+        """Further verifiers of the same completions."""
+        return [] if isinstance(self.reward, str) else self.reward[1:]
+
+    @property
+    def bootstrap_samples(self) -> int:
+        """Number of bootstrap resamples: intervals of token counts and of comparisons."""
+        return 2000
 
 
 class TrackingSection(Section):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
     """Trackers to report to, in addition to metrics.jsonl, which is always written (TRL:
-    report_to)."""
-    project: str = "grpo-replay"
-    """Project name at W&B and trackio."""
+    report_to). The project at W&B and trackio is grpo-replay, or that of WANDB_PROJECT or
+    TRACKIO_PROJECT."""
     run_name: str | None = None
     """Run name at the trackers. The name of the output directory if null."""
     samples: Annotated[int, Field(ge=0)] = 2
-    """Number of completions shown with their reward, in the terminal and as a table in every
-    tracker. 0 shows none."""
-    samples_every_steps: Positive = 50
-    """Show completions every so many steps, and after the first and the last."""
+    """Number of completions shown with their reward every 50 steps, and after the first and the
+    last, in the terminal and as a table in every tracker. 0 shows none."""
     log_rollouts: bool = True
     """Write rollouts/ and draws/."""

@@ -1,35 +1,62 @@
 """How completions are sampled: the backend, in-process vLLM, and vLLM servers."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from grpo_replay.recipe.base import Positive, Section
+from grpo_replay.recipe.base import GIVEN, Passthrough, Positive, Section, one_of
+from grpo_replay.recipe.open_lists import SAMPLERS
 
 LEAST_VLLM_TEMPERATURE = 0.01
 """vLLM raises smaller positive temperatures to this one, and logs it."""
 
 
-class VllmSection(Section):
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = 0.6
-    """Share of GPU memory that vLLM may use (TRL: vllm_gpu_memory_utilization). Ignored on CPU."""
-    tensor_parallel_size: Positive = 1
-    """GPUs per vLLM engine. Must divide the number of ranks on a node."""
-    max_model_len: Positive | None = None
-    """Maximum length of prompt plus completion in tokens. Derived from the prompt and completion
-    limits if null."""
-    enforce_eager: bool = False
-    """Run eagerly instead of capturing CUDA graphs."""
-    async_scheduling: bool | None = None
-    """Schedule the next token while the GPU computes the current one. If null, vLLM decides: on
-    with a GPU, always off on CPU."""
-    enable_prefix_caching: bool = True
-    """Share the prompt's KV cache within a group. The cache is reset at every weight sync."""
-    sleep_mode: bool = True
-    """Free the sampler's GPU memory during training. Ignored on CPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the sampler. `auto` is the precision of the policy."""
+class VllmSection(Passthrough):
+    """Engine arguments of vLLM by its own names, in process and for servers launched by the run.
+    `gpu_memory_utilization` (0.6) is ignored on CPU; `tensor_parallel_size` (1) must divide the
+    ranks on a node; `max_model_len` (null) is derived from the prompt and completion limits;
+    `dtype` auto is that of the policy; `enable_prefix_caching` (true): the cache is reset at every
+    weight sync; `async_scheduling` (null): vLLM decides; `enforce_eager` (false);
+    `enable_sleep_mode` (true) frees the sampler's GPU memory during training."""
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "gpu_memory_utilization": 0.6,
+        "tensor_parallel_size": 1,
+        "max_model_len": None,
+        "enforce_eager": False,
+        "async_scheduling": None,
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": True,
+        "dtype": "auto",
+    }
+    TAKEN: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("model", "revision", "trust_remote_code", "logprobs_mode", "skip_tokenizer_init"),
+            *("generation_config", "seed", "tokenizer"),
+        )
+    )
+
+    if TYPE_CHECKING:
+        gpu_memory_utilization: float = GIVEN
+        tensor_parallel_size: int = GIVEN
+        max_model_len: int | None = GIVEN
+        enforce_eager: bool = GIVEN
+        async_scheduling: bool | None = GIVEN
+        enable_prefix_caching: bool = GIVEN
+        enable_sleep_mode: bool = GIVEN
+        dtype: str = GIVEN
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> "VllmSection":
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization {self.gpu_memory_utilization}: above 0 to 1")
+        if self.tensor_parallel_size < 1 or (self.max_model_len or 1) < 1:
+            raise ValueError("tensor_parallel_size and max_model_len are integers of 1 or more")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype {self.dtype!r}: auto, float32 or bfloat16")
+        return self
 
 
 class ServersSection(Section):
@@ -37,32 +64,72 @@ class ServersSection(Section):
     """URLs of running vLLM servers, for example `http://10.0.0.5:8000`."""
     launch: Annotated[int, Field(ge=0)] = 0
     """Number of servers to start on this machine. They stop with the run."""
-    host: str = "127.0.0.1"
-    """Address that launched servers bind to. Their control routes are unauthenticated."""
-    base_port: Annotated[int, Field(ge=1, le=65535)] = 8300
-    """Port of the first launched server. Each further server takes the next port."""
-    start_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Maximum time for a server to become healthy."""
+    address: str = "127.0.0.1:8300"
+    """Where launched servers listen: the first at this port, each further one at the next. Their
+    control routes are unauthenticated."""
     request_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """A server is lost if it has outstanding requests and generates no token for this long, or
-    takes longer than this to load new weights. The time of a whole completion is not limited."""
-    max_retries: Annotated[int, Field(ge=0)] = 2
-    """Number of times a failed request is sent again, to another server if there is one."""
+    """A server is lost if it has outstanding requests and generates no token for this long, takes
+    longer than this to load new weights, or to become healthy after its start. The time of a whole
+    completion is not limited."""
     max_in_flight: Positive = 256
     """Maximum number of outstanding requests per server."""
     on_failure: Literal["stop", "drop"] = "stop"
     """What happens when a server is lost: `stop` ends the run, `drop` continues with the other
     servers."""
-    weight_transfer: Literal["folder", "nccl"] = "folder"
-    """How weights reach the servers: through a safetensors folder that trainer and servers share,
-    or over NCCL."""
-    sync_folder: str | None = None
-    """Shared folder for the weights. A folder in shared memory on this machine if null."""
+    weight_transfer: str = "folder"
+    """How weights reach the servers: `folder`, as safetensors in shared memory of this machine;
+    `/path`, in a folder that trainer and servers share; `nccl`, over NCCL."""
+
+    @field_validator("weight_transfer")
+    @classmethod
+    def _is_a_way(cls, way: str) -> str:
+        if way not in ("folder", "nccl") and not way.startswith(("/", "~")):
+            raise ValueError("use folder, nccl, or the absolute path of a shared folder")
+        return way
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise ValueError("expected host:port with a port of 1 to 65535")
+        return address
+
+    @property
+    def over_nccl(self) -> bool:
+        return self.weight_transfer == "nccl"
+
+    @property
+    def sync_folder(self) -> str | None:
+        """The shared folder for the weights, if the recipe names one."""
+        return None if self.weight_transfer in ("folder", "nccl") else self.weight_transfer
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0]
+
+    @property
+    def base_port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def start_timeout_seconds(self) -> float:
+        return self.request_timeout_seconds
+
+    @property
+    def max_retries(self) -> int:
+        """How often a failed request is sent again, to another server if there is one."""
+        return 2
 
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
         for url in urls:
+            if "@" in url:
+                raise ValueError(
+                    "no user name and password in a URL: it would be written to disk; for servers "
+                    "with a key set VLLM_API_KEY in the environment"
+                )
             if not _is_url(url):
                 raise ValueError(f"{url!r} is not a URL such as http://10.0.0.5:8000")
         return urls
@@ -94,9 +161,9 @@ class CollectionSection(Section):
 
 
 class SamplingSection(Section):
-    backend: Literal["hf", "vllm", "vllm_server"] = "hf"
+    backend: one_of(SAMPLERS) = "hf"  # type: ignore[valid-type]
     """`hf`: transformers; `vllm`: vLLM in the process of every rank; `vllm_server`: vLLM over
-    HTTP."""
+    HTTP; or a class of your own (docs/extend.md)."""
     prompts_per_step: Positive = 32
     """Prompts sampled per training step, over all ranks."""
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -121,16 +188,52 @@ class SamplingSection(Section):
     """Maximum tolerated mean |sampler - trainer| log-prob after a weight sync, in nats. A larger
     gap stops the run. If null, 0.01 when both sides compute in fp32 and 0.1 otherwise. Measured:
     1e-6 in fp32, 1e-2 in bf16, 0.2 with a stale output head."""
-    sync_bucket_mib: Positive = 512
-    """Size of the weights gathered at once during a weight sync."""
     vllm: VllmSection = Field(default_factory=VllmSection)
-    """Settings of in-process vLLM, and of servers launched by the run."""
+    """vLLM's engine arguments, in process and for servers launched by the run."""
     servers: ServersSection = Field(default_factory=ServersSection)
     """Settings of the `vllm_server` backend."""
     collection: CollectionSection = Field(default_factory=CollectionSection)
     """Settings of `run.mode: async`."""
 
     @property
+    def sync_bucket_mib(self) -> int:
+        """Size of the weights gathered at once during a weight sync."""
+        return 512
+
+    @property
     def gpus_per_server(self) -> int:
         """GPUs of one vLLM server. One that runs elsewhere counts as one: its number is unknown."""
         return 1 if self.servers.urls else self.vllm.tensor_parallel_size
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Rollouts that one sampling of a step generates: prompts times G."""
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def vllm_in_ranks(self) -> bool:
+        """True if every rank holds a vLLM engine, on its own device."""
+        return self.backend == "vllm"
+
+    @property
+    def over_http(self) -> bool:
+        """True if vLLM servers sample, on devices of their own."""
+        return self.backend == "vllm_server"
+
+    @property
+    def longest_asked(self) -> int | None:
+        """Tokens of prompt and completion that vLLM is to have room for; None to derive them."""
+        return None if self.backend == "hf" else self.vllm.max_model_len
+
+    @property
+    def servers_used(self) -> int:
+        """vLLM servers that a run samples with; 0 if it samples in its ranks, or repeats a
+        journal."""
+        if not self.over_http or self.collection.replay_journal is not None:
+            return 0
+        return self.servers.launch or len(self.servers.urls)
+
+    @property
+    def servers_launched(self) -> int:
+        """vLLM servers that a run starts on its own machine."""
+        return 0 if self.servers.urls else self.servers_used

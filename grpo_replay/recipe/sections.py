@@ -68,7 +68,7 @@ class RecipeSections(Section):
     @property
     def rollouts_per_step(self) -> int:
         """Rollouts generated per training step: prompts times G."""
-        return self.sampling.prompts_per_step * self.sampling.group_size
+        return self.sampling.rollouts_per_step
 
     @property
     def longest_sequence(self) -> int:
@@ -109,8 +109,8 @@ class RecipeSections(Section):
 
     @property
     def hang_report_seconds(self) -> float:
-        """`engine.hang_report_seconds`, or its default, `timeout_seconds` / 6."""
-        return self.engine.hang_report_seconds or self.engine.timeout_seconds / 6
+        """Time without progress after which every rank logs where it waits."""
+        return self.engine.timeout_seconds / 6
 
     @property
     def logprob_gap_limit(self) -> float:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel
+
+from grpo_replay.recipe.base import Section
 
 DEEPEST = 20
 """Levels of nesting that are read; a recipe needs four."""
@@ -106,9 +107,12 @@ def problem_of(error: yaml.YAMLError) -> str:
     return getattr(error, "problem", None) or str(error).partition("\n")[0]
 
 
-def is_text(annotation: Any) -> bool:
-    """Whether a setting of this type is text (or null)."""
-    return annotation in (str, str | None)
+def is_text(annotation: Any, value: str = "") -> bool:
+    """Whether a setting of this type is text (or null), given as `value`: a setting that may also
+    be a list is text unless it begins as a list."""
+    if annotation in (str, str | None):
+        return True
+    return str in get_args(annotation) and not value.lstrip().startswith(("[", "{"))
 
 
 def is_number(annotation: Any) -> bool:
@@ -129,17 +133,17 @@ def _parts(annotation: Any) -> Iterator[Any]:
 
 
 def shown(value: Any) -> str:
-    """The value for an error message, shortened if it is long or deep."""
-    return _SHORT.repr(value)
+    """The value for an error message, shortened if it is long or deep, and without the user name
+    and password of a URL."""
+    return re.sub(r"(?<=://)[^/\s@]+@", "***@", _SHORT.repr(value))
 
 
 def _keep_text(node: yaml.Node, kind: Any) -> None:
     """Mark the scalars below `node` that `kind` says are text."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
+    if isinstance(kind, type) and issubclass(kind, Section):
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            field = kind.model_fields.get(key.value) if isinstance(key.value, str) else None
-            if field is not None:
-                _keep_text(value, field.annotation)
+            if isinstance(key.value, str) and (annotation := kind.annotation(key.value)):
+                _keep_text(value, annotation)
     elif isinstance(node, yaml.SequenceNode) and _is_text_list(kind):
         for item in node.value:
             _keep_text(item, str)
@@ -163,4 +167,4 @@ def _refuse_lost_text(node: yaml.ScalarNode) -> None:
 
 def _is_text_list(kind: Any) -> bool:
     types = {part for part in _parts(kind) if isinstance(part, type)}
-    return str in types and types <= {str, type(None)} and not is_text(kind)
+    return str in types and types <= {str, type(None)} and kind not in (str, str | None)

@@ -1,7 +1,7 @@
 """The library: the replay buffer and the mathematics of GRPO around it.
 
 The buffer, in order of imports: `priorities`, `drawing`, `columns`, `insertion`, `compose`,
-`replay_buffer`, `snapshot`. GRPO: `advantages`, `estimators`, `group`, `rollouts`, `batch`, `loss`,
+`replay_buffer`, `snapshot`. GRPO: `advantages`, `group`, `rollouts`, `batch`, `loss`,
 `seeding`. Imports storage, recipe, types and errors; numpy and pyarrow. Only `loss` imports torch.
 """
 

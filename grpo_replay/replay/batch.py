@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from grpo_replay.recipe import BatchSection, LossSection
-from grpo_replay.replay.sampler_weights import sampler_weights
 from grpo_replay.types import Rollout
 
 
@@ -20,7 +19,8 @@ class TrainRow:
     `coefficient` multiplies the loss of its tokens (the frozen advantage, or AsymRE's
     `r - (V + δV)`). `token_weight` is the weight of each of its tokens in the mini-batch loss
     (`token_weights`). Both are 0 for a row that only needs log-probs. `rollout_id` is for error
-    messages; -1 if unknown. `sampler_weights` multiply the surrogate; empty: all 1.
+    messages; -1 if unknown. `sampler_weights` multiply the surrogate; empty: all 1. A row with a
+    `completion_mask` has results for the tokens only where it is True.
     """
 
     prompt_token_ids: np.ndarray  # int32 [P]
@@ -31,48 +31,18 @@ class TrainRow:
     token_weight: float = 0.0
     rollout_id: int = -1
     sampler_weights: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    completion_mask: np.ndarray | None = None  # bool [T]
+
+    @property
+    def trained_C(self) -> np.ndarray:
+        """int64: indices of the completion tokens that count."""
+        if self.completion_mask is None:
+            return np.arange(len(self.completion_token_ids))
+        return np.flatnonzero(self.completion_mask)
 
     @property
     def length_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.completion_token_ids)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """Rows padded on the right to one length, or packed end to end into a single sequence [1, L],
-    and their completion tokens flattened row by row.
-
-    Causal attention never looks right, so padding needs no mask. `positions_C` are indices into the
-    flattened [R·L] positions, whose hidden states predict `target_ids_C`. `rows_R` are indices into
-    the mini-batch. A rank without rows runs a micro-batch with `rows_R == [-1]` and weight 0.
-    """
-
-    rows_R: np.ndarray  # int64
-    widths_R: np.ndarray  # int64, positions that a row takes up: its own length, or L if padded
-    input_ids_RL: np.ndarray  # int64
-    positions_C: np.ndarray  # int64
-    target_ids_C: np.ndarray  # int64
-    row_of_C: np.ndarray  # int64, 0 .. R-1
-    behavior_logprobs_C: np.ndarray  # float32
-    reference_logprobs_C: np.ndarray  # float32
-    coefficients_R: np.ndarray  # float32
-    token_weights_R: np.ndarray  # float32
-    sampler_weights_C: np.ndarray  # float32; empty: all 1
-
-    @property
-    def position_ids_RL(self) -> np.ndarray | None:
-        """int64 [1, L], beginning at 0 for each row of a pack; None if every row is a sequence."""
-        if len(self.input_ids_RL) == len(self.rows_R):
-            return None
-        return np.concatenate([np.arange(width) for width in self.widths_R])[None]
-
-    @property
-    def bounds(self) -> np.ndarray | None:
-        """int32 [R + 1]: where each row of a pack begins, and L; None if every row is a sequence.
-        Flash attention takes a pack apart by them."""
-        if len(self.input_ids_RL) == len(self.rows_R):
-            return None
-        return np.concatenate([[0], np.cumsum(self.widths_R)]).astype(np.int32)
 
 
 def logprob_row(prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray) -> TrainRow:
@@ -100,7 +70,8 @@ def token_weights(
 ) -> np.ndarray:
     """float64 [N]: the weight of each token of rollout i in the loss of its mini-batch.
 
-    The denominator is that of the whole mini-batch, over all ranks and micro-batches:
+    `lengths_N` are the numbers T_i of tokens that train. The denominator is that of the whole
+    mini-batch, over all ranks and micro-batches:
     `token_mean` 1 / Σ T, `sequence_mean` 1 / (N·T_i), `constant` 1 / (N·max_completion_length)
     (Dr. GRPO). AsymRE weights the log-prob of a whole rollout: 1 / N.
     """
@@ -132,7 +103,7 @@ def train_rows(
     max_completion_length: int,
 ) -> list[TrainRow]:
     """The rows of one mini-batch. Their token weights contain its normalisation."""
-    lengths_N = np.array([len(rollout.completion_token_ids) for rollout in rollouts])
+    lengths_N = np.array([rollout.trained_tokens for rollout in rollouts])
     weights_N = token_weights(lengths_N, settings, max_completion_length)
     rows = []
     for index, rollout in enumerate(rollouts):
@@ -149,110 +120,24 @@ def train_rows(
                 float(weights_N[index]),
                 rollout.rollout_id,
                 sampler_weights(rollout, settings),
+                rollout.completion_mask,
             )
         )
     return rows
 
 
-def plan_microbatches(
-    rows: Sequence[TrainRow], max_tokens: int, world_size: int, packing: bool = False
-) -> list[list[MicroBatch]]:
-    """Micro-batches for each rank: the same number per rank, with balanced numbers of tokens.
+def sampler_weights(rollout: Rollout, settings: LossSection) -> np.ndarray:
+    """float32 [T]: min(π_b / π_sampler, C) per token. Empty if `loss.sampler_ratio_cap` C is null.
+    (Ionides 2008; between an inference engine and a trainer, with C = 2: Yao et al. 2025.)
 
-    Rows are dealt to the ranks from longest to shortest in snake order, so that all ranks get
-    similar lengths. Each rank groups neighbouring rows while the padded size (rows times longest)
-    is at most `max_tokens`; with `packing`, any rows whose lengths add up to that. A row longer
-    than that gets a micro-batch of its own.
+    π_b are the trainer's log-probs, frozen at birth. In sync mode they are of the weights that
+    sampled, and the weights of tokens differ from 1 only by what the two implementations round
+    differently. Times the ratio π_θ / π_b of the loss they are π_θ / π_sampler: nothing counts
+    twice.
     """
-    return [
-        [micro_batch(group, [rows[index] for index in group], packing) for group in groups]
-        for groups in plan_groups(rows, max_tokens, world_size, packing)
-    ]
-
-
-def plan_groups(
-    rows: Sequence[TrainRow], max_tokens: int, world_size: int, packing: bool = False
-) -> list[list[list[int]]]:
-    """Row indices of each micro-batch of each rank. An empty list is a micro-batch without rows."""
-    longest_first = sorted(range(len(rows)), key=lambda i: (-rows[i].length_tokens, i))
-    dealt: list[list[int]] = [[] for _ in range(world_size)]
-    for position, index in enumerate(longest_first):
-        turn, seat = divmod(position, world_size)
-        dealt[seat if turn % 2 == 0 else world_size - 1 - seat].append(index)
-    grouped = [(_packs if packing else _padded)(indices, rows, max_tokens) for indices in dealt]
-    count = max(1, *(len(groups) for groups in grouped)) if rows else 0
-    return [groups + [[] for _ in range(count - len(groups))] for groups in grouped]
-
-
-def _packs(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> list[list[int]]:
-    """First fit: the longest rows open packs, and shorter ones fill them."""
-    groups: list[list[int]] = []
-    room: list[int] = []
-    for index in indices:
-        length = rows[index].length_tokens
-        fitting = next((place for place, left in enumerate(room) if length <= left), len(room))
-        if fitting == len(room):
-            groups.append([])
-            room.append(max_tokens)
-        groups[fitting].append(index)
-        room[fitting] -= length
-    return groups
-
-
-def _padded(indices: Sequence[int], rows: Sequence[TrainRow], max_tokens: int) -> list[list[int]]:
-    groups: list[list[int]] = []
-    for index in indices:  # longest first: a group's first row sets its padded length
-        if groups and (len(groups[-1]) + 1) * rows[groups[-1][0]].length_tokens <= max_tokens:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
-
-
-def micro_batch(
-    indices: Sequence[int] | np.ndarray, chosen: Sequence[TrainRow], packing: bool
-) -> MicroBatch:
-    if not chosen:
-        return _empty_micro_batch()
-    lengths_R = np.array([row.length_tokens for row in chosen])
-    widths_R = lengths_R if packing else np.full(len(chosen), lengths_R.max())
-    input_ids = np.zeros(widths_R.sum(), dtype=np.int64)
-    positions, row_of = [], []
-    for r, (row, end) in enumerate(zip(chosen, np.cumsum(widths_R), strict=True)):
-        start = end - widths_R[r]
-        prompt_tokens, total_tokens = len(row.prompt_token_ids), row.length_tokens
-        input_ids[start : start + prompt_tokens] = row.prompt_token_ids
-        input_ids[start + prompt_tokens : start + total_tokens] = row.completion_token_ids
-        positions.append(start + np.arange(prompt_tokens - 1, total_tokens - 1))
-        row_of.append(np.full(total_tokens - prompt_tokens, r))
-    return MicroBatch(
-        rows_R=np.asarray(indices, dtype=np.int64),
-        widths_R=widths_R,
-        input_ids_RL=input_ids.reshape(1 if packing else len(chosen), -1),
-        positions_C=np.concatenate(positions).astype(np.int64),
-        target_ids_C=np.concatenate([row.completion_token_ids for row in chosen]).astype(np.int64),
-        row_of_C=np.concatenate(row_of).astype(np.int64),
-        behavior_logprobs_C=np.concatenate([row.behavior_logprobs for row in chosen]),
-        reference_logprobs_C=np.concatenate([row.reference_logprobs for row in chosen]),
-        coefficients_R=np.array([row.coefficient for row in chosen], dtype=np.float32),
-        token_weights_R=np.array([row.token_weight for row in chosen], dtype=np.float32),
-        sampler_weights_C=np.concatenate([row.sampler_weights for row in chosen]),
-    )
-
-
-def _empty_micro_batch() -> MicroBatch:
-    """One token of weight 0, for a rank that has no rows but takes part in the collectives."""
-    zero, zero_f = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
-    return MicroBatch(
-        rows_R=np.array([-1]),
-        widths_R=np.array([2]),
-        input_ids_RL=np.zeros((1, 2), dtype=np.int64),
-        positions_C=zero,
-        target_ids_C=zero,
-        row_of_C=zero,
-        behavior_logprobs_C=zero_f,
-        reference_logprobs_C=zero_f,
-        coefficients_R=zero_f,
-        token_weights_R=zero_f,
-        sampler_weights_C=np.zeros(0, np.float32),
-    )
+    if settings.sampler_ratio_cap is None:
+        return np.zeros(0, np.float32)
+    assert rollout.behavior_logprobs is not None
+    log_ratios_T = rollout.behavior_logprobs.astype(np.float64) - rollout.sampler_logprobs
+    cap = np.log(settings.sampler_ratio_cap)
+    return np.exp(np.minimum(log_ratios_T, cap)).astype(np.float32)

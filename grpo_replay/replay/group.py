@@ -1,11 +1,27 @@
 """Rollouts of one group from the arrays of any trainer: the way into the buffer as a library."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import numpy as np
 
-from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.replay.advantages import GroupAdvantage, group_advantages
 from grpo_replay.types import Rollout
+
+
+class OfCompletions(TypedDict):
+    """What a group has of each of its G completions."""
+
+    completion_token_ids: Sequence[Sequence[int] | np.ndarray]
+    behavior_logprobs: Sequence[Sequence[float] | np.ndarray]
+    """[T_i] under the policy that sampled it, which become π_b for good."""
+    sampler_logprobs: NotRequired[Sequence[Sequence[float] | np.ndarray] | None]
+    """[T_i] as the sampler reported them, if they differ."""
+    completion_mask: NotRequired[Sequence[Sequence[bool] | np.ndarray] | None]
+    """[T_i], True for the tokens that train; without it all do."""
+    extras: NotRequired[Sequence[Mapping[str, np.ndarray]] | None]
+    """Further arrays by name, as in `Rollout`."""
 
 
 def rollouts_of_group(
@@ -15,94 +31,117 @@ def rollouts_of_group(
     prompt_id: str,
     step: int,
     prompt_token_ids: Sequence[int] | np.ndarray,
-    completion_token_ids: Sequence[Sequence[int] | np.ndarray],
-    behavior_logprobs: Sequence[Sequence[float] | np.ndarray],
     rewards: Sequence[float | None],
-    sampler_logprobs: Sequence[Sequence[float] | np.ndarray] | None = None,
     advantages: Sequence[float | None] | np.ndarray | None = None,
     keep_zero_variance: bool = False,
     correct: float = 1.0,
     std: str = "population",
     epsilon: float = 1e-6,
     divide_by_std: bool = True,
+    **completions: Unpack[OfCompletions],
 ) -> list[Rollout]:
     """The G rollouts of one prompt, born at `step`, with their advantages (paper A, section 3).
 
-    Rollout i has `completion_token_ids[i]` and its log-probs [T_i] under the policy that sampled
-    it, which become π_b for good; `sampler_logprobs` are those that the sampler reported, if they
-    differ. Ids are `first_rollout_id + i`; the ids of rollouts and of groups must be unique in a
-    run and ascend. Rewards of at least `correct` count as correct. A completion whose reward is
-    None (it did not come) is left out, of the list and of the statistics of its group.
+    Ids are `first_rollout_id + i`; ids of rollouts and of groups must be unique in a run and
+    ascend. Rewards of at least `correct` count as correct. A completion whose reward is None (it
+    did not come) is left out, of the list and of the statistics of its group; one of which no token
+    trains is left out of the list.
 
     Advantages are those of `group_advantages` with `std`, `epsilon` and `divide_by_std`, or
     `advantages`, rounded to float32. If all rewards are equal, or all given advantages 0, the group
     has no signal: the list is empty, or has advantages 0 with `keep_zero_variance`. It is always
-    empty if fewer than two rewards came.
-
-    Raises ValueError if the lengths differ or a given advantage is not finite, NonFiniteError for a
-    reward that is not finite.
+    empty if fewer than two rewards came. Raises ValueError if lengths differ or a given advantage
+    is not finite, NonFiniteError for a reward that is not finite.
     """
-    size = len(rewards)
-    if not len(completion_token_ids) == len(behavior_logprobs) == size:
-        raise ValueError(
-            f"a group has as many completions as rewards and log-probs, found "
-            f"{len(completion_token_ids)} completions, {len(behavior_logprobs)} arrays of "
-            f"log-probs, {size} rewards"
-        )
-    for index, (tokens, logprobs) in enumerate(zip(completion_token_ids, behavior_logprobs)):
-        if len(tokens) != len(logprobs) or not len(tokens):
-            raise ValueError(
-                f"completion {index} has {len(tokens)} tokens and {len(logprobs)} log-probs: one "
-                "log-prob for every token, and at least one"
-            )
-    sampler = behavior_logprobs if sampler_logprobs is None else sampler_logprobs
-    if [len(each) for each in sampler] != [len(each) for each in behavior_logprobs]:
-        raise ValueError("sampler_logprobs and behavior_logprobs have other lengths")
+    members = _members(len(rewards), completions)
     group = group_advantages(rewards, std, epsilon, divide_by_std)
-    came = [(index, reward) for index, reward in enumerate(rewards) if reward is not None]
-    if len(came) < 2:
-        return []
-    advantages_G = group.advantages_G
     if advantages is not None:
-        advantages_G = _given(advantages, [index for index, _ in came], size)
-    if advantages_G is None:
-        if not keep_zero_variance:
-            return []
-        advantages_G = np.zeros(size, np.float32)
+        group = replace(group, advantages_G=_given(advantages, rewards))
+    scores = _scores(rewards, group, correct, keep_zero_variance)
+    shared: dict[str, Any] = {
+        "prompt_id": prompt_id,
+        "prompt_token_ids": np.array(prompt_token_ids, np.int32),
+        "birth_step": step,
+        "policy_version": step - 1,
+        "policy_version_end": step - 1,
+    }
     return [
-        Rollout(
-            rollout_id=first_rollout_id + index,
-            group_id=group_id,
-            prompt_id=prompt_id,
-            completion_index=index,
-            birth_step=step,
-            policy_version=step - 1,
-            policy_version_end=step - 1,
-            prompt_token_ids=np.array(prompt_token_ids, np.int32),
-            completion_token_ids=np.array(completion_token_ids[index], np.int32),
-            completion_text="",
-            behavior_logprobs=np.array(behavior_logprobs[index], np.float32),
-            sampler_logprobs=np.array(sampler[index], np.float32),
-            reward=float(np.float32(reward)),
-            advantage=float(advantages_G[index]),
-            group_reward_mean=group.mean,
-            group_reward_std=group.std,
-            group_correct=sum(each >= correct for _, each in came),
-            finish_reason="stop",
-            verdict="correct" if reward >= correct else "incorrect",
-            kept=True,
-        )
-        for index, reward in came
+        Rollout(first_rollout_id + i, group_id, **shared, **members[i], **score)
+        for i, score in scores.items()
+        if members[i]["completion_mask"] is None or members[i]["completion_mask"].any()
     ]
 
 
+def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
+    """The fields of each rollout that come from its completion."""
+    tokens, logprobs = given["completion_token_ids"], given["behavior_logprobs"]
+    sampler, masks = given.get("sampler_logprobs"), given.get("completion_mask")
+    extras = given.get("extras") or [{}] * size
+    sampler = logprobs if sampler is None else sampler
+    if not len(tokens) == len(logprobs) == size:
+        raise ValueError(
+            f"a group has as many completions as rewards and log-probs, found {len(tokens)} "
+            f"completions, {len(logprobs)} arrays of log-probs, {size} rewards"
+        )
+    lengths = [len(each) for each in tokens]
+    for index, length in enumerate(lengths):
+        if length != len(logprobs[index]) or not length:
+            raise ValueError(
+                f"completion {index} has {length} tokens and {len(logprobs[index])} log-probs: one "
+                "log-prob for every token, and at least one"
+            )
+    for name, arrays in (("sampler_logprobs", sampler), ("completion_mask", masks)):
+        if arrays is not None and [len(each) for each in arrays] != lengths:
+            raise ValueError(f"{name} and completion_token_ids have other lengths")
+    if len(extras) != size:
+        raise ValueError(f"{len(extras)} mappings of extras for {size} completions")
+    return [
+        {
+            "completion_index": i,
+            "completion_token_ids": np.array(tokens[i], np.int32),
+            "completion_text": "",
+            "behavior_logprobs": np.array(logprobs[i], np.float32),
+            "sampler_logprobs": np.array(sampler[i], np.float32),
+            "finish_reason": "stop",
+            "completion_mask": None if masks is None else np.array(masks[i], np.bool_),
+            "extras": {name: np.array(array) for name, array in extras[i].items()},
+        }
+        for i in range(size)
+    ]
+
+
+def _scores(
+    rewards: Sequence[float | None], group: GroupAdvantage, correct: float, keep: bool
+) -> dict[int, dict[str, Any]]:
+    """The fields that come from the rewards, of the members of the group that become rollouts."""
+    came = {index: reward for index, reward in enumerate(rewards) if reward is not None}
+    advantages_G = group.advantages_G
+    if advantages_G is None and keep:
+        advantages_G = np.zeros(len(rewards), np.float32)
+    if advantages_G is None or len(came) < 2:
+        return {}
+    return {
+        index: {
+            "reward": float(np.float32(reward)),
+            "advantage": float(advantages_G[index]),
+            "group_reward_mean": group.mean,
+            "group_reward_std": group.std,
+            "group_correct": sum(each >= correct for each in came.values()),
+            "verdict": "correct" if reward >= correct else "incorrect",
+            "kept": True,
+        }
+        for index, reward in came.items()
+    }
+
+
 def _given(
-    advantages: Sequence[float | None] | np.ndarray, came: Sequence[int], size: int
+    advantages: Sequence[float | None] | np.ndarray, rewards: Sequence[float | None]
 ) -> np.ndarray | None:
-    """float32 [G]; None if those of the members `came`, whose rewards came, are all 0."""
-    if len(advantages) != size:
-        raise ValueError(f"{len(advantages)} advantages for {size} rewards")
+    """float32 [G]; None if those of the members whose rewards came are all 0."""
+    if len(advantages) != len(rewards):
+        raise ValueError(f"{len(advantages)} advantages for {len(rewards)} rewards")
     advantages_G = np.array(advantages, np.float32)  # None is NaN
+    came = [index for index, reward in enumerate(rewards) if reward is not None]
     if not np.isfinite(advantages_G[came]).all():
         raise ValueError(f"advantages {list(advantages)}: one finite number for every reward")
     return advantages_G if advantages_G[came].any() else None

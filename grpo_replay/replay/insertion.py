@@ -44,6 +44,8 @@ def frozen(rollout: Rollout) -> Rollout:
         rollout.completion_token_ids,
         rollout.behavior_logprobs,
         rollout.sampler_logprobs,
+        rollout.completion_mask,
+        *rollout.extras.values(),
     ):
         if array is not None:
             array.flags.writeable = False
@@ -71,7 +73,8 @@ def _check_complete(rollout: Rollout) -> None:
 
 
 def number_problem(rollout: Rollout) -> str:
-    """What is wrong with the advantage or a log-prob of a survivor; "" if nothing is."""
+    """What is wrong with the advantage, a log-prob, the mask or an extra array of a survivor; "" if
+    nothing is."""
     logprobs_T, tokens_T = rollout.behavior_logprobs, rollout.completion_token_ids
     assert logprobs_T is not None and rollout.advantage is not None
     for name, array_T in (("behaviour", logprobs_T), ("sampler", rollout.sampler_logprobs)):
@@ -80,12 +83,32 @@ def number_problem(rollout: Rollout) -> str:
     if not math.isfinite(rollout.advantage):
         return f"its advantage is {rollout.advantage}: expected a finite number"
     valid_T = np.isfinite(logprobs_T) & (logprobs_T <= LARGEST_LOGPROB)
+    mask_T = rollout.completion_mask
+    if mask_T is not None:
+        if mask_T.dtype != np.bool_ or mask_T.shape != tokens_T.shape or not mask_T.any():
+            return (
+                f"its completion_mask is {mask_T.dtype} {mask_T.shape} with "
+                f"{np.count_nonzero(mask_T)} tokens that train: expected bool {tokens_T.shape} and "
+                "at least one; leave a rollout out of which no token trains"
+            )
+        valid_T |= ~mask_T
     if not valid_T.all():
         token = int(np.flatnonzero(~valid_T)[0])
         return (
             f"the behaviour log-prob of token {token} is {logprobs_T[token]}: expected a finite "
             "number of at most 0; leave the rollout out, or compute log-probs that are missing"
         )
+    return next(filter(None, map(extra_problem, rollout.extras, rollout.extras.values())), "")
+
+
+def extra_problem(name: str, array: np.ndarray) -> str:
+    """What is wrong with an array of `Rollout.extras`; "" if nothing is."""
+    if not name.isidentifier():
+        return f"extras: {name!r} is not a name; use letters, digits and underscores"
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+        return f"extras {name}: {getattr(array, 'dtype', type(array).__name__)}: give a numpy array"
+    if array.ndim == 0 or 0 in array.shape[1:]:
+        return f"extras {name}: shape {array.shape}: expected one dimension or more, [n] or [n, …]"
     return ""
 
 

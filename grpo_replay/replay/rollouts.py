@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_replay.recipe import Recipe
-from grpo_replay.replay.estimators import estimate_advantages
+from grpo_replay.replay.advantages import estimate_advantages
 from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Rollout, Verdict
 
@@ -44,7 +44,8 @@ def assemble_rollouts(
     """Rollouts of whole groups, by rollout id. A group with equal rewards has `kept` False, or
     advantage 0 if `replay.drop_zero_variance` is false. A completion whose reward did not come has
     `kept` False and counts nowhere in its group; if fewer than two rewards came, so has the whole
-    group. With `reward.mask_truncated`, a completion that was cut off has `kept` False too.
+    group. With `reward.mask_truncated`, a completion that was cut off has `kept` False too, and so
+    has one with a mask that leaves no token to train.
 
     Ids are consecutive over the prompts of the step: group `first_group_id + prompt_index`,
     rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
@@ -125,7 +126,9 @@ def _rollout(
     group_id: int,
 ) -> Rollout:
     index = completion.key.completion_index
+    mask_T = completion.completion_mask
     masked = recipe.reward.mask_truncated and completion.finish_reason == "length"
+    masked |= mask_T is not None and not mask_T.any()
     advantage = reward = None
     if verdict.reward is not None:
         reward = float(np.float32(verdict.reward))  # as it is stored
@@ -154,6 +157,8 @@ def _rollout(
         verdict=verdict.status,
         kept=advantage is not None,
         reward_scores=tuple(float(np.float32(score)) for score in scores),
+        completion_mask=mask_T,
+        extras=completion.extras,
     )
 
 

@@ -1,14 +1,14 @@
 """The buffer as a Parquet file: buffer.parquet in a checkpoint (schema version 1).
 
 One row per stored rollout, oldest first: the columns of rollouts/ without `completion_text` and
-`reward_scores`, then `priority`, `times_used` and `last_used_step` (null if never drawn). The
-file's metadata contain the step, the replay settings and the counters as JSON. `ReplayBuffer.save`
-adds `library`: the seed and the next ids, which a run of this package has elsewhere. Nothing is
-pickled.
+`reward_scores`, then `priority`, `times_used` and `last_used_step` (null if never drawn), then
+`completion_mask` and `extra_<name>` if a stored rollout has them. The file's metadata contain the
+step, the replay settings and the counters as JSON. `ReplayBuffer.save` adds `library`: the seed and
+the next ids, which a run of this package has elsewhere. Nothing is pickled.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ import pyarrow as pa
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import ReplayConfig
+from grpo_replay.recipe.retired import modernised
 from grpo_replay.replay.replay_buffer import NEVER_USED, ReplayBuffer
 from grpo_replay.storage.parquet import open_parquet, write_parquet
 from grpo_replay.storage.rollout_log import (
     LOG_ONLY,
     ROLLOUT_SCHEMA,
+    optional_fields,
+    optional_fields_of,
     rollouts_to_table,
     table_to_rollouts,
 )
@@ -68,12 +71,14 @@ def write_snapshot(
         **({} if library is None else {"library": library}),
     }
     metadata = {_FACTS_KEY: json.dumps(facts).encode()}
-    write_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA, _tables(state), metadata)
+    optional = optional_fields_of(state["rollouts"])
+    schema = pa.schema([*SNAPSHOT_SCHEMA, *optional])
+    write_parquet(path, "buffer", SNAPSHOT_VERSION, schema, _tables(state, optional), metadata)
 
 
 def read_snapshot_facts(path: Path) -> dict[str, Any]:
     """A snapshot's metadata, without its rollouts: `step`, `group_size`, `settings` (the replay
-    section) and the counters of `get_state`. Raises SnapshotError."""
+    section, with the keys of today) and the counters of `get_state`. Raises SnapshotError."""
     with open_parquet(path, "buffer", SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
         return _read_facts(path, file.schema_arrow.metadata)
 
@@ -90,7 +95,9 @@ def read_snapshot(path: Path) -> Snapshot:
         facts = _read_facts(path, file.schema_arrow.metadata)
         columns: dict[str, list[np.ndarray]] = {field.name: [] for field in _USE_FIELDS}
         rollouts = []
-        for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=SNAPSHOT_SCHEMA.names):
+        optional = [field.name for field in optional_fields(file.schema_arrow)]
+        names = [*SNAPSHOT_SCHEMA.names, *optional]
+        for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=names):
             _check_complete(path, batch)
             rollouts.extend(table_to_rollouts(pa.Table.from_batches([batch])))
             columns["priority"].append(batch.column("priority").to_numpy())
@@ -160,17 +167,20 @@ def load_buffer(
     return buffer
 
 
-def _tables(state: Mapping[str, Any]) -> Iterator[pa.Table]:
+def _tables(state: Mapping[str, Any], optional: Sequence[pa.Field]) -> Iterator[pa.Table]:
+    known = len(ROLLOUT_SCHEMA) - len(LOG_ONLY)
+    schema = pa.schema([*SNAPSHOT_SCHEMA, *optional])
     for start in range(0, len(state["rollouts"]), _CHUNK_ROLLOUTS):
         chunk = slice(start, start + _CHUNK_ROLLOUTS)
-        frozen = rollouts_to_table(state["rollouts"][chunk]).drop_columns(list(LOG_ONLY))
+        whole = rollouts_to_table(state["rollouts"][chunk], optional)
+        frozen = whole.drop_columns(list(LOG_ONLY)).columns
         last_used = state["last_used_step"][chunk]
         uses = [
             pa.array(state["priority"][chunk]),
             pa.array(state["times_used"][chunk]),
             pa.array(last_used, mask=last_used == NEVER_USED),
         ]
-        yield pa.table([*frozen.columns, *uses], schema=SNAPSHOT_SCHEMA)
+        yield pa.table([*frozen[:known], *uses, *frozen[known:]], schema=schema)
 
 
 def _check_complete(path: Path, batch: pa.RecordBatch) -> None:
@@ -196,6 +206,7 @@ def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
         raise SnapshotError(
             f"{path}: its metadata lacks {', '.join(sorted(missing))}; restore the file from a copy"
         )
+    facts["settings"] = modernised({"replay": facts["settings"]}, str(path))["replay"]
     return facts
 
 

@@ -3,12 +3,14 @@
 `math_verify_boxed` grades the last box of the trailing 500 characters, `math_verify` the whole
 completion. The reference answer and the graded text are each wrapped in a math environment unless
 they contain one, parsed, and compared with `verify(gold, prediction)`, in that order. If either
-does not parse, the raw strings are compared. Every verdict is math-verify's own; each LaTeX string
-is parsed once and each pair is compared once. Runs in the main thread of a worker, because
+does not parse, or is one on which math-verify would work until its time-out, the raw strings are
+compared. Every other verdict is math-verify's own; each LaTeX string is parsed once and each pair
+is compared once. Runs in the main thread of a worker, because
 math-verify's five-second alarms work only there.
 """
 
 import logging
+import math
 import re
 import time
 from collections import OrderedDict
@@ -19,7 +21,7 @@ from typing import Any
 import math_verify
 import math_verify.parser
 
-from grpo_replay.rewards.boxes import boxed_answer
+from grpo_replay.rewards.minerva import boxed_answer, last_box
 
 REMEMBERED = 20_000
 """Number of parsed LaTeX strings, and of compared pairs, that a worker keeps."""
@@ -29,6 +31,65 @@ STARVED_SECONDS = 2.5
 
 _ENVIRONMENT = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed\{")
 """Openers of a math environment in math-verify: $, \\(, \\[ and \\boxed{."""
+
+
+LONGEST_ANSWER = 10_000
+"""Characters of an answer that is parsed."""
+LONGEST_COMPLETION = 1_000_000
+DEEPEST_NESTING = 12
+"""Brackets within brackets. Beyond, math-verify's parser may take longer than its time-out."""
+MOST_BITS = 10_000_000
+LARGEST_FACTORIAL = 200_000
+"""Of numbers in an answer. sympy takes a quarter of a second for numbers of this size."""
+
+_SPACING = re.compile(r"\\left|\\right|\{,\}|\\[,;! ]|(?<=\d),(?=\d{3})")
+_BRACKETED_NUMBER = re.compile(r"[({]\s*(\d+)\s*[)}]")
+_FACTORIAL_OF_NUMBER = re.compile(r"(\d+)\s*!")
+_POWER_OF_NUMBERS = re.compile(r"(\d+)\s*\^\s*(\d+)(?![\d]|\s*[\^!])")
+_BEYOND = "9" * 9
+
+
+def is_too_expensive(answer: str) -> bool:
+    """True for an answer on which math-verify would work until its time-out: megabytes, brackets
+    nested without end, and numbers that no memory holds, such as towers of powers and factorials
+    of factorials."""
+    if len(answer) > LONGEST_ANSWER:
+        return True
+    depth = 0
+    for character in answer:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > DEEPEST_NESTING:
+            return True
+    text, before = _SPACING.sub("", answer), ""
+    while text != before:  # innermost numbers first
+        before = text
+        text = _BRACKETED_NUMBER.sub(r" \1 ", text)
+        for pattern, value_of in ((_FACTORIAL_OF_NUMBER, _factorial), (_POWER_OF_NUMBERS, _power)):
+            if found := pattern.search(text):
+                value = value_of(*found.groups())
+                if value is None:
+                    return True
+                text = f"{text[: found.start()]} {value} {text[found.end() :]}"
+                break
+    return False
+
+
+def _factorial(number: str) -> str | None:
+    """The value, or `_BEYOND` if it is larger; None if it is too expensive."""
+    if len(number) > 6 or int(number) > LARGEST_FACTORIAL:
+        return None
+    return str(math.factorial(int(number))) if int(number) < 13 else _BEYOND
+
+
+def _power(base: str, exponent: str) -> str | None:
+    """As `_factorial`."""
+    base, exponent = base.lstrip("0"), exponent.lstrip("0")
+    if base in ("", "1") or not exponent:
+        return base or "0"
+    base_bits = math.log2(int(base[:15])) + 3.33 * max(len(base) - 15, 0)
+    if len(exponent) > 8 or int(exponent) * base_bits > MOST_BITS:
+        return None
+    return str(int(base) ** int(exponent)) if int(exponent) * base_bits < 30 else _BEYOND
 
 
 def in_environment(text: str) -> str:
@@ -88,18 +149,24 @@ class SymbolicGrader:
 
     def _grade(self, completion: str, answer: str) -> tuple[str, bool]:
         self._swallowed.clear()
-        gold = self._parse_gold(answer)
+        gold = [] if is_too_expensive(answer) else self._parse_gold(answer)
         if self._swallowed:  # parsing may succeed in time on the next attempt
             self._parse_gold.cache_clear()
         operand = boxed_answer(completion) if self._boxed else completion
         if operand is None:
             return "unparsable", bool(gold)
-        prediction = _parse(operand)
+        prediction = [] if self._is_too_expensive(operand) else _parse(operand)
         if gold and prediction:
             correct = self._verify(answer, gold, prediction)
         else:
             correct = operand == answer
         return self._status(correct, bool(prediction)), bool(gold)
+
+    def _is_too_expensive(self, operand: str) -> bool:
+        """Of a whole completion, its last box decides; the rest may say anything."""
+        if self._boxed:
+            return is_too_expensive(operand)
+        return len(operand) > LONGEST_COMPLETION or is_too_expensive(last_box(operand) or "")
 
     def _verify(self, answer: str, gold: list[Any], prediction: list[Any]) -> bool:
         # The parse cache returns the same object for equal LaTeX, so its id is a valid key as long

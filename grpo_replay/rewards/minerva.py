@@ -1,4 +1,6 @@
-"""The `minerva` verifier: the last box near the end, normalised and compared as a string.
+"""The `minerva` verifier: the last box near the end, normalised and compared as a string; and the
+answer in a completion, the last `\\boxed{…}` near its end (paper A, appendix), which
+`math_verify_boxed` grades too.
 
 The normalisation follows Minerva (Lewkowycz et al. 2022, appendix D.1): it cleans up LaTeX, removes
 unit words, expands shorthand for fractions and roots, and strips commas between digits. It compares
@@ -7,7 +9,8 @@ text, so `1/2` and `\\frac{1}{2}` differ. Paper A trains with it.
 
 import re
 
-from grpo_replay.rewards.boxes import boxed_answer
+TAIL_CHARACTERS = 500
+"""Only a box that lies entirely within this many trailing characters counts."""
 
 _REWRITES = (
     ("an ", ""),
@@ -77,3 +80,32 @@ def grade(completion: str, answer: str) -> str:
     if boxed is None:
         return "unparsable"
     return "correct" if normalise(boxed) == normalise(answer) else "incorrect"
+
+
+def boxed_answer(completion: str) -> str | None:
+    """The content of the last box in the trailing `TAIL_CHARACTERS`.
+
+    None if they contain no complete box, or if the last one is never closed.
+    """
+    return last_box(completion[-TAIL_CHARACTERS:])
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last `\\boxed{…}` in `text`, with balanced braces.
+
+    None if there is no box or if the last one is never closed.
+    """
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth = 1
+    for position in range(begin, len(text)):
+        character = text[position]
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return text[begin:position]
+    return None

@@ -1,29 +1,52 @@
 """A pool of verifier processes, each driven by its own thread.
 
 Tasks with the same reference answer are queued for the same worker, which has already parsed it;
-an idle worker takes tasks from the longest queue. Tasks are sent in chunks, and each has its own
-time limit. A worker that is late or has ended is replaced, and only its current task fails. A
-task that runs out of memory or crashes in a worker that had answered before is retried once in a
-fresh worker, so a verdict never depends on what the worker did earlier.
+an idle worker takes a task from the longest queue. A worker has one task at a time, so an ordinary
+task never waits behind a slow one while another worker is free. A worker that is late or has ended
+is replaced, and only its task fails. A task that runs out of memory or crashes in a worker that had
+answered before is retried once in a fresh worker, so a verdict never depends on what the worker did
+earlier.
+
+No process pool of a library is used: none (concurrent.futures, pebble, loky) ends the programs that
+a task has started, or tells a task that was killed from one that died.
 """
 
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_replay.errors import GrpoReplayError, RecipeError
-from grpo_replay.rewards.verifier_process import VerifierProcess, WorkerGone, WorkerLate
+import psutil
 
-LARGEST_CHUNK = 32
+from grpo_replay.errors import GrpoReplayError, RecipeError
+from grpo_replay.terminal.console import printable
+
+START_TIMEOUT_SECONDS = 120.0
 FAILED_STARTS_ALLOWED = 3
+LOGGED_LINES = 200
+"""Lines that a worker may print into the log."""
+LONGEST_LINE = 1_000
+"""Bytes of a printed line that are logged together."""
+FAMILY_VARIABLE = "GRPO_REPLAY_VERIFIER"
+"""Set for a worker and what it starts, so that these are found wherever they went."""
 
 Task = tuple[Any, bytes]  # the caller's identifier, and the task as JSON
 Answers = list[dict[str, Any]]
 """The answers to one task, in the order of the functions. Fewer than there are functions if the
 time limit or a crash ended the last of them."""
 OnAnswers = Callable[[Any, Answers], None]
+
+logger = logging.getLogger(__name__)
 
 
 class VerifierPool:
@@ -69,6 +92,14 @@ class VerifierPool:
             self._queues[affinity % len(self._queues)].append(task)
             self._wake.notify_all()
 
+    def take_back(self) -> list[Task]:
+        """The tasks that no worker has begun, which are no longer queued."""
+        with self._wake:
+            waiting = [task for queue in self._queues for task in queue]
+            for queue in self._queues:
+                queue.clear()
+        return waiting
+
     def wait_ready(self) -> None:
         """Wait until a worker is ready or cannot be started."""
         self._ready.wait()
@@ -77,8 +108,6 @@ class VerifierPool:
         """Kill the workers and wait for their threads. May be called twice."""
         with self._wake:
             self._closing = True
-            for queue in self._queues:
-                queue.clear()
             self._wake.notify_all()
             for process in self._processes.values():
                 process.kill()
@@ -96,7 +125,9 @@ class VerifierPool:
             self._on_failure(error)
             self._ready.set()
 
-    def _start(self, index: int) -> VerifierProcess | None:
+    def _start(self, index: int) -> "VerifierProcess | None":
+        """A worker that is ready; None when the pool closes."""
+        printed = ""
         for _ in range(FAILED_STARTS_ALLOWED):
             with self._wake:
                 if self._closing:
@@ -107,23 +138,17 @@ class VerifierPool:
                 self._note_sources(process.wait_ready())
                 self._ready.set()
                 return process
-            except ImportError as error:
+            except OSError:
                 process.reap()
-                raise RecipeError(
-                    f"reward.function {', '.join(map(repr, self._functions))} cannot be loaded: "
-                    f"{error}; expected module:function importable from the current folder or the "
-                    "environment, or file.py:function"
-                ) from error
-            except RecipeError:
+                printed = process.last_printed() or printed
+            except BaseException:
                 process.reap()
                 raise
-            except (WorkerGone, WorkerLate):
-                process.reap()
         if self._closing:
             return None
         raise GrpoReplayError(
-            f"verifier worker {index} ended {FAILED_STARTS_ALLOWED} times before it was ready: "
-            "see its message on stderr; the usual cause is too little memory"
+            f"verifier worker {index} ended {FAILED_STARTS_ALLOWED} times before it was ready; the "
+            f"usual cause is too little memory. It printed: {printed or 'nothing'}"
         )
 
     def _note_sources(self, found: dict[str, str]) -> None:
@@ -137,53 +162,160 @@ class VerifierPool:
                 "uses it: a new worker would grade by another reward. Restore the file, and resume"
             )
 
-    def _serve(self, process: VerifierProcess, index: int) -> None:
-        """Send tasks until the pool closes or the worker must be replaced."""
-        while chunk := self._take(index):
-            remaining = deque(chunk)
-            answers: Answers = []
-            try:
-                process.send([body for _, body in chunk], self._time_limit)
-                while remaining:
-                    answers = []
-                    self._receive(process, answers)
-                    out_of_memory = any(answer["status"] == "memory" for answer in answers)
-                    if out_of_memory and self._deserves_retry(process):
-                        return self._put_back(remaining, index)
-                    process.answered += 1
-                    self._on_answers(remaining.popleft()[0], answers)
-                    if out_of_memory:
-                        return self._put_back(remaining, index)
-            except WorkerLate:
-                self._on_answers(remaining.popleft()[0], [*answers, {"status": "timeout"}])
-                return self._put_back(remaining, index)
-            except WorkerGone:
-                if not self._closing and not self._deserves_retry(process):
-                    answer = {"status": "crash", "error": f"its process {process.exit_reason()}"}
-                    self._on_answers(remaining.popleft()[0], [*answers, answer])
-                return self._put_back(remaining, index)
+    def _serve(self, process: "VerifierProcess", index: int) -> None:
+        """Give the worker tasks until the pool closes or the worker must be replaced."""
+        while (task := self._take(index)) is not None:
+            answers, ended = process.ask(task[1], self._time_limit)
+            if self._closing:
+                return
+            if ended in ("memory", "crash") and process.answered > 0:
+                with self._wake:
+                    self._queues[index].appendleft(task)  # for a fresh worker
+                return
+            self._on_answers(task[0], answers)
+            if ended:
+                return
+            process.answered += 1
 
-    def _receive(self, process: VerifierProcess, answers: Answers) -> None:
-        """Append the answers to one task as they come. Raises WorkerGone or WorkerLate."""
-        deadline = time.monotonic() + self._time_limit
-        for _ in self._functions:
-            answers.append(process.receive(max(0.0, deadline - time.monotonic())))
-
-    def _deserves_retry(self, process: VerifierProcess) -> bool:
-        return process.answered > 0
-
-    def _take(self, index: int) -> list[Task]:
+    def _take(self, index: int) -> Task | None:
         with self._wake:
             while not self._closing and not any(self._queues):
                 self._wake.wait()
             if self._closing:
-                return []
-            queue = self._queues[index] or max(self._queues, key=len)
-            share = -(-len(queue) // 4)  # small chunks, so that all workers finish together
-            return [queue.popleft() for _ in range(min(share, LARGEST_CHUNK))]
+                return None
+            return (self._queues[index] or max(self._queues, key=len)).popleft()
 
-    def _put_back(self, tasks: deque[Task], index: int) -> None:
-        with self._wake:
-            if not self._closing:
-                self._queues[index].extendleft(reversed(tasks))
-                self._wake.notify_all()
+
+class VerifierProcess:
+    """A child process that runs `grpo_replay.rewards.verifier_worker`, and its half of a socket.
+    Messages are JSON in ASCII, one a line.
+
+    The thread that starts it must outlive it: Linux kills the child when that thread ends.
+    """
+
+    def __init__(self, functions: Sequence[str], memory_limit_mib: int) -> None:
+        self.answered = 0
+        self._functions = functions
+        self._received = b""
+        self._printed: deque[str] = deque(maxlen=5)
+        self._family = secrets.token_hex(8)
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            names = json.dumps(list(functions))
+            arguments = [names, memory_limit_mib, os.getpid(), theirs.fileno()]
+            self._process = subprocess.Popen(
+                [sys.executable, "-uPm", "grpo_replay.rewards.verifier_worker"]
+                + [str(each) for each in arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                env=_environment(self._family),
+                start_new_session=True,  # a process group, so that what it starts is killed with it
+            )
+        threading.Thread(target=self._log_output, daemon=True, name="verifier output").start()
+
+    def wait_ready(self) -> dict[str, str]:
+        """The SHA-256 of the source file of each function of the user, once all are loaded. Raises
+        OSError if the process ends or is late, RecipeError with its message if it cannot."""
+        message = self._receive(time.monotonic() + START_TIMEOUT_SECONDS)
+        if "failed" in message:
+            raise RecipeError(
+                f"reward.function {', '.join(map(repr, self._functions))} cannot be loaded: "
+                f"{message['failed']}; expected module:function importable from the current folder "
+                "or the environment, or file.py:function"
+            )
+        return message["sources"]
+
+    def ask(self, task: bytes, limit_seconds: float) -> tuple[Answers, str]:
+        """The answers of all functions to a task, and why the process cannot be used again:
+        "timeout", "crash" or "memory"; "" if it can."""
+        answers: Answers = []
+        deadline = time.monotonic() + limit_seconds
+        try:
+            self._socket.settimeout(limit_seconds)  # a process that is stopped takes nothing
+            self._socket.sendall(task + b"\n")
+            for _ in self._functions:
+                answers.append(self._receive(deadline))
+        except TimeoutError:
+            return [*answers, {"status": "timeout"}], "timeout"
+        except OSError:
+            reason = f"its process {self._exit_reason()}"
+            return [*answers, {"status": "crash", "error": reason}], "crash"
+        return answers, "memory" if any(each["status"] == "memory" for each in answers) else ""
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        """The next message. Raises TimeoutError, or another OSError if the process is gone."""
+        while b"\n" not in self._received:
+            # Look even after the deadline: this thread itself may have been descheduled.
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            piece = self._socket.recv(1 << 16)
+            if not piece:
+                raise BrokenPipeError
+            self._received += piece
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def _exit_reason(self) -> str:
+        """How a process that is gone ended, for messages."""
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        self._kill_group()
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def last_printed(self) -> str:
+        """The last lines that the process printed."""
+        return " / ".join(self._printed)
+
+    def _log_output(self) -> None:
+        """Write what the process prints to the log, the first `LOGGED_LINES` lines of it."""
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            for number, line in enumerate(iter(lambda: output.readline(LONGEST_LINE), b"")):
+                text = printable(line.decode("utf-8", "replace").rstrip())
+                if number < LOGGED_LINES:
+                    self._printed.append(text)
+                    logger.info("a reward function printed: %s", text)
+                elif number == LOGGED_LINES:
+                    logger.info("a reward function printed more, which is not logged")
+
+    def kill(self) -> None:
+        """Kill the process and those of its group. May be called twice, and from another thread."""
+        if self._process.returncode is None:  # else its number may be that of another group
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Kill the process and all that it started, wait for it and close the socket."""
+        self.kill()
+        self._process.wait()
+        self._socket.close()
+        _kill_family(self._family)
+
+
+def _kill_family(name: str) -> None:
+    """Kill the processes that inherited the variable of a worker, in whatever group they are: two
+    rounds, because a program that is just being started shows no environment yet."""
+    for pause_seconds in (0.0, 0.1):
+        time.sleep(pause_seconds)
+        for pid in psutil.pids():
+            with contextlib.suppress(psutil.Error, OSError):  # those that end meanwhile, of others
+                if psutil.Process(pid).environ().get(FAMILY_VARIABLE) == name:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _environment(family: str) -> dict[str, str]:
+    # Same packages, but no GPU: a reward function must not use the trainer's GPU memory.
+    paths = [path for path in sys.path if path]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        FAMILY_VARIABLE: family,
+    }

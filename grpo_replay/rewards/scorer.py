@@ -12,6 +12,7 @@ verdict. If all functions are built in, equal (completion, answer) pairs are gra
 """
 
 import hashlib
+import json
 import logging
 import threading
 import zlib
@@ -22,8 +23,8 @@ from typing import Any
 
 from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, is_function_name
-from grpo_replay.rewards import wire
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
+from grpo_replay.recipe.open_lists import VERIFIERS
 from grpo_replay.rewards.pool import Answers, VerifierPool
 from grpo_replay.types import FAILED, Verdict
 
@@ -32,10 +33,13 @@ CACHED_ANSWERS = 200_000
 
 MOST_WORKERS_PER_CORE = 32
 
+STEP_LIMIT_SECONDS = 1800.0
+"""Longest wait for the verdicts of a step after its last completion."""
+
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Graded:
     """One submitted pair; `answers` are the worker's messages, None until they arrive."""
 
@@ -47,7 +51,8 @@ class RewardScorer:
     """Scores completions with the recipe's reward functions. Use it from one thread only."""
 
     def __init__(self, section: RewardSection, as_verdicts: bool) -> None:
-        functions = [each.function for each in section.functions]
+        names = [each.function for each in section.functions]
+        functions = [n if n in BUILTIN_VERIFIERS else VERIFIERS.place(n) for n in names]
         for function in functions:
             _check_function(function)
         check_workers(section.workers)
@@ -55,6 +60,7 @@ class RewardScorer:
         """Reference answers seen so far that math-verify could not parse."""
         self.first_error: str | None = None
         """The first exception of a reward function, and where it was raised."""
+        self.step_limit_seconds = STEP_LIMIT_SECONDS
         self._section, self._as_verdicts = section, as_verdicts
         self._weights = [each.weight for each in section.functions]
         self._own = [function not in BUILTIN_VERIFIERS for function in functions]
@@ -128,12 +134,15 @@ class RewardScorer:
         return self._failure is not None or self._pending == 0
 
     def results(self) -> dict[Hashable, Verdict]:
-        """Wait for all verdicts since the last call and return them in submission order.
+        """Wait for all verdicts since the last call and return them in submission order. After
+        `step_limit_seconds` those that no worker has begun are given up, with status none.
 
         Raises RecipeError if the reward function cannot be loaded.
         """
         with self._changed:
-            self._changed.wait_for(self._is_settled)
+            if not self._changed.wait_for(self._is_settled, self.step_limit_seconds):
+                self._give_up_waiting()
+                self._changed.wait_for(self._is_settled)
             if self._failure is not None:
                 raise self._failure
             submitted, self._submitted = self._submitted, []
@@ -141,6 +150,22 @@ class RewardScorer:
         if len(verdicts) != len(submitted):
             raise ValueError("two completions were submitted for grading under one key")
         return verdicts
+
+    def _give_up_waiting(self) -> None:
+        """No reward for what no worker has begun. What is being graded ends at its own limit."""
+        given_up = [graded for (graded, _) in self._pool.take_back()]
+        reason = (
+            f"{len(given_up)} of {len(self._submitted)} completions were not graded within "
+            f"{self.step_limit_seconds:g} s after the last of them and have no reward: a faster "
+            "reward function, more reward.workers"
+        )
+        logger.warning("%s", reason)
+        self.first_error = self.first_error or reason
+        for graded in given_up:
+            graded.answers = [{"status": "none", "error": reason}]
+        self._pending -= len(given_up)
+        kept = ((digest, each) for digest, each in self._cache.items() if each not in given_up)
+        self._cache = OrderedDict(kept)
 
     def wait_ready(self) -> None:
         """Wait until a worker is ready. Raises RecipeError if a function cannot be loaded."""
@@ -195,7 +220,7 @@ class RewardScorer:
         if not self._builtin:
             task |= {"row": dict(row or {}), **given}
         try:
-            return wire.to_json(task)
+            return json.dumps(task, default=_plain).encode("ascii")
         except (TypeError, ValueError) as error:
             raise DatasetError(
                 f"a row cannot be passed to reward.function {self._names()}: {error}; "
@@ -225,16 +250,18 @@ class RewardScorer:
         if self._own_failure(answers):
             return Verdict(None, status, ())
         if status in FAILED:
-            scores = (section.incorrect, *(0.0 for _ in section.other_functions))
+            scores = (section.incorrect, *(0.0 for _ in section.functions[1:]))
         else:
             scores = tuple(map(self._score, answers))
         weighted = (weight * score for weight, score in zip(self._weights, scores, strict=True))
         return Verdict(sum(weighted), status, scores)
 
     def _own_failure(self, answers: Answers) -> str | None:
-        """The status of the first function of the user that failed; None if none did."""
+        """The status of the first function of the user that failed, or "none" if nothing was
+        graded; None if neither."""
         pairs = zip(answers, self._own)  # a failure may have ended the answers
-        return next((a["status"] for a, own in pairs if own and a["status"] in FAILED), None)
+        failed = (each["status"] for each, own in pairs if own and each["status"] in FAILED)
+        return next(failed, "none" if answers[0]["status"] == "none" else None)
 
     def _status(self, answers: Answers) -> str:
         statuses = [answer["status"] for answer in answers]
@@ -276,12 +303,10 @@ class RewardScorer:
 
 
 def _check_function(function: str) -> None:
-    if is_function_name(function):
-        return
-    raise RecipeError(
-        f"reward.function {function!r} is not a verifier: use {', '.join(BUILTIN_VERIFIERS)}, "
-        "module:function, such as my_rewards:score, or file.py:function"
-    )
+    try:
+        VERIFIERS.check(function)
+    except ValueError as error:
+        raise RecipeError(f"reward.function: {error}") from error
 
 
 def check_workers(workers: int) -> None:
@@ -294,6 +319,15 @@ def check_workers(workers: int) -> None:
             f"{MOST_WORKERS_PER_CORE * cores} here; one or two per core are enough unless the "
             "function waits for a server"
         )
+
+
+def _plain(value: Any) -> Any:
+    """JSON escapes preserve NULs and lone surrogates. Dataset rows may also contain numpy scalars,
+    arrays and dates."""
+    for method in ("tolist", "isoformat"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    raise TypeError(f"a {type(value).__name__} cannot be sent to a verifier worker")
 
 
 def _digest(completion: str, answer: str) -> bytes:

@@ -89,7 +89,7 @@ def _try_calls(
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
         return []
-    reason = scorer.first_error or f"{failed[0]} (reward.time_limit_seconds, memory_limit_mib)"
+    reason = scorer.first_error or f"{failed[0]} (reward.time_limit_seconds)"
     if tolerant or len(failed) < len(verdicts):
         return [
             f"reward function {function} failed on {len(failed)} of the {len(verdicts)} rows that "
@@ -123,6 +123,6 @@ def _check_answers(verifier: str, scorer: RewardScorer, sample: Sample) -> list[
     raise DatasetError(
         f"{sample.place}: {verifier} can read none of {len(answers)} reference answers checked, of "
         f"{sample.total} (ending in {shown}): it grades them as different from themselves, so no "
-        "completion could be right; name the field with the final answer (prompts.answer_field, "
-        "prompts.answer_marker), or choose another reward function"
+        "completion could be right; name the field with the final answer (prompts.answer_field), "
+        "or choose another reward function"
     )

@@ -1,8 +1,8 @@
-"""A verifier worker: reads tasks from stdin. For each task it writes the answer of every function
-to stdout, in order, so that the pool knows which of them a time limit or a crash ended.
+"""A verifier worker: grades the tasks that come over a socket. For each task it writes the answer
+of every function, in order, so that the pool knows which of them a time limit or a crash ended.
 
 Started by `grpo_replay.rewards.pool`, which kills it at the time limit; the kernel kills it when
-its parent ends. Output printed by a reward function goes to stderr.
+its parent ends. What a reward function prints goes to the log.
 """
 
 import ctypes
@@ -11,34 +11,36 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from grpo_replay.rewards import wire
 from grpo_replay.rewards.user_function import describe_failure, open_user_function, source_digest
 
 Grader = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def main() -> None:
-    functions, memory_limit_mib, parent = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    names, memory_limit_mib, parent, descriptor = (json.loads(word) for word in sys.argv[1:])
     _die_with(parent)
-    requests, replies = _claim_pipes()
-    try:
-        names = json.loads(functions)
-        graders = [_open_grader(function) for function in names]
-        sources = {name: source_digest(name) for name in names if name not in BUILTINS}
-    except BaseException as error:  # a module of the user may even call sys.exit
-        _write(replies, {"failed": describe_failure(error)})
-        return
-    # Imported modules are never freed: keep the garbage collector from scanning them.
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
-    _limit_memory_growth(memory_limit_mib)
-    _write(replies, {"ready": True, "sources": sources})
-    while (tasks := wire.read(requests)) is not None:
-        for task in tasks:
+    # Only the trainer may end its workers, also when a scheduler sends SIGINT to every process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)  # else a program that a function starts would hold it
+    with socket.socket(fileno=descriptor) as link:
+        tasks, replies = link.makefile("rb"), link.makefile("wb")
+        try:
+            graders = [_open_grader(function) for function in names]
+            sources = {name: source_digest(name) for name in names if name not in BUILTINS}
+        except BaseException as error:  # a module of the user may even call sys.exit
+            _write(replies, {"failed": describe_failure(error)})
+            return
+        # Imported modules are never freed: keep the garbage collector from scanning them.
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 50)
+        _limit_memory_growth(memory_limit_mib)
+        _write(replies, {"sources": sources})
+        for task in map(json.loads, tasks):
             for grader in graders:
                 _write(replies, _graded(grader, task))
 
@@ -51,17 +53,6 @@ def _die_with(parent: int) -> None:
         os._exit(0)
 
 
-def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    # Only the trainer may end its workers, also when a scheduler sends SIGINT to every process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return requests, replies
-
-
 def _limit_memory_growth(limit_mib: int) -> None:
     if sys.platform != "linux":
         return
@@ -72,7 +63,7 @@ def _limit_memory_growth(limit_mib: int) -> None:
 
 
 def _write(replies: BinaryIO, message: dict[str, Any]) -> None:
-    replies.write(wire.frame(wire.to_json(message)))
+    replies.write(json.dumps(message).encode("ascii") + b"\n")
     replies.flush()
 
 

@@ -13,13 +13,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from grpo_replay.engine.cache_support import CACHE_NAMES, cannot_decode
-from grpo_replay.sampling.decode_attention import NAME as DECODE_ATTENTION
+from grpo_replay.engine.models import load_config
+from grpo_replay.errors import ModelError
+from grpo_replay.recipe import ModelSection
+from grpo_replay.sampling.kv_cache import NAME as DECODE_ATTENTION
 
 logger = logging.getLogger(__name__)
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+"""Arguments of a forward pass that take a cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +99,21 @@ _FAILURES = (
     TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError
 )  # fmt: skip
 """Raised by models that do not take a cache, mask or attention of the kind."""
+
+
+def refuse_without_cache(model: ModelSection) -> None:
+    """Raises ModelError for a model whose forward pass takes no cache."""
+    config = load_config(model)
+    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kind = found[0] if isinstance(found, list | tuple) else found
+    if kind is None:  # code from the model's repository
+        return
+    if not set(inspect.signature(kind.forward).parameters).intersection(CACHE_NAMES):
+        raise cannot_decode(config)
+
+
+def cannot_decode(config: PreTrainedConfig) -> ModelError:
+    return ModelError(
+        f"sampling.backend hf: it cannot decode a model of type {config.model_type} with a cache "
+        "of transformers and get the log-probs of the model; use sampling.backend vllm"
+    )

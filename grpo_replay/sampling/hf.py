@@ -8,6 +8,7 @@ batch, and the log-prob of every sampled token is returned.
 
 import copy
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,26 +18,35 @@ from grpo_replay.engine.models import (
     DTYPES,
     load_policy,
     load_tokenizer,
-    section_at,
 )
-from grpo_replay.engine.stop_tokens import find_stop_tokens
-from grpo_replay.engine.weight_names import (
+from grpo_replay.engine.weights import (
     CheckedWeights,
     named_weights,
     refuse_problems,
     weights_of,
 )
 from grpo_replay.errors import SamplerError
-from grpo_replay.recipe import Recipe
-from grpo_replay.sampling.contract import WeightState, refuse_impossible
-from grpo_replay.sampling.decode_trial import gives_own_logprobs
-from grpo_replay.sampling.decode_ways import first_that_works
-from grpo_replay.sampling.decoding import DecodingBatch, FinishedRow, decoding_batches
+from grpo_replay.recipe import ModelSection
+from grpo_replay.sampling.decode_ways import first_that_works, refuse_without_cache
+from grpo_replay.sampling.decoding import (
+    DecodingBatch,
+    FinishedRow,
+    decoding_batches,
+    gives_own_logprobs,
+)
+from grpo_replay.sampling.sampler_protocol import (
+    SamplerOpening,
+    WeightState,
+    refuse_impossible,
+)
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 
 class HfSampler:
     """Implements `sampling.sampler_protocol.Sampler` on one device, with its own weights."""
+
+    reads_files: ClassVar[bool] = False
+    ranks_sample_together = False
 
     def __init__(
         self,
@@ -57,21 +67,20 @@ class HfSampler:
         self.policy_version = 0
 
     @classmethod
-    def open(cls, recipe: Recipe, model_path: str) -> "HfSampler":
-        """A sampler on `engine.device` with the weights in `model_path`, or with the recipe's
-        random initialisation if that is its path. Raises ModelError, also for a model that it
-        cannot decode."""
-        section = section_at(recipe.model, model_path)
-        tokenizer = load_tokenizer(section)
-        model = load_policy(section, recipe.run.seed)
-        wanted = recipe.engine.device
-        on_cuda = wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+    def refuse_model(cls, model: ModelSection) -> None:
+        """Raises ModelError for a model that takes no cache."""
+        refuse_without_cache(model)
+
+    @classmethod
+    def open(cls, opening: SamplerOpening) -> "HfSampler":
+        """Raises ModelError, also for a model that it cannot decode."""
+        device = torch.device("cuda", torch.cuda.current_device()) if opening.on_gpu else "cpu"
         return cls(
-            model,
-            find_stop_tokens(recipe, section, tokenizer),
-            tokenizer.pad_token_id,
-            recipe.sampling.max_batch_rollouts,
-            torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu",
+            load_policy(opening.model, opening.seed),
+            opening.stop_token_ids,
+            load_tokenizer(opening.model).pad_token_id,
+            opening.sampling.max_batch_rollouts,
+            device,
         )
 
     @classmethod

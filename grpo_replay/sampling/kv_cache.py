@@ -1,15 +1,23 @@
-"""Caches of the decoder, from which finished rows are removed.
+"""Caches of the decoder that finished rows leave, and attention that does not copy them.
 
 `RowCache` has one buffer per layer. It replaces transformers' DynamicCache, which copies all keys
 and values for every token. `OwnCache` has transformers' own layers, for models with sliding windows
 or states.
+
+With grouped queries and a padding mask, transformers repeats keys and values for every query head.
+When decoding there is one query token, which attends to all keys, so the query heads of a group can
+be passed as query positions instead: the result is the same, and the cache is not copied.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import DynamicCache
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 GROWTH_TOKENS = 256
 """Minimum growth of a full cache; it grows by half of its length if that is more."""
@@ -88,3 +96,37 @@ def expanded_cache(prefills: Sequence[Cache], prompt_of_row_R: torch.Tensor, roo
         for state in states:  # free the prefill layer by layer
             state.reset()
     return RowCache(layers=layers)
+
+
+NAME = "grpo_replay_decode"
+"""What `model.set_attn_implementation` takes."""
+
+
+def decode_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention output [R, length, heads, head_dim], and None for the attention weights.
+
+    `query` is [R, heads, length, head_dim]; `key` and `value` have one head per group.
+    """
+    rows, heads, length, head_dim = query.shape
+    groups = key.shape[1]
+    if length > 1 or groups == heads:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    grouped = query.reshape(rows, groups, heads // groups, head_dim)
+    output = scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return output.reshape(rows, 1, heads, value.shape[-1]), None
+
+
+AttentionInterface.register(NAME, decode_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,20 +1,95 @@
-"""The sampler protocol."""
+"""What a sampler is, how one is opened, and what all of them check.
+
+A sampler of your own is a class with these methods and attributes (docs/extend.md). The built-in
+ones are chosen in the same way (`recipe.open_lists.SAMPLERS`).
+"""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
+from grpo_replay.recipe.open_lists import SAMPLERS
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
+
+if TYPE_CHECKING:
+    from grpo_replay.distributed.comm import Comm
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOpening:
+    """What a sampler is opened with.
+
+    `model` names the weights of policy version 0: a folder, a hub id or a random initialisation
+    with `seed`. `stop_token_ids` end a completion; `longest` is the number of tokens of the longest
+    prompt and completion. Ranks wait for each other for `timeout_seconds` at most.
+    `pushed_while_sampling` is true in asynchronous runs.
+    Servers that it launches log to `log_folder` (a temporary folder if None).
+    """
+
+    model: ModelSection
+    sampling: SamplingSection
+    seed: int
+    stop_token_ids: tuple[int, ...]
+    longest: int
+    on_gpu: bool
+    comm: "Comm"
+    timeout_seconds: float
+    pushed_while_sampling: bool = False
+    log_folder: Path | None = None
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, model_path: str, comm: "Comm", log_folder: Path | None = None
+    ) -> "SamplerOpening":
+        """With the weights in `model_path`, a local folder or hub id. Raises RecipeError,
+        ModelError."""
+        import torch
+
+        from grpo_replay.engine.models import load_tokenizer, section_at
+        from grpo_replay.engine.sampling_limits import find_stop_tokens
+
+        model = section_at(recipe.model, model_path)
+        stop_tokens = recipe.sampling.stop_tokens
+        return cls(
+            model,
+            recipe.sampling,
+            recipe.run.seed,
+            find_stop_tokens(stop_tokens, model, load_tokenizer(model)),
+            recipe.longest_sequence,
+            recipe.engine.device != "cpu" and torch.cuda.is_available(),
+            comm,
+            recipe.engine.timeout_seconds,
+            recipe.run.is_async,
+            log_folder,
+        )
 
 
 class Sampler(Protocol):
     """Generates completions with its own copy of the weights.
 
     `policy_version` is the version of the last complete `load_weights`; versions only increase.
-    `stop_token_ids` are the tokens that end a completion, ascending.
+    `stop_token_ids` are the tokens that end a completion, ascending. If `ranks_sample_together`,
+    `generate` is collective. A class that `reads_files` opens weights in a folder only; for others
+    a random initialisation is not saved first.
     """
 
+    reads_files: ClassVar[bool]
     policy_version: int
     stop_token_ids: tuple[int, ...]
+    ranks_sample_together: bool
+
+    @classmethod
+    def refuse_model(cls, model: ModelSection) -> None:
+        """Raises ModelError, before weights are loaded, for a model that it cannot sample."""
+        ...
+
+    @classmethod
+    def open(cls, opening: SamplerOpening) -> "Sampler":
+        """A sampler with the weights of the opening as policy version 0. Collective."""
+        ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, in any order, exactly one for each request."""
@@ -35,3 +110,135 @@ class Sampler(Protocol):
     def close(self) -> None:
         """Stop threads and child processes. May be called twice."""
         ...
+
+
+def sampler_class(sampling: SamplingSection) -> type[Sampler]:
+    """The class that `sampling.backend` names; none that samples, if the run replays a journal.
+    Raises RecipeError."""
+    if sampling.collection.replay_journal is not None:
+        return NoSampler
+    found: type[Sampler] = SAMPLERS.load(sampling.backend)  # type: ignore[assignment]
+    return found
+
+
+def open_sampler(
+    recipe: Recipe, model_path: str, comm: "Comm", log_folder: Path | None = None
+) -> Sampler:
+    """The sampler that `recipe.sampling.backend` names, with the weights in `model_path`.
+    Collective."""
+    found = sampler_class(recipe.sampling)
+    return found.open(SamplerOpening.of(recipe, model_path, comm, log_folder))
+
+
+class NoSampler:
+    """For a run that is replayed from its journal. Weights are not taken over: no rank gathers
+    them."""
+
+    reads_files: ClassVar[bool] = False
+    ranks_sample_together = False
+
+    def __init__(self, stop_token_ids: Sequence[int]) -> None:
+        self.policy_version = 0
+        self.stop_token_ids = tuple(stop_token_ids)
+
+    @classmethod
+    def refuse_model(cls, model: ModelSection) -> None:
+        pass
+
+    @classmethod
+    def open(cls, opening: SamplerOpening) -> "NoSampler":
+        return cls(opening.stop_token_ids)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
+        """Raises SamplerError."""
+        raise SamplerError(
+            "a run that replays a journal (sampling.collection.replay_journal) samples nothing: "
+            "its journal has no further step; lower run.steps"
+        )
+
+    def load_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        self.policy_version = version
+
+    def sleep(self, keep_weights: bool = True) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def refuse_impossible(
+    request: GenerationRequest, vocabulary: int, longest: int | None, limit: str
+) -> None:
+    """Raises SamplerError for an invalid request, RecipeError for one of more than `longest` tokens
+    (None: no limit). `limit` describes that limit in the message."""
+    key, prompt = tuple(request.key), request.prompt_token_ids
+    if len(prompt) == 0 or request.max_tokens < 1:
+        raise SamplerError(
+            f"request {key}: {len(prompt)} prompt tokens and max_tokens {request.max_tokens}; "
+            "both must be at least 1"
+        )
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
+        raise SamplerError(
+            f"request {key}: prompt token ids {int(prompt.min())}..{int(prompt.max())} lie "
+            f"outside the model's vocabulary of {vocabulary}: the tokenizer is another model's"
+        )
+    if longest is not None and len(prompt) + request.max_tokens > longest:
+        raise RecipeError(
+            f"request {key}: {len(prompt)} prompt tokens and max_tokens {request.max_tokens} "
+            f"exceed {limit} lower sampling.max_completion_length (eval.max_completion_length "
+            "where an evaluation asks), or prompts.max_prompt_length"
+        )
+
+
+class WeightState:
+    """Tracks whether a sampler can sample: it is open, its last weight update is complete, and the
+    weights were not discarded since."""
+
+    def __init__(self) -> None:
+        self._incomplete: int | None = None
+        self._discarded = False
+        self._closed = False
+
+    def begin(self, version: int, held: int) -> None:
+        """Start an update of a sampler at version `held`. Raises SamplerError if the sampler is
+        closed or `version` does not increase."""
+        self.refuse_closed()
+        if version <= held:
+            raise SamplerError(
+                f"weights of version {version} offered to a sampler at version {held}: "
+                "versions must increase"
+            )
+        self._incomplete = version
+
+    def complete(self) -> int:
+        """Finish the update and return its version."""
+        version, self._incomplete = self._incomplete, None
+        assert version is not None, "no update began"
+        self._discarded = False
+        return version
+
+    def discard(self) -> None:
+        """Mark the weights as dropped: a complete update must come before sampling."""
+        self._discarded = True
+
+    def close(self) -> None:
+        self._closed = True
+
+    def refuse_closed(self) -> None:
+        if self._closed:
+            raise SamplerError("the sampler is closed; open another one")
+
+    def refuse_incomplete(self) -> None:
+        """Raises SamplerError if there is nothing to sample from: an update began and did not
+        complete, the weights were discarded, or the sampler is closed."""
+        self.refuse_closed()
+        if self._incomplete is not None:
+            raise SamplerError(
+                f"the update to weights of version {self._incomplete} was left incomplete; load a "
+                "complete set before generating"
+            )
+        if self._discarded:
+            raise SamplerError(
+                "the weights were discarded when the sampler went to sleep; load a complete set "
+                "before generating"
+            )

@@ -11,25 +11,26 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
-from grpo_replay.engine.models import load_tokenizer, section_at
-from grpo_replay.engine.stop_tokens import find_stop_tokens
-from grpo_replay.engine.weight_names import (
+from grpo_replay.engine.weights import (
     CheckedWeights,
     ExpectedWeights,
     expected_weights,
     refuse_problems,
 )
 from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.recipe import Recipe
-from grpo_replay.sampling.contract import WeightState
-from grpo_replay.sampling.process_state import (
+from grpo_replay.recipe import ModelSection
+from grpo_replay.sampling.sampler_protocol import SamplerOpening, WeightState
+from grpo_replay.sampling.vllm_process import (
+    VLLM_ERRORS,
+    SleepState,
+    in_few_words,
     preserved_process_state,
     preserved_torch_randomness,
     stdout_to_stderr,
@@ -37,11 +38,12 @@ from grpo_replay.sampling.process_state import (
 from grpo_replay.sampling.vllm_requests import (
     build_completion,
     check_request,
+    engine_arguments,
+    log_through_root,
     read_spans,
     sampling_parameters,
+    set_environment,
 )
-from grpo_replay.sampling.vllm_settings import engine_arguments, log_through_root, set_environment
-from grpo_replay.sampling.vllm_sleep import VLLM_ERRORS, SleepState, in_few_words
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors, RequestKey
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 class VllmLocalSampler:
     """Implements `sampling.sampler_protocol.Sampler` with an engine in this process."""
+
+    reads_files: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -74,24 +78,31 @@ class VllmLocalSampler:
         engine.set_weight_version("0")
 
     @classmethod
-    def open(cls, recipe: Recipe, model_path: str, comm: Comm) -> "VllmLocalSampler":
-        """An engine on every rank with the weights in `model_path`. Collective.
+    def refuse_model(cls, model: ModelSection) -> None:
+        """vLLM reads the model's files when the sampler opens."""
+
+    @classmethod
+    def open(cls, opening: SamplerOpening) -> "VllmLocalSampler":
+        """An engine on every rank. Collective.
 
         Raises RecipeError for settings that contradict each other or the model, SamplerError if
         vLLM is missing or its engine does not start.
         """
-        section = section_at(recipe.model, model_path)
-        on_gpu = recipe.engine.device != "cpu" and torch.cuda.is_available()
-        stop_token_ids = find_stop_tokens(recipe, section, load_tokenizer(section))
-        arguments = engine_arguments(recipe, section, on_gpu)
-        arguments |= _colocation_arguments(recipe, comm.world_size, on_gpu)
+        section, on_gpu = opening.model, opening.on_gpu
+        arguments = engine_arguments(opening.sampling, section, opening.longest, on_gpu)
+        arguments |= _colocation_arguments(opening)
         # First: no model can be made after `_refuse_borrowed_classes` had a reason to refuse.
         expected = expected_weights(section)
         if not on_gpu:
             _refuse_experts(expected)
         engine = _start_engine(arguments, on_gpu)
         _refuse_borrowed_classes(engine)
-        return cls(engine, stop_token_ids, expected, comm)
+        return cls(engine, opening.stop_token_ids, expected, opening.comm)
+
+    @property
+    def ranks_sample_together(self) -> bool:
+        """With tensor parallelism, consecutive ranks form one engine."""
+        return self._tensor_parallel_size > 1
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
         """Completions as they finish, exactly one for each request.
@@ -229,9 +240,10 @@ class VllmLocalSampler:
         return self._engine
 
 
-def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict[str, Any]:
+def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
     """EngineArgs of an engine in the trainer's process, in addition to the common ones."""
-    size = recipe.sampling.vllm.tensor_parallel_size
+    vllm, world_size = opening.sampling.vllm, opening.comm.world_size
+    size = vllm.tensor_parallel_size
     if world_size % size != 0:
         raise RecipeError(
             f"sampling.vllm.tensor_parallel_size {size} does not divide the {world_size} ranks: "
@@ -239,9 +251,9 @@ def _colocation_arguments(recipe: Recipe, world_size: int, on_gpu: bool) -> dict
         )
     return {
         "distributed_executor_backend": "external_launcher" if world_size > 1 else None,
-        "enable_sleep_mode": on_gpu and recipe.sampling.vllm.sleep_mode,
+        "enable_sleep_mode": opening.on_gpu and vllm.enable_sleep_mode,
         # Of the groups in which the ranks of one engine exchange activations.
-        "distributed_timeout_seconds": math.ceil(recipe.engine.timeout_seconds),
+        "distributed_timeout_seconds": math.ceil(opening.timeout_seconds),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

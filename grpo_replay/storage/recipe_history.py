@@ -22,6 +22,7 @@ from grpo_replay.recipe import (
     resolve_recipe,
 )
 from grpo_replay.storage.atomic import write_text_whole
+from grpo_replay.storage.redaction import refuse_secrets
 
 RECIPE_FILE = "recipe.yaml"
 CHANGES_FOLDER = "recipes"
@@ -62,7 +63,7 @@ def recipe_file(run_dir: Path, step: int | None = None) -> Path:
 
 def read_recipe_file(path: Path) -> Recipe:
     """A recipe that a run wrote. Raises RecipeError."""
-    return resolve_recipe([read_recipe_layer(path)], source=str(path))
+    return resolve_recipe([read_recipe_layer(path, saved=True)], source=str(path))
 
 
 def read_history(run_dir: Path) -> RecipeHistory:
@@ -79,7 +80,7 @@ def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) 
     """
     path = recipe_file(run_dir)
     try:
-        stored = read_recipe_layer(path)
+        stored = read_recipe_layer(path, saved=True)
         resolve_recipe([stored], source=str(path))
     except RecipeError as error:
         raise OutputDirectoryError(
@@ -127,7 +128,8 @@ def record_recipe(run_dir: Path, recipe: Recipe, step: int) -> list[str]:
 
 
 def write_recipe(path: Path, recipe: Recipe, comment: str = "") -> None:
-    """Write a recipe atomically."""
+    """Write a recipe atomically. Raises RecipeError if it holds a secret."""
+    refuse_secrets(recipe)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text_whole(path, (f"# {comment}\n" if comment else "") + recipe_to_yaml(recipe))
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay.storage.parquet import read_parquet, write_parquet
+from grpo_replay.storage.parquet import open_parquet, read_parquet, write_parquet
 from grpo_replay.types import Draw, Rollout, RolloutOutcome
 
 ROLLOUT_LOG_VERSION = 1
@@ -48,6 +48,11 @@ ROLLOUT_SCHEMA = pa.schema(
 than two rewards of the group came. `reward_scores` is empty unless the reward came and combines
 several scores."""
 
+MASK = pa.field("completion_mask", pa.list_(pa.bool_()))
+EXTRA = "extra_"
+"""Columns that a file has if one of its rollouts has a mask, or extras: `extra_<name>`, lists of
+numbers or, for arrays of more dimensions, of lists of fixed size. Null for the others."""
+
 LOG_ONLY = ("completion_text", "reward_scores")
 """Columns of rollouts/ that the buffer and its snapshot do not have."""
 
@@ -80,9 +85,33 @@ that of its query if `replay.unit` is query."""
 ROLLOUT_FILE_SCHEMA = pa.schema([*ROLLOUT_SCHEMA, *OUTCOME_SCHEMA])
 
 
-def rollouts_to_table(rollouts: Sequence[Rollout]) -> pa.Table:
-    """The rollouts as a table with ROLLOUT_SCHEMA, in order. Raises ValueError for a reward,
-    advantage or group statistic that is not finite or not exact in float32."""
+def optional_fields(found: pa.Schema) -> list[pa.Field]:
+    """The fields of a mask and of extras in a file."""
+    return [field for field in found if field.name == MASK.name or field.name.startswith(EXTRA)]
+
+
+def optional_fields_of(rollouts: Sequence[Rollout]) -> list[pa.Field]:
+    """The fields for the masks and extras of `rollouts`."""
+    with_extras = [rollout for rollout in reversed(rollouts) if rollout.extras]
+    arrays = {name: array for each in with_extras for name, array in each.extras.items()}
+    masked = any(rollout.completion_mask is not None for rollout in rollouts)
+    kinds = {name: pa.from_numpy_dtype(arrays[name].dtype) for name in sorted(arrays)}
+    for name, kind in kinds.items():
+        for size in reversed(arrays[name].shape[1:]):
+            kind = pa.list_(kind, size)
+        kinds[name] = pa.list_(kind)
+    extras = [pa.field(EXTRA + name, kind) for name, kind in kinds.items()]
+    return [MASK, *extras] if masked else extras
+
+
+def rollouts_to_table(
+    rollouts: Sequence[Rollout], optional: Sequence[pa.Field] | None = None
+) -> pa.Table:
+    """The rollouts as a table with ROLLOUT_SCHEMA and the fields of `optional` (those that they
+    need), in order. Raises ValueError for a reward, advantage or group statistic that is not finite
+    or not exact in float32, and for extras of one name and several types."""
+    if optional is None:
+        optional = optional_fields_of(rollouts)
     arrays = [
         _to_array(field, [getattr(rollout, field.name) for rollout in rollouts])
         for field in ROLLOUT_SCHEMA
@@ -92,11 +121,20 @@ def rollouts_to_table(rollouts: Sequence[Rollout]) -> pa.Table:
         np.array(rollout.reward_scores, dtype=np.float32) for rollout in rollouts
     ]
     kind = ROLLOUT_SCHEMA.field("reward_scores").type
-    return pa.table([*arrays, _to_lists(kind, scores)], schema=ROLLOUT_SCHEMA)
+    arrays.append(_to_lists(kind, scores))
+    for field in optional:
+        name = field.name.removeprefix(EXTRA)
+        of_name = [
+            each.completion_mask if field.name == MASK.name else each.extras.get(name)
+            for each in rollouts
+        ]
+        arrays.append(_to_lists(field.type, of_name, f"extras {name}: "))
+    return pa.table(arrays, schema=pa.schema([*ROLLOUT_SCHEMA, *optional]))
 
 
 def table_to_rollouts(table: pa.Table) -> list[Rollout]:
-    """The rollouts of a table with the columns of ROLLOUT_SCHEMA; other columns are ignored.
+    """The rollouts of a table with the columns of ROLLOUT_SCHEMA, with their masks and extras if it
+    has them; other columns are ignored.
     Without the columns of `LOG_ONLY`, texts and scores are empty. Arrays are read-only copies, so
     that a rollout does not keep the whole table in memory."""
     rollouts: list[Rollout] = []
@@ -109,11 +147,24 @@ def table_to_rollouts(table: pa.Table) -> list[Rollout]:
         columns.setdefault("completion_text", [""] * batch.num_rows)
         scores = columns.get("reward_scores", [()] * batch.num_rows)
         columns["reward_scores"] = [tuple(map(float, each)) for each in scores]
+        if MASK.name in batch.schema.names:
+            columns[MASK.name] = _to_values(batch.column(MASK.name))
+        columns["extras"] = _extras_of(batch)
         rollouts.extend(
             Rollout(**dict(zip(columns, row, strict=True)))
             for row in zip(*columns.values(), strict=True)
         )
     return rollouts
+
+
+def _extras_of(batch: pa.RecordBatch) -> list[dict[str, np.ndarray]]:
+    names = [field.name for field in batch.schema if field.name.startswith(EXTRA)]
+    rows: list[dict[str, np.ndarray]] = [{} for _ in range(batch.num_rows)]
+    for name in names:
+        for row, array in zip(rows, _to_values(batch.column(name)), strict=True):
+            if array is not None:
+                row[name.removeprefix(EXTRA)] = array
+    return rows
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -129,7 +180,10 @@ def write_rollouts(
     that were trained on as fresh."""
     table = rollouts_to_table(rollouts)
     seen = _outcome_columns([outcomes.get(rollout.rollout_id) for rollout in rollouts])
-    whole = pa.table([*table.columns, *seen], schema=ROLLOUT_FILE_SCHEMA)
+    fields = [*ROLLOUT_FILE_SCHEMA, *optional_fields(table.schema)]
+    known = len(ROLLOUT_SCHEMA)
+    columns = [*table.columns[:known], *seen, *table.columns[known:]]
+    whole = pa.table(columns, schema=pa.schema(fields))
     _write(path, "rollouts", whole)
 
 
@@ -155,11 +209,19 @@ def _write(path: Path, kind: str, table: pa.Table) -> None:
 
 
 def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a rollouts/ file: all columns, or only those named. Raises SnapshotError."""
+    """Read a rollouts/ file: all columns, or only those named; `completion_mask` is null in a file
+    without masks. Raises SnapshotError."""
     schema = ROLLOUT_FILE_SCHEMA
     if columns is not None:
-        schema = pa.schema([schema.field(name) for name in columns])
-    return read_parquet(path, "rollouts", ROLLOUT_LOG_VERSION, schema)
+        schema = pa.schema([schema.field(name) for name in columns if name != MASK.name])
+    with open_parquet(path, "rollouts", ROLLOUT_LOG_VERSION, schema) as file:
+        found = optional_fields(file.schema_arrow)
+        wanted = [field for field in found if columns is None or field.name in columns]
+        schema = pa.schema([*schema, *wanted])
+        table = file.read(columns=schema.names).cast(schema)
+    if columns is not None and MASK.name in columns and MASK.name not in table.column_names:
+        table = table.append_column(MASK, pa.nulls(len(table), MASK.type))
+    return table if columns is None else table.select(list(columns))
 
 
 def read_draw_table(path: Path) -> pa.Table:
@@ -187,26 +249,46 @@ def _check_exact(name: str, values: list[float | None]) -> None:
         )
 
 
-def _to_lists(kind: pa.ListType, arrays: list[np.ndarray | None]) -> pa.Array:
-    dtype = kind.value_type.to_pandas_dtype()
+def _to_lists(kind: pa.ListType, arrays: Sequence[np.ndarray | None], name: str = "") -> pa.Array:
+    leaf, sizes = _leaf(kind)
+    # `to_pandas_dtype` needs pandas before pyarrow 26.
+    dtype = pa.array([], leaf).to_numpy(zero_copy_only=False).dtype
     lengths = [0 if array is None else len(array) for array in arrays]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    present = [np.zeros(0, dtype), *(array for array in arrays if array is not None)]
+    present = [np.zeros((0, *sizes), dtype), *(array for array in arrays if array is not None)]
     for array in present:
-        if array.dtype != dtype:
-            raise ValueError(f"expected an array of {np.dtype(dtype)}, found {array.dtype}")
+        if array.dtype != dtype or array.shape[1:] != sizes:
+            raise ValueError(
+                f"{name}expected an array of {dtype}, shape {('n', *sizes)}, found "
+                f"{array.dtype}, shape {array.shape}"
+            )
+    values = pa.array(np.concatenate(present).reshape(-1))
+    for size in reversed(sizes):
+        values = pa.FixedSizeListArray.from_arrays(values, size)
     return pa.ListArray.from_arrays(
         pa.array(offsets),
-        pa.array(np.concatenate(present)),
+        values,
         type=kind,
         mask=pa.array([array is None for array in arrays], pa.bool_()),
     )
 
 
+def _leaf(kind: pa.ListType) -> tuple[pa.DataType, tuple[int, ...]]:
+    """The type of the numbers in a list column, and the trailing shape of its arrays."""
+    leaf, sizes = kind.value_type, []
+    while pa.types.is_fixed_size_list(leaf):
+        sizes.append(leaf.list_size)
+        leaf = leaf.value_type
+    return leaf, tuple(sizes)
+
+
 def _to_values(column: pa.Array) -> list[Any]:
     if not pa.types.is_list(column.type):
         return column.to_pylist()
-    values = column.values.to_numpy(zero_copy_only=False)
+    flat, (_, sizes) = column.values, _leaf(column.type)
+    for _ in sizes:
+        flat = flat.flatten()
+    values = flat.to_numpy(zero_copy_only=False).reshape(-1, *sizes)
     offsets = column.offsets.to_numpy().tolist()
     missing = column.is_null().to_numpy(zero_copy_only=False).tolist()
     arrays: list[np.ndarray | None] = []

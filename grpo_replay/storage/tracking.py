@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ class HostedTracker:
         self._module = importlib.import_module(name)
         known = {"id": _run_id(run_dir / f"{name}_id")} if name == "wandb" else {}
         self._module.init(
-            project=recipe.tracking.project,
+            project=os.environ.get(f"{name.upper()}_PROJECT", "grpo-replay"),
             name=recipe.tracking.run_name or run_dir.name,
             config=recipe.model_dump(mode="json"),
             resume="allow",

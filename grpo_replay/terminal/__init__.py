@@ -1,4 +1,4 @@
-"""Terminal output shared by all commands: progress, bars, library logging and plot style.
+"""What all commands show: consoles, tables, progress, figures, pages; large libraries kept quiet.
 
 Imports only `errors`.
 """

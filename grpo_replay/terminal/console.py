@@ -1,11 +1,33 @@
-"""Consoles that show text of a run as text: no escape sequence in the data reaches the terminal."""
+"""What commands print: consoles that show text of a run as text, tables, bars and progress, and
+streams whose reader may go away."""
 
+import contextlib
+import errno
+import os
 import re
-from collections.abc import Iterable
-from typing import Any, TextIO
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+Item = TypeVar("Item")
+
+DELAY_SECONDS = 2.0
+"""Progress is shown for what takes longer."""
+
+_SHOWS_PROGRESS = ContextVar("_SHOWS_PROGRESS", default=True)
+
+WIDEST = 10_000  # columns; more than any table needs
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 and C1 controls, marks that reverse the direction of text, and lone surrogates."""
@@ -25,6 +47,9 @@ def _picture(code: int) -> str:
 
 class PlainConsole(Console):
     """A Console that prints control characters in texts as pictures; its own styles still work."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the error of the write, for the command's error boundary
 
     def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -48,3 +73,141 @@ def open_console(
     return PlainConsole(
         stderr=stderr, file=file, markup=markup, emoji=False, highlight=False, soft_wrap=soft_wrap
     )
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table; on a narrow terminal lines may be too long, but no number is truncated.
+
+    The columns have a `min_width` for what may not be truncated.
+    """
+    width, wide = console.width, console.options.update_width(WIDEST)
+    console.width = max(width, Measurement.get(console, wide, table).minimum)
+    console.print(table)
+    console.width = width
+
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = "▁▂▃▄▅▆▇█"
+
+
+def bar(value: float, largest: float, width: int) -> str:
+    """A bar of at most `width` cells, in eighths of a cell; at least one eighth if value > 0."""
+    if largest <= 0 or value <= 0:
+        return ""
+    eighths = max(1, round(8 * width * min(1.0, value / largest)))
+    full, rest = divmod(eighths, 8)
+    return "█" * full + (_EIGHTHS[rest] if rest else "")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A sparkline of at most `width` cells. Each cell is a mean of consecutive values."""
+    if not values:
+        return ""
+    cells = min(width, len(values))
+    means = []
+    for cell in range(cells):
+        part = values[cell * len(values) // cells : (cell + 1) * len(values) // cells]
+        means.append(sum(part) / len(part))
+    low, high = min(means), max(means)
+    span = high - low
+    if span <= 1e-12 * max(abs(low), abs(high)):
+        return _LEVELS[3] * cells
+    return "".join(_LEVELS[round(7 * (mean - low) / span)] for mean in means)
+
+
+@contextmanager
+def no_progress() -> Iterator[None]:
+    """A context in which `tracked` is silent, for callers who did not ask for a terminal."""
+    token = _SHOWS_PROGRESS.set(False)
+    try:
+        yield
+    finally:
+        _SHOWS_PROGRESS.reset(token)
+
+
+def tracked(items: Sequence[Item], description: str) -> Iterator[Item]:
+    """Yield the items in order, and report progress once this takes longer than two seconds.
+
+    Progress is a bar if stderr is a terminal, otherwise one plain line.
+    """
+    start = time.monotonic()
+    progress: Progress | None = None
+    announced = False
+    try:
+        for done, item in enumerate(items):
+            if not announced and _SHOWS_PROGRESS.get() and time.monotonic() - start > DELAY_SECONDS:
+                announced = True
+                progress = _announce(description, len(items))
+            if progress is not None:
+                progress.update(progress.task_ids[0], completed=done)
+            yield item
+    finally:
+        if progress is not None:
+            progress.stop()
+
+
+def _announce(description: str, total: int) -> "Progress | None":
+    if not sys.stderr.isatty():
+        print(f"{description}: {total:,} in total", file=sys.stderr)
+        return None
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    text = TextColumn("{task.description}", markup=False)
+    columns = (text, *Progress.get_default_columns()[1:])
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task(description, total=total)
+    progress.start()
+    return progress
+
+
+_READER_GONE = (errno.EPIPE, errno.EIO)  # a closed pipe; a terminal that hung up
+
+
+class GuardedStream:
+    """A text stream that drops what is written once its reader is gone: then `lost_reader` is True,
+    and its descriptor leads to /dev/null, so that nothing fails when Python ends."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost_reader = False
+
+    def write(self, text: str) -> int:
+        with self._reader_may_go():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._reader_may_go():
+            self._stream.flush()
+
+    @contextmanager
+    def _reader_may_go(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _READER_GONE:
+                raise
+            self.lost_reader = True
+            self._lead_nowhere()
+
+    def _lead_nowhere(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def guarded_stderr() -> Iterator[GuardedStream]:
+    """A context in which sys.stderr is guarded; yields it."""
+    before = sys.stderr
+    stream = GuardedStream(before)
+    sys.stderr = cast(TextIO, stream)
+    try:
+        yield stream
+    finally:
+        sys.stderr = before

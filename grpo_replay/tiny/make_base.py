@@ -3,7 +3,7 @@
     python -m grpo_replay.tiny.make_base --output DIR [--task tiny-long]
 
 Trains a model from scratch, with a fixed seed, on the worked answers of an imperfect pupil
-(`pupil.py`, `long_pupil.py`) to problems that are not held out. Takes minutes on one thread. The
+(`pupil.py`) to problems that are not held out. Takes minutes on one thread. The
 output folder loads with `AutoModelForCausalLM.from_pretrained`; its `recipe.json` records all
 constants and the SHA-256 of the weights. The same machine gives the same bits. Another type of
 processor may round differently, and the weights then differ in their last digits.
@@ -17,16 +17,130 @@ import json
 import math
 import textwrap
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from grpo_replay.tiny.makers import MAKERS, Maker, WarmUp
 from grpo_replay.tiny.problems import PROMPT_TEMPLATE
-from grpo_replay.tiny.tokenizer import EOS, PAD
+from grpo_replay.tiny.pupil import Habits, LongHabits, LongPupil, Pupil
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+BOX = "\\boxed{"
+VOCABULARY: tuple[str, ...] = (PAD, EOS, UNKNOWN, BOX, "}", *"0123456789", *"+-*=,;() ")
+"""Token of each id. Other characters become `<unk>`."""
+
+LONG_VOCABULARY: tuple[str, ...] = (*VOCABULARY, *ascii_lowercase)
+"""The same for the long task, which needs letters too."""
+
+
+def build_tokenizer(
+    model_max_length: int, vocabulary: tuple[str, ...] = VOCABULARY
+) -> PreTrainedTokenizerFast:
+    """A tokenizer that adds no special tokens and decodes exactly the text it encoded."""
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=UNKNOWN))
+    every_piece = Regex(r"\\boxed\{|[\s\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(every_piece, behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        model_max_length=model_max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Shape of the Qwen3 model."""
+
+    hidden_size: int = 64
+    intermediate_size: int = 192
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 2
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    max_position_embeddings: int = 128
+    rope_theta: float = 10_000.0
+    initializer_range: float = 0.05
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """All constants of the supervised warm-up."""
+
+    seed: int = 1
+    steps: int = 1600
+    batch_size: int = 128
+    learning_rate: float = 3e-3
+    learning_rate_rise_steps: int = 100  # linear rise, then half a cosine down to zero
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    gradient_clip: float = 1.0
+    habits: Habits | LongHabits = field(default_factory=Habits)
+    architecture: Architecture = field(default_factory=Architecture)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """One base model. `pupil` takes the habits and a random generator."""
+
+    recipe: str
+    warm_up: WarmUp
+    vocabulary: tuple[str, ...]
+    pupil: Callable[[Any, np.random.Generator], Pupil | LongPupil]
+    problems: str  # module with the problems
+    mistakes: str  # for the model card
+    example: tuple[str, str]  # prompt and completion, for the model card
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        return build_tokenizer(self.warm_up.architecture.max_position_embeddings, self.vocabulary)
+
+
+_TINY = Maker(
+    recipe="tiny",
+    warm_up=WarmUp(),
+    vocabulary=VOCABULARY,
+    pupil=Pupil,
+    problems="grpo_replay.tiny.problems",
+    mistakes="forgotten carries, left to right instead of products first, misremembered products",
+    example=("47+38=", r"15,8\boxed{85}"),
+)
+_LONG = Maker(
+    recipe="tiny-long",
+    warm_up=WarmUp(
+        steps=2400,
+        batch_size=16,
+        learning_rate=4e-3,
+        habits=LongHabits(),
+        architecture=Architecture(
+            hidden_size=48, intermediate_size=144, max_position_embeddings=512
+        ),
+    ),
+    vocabulary=LONG_VOCABULARY,
+    pupil=LongPupil,
+    problems="grpo_replay.tiny.long_problems",
+    mistakes="forgotten carries, most often of units that make exactly ten",
+    example=("37+28-19b=", r"a37+28=15,6,65;b65-19=6,4,46;\boxed{46}"),
+)
+
+MAKERS: Mapping[str, Maker] = {maker.recipe: maker for maker in (_TINY, _LONG)}
+"""By the name of the recipe that starts from the model."""
 
 
 def build_model(maker: Maker) -> Qwen3ForCausalLM:

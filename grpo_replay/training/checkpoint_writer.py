@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.failures import run_collectively
-from grpo_replay.distributed.long_work import run_on_main
+from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.replay.snapshot import write_snapshot
 from grpo_replay.storage.atomic import (
@@ -29,9 +28,9 @@ from grpo_replay.storage.checkpoint import (
     file_facts,
     list_checkpoints,
     temporary_folder,
+    to_gib,
 )
-from grpo_replay.storage.stored_sizes import to_gib
-from grpo_replay.training.trainer import Parts
+from grpo_replay.training.rollout_source import Parts, RolloutSource
 
 MODEL_CARD = "model/README.md"
 
@@ -39,7 +38,11 @@ _SHARD = re.compile(r"zero_pp_rank_(\d+)_")
 
 
 def write_checkpoint(
-    parts: Parts, state: RunState, expected_bytes: int, model_card: Callable[[], str]
+    parts: Parts,
+    source: RolloutSource,
+    state: RunState,
+    expected_bytes: int,
+    model_card: Callable[[], str],
 ) -> None:
     """Write the checkpoint of `state.step` and drop the oldest. Collective.
 
@@ -60,8 +63,7 @@ def write_checkpoint(
         with removed_if_unwritable(temporary):
             write_text_whole(temporary / MODEL_CARD, model_card())
             write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
-            if parts.pushed is not None and parts.pushed.version != state.policy_version:
-                parts.pushed.save(temporary)
+            source.save(temporary)
             complete_checkpoint(temporary, state, parts.recipe.checkpoint.keep, facts)
 
     run_collectively(comm, begin)

@@ -1,60 +1,73 @@
-"""What one training step reports: one flat mapping of names to numbers (see docs/metrics.md).
+"""What one training step leaves: its metrics, its files and the counters of the run.
 
-Undefined is None, never NaN. Token means are over tokens, not over rollouts.
+Metrics are one flat mapping of names to numbers (see docs/metrics.md). Undefined is None, never
+NaN. Token means are over tokens, not over rollouts.
 """
 
 import math
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_replay.engine.engine_protocol import UpdateResult
-from grpo_replay.recipe import LossSection
+from grpo_replay.recipe import LossSection, RewardSection
 from grpo_replay.replay import BufferStats
+from grpo_replay.replay.batch import sampler_weights
 from grpo_replay.replay.relative_cost import relative_compute
-from grpo_replay.replay.sampler_weights import sampler_weights
+from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.training.rollout_source import STAGES, Metrics, StepRecord
 from grpo_replay.training.weight_sync import LogprobGap
 from grpo_replay.types import FAILED, ComposedBatch, Rollout, RolloutOutcome
 
-Metrics = dict[str, float | int | None]
-
-STAGES = ("generation", "reward", "logprob", "training", "sync")
 VERDICTS = ("correct", "incorrect", "unparsable", "scored", *FAILED)
 
 
-class Stopwatch:
-    """Seconds spent in each named stage of a step; the rest is `other`."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] += time.perf_counter() - start
-
-    def read(self) -> dict[str, float]:
-        """Seconds by stage, `other` and `step` included."""
-        total = time.perf_counter() - self._start
-        return {
-            **self._seconds,
-            "other": max(0.0, total - sum(self._seconds.values())),
-            "step": total,
+def step_metrics(
+    record: StepRecord,
+    buffer: BufferStats,
+    seconds: Mapping[str, float],
+    of_source: Mapping[str, Any],
+    loss: LossSection,
+    reward: RewardSection,
+    group_size: int,
+) -> dict[str, Any]:
+    """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
+    `of_source` the metrics of the source of rollouts."""
+    generated, trained = record.generated, record.batch.rollouts
+    return null_where_not_finite(
+        {
+            "step": record.step,
+            **generation_metrics(generated, group_size),
+            **score_metrics(generated, reward.score_names),
+            **update_metrics(record.results, loss.beta),
+            **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
+            **buffer_metrics(buffer),
+            **gap_metrics(record.gap),
+            **of_source,
+            **sampler_weight_metrics(trained, loss),
+            **cost_metrics(seconds, record.taken.generation_seconds, generated, trained),
         }
+    )
+
+
+GENERATION = (
+    *("reward", "reward_std", "reward/missing_fraction", "frac_reward_zero_std"),
+    *("groups/all_correct_fraction", "groups/all_wrong_fraction"),
+    *("completions/mean_length", "completions/min_length"),
+    *("completions/max_length", "completions/clipped_ratio"),
+)
 
 
 def generation_metrics(rollouts: Sequence[Rollout], group_size: int) -> Metrics:
     """Of everything generated in the step, dropped groups included. Rewards that did not come count
-    only in `reward/missing_fraction`."""
+    only in `reward/missing_fraction`. All null if nothing has arrived."""
+    if not rollouts:
+        return dict.fromkeys(GENERATION)
     came_N = np.array([rollout.reward is not None for rollout in rollouts])
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     without_signal = [rollout.group_reward_std == 0 for rollout in rollouts]
@@ -172,11 +185,10 @@ def buffer_metrics(stats: BufferStats) -> Metrics:
     }
 
 
-def sampler_metrics(gap: LogprobGap, policy_version: int) -> Metrics:
+def gap_metrics(gap: LogprobGap | None) -> Metrics:
     return {
-        "sampler/logprob_gap_mean": gap.mean,
-        "sampler/logprob_gap_max": gap.max,
-        "sampler/policy_version": policy_version,
+        "sampler/logprob_gap_mean": gap.mean if gap else None,
+        "sampler/logprob_gap_max": gap.max if gap else None,
     }
 
 
@@ -194,29 +206,29 @@ def sampler_weight_metrics(trained: Sequence[Rollout], loss: LossSection) -> Met
 
 
 def cost_metrics(
-    seconds: dict[str, float],
+    seconds: Mapping[str, float],
+    generation_seconds: float | None,
     generated: Sequence[Rollout],
     trained: Sequence[Rollout],
-    generation_known: bool = True,
 ) -> Metrics:
     """The ledger of the step. μ = seconds to generate one rollout / seconds to train on one;
     γ = paper B's relative compute, (1 + μR/B) / (1 + μR/B'): the step per rollout trained on,
-    relative to training once on each survivor (None without survivors). Without
-    `generation_known` both are None, and so are the seconds of generation."""
+    relative to training once on each survivor (None without survivors). Both are None if
+    `generation_seconds` is."""
     mu = gamma = None
     survivors = sum(rollout.kept for rollout in generated)
-    if trained and generated and seconds["training"] > 0 and generation_known:
-        per_generated = seconds["generation"] / len(generated)
+    if trained and generated and seconds["training"] > 0 and generation_seconds is not None:
+        per_generated = generation_seconds / len(generated)
         mu = per_generated / (seconds["training"] / len(trained))
     if mu is not None and survivors > 0:
         gamma = relative_compute(len(trained) / survivors, mu * len(generated) / survivors)
     return {
         "cost/generated_tokens": sum(len(r.completion_token_ids) for r in generated),
         "cost/generated_rollouts": len(generated),
-        "cost/trained_tokens": sum(len(r.completion_token_ids) for r in trained),
+        "cost/trained_tokens": sum(r.trained_tokens for r in trained),
         "cost/trained_rollouts": len(trained),
         **{f"cost/{name}_seconds": seconds[name] for name in (*STAGES, "other")},
-        **({} if generation_known else {"cost/generation_seconds": None}),
+        "cost/generation_seconds": generation_seconds,
         "cost/mu": mu,
         "cost/gamma": gamma,
         "step_time": seconds["step"],
@@ -248,3 +260,39 @@ def _token_mean(outcomes: Sequence[RolloutOutcome], quantity: str) -> float | No
     if tokens == 0:
         return None
     return sum(getattr(outcome, quantity) * outcome.tokens for outcome in outcomes) / tokens
+
+
+def count_step(state: RunState, record: StepRecord, group_size: int) -> None:
+    """Advance the counters of the run by one step. Token counts are complete on rank 0 only."""
+    taken = record.taken
+    state.step = record.step
+    state.prompt_cursor += taken.prompts
+    state.next_group_id += taken.groups
+    state.next_rollout_id += taken.groups * group_size
+    state.generated_tokens += sum(len(r.completion_token_ids) for r in taken.generated)
+    state.trained_tokens += sum(r.trained_tokens for r in record.batch.rollouts)
+    state.processed_tokens += sum(
+        len(r.prompt_token_ids) + len(r.completion_token_ids) for r in taken.generated
+    )
+    state.replayed_rollouts += int(record.batch.replayed_N.sum())
+
+
+def write_step_files(run_folder: Path, record: StepRecord, draws: bool) -> None:
+    """Write the rollouts that the step took from its source, and its `draws` if the recipe replays.
+    Outcomes in rollouts/ are those of rollouts trained on in the step that took them."""
+    fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
+    batch = record.batch
+    outcomes = {
+        rollout.rollout_id: outcome
+        for rollout, outcome in zip(batch.rollouts, record.outcomes, strict=True)
+        if rollout.rollout_id in fresh
+    }
+    write_rollouts(
+        step_path(run_folder / "rollouts", record.step),
+        [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated],
+        outcomes,
+    )
+    if draws:
+        drawn = len(batch.draw.rollouts)
+        of_draws = record.outcomes[len(record.outcomes) - drawn :]
+        write_draws(step_path(run_folder / "draws", record.step), record.step, batch.draw, of_draws)

@@ -2,34 +2,31 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.hang_watch import STORE_SECONDS, HangWatch
-from grpo_replay.distributed.interruption import Interruption
-from grpo_replay.distributed.processes import initialize_processes
-from grpo_replay.distributed.rendezvous import has_joined, own_connection
+from grpo_replay.distributed.failures import Interruption
+from grpo_replay.distributed.rendezvous import initialize_processes
 from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import Recipe, TrackingSection
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.storage.atomic import named_if_unwritable, write_json_whole
-from grpo_replay.storage.checkpoint import RunState, checkpoint_name
-from grpo_replay.storage.checkpoint_edit import replace_text
+from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
 from grpo_replay.training.checkpoint_writer import MODEL_CARD, write_checkpoint
-from grpo_replay.training.model_card import NOT_EVALUATED, model_card
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.opening import OpenedRun, RunOpener
 from grpo_replay.training.run_evaluation import RunEvaluation
-from grpo_replay.training.run_summary import summarise_run
-from grpo_replay.training.samples import sample_rows, samples_are_due
-from grpo_replay.training.stop_grace import grace_seconds, notice_of_grace
-from grpo_replay.training.trainer import Parts, Trainer
+from grpo_replay.training.run_summary import NOT_EVALUATED, model_card, summarise_run
+from grpo_replay.training.trainer import Trainer
+from grpo_replay.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ def run_training(
     comm, device = initialize_processes(recipe)
     # Ranks that a launcher started apart would name a directory after different times.
     run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
-    with ExitStack() as stack, _watch(recipe, comm):
+    with ExitStack() as stack, _watch(recipe.hang_report_seconds, comm):
         with comm.position.stage("opening"):
             opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
             opened = opener.open(resume)
@@ -66,21 +63,16 @@ def run_training(
             return run.train(interruption)
 
 
-def _watch(recipe: Recipe, comm: Comm) -> AbstractContextManager[object]:
+def _watch(report_seconds: float, comm: Comm) -> AbstractContextManager[object]:
     """The watchdog that reports a rank which stays in one place for long; a no-op for one rank."""
-    if comm.world_size == 1 or not has_joined():
+    if comm.world_size == 1:
         return nullcontext()
-    return HangWatch(comm, own_connection(STORE_SECONDS), recipe.hang_report_seconds)
+    from grpo_replay.distributed.hang_watch import STORE_SECONDS, HangWatch
+    from grpo_replay.distributed.rendezvous import has_joined, own_connection
 
-
-def _open_trainer(parts: Parts, state: RunState, stack: ExitStack) -> Trainer:
-    """The trainer of the recipe's mode. Collective. What it opens is closed with `stack`."""
-    if parts.recipe.run.mode == "sync":
-        return Trainer(parts, state)
-    # Loads the clients of servers and collector.
-    from grpo_replay.training.async_trainer import open_async_trainer
-
-    return open_async_trainer(parts, state, stack)
+    if not has_joined():
+        return nullcontext()
+    return HangWatch(comm, own_connection(STORE_SECONDS), report_seconds)
 
 
 class Run:
@@ -90,12 +82,10 @@ class Run:
         parts, state = opened.parts, opened.state
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
         self.observer, self.state = observer, state
-        self.trainer = _open_trainer(parts, state, stack)
+        self.trainer = Trainer(parts, state, opened.source)
         self.evaluation = RunEvaluation(parts, state, opened.evaluation, observer)
         self.trackers: list[Tracker] = []
         self._checkpoint_bytes = opened.checkpoint_bytes
-        self._longest_step_seconds = 0.0
-        self._told_of_grace = False
         self._told_of_stop = False
         self._interruption = Interruption()
         self._started = 0.0
@@ -124,21 +114,17 @@ class Run:
         if self.comm.is_main:
             steps = self.run_dir.read_metrics()
             summary = summarise_run(recipe, state, *self.evaluation.base_and_last(), steps)
-            with named_if_unwritable(self.run_dir.summary_path):
-                write_json_whole(self.run_dir.summary_path, summary)
+            self.run_dir.write_summary(summary)
         return RunResult(self.run_dir.path, state.step, False, summary)
 
     def _step(self) -> bool:
         """One step, with its evaluation, record and checkpoint as they are due; returns whether to
         go on. A request to stop saves first: an evaluation that is due waits for the resume."""
         state, recipe = self.state, self.recipe
-        step_started = time.perf_counter()
-        if not self.trainer.await_step(self._hears_request):
+        metrics = self.trainer.train_step(self._hears_request)
+        if metrics is None:
             self._save_what_is_unsaved()
             return False
-        metrics = self.trainer.train_step()
-        step_seconds = time.perf_counter() - step_started
-        self._longest_step_seconds = max(self._longest_step_seconds, step_seconds)
         step, last = state.step, state.step == recipe.run.steps
         report, is_evaluated = self._evaluate(step)
         stop = self._is_asked_to_stop()
@@ -170,6 +156,8 @@ class Run:
             accuracies = _accuracies(report)
             checkpoint = self.run_dir.checkpoints / checkpoint_name(step)
             if NOT_EVALUATED in (checkpoint / MODEL_CARD).read_text(encoding="utf-8"):
+                from grpo_replay.storage.checkpoint import replace_text
+
                 replace_text(checkpoint, MODEL_CARD, self._model_card())
             if self.run_dir.add_to_last_metrics(accuracies):
                 self.state.wall_seconds = time.perf_counter() - self._started
@@ -210,7 +198,7 @@ class Run:
         self.observer.on_step(metrics)
         for tracker in self.trackers:
             tracker.log(metrics["step"], metrics)
-        if samples_are_due(self.recipe, metrics["step"]):
+        if samples_are_due(self.recipe.tracking, metrics["step"], self.recipe.run.steps):
             self._show_samples(metrics["step"])
         for notice in self.trainer.notices:
             self._notify(notice)
@@ -232,17 +220,38 @@ class Run:
     def _checkpoint(self) -> None:
         state = self.state
         started = time.perf_counter()
-        self.trainer.before_checkpoint()
-        write_checkpoint(self.trainer.parts, state, self._checkpoint_bytes, self._model_card)
+        parts, source = self.trainer.parts, self.trainer.source
+        write_checkpoint(parts, source, state, self._checkpoint_bytes, self._model_card)
         seconds = time.perf_counter() - started
         logger.info("checkpoint of step %d: %.1f s", state.step, seconds)
-        grace = grace_seconds(self.recipe.run.stop_grace_seconds)
-        notice = notice_of_grace(grace, self._longest_step_seconds, seconds)
-        if notice and self.comm.is_main and not self._told_of_grace:
-            self._told_of_grace = True
-            self._notify(notice)
 
 
 def _accuracies(report: EvaluationReport) -> dict[str, float]:
     """The metrics of an evaluation."""
     return {f"eval/{name}": value for name, value in report.accuracies().items()}
+
+
+SAMPLES_EVERY_STEPS = 50
+
+
+def samples_are_due(tracking: TrackingSection, step: int, last_step: int) -> bool:
+    """Whether completions are shown after this step: the first, every n-th and the last."""
+    due = step in (1, last_step) or step % SAMPLES_EVERY_STEPS == 0
+    return tracking.samples > 0 and due
+
+
+def sample_rows(rollouts: Sequence[Rollout], count: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """Up to `count` rollouts, evenly spaced over the step, so that they are of different prompts
+    where there are as many."""
+    places = np.linspace(0, len(rollouts) - 1, min(count, len(rollouts))).round().astype(int)
+    return [
+        {
+            "rollout_id": rollout.rollout_id,
+            "prompt": tokenizer.decode(rollout.prompt_token_ids, skip_special_tokens=True),
+            "completion": rollout.completion_text,
+            "reward": rollout.reward,
+            "verdict": rollout.verdict,
+            "tokens": len(rollout.completion_token_ids),
+        }
+        for rollout in (rollouts[place] for place in places)
+    ]

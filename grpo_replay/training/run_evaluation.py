@@ -6,15 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.curve import plot_curve
-from grpo_replay.evaluation.evaluate import EvaluationPlan, EvaluationStopped, evaluate
+from grpo_replay.evaluation.evaluate import EvaluationStopped, add_gradings, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
-from grpo_replay.evaluation.regrading import add_gradings
+from grpo_replay.evaluation.sampling_plan import EvaluationPlan
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.observer import Observer
-from grpo_replay.training.trainer import Parts
+from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.weight_sync import sync_weights
 
 logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class RunEvaluation:
             return False
         if step == 0:
             return self.recipe.eval.at_start
-        return (last and self.recipe.eval.at_end) or (every is not None and step % every == 0)
+        return last or (every is not None and step % every == 0)
 
     def evaluate(self, step: int, should_stop: Callable[[], bool]) -> EvaluationReport | None:
         """Evaluate the current policy into eval/, or read the report if it is there already.
@@ -60,7 +59,8 @@ class RunEvaluation:
                     self.comm,
                     scorer,
                     model={"run": self.run_dir.path.name, "step": step},
-                    should_stop=None if self._samples_in_lockstep() else should_stop,
+                    # Ranks that sample together: none can leave alone.
+                    should_stop=None if parts.sampler.ranks_sample_together else should_stop,
                 )
             except EvaluationStopped:
                 parts.sampler.sleep()  # makes room for the checkpoint
@@ -70,17 +70,8 @@ class RunEvaluation:
             return None
         report = add_gradings(report, self.recipe.eval.other_rewards, self.recipe.reward)
         report.write(path)
-        try:
-            plot_curve(path.parent)
-        except EvaluationFileError as error:
-            logger.warning("eval/curve.png is not drawn: %s", error)
         self.observer.on_evaluation(step, report)
         return report
-
-    def _samples_in_lockstep(self) -> bool:
-        """With tensor parallelism ranks sample together: none can leave alone."""
-        sampling = self.recipe.sampling
-        return sampling.backend == "vllm" and sampling.vllm.tensor_parallel_size > 1
 
     def _catch_up(self) -> None:
         """Push the policy to a sampler that lags. It can lag only after the last step (see
@@ -92,7 +83,7 @@ class RunEvaluation:
 
     def _scorer(self) -> AbstractContextManager[RewardScorer]:
         """The run's own scorer if it grades as evaluations do, else one with its limits."""
-        reward, function = self.recipe.reward, self.recipe.eval.reward
+        reward, function = self.recipe.reward, self.recipe.eval.verifier
         if function in BUILTIN_VERIFIERS and reward == reward.alone(function):
             return nullcontext(self.parts.scorer)
         return RewardScorer.open(reward.alone(function), as_verdicts=True)

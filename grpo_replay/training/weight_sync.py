@@ -105,7 +105,9 @@ def measure_gap(rollouts: Sequence[Rollout], trainer_logprobs: Sequence[np.ndarr
     """The gap between the log-probs sampled with and the trainer's, for the same tokens."""
     gaps = np.concatenate(
         [
-            np.abs(rollout.sampler_logprobs.astype(np.float64) - logprobs_T)
+            np.abs(rollout.sampler_logprobs.astype(np.float64) - logprobs_T)[
+                slice(None) if rollout.completion_mask is None else rollout.completion_mask
+            ]
             for rollout, logprobs_T in zip(rollouts, trainer_logprobs, strict=True)
         ]
     )

@@ -11,6 +11,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import outside_ranks
 import psutil
 import pytest
 import torch
@@ -412,8 +413,9 @@ def test_an_error_while_closing_is_found():
 def test_every_part_ends_well_at_toy_size(number, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--toy", "--part", str(number)]
     done = subprocess.run(
-        [*command, "--output", str(tmp_path)], capture_output=True, text=True, check=False
-    )
+        [*command, "--output", str(tmp_path)],
+        capture_output=True, text=True, check=False, env=outside_ranks.environment(),
+    )  # fmt: skip
     result = read_results(tmp_path)[0]
     skipped = missing_modules(find_part(number).needs) or number == 15  # flex needs a GPU
     assert result["status"] == ("skipped" if skipped else "ok"), result

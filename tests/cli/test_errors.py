@@ -1,13 +1,18 @@
 """Bad input at the command line: one clear message on stderr, the right exit code, no traceback."""
 
 import json
+import os
+import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--set", "run.steps=2", "--set", "replay.warmup_steps=0", "--set", "eval.benchmarks=[]"]
 
 
@@ -134,6 +139,35 @@ def test_a_tracker_that_is_not_installed(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "module, extra",
+    [("torch", "train"), ("math_verify", "train"), ("zmq", "train"), ("peft", "lora")],
+)
+def test_a_module_of_an_extra_that_is_not_installed(monkeypatch, module, extra):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = extras["dependencies"] + [
+        f"{line}; extra == '{name}'"
+        for name, group in extras["optional-dependencies"].items()
+        for line in group
+    ]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: lines)
+
+    def lacking(*_, **__):
+        raise ModuleNotFoundError(f"No module named '{module}.sub'", name=f"{module}.sub")
+
+    monkeypatch.setattr("grpo_replay.cli.plan_command.run", lacking)
+    result = call("plan")
+    refused(result, 2, f"needs {module}, which is not", f"pip install 'grpo-replay[{extra}]'")
+
+
+def test_a_module_of_no_extra_is_our_bug(monkeypatch):
+    def lacking(*_, **__):
+        raise ModuleNotFoundError("No module named 'numpyy'", name="numpyy")
+
+    monkeypatch.setattr("grpo_replay.cli.plan_command.run", lacking)
+    assert call("plan").exit_code == 1
+
+
 def test_gpu_memory_without_a_dry_run():
     refused(call("train", "tiny", "--gpu-memory-gib", "80"), 2, "--gpu-memory-gib", "--dry-run")
 
@@ -211,3 +245,29 @@ def test_wrong_options_are_usage_errors():
     assert call("train").exit_code == 2
     assert call("train", "tiny", "--nosuch").exit_code == 2
     assert call("nosuch").exit_code == 2
+
+
+def ended_unread(*words):
+    """Exit code and stderr of a command whose output nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"import sys; from grpo_replay.cli.app import main; sys.argv = {['x', *words]!r}; main()"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_output_that_nobody_reads_is_no_error(form):
+    words = ["aes", "--reference", "1,2", "--candidate", "a=1,2", *form]
+    assert ended_unread(*words) == (0, "")
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(monkeypatch):
+    def refuse(*_, **__):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("grpo_replay.cli.plan_command.run", refuse)
+    result = call("plan")
+    assert result.exit_code == 1 and "BrokenPipeError" in result.stderr

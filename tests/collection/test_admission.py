@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_replay.collection.admission import accepted_limit, may_start, unacknowledged_limit
+from grpo_replay.collection.intake import accepted_limit, may_start, unacknowledged_limit
 
 
 def test_the_limit_by_hand():

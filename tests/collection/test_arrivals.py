@@ -3,8 +3,7 @@
 import pytest
 from collected import group
 
-from grpo_replay.collection.arrivals import ArrivalRules, Arrivals
-from grpo_replay.collection.ledger import Amount
+from grpo_replay.collection.arrivals import Amount, ArrivalRules, Arrivals
 from grpo_replay.collection.messages import Drop, Restart
 from grpo_replay.errors import JournalError
 

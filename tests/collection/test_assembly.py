@@ -5,11 +5,16 @@ import numpy as np
 import pytest
 from collected import group, row
 
-from grpo_replay.collection.arrivals import ArrivalRules, Arrivals
-from grpo_replay.collection.assembly import mean_lengths, rollouts_to_insert, take_rollouts
-from grpo_replay.collection.ledger import Amount
+from grpo_replay.collection.arrivals import Amount, ArrivalRules, Arrivals
+from grpo_replay.collection.assembly import (
+    TakenRollouts,
+    rollouts_to_insert,
+    take_rollouts,
+)
 from grpo_replay.collection.messages import Group
 from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.training.asynchronous import mean_lengths
+from grpo_replay.types import Rollout
 
 
 def recipe(**sections) -> Recipe:
@@ -31,12 +36,16 @@ def straddler() -> Group:
     return Group(0, 9, 0, "p9", plain.prompt_token_ids, rows, 1.0, 2.0)
 
 
-def test_a_group_becomes_rollouts_with_the_samplers_logprobs_as_behaviour():
+def survivors(taken: TakenRollouts) -> list[Rollout]:
+    return [rollout for rollout in taken.generated if rollout.kept]
+
+
+def test_a_group_becomes_rollouts_with_the_samplers_logprobs():
     taken, ledger = take([group((0, 0), version=3, rewards=(1.0, -1.0))], 5, recipe())
-    first, second = taken.fresh
+    first, second = survivors(taken)
     assert (first.rollout_id, second.rollout_id, second.group_id) == (0, 1, 0)
     assert (first.birth_step, first.policy_version, first.policy_version_end) == (4, 3, 3)
-    np.testing.assert_array_equal(first.behavior_logprobs, np.float32([-0.5, -0.5, -0.5]))
+    np.testing.assert_array_equal(first.sampler_logprobs, np.float32([-0.5, -0.5, -0.5]))
     np.testing.assert_array_equal(first.completion_token_ids, [7, 8, 9])
     np.testing.assert_array_equal(first.prompt_token_ids, [5, 6])
     assert abs(first.advantage - 1) < 1e-5
@@ -57,8 +66,8 @@ def test_a_rollout_whose_reward_did_not_come_counts_nowhere_and_is_settled_as_su
     settings = recipe(sampling={"group_size": 3}, replay={"drop_zero_variance": False})
     groups = [group((0, 0), rewards=(1.0, None, -1.0)), group((0, 1), rewards=(None, 1.0, None))]
     taken, ledger = take(groups, 1, settings)
-    assert [r.rollout_id for r in taken.fresh] == [0, 2]
-    assert [r.advantage for r in taken.fresh] == pytest.approx([1.0, -1.0], abs=1e-5)
+    assert [r.rollout_id for r in survivors(taken)] == [0, 2]
+    assert [r.advantage for r in survivors(taken)] == pytest.approx([1.0, -1.0], abs=1e-5)
     missing = taken.generated[1]
     assert (missing.reward, missing.advantage, missing.behavior_logprobs) == (None, None, None)
     assert (missing.group_reward_mean, missing.group_reward_std) == (0.0, 1.0)
@@ -71,7 +80,7 @@ def test_a_rollout_whose_reward_did_not_come_counts_nowhere_and_is_settled_as_su
 
 def test_a_stale_group_is_recorded_but_not_trained_on():
     taken, ledger = take([group((0, 0), version=0), group((0, 1), version=4)], 5, recipe(), 2)
-    assert [r.rollout_id for r in taken.fresh] == [2, 3]
+    assert [r.rollout_id for r in survivors(taken)] == [2, 3]
     assert [r.kept for r in taken.generated] == [False, False, True, True]
     assert all(r.advantage is None and r.behavior_logprobs is None for r in taken.generated[:2])
     assert ledger.settled["stale"] == Amount(2, 6)
@@ -79,11 +88,12 @@ def test_a_stale_group_is_recorded_but_not_trained_on():
 
 def test_straddlers_are_kept_or_dropped_as_the_recipe_says_and_counted():
     kept, _ = take([straddler()], 5, recipe())
-    assert (len(kept.fresh), kept.straddlers) == (2, 1)
-    assert (kept.fresh[1].policy_version, kept.fresh[1].policy_version_end) == (3, 4)
+    _, second = survivors(kept)
+    assert kept.straddlers == 1
+    assert (second.policy_version, second.policy_version_end) == (3, 4)
     drop = recipe(sampling={"collection": {"straddlers": "drop"}})
     dropped, ledger = take([straddler()], 5, drop)
-    assert [r.rollout_id for r in dropped.fresh] == [0]
+    assert [r.rollout_id for r in survivors(dropped)] == [0]
     assert dropped.straddlers == 1
     assert ledger.settled["stale"] == Amount(1, 3)
 
@@ -119,7 +129,7 @@ def test_what_a_step_waits_for_is_what_it_inserts(sections, inserted):
         queue.take_in(each)
     waiting = sum(rollouts_to_insert(each, settings) for each in queue.young(5))
     taken = take_rollouts(queue.select(5), settings, queue.ledger)
-    assert waiting == len(taken.fresh) == inserted
+    assert waiting == len(survivors(taken)) == inserted
 
 
 def test_the_length_of_what_is_dropped_is_reported_against_what_is_kept():

@@ -26,6 +26,7 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.recipe.sampling_sections import ServersSection
 from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.types import RequestKey
 
@@ -216,9 +217,10 @@ def test_a_failed_request_is_sent_again_and_kills_nothing(server):
     harness.check_balance()
 
 
-def test_a_group_whose_member_fails_for_good_ends_as_lost(server):
+def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
+    monkeypatch.setattr(ServersSection, "max_retries", 0)
     server.statuses = [500] * 3
-    harness = Harness([server], max_retries=0, max_in_flight=1)
+    harness = Harness([server], max_in_flight=1)
 
     async def scenario():
         harness.greet(credit=4)
@@ -456,5 +458,17 @@ def test_on_failure_stop_ends_the_collector_when_a_server_is_lost(server):
         server.stop()
         await asyncio.sleep(10)
 
-    with pytest.raises(SamplerError, match=r"is lost .*on_failure is stop"):
+    with pytest.raises(SamplerError, match=r"is lost: .*on_failure is stop"):
+        harness.run(scenario)
+
+
+def test_on_failure_stop_ends_the_collector_when_a_server_is_stuck(server):
+    server.seconds, server.generates = 60.0, False
+    harness = Harness([server], on_failure="stop", request_timeout_seconds=0.6)
+
+    async def scenario():
+        harness.greet()
+        await asyncio.sleep(10)
+
+    with pytest.raises(SamplerError, match=r"generated no token for 0\.6 s .*on_failure is stop"):
         harness.run(scenario)

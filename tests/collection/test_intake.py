@@ -1,5 +1,6 @@
 """Rank 0's side with a real collector in a thread and fake servers: journal, credit, restarts."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +10,11 @@ from fake_server import FakeServer
 from threaded_link import ThreadedLink
 
 from grpo_replay.collection import intake as intake_module
+from grpo_replay.collection.arrivals import Amount
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords, read_journal
-from grpo_replay.collection.ledger import Amount
 from grpo_replay.collection.link import CollectorSettings
-from grpo_replay.collection.messages import Cancel, Credit, Group, Restart, Step, Version
+from grpo_replay.collection.messages import Cancel, Credit, Drop, Group, Restart, Step, Version
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
 
@@ -100,7 +101,9 @@ def test_every_step_gets_its_groups_and_the_last_none_too_many(server, tmp_path)
     run = Run(recipe(server), tmp_path)
     for _ in range(STEPS):
         run.step()
+    started = time.monotonic()
     run.intake.finish()
+    assert time.monotonic() - started < intake_module.DRAIN_SECONDS / 2, "the books were closed"
     assert run.intake.newest_report.drained and not run.intake.live
     assert ThreadedLink.made[0].closed
     assert [len(ids) for ids in run.taken.values()] == [PER_STEP * 2] * STEPS
@@ -120,6 +123,18 @@ def test_credit_stays_one_step_ahead_of_the_trainer(server, tmp_path):
     run.step()
     credits = credits_sent()
     assert (credits[0], credits[-1]) == (2 * PER_STEP, 3 * PER_STEP)
+    run.close()
+
+
+def test_a_group_that_is_lost_or_cancelled_is_replaced_once(server, tmp_path):
+    """One was lost before the collector began; it starts with two steps' credit all the same."""
+    run = Run(recipe(server), tmp_path)
+    run.intake.arrivals.take_in(Drop(0, 5, "lost", 0, 0))
+    run.go_live()
+    assert credits_sent() == [2 * PER_STEP]
+    run.intake.arrivals.take_in(Drop(0, 4, "cancelled", 0, 0))
+    run.intake.give_credit(0)
+    assert credits_sent() == [2 * PER_STEP, 2 * PER_STEP + 1]
     run.close()
 
 

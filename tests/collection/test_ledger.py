@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_replay.collection.ledger import CATEGORIES, Amount, Ledger
+from grpo_replay.collection.arrivals import CATEGORIES, Amount, Ledger
 from grpo_replay.errors import LedgerError
 
 

@@ -107,7 +107,10 @@ def test_the_collectors_error_is_raised_as_its_own_class(idle, kind, expected, m
 
 
 def test_a_collector_that_does_not_stop_is_killed_with_what_it_started(idle):
-    processes = [psutil.Process(idle.pid), *psutil.Process(idle.pid).children()]
+    process, deadline = psutil.Process(idle.pid), time.monotonic() + 10
+    while not process.children() and time.monotonic() < deadline:
+        time.sleep(0.01)  # the shell is starting
+    processes = [process, *process.children()]
     folder = idle._folder
     assert len(processes) == 2 and folder.stat().st_mode & 0o777 == 0o700
     idle.close()

@@ -14,7 +14,7 @@ def open_group(size: int = 3) -> OpenGroup:
     group = OpenGroup((1, 4), prompt, started=10.0)
     for index in range(size):
         request = GenerationRequest(RequestKey(1, 4, index), prompt.token_ids, 7, 9)
-        group.members.append(Member(group, index, request, tries=index))
+        group.members.append(Member(request, tries=index, group=group, index=index))
     return group
 
 

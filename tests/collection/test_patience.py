@@ -2,9 +2,9 @@
 
 import pytest
 
-from grpo_replay.collection import patience as module
+from grpo_replay.collection import intake as module
+from grpo_replay.collection.intake import PATIENCE, Patience
 from grpo_replay.collection.messages import Drop, Report
-from grpo_replay.collection.patience import PATIENCE, Patience
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import resolve_recipe
 
@@ -19,7 +19,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def patience(clock) -> Patience:
     servers = {"request_timeout_seconds": 10.0}
-    return Patience(resolve_recipe([{"sampling": {"servers": servers, "prompts_per_step": 2}}]))
+    return Patience(resolve_recipe([{"sampling": {"servers": servers}}]).sampling.servers, 2)
 
 
 def test_a_collector_may_take_longer_to_start_than_a_server_to_answer(patience, clock):

@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from slow_tests import slow_except
 
 from grpo_replay.distributed.failures import RankFailure
-from grpo_replay.distributed.hosts import read_hostfile
 from grpo_replay.distributed.launch import (
     Payload,
     _conclude,
@@ -21,6 +21,7 @@ from grpo_replay.distributed.launch import (
     encode_payload,
     launch_ranks,
     nodes_command,
+    read_hostfile,
 )
 from grpo_replay.errors import DatasetError, GrpoReplayError, LaunchError, UsageError
 
@@ -111,15 +112,27 @@ def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode,
     assert len(pids) == 2 and not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("number", slow_except([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.parametrize(
+    "number", slow_except([signal.SIGUSR1], [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+)
 def test_a_signal_reaches_each_rank_once_and_lets_it_finish(number, tmp_path):
+    """SIGUSR1, Slurm's usual warning, reaches them as SIGTERM. Meanwhile nobody outside can."""
     process = start_program("launch", 2, "until-signal", tmp_path)
     assert process.stdout.readline() == "ready\n"
+    launcher = psutil.Process(process.pid)
+    listening = {
+        socket.laddr.ip
+        for each in [launcher, *launcher.children(recursive=True)]
+        for socket in each.net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    }
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert out == f"stopped after [[{int(number)}], [{int(number)}]]\n"
+    told = int(signal.SIGTERM if number == signal.SIGUSR1 else number)
+    assert out == f"stopped after [[{told}], [{told}]]\n"
     assert errors_in(err) == []
+    assert listening and listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @pytest.mark.slow

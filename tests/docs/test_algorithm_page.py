@@ -17,7 +17,8 @@ def is_recipe_key(name: str) -> bool:
     for section in sections:
         if section not in fields:
             return False
-        fields = getattr(fields[section].annotation, "model_fields", {})
+        kind = fields[section].annotation
+        fields = {**getattr(kind, "DEFAULTS", {}), **getattr(kind, "model_fields", {})}
     return leaf in fields
 
 

@@ -14,24 +14,38 @@ from grpo_replay.recipe import load_recipe
 from grpo_replay.replay.group import rollouts_of_group
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-COMMANDS, LIBRARY, HANDLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+COMMANDS, OWN_TASK, LIBRARY, HANDLES = re.findall(
+    r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL
+)
 
 
 def lines_of(code: str, folder: Path) -> list[str]:
+    (folder / "add.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=250
+        [sys.executable, "add.py"], cwd=folder, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr == ""  # nothing is printed but what the program prints
     return done.stdout.splitlines()
 
 
 @pytest.mark.slow
 def test_a_recipe_is_trained_evaluated_and_inspected_without_printing(tmp_path):
-    trained, accuracy, stored = lines_of(COMMANDS, tmp_path)
+    trained, accuracy, stored, arms = lines_of(COMMANDS, tmp_path)
     steps, replayed = map(int, trained.split())
     assert steps == 6 and replayed > 0
     assert 0 <= float(accuracy) <= 1
     assert int(stored.partition(" ")[0]) > 0
+    assert arms == "['api']"
+
+
+@pytest.mark.slow
+def test_rows_a_function_and_a_callback_of_the_program_are_used_and_stored(tmp_path):
+    assert lines_of(OWN_TASK, tmp_path) == ["4 4 True"]
+    recipe = load_recipe(str(tmp_path / "runs" / "add" / "recipe.yaml"))
+    assert recipe.reward.function == f"{tmp_path}/add.py:brief"
+    assert recipe.prompts.source == f"{tmp_path}/runs/add.prompts.jsonl"
+    assert train(None, tmp_path / "runs" / "add", resume=True).step == 4
 
 
 def test_the_buffer_works_in_another_trainer_and_loads_no_torch(tmp_path):

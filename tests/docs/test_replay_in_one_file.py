@@ -18,12 +18,14 @@ import torch
 from buffer_makers import ids, make_rollout
 from small_runs.trained import FinishedRun
 
+from grpo_replay.engine.microbatches import plan_microbatches
 from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.engine.shared_prompts import Layout
 from grpo_replay.recipe import Recipe, ReplaySection, load_recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.advantages import group_advantages
-from grpo_replay.replay.batch import plan_microbatches, token_weights, train_rows
+from grpo_replay.replay.batch import token_weights, train_rows
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.loss import token_loss
 from grpo_replay.replay.seeding import stream
@@ -328,11 +330,11 @@ def test_the_gradient_of_a_mini_batch_equals_the_packages_in_several_micro_batch
     trainer.model.zero_grad()
     loss.backward()
     module = PolicyModule(load_policy(recipe.model, 0), 1.0, 64)
-    (microbatches,) = plan_microbatches(train_rows(rollouts, None, recipe.loss, 20), 100, 1)
+    (microbatches,) = plan_microbatches(train_rows(rollouts, None, recipe.loss, 20), Layout(100), 1)
     assert len(microbatches) >= 4
     their_loss = 0.0
     for each in microbatches:
-        inputs = map(torch.from_numpy, (each.input_ids_RL, each.positions_C, each.target_ids_C))
+        inputs = map(torch.from_numpy, (each.input_ids_SL, each.positions_C, each.target_ids_C))
         logprobs, _ = module(*inputs)
         behavior = torch.from_numpy(each.behavior_logprobs_C)
         weights = torch.from_numpy(each.token_weights_R)[each.row_of_C]

@@ -8,7 +8,7 @@ from core_engine import SCALED, engine_recipe
 from grpo_replay.engine.deepspeed_config import deepspeed_config
 from grpo_replay.recipe import ZeroSection
 
-LEAVES = list(ZeroSection.model_fields)
+LEAVES = list(ZeroSection.DEFAULTS)
 
 
 def read_by_deepspeed(engine: dict[str, Any]) -> Any:

@@ -27,9 +27,8 @@ from core_engine import (
 from slow_tests import slow_except
 
 import grpo_replay.engine.policy_module
-from grpo_replay.engine.engine_state import ENGINE_TAG
+from grpo_replay.engine.engine_state import ENGINE_TAG, MASTER, MOMENTS, read_saved_state
 from grpo_replay.engine.models import load_policy
-from grpo_replay.engine.resharding import MASTER, MOMENTS, read_saved_state
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.recipe import LossSection
 
@@ -189,7 +188,8 @@ def test_every_zero_stage_makes_the_updates_of_torch_adamw(processes, dtype, tmp
     corrects their bias."""
     batches = [make_rows(6, seed) for seed in range(3)]
     sections = {
-        "model": {"dtype": dtype}, "optimizer": {"max_grad_norm": 0.05, "weight_decay": 0.1},
+        "model": {"dtype": dtype},
+        "optimizer": {"max_grad_norm": 0.05, "adamw": {"weight_decay": 0.1}},
     }  # fmt: skip
     plain = TorchAdamW(engine_recipe(**sections))
     for stage in STAGES:
@@ -238,7 +238,8 @@ def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
 
     monkeypatch.setattr(grpo_replay.engine.policy_module, "_logits", watched)
     rows = make_rows(8)
-    one_update(processes, rows, engine={"logprob_chunk_tokens": 16})
+    sections = {"engine": {"logprob_chunk_tokens": 16}, "batch": {"share_prompts": False}}
+    one_update(processes, rows, **sections)
     assert max(heights) == 16
     assert heights.pop(0) == 15  # the trial of the head
     # Every chunk is computed again in the backward pass.

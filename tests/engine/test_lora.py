@@ -23,14 +23,14 @@ from core_engine import (
 from peft import LoraConfig, PeftModel, get_peft_model
 from slow_tests import slow_except
 
-from grpo_replay.engine.full_tensors import _Weight, full_adapters
 from grpo_replay.engine.lora import LoraAdapters
+from grpo_replay.engine.weights import _Weight, full_adapters
 from grpo_replay.errors import CheckpointError, RecipeError
 from grpo_replay.recipe import LoraSection, resolve_recipe
 
 STAGES = [0, 1, 2, 3]
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-LORA = {"rank": 4, "alpha": 8}
+LORA = {"rank": 4, "lora_alpha": 8}
 MODEL = {"lora": LORA}
 
 
@@ -174,7 +174,7 @@ def test_adapters_are_merged_in_fp32_and_rounded_once():
 
 
 def test_only_the_targets_move(processes):
-    lora = LORA | {"targets": ["q_proj", "down_proj"]}
+    lora = LORA | {"target_modules": ["q_proj", "down_proj"]}
     with open_engine(processes, model={"lora": lora}) as engine:
         engine.update(make_rows(6))
         found = {name: t.clone() for name, t in engine.named_full_tensors(2**29)}
@@ -231,13 +231,15 @@ def test_a_state_is_restored_at_another_stage(processes, tmp_path, stage, other)
         assert relative(found[1][name], tensor) < 1e-6, name
 
 
-@pytest.mark.parametrize("other", [{}, {"rank": 4, "alpha": 9}, {"rank": 2, "alpha": 8}])
+@pytest.mark.parametrize("other", [{}, {"rank": 4, "lora_alpha": 9}, {"rank": 2, "lora_alpha": 8}])
 def test_a_state_of_other_adapters_is_refused(processes, tmp_path, other):
     with open_engine(processes, model=MODEL) as engine:
         engine.save(tmp_path)
     with (
         open_engine(processes, model={"lora": other}) as engine,
-        pytest.raises(CheckpointError, match=r"saved with model.lora \{'rank': 4, 'alpha': 8,"),
+        pytest.raises(
+            CheckpointError, match=r"saved with model.lora \{'rank': 4, 'lora_alpha': 8,"
+        ),
     ):
         engine.load(tmp_path)
 
@@ -276,7 +278,7 @@ def test_dropout_is_in_updates_alone_and_a_function_of_the_step(processes):
     rows = make_rows(6)
 
     def moved(dropout: float, step: int) -> torch.Tensor:
-        lora = LORA | {"dropout": dropout}
+        lora = LORA | {"lora_dropout": dropout}
         with open_engine(processes, model={"lora": lora}) as engine:
             before = torch.random.get_rng_state()
             engine.begin_step(step)
@@ -295,8 +297,8 @@ def test_dropout_is_in_updates_alone_and_a_function_of_the_step(processes):
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "qproj"])
 def test_a_target_that_is_no_linear_layer_of_a_block_is_refused(target):
-    section = LoraSection(rank=2, targets=["q_proj", target])
-    with pytest.raises(RecipeError, match=rf"model.lora.targets: '{target}'.*q_proj"):
+    section = LoraSection(rank=2, target_modules=["q_proj", target])
+    with pytest.raises(RecipeError, match=rf"model.lora.target_modules: '{target}'.*q_proj"):
         LoraAdapters.attach(tiny_model(), section, seed=0)
 
 
@@ -306,7 +308,9 @@ def test_without_peft_the_message_says_what_to_install(monkeypatch):
         LoraAdapters.attach(tiny_model(), LoraSection(rank=2), seed=0)
 
 
-@pytest.mark.parametrize("value", [{"alpha": 16}, {"targets": ["q_proj"]}, {"dropout": 0.1}])
+@pytest.mark.parametrize(
+    "value", [{"lora_alpha": 16}, {"target_modules": ["q_proj"]}, {"lora_dropout": 0.1}]
+)
 def test_settings_of_lora_without_a_rank_are_refused(value):
     (name,) = value
     with pytest.raises(RecipeError, match=rf"model.lora.{name} .* without model.lora.rank"):

@@ -8,48 +8,20 @@ import numpy as np
 import pytest
 import torch
 from core_engine import first_gradient, make_rows, open_engine, parameters, relative
+from model_zoo import APART, MIXING, random_model
 from slow_tests import slow_except
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
 )
 
+from grpo_replay.engine.microbatches import MicroBatch, plan_microbatches
+from grpo_replay.engine.model_trials import keeps_rows_apart
 from grpo_replay.engine.models import load_policy
-from grpo_replay.engine.packing import keeps_rows_apart
 from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.engine.shared_prompts import Layout
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import ModelSection
-from grpo_replay.replay.batch import MicroBatch, plan_microbatches
-
-SIZES = {
-    "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 24, "max_position_embeddings": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MIXING = {
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_next": {
-        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-        "shared_expert_intermediate_size": 32,
-    },
-    "falcon_h1": {},
-}  # fmt: skip
-"""Layers that carry a state from position to position."""
-APART = {
-    "qwen2": {}, "qwen3": {}, "llama": {}, "gemma3_text": {}, "mistral": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-}  # fmt: skip
-
-
-def random_model(kind: str, dtype: str = "float32"):
-    config = AutoConfig.for_model(kind, **SIZES | (MIXING | APART)[kind])
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
 
 
 def two_updates(processes, packing, **sections):
@@ -97,28 +69,29 @@ def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch
     monkeypatch.setattr("grpo_replay.recipe.Recipe.packs", lambda *_: True)  # as on a GPU
     for kind, packing in (("lfm2", False), ("qwen3", True)):
         with open_engine(processes, random_model(kind)) as engine:
-            assert engine._packing is packing
+            assert engine._layout.packing is packing
 
 
 @pytest.mark.parametrize("dtype", slow_except(["float32"], ["float32", "bfloat16"]))
 @pytest.mark.parametrize("kind", [*MIXING, *APART])
 def test_which_models_keep_rows_apart_is_found_by_trying(kind, dtype):
-    module = PolicyModule(random_model(kind, dtype), 1.0, 1024)
+    model = random_model(kind, dtype)
+    module = PolicyModule(model, 1.0, 1024)
 
     @torch.no_grad()
     def forward(pack: MicroBatch) -> np.ndarray:
         return module(*inputs(pack, "cpu"))[0].numpy()
 
-    assert keeps_rows_apart(forward, SIZES["vocab_size"]) is (kind in APART)
+    assert keeps_rows_apart(forward, model.config) is (kind in APART)
 
 
 def inputs(batch: MicroBatch, device: str) -> list[torch.Tensor | int | None]:
     arrays = (
-        batch.input_ids_RL, batch.positions_C, batch.target_ids_C, batch.position_ids_RL,
+        batch.input_ids_SL, batch.positions_C, batch.target_ids_C, batch.position_ids_SL,
         batch.bounds,
     )  # fmt: skip
     tensors = [None if each is None else torch.as_tensor(each, device=device) for each in arrays]
-    return [*tensors, int(batch.widths_R.max())]
+    return [*tensors, int(batch.widths_S.max())]
 
 
 def test_flash_attention_gets_the_bounds_of_packed_rows(processes, monkeypatch):
@@ -158,7 +131,7 @@ def test_packed_rows_on_a_gpu_give_the_gradient_of_padded_rows_under_sdpa(attent
     def backward(kind: str, packing: bool) -> tuple[torch.Tensor, torch.Tensor]:
         policy = load_policy(ModelSection(dtype="bfloat16", attn_implementation=kind), 0).cuda()
         module = PolicyModule(policy.train(), 1.0, 1024)
-        ((batch,),) = plan_microbatches(rows, 10**6, 1, packing)
+        ((batch,),) = plan_microbatches(rows, Layout(10**6, packing), 1)
         logprobs, _ = module(*inputs(batch, "cuda"))
         logprobs.mean().backward()
         gradients = [p.grad.flatten().float() for p in module.parameters()]

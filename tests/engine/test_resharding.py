@@ -13,7 +13,7 @@ from grpo_replay.errors import CheckpointError
 
 STAGES = (0, 1, 2, 3)
 OTHER_OPTIMIZER = {
-    "learning_rate": 3e-4, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, "weight_decay": 0.5,
+    "learning_rate": 3e-4, "adamw": {"betas": [0.5, 0.9], "eps": 1e-3, "weight_decay": 0.5},
     "max_grad_norm": 0.01,
 }  # fmt: skip
 OTHER_MODELS: tuple[dict[str, int], ...] = (
@@ -112,12 +112,12 @@ def test_another_dtype_keeps_the_fp32_values_and_moments(
 def test_a_state_moves_to_and_from_an_offloaded_optimizer(
     processes, rows, tmp_path, stage, other, saved, loaded
 ):
-    with engine_at(processes, stage, offload_optimizer=saved) as engine:
+    with engine_at(processes, stage, offload="optimizer" if saved else "nothing") as engine:
         engine.update(rows)
         engine.save(tmp_path)
         engine.update(rows)
         expected = parameters(engine)
-    with engine_at(processes, other, offload_optimizer=loaded) as engine:
+    with engine_at(processes, other, offload="optimizer" if loaded else "nothing") as engine:
         engine.load(tmp_path)
         engine.update(rows)
         assert relative(parameters(engine), expected) < 1e-7

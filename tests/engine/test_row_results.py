@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from grpo_replay.engine.microbatches import MicroBatch
 from grpo_replay.engine.row_results import (
     pack_statistics,
     pack_tokens,
@@ -10,18 +11,17 @@ from grpo_replay.engine.row_results import (
     unpack_tokens,
     update_result,
 )
-from grpo_replay.replay.batch import MicroBatch
 from grpo_replay.replay.loss import ROW_STATISTICS
 
 
 def micro_batch(rows: list[int], lengths: list[int]) -> MicroBatch:
-    """Of these rows of the mini-batch, padded to six tokens, with as many completion tokens each;
-    the rest is zeros."""
+    """Of these rows of the mini-batch, of three tokens in six positions, with as many completion
+    tokens each; the rest is zeros."""
     row_of_C = np.repeat(np.arange(len(rows)), lengths)
     zeros_C, zeros_R = np.zeros(sum(lengths)), np.zeros(len(rows))
     return MicroBatch(
-        np.array(rows), np.full(len(rows), 6), np.zeros((len(rows), 6)), zeros_C, zeros_C,
-        row_of_C, zeros_C, zeros_C, zeros_R, zeros_R, np.zeros(0),
+        np.array(rows), np.full(len(rows), 6), np.zeros((len(rows), 6)), None, None, 3 * len(rows),
+        zeros_C, zeros_C, row_of_C, zeros_C, zeros_C, zeros_R, zeros_R, np.zeros(0),
     )  # fmt: skip
 
 
@@ -50,8 +50,8 @@ def test_a_rank_without_micro_batches_adds_nothing():
     pairs = [pack_tokens([(micro_batch([0], [2]), values(1, 2))]), pack_tokens([])]
     lengths, tokens = zip(*pairs, strict=True)
     assert [row.tolist() for row in unpack_tokens(lengths, tokens, 1)] == [[1, 2]]
-    table, positions = unpack_statistics([pack_statistics([], [])], 0)
-    assert (table.shape, positions) == ((0, len(ROW_STATISTICS)), 0)
+    table, padding = unpack_statistics([pack_statistics([], [])], 0)
+    assert (table.shape, padding) == ((0, len(ROW_STATISTICS)), 0)
 
 
 def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
@@ -62,9 +62,9 @@ def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
     second = pack_statistics(
         [micro_batch([1], [1]), micro_batch([-1], [1])], [table(1.5), table(-9.0)]
     )
-    found, positions = unpack_statistics([first, second], 3)
+    found, padding = unpack_statistics([first, second], 3)
     np.testing.assert_array_equal(found, table(0.5, 1.5, 2.5))
-    assert positions == 2 * 6 + 6 + 6  # four rows, padding row included, of six positions
+    assert padding == 0.5  # four rows, padding row included, have three tokens in six positions
 
 
 def test_a_loss_that_is_not_finite_stays_in_its_row():

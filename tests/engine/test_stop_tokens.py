@@ -3,20 +3,19 @@
 import json
 
 import pytest
+from commands import folder_of_generations, run_comparison
 
-from grpo_replay.cli.eval_command import run, run_comparison
-from grpo_replay.engine.byte_tokenizer import byte_tokenizer
-from grpo_replay.engine.models import load_tokenizer
-from grpo_replay.engine.stop_tokens import find_stop_tokens
+from grpo_replay.cli.eval_command import run
+from grpo_replay.cli.options import EvalOptions
+from grpo_replay.engine.models import byte_tokenizer, load_tokenizer
+from grpo_replay.engine.sampling_limits import find_stop_tokens
 from grpo_replay.errors import EvaluationFileError, RecipeError
-from grpo_replay.evaluation.cache import generations_folder
-from grpo_replay.evaluation.evaluation_recipe import EvalOptions
 from grpo_replay.evaluation.evaluation_report import read_report
-from grpo_replay.lab.dry_run.start_checks import Findings, check_parts
+from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
 
 QWEN = ModelSection(path="builtin:qwen3-0.6b", tokenizer="builtin:bytes", random_init=True)
-FAST = ("eval.max_problems=20", "eval.samples=2", "eval.greedy=false", "eval.bootstrap_samples=100")
+FAST = ("eval.max_problems=20", "eval.samples=2", "eval.greedy=false")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def test_the_recipe_chooses_and_by_default_both_end_a_qwen_completion(
     qwen_tokenizer, stop_tokens, texts
 ):
     recipe = resolve_recipe([{"sampling": {"stop_tokens": stop_tokens}}])
-    ids = find_stop_tokens(recipe, QWEN, qwen_tokenizer)
+    ids = find_stop_tokens(recipe.sampling.stop_tokens, QWEN, qwen_tokenizer)
     assert list(ids) == sorted(qwen_tokenizer.convert_tokens_to_ids(list(texts)))
 
 
@@ -50,10 +49,10 @@ def test_a_stop_text_that_is_not_a_token_is_refused_before_the_run():
     recipe = load_recipe("tiny", ["sampling.stop_tokens=[<eo>]"])
     message = r"sampling.stop_tokens: '<eo>' is not a token .*did you mean '<eos>'.*would be <eos>"
     with pytest.raises(RecipeError, match=message):
-        find_stop_tokens(recipe, recipe.model, load_tokenizer(recipe.model))
-    findings = Findings()
-    check_parts(recipe, "cpu", findings)
-    assert any("'<eo>' is not a token" in problem for problem in findings.problems)
+        find_stop_tokens(recipe.sampling.stop_tokens, recipe.model, load_tokenizer(recipe.model))
+    report = dry_run(recipe)
+    assert any("'<eo>' is not a token" in problem for problem in report.findings.problems)
+    assert (report.fits, report.exit_code) == (False, 2)
     with pytest.raises(RecipeError, match=r"sampling\.stop_tokens"):
         load_recipe("tiny", ["sampling.stop_tokens=[]"])
 
@@ -62,10 +61,10 @@ def test_a_text_that_encodes_to_one_token_is_that_token(qwen_tokenizer):
     """A byte-level tokenizer calls the newline Ċ; both names are right."""
     for text in ("\n", "Ċ"):
         recipe = resolve_recipe([{"sampling": {"stop_tokens": [text]}}])
-        assert find_stop_tokens(recipe, QWEN, qwen_tokenizer) == (ord("\n"),)
+        assert find_stop_tokens(recipe.sampling.stop_tokens, QWEN, qwen_tokenizer) == (ord("\n"),)
     two = resolve_recipe([{"sampling": {"stop_tokens": ["\n\n"]}}])
     with pytest.raises(RecipeError, match=r"'\\n\\n' is not a token of the tokenizer"):
-        find_stop_tokens(two, QWEN, qwen_tokenizer)
+        find_stop_tokens(two.sampling.stop_tokens, QWEN, qwen_tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +97,15 @@ def test_evaluations_with_other_stop_tokens_do_not_compare(evaluations):
         run_comparison(*paths)
 
 
-def test_the_page_says_what_ends_a_completion(evaluations):
-    page = (evaluations / "brace.md").read_text()
-    assert '- stop_tokens: `["}"]`' in page.splitlines()
+def test_the_report_says_what_ends_a_completion(evaluations):
+    settings = json.loads((evaluations / "brace.json").read_text())["settings"]
+    assert settings["stop_tokens"] == ["}"]
     assert "stop_tokens" in json.loads((evaluations / "eos.json").read_text())["settings"]
 
 
 def test_completions_that_ended_elsewhere_are_not_found_again(tmp_path):
     words = [[], ['sampling.stop_tokens=["}"]'], ["sampling.stop_tokens=[<eos>]"]]
-    folders = [generations_folder(tmp_path, "0" * 64, load_recipe("tiny", w)) for w in words]
+    folders = [folder_of_generations(tmp_path, load_recipe("tiny", w)) for w in words]
     assert len(set(folders)) == 3
     twice = load_recipe("tiny", ['sampling.stop_tokens=["}", "}"]'])
-    assert generations_folder(tmp_path, "0" * 64, twice) == folders[1]
+    assert folder_of_generations(tmp_path, twice) == folders[1]

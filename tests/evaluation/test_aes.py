@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from commands import run_aes as run
 from test_statistics import SETTINGS, report
 
-from grpo_replay.cli.aes_command import run
 from grpo_replay.errors import EvaluationFileError, UsageError
 from grpo_replay.evaluation.aes import Point, accuracy_efficiency_score, score_points, score_reports
 from grpo_replay.evaluation.evaluation_report import EvaluationReport

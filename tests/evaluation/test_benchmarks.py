@@ -7,7 +7,7 @@ from stand_ins import SIZES, write_benchmarks
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.evaluation.benchmarks import BENCHMARKS, find_benchmarks, load_problems
-from grpo_replay.recipe import EvalSection
+from grpo_replay.recipe import EvalSection, PromptsSection
 
 
 def settings(*benchmarks: str, **others) -> EvalSection:
@@ -19,8 +19,9 @@ def names(*benchmarks: str) -> list[str]:
 
 
 def load(word: str, **others):
+    fields = {key: others.pop(key) for key in [*others] if key.endswith("_field")}
     wanted = settings(word, **others)
-    (benchmark,) = find_benchmarks(wanted)
+    (benchmark,) = find_benchmarks(wanted, PromptsSection(**fields))
     return load_problems(benchmark, wanted)
 
 

@@ -5,10 +5,11 @@ import json
 import shutil
 
 import pytest
+from commands import folder_of_generations, recipe_of_evaluation, run_comparison
 from stand_ins import write_benchmarks, write_model
 
-from grpo_replay.cli.compare import run_comparison
 from grpo_replay.cli.eval_command import run
+from grpo_replay.cli.options import EvalOptions
 from grpo_replay.errors import (
     CheckpointError,
     DatasetError,
@@ -17,8 +18,6 @@ from grpo_replay.errors import (
     RecipeError,
     UsageError,
 )
-from grpo_replay.evaluation.cache import generations_folder
-from grpo_replay.evaluation.evaluation_recipe import EvalOptions, resolve_evaluation
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.model_source import find_model, model_sha256
 from grpo_replay.recipe import load_recipe
@@ -72,7 +71,7 @@ def test_a_run_is_evaluated_at_its_latest_checkpoint_under_its_own_recipe(
     assert report.settings["temperature"] == 1.0
     assert report.settings["user_template"] == "{problem}="
     assert len(report.samples) == 5 * 4 * 3
-    assert "| tiny_add | 4 | 2 |" in output.with_suffix(".md").read_text()
+    assert not output.with_suffix(".md").exists()
 
 
 @pytest.mark.parametrize(
@@ -151,8 +150,7 @@ def test_the_paper_group_can_be_read_from_a_folder(model, tmp_path, capsys):
 
 
 def test_without_a_recipe_the_settings_are_paper_a_s_for_its_smaller_models():
-    source = find_model("Qwen/Qwen3-4B-Base")
-    recipe = resolve_evaluation(EvalOptions("Qwen/Qwen3-4B-Base"), source)
+    recipe = recipe_of_evaluation("Qwen/Qwen3-4B-Base")
     assert recipe.eval.benchmarks == ["paper"]
     assert (recipe.eval.temperature, recipe.eval.top_p) == (0.6, 0.8)
     assert recipe.sampling.max_completion_length == 8192
@@ -165,14 +163,14 @@ def test_a_checkpoint_is_evaluated_with_its_own_weights_and_tokenizer(run_folder
         "        config_overrides: {num_hidden_layers: 1}}\neval: {benchmarks: [tiny]}\n"
     )
     source = find_model(str(run_folder))
-    model = resolve_evaluation(EvalOptions(str(run_folder)), source).model
+    model = recipe_of_evaluation(str(run_folder)).model
     assert (model.path, model.tokenizer) == (source.path, None)
     assert (model.random_init, model.config_overrides) == (False, {})
 
 
 def test_another_tokenizer_can_be_chosen():
-    options = EvalOptions("builtin:tiny", overrides=["model.tokenizer=builtin:bytes"])
-    model = resolve_evaluation(options, find_model("builtin:tiny")).model
+    chosen = ["model.tokenizer=builtin:bytes"]
+    model = recipe_of_evaluation("builtin:tiny", overrides=chosen).model
     assert (model.path, model.tokenizer) == ("builtin:tiny", "builtin:bytes")
 
 
@@ -186,33 +184,30 @@ def test_each_precision_and_tokenizer_has_its_own_generations_folder(tmp_path):
         ["model.tokenizer=builtin:bytes"],
         ["model.tokenizer=a/b"],
     ]
-    folders = [generations_folder(tmp_path, "0" * 64, load_recipe("tiny", c)) for c in changes]
+    folders = [folder_of_generations(tmp_path, load_recipe("tiny", c)) for c in changes]
     assert len(set(folders)) == len(changes)
     assert {folder.parent for folder in folders} == {tmp_path}
     unused = load_recipe("tiny", ["sampling.vllm.dtype=bfloat16"])  # by the hf backend
-    assert generations_folder(tmp_path, "0" * 64, unused) == folders[0]
+    assert folder_of_generations(tmp_path, unused) == folders[0]
 
 
 def test_options_override_the_recipe():
-    source = find_model("builtin:tiny")
-    options = EvalOptions(
+    recipe = recipe_of_evaluation(
         "builtin:tiny", benchmarks=["tiny_add"], k=3, backend="vllm", greedy=False,
         overrides=["eval.max_completion_length=99", "eval.samples=7"],
     )  # fmt: skip
-    recipe = resolve_evaluation(options, source)
     assert (recipe.eval.benchmarks, recipe.eval.samples) == (["tiny_add"], 3)
     assert recipe.sampling.backend == "vllm" and recipe.eval.greedy is False
     assert recipe.sampling.max_completion_length == 99
 
 
 def test_bad_options_are_refused(tmp_path, model):
-    source = find_model("builtin:tiny")
     with pytest.raises(RecipeError, match=r"eval\.nothing"):
-        resolve_evaluation(EvalOptions("builtin:tiny", overrides=["eval.nothing=1"]), source)
+        recipe_of_evaluation("builtin:tiny", overrides=["eval.nothing=1"])
     empty = tmp_path / "empty.yaml"
     empty.write_text("{}")
     with pytest.raises(UsageError, match="names no benchmarks"):
-        resolve_evaluation(EvalOptions("builtin:tiny", recipe=str(empty)), source)
+        recipe_of_evaluation("builtin:tiny", recipe=str(empty))
     with pytest.raises(UsageError, match=r"name a \.json file"):
         run(EvalOptions("builtin:tiny", output=str(tmp_path / "x.txt")))
     other = tmp_path / "other.json"

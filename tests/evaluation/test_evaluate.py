@@ -14,16 +14,18 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from commands import plan_of
 from evaluate_program import evaluate_tiny, recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import DatasetError, EvaluationFileError, RecipeError
-from grpo_replay.evaluation.evaluate import evaluate, plan_evaluation
+from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.types import RequestKey
 
@@ -66,7 +68,7 @@ def tokenizer():
 
 def plan(tokenizer, **settings):
     own = recipe().eval.model_copy(update=settings)
-    return plan_evaluation(tokenizer, recipe().model_copy(update={"eval": own}))
+    return plan_of(tokenizer, recipe().model_copy(update={"eval": own}))
 
 
 @pytest.mark.slow
@@ -175,7 +177,7 @@ def test_a_plan_requests_each_completion_once(tokenizer):
 
 
 def test_more_samples_reuse_the_existing_ones(tmp_path, tokenizer):
-    sampler = HfSampler.open(recipe(), str(BASE_DIR))
+    sampler = HfSampler.open(SamplerOpening.of(recipe(), str(BASE_DIR), Comm()))
     settings = {"benchmarks": ["tiny_add"], "greedy": False}
     with RewardScorer.open(recipe().reward) as scorer:
         four, six = (
@@ -196,7 +198,7 @@ def test_more_samples_reuse_the_existing_ones(tmp_path, tokenizer):
 
 def test_progress_never_decreases_and_ends_complete(tokenizer):
     told = []
-    sampler = HfSampler.open(recipe(), str(BASE_DIR))
+    sampler = HfSampler.open(SamplerOpening.of(recipe(), str(BASE_DIR), Comm()))
     planned = plan(tokenizer, benchmarks=["tiny_add"])
     with RewardScorer.open(recipe().reward) as scorer:
         evaluate(sampler, tokenizer, planned, Comm(), scorer, on_progress=told.append)
@@ -212,7 +214,7 @@ def test_invalid_plans_are_refused(tokenizer):
         plan(tokenizer, benchmarks=["tiny_ad"])
     prompts = recipe().prompts.model_copy(update={"max_prompt_length": 3})
     with pytest.raises(DatasetError, match="max_prompt_length 3"):
-        plan_evaluation(tokenizer, recipe().model_copy(update={"prompts": prompts}))
+        plan_of(tokenizer, recipe().model_copy(update={"prompts": prompts}))
 
 
 def test_a_report_round_trips_and_damage_is_named(tmp_path, uninterrupted):
@@ -248,7 +250,7 @@ def test_paper_b_has_pass_at_1_at_temperature_0_1_and_pass_at_k_at_1(tokenizer, 
         tokenizer, benchmarks=["paper_b"], data_folder=str(tmp_path), samples=None,
         temperature=0.1, top_p=0.95, greedy=False,
     )  # fmt: skip
-    sampler = HfSampler.open(recipe(), str(BASE_DIR))
+    sampler = HfSampler.open(SamplerOpening.of(recipe(), str(BASE_DIR), Comm()))
     with RewardScorer.open(recipe().reward.model_copy(update={"function": "minerva"})) as scorer:
         report = evaluate(sampler, tokenizer, planned, Comm(), scorer)
     laws = {}

@@ -18,23 +18,22 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.cli.eval_command import run
+from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.evaluation import cache
 from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_generations
 from grpo_replay.evaluation.comparison import compare, differences
-from grpo_replay.evaluation.curve import plot_curve
-from grpo_replay.evaluation.evaluation_recipe import EvalOptions
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
-from grpo_replay.evaluation.evaluation_tables import comparison_table, markdown
+from grpo_replay.evaluation.evaluation_tables import comparison_table
 from grpo_replay.evaluation.model_source import find_model, model_sha256, used_revision
 from grpo_replay.recipe import EvalSection, load_recipe
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.terminal.tables import print_table
+from grpo_replay.terminal.console import print_table
 from grpo_replay.training.observer import Observer
+from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.run_evaluation import RunEvaluation
-from grpo_replay.training.trainer import Parts
 
 FAST = ("eval.max_problems=3", "eval.samples=1", "eval.greedy=false")
 
@@ -49,9 +48,9 @@ def not_sampled(*_: object, **__: object) -> None:
 
 
 def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
-    """mine.parquet has problems and mine.md notes; `--output mine.json` would replace both."""
-    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_on_rank", not_sampled)
-    problems, notes = tmp_path / "mine.parquet", tmp_path / "mine.md"
+    """mine.parquet has problems; `--output mine.json` would replace it."""
+    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_model", not_sampled)
+    problems = tmp_path / "mine.parquet"
     pq.write_table(pa.table({"problem": ["1+1"], "answer": ["2"]}), problems)
     before = problems.read_bytes()
     with pytest.raises(
@@ -59,11 +58,6 @@ def test_the_users_own_files_are_never_replaced(tmp_path, monkeypatch):
     ):
         run(tiny(tmp_path / "mine.json", benchmarks=[str(problems)]))
     assert problems.read_bytes() == before
-    problems.unlink()
-    notes.write_text("# My notes\n")
-    with pytest.raises(OutputDirectoryError, match=r"mine\.md would be replaced, but it is not"):
-        run(tiny(tmp_path / "mine.json"))
-    assert notes.read_text() == "# My notes\n"
 
 
 @pytest.mark.slow
@@ -101,7 +95,7 @@ def test_a_folder_has_no_revision(tmp_path):
 
 @pytest.mark.parametrize("place", ["file/e.json", "e" * 260 + ".json", "f.json"])
 def test_an_output_that_cannot_be_written_is_refused_before_sampling(tmp_path, monkeypatch, place):
-    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_on_rank", not_sampled)
+    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_model", not_sampled)
     (tmp_path / "file").write_text("")
     (tmp_path / "f.generations").write_text("")
     with pytest.raises(OutputDirectoryError, match="cannot be written"):
@@ -133,7 +127,7 @@ def test_sigterm_interrupts_an_evaluation_and_its_handler_is_restored(tmp_path, 
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
 
-    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_on_rank", told_to_stop)
+    monkeypatch.setattr("grpo_replay.cli.eval_command.evaluate_model", told_to_stop)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(tmp_path / "e.json"))
     assert signal.getsignal(signal.SIGTERM) is before
@@ -230,32 +224,6 @@ def test_no_number_is_truncated_on_a_narrow_terminal(width):
     print_table(Console(file=stream, width=width), comparison_table(results))
     for number in ("+79.2", "12.5", "91.7", "<.001", "110", "190"):
         assert f" {number} " in stream.getvalue(), number
-
-
-def test_a_page_can_show_any_name_and_any_template():
-    plain = report({"a|b": [[1], [0]]})
-    described = {"a|b": {"file": None, "source": "s", "split": "test", "problems_sha256": "d" * 64,
-                         "seeds": [42]}}  # fmt: skip
-    settings = {
-        **SETTINGS,
-        "reward": "minerva",
-        "user_template": "one\n\n`two`",
-        "benchmarks": described,
-    }
-    page = markdown(EvaluationReport({}, settings, {}, plain.sampled))
-    assert r"| a\|b | 2 | 1 |" in page
-    assert r'- user_template: ``"one\n\n`two`"``' in page
-
-
-def test_only_comparable_evaluations_of_a_run_are_drawn(tmp_path):
-    settings = {**SETTINGS, "bootstrap_samples": 100}
-    for step, benchmarks in ((0, {"x": [[1], [1]]}), (5, {"x": [[1], [0]], "y": [[0], [0]]})):
-        report(benchmarks, settings).write(tmp_path / f"step_{step:06d}.json")
-    assert plot_curve(tmp_path) is None  # one point of each
-    (tmp_path / "curve.png").write_text("of before")
-    assert plot_curve(tmp_path) is None and not (tmp_path / "curve.png").exists()
-    report({"x": [[1], [1]], "y": [[0], [1]]}, settings).write(tmp_path / "step_000010.json")
-    assert plot_curve(tmp_path) is not None
 
 
 def test_evaluations_during_training_use_the_recipe_s_verifier_limits():

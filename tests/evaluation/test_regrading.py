@@ -7,20 +7,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import plan_of, run_comparison, run_regrading
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.cli.compare import run_comparison
 from grpo_replay.cli.eval_command import run
-from grpo_replay.cli.regrade import run_regrading
+from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import EvaluationFileError, RecipeError, UsageError
-from grpo_replay.evaluation.evaluate import evaluate, plan_evaluation
-from grpo_replay.evaluation.evaluation_recipe import EvalOptions
+from grpo_replay.evaluation.evaluate import add_gradings, evaluate
 from grpo_replay.evaluation.evaluation_report import read_report, samples_path
-from grpo_replay.evaluation.output_files import write_output
-from grpo_replay.evaluation.regrading import add_gradings
+from grpo_replay.evaluation.evaluation_tables import terminal_tables
 from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.recipe import load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
@@ -57,7 +55,7 @@ def recipe(tmp_path_factory):
     problems = tmp_path_factory.mktemp("problems") / "five.jsonl"
     problems.write_text("".join(json.dumps({"problem": p, "answer": "5"}) + "\n" for p in TEXTS))
     words = ["model.tokenizer=builtin:bytes", f"eval.benchmarks=[{problems}]", "eval.samples=2"]
-    return load_recipe("tiny", [*words, "eval.bootstrap_samples=100"])
+    return load_recipe("tiny", [*words])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +69,7 @@ def evaluated(recipe):
         )
         reward = recipe.reward.model_copy(update={"function": verifier})
         with RewardScorer.open(reward) as scorer:
-            plan = plan_evaluation(tokenizer, settings)
+            plan = plan_of(tokenizer, settings)
             sampler = WrittenSampler(tokenizer)
             return evaluate(sampler, tokenizer, plan, Comm(), scorer, model={"name": "written"})
 
@@ -115,7 +113,7 @@ def test_regrading_equals_an_evaluation_under_that_verifier(both, evaluated):
 
 def test_a_file_is_regraded_without_a_model_and_keeps_its_own_verdicts(both, evaluated, tmp_path):
     before, after = tmp_path / "a.json", tmp_path / "b.json"
-    write_output(evaluated["math_verify_boxed"], before)
+    evaluated["math_verify_boxed"].write(before)
     kept = before.read_bytes(), samples_path(before).read_bytes()
     run_regrading(str(before), ["math_verify"], str(after))
     assert (before.read_bytes(), samples_path(before).read_bytes()) == kept
@@ -132,22 +130,21 @@ def test_a_file_is_regraded_without_a_model_and_keeps_its_own_verdicts(both, eva
 
 
 def test_both_gradings_are_shown(both, tmp_path, capsys):
-    write_output(both, tmp_path / "e.json")
+    both.write(tmp_path / "e.json")
     run_regrading(str(tmp_path / "e.json"), ["minerva"])
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "math_verify (other) vs math_verify_boxed (own)" in lines
     assert "benchmark avg@k own other pass@k own other gained lost" in lines
     assert "five 33.3 66.7 66.7 66.7 3 1" in lines
-    page = (tmp_path / "e.md").read_text()
-    assert "## minerva (other) vs math_verify_boxed (own)" in page
-    assert "| mean | 33.3 | 66.7 | 66.7 | 66.7 | 3 | 1 |" in page
+    assert "minerva (other) vs math_verify_boxed (own)" in lines
+    assert "mean 33.3 66.7 66.7 66.7 3 1" in lines
 
 
 def test_comparisons_and_aes_can_use_either_grading(both, evaluated, tmp_path, capsys):
     paths = [str(tmp_path / name) for name in ("both.json", "whole.json", "boxed.json")]
     reports = [both, evaluated["math_verify"], evaluated["math_verify_boxed"]]
     for path, report in zip(paths, reports, strict=True):
-        write_output(report, tmp_path / path)
+        report.write(tmp_path / path)
     run_comparison(paths[0], paths[1], as_json=True, verifier="math_verify")
     mean = json.loads(capsys.readouterr().out)["mean"]
     assert (mean["accuracy_a"], mean["accuracy_b"]) == pytest.approx((4 / 6, 4 / 6))
@@ -165,7 +162,7 @@ def test_comparisons_and_aes_can_use_either_grading(both, evaluated, tmp_path, c
 
 @pytest.mark.slow
 def test_grading_while_sampling_equals_regrading(tmp_path, capsys):
-    settings = ("eval.max_problems=3", "eval.samples=2", "eval.bootstrap_samples=100")
+    settings = ("eval.max_problems=3", "eval.samples=2")
     options = {"benchmarks": ["tiny_add"], "overrides": settings}
     at_once, later = str(tmp_path / "at_once.json"), str(tmp_path / "later.json")
     run(EvalOptions("builtin:tiny", output=at_once, grade_with=["minerva"], **options))
@@ -193,7 +190,7 @@ def test_options_without_effect_and_unknown_verifiers_are_refused(
     evaluated, tmp_path, monkeypatch, words, message
 ):
     monkeypatch.chdir(tmp_path)
-    write_output(evaluated["math_verify_boxed"], tmp_path / "e.json")
+    evaluated["math_verify_boxed"].write(tmp_path / "e.json")
     result = CliRunner().invoke(app, ["eval", *words])
     error = str(result.exception) + result.output
     assert isinstance(result.exception, (UsageError, RecipeError, SystemExit))
@@ -201,7 +198,7 @@ def test_options_without_effect_and_unknown_verifiers_are_refused(
 
 
 def test_regrading_needs_the_per_sample_rows(evaluated, tmp_path):
-    write_output(evaluated["math_verify_boxed"], tmp_path / "e.json")
+    evaluated["math_verify_boxed"].write(tmp_path / "e.json")
     samples_path(tmp_path / "e.json").unlink()
     with pytest.raises(EvaluationFileError, match="per-sample file"):
         run_regrading(str(tmp_path / "e.json"), ["math_verify"])
@@ -209,7 +206,7 @@ def test_regrading_needs_the_per_sample_rows(evaluated, tmp_path):
 
 def test_a_file_of_version_2_is_read_and_can_be_regraded(evaluated, tmp_path):
     path = tmp_path / "e.json"
-    write_output(evaluated["math_verify_boxed"], path)
+    evaluated["math_verify_boxed"].write(path)
     document = json.loads(path.read_text())
     del document["other_gradings"]
     path.write_text(json.dumps(document | {"schema_version": 2}))
@@ -223,7 +220,7 @@ def test_a_file_of_version_2_is_read_and_can_be_regraded(evaluated, tmp_path):
 
 def test_damage_to_another_grading_is_named(both, tmp_path):
     path = tmp_path / "e.json"
-    write_output(both, path)
+    both.write(path)
     document = json.loads(path.read_text())
     for change, message in (
         (lambda o: o["mean"].update(avg_at_k=0.9), "mean.avg_at_k 0.9 is not the mean"),
@@ -249,6 +246,6 @@ def test_damage_to_another_grading_is_named(both, tmp_path):
 
 
 def test_a_report_without_other_gradings_has_no_such_table(evaluated, tmp_path):
-    write_output(evaluated["math_verify_boxed"], tmp_path / "e.json")
-    assert "(other)" not in (tmp_path / "e.md").read_text()
+    titles = [str(table.title) for table in terminal_tables(evaluated["math_verify_boxed"])]
+    assert "accuracy" in titles and not any("(other)" in title for title in titles)
     assert replace(evaluated["math_verify"]).to_json()["other_gradings"] == {}

@@ -12,27 +12,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from matplotlib.figure import Figure
+from commands import run_comparison
 from pytest import approx
 from rich.console import Console
 from rich.table import Table
 from share_bounds import share_bounds
 
 from grpo_replay.cli.aes_command import print_scores
-from grpo_replay.cli.eval_command import run_comparison
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aes import point_of, score_reports
-from grpo_replay.evaluation.aggregate import summarise
 from grpo_replay.evaluation.comparison import LengthChange, compare, differences
-from grpo_replay.evaluation.curve import plot_curve
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.evaluation_tables import (
     comparison_table,
     length_table,
-    markdown,
     terminal_tables,
 )
 from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
+from grpo_replay.evaluation.statistics import summarise
 
 # A word is one completion: verdict, tokens, and ! if it reached the length limit.
 VERDICTS = {"c": "correct", "i": "incorrect", "u": "unparsable", "t": "timeout"}
@@ -357,37 +354,6 @@ ROWS = (
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_the_same_on_a_terminal_and_in_markdown(a, row):
+def test_every_row_is_on_the_terminal(a, row):
     lines = [line for found in terminal_tables(a) for line in printed(found)]
     assert " ".join(row.replace(" |", "").split()) in lines
-    assert f"| {row} |" in markdown(a).splitlines()
-
-
-def test_markdown_names_unparsable_answers(a):
-    line = "- beta: math-verify cannot parse the reference answer of 1, 2"
-    assert line in markdown(a).splitlines()
-
-
-def test_the_curve_shows_accuracy_and_its_interval(a, b, tmp_path, monkeypatch):
-    drawn: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *args: Any, **options: Any) -> None:
-        drawn.append(figure)
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    for step, each in ((0, a), (50, b)):
-        each.write(tmp_path / f"step_{step:06d}.json")
-    plot_curve(tmp_path)
-    axes = drawn[0].axes[0]
-    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
-    assert lines == [
-        ([0, 50], approx([25, 62.5])),  # alpha
-        ([0, 50], approx([100 / 3, 200 / 3])),  # beta
-        ([0, 50], approx([100 * 7 / 24, 100 * 31 / 48])),  # their mean
-        ([0], approx([200 / 3])),  # greedy
-    ]
-    band = axes.collections[0].get_paths()[0].vertices
-    low, high = a.sampled.mean.avg_at_k_interval
-    assert set(band[band[:, 0] == 0][:, 1]) == {100 * low, 100 * high}

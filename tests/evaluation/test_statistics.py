@@ -10,7 +10,6 @@ from scipy import stats
 from share_bounds import beta_bounds
 
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.aggregate import summarise
 from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
@@ -22,6 +21,7 @@ from grpo_replay.evaluation.statistics import (
     resampled_mean,
     sign_flip_p_value,
     standard_error,
+    summarise,
 )
 
 SETTINGS = {"benchmarks": {}, "temperature": 1.0, "bootstrap_samples": 20_000}

@@ -9,10 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from grpo_replay.engine.byte_tokenizer import EOS_ID, PAD_ID, byte_tokenizer
-from grpo_replay.engine.models import load_tokenizer
+from grpo_replay.engine.models import EOS_ID, PAD_ID, byte_tokenizer, load_tokenizer
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.prompts.prompt_set import load_prompts, render_prompt
+from grpo_replay.prompts.prompt_set import load_prompts, read_problems, render_prompt
 from grpo_replay.recipe import ModelSection, PromptsSection
 
 
@@ -175,9 +174,7 @@ def test_only_the_text_after_the_last_marker_is_the_answer(jsonl, tokenizer):
     assert [p.answer for p in prompts.take(0, 2)] == ["1,018", "7"]
     assert prompts.take(0, 1)[0].row == marked
     (notice,) = prompts.notices
-    assert "1 of 2 answers contain '####'" in notice and "prompts.answer_marker" in notice
-    whole = load_prompts(section(path, shuffle=False, answer_marker=None), tokenizer, 0)
-    assert whole.take(0, 1)[0].answer == marked["answer"] and whole.notices == ()
+    assert "1 of 2 answers contain '####'" in notice
     refused(
         jsonl({"problem": "a", "answer": "7 ####  "}), tokenizer, ":1: .*nothing after the mark"
     )
@@ -265,11 +262,11 @@ def test_variables_reach_the_chat_template(jsonl):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ messages[-1].content }}{% if think %}<think>{% endif %}"
     chat = section(jsonl(*numbered(1)), template="chat", user_template="{problem}")
-    thinking = chat.model_copy(update={"chat_template_kwargs": {"think": True}})
+    thinking = chat.model_copy(update={"template": {"think": True}})
     texts = [load_prompts(each, tokenizer, 0).take(0, 1)[0].text for each in (chat, thinking)]
     assert texts == ["0+1", "0+1<think>"]
     with pytest.raises(ValueError, match="tokenize: not a variable of the chat template"):
-        section("x.jsonl", chat_template_kwargs={"tokenize": True})
+        section("x.jsonl", template={"tokenize": True})
 
 
 def test_a_sample_is_evenly_spaced_over_the_source(jsonl, tokenizer):
@@ -312,26 +309,18 @@ def test_ids_come_from_their_field_and_must_be_unique(jsonl, tokenizer):
     )
 
 
-def test_limit_takes_the_first_rows(jsonl, tokenizer):
-    path = jsonl(*numbered(5), "{broken")
-    prompts = load_prompts(section(path, limit=5), tokenizer, 0)
-    assert {p.prompt_id for p in prompts.take(0, 5)} == set("01234")
-    assert len(load_prompts(section(path, limit=2), tokenizer, 0)) == 2
-
-
 def test_parquet_is_read_like_jsonl(jsonl, tokenizer, tmp_path):
     rows = numbered(6, tags=["x"])
     path = str(tmp_path / "problems.parquet")
     pq.write_table(pa.Table.from_pylist(rows), path)
-    for limit in (None, 4):
-        same = [
-            [(p.prompt_id, p.text, p.token_ids.tolist(), p.answer, dict(p.row)) for p in s]
-            for s in (
-                load_prompts(section(source, limit=limit), tokenizer, 1).take(0, 9)
-                for source in (path, jsonl(*rows))
-            )
-        ]
-        assert same[0] == same[1]
+    same = [
+        [(p.prompt_id, p.text, p.token_ids.tolist(), p.answer, dict(p.row)) for p in s]
+        for s in (
+            load_prompts(section(source), tokenizer, 1).take(0, 9)
+            for source in (path, jsonl(*rows))
+        )
+    ]
+    assert same[0] == same[1]
 
 
 def test_parquet_with_bad_rows_names_file_and_row(tokenizer, tmp_path):
@@ -382,16 +371,16 @@ def test_a_hub_dataset_is_read_through_datasets(tokenizer, tmp_path, monkeypatch
         )
 
     monkeypatch.setattr(datasets, "load_dataset", from_folder)
-    hub = section("owner/name", config_name="main", revision="abc", shuffle=False, limit=8)
+    hub = section("owner/name", dataset_options={"name": "main", "revision": "abc"}, shuffle=False)
     prompts = load_prompts(hub, tokenizer, 0)
-    assert len(prompts) == 8
-    assert [p.answer for p in prompts.take(0, 8)] == [str(i + 1) for i in range(8)]
+    assert len(prompts) == 9
+    assert [p.answer for p in prompts.take(0, 9)] == [str(i + 1) for i in range(9)]
     assert prompts.take(3, 1)[0].row == {"problem": "3+1", "answer": "4"}
     (named,) = load_prompts(hub.model_copy(update={"answer_field": "problem"}), tokenizer, 0,
                             whole_rows=False).take(3, 1)  # fmt: skip
     assert (named.answer, named.row) == ("3+1", {"problem": "3+1"})
     refused("owner/name", tokenizer, r"owner/name\[train\]: no column 'x'", answer_field="x",
-            config_name="main", revision="abc")  # fmt: skip
+            dataset_options={"name": "main", "revision": "abc"})  # fmt: skip
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -428,3 +417,14 @@ def test_a_tokenizer_without_a_chat_template_is_a_recipe_error(jsonl):
     refused(jsonl(*numbered(1)), tokenizer, "no chat template", RecipeError, template="chat")
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     refused(jsonl(*numbered(1)), tokenizer, "System role.*null", RecipeError, template="chat")
+
+
+def test_problems_and_answers_are_read_without_a_tokenizer(tmp_path):
+    path = tmp_path / "own.jsonl"
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
+    rows = [{"q": "1+1", "a": "it is #### 2", "key": "x"}, {"q": chat, "a": 4, "key": "y"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = PromptsSection(source=str(path), problem_field="q", answer_field="a", id_field="key")
+    assert read_problems(section, 0) == {"x": ("1+1", "2"), "y": ("2+2", "4")}
+    builtin = read_problems(PromptsSection(source="builtin:tiny"), 3)
+    assert all(id.partition(":")[2] == problem for id, (problem, _) in builtin.items())

@@ -184,7 +184,7 @@ def test_buffer_only_with_an_age_limit_still_uses_that_age():
     assert {i // 100 for i in history[-1][3]} == {5, 6}
 
 
-@pytest.mark.parametrize("off", [{"enabled": False}, {"ratio": 0.0}])
+@pytest.mark.parametrize("off", [{"preset": "grpo"}, {"ratio": 0.0}])
 @pytest.mark.parametrize("composition", ["fresh_anchored", "pool"])
 def test_without_replay_nothing_is_stored_drawn_or_random(off, composition):
     settings = replay_settings(composition=composition, **off)

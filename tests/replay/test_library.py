@@ -145,7 +145,6 @@ def test_a_preset_is_applied_to_a_section_as_to_a_recipe(preset, section):
         ("ours", {"unit": "query"}, "use replay.priority group_std or uniform"),
         ("fifo", {"warmup_steps": 5}, "set replay.warmup_steps 0"),
         ("fifo", {"unused_first": True}, "set replay.with_replacement false"),
-        ("grpo", {"enabled": True}, "which never replays"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(name, changes, message):

@@ -50,16 +50,16 @@ def test_one_function_alone_is_stored_as_the_reward():
 
 
 def test_the_length_penalty_is_added_and_does_not_change_what_is_correct():
-    """L_max 20, L_cache 8, weight 2: lengths 12, 14, 16, 20 cost 0, 0.5, 1, 2."""
-    recipe = recipe_of(overlong_buffer_tokens=8, overlong_weight=2.0)
+    """L_max 20, L_cache 8: lengths 12, 14, 16, 20 cost 0, 0.25, 0.5, 1."""
+    recipe = recipe_of(overlong_buffer_tokens=8)
     rollouts = rollouts_of(recipe, [RIGHT, RIGHT, RIGHT, WRONG], [12, 14, 16, 20])
-    assert [rollout.reward for rollout in rollouts] == [1.0, 0.5, 0.0, -3.0]
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.75, 0.5, -2.0]
     assert [r.reward_scores for r in rollouts] == [(1, 0), (1, -0.25), (1, -0.5), (-1, -1)]
     assert {rollout.group_correct for rollout in rollouts} == {3}
-    mean = (1.0 + 0.5 + 0.0 - 3.0) / 4
-    assert rollouts[0].group_reward_mean == mean == -0.375
-    sigma = np.sqrt(((np.array([1, 0.5, 0, -3]) - mean) ** 2).mean())
-    assert rollouts[3].advantage == pytest.approx((-3 - mean) / sigma, rel=1e-5)
+    mean = (1.0 + 0.75 + 0.5 - 2.0) / 4
+    assert rollouts[0].group_reward_mean == mean == 0.0625
+    sigma = np.sqrt(((np.array([1, 0.75, 0.5, -2]) - mean) ** 2).mean())
+    assert rollouts[3].advantage == pytest.approx((-2 - mean) / sigma, rel=1e-5)
 
 
 def test_equal_answers_of_different_lengths_are_a_signal_with_the_penalty():
@@ -85,7 +85,7 @@ def test_masked_rollouts_count_in_their_group_but_are_not_kept():
         ({"overlong_buffer_tokens": 21}, {}, r"21 is more than sampling.max_completion_length 20"),
         ({"mask_truncated": True}, {"preset": "uniform"}, "mask_truncated with replay.unit"),
         (
-            {"function": "a:score", "other_functions": [{"function": "b.py:score"}]}, {},
+            {"function": ["a:score", "b.py:score"]}, {},
             "two scores are called 'score'",
         ),
     ],

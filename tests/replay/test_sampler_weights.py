@@ -8,8 +8,7 @@ import pytest
 from buffer_makers import make_rollout
 
 from grpo_replay.recipe import LossSection
-from grpo_replay.replay.batch import train_rows
-from grpo_replay.replay.sampler_weights import sampler_weights
+from grpo_replay.replay.batch import sampler_weights, train_rows
 
 
 def rollout_with(behavior: list[float], sampler: list[float]):

@@ -9,7 +9,7 @@ import sys
 import math_verify
 import pytest
 
-from grpo_replay.rewards.math_verify import SymbolicGrader, in_environment
+from grpo_replay.rewards.math_verify import SymbolicGrader, in_environment, is_too_expensive
 
 PIECES = [
     *(
@@ -139,3 +139,31 @@ def test_a_timeout_of_a_worker_without_processor_time_is_retried(monkeypatch):
     monkeypatch.setattr(math_verify, "parse", starved_at_first)
     assert SymbolicGrader().grade("\\boxed{57}", "57") == ("correct", True)
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9999999999^{9999999999^{99999}}", "10^{10^{10}}", "{9}^{{9}^{{9}^{9}}}",
+        "2^{100{,}000{,}000}", "15!!", "(10!)!", "300000!", "10^{50!}",
+        "(" * 13 + "1" + ")" * 13, "a" * 10_001,
+    ],
+)  # fmt: skip
+def test_what_math_verify_would_work_on_without_end_is_not_given_to_it(grader, answer, monkeypatch):
+    assert is_too_expensive(answer)
+    monkeypatch.setattr("math_verify.parse", lambda *_: pytest.fail("parsed"))
+    grader._parse_gold.cache_clear()
+    assert grader.grade(f"so \\boxed{{{answer}}}", answer) == ("unparsable", False)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "2^{2^{2^2}}", "10^{30000}", "2^{1000000}", "20!", "2^{10!}", "\\frac{1}{2}^{3}",
+        "1,000,000",
+        "x^{2023}+1", "\\left(\\frac{1}{2}\\right)^{100}", "0^{999999999999}", "1^{99999999999}",
+        "2^{3}^{4}", "(((x+1)(x+2))+3)", *PIECES,
+    ],
+)  # fmt: skip
+def test_ordinary_answers_are_not_too_expensive(answer):
+    assert not is_too_expensive(answer)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from grpo_replay.rewards.boxes import last_box
-from grpo_replay.rewards.minerva import grade, normalise
+from grpo_replay.rewards.minerva import grade, last_box, normalise
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from slow_tests import slow_except
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import RewardSection
+from grpo_replay.rewards.pool import LOGGED_LINES
 from grpo_replay.rewards.scorer import RewardScorer, _Graded
 from grpo_replay.types import Verdict
 
@@ -35,7 +36,7 @@ def test_verdicts_are_returned_in_submission_order(symbolic):
 
 def test_submitting_returns_at_once_and_results_are_keyed(symbolic):
     started = time.monotonic()
-    symbolic.submit(("a", 1), "\\boxed{10^{10^{10}}}", "5")
+    symbolic.submit(("a", 1), "\\boxed{(x+y+1)^{60}}", "5")
     symbolic.submit("b", "\\boxed{5}", "5")
     assert time.monotonic() - started < 0.5
     results = symbolic.results()
@@ -54,7 +55,7 @@ def test_two_completions_with_the_same_key_are_refused(symbolic):
 
 HOSTILE = {
     "a tower of powers": (
-        "\\boxed{9999999999^{9999999999^{99999}}}", {"timeout", "memory", "incorrect"},
+        "\\boxed{9999999999^{9999999999^{99999}}}", {"unparsable"},
     ),
     "parentheses": (
         "\\boxed{" + "(" * 5_000 + "}", {"timeout", "incorrect", "unparsable", "crash"},
@@ -111,10 +112,11 @@ def test_a_users_function_sees_the_row_and_is_called_every_time():
     assert [v.reward for v in verdicts] == [1.0, 2.0, 3.0]
 
 
-def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(caplog):
+def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(caplog, monkeypatch):
     """A reward that did not come is None, never that of an incorrect answer."""
+    monkeypatch.setattr(RewardSection, "memory_limit_mib", 256)
     texts = ["ok", "raise", "nan", "die", "fine", "hang", "grow", "good"]
-    with scorer("judge_rewards:misbehave", time_limit_seconds=1.0, memory_limit_mib=256) as opened:
+    with scorer("judge_rewards:misbehave", time_limit_seconds=1.0) as opened:
         verdicts = opened.score([(text, "", {}) for text in texts] * 3)
     statuses = ["scored", "crash", "crash", "crash", "scored", "timeout", "memory", "scored"]
     assert [v.status for v in verdicts] == statuses * 3
@@ -123,17 +125,66 @@ def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(c
     assert "no such answer" in caplog.text or "returned nan" in caplog.text
 
 
-def test_programs_that_a_function_started_end_with_its_worker(tmp_path):
+@pytest.mark.parametrize("leaves", [False, True], ids=["its group", "a session of its own"])
+def test_programs_that_a_function_started_end_with_its_worker(tmp_path, leaves):
     texts = ("hang", "die", "fine")
     files = {text: tmp_path / text for text in texts}
     with scorer("judge_rewards:start_a_program", workers=1, time_limit_seconds=4.0) as opened:
-        verdicts = opened.score([(text, str(files[text]), {}) for text in texts])
+        row = {"leaves": leaves}
+        verdicts = opened.score([(text, str(files[text]), row) for text in texts])
     assert [verdict.status for verdict in verdicts] == ["timeout", "crash", "scored"]
     pids = {text: int(file.read_text()) for text, file in files.items()}
     left = {text for text, pid in pids.items() if not _ends(pid, 2)}
     for text in left:
         os.kill(pids[text], signal.SIGKILL)
     assert not left
+
+
+def test_no_verdict_waits_behind_a_slow_one_while_a_worker_is_free():
+    """Also if the same worker would have been asked for all of them."""
+    with scorer("judge_rewards:misbehave", time_limit_seconds=600.0) as opened:
+        opened.wait_ready()
+        texts = ["ok"] * 40 + ["hang"] + ["ok"] * 40
+        for key, text in enumerate(texts):
+            opened.submit(key, text, "", {})
+        arrived: dict = {}
+        deadline = time.monotonic() + 60
+        while len(arrived) < 80 and time.monotonic() < deadline:
+            arrived |= opened.take_graded()
+            time.sleep(0.01)
+    assert sorted(arrived) == [key for key, text in enumerate(texts) if text == "ok"]
+
+
+def test_what_was_not_begun_within_the_steps_limit_has_no_reward(caplog):
+    with scorer("judge_rewards:slow", workers=1, time_limit_seconds=60.0) as opened:
+        opened.step_limit_seconds = 1.0
+        opened.wait_ready()
+        for key, seconds in enumerate(["0", "2", "0", "0"]):
+            opened.submit(key, seconds, "", {})
+        verdicts = opened.results()
+        assert [verdict.reward for verdict in verdicts.values()] == [1.0, 1.0, None, None]
+        assert [verdict.status for verdict in verdicts.values()][2:] == ["none", "none"]
+        message = "2 of 4 completions were not graded within 1 s after the last of them and have no"
+        assert message in caplog.text and message in opened.first_error
+        assert opened.score([("0", "", {})]) == [Verdict(1.0, "scored", (1.0,))]
+
+
+def test_a_builtin_verdict_that_did_not_come_is_no_verdict_and_not_remembered():
+    with scorer("minerva", workers=1) as opened:
+        opened.step_limit_seconds = 0.001  # its worker needs longer to start
+        assert opened.score([("\\boxed{1}", "1", None)]) == [Verdict(None, "none", ())]
+        opened.wait_ready()
+        opened.step_limit_seconds = 60.0
+        assert opened.score([("\\boxed{1}", "1", None)])[0].reward == 1.0
+
+
+def test_what_a_function_prints_goes_to_the_log_escaped_and_not_without_end(caplog, capfd):
+    with caplog.at_level("INFO"), scorer("judge_rewards:prints", workers=1) as opened:
+        opened.score([("\x1b[31mred", "1", {}), ("line", "5000", {}), ("x" * 5_000_000, "1", {})])
+    said = [each.getMessage() for each in caplog.records if "printed" in each.getMessage()]
+    assert said[0] == "a reward function printed: ␛[31mred"
+    assert len(said) == LOGGED_LINES + 1 and said[-1].endswith("printed more, which is not logged")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
@@ -144,7 +195,7 @@ def test_a_verdict_does_not_depend_on_what_the_worker_did_before():
 
 @pytest.mark.parametrize("function", ["mathverify", "a:", ":f", "no-module:f", "a.b"])
 def test_a_name_that_cannot_be_a_function_is_refused_at_once(function):
-    with pytest.raises(RecipeError, match="math_verify_boxed, math_verify, minerva"):
+    with pytest.raises(ValueError, match="is not known: use math_verify_boxed"):
         scorer(function)
 
 
@@ -206,7 +257,7 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
 def test_several_functions_are_weighted_and_each_score_is_kept():
     """By hand: 2 · 1 + 0.5 · 0.25 = 2.125 if right, 2 · -1 + 0.5 · 0.25 = -1.875 if wrong."""
     others = [{"function": "judge_rewards:quarter", "weight": 0.5, "name": "style"}]
-    section = RewardSection(function="minerva", weight=2.0, other_functions=others, workers=1)
+    section = RewardSection(function=[{"function": "minerva", "weight": 2.0}, *others], workers=1)
     assert section.score_names == ("minerva", "style")
     with RewardScorer.open(section) as opened:
         verdicts = opened.score([("\\boxed{1}", "1", {}), ("\\boxed{2}", "1", {})])
@@ -217,7 +268,7 @@ def test_several_functions_are_weighted_and_each_score_is_kept():
 
 def test_the_failure_of_one_of_several_functions_is_that_of_the_verdict():
     others = [{"function": "judge_rewards:misbehave"}]
-    section = RewardSection(function="minerva", other_functions=others, workers=1)
+    section = RewardSection(function=["minerva", *others], workers=1)
     with RewardScorer.open(section) as opened:
         verdicts = opened.score([("raise", "1", {}), ("\\boxed{1}", "1", {})])
         assert "no such answer" in opened.first_error
@@ -227,9 +278,7 @@ def test_the_failure_of_one_of_several_functions_is_that_of_the_verdict():
 
 
 def test_none_says_that_there_is_no_reward_also_beside_other_functions():
-    section = RewardSection(
-        function="minerva", other_functions=[{"function": "judge_rewards:none_if_asked"}], workers=1
-    )
+    section = RewardSection(function=["minerva", "judge_rewards:none_if_asked"], workers=1)
     with RewardScorer.open(section) as opened:
         verdicts = opened.score([("none", "1", {}), ("\\boxed{1}", "1", {})])
         assert opened.first_error == "judge_rewards:none_if_asked returned None"
@@ -239,9 +288,7 @@ def test_none_says_that_there_is_no_reward_also_beside_other_functions():
 def test_a_limit_is_the_completions_doing_in_a_verifier_and_the_functions_in_a_users():
     """Each function answers on its own, so the one that the limit ended is known."""
     others = [{"function": "judge_rewards:misbehave"}]
-    section = RewardSection(
-        function="minerva", other_functions=others, workers=1, time_limit_seconds=1.0
-    )
+    section = RewardSection(function=["minerva", *others], workers=1, time_limit_seconds=1.0)
     with RewardScorer.open(section) as opened:
         (late,) = opened.score([("hang", "1", {})])
         in_the_verifier = opened._verdict(_Graded("1", [{"status": "timeout"}]))
@@ -263,7 +310,7 @@ def test_a_source_that_is_edited_while_it_is_in_use_is_not_loaded_by_a_new_worke
 
 def test_a_verifier_beside_the_first_that_gives_up_is_a_failure_too():
     given_up = [{"status": "correct", "gold_parsed": True}, {"status": "timeout"}]
-    section = RewardSection(function="minerva", other_functions=[{"function": "math_verify"}])
+    section = RewardSection(function=["minerva", "math_verify"])
     with RewardScorer.open(section) as opened:
         assert opened._verdict(_Graded("5", given_up)) == Verdict(-1.0, "timeout", (-1.0, 0.0))
 

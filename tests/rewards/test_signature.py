@@ -6,7 +6,7 @@ import pytest
 
 from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.rewards.signature import caller
+from grpo_replay.rewards.user_function import caller
 
 TASK = {
     "text": "so \\boxed{4}",

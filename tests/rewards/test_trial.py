@@ -81,9 +81,7 @@ def test_answers_are_graded_against_themselves():
 
 
 def test_beside_a_function_of_the_user_the_answers_are_still_checked(monkeypatch):
-    section = RewardSection(
-        function="minerva", workers=1, other_functions=[{"function": "judge_rewards:Count.calls"}]
-    )
+    section = RewardSection(function=["minerva", "judge_rewards:Count.calls"], workers=1)
     called, original = [], RewardScorer.results
 
     def counted(self):
@@ -113,9 +111,9 @@ def test_a_file_may_import_its_neighbours_and_share_the_name_of_a_module(tmp_pat
     )
     assert "json" in sys.modules
     section = RewardSection(
-        function=f"{tmp_path}/json.py:f", workers=1,
-        other_functions=[{"function": f"{tmp_path}/json.py:f", "name": "again"}],
-    )  # fmt: skip
+        function=[f"{tmp_path}/json.py:f", {"function": f"{tmp_path}/json.py:f", "name": "again"}],
+        workers=1,
+    )
     with RewardScorer.open(section) as scorer:
         (verdict,) = scorer.score([("a", "b", {})])
     assert (verdict.reward, verdict.scores) == (1.0, (0.5, 0.5))

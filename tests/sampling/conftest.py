@@ -11,6 +11,7 @@ from naive_sampler import qwen3
 from tiny_policy import Policy, save_policy, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,9 @@ def untied_sampler(untied: Policy) -> Iterator:
 def _opened_sampler(policy: Policy) -> Iterator:
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
-    sampler = VllmLocalSampler.open(tiny_recipe(policy.folder), str(policy.folder), Comm())
+    sampler = VllmLocalSampler.open(
+        SamplerOpening.of(tiny_recipe(policy.folder), str(policy.folder), Comm())
+    )
     yield sampler
     sampler.close()
 

@@ -12,16 +12,14 @@ import torch
 from architectures import ARCHITECTURES, attention_of, random_config
 from core_engine import engine_recipe
 
-from grpo_replay.engine.byte_tokenizer import byte_tokenizer
-from grpo_replay.engine.cache_support import check_cache
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-from grpo_replay.engine.models import load_policy
+from grpo_replay.engine.models import byte_tokenizer, load_policy
 from grpo_replay.errors import GrpoReplayError, ModelError
-from grpo_replay.lab.dry_run.trace import forward_memory, model_shape
+from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory, model_shape
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.batch import TrainRow, logprob_row
-from grpo_replay.sampling.decode_attention import NAME as DECODE_ATTENTION
 from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.sampling.kv_cache import NAME as DECODE_ATTENTION
 from grpo_replay.types import GenerationRequest, RequestKey
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -80,7 +78,7 @@ def outcome(kind: str, processes, folder: Path) -> str:
     """ "our cache" and the like, or why it is refused."""
     recipe = recipe_of(kind, folder)
     try:
-        check_cache(recipe)
+        HfSampler.refuse_model(recipe.model)
         policy = load_policy(recipe.model, 0)
         comm, device = processes
         engine = DeepSpeedEngine(recipe, policy, byte_tokenizer(), comm, device)
@@ -106,7 +104,7 @@ def dry_run(kind: str, folder: Path) -> str:
     """Whether the dry run knows the memory of its forward pass."""
     try:
         assert model_shape(random_config(kind)).parameters > 0
-        assert forward_memory(recipe_of(kind, folder), 2, 32, 16).peak > 0
+        assert forward_memory(recipe_of(kind, folder).model, Microbatch(2, 32, 16, 64)).peak > 0
     except ModelError:
         return "unchecked"
     return "yes"

@@ -20,12 +20,13 @@ from scipy.stats import chisquare
 from slow_tests import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_replay.engine.cache_support import check_cache
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
-from grpo_replay.recipe import resolve_recipe
+from grpo_replay.recipe import ModelSection, resolve_recipe
 from grpo_replay.sampling import decoding, kv_cache
-from grpo_replay.sampling.decode_attention import decode_attention
 from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.sampling.kv_cache import decode_attention
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.types import GenerationRequest, RequestKey
 
 BOTH_EOS = (EOS, SECOND_EOS)
@@ -307,12 +308,12 @@ def test_a_model_that_no_way_decodes_rightly_is_refused_when_the_sampler_opens(m
 def test_a_model_that_takes_no_cache_is_refused_by_its_configuration_alone(tmp_path):
     AutoConfig.for_model("rwkv").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"sampling\.backend hf: .* type rwkv"):
-        check_cache(resolve_recipe([{"model": {"path": str(tmp_path)}}]))
+        HfSampler.refuse_model(ModelSection(path=str(tmp_path)))
 
 
 def test_the_sampler_opens_from_a_recipe_and_answers_arithmetic():
     recipe = resolve_recipe([{"model": {"path": "builtin:tiny"}}])
-    sampler = HfSampler.open(recipe, "builtin:tiny")
+    sampler = HfSampler.open(SamplerOpening.of(recipe, "builtin:tiny", Comm()))
     from grpo_replay.engine.models import load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model)
@@ -326,7 +327,7 @@ def test_a_random_initialisation_opens_from_its_own_path_and_is_the_trainers():
     from grpo_replay.engine.models import load_policy
 
     recipe = load_recipe_of_random_model()
-    sampler = HfSampler.open(recipe, recipe.model.path)
+    sampler = HfSampler.open(SamplerOpening.of(recipe, recipe.model.path, Comm()))
     ours, theirs = sampler._model.state_dict(), load_policy(recipe.model, 42).state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert len(ours) == len(theirs) > 10

@@ -8,7 +8,7 @@ import pytest
 from naive_sampler import make_requests
 
 from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.sampling.contract import WeightState, refuse_impossible
+from grpo_replay.sampling.sampler_protocol import WeightState, refuse_impossible
 
 
 def test_nothing_is_sampled_between_the_begin_and_the_end_of_an_update():

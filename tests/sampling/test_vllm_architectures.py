@@ -9,9 +9,9 @@ from server_helpers import http_sampler, launch
 from tiny_policy import Policy, changed, gaps, make_requests, push, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.engine.models import byte_tokenizer
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.sampler_protocol import Sampler
+from grpo_replay.sampling.sampler_protocol import Sampler, SamplerOpening
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,7 +47,7 @@ def test_in_process(kind, tmp_path):
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     policy = policy_of(kind, tmp_path)
-    sampler = VllmLocalSampler.open(tiny_recipe(tmp_path), str(tmp_path), Comm())
+    sampler = VllmLocalSampler.open(SamplerOpening.of(tiny_recipe(tmp_path), str(tmp_path), Comm()))
     try:
         check(sampler, policy)
     finally:
@@ -60,7 +60,7 @@ def test_a_model_that_vllm_runs_with_transformers_classes_is_refused_in_process(
     random_model("phi").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(SamplerError, match=r"of type phi, .* use sampling.backend vllm_server"):
-        VllmLocalSampler.open(tiny_recipe(tmp_path), str(tmp_path), Comm())
+        VllmLocalSampler.open(SamplerOpening.of(tiny_recipe(tmp_path), str(tmp_path), Comm()))
 
 
 def test_experts_whose_new_weights_vllm_takes_wrongly_are_refused_on_a_cpu(tmp_path):
@@ -69,7 +69,7 @@ def test_experts_whose_new_weights_vllm_takes_wrongly_are_refused_on_a_cpu(tmp_p
     random_model("qwen3_moe").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(SamplerError, match=r"experts .* use sampling\.backend hf"):
-        VllmLocalSampler.open(tiny_recipe(tmp_path), str(tmp_path), Comm())
+        VllmLocalSampler.open(SamplerOpening.of(tiny_recipe(tmp_path), str(tmp_path), Comm()))
 
 
 @pytest.mark.parametrize("kind", OVER_HTTP)

@@ -14,6 +14,7 @@ from fake_allocator import adopt_engine, cuda_sleep
 from tiny_policy import by_key, changed, gaps, make_requests, push, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 
 pytestmark = pytest.mark.vllm
 
@@ -55,7 +56,9 @@ def sampler(tied) -> Iterator:
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     with asynchronous_scheduling(), cuda_sleep() as allocator:
-        sampler = VllmLocalSampler.open(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        sampler = VllmLocalSampler.open(
+            SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        )
         adopt_engine(allocator, sampler)
         yield sampler
         sampler.close()

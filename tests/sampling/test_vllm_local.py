@@ -20,6 +20,7 @@ from tiny_policy import (
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 
 pytestmark = pytest.mark.vllm
 
@@ -117,7 +118,7 @@ def test_the_recipe_chooses_the_stop_tokens(tied):
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     recipe = tiny_recipe(tied.folder, stop_tokens=["7"])
-    sampler = VllmLocalSampler.open(recipe, str(tied.folder), Comm())
+    sampler = VllmLocalSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
     completions = list(sampler.generate(make_requests(count=48)))
     sampler.close()
     (only,) = sampler.stop_token_ids
@@ -188,7 +189,9 @@ def test_raw_logprobs_are_detected(tied, monkeypatch, capfd):
 
     monkeypatch.setattr(vllm_local, "engine_arguments", planted)
     before = torch.random.get_rng_state(), np.random.get_state()[1].copy()
-    sampler = vllm_local.VllmLocalSampler.open(tiny_recipe(tied.folder), str(tied.folder), Comm())
+    sampler = vllm_local.VllmLocalSampler.open(
+        SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+    )
     try:
         requests = make_requests(temperature=0.7)
         completions = list(sampler.generate(requests))

@@ -17,8 +17,9 @@ from gloo_communicator import (
 from tiny_policy import changed, gaps, make_requests, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.weight_names import expected_weights
+from grpo_replay.engine.weights import expected_weights
 from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.sampling.server.weight_nccl import NcclTransfer, master_address_for
 
@@ -40,7 +41,9 @@ def sampler(tied) -> Iterator:
             lambda *each: honest(*each) | {"weight_transfer_config": {"backend": "nccl"}},
         )
         recipe = tiny_recipe(tied.folder)
-        sampler = vllm_local.VllmLocalSampler.open(recipe, str(tied.folder), Comm())
+        sampler = vllm_local.VllmLocalSampler.open(
+            SamplerOpening.of(recipe, str(tied.folder), Comm())
+        )
     yield sampler
     sampler.close()
 

@@ -17,9 +17,10 @@ from slow_tests import slow_except
 from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.sequence_length import model_length
-from grpo_replay.engine.weight_names import CheckedWeights, expected_weights
+from grpo_replay.engine.sampling_limits import model_length
+from grpo_replay.engine.weights import CheckedWeights, expected_weights
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server import guard as server_guard
 from grpo_replay.sampling.server import server_process as server_process
 from grpo_replay.sampling.server.checks import read_outline
@@ -28,11 +29,16 @@ from grpo_replay.sampling.server.server_process import (
     server_command,
     server_devices,
 )
-from grpo_replay.sampling.server.weight_files import SyncFolder
 from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
-from grpo_replay.sampling.vllm_requests import Spans, build_completion, read_spans
-from grpo_replay.sampling.vllm_settings import engine_arguments, set_environment
-from grpo_replay.sampling.vllm_sleep import in_few_words
+from grpo_replay.sampling.server.weight_transfer import SyncFolder
+from grpo_replay.sampling.vllm_process import in_few_words
+from grpo_replay.sampling.vllm_requests import (
+    Spans,
+    build_completion,
+    engine_arguments,
+    read_spans,
+    set_environment,
+)
 from grpo_replay.types import GenerationRequest, RequestKey
 
 OUTLINE = """Qwen3ForCausalLM()(
@@ -144,7 +150,7 @@ def test_abandoned_folders_are_removed_and_those_in_use_kept(tmp_path):
 
 def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path):
     folder = SyncFolder(str(tmp_path), bytes_needed=2**60)
-    with pytest.raises(SamplerError, match=r"needs 1073741824\.00 GiB: set .*sync_folder"):
+    with pytest.raises(SamplerError, match=r"needs 1073741824\.00 GiB: set .*weight_transfer"):
         folder.write([("a", torch.zeros(1))], 1, 1)
     assert not list(tmp_path.rglob("*.safetensors"))
     folder.close()
@@ -163,7 +169,9 @@ def test_the_outline_of_a_model_is_read():
 
 def test_a_server_is_started_as_an_engine_would_be(tied):
     recipe = tiny_recipe(tied.folder, vllm={"enable_prefix_caching": False})
-    arguments = engine_arguments(recipe, recipe.model, on_gpu=False)
+    arguments = engine_arguments(
+        recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False
+    )
     command = server_command(arguments, "127.0.0.1", 8300, "nccl")
     text = " ".join(command)
     assert f"--model {tied.folder} --dtype float32 --max-model-len 224" in text
@@ -173,21 +181,25 @@ def test_a_server_is_started_as_an_engine_would_be(tied):
     assert "--no-enable-chunked-prefill" in command
     assert command[-2:] == ["--weight-transfer-config", '{"backend": "nccl"}']
     assert "gpu_memory_utilization" not in arguments
-    on_gpu = engine_arguments(recipe, recipe.model, on_gpu=True)
+    on_gpu = engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True)
     assert on_gpu["gpu_memory_utilization"] == 0.6 and on_gpu["enforce_eager"] is False
     assert "enable_chunked_prefill" not in on_gpu
 
 
 def test_what_vllm_switches_on_for_gpus_can_be_switched_off(tied):
     """docs/sampling.md names these; the model runner is chosen in the environment."""
-    off = {"async_scheduling": False, "enforce_eager": True, "sleep_mode": False}
+    off = {"async_scheduling": False, "enforce_eager": True, "enable_sleep_mode": False}
     recipe = tiny_recipe(tied.folder, vllm=off)
-    arguments = engine_arguments(recipe, recipe.model, on_gpu=True)
+    arguments = engine_arguments(
+        recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True
+    )
     assert (arguments["async_scheduling"], arguments["enforce_eager"]) == (False, True)
     command = server_command(arguments, "127.0.0.1", 8300, "folder")
     assert {"--no-async-scheduling", "--enforce-eager"} <= set(command)
     default = tiny_recipe(tied.folder)
-    arguments = engine_arguments(default, default.model, on_gpu=True)
+    arguments = engine_arguments(
+        default.sampling, default.model, default.longest_sequence, on_gpu=True
+    )
     command = server_command(arguments, "127.0.0.1", 8300, "folder")
     assert arguments["async_scheduling"] is None
     assert not any("async-scheduling" in word for word in command), "vLLM's own choice"
@@ -195,15 +207,18 @@ def test_what_vllm_switches_on_for_gpus_can_be_switched_off(tied):
 
 @pytest.mark.vllm
 def test_every_argument_is_one_that_vllm_has(tied):
-    from dataclasses import fields
+    from dataclasses import fields, replace
 
     from vllm.engine.arg_utils import EngineArgs
 
     from grpo_replay.sampling.vllm_local import _colocation_arguments
 
     recipe = tiny_recipe(tied.folder)
-    arguments = engine_arguments(recipe, recipe.model, on_gpu=True)
-    arguments |= _colocation_arguments(recipe, world_size=2, on_gpu=True)
+    arguments = engine_arguments(
+        recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True
+    )
+    opening = SamplerOpening.of(recipe, recipe.model.path, Comm(0, 2))
+    arguments |= _colocation_arguments(replace(opening, on_gpu=True))
     assert len(arguments) > 12
     assert not arguments.keys() - {field.name for field in fields(EngineArgs)}
     assert arguments["distributed_timeout_seconds"] == recipe.engine.timeout_seconds
@@ -211,23 +226,29 @@ def test_every_argument_is_one_that_vllm_has(tied):
 
 def test_the_longest_sequence_is_derived_and_bounded_by_the_model(tied):
     recipe = tiny_recipe(tied.folder)
-    assert model_length(recipe, recipe.model) == 200 + 24
+    assert model_length(recipe.sampling, recipe.model, recipe.longest_sequence) == 200 + 24
     longer = recipe.eval.model_copy(update={"max_completion_length": 100})
-    assert model_length(recipe.model_copy(update={"eval": longer}), recipe.model) == 300
+    longest = recipe.model_copy(update={"eval": longer}).longest_sequence
+    assert model_length(recipe.sampling, recipe.model, longest) == 300
     endless = tiny_recipe(tied.folder, max_completion_length=4000)
-    assert model_length(endless, endless.model) == 512
+    assert model_length(endless.sampling, endless.model, endless.longest_sequence) == 512
     with pytest.raises(RecipeError, match="max_model_len 513 exceeds the 512 positions"):
         wrong = tiny_recipe(tied.folder, vllm={"max_model_len": 513})
-        model_length(wrong, wrong.model)
+        model_length(wrong.sampling, wrong.model, wrong.longest_sequence)
 
 
 def test_a_window_that_vllm_makes_longer_is_refused_where_a_sequence_fills_it(tmp_path):
     recipe = tiny_recipe(tmp_path)
     random_config("cohere2").save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"cohere2: .* than the trainer's 8, .* 128 tok"):
-        engine_arguments(recipe, recipe.model, on_gpu=False)
+        engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False)
     random_config("cohere2", sliding_window=128).save_pretrained(tmp_path)
-    assert engine_arguments(recipe, recipe.model, on_gpu=False)["max_model_len"] == 128
+    assert (
+        engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False)[
+            "max_model_len"
+        ]
+        == 128
+    )
 
 
 def test_the_words_of_vllm_come_without_their_lists():
@@ -274,9 +295,9 @@ def test_a_launched_server_leaves_every_rank_its_gpu_whoever_started_the_ranks(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     says_its_gpu = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
     monkeypatch.setattr(server_process, "server_command", lambda *_: says_its_gpu)
-    servers = {"launch": 2, "base_port": free_ports(2)[0]}
+    servers = {"launch": 2, "address": f"127.0.0.1:{free_ports(2)[0]}"}
     recipe = tiny_recipe(tied.folder, backend="vllm_server", servers=servers)
-    launched = launch_servers(recipe, {}, on_gpu=True, log_folder=tmp_path)
+    launched = launch_servers(recipe.sampling, {}, on_gpu=True, log_folder=tmp_path)
     assert [server.guard.wait(60) for server in launched] == [0, 0]
     assert [server.log_tail() for server in launched] == ["2", "3"]
 
@@ -286,7 +307,7 @@ def test_servers_are_not_launched_for_ranks_on_other_machines(tied, monkeypatch,
     monkeypatch.setattr(server_process, "_launch", lambda *_: pytest.fail("a server was launched"))
     recipe = tiny_recipe(tied.folder, backend="vllm_server", servers={"launch": 2})
     with pytest.raises(RecipeError, match=r"8 of the 16 ranks .* set sampling\.servers\.urls"):
-        launch_servers(recipe, {}, on_gpu=False, log_folder=tmp_path)
+        launch_servers(recipe.sampling, {}, on_gpu=False, log_folder=tmp_path)
 
 
 def test_every_worker_of_every_server_has_its_own_rank():
@@ -393,5 +414,5 @@ def test_the_recipe_chooses_the_stop_tokens_of_servers(tied, monkeypatch):
     for words, expected in (({}, STOP_TOKENS), ({"stop_tokens": ["7"]}, (12,))):
         recipe = tiny_recipe(tied.folder, **settings, **words)
         with pytest.raises(ZeroDivisionError):
-            VllmServerSampler.open(recipe, str(tied.folder), Comm())
+            VllmServerSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
         assert opened[-1].stop_token_ids == expected

@@ -11,6 +11,7 @@ from tiny_policy import by_key, changed, gaps, make_requests, push, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 
 pytestmark = pytest.mark.vllm
 
@@ -20,7 +21,9 @@ def opened_allocator(tied) -> Iterator[tuple]:
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     with cuda_sleep() as allocator:
-        sampler = VllmLocalSampler.open(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        sampler = VllmLocalSampler.open(
+            SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        )
         adopt_engine(allocator, sampler)
         yield sampler, allocator
         sampler.close()
@@ -125,7 +128,9 @@ def test_closing_asleep_frees_nothing_twice(tied, keep_weights):
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     with cuda_sleep() as allocator:
-        sampler = VllmLocalSampler.open(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        sampler = VllmLocalSampler.open(
+            SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        )
         adopt_engine(allocator, sampler)
         sampler.sleep(keep_weights)
         sampler.close()
@@ -140,7 +145,9 @@ def test_closing_continues_when_waking_fails(tied, caplog):
     from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
     with cuda_sleep() as allocator:
-        sampler = VllmLocalSampler.open(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        sampler = VllmLocalSampler.open(
+            SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        )
         adopt_engine(allocator, sampler)
         sampler.sleep()
         allocator.fail_to_wake = 2
@@ -158,4 +165,4 @@ def test_a_failed_memory_profile_is_a_sampler_error(tied, monkeypatch):
 
     monkeypatch.setattr(CPUWorker, "determine_available_memory", profile)
     with pytest.raises(SamplerError, match="engine did not start: Error in memory profiling"):
-        VllmLocalSampler.open(tiny_recipe(tied.folder), str(tied.folder), Comm())
+        VllmLocalSampler.open(SamplerOpening.of(tiny_recipe(tied.folder), str(tied.folder), Comm()))

@@ -16,10 +16,10 @@ from grpo_replay.storage.checkpoint import (
     list_checkpoints,
     point_latest,
     read_state,
+    replace_text,
     temporary_folder,
     verify_checkpoint,
 )
-from grpo_replay.storage.checkpoint_edit import replace_text
 
 
 def make_checkpoint(checkpoints, step, keep=3):
@@ -156,7 +156,7 @@ def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path, m
             raise KeyboardInterrupt
         folder.rename(name)
 
-    monkeypatch.setattr("grpo_replay.storage.checkpoint_edit.rename_folder", killed)
+    monkeypatch.setattr("grpo_replay.storage.checkpoint.rename_folder", killed)
     with pytest.raises(KeyboardInterrupt):
         replace_text(made, "model/weights", "a new text")
     assert find_checkpoint(tmp_path) is None

@@ -8,6 +8,7 @@ import pytest
 
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import load_recipe
+from grpo_replay.storage.recipe_history import read_history
 from grpo_replay.storage.run_directory import RunDirectory, _git_commit
 
 
@@ -24,6 +25,7 @@ def test_of_two_runs_that_start_at_once_one_is_refused_and_changes_nothing(
         if len(checks) == 1:  # the first has looked, and not yet written
             second.create(load_recipe("tiny", ["run.steps=500"]))
             if second_is_over:
+                second.append_metrics({"step": 1})  # it was more than a start
                 second.unlock()
 
     original = RunDirectory.refuse_occupied
@@ -72,6 +74,39 @@ def test_a_folder_with_anything_else_is_occupied(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(OutputDirectoryError, match="already holds other files"):
         RunDirectory(tmp_path).refuse_occupied()
+
+
+def start_that_fails(path: Path) -> RunDirectory:
+    directory = RunDirectory(path)
+    directory.create(load_recipe("tiny"))
+    directory.open_log(1).write_text("prompts: no such file")
+    directory.write_environment(1, {})
+    directory.unlock()
+    return directory
+
+
+def test_a_start_that_failed_leaves_the_folder_free_for_the_repaired_command(tmp_path):
+    directory = start_that_fails(tmp_path / "run")
+    assert directory.exists and not directory.is_unborn
+    directory.create(load_recipe("tiny", ["run.steps=7", "replay.warmup_steps=1"]))
+    assert read_history(directory.path).first.run.steps == 7
+    assert directory.next_attempt() == 2
+    with pytest.raises(OutputDirectoryError, match="in use by process"):
+        RunDirectory(directory.path).create(load_recipe("tiny"))
+    directory.unlock()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "rollouts/step_000001.parquet", "eval/step_000000.json", "journal/000000.bin",
+     "checkpoints/.tmp-step_000001/x", "log/notes.txt", "recipes/step_000001.yaml"],
+)  # fmt: skip
+def test_a_run_with_a_step_an_evaluation_or_files_of_others_is_not_free(tmp_path, name):
+    directory = start_that_fails(tmp_path / "run")
+    (directory.path / name).parent.mkdir(exist_ok=True, parents=True)
+    (directory.path / name).write_text("{}\n")
+    with pytest.raises(OutputDirectoryError, match="already holds another run"):
+        directory.refuse_occupied()
 
 
 KILLED_WHILE_IT_BEGINS = """

@@ -90,7 +90,10 @@ def ids(rollouts: Sequence[Rollout]) -> list[int]:
     return [rollout.rollout_id for rollout in rollouts]
 
 
-ARRAYS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs")
+ARRAYS = (
+    *("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs"),
+    "completion_mask",
+)
 
 
 def assert_same_rollouts(first, second, without=()):
@@ -99,7 +102,11 @@ def assert_same_rollouts(first, second, without=()):
             a, b = getattr(one, field.name), getattr(other, field.name)
             if field.name in without:
                 continue
-            if field.name in ARRAYS and a is not None:
+            if field.name == "extras":
+                assert a.keys() == b.keys()
+                for name, array in a.items():
+                    np.testing.assert_array_equal(array, b[name], strict=True)
+            elif field.name in ARRAYS and a is not None:
                 assert a.dtype == b.dtype
                 assert a.tobytes() == b.tobytes(), field.name
             else:

@@ -64,7 +64,7 @@ def engine_recipe(**sections: dict[str, Any]) -> Recipe:
         "sampling": {"max_completion_length": 20},
         "replay": {"preset": "grpo"},
         "batch": {"max_tokens_per_microbatch": ALL_AT_ONCE},
-        "optimizer": {"learning_rate": 1e-3, "epsilon": 1e-5, "max_grad_norm": 1e6},
+        "optimizer": {"learning_rate": 1e-3, "adamw": {"eps": 1e-5}, "max_grad_norm": 1e6},
         "engine": {
             "device": "cpu", "zero_stage": 0, "threads_per_process": 1, "timeout_seconds": 120,
         },
@@ -86,6 +86,13 @@ def open_engine(
         engine.close()
 
 
+def share_prompts(engine: DeepSpeedEngine) -> None:
+    """Let the engine share prompts wherever they repeat: at the tiny model's size it saves no
+    work."""
+    assert engine._layout.pairs_per_token is not None, "the model's trial failed"
+    engine._layout = replace(engine._layout, pairs_per_token=math.inf)
+
+
 def tiny_model() -> nn.Module:
     return load_policy(engine_recipe().model, 0)
 
@@ -102,17 +109,21 @@ def plain_logprobs(
     return chosen, -(logprobs.exp() * logprobs).sum(-1)
 
 
-def make_rows(count: int, seed: int = 3, temperature: float = 1.0) -> list[TrainRow]:
-    """Completions that the tiny model sampled, with behaviour log-probs that put their ratios on
-    every side of every clip, none so near an edge that rounding could carry it across."""
+def make_rows(
+    count: int, seed: int = 3, temperature: float = 1.0, per_prompt: int = 1
+) -> list[TrainRow]:
+    """Completions, up to `per_prompt` of each prompt, that the tiny model sampled, with behaviour
+    log-probs that put their ratios on every side of every clip, none so near an edge that rounding
+    could carry it across."""
     rng = np.random.default_rng(seed)
     model, recipe = tiny_model(), engine_recipe()
     tokenizer = load_tokenizer(recipe.model)
     section = recipe.prompts.model_copy(update={"max_prompt_length": 16})
     prompts = load_prompts(section, tokenizer, seed).take(0, 3 * count)
     requests = [
-        GenerationRequest(RequestKey(1, i, 0), prompt.token_ids, 1000 * seed + i, 20, temperature)
+        GenerationRequest(RequestKey(1, i, j), prompt.token_ids, draw, 20, temperature)
         for i, prompt in enumerate(prompts)
+        for j, draw in enumerate(range(1000 * seed + i, 10**6, 10**6 // per_prompt))
     ]
     sampler = HfSampler.from_model(model, eos_token_ids(recipe.model, tokenizer), 0)
     completions = sorted(sampler.generate(requests), key=lambda completion: completion.key)
@@ -143,7 +154,7 @@ def make_rows(count: int, seed: int = 3, temperature: float = 1.0) -> list[Train
 
 def weighted(rows: Sequence[TrainRow], settings: LossSection) -> list[TrainRow]:
     """The rows as one mini-batch, with its denominator in their token weights."""
-    weights = token_weights(np.array([len(row.completion_token_ids) for row in rows]), settings, 20)
+    weights = token_weights(np.array([len(row.trained_C) for row in rows]), settings, 20)
     return [replace(row, token_weight=float(w)) for row, w in zip(rows, weights, strict=True)]
 
 
@@ -176,6 +187,8 @@ def plain_loss(model: nn.Module, rows: Sequence[TrainRow], settings: LossSection
     for row in rows:
         logprobs_T, _ = plain_logprobs(model, row)
         for t, logprob in enumerate(logprobs_T):
+            if row.completion_mask is not None and not row.completion_mask[t]:
+                continue
             ratio = torch.exp(logprob - float(row.behavior_logprobs[t]))
             a = row.coefficient
             clipped = min(max(ratio, torch.tensor(1 - settings.epsilon)),
@@ -222,7 +235,8 @@ def reference_statistics(row: TrainRow) -> dict[str, float]:
     """Outcome of a row before the first update, from the plain model."""
     with torch.no_grad():
         logprobs, entropies = plain_logprobs(tiny_model(), row)
-    deltas = logprobs.double().numpy() - row.behavior_logprobs.astype(np.float64)
+    trained, entropies = row.trained_C, entropies[torch.from_numpy(row.trained_C)]
+    deltas = logprobs.double().numpy()[trained] - row.behavior_logprobs.astype(np.float64)[trained]
     ratios = np.exp(deltas)
     a = row.coefficient
     clipped = (ratios > 1.28) if a > 0 else (ratios < 0.8) | (ratios > 10)

@@ -16,7 +16,9 @@ torch.cuda.is_available = lambda: True
 torch.cuda.device_count = lambda: 1
 torch.cuda.current_device = lambda: 0
 torch.cuda.set_device = lambda device: None
-torch.cuda.get_device_properties = lambda device: SimpleNamespace(total_memory=80 * 2**30)
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30
+)
 
 init_process_group = dist.init_process_group
 
@@ -30,7 +32,7 @@ dist.init_process_group = with_gloo
 
 
 def join() -> None:
-    from grpo_replay.distributed.processes import initialize_processes
+    from grpo_replay.distributed.rendezvous import initialize_processes
     from grpo_replay.recipe import resolve_recipe
     from grpo_replay.terminal.quiet import quiet_libraries
 

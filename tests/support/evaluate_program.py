@@ -8,14 +8,16 @@ import sys
 from pathlib import Path
 
 import torch
+from commands import plan_of
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.evaluation import cache
-from grpo_replay.evaluation.evaluate import evaluate, plan_evaluation
+from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.hf import HfSampler
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.tiny import BASE_DIR
 
 
@@ -53,8 +55,8 @@ def evaluate_tiny(output: Path, rank: int, ranks: int, generations: Path | None)
         group = torch.distributed.group.WORLD
     settings = recipe()
     tokenizer = load_tokenizer(settings.model)
-    sampler = CountingSampler(HfSampler.open(settings, str(BASE_DIR)))
-    plan = plan_evaluation(tokenizer, settings)
+    sampler = CountingSampler(HfSampler.open(SamplerOpening.of(settings, str(BASE_DIR), Comm())))
+    plan = plan_of(tokenizer, settings)
     comm = Comm(rank, ranks, group)
     with RewardScorer.open(settings.reward) as scorer:
         report = evaluate(

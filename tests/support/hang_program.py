@@ -11,7 +11,7 @@ from grpo_replay.cli.app import main
 from grpo_replay.distributed import launch
 from grpo_replay.distributed.environment import rank_environment
 
-SLOW_STEP, SLOW_SECONDS, HANG_STEP = 2, 3.0, 3  # a second report would come after 4 s
+SLOW_STEP, SLOW_SECONDS, HANG_STEP = 2, 4.5, 3  # a second report would come after 6 s
 
 
 def rank_main() -> None:

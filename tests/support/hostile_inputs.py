@@ -89,11 +89,10 @@ def _with_reward(value: str) -> Callable[[Path], None]:
 
 
 def _export(run: Path) -> None:
-    from grpo_replay.lab.inspection.export import export_rows
-    from grpo_replay.lab.inspection.rows import open_rows
+    from grpo_replay.lab.inspection.rows import export_rows, open_rows
     from grpo_replay.lab.inspection.source import open_source
 
-    export_rows(open_rows(open_source(run)), None, Path("exported.parquet"), "")
+    export_rows(open_rows(open_source(run)), None, Path("exported.parquet"))
 
 
 def _foreign(_run: Path) -> None:

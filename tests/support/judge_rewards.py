@@ -49,6 +49,26 @@ def only_even(completion: str, answer: str, row: dict) -> float:
     return 1.0
 
 
+def prints(completion: str, answer: str, row: dict) -> float:
+    """Prints the completion as often as the answer says."""
+    for _ in range(int(answer)):
+        print(completion)
+    return 1.0
+
+
+def tells_secrets(completion: str, answer: str, row: dict) -> float:
+    """Prints secrets of the environment, and raises an error with one, now and then."""
+    print("key", os.environ["HF_TOKEN"], "http://me:pa55-w0rd@10.0.0.1/", flush=True)
+    if answer == "5":
+        raise ValueError(os.environ["OTHER_API_KEY"])
+    return float(len(completion))
+
+
+def slow(completion: str, answer: str, row: dict) -> float:
+    time.sleep(float(completion))
+    return 1.0
+
+
 def quarter(completion: str, answer: str, row: dict) -> float:
     return 0.25
 
@@ -71,7 +91,8 @@ def die_unless_first(completion: str, answer: str, row: dict) -> float:
 
 
 def start_a_program(completion: str, answer: str, row: dict) -> float:
-    """Writes the number of a process that sleeps into the file `answer`; then hangs or dies."""
-    process = subprocess.Popen(["sleep", "1000"])
+    """Writes the number of a process that sleeps, in a session of its own if the row says so, into
+    the file `answer`; then hangs or dies."""
+    process = subprocess.Popen(["sleep", "1000"], start_new_session=row.get("leaves", False))
     Path(answer).write_text(str(process.pid))
     return misbehave(completion, answer, row)

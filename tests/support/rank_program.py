@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import GrpoReplayError
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
 
@@ -23,7 +24,7 @@ def main(folder: Path, output: Path, tensor_parallel_size: int) -> None:
     dist.init_process_group("gloo")
     comm = Comm(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo"))
     recipe = tiny_recipe(folder, vllm={"tensor_parallel_size": tensor_parallel_size})
-    sampler = VllmLocalSampler.open(recipe, str(folder), comm)
+    sampler = VllmLocalSampler.open(SamplerOpening.of(recipe, str(folder), comm))
     policy = Policy(folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 
     # A tensor that is missing on one rank alone stops every rank.

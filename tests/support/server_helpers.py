@@ -12,6 +12,7 @@ from typing import Any
 from tiny_policy import Policy, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.routes import VllmServer
 from grpo_replay.sampling.server.sampler import VllmServerSampler, _is_healthy
 from grpo_replay.sampling.server.server_process import (
@@ -19,7 +20,7 @@ from grpo_replay.sampling.server.server_process import (
     launch_servers,
     wait_until_healthy,
 )
-from grpo_replay.sampling.vllm_settings import engine_arguments
+from grpo_replay.sampling.vllm_requests import engine_arguments
 
 START_SECONDS = 240
 
@@ -43,10 +44,12 @@ def launch(folder: Path, logs: Path, count: int) -> list[LaunchedServer]:
     recipe = tiny_recipe(
         folder,
         backend="vllm_server",
-        servers={"launch": count, "base_port": free_ports(count)[0]},
+        servers={"launch": count, "address": f"127.0.0.1:{free_ports(count)[0]}"},
     )
-    arguments = engine_arguments(recipe, recipe.model, on_gpu=False)
-    servers = launch_servers(recipe, arguments, on_gpu=False, log_folder=logs)
+    arguments = engine_arguments(
+        recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=False
+    )
+    servers = launch_servers(recipe.sampling, arguments, on_gpu=False, log_folder=logs)
     clients = [VllmServer(server.url, "tests") for server in servers]
     try:
         wait_until_healthy(servers, [lambda c=c: _is_healthy(c) for c in clients], START_SECONDS)
@@ -64,7 +67,7 @@ def http_sampler(
     """A sampler on the URLs of running servers, closed afterwards; the servers go on."""
     section = {"urls": [server.url for server in servers], **settings}
     recipe = tiny_recipe(policy.folder, backend="vllm_server", servers=section)
-    sampler = VllmServerSampler.open(recipe, str(policy.folder), Comm())
+    sampler = VllmServerSampler.open(SamplerOpening.of(recipe, str(policy.folder), Comm()))
     try:
         yield sampler
     finally:

@@ -19,10 +19,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from core_engine import SCALED, SHARDED, engine_recipe, make_rows, open_engine, parameters
+from core_engine import (
+    SCALED,
+    SHARDED,
+    engine_recipe,
+    make_rows,
+    open_engine,
+    parameters,
+    share_prompts,
+)
 from small_runs.trained import hopeless_after, train_small_run
 
-from grpo_replay.distributed.processes import initialize_processes
+from grpo_replay.distributed.rendezvous import initialize_processes
 from grpo_replay.errors import NonFiniteError
 from grpo_replay.sampling.hf import HfSampler
 
@@ -38,6 +46,7 @@ class Case:
     engine: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
     packing: bool | None = None
+    per_prompt: int = 1  # rows, which share it on several ranks
 
 
 ROWS = {
@@ -64,6 +73,11 @@ ENGINES: dict[str, tuple[Any, ...]] = {
     "ZeRO 3, thresholds of a 4B model": (SCALED, {}),
     "ZeRO 3, thresholds of a 4B model, checkpointing": (SCALED, CHECKPOINTING),
 }
+SHARING: dict[str, tuple[Any, ...]] = {
+    "seven rows of three prompts": (7, 100, SHARDED, {}, None, 3),
+    "four rows of one prompt, packed": (4, 100_000, SHARDED, {}, True, 4),
+    "seven rows of three prompts, checkpointing": (7, 60, SHARDED, CHECKPOINTING, None, 3),
+}
 EVERY_ROWS = (
     "ZeRO 0",
     "ZeRO 2",
@@ -74,11 +88,12 @@ CASES = {
     f"{rows}, {engine}": Case(*ROWS[rows], *ENGINES[engine])
     for engine in ENGINES
     for rows in (ROWS if engine in EVERY_ROWS else list(ROWS)[:1])
-}
+} | {name: Case(*values) for name, values in SHARING.items()}
 FIRST_ROWS = next(iter(ROWS))
 CORE_CASES = [  # the cases of the part "updates"; the others are of "other updates"
     *(f"{rows}, ZeRO 3" for rows in ROWS),
     f"{FIRST_ROWS}, ZeRO 0",
+    next(iter(SHARING)),
 ]
 RANDOM_UPDATES = {"random": 8, "campaign": 200}
 RUN: dict[str, Any] = {
@@ -110,7 +125,7 @@ STAGES = {"all states": (0, 1, 2, 3), "LoRA states": (0, 2, 3)}  # by part
 def results_of(processes, case: Case):
     """What two updates and the log-probs after them are."""
     comm, _ = processes
-    mine = make_rows(case.count) if comm.is_main else None
+    mine = make_rows(case.count, per_prompt=case.per_prompt) if comm.is_main else None
     with open_engine(
         processes,
         engine=case.engine | TIMEOUT,
@@ -118,6 +133,8 @@ def results_of(processes, case: Case):
         batch={"max_tokens_per_microbatch": case.tokens, "packing": case.packing},
         loss={"beta": 0.05},
     ) as engine:
+        if comm.world_size > 1 and case.per_prompt > 1:
+            share_prompts(engine)
         updates = [engine.update(mine) for _ in range(2)]
         logprobs = engine.logprobs(mine)
         reference = engine.reference_logprobs(mine)

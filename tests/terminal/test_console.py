@@ -1,6 +1,7 @@
 """Texts of the user and of a run reach the terminal as text: no markup, no escape sequence."""
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_replay.cli.train_display import RunDisplay
-from grpo_replay.terminal.console import PlainConsole, open_console, printable
+from grpo_replay.terminal.console import PlainConsole, open_console, printable, tracked
 
 RED = "\x1b[31mred\x1b[0m"
 
@@ -87,3 +88,16 @@ def test_a_text_between_colons_is_not_an_emoji(markup, capsys):
     console.print(cell("3:x:5"))
     assert "ratio 3:x:5 :smile:" in (shown := capsys.readouterr().out)
     assert shown.count("3:x:5") == 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_name_in_brackets_is_no_markup(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("grpo_replay.terminal.console.DELAY_SECONDS", -1.0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    list(tracked([1, 2], "reading arm [x] :x:"))
+    assert "reading arm [x] :x:" in sys.stderr.getvalue()

@@ -1,11 +1,14 @@
-"""What libraries print is hidden."""
+"""What libraries print is hidden, and they load without garbage collection."""
 
+import gc
+import subprocess
+import sys
 from importlib import import_module
 
 import huggingface_hub.utils as hub
 import pytest
 
-from grpo_replay.terminal.quiet import quiet_libraries
+from grpo_replay.terminal.quiet import loading_libraries, quiet_libraries
 
 
 @pytest.mark.parametrize("variable", [None, "1", "0"])
@@ -20,3 +23,23 @@ def test_progress_bars_are_hidden_unless_wanted_although_the_hubs_client_is_impo
     monkeypatch.setattr(bars, "progress_bar_states", {})
     with quiet_libraries():
         assert hub.are_progress_bars_disabled() == (variable != "0")
+
+
+def test_nothing_is_collected_while_libraries_load_and_collection_goes_on_after():
+    with loading_libraries():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ImportError), loading_libraries():
+        raise ImportError("no such library")
+    assert gc.isenabled()
+
+
+def test_what_was_loaded_is_left_out_of_collections_until_the_end():
+    code = (
+        "import atexit, gc; from grpo_replay.terminal.quiet import loading_libraries\n"
+        "atexit.register(lambda: print('at exit', gc.get_freeze_count()))\n"
+        "with loading_libraries(): import decimal\n"
+        "print(gc.get_freeze_count() > 1000)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["True", "at exit 0"]

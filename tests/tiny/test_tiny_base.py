@@ -7,18 +7,22 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from grpo_replay.tiny import TASKS, Task
 from grpo_replay.tiny.make_base import (
+    BOX,
+    EOS,
+    MAKERS,
+    PAD,
     Lessons,
+    Maker,
+    WarmUp,
     learning_rate_factor,
     make_base,
     model_card,
     save_base,
     weights_sha256,
 )
-from grpo_replay.tiny.makers import MAKERS, Maker, WarmUp
 from grpo_replay.tiny.problems import PROMPT_TEMPLATE
-from grpo_replay.tiny.tasks import TASKS, Task
-from grpo_replay.tiny.tokenizer import BOX, EOS, PAD
 
 SOLVED = {"tiny": (5, 25), "tiny-long": (12, 28)}
 """Of 40 problems solved greedily: the base is neither hopeless nor already taught."""

@@ -27,18 +27,13 @@ from grpo_replay.collection.link import Link
 from grpo_replay.collection.messages import Cancel, Command, Group, Report, Step
 from grpo_replay.engine.models import load_policy
 from grpo_replay.errors import RecipeError
-from grpo_replay.lab.inspection.ageing import outcomes_by_age
+from grpo_replay.lab.inspection.compute import outcomes_by_age
 from grpo_replay.lab.inspection.rebuild import rebuild_stored
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.training.async_record import (
-    AsyncStep,
-    SamplerShare,
-    SamplerTimes,
-    _asynchrony,
-)
+from grpo_replay.training.asynchronous import ServerShare, ServerTimes, lateness
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -120,8 +115,7 @@ def test_ages_are_those_of_what_was_trained_on():
         for born in (4, 1)
     ]
     record = SimpleNamespace(step=6, batch=SimpleNamespace(rollouts=members), generated=[])
-    step = AsyncStep(0.0, SamplerShare(None, None), 1, 0, 0, 5, {})
-    found = _asynchrony(record, {"step": 1.0}, step)
+    found = lateness(record)
     assert (found["async/age_mean"], found["async/age_max"]) == (3.5, 5)
 
 
@@ -132,8 +126,7 @@ def test_a_rollout_of_several_versions_has_two_lags_below_its_age():
         for first, last in ((3, 5), (4, 4))
     ]
     record = SimpleNamespace(step=6, batch=SimpleNamespace(rollouts=members), generated=[])
-    step = AsyncStep(0.0, SamplerShare(None, None), 1, 0, 0, 5, {})
-    found = _asynchrony(record, {"step": 1.0}, step)
+    found = lateness(record)
     assert found["async/age_mean"] == found["async/age_max"] == 2
     assert found["async/first_token_lag_mean"] == 1.5
     assert found["async/last_token_lag_mean"] == 0.5
@@ -148,10 +141,10 @@ def test_the_cost_of_generating_counts_the_gpus_of_a_server(servers, busy):
     """Servers were up for 8 s together, of them 4 s without a request and 1 s loading weights: 3 s
     busy. On two trainer ranks that is 1.5 s each for servers of one GPU, 4.5 s for those of 3."""
     sampling = {"servers": servers, "vllm": {"tensor_parallel_size": 3}}
-    times = SamplerTimes(resolve_recipe([{"sampling": sampling}]), ranks=2)
+    times = ServerTimes(resolve_recipe([{"sampling": sampling}]).sampling.gpus_per_server / 2)
     times.step(Report(idle_seconds=2.0, server_seconds=3.0), paused_seconds=1.0)
     share = times.step(Report(idle_seconds=6.0, server_seconds=11.0), paused_seconds=2.0)
-    assert share == SamplerShare(busy_seconds=busy, idle=5 / 8)
+    assert share == ServerShare(busy_seconds=busy, idle=5 / 8)
 
 
 def test_groups_too_old_for_the_next_step_are_cancelled(fake_server, tmp_path, monkeypatch):
@@ -196,7 +189,7 @@ def test_buffer_only_is_never_gated_and_draws_a_whole_batch_every_step(fifo):
 def test_steps_to_which_nothing_has_arrived_train_all_the_same(tmp_path, processes):
     """The trainer of `buffer_only` does not wait, and here it is faster than the server."""
     server = FakePolicyServer(seconds=0.5)
-    tracking = {"report_to": ["tensorboard"], "samples_every_steps": 1}
+    tracking = {"report_to": ["tensorboard"]}
     sections = {"replay": BUFFER_ONLY, "tracking": tracking, "run": {"steps": 20}}
     run = train_async_run(async_recipe([server.url], sections), tmp_path / "run")
     server.stop()
@@ -329,6 +322,19 @@ def test_inspection_counts_every_use_once_and_the_metrics_what_each_step_took(ru
         assert line["cost/generated_rollouts"] == len(run.rollouts(line["step"]))
 
 
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_verify_finds_a_damaged_journal(anchored, tmp_path, damage):
+    copy = Path(shutil.copytree(anchored.path, tmp_path / "run", symlinks=True))
+    (segment,) = (copy / "journal").iterdir()
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data if damage == "flip" else data[: len(data) // 2])
+    if damage == "delete":
+        segment.unlink()
+    failed = [check.name for check in verify_run(copy).checks if not check.passed]
+    assert failed == ["written files", "journal"]
+
+
 def test_verify_finds_a_ledger_that_does_not_balance(anchored, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(anchored.path, copy)
@@ -336,7 +342,7 @@ def test_verify_finds_a_ledger_that_does_not_balance(anchored, tmp_path):
     lines[3]["ledger/lost_tokens"] += 1
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     failed = [check.name for check in verify_run(copy).checks if not check.passed]
-    assert failed == ["ledger"]
+    assert failed == ["ledger", "written files"]
 
 
 def test_the_journal_records_what_each_step_saw(anchored):

@@ -7,23 +7,28 @@ import pytest
 from buffer_makers import make_rollout, replay_settings
 from collected import group
 from small_runs.asynchronous import BUFFER_ONLY, async_recipe
-from small_runs.trained import small_recipe
+from small_runs.trained import GROUP, PROMPTS, small_recipe
 
 from grpo_replay.collection.arrivals import Arrivals
+from grpo_replay.collection.assembly import TakenRollouts, rollouts_to_insert
 from grpo_replay.collection.intake import arrival_rules
-from grpo_replay.collection.messages import Report
+from grpo_replay.collection.messages import Drop, Report
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.errors import SamplerError
+from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.sampling.server.rolling import RollingServerSampler
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
-from grpo_replay.training.async_record import (
-    SamplerShare,
-    SamplerTimes,
+from grpo_replay.training import asynchronous
+from grpo_replay.training.asynchronous import (
+    CollectorSource,
+    JournalSource,
+    ServerShare,
+    ServerTimes,
     UndrawnEvictions,
-    count_async_step,
 )
-from grpo_replay.training.async_trainer import AsyncTrainer
+from grpo_replay.training.metrics import count_step
+from grpo_replay.training.rollout_source import StepRecord, StepRollouts, Stopwatch
 from grpo_replay.training.run import Run
 from grpo_replay.types import ComposedBatch, Draw
 
@@ -31,30 +36,30 @@ from grpo_replay.types import ComposedBatch, Draw
 def test_shares_of_the_servers_time_are_differences_of_two_reports():
     """Two servers, two ranks. First step: 20 s of servers, 5 idle and 3 paused. Second: 10 more,
     4 idle and 1 paused."""
-    times = SamplerTimes(resolve_recipe([]), ranks=2)
-    assert times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0) == SamplerShare(6.0, 0.4)
-    assert times.step(Report(idle_seconds=9.0, server_seconds=30.0), 4.0) == SamplerShare(2.5, 0.5)
+    times = ServerTimes(gpus_per_rank=1 / 2)
+    assert times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0) == ServerShare(6.0, 0.4)
+    assert times.step(Report(idle_seconds=9.0, server_seconds=30.0), 4.0) == ServerShare(2.5, 0.5)
 
 
 def test_another_collector_counts_from_zero_and_pauses_go_on():
-    times = SamplerTimes(resolve_recipe([]), ranks=1)
+    times = ServerTimes(gpus_per_rank=1)
     times.step(Report(idle_seconds=5.0, server_seconds=20.0), 3.0)
     found = times.step(Report(idle_seconds=1.0, server_seconds=8.0), 4.0)
-    assert found == SamplerShare(6.0, 0.25)
+    assert found == ServerShare(6.0, 0.25)
 
 
 def test_without_a_server_in_use_there_is_no_share_and_no_more_than_all_is_idle():
-    times = SamplerTimes(resolve_recipe([]), ranks=1)
-    assert times.step(Report(), 0.0) == SamplerShare(0.0, None)
-    assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == SamplerShare(0.0, 1.0)
-    assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == SamplerShare(0.0, None)
+    times = ServerTimes(gpus_per_rank=1)
+    assert times.step(Report(), 0.0) == ServerShare(0.0, None)
+    assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, 1.0)
+    assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, None)
 
 
-@pytest.mark.parametrize(("enabled", "expected"), [(True, 2), (False, 0)])
-def test_undrawn_evictions_by_hand(enabled, expected):
+@pytest.mark.parametrize(("preset", "expected"), [("ours", 2), ("grpo", 0)])
+def test_undrawn_evictions_by_hand(preset, expected):
     """Stored 0 to 3, of which 0 was drawn before; 4 and 5 are fresh. The step draws 1 and 4. Then
     0 to 4 leave: 2 and 3 were never drawn; a run that stores nothing counts nothing."""
-    buffer = ReplayBuffer(replay_settings(enabled=enabled, capacity_rollouts=4), 2)
+    buffer = ReplayBuffer(replay_settings(preset=preset, capacity_rollouts=4), 2)
     fresh = [make_rollout(i, birth_step=9) for i in (4, 5)]
     buffer.insert([make_rollout(i) for i in range(4)], 2, np.array([1, 0, 0, 0]))
     undrawn = UndrawnEvictions()
@@ -70,20 +75,34 @@ class Waiting:
     """An intake whose waits end at once, and are looked at afterwards."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.arrivals = Arrivals(arrival_rules(recipe))
+        self.arrivals = Arrivals(arrival_rules(recipe.sampling, recipe.replay))
+        self.replaying, self.newest_report, self.done = False, Report(), []
 
     def wait(self, is_ready, stop_requested, look, what, version) -> bool:
         self.is_ready, self.what = is_ready, what
-        return True
+        return not stop_requested()
+
+    def outstanding_groups(self) -> int:
+        return 7
+
+    def __getattr__(self, name: str):
+        """Whatever else it is told to do is written down."""
+        return lambda *arguments: self.done.append((name, *arguments))
 
 
-def waiting_trainer(recipe: Recipe) -> tuple[AsyncTrainer, Waiting]:
-    intake = Waiting(recipe)
+def collector_source(recipe: Recipe, kind=CollectorSource) -> tuple[CollectorSource, Waiting]:
+    """Before step 3, with a queue to which nothing has arrived."""
+    intake, comm = Waiting(recipe), Comm()
+    sampler = object.__new__(RollingServerSampler)
+    sampler.policy_version, sampler.paused_seconds, sampler._suspects = 2, 0.0, set()
     parts = SimpleNamespace(
-        recipe=recipe, comm=Comm(), buffer=ReplayBuffer(recipe.replay, recipe.sampling.group_size),
-        sampler=object.__new__(RollingServerSampler),
+        recipe=recipe, comm=comm, buffer=ReplayBuffer(recipe.replay, recipe.sampling.group_size),
+        sampler=sampler, clock=Stopwatch(comm.position),
     )  # fmt: skip
-    return AsyncTrainer(parts, RunState(step=2), intake), intake
+    return kind(parts, RunState(step=2, policy_version=2), intake), intake
+
+
+URLS = ["http://127.0.0.1:1"]
 
 
 @pytest.mark.parametrize(
@@ -94,12 +113,12 @@ def test_buffer_only_waits_until_the_buffer_can_give_one_batch(changes, fill):
     """A batch of 5 prompts times 4 at most, or as much as the buffer can hold. Groups without a
     signal count, because the preset stores them."""
     recipe = async_recipe(
-        ["http://127.0.0.1:1"],
+        URLS,
         {"sampling": {"prompts_per_step": 5, "group_size": 4}, "replay": BUFFER_ONLY | changes},
     )
-    trainer, intake = waiting_trainer(recipe)
-    trainer.buffer.insert([make_rollout(i) for i in range(2)], 1)
-    assert trainer._wait(3, lambda: False)
+    source, intake = collector_source(recipe)
+    source.parts.buffer.insert([make_rollout(i) for i in range(2)], 1)
+    assert source._wait(3, lambda: False)
     assert intake.what.startswith(f"the {fill} stored rollouts of one batch, of which the buffer")
     arrived = 2
     for index in range(6):
@@ -111,12 +130,12 @@ def test_buffer_only_waits_until_the_buffer_can_give_one_batch(changes, fill):
 
 def test_fresh_anchored_waits_for_the_groups_of_its_step_that_are_young_enough():
     recipe = async_recipe(
-        ["http://127.0.0.1:1"],
+        URLS,
         {"sampling": {"prompts_per_step": 2}, "replay": {"max_age_steps": 1, "warmup_steps": 1}},
     )
-    trainer, intake = waiting_trainer(recipe)
+    source, intake = collector_source(recipe)
     for index, version in enumerate([0, 1, 2]):
-        assert trainer._wait(3, lambda: False)
+        assert source._wait(3, lambda: False)
         assert not intake.is_ready()
         intake.arrivals.take_in(group((0, index), version))
     assert intake.is_ready()
@@ -128,7 +147,7 @@ def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
     run = object.__new__(Run)
     run.recipe, run.state, run.comm = small_recipe(), RunState(step=3), Comm()
     run.run_dir = SimpleNamespace(checkpoints=tmp_path)
-    run.trainer = SimpleNamespace(await_step=lambda stop_requested: False)
+    run.trainer = SimpleNamespace(train_step=lambda stop_requested: None)
     run._checkpoint = lambda: saved.append(run.state.step)
     assert run._step() is False and saved == [3]
     (tmp_path / checkpoint_name(3)).mkdir()
@@ -137,30 +156,95 @@ def test_a_stop_while_a_step_waits_saves_the_step_before_it_once(tmp_path):
     assert run._step() is False and saved == [3]
 
 
+def test_each_waiting_group_is_looked_into_once(monkeypatch):
+    """However often a wait looks, and also if none of its rollouts can be stored."""
+    recipe = async_recipe(URLS, {"replay": BUFFER_ONLY | {"drop_zero_variance": True}})
+    source, intake = collector_source(recipe)
+    looked = []
+
+    def count(arrived, recipe) -> int:
+        looked.append(arrived.number)
+        return rollouts_to_insert(arrived, recipe)
+
+    monkeypatch.setattr(asynchronous, "rollouts_to_insert", count)
+    same = group((0, 0), rewards=(1.0,) * 4)
+    intake.arrivals.take_in(same)
+    assert source._rollouts_waiting(3) == source._rollouts_waiting(3) == 0
+    intake.arrivals.take_in(group((0, 1), rewards=(1.0, -1.0, -1.0, 1.0)))
+    assert source._rollouts_waiting(3) == source._rollouts_waiting(3) == 4
+    assert looked == [0, 1]
+
+
+def test_a_stop_while_a_step_waits_takes_nothing():
+    source, intake = collector_source(async_recipe(URLS))
+    source._is_live = True
+    assert source.take(3, lambda: True) is None
+    assert intake.done == []
+
+
+def test_a_journal_that_has_ended_is_not_sampled_further():
+    source, intake = collector_source(async_recipe(URLS), JournalSource)
+    with pytest.raises(SamplerError, match=r"no step 3; lower run\.steps"):
+        source.take(3, lambda: False)
+    source.advance(3)
+    assert intake.done == []
+
+
 @pytest.mark.parametrize(("held", "pushed"), [(1, [2]), (2, [])])
-def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(held, pushed):
-    """As after a resume; a rank without an intake takes its part in the gather."""
-    trainer, _ = waiting_trainer(async_recipe(["http://127.0.0.1:1"]))
-    trainer.parts.sampler, trainer.intake = SimpleNamespace(policy_version=held), None
-    trainer.state.policy_version, found = 2, []
-    trainer._push = found.append
-    trainer._go_live()
+def test_servers_that_hold_another_version_get_the_policy_before_the_first_step(
+    monkeypatch, held, pushed
+):
+    """As after a resume; a rank without an intake takes its part in the gather. Once is enough."""
+    source, _ = collector_source(async_recipe(URLS))
+    source.sampler.policy_version, source.intake, found = held, None, []
+    monkeypatch.setattr(asynchronous, "_push", lambda parts, version: found.append(version))
+    for _ in range(2):
+        source._go_live()
     assert found == pushed
 
 
+def test_after_a_step_the_servers_get_every_nth_version_and_the_collector_goes_on(monkeypatch):
+    source, intake = collector_source(async_recipe(URLS, {"run": {"sync_every_steps": 2}}))
+    monkeypatch.setattr(asynchronous, "_push", lambda parts, version: intake.pushed(version))
+    source.advance(3)  # repeated from the journal: nothing samples yet
+    assert intake.done == []
+    source._is_live, intake.newest_report = True, Report(down={"there": "away"})
+    for version in (3, 4, 6):
+        source.advance(version)
+    assert intake.done == [
+        ("cancel_stale", 4), ("give_credit", 3),
+        ("cancel_stale", 5), ("pushed", 4), ("give_credit", 4),
+        ("finish",),
+    ]  # fmt: skip
+    assert source.sampler._suspects == {"there"}
+
+
 @pytest.mark.parametrize("is_main", [True, False])
-def test_counters_of_a_step_by_hand(is_main):
+def test_what_a_step_takes_by_hand(is_main):
+    """Of three groups that arrived in the run, after a fourth that was lost, one is for this step;
+    two were counted before."""
+    source, intake = collector_source(async_recipe(URLS))
+    source.state.prompt_cursor, source.state.next_group_id = 3, 2
+    for index in range(3):
+        intake.arrivals.take_in(group((0, index)))
+    intake.arrivals.take_in(Drop(0, 3, "lost", 0, 0))
+    source.intake = intake if is_main else None
+    generated = (make_rollout(8, birth_step=3), make_rollout(9, birth_step=2))
+    taken = source._step_rollouts(TakenRollouts(generated, 0), ServerShare(3.0, 0.5))
+    found = (taken.prompts, taken.groups, taken.generation_seconds, len(taken.measured))
+    assert found == ((1, 1, 3.0, 1) if is_main else (0, 0, None, 0))
+    assert taken.nominal_rollouts == PROMPTS * GROUP
+    assert len(taken.generated) == (2 if is_main else 0)
+
+
+def test_counters_of_a_step_by_hand():
     """Two rollouts of 3 tokens arrived, each after a prompt of 2; the batch replays one of 4."""
-    _, intake = waiting_trainer(async_recipe(["http://127.0.0.1:1"]))
-    intake.recipe = async_recipe(["http://127.0.0.1:1"], {"sampling": {"group_size": 4}})
-    intake.arrivals.take_in(group((0, 0)))
     drawn = (make_rollout(7, tokens=4),)
     draw = Draw(drawn, np.ones(1), np.array([2]), 1.0, 0.0)
     batch = ComposedBatch(drawn, np.ones(1, bool), draw.ages, draw)
-    taken = SimpleNamespace(generated=[make_rollout(0), make_rollout(1)])
-    state = RunState(step=4)
-    count_async_step(state, intake if is_main else None, taken, batch)
+    taken = StepRollouts([make_rollout(0), make_rollout(1)], [], 2, 3, 2, None)
+    state = RunState(step=4, prompt_cursor=10, next_group_id=8, next_rollout_id=32)
+    count_step(state, StepRecord(5, taken, [], None, batch, [], []), group_size=4)
     assert (state.step, state.replayed_rollouts) == (5, 1)
     assert (state.generated_tokens, state.trained_tokens, state.processed_tokens) == (6, 4, 10)
-    found = (state.prompt_cursor, state.next_group_id, state.next_rollout_id)
-    assert found == ((1, 1, 4) if is_main else (0, 0, 0))
+    assert (state.prompt_cursor, state.next_group_id, state.next_rollout_id) == (13, 10, 40)

@@ -10,8 +10,12 @@ from small_runs.trained import train_small_run
 
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.storage.checkpoint import find_checkpoint, list_checkpoints, verify_checkpoint
-from grpo_replay.storage.stored_sizes import checkpoint_bytes
+from grpo_replay.storage.checkpoint import (
+    checkpoint_bytes,
+    find_checkpoint,
+    list_checkpoints,
+    verify_checkpoint,
+)
 from grpo_replay.training import checkpoint_writer
 
 SHORT = {"run": {"steps": 2}, "checkpoint": {"every_steps": 1}, "replay": {"preset": "grpo"}}

@@ -84,7 +84,7 @@ def test_a_run_with_a_sequence_ratio_clips_whole_rollouts(tmp_path, processes):
 def test_dr_grpo_divides_neither_by_sigma_nor_by_length(tmp_path, processes):
     run = train_small_run(
         tmp_path / "run",
-        advantage={"divide_by_std": False},
+        advantage={"std": "none"},
         loss={"aggregation": "constant"},
         batch=ONE_UPDATE,
         run={"steps": 5},
@@ -173,7 +173,7 @@ def rounds_of(run: FinishedRun, step: int) -> list[int]:
 OPTIONS = {
     "sampling": {"max_refills": 2},
     "optimizer": {"schedule": "cosine", "warmup_steps": 2},
-    "advantage": {"divide_by_std": False},
+    "advantage": {"std": "none"},
     "loss": {"aggregation": "constant", "sampler_ratio_cap": 2.0},
     "run": {"steps": 6},
     "checkpoint": {"every_steps": 3},

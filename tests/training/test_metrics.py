@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from small_runs.trained import train_small_run
 
-from grpo_replay.collection.assembly import TakenRollouts
 from grpo_replay.engine.engine_protocol import UpdateResult
 from grpo_replay.lab.planning.design import PlanInputs, design_at
 from grpo_replay.lab.planning.theory import PowerGrowth
-from grpo_replay.training.async_trainer import _gap_sample
+from grpo_replay.training.asynchronous import sampled_by
 from grpo_replay.training.metrics import (
     VERDICTS,
     age_bin,
@@ -114,7 +113,7 @@ def test_the_ledger_by_hand():
     """μ: 4 generated in 12 s, 6 trained in 3 s -> 3 s / 0.5 s = 6; γ = (1 + 6·4/6) / (1 + 6)."""
     generated = [make_rollout(i, 10) for i in range(4)]
     trained = [make_rollout(i, 5) for i in range(6)]
-    found = cost_metrics(SECONDS, generated, trained)
+    found = cost_metrics(SECONDS, SECONDS["generation"], generated, trained)
     assert found["cost/mu"] == pytest.approx(6.0)
     assert found["cost/gamma"] == pytest.approx(5 / 7)
     assert found["cost/generated_tokens"] == 40
@@ -128,7 +127,9 @@ def test_the_ledger_by_hand():
 
 def ledger(generated: int, kept: int, trained: int) -> dict:
     made = [make_rollout(i, 3, std=1.0 if i < kept else 0.0) for i in range(generated)]
-    return cost_metrics(SECONDS, made, [make_rollout(i, 3) for i in range(trained)])
+    return cost_metrics(
+        SECONDS, SECONDS["generation"], made, [make_rollout(i, 3) for i in range(trained)]
+    )
 
 
 def test_plain_grpo_costs_one_however_many_groups_are_dropped():
@@ -151,7 +152,7 @@ def test_gamma_of_a_step_is_that_of_the_planner_s_design():
         assumed = PlanInputs(
             mu=found["cost/mu"], rho=0.1, growth=PowerGrowth(0.2), survival=kept / 8,
             rollouts_per_step=8, completion_tokens=3.0, prompt_tokens=1.0,
-            composition="fresh_anchored", sources={},
+            sources={},
         )  # fmt: skip
         planned = design_at(assumed, x=11.0, y=trained / kept)
         assert planned.trained_rollouts_per_step == trained
@@ -166,7 +167,7 @@ def test_without_survivors_there_is_no_gamma():
 
 
 def test_without_training_there_is_no_mu():
-    found = cost_metrics(SECONDS, [make_rollout(0, 3)], [])
+    found = cost_metrics(SECONDS, SECONDS["generation"], [make_rollout(0, 3)], [])
     assert found["cost/mu"] is found["cost/gamma"] is None
 
 
@@ -254,13 +255,13 @@ def test_an_asynchronous_gap_is_measured_where_the_present_policy_sampled_every_
         make_rollout(i, 2, policy_version=first, policy_version_end=last)
         for i, (first, last) in enumerate(versions)
     ]
-    sample = _gap_sample(TakenRollouts(tuple(rollouts), (), 0), 3)
+    sample = sampled_by(rollouts, 3)
     ids = [rollout.rollout_id for rollout in sample]
     assert len(set(ids)) == 64 and ids == sorted(ids)
     assert all(i % 2 for i in ids) and ids[0] == 1 and ids[-1] > 190
-    few = TakenRollouts(tuple(rollouts[:10]), (), 0)
-    assert [rollout.rollout_id for rollout in _gap_sample(few, 3)] == [1, 3, 5, 7, 9]
-    assert _gap_sample(few, 5) == []
+    few = rollouts[:10]
+    assert [rollout.rollout_id for rollout in sampled_by(few, 3)] == [1, 3, 5, 7, 9]
+    assert sampled_by(few, 5) == []
 
 
 def test_the_gap_by_hand():

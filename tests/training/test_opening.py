@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.training import opening
+from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training.opening import RunOpener
+from grpo_replay.training.resuming import open_other_logs
 
 
 def opener(folder: Path, **sections) -> SimpleNamespace:
@@ -31,21 +32,17 @@ def test_vllm_opens_a_random_model_from_the_folder_of_its_first_weights(tmp_path
     assert (found, saved) == (str(folder), [] if resumed else [folder])
 
 
-def test_a_lagging_sampler_gets_the_weights_it_had_at_the_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(opening, "read_pushed_weights", lambda _: ({"w": 1.0}, 3))
-    monkeypatch.setattr(opening, "sync_weights", lambda *_: pytest.fail("it got the policy"))
-    loaded = []
-    sampler = SimpleNamespace(load_weights=lambda tensors, v: loaded.append((list(tensors), v)))
-    lagging = opener(tmp_path, run={"sync_every_steps": 2}, loss={"behavior_logprobs": "sampler"})
-    RunOpener._restore_sampler(lagging, tmp_path, SimpleNamespace(), sampler, None, 4)
-    assert loaded == [([("w", 1.0)], 3)]
-
-
-def test_a_sampler_in_step_gets_the_policy(tmp_path, monkeypatch):
-    pushed = []
-    monkeypatch.setattr(opening, "read_pushed_weights", lambda _: pytest.fail("it does not lag"))
-    monkeypatch.setattr(opening, "sync_weights", lambda *words: pushed.append(words))
-    engine, sampler = SimpleNamespace(), SimpleNamespace()
-    RunOpener._restore_sampler(opener(tmp_path), tmp_path, engine, sampler, None, 4)
-    (words,) = pushed
-    assert words[:3] == (engine, sampler, 4)
+@pytest.mark.parametrize(("rank", "logs"), [(0, []), (2, ["attempt_004.rank_2.log"])])
+def test_every_other_rank_logs_beside_rank_0(tmp_path, rank, logs):
+    """Three attempts were logged before; rank 0 has opened the fourth."""
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for attempt in range(1, 5):
+        (folder / f"attempt_{attempt:03d}.log").touch()
+    comm = SimpleNamespace(
+        rank=rank, is_main=rank == 0,
+        broadcast_json=lambda value=None: 4 if value is None else value,
+        all_gather_json=lambda value: [value],
+    )  # fmt: skip
+    open_other_logs(RunDirectory(tmp_path), comm)
+    assert sorted(path.name for path in folder.glob("*rank*")) == logs

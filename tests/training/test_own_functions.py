@@ -17,7 +17,9 @@ from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import resolve_recipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extend.md").read_text()
-PRIORITY, ESTIMATOR, LOSS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[:3]
+PRIORITY, ESTIMATOR, LOSS, SAMPLER, VERIFIER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[
+    :5
+]
 STEPS = 8
 
 
@@ -27,6 +29,8 @@ def sections(tmp_path_factory):
     (folder / "short.py").write_text(PRIORITY)
     (folder / "ranks.py").write_text(ESTIMATOR)
     (folder / "plain_loss.py").write_text(LOSS)
+    (folder / "longest_first.py").write_text(SAMPLER)
+    (folder / "ends_in_answer.py").write_text(VERIFIER)
     return {
         "replay": {
             "priority": f"{folder}/short.py:short", "priority_exponent": 2.0, "warmup_steps": 2,
@@ -34,6 +38,8 @@ def sections(tmp_path_factory):
         },
         "advantage": {"estimator": f"{folder}/ranks.py:ranks"},
         "loss": {"kind": f"{folder}/plain_loss.py:plain"},
+        "sampling": {"backend": f"{folder}/longest_first.py:LongestFirst"},
+        "reward": {"function": f"{folder}/ends_in_answer.py:ends_in_answer"},
         "optimizer": {"learning_rate": 2e-4},
         "run": {"steps": STEPS, "seed": 5},
         "checkpoint": {"every_steps": 4},
@@ -69,6 +75,18 @@ def test_draws_follow_the_priority(run):
 def test_the_loss_trains_without_a_clip(run):
     assert {line["fresh/clip_fraction"] for line in run.metrics} == {0.0}
     assert max(line["fresh/ratio_max"] for line in run.metrics) > 1.28
+
+
+def test_the_sampler_and_the_verifier_are_the_users(run):
+    assert (
+        type(run.recipe.sampling.backend) is str and "LongestFirst" in run.recipe.sampling.backend
+    )
+    for row in run.rollouts(1):
+        assert row["verdict"] == "scored" and row["reward"] in (1.0, -1.0)
+
+
+def test_every_example_is_short():
+    assert all(len(each.splitlines()) <= 30 for each in (PRIORITY, LOSS, SAMPLER, VERIFIER))
 
 
 def test_advantages_are_those_of_the_estimator(run):
@@ -122,7 +140,15 @@ def test_a_run_that_was_killed_and_resumed_is_the_run(run, sections, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "section, key", [("replay", "priority"), ("advantage", "estimator"), ("loss", "kind")]
+    "section, key",
+    [
+        ("replay", "priority"),
+        ("advantage", "estimator"),
+        ("loss", "kind"),
+        ("sampling", "backend"),
+        ("reward", "function"),
+        ("eval", "reward"),
+    ],
 )
 def test_an_unknown_name_is_refused(section, key):
     with pytest.raises(RecipeError, match=rf"{section}.{key}.*'shortest' is not known"):

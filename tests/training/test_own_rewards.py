@@ -16,9 +16,8 @@ from small_runs.trained import small_recipe, train_small_run
 
 from grpo_replay.errors import DatasetError, RecipeError, RewardError
 from grpo_replay.evaluation.evaluation_report import read_report
-from grpo_replay.lab.inspection.life import read_life
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.views import print_life
+from grpo_replay.lab.inspection.views import print_life, read_life
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.tiny import BASE_DIR
@@ -80,14 +79,14 @@ def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
         model={"path": chat_model},
         prompts={"source": verl_rows, "template": "chat", "id_field": "extra_info.index", **fields},
         reward={
-            "function": f"{FILE}:boxed_is_right", "other_functions": [other], "incorrect": 0.0,
+            "function": [f"{FILE}:boxed_is_right", other], "incorrect": 0.0,
             "overlong_buffer_tokens": 6, "mask_truncated": True,
         },
         sampling={"max_completion_length": 12},
         run={"steps": 4},
         eval={
             "benchmarks": [verl_rows], "samples": 1, "max_problems": 32, "at_start": False,
-            "max_completion_length": 16, "reward": f"{FILE}:boxed_is_right", **fields,
+            "max_completion_length": 16, "reward": f"{FILE}:boxed_is_right",
         },
     )  # fmt: skip
     rows = run.rollouts(1)
@@ -144,7 +143,7 @@ def assert_changed_scores_are_named(path, copy):
         pq.write_table(changed, copy / rollouts)
         failed = {check.name: check.detail for check in verify_run(copy).checks if not check.passed}
         shutil.rmtree(copy)
-        assert set(failed) == {"rewards", "metrics"}
+        assert set(failed) == {"rewards", "metrics", "written files"}
         assert f"step 2, rollout {table['rollout_id'][5]}: " in failed["rewards"]
         assert reason in failed["rewards"]
         name = ("boxed_is_right", "short", "overlong")[index]
@@ -220,7 +219,7 @@ def test_a_function_that_fails_on_what_the_model_writes_stops_the_run_with_exit_
 def test_a_run_without_signal_says_so_on_screen_and_in_its_log(tmp_path, processes, caplog):
     recipe = small_recipe(
         reward={"function": "core_rewards:always_wrong"}, run={"steps": 6},
-        eval={"benchmarks": ["tiny"], "at_start": False, "at_end": False},
+        eval={"benchmarks": ["tiny"], "at_start": False},
     )  # fmt: skip
     listener = Listener()
     with caplog.at_level(logging.WARNING):

@@ -24,7 +24,7 @@ def replay_run(tmp_path_factory, processes) -> FinishedRun:
         sampling={"stop_tokens": ["}"]},
         eval={
             "benchmarks": ["tiny_add"], "max_problems": 4, "samples": 2, "at_start": False,
-            "bootstrap_samples": 100, "reward": "minerva", "other_rewards": ["math_verify_boxed"],
+            "reward": ["minerva", "math_verify_boxed"],
         },
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from core_engine import make_rows, open_engine, plain_logprobs, relative, tiny_m
 from small_runs.trained import small_recipe
 
 from grpo_replay.engine.deepspeed_config import deepspeed_config, notices_of_precision
-from grpo_replay.lab.dry_run.start_checks import Findings, _check_settings
+from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import LossSection
 
 
@@ -35,13 +35,12 @@ def test_many_gradients_summed_in_bf16_are_off_by_what_the_notice_says():
 @pytest.mark.parametrize("stage, told", [(0, True), (1, True), (2, False), (3, False)])
 def test_the_stages_that_sum_in_bf16_are_told_and_the_others_sum_in_fp32(stage, told):
     recipe = recipe_at(stage)
-    findings = Findings()
-    _check_settings(recipe, "cuda", findings)
-    notices = notices_of_precision(recipe, stage)
+    said = dry_run(recipe, gpu_memory_gib=8).findings.assumptions
+    notices = notices_of_precision(recipe.model.dtype, stage)
     assert len(notices) == told
-    assert [each for each in findings.assumptions if "in bfloat16" in each] == notices
+    assert [each for each in said if "in bfloat16" in each] == notices
     assert (deepspeed_config(recipe, stage)["data_types"]["grad_accum_dtype"] == "fp32") is not told
-    assert notices_of_precision(recipe_at(stage, "float32"), stage) == []
+    assert notices_of_precision("float32", stage) == []
 
 
 def test_deepspeed_refuses_an_fp32_sum_at_stage_0(processes, monkeypatch):

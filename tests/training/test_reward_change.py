@@ -1,4 +1,4 @@
-"""A resume with another reward than that of the stored rollouts is refused, or as the user says."""
+"""A resume with another reward than that of the stored rollouts is refused, or empties them."""
 
 import io
 import shutil
@@ -12,7 +12,7 @@ from grpo_replay.cli.train_display import RunDisplay
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import RewardSection
-from grpo_replay.training.reward_change import _changes, reward_facts
+from grpo_replay.training.reward_watch import _changes, reward_facts
 from grpo_replay.training.run import run_training
 
 REWARD = """
@@ -62,7 +62,7 @@ def test_an_edited_source_file_is_refused_before_anything_changes(folder, proces
     with pytest.raises(
         RecipeError,
         match=r"before step 4: the source file of score.py:score has changed. The buffer has \d+ "
-        r"rollouts.*restore_buffer=false.*allow_other_reward=true",
+        r"rollouts.*restore_buffer=false",
     ) as error:
         resumed(folder)
     assert error.value.exit_code == 2
@@ -70,18 +70,14 @@ def test_an_edited_source_file_is_refused_before_anything_changes(folder, proces
     assert (folder / "run/metrics.jsonl").read_bytes() == metrics
 
 
-def test_the_user_may_keep_the_old_advantages_or_empty_the_buffer(folder, tmp_path, processes):
+def test_the_user_may_empty_the_buffer(folder, processes):
     (folder / "score.py").write_text(REWARD.replace("-1.0", "0.0"))
-    other = shutil.copytree(folder, tmp_path / "other")
-    kept, screen = resumed(folder, allow_other_reward=True)
-    assert "stored rollouts keep the advantages of the old reward" in screen
-    assert kept.metrics[3]["replay/rollouts"] > 0
-    assert {row["reward"] for row in kept.rollouts(4)} == {0.0, 1.0}
-    assert {row["reward"] for row in kept.rollouts(3)} == {-1.0, 1.0}
-    assert verify_run(kept.path).passed
-    emptied, screen = resumed(other, restore_buffer=False)
+    emptied, screen = resumed(folder, restore_buffer=False)
     assert "has changed" in screen and "the replay buffer starts empty" in screen
     assert emptied.metrics[3]["replay/rollouts"] == 0
+    assert {row["reward"] for row in emptied.rollouts(4)} == {0.0, 1.0}
+    assert {row["reward"] for row in emptied.rollouts(3)} == {-1.0, 1.0}
+    assert verify_run(emptied.path).passed
 
 
 def test_a_run_that_stores_nothing_resumes_with_a_notice(tmp_path, processes):
@@ -94,14 +90,16 @@ def test_a_run_that_stores_nothing_resumes_with_a_notice(tmp_path, processes):
 
 
 def test_what_decides_rewards_is_compared_and_nothing_else():
-    own = RewardSection(function="/a/score.py:f", weight=2.0)
+    own = RewardSection(function=[{"function": "/a/score.py:f", "weight": 2.0}])
     before = reward_facts(own, {"/a/score.py:f": "1"})
-    moved = RewardSection(function="/b/score.py:f", weight=2.0, workers=7, time_limit_seconds=1)
+    moved = RewardSection(
+        function=[{"function": "/b/score.py:f", "weight": 2.0}], workers=7, time_limit_seconds=1
+    )
     assert _changes(before, reward_facts(moved, {"/b/score.py:f": "1"})) == []
     assert _changes(before, reward_facts(moved, {"/b/score.py:f": "2"})) == [
         "the source file of score.py:f has changed"
     ]
-    other = RewardSection(other_functions=[{"function": "m:g"}], overlong_buffer_tokens=4)
+    other = RewardSection(function=["minerva", "m:g"], overlong_buffer_tokens=4)
     assert _changes(before, reward_facts(other, {"m:g": "1"})) == [
         "1 · minerva + 1 · m:g, was 2 · score.py:f",
         "reward.overlong_buffer_tokens 4, was None",

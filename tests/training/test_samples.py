@@ -3,8 +3,8 @@
 from small_runs.trained import FinishedRun, small_recipe
 
 from grpo_replay.cli.train_display import samples_table, shortened
-from grpo_replay.training.run import run_training
-from grpo_replay.training.samples import samples_are_due
+from grpo_replay.training import run as run_module
+from grpo_replay.training.run import run_training, samples_are_due
 
 
 class Watcher:
@@ -20,18 +20,23 @@ class Watcher:
         return lambda *_: None
 
 
-def test_samples_are_due_after_the_first_the_last_and_every_nth_step():
-    recipe = small_recipe(run={"steps": 7}, tracking={"samples_every_steps": 3})
-    assert [step for step in range(1, 8) if samples_are_due(recipe, step)] == [1, 3, 6, 7]
+def test_samples_are_due_after_the_first_the_last_and_every_nth_step(monkeypatch):
+    monkeypatch.setattr(run_module, "SAMPLES_EVERY_STEPS", 3)
+    recipe = small_recipe(run={"steps": 7})
+    due = [step for step in range(1, 8) if samples_are_due(recipe.tracking, step, 7)]
+    assert due == [1, 3, 6, 7]
     off = small_recipe(run={"steps": 7}, tracking={"samples": 0})
-    assert not any(samples_are_due(off, step) for step in range(1, 8))
+    assert not any(samples_are_due(off.tracking, step, 7) for step in range(1, 8))
 
 
-def test_a_run_shows_rollouts_of_the_step_and_tensorboard_has_them(tmp_path, processes):
+def test_a_run_shows_rollouts_of_the_step_and_tensorboard_has_them(
+    tmp_path, processes, monkeypatch
+):
+    monkeypatch.setattr(run_module, "SAMPLES_EVERY_STEPS", 2)
     watcher = Watcher()
     recipe = small_recipe(
         run={"steps": 4},
-        tracking={"samples": 3, "samples_every_steps": 2, "report_to": ["tensorboard"]},
+        tracking={"samples": 3, "report_to": ["tensorboard"]},
     )
     run_training(recipe, tmp_path / "run", False, watcher)
     run = FinishedRun(tmp_path / "run", recipe)

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import plan_of
 from small_runs.trained import same_files, same_weights, steps_of, train_small_run
 
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.lab.verification.verify import verify_run
-from grpo_replay.training import opening
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.training import synchronous
 from grpo_replay.training.weight_sync import SAMPLER_WEIGHTS, read_pushed_weights
 
 PROGRAM = Path(__file__).parents[1] / "support" / "killed_run.py"
@@ -71,7 +74,7 @@ def test_a_sampler_that_is_not_the_policy_is_still_refused_after_a_push(
         tensors = engine.named_full_tensors(2**29)
         sampler.load_weights(((name, tensor.flip(0)) for name, tensor in tensors), version)
 
-    monkeypatch.setattr("grpo_replay.training.trainer.sync_weights", push_other_weights)
+    monkeypatch.setattr("grpo_replay.training.synchronous.sync_weights", push_other_weights)
     with pytest.raises(LogprobGapError, match="step 5, weight sync 4"):
         train_small_run(tmp_path / "run", **LAG)
 
@@ -93,8 +96,8 @@ def test_a_run_that_pushes_every_step_has_no_such_file(ours_run):
 def test_a_run_that_pushes_every_step_keeps_no_copy_of_its_weights(
     tmp_path, processes, monkeypatch
 ):
-    monkeypatch.setattr(opening, "PushedWeights", None)
-    run = train_small_run(tmp_path / "run", run={"steps": 1}, replay={"enabled": False})
+    monkeypatch.setattr(synchronous, "PushedWeights", None)
+    run = train_small_run(tmp_path / "run", run={"steps": 1}, replay={"preset": "grpo"})
     assert len(run.metrics) == 1
 
 
@@ -106,13 +109,14 @@ def test_the_final_evaluation_is_of_the_final_policy(lagging_run, tmp_path, proc
 
     rows = read_report(lagging_run.path / "eval/step_000010.json").samples
     from grpo_replay.engine.models import load_tokenizer
-    from grpo_replay.evaluation.evaluate import plan_evaluation
     from grpo_replay.sampling.hf import HfSampler
 
     recipe = lagging_run.recipe
-    sampler = HfSampler.open(recipe, str(lagging_run.path / "checkpoints/latest/model"))
+    sampler = HfSampler.open(
+        SamplerOpening.of(recipe, str(lagging_run.path / "checkpoints/latest/model"), Comm())
+    )
     tokenizer = load_tokenizer(recipe.model)
-    plan = plan_evaluation(tokenizer, recipe)
+    plan = plan_of(tokenizer, recipe)
     of_key = {each.request.key: each for each in plan.samples}
     texts = {
         of_key[c.key].problem.problem_id: tokenizer.decode(c.token_ids, skip_special_tokens=True)
@@ -126,7 +130,7 @@ def test_the_independent_recomputation_knows_the_lag(lagging_run):
     report = verify_run(lagging_run.path)
     assert report.passed, [check for check in report.checks if not check.passed]
     versions = next(check for check in report.checks if check.name == "policy versions")
-    assert versions.checked == 2 * 240 + 10
+    assert versions.checked == 240 + 10
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ SHORT = [
 ]  # fmt: skip
 WORDS = [word for override in SHORT for word in ("--set", override)]
 PORT = 20_000 + os.getpid() % 20_000
-REPORT_SECONDS, TIMEOUT_SECONDS = 2, 20
+REPORT_SECONDS, TIMEOUT_SECONDS = 3, 18
 VARYING = ("step_time", "cost/mu", "cost/gamma")
 
 
@@ -227,9 +227,7 @@ def hung(tmp_path_factory):
     """(the finished command, its run directory): rank 1 was slow in one step, and in a later one
     it skipped the reduction of the gradients."""
     run = tmp_path_factory.mktemp("hung") / "run"
-    limits = [f"engine.hang_report_seconds={REPORT_SECONDS}",
-              f"engine.timeout_seconds={TIMEOUT_SECONDS}"]  # fmt: skip
-    words = [*WORDS, *(word for limit in limits for word in ("--set", limit))]
+    words = [*WORDS, "--set", f"engine.timeout_seconds={TIMEOUT_SECONDS}"]
     done = subprocess.run(
         [sys.executable, str(HANG_PROGRAM), "train", "tiny", "--num-processes", "2",
          "--output-dir", str(run), *words],
@@ -292,7 +290,9 @@ def test_a_slow_rank_is_reported_and_the_run_is_the_run_without_it(whole, hung):
     place = f"at step {SLOW_STEP}, {PART}"
     (slow,) = [text for text in reports(run, "attempt_001.rank_1.log") if place in text]
     assert "time.sleep(SLOW_SECONDS)" in slow
-    assert f"rank 1 goes on: step {SLOW_STEP}, " in (run / "log/attempt_001.rank_1.log").read_text()
+    log = (run / "log/attempt_001.rank_1.log").read_text()
+    goes_on = re.search(r"rank 1 goes on: step (\d+), ", log.split(slow)[1])
+    assert SLOW_STEP <= int(goes_on[1]) <= HANG_STEP  # a fast step may end before the next look
     assert metrics(run) == metrics(whole)[: HANG_STEP - 1]
     weights = "checkpoints/step_000002/model/model.safetensors"
     assert SLOW_STEP == 2 and (run / weights).read_bytes() == (whole / weights).read_bytes()

@@ -74,6 +74,11 @@ def test_each_step_draws_with_a_random_stream_of_its_own(one_update_run):
     assert drew > 20
 
 
+def test_the_purposes_of_random_streams_are_parts_of_the_seed():
+    """With another number, the same seed would give another run."""
+    assert (DRAW_STREAM, SPLIT_STREAM) == (1, 2)
+
+
 def test_dropped_groups_are_neither_drawn_nor_stored(ours_run):
     dropped = {i for i, row in ours_run.all_rollouts.items() if not row["kept"]}
     assert len(dropped) > 50

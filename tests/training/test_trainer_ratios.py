@@ -16,7 +16,7 @@ from small_runs.trained import (
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule
-from grpo_replay.engine.weight_names import named_weights
+from grpo_replay.engine.weights import named_weights
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.sampling.hf import HfSampler
@@ -185,7 +185,7 @@ def test_a_sampler_that_misses_an_update_is_refused(tmp_path, processes, monkeyp
     def push_the_base(engine, sampler, version, *_):
         sampler.load_weights(iter(base.items()), version)
 
-    monkeypatch.setattr("grpo_replay.training.trainer.sync_weights", push_the_base)
+    monkeypatch.setattr("grpo_replay.training.synchronous.sync_weights", push_the_base)
     with pytest.raises(LogprobGapError, match="weight sync"):
         train_small_run(tmp_path / "run", optimizer={"learning_rate": 3e-2})
 

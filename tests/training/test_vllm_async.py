@@ -13,8 +13,7 @@ from small_runs.trained import same_weights
 from tiny_policy import make_requests
 
 from grpo_replay.lab.verification.verify import verify_run
-from grpo_replay.sampling.server.http_client import background_loop
-from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.routes import VllmServer, background_loop
 from grpo_replay.sampling.server.server_process import LaunchedServer
 from grpo_replay.tiny import BASE_DIR
 

@@ -108,7 +108,7 @@ def test_merged_adapters_are_in_sync_too(tmp_path, server):
         backend = [
             "sampling.backend=vllm_server",
             "sampling.servers.launch=1",
-            f"sampling.servers.base_port={free_ports(1)[0]}",
+            f"sampling.servers.address=127.0.0.1:{free_ports(1)[0]}",
         ]
     folder = train(
         tmp_path / "lora", *backend, "model.lora.rank=8", "optimizer.learning_rate=1e-2",
@@ -148,7 +148,7 @@ def test_servers_that_lag_sample_with_the_weights_of_the_last_push(tmp_path):
         tmp_path / "lagging",
         "sampling.backend=vllm_server",
         "sampling.servers.launch=1",
-        f"sampling.servers.base_port={free_ports(1)[0]}",
+        f"sampling.servers.address=127.0.0.1:{free_ports(1)[0]}",
         "run.sync_every_steps=2",
         "loss.behavior_logprobs=sampler",
     )
@@ -171,7 +171,7 @@ def test_a_killed_server_ends_the_run_and_leaves_its_checkpoint(one_rank, tmp_pa
         folder,
         "sampling.backend=vllm_server",
         "sampling.servers.launch=1",
-        f"sampling.servers.base_port={free_ports(1)[0]}",
+        f"sampling.servers.address=127.0.0.1:{free_ports(1)[0]}",
         "run.steps=2000",
     )
     try:

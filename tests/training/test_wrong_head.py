@@ -6,7 +6,7 @@ from architectures import random_model
 from small_runs.trained import train_small_run
 from transformers import AutoConfig
 
-from grpo_replay.engine.byte_tokenizer import byte_tokenizer
+from grpo_replay.engine.models import byte_tokenizer
 from grpo_replay.engine.output_head import LogitSettings
 from grpo_replay.errors import ModelError
 from grpo_replay.sampling.hf import HfSampler

@@ -1,51 +1,56 @@
-"""The report of `train --dry-run`: an estimate of the memory, disk and tokens of a run.
+"""`train --dry-run`: would the recipe start, what would it take, and if it does not fit, with which
+overrides it would.
 
-`dry_run` loads the configuration of the model and, if available, tokenizer and prompts. It loads
-no weights and starts no ranks. What could not be checked is listed in `unchecked`.
+Nothing is started and no weights are read. `start_checks` looks at the parts of the recipe,
+`planner` at the device of one rank, `estimates` at tokens and hours.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.errors import ModelError
-from grpo_replay.lab.dry_run.assumptions import Expected, expected_of
-from grpo_replay.lab.dry_run.duration import Speed, choose_speed, describe_time
-from grpo_replay.lab.dry_run.findings import Findings
-from grpo_replay.lab.dry_run.fit import (
-    EnginePlan,
-    Hardware,
-    find_hardware,
-    first_change,
-    fits_in,
-    plan_engine,
-    with_known_model,
-)
-from grpo_replay.lab.dry_run.hub import cache_only_if_unreachable
-from grpo_replay.lab.dry_run.memory import ModelShape
-from grpo_replay.lab.dry_run.room import check_room
-from grpo_replay.lab.dry_run.sizes import (
-    describe_asynchrony,
-    describe_host_copies,
-    describe_network,
+from grpo_replay.errors import ModelError, RecipeError
+from grpo_replay.lab.dry_run.estimates import (
+    Expected,
+    Known,
+    Pace,
+    Speed,
+    assumed_speed,
     describe_replay,
     describe_step,
     describe_storage,
-    server_gpus,
+    describe_time,
+    expected_of,
 )
-from grpo_replay.lab.dry_run.start_checks import check_disk_space, check_parts, lacks_peft
-from grpo_replay.recipe import Recipe
-from grpo_replay.storage.stored_sizes import to_gib
+from grpo_replay.lab.dry_run.planner import (
+    Findings,
+    Machines,
+    MemoryPlan,
+    advise,
+    find_machines,
+    plan_memory,
+    with_known_model,
+)
+from grpo_replay.recipe import ModelSection, Recipe, RunSection, SamplingSection
+from grpo_replay.storage.checkpoint import checkpoint_bytes, to_gib
 
 DEFAULT_OUTPUT = Path("runs")
 
 
 @dataclass(frozen=True, slots=True)
 class DryRunReport:
-    """All results of a dry run. Sections hold JSON values; None means unknown."""
+    """All results of a dry run. Sections hold JSON values; None means unknown.
+
+    `fits` is True if nothing was found that would stop the run, False if something was, and None
+    if its memory could not be counted. `advice` has overrides for one that does not fit.
+    """
 
     recipe: str
+    fits: bool | None
+    exit_code: int
+    findings: Findings
+    advice: dict[str, Any] | None
     hardware: dict[str, Any]
     model: dict[str, Any] | None
     memory: dict[str, Any] | None
@@ -54,34 +59,12 @@ class DryRunReport:
     replay: dict[str, Any]
     storage: dict[str, Any]
     time: dict[str, Any]
-    network: dict[str, Any] | None
-    fits: bool | None
-    first_change: dict[str, Any] | None
-    findings: Findings = field(default_factory=Findings)
 
     def to_json(self) -> dict[str, Any]:
-        names = [name for name in self.__dataclass_fields__ if name != "findings"]
-        document = {name: getattr(self, name) for name in names}
-        return {
-            **document,
-            "problems": self.findings.problems,
-            "unchecked": self.findings.unchecked,
-            "assumptions": self.findings.assumptions,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What the user states or a finished run measured; the rest is assumed.
-
-    `measured` holds fields of `Expected`, `speed` that of the run; the stated speeds are completion
-    tokens per second of one GPU.
-    """
-
-    generated_tokens_per_second: float | None = None
-    trained_tokens_per_second: float | None = None
-    measured: Mapping[str, float] = field(default_factory=dict)
-    speed: Speed | None = None
+        document = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        found = document.pop("findings")
+        sentences = ("problems", "unchecked", "assumptions")
+        return {**document, **{name: getattr(found, name) for name in sentences}}
 
 
 def dry_run(
@@ -89,169 +72,188 @@ def dry_run(
     gpu_memory_gib: float | None = None,
     output_dir: Path = DEFAULT_OUTPUT,
     known: Known | None = None,
+    ranks_of_nodes: Sequence[int] | None = None,
 ) -> DryRunReport:
     """The report. With `gpu_memory_gib`, assume GPUs of that size. The free disk space is that of
-    `output_dir`, which need not exist.
-
-    Raises RecipeError for settings that do not match the configuration of the model.
+    `output_dir`, which need not exist. `ranks_of_nodes`: one node of `engine.num_processes` if
+    None.
     """
+    from grpo_replay.lab.dry_run.start_checks import cache_only_if_unreachable
+
     with cache_only_if_unreachable():
-        return _report(recipe, gpu_memory_gib, output_dir, known or Known())
+        return _report(recipe, gpu_memory_gib, output_dir, known or Known(), ranks_of_nodes)
 
 
 def _report(
-    recipe: Recipe, gpu_memory_gib: float | None, output_dir: Path, facts: Known
+    recipe: Recipe,
+    gpu_memory_gib: float | None,
+    output_dir: Path,
+    known: Known,
+    ranks_of_nodes: Sequence[int] | None,
 ) -> DryRunReport:
-    findings = Findings()
-    hardware = find_hardware(recipe, gpu_memory_gib)
-    prompts = check_parts(recipe, hardware.device, findings)
-    check_room(recipe, prompts, findings)
-    known = with_known_model(recipe)
-    plan = _plan(recipe, known, hardware, findings)
-    expected = expected_of(recipe, facts.measured)
-    step, replay = describe_step(recipe, expected), describe_replay(recipe, expected)
-    storage = describe_storage(recipe, replay, plan, expected)
-    check_disk_space(storage, output_dir, hardware.device, findings)
-    _note_assumptions(recipe, expected, hardware, findings)
-    speed = choose_speed(
-        recipe, expected, None if plan is None else plan.shape, hardware,
-        facts.generated_tokens_per_second, facts.trained_tokens_per_second, facts.speed,
-    )  # fmt: skip
-    _note_time(recipe, speed, hardware, findings)
-    fits = None if plan is None else fits_in(plan, hardware.capacity)
+    from grpo_replay.lab.dry_run.start_checks import check_disk_space, check_parts
+
+    sampling, findings = recipe.sampling, Findings()
+    machines = find_machines(
+        recipe.engine.device,
+        ranks_of_nodes or [recipe.engine.num_processes],
+        sampling.servers_launched * sampling.vllm.tensor_parallel_size,
+        gpu_memory_gib,
+    )
+    check_parts(recipe, with_known_model(recipe.model), machines, findings)
+    plan = _try_plan(recipe, machines, findings)
+    figures = _figures(recipe, known, plan, machines, findings)
+    check_disk_space(figures["storage"], output_dir, machines, findings)
+    advice = None
+    if plan is not None and not (plan.fits and _has_gpus(machines)):
+        advice = advise(recipe, machines)
+    if plan is not None and not plan.fits:
+        findings.exit_code = findings.exit_code or 2
     return DryRunReport(
         recipe=recipe.name,
-        hardware=_describe_hardware(hardware),
-        model=None if plan is None else _describe_model(recipe, plan.shape),
-        memory=None if plan is None else _describe_memory(plan, hardware),
-        sampler=None if plan is None else _describe_sampler(recipe, plan),
-        step=step,
-        replay=replay,
-        storage=storage,
-        time=describe_time(recipe, step, replay, expected, speed, hardware),
-        network=None if plan is None else describe_network(recipe, plan.shape),
-        fits=fits,
-        first_change=first_change(recipe, hardware) if fits is False else None,
+        fits=False if findings.exit_code else None if plan is None else True,
+        exit_code=findings.exit_code,
         findings=findings,
+        advice=None if advice is None else advice.describe(),
+        hardware=machines.describe(),
+        model=None if plan is None else _describe_model(recipe.model, plan),
+        memory=None if plan is None else plan.describe(),
+        sampler=None if plan is None else _describe_sampler(sampling.backend, plan),
+        **figures,
     )
 
 
-def _plan(
-    recipe: Recipe, known: Recipe, hardware: Hardware, findings: Findings
-) -> EnginePlan | None:
-    """Memory of engine and sampler; None if the configuration of the model cannot be read, or its
-    LoRA adapters cannot be counted."""
-    if lacks_peft(recipe):
-        findings.unchecked.append("sizes of the model: LoRA adapters are counted with peft")
-        return None
+def _figures(
+    recipe: Recipe,
+    known: Known,
+    plan: MemoryPlan | None,
+    machines: Machines,
+    findings: Findings,
+) -> dict[str, dict[str, Any]]:
+    """The sections step, replay, storage and time; what they assume is added to the findings."""
+    sampling, replay = recipe.sampling, recipe.replay
+    expected = expected_of(recipe.model, recipe.prompts, sampling, replay, known.measured)
+    step = describe_step(sampling, replay, expected)
+    stored = describe_replay(sampling, replay, recipe.run.steps, expected)
+    storage = describe_storage(recipe.prompts, sampling, stored, expected)
+    storage |= _checkpoint_sizes(plan, recipe.checkpoint.keep, bool(recipe.eval.benchmarks))
+    speed = _choose_speed(known, expected, plan, recipe.model.dtype, machines)
+    findings.assumptions += _assumptions(expected, sampling, machines)
+    findings.assumptions.append(_describe_speed(speed, machines, sampling))
+    recomputes = recipe.loss.behavior_logprobs == "trainer"
+    time = describe_time(
+        _pace(recipe.run, sampling, recomputes), step, stored["first_replay_step"], expected, speed,
+        machines.total_ranks, machines.on_cuda,
+    )  # fmt: skip
+    return {"step": step, "replay": stored, "storage": storage, "time": time}
+
+
+def _has_gpus(machines: Machines) -> bool:
+    return machines.gpus is None or max(machines.ranks) <= machines.gpus
+
+
+def _try_plan(recipe: Recipe, machines: Machines, findings: Findings) -> MemoryPlan | None:
+    """Memory of engine and sampler; None if the configuration of the model cannot be read, or the
+    model cannot be traced."""
     try:
-        plan = plan_engine(known, hardware.device == "cuda", hardware.capacity)
+        plan = plan_memory(recipe, machines)
     except ModelError as error:
         findings.unchecked.append(f"sizes of the model: {error}")
         return None
-    if known is not recipe:
+    except RecipeError as error:
+        findings.refuse(error)
+        return None
+    if with_known_model(recipe.model) is not recipe.model:
         findings.assumptions.append(
             f"sizes of {recipe.model.path} from the configuration shipped with the package"
         )
-    _note_attention(known, hardware, findings)
-    findings.assumptions += describe_host_copies(known, plan.shape, hardware)
-    findings.assumptions += describe_asynchrony(known, plan.shape)
     return plan
 
 
-def _describe_hardware(hardware: Hardware) -> dict[str, Any]:
-    return {
-        "device": hardware.device,
-        "processes": hardware.processes,
-        "memory_gib_per_process": to_gib(hardware.capacity),
-        "assumed": hardware.assumed,
-    }
+def _checkpoint_sizes(plan: MemoryPlan | None, keep: int, evaluates: bool) -> dict[str, Any]:
+    names = ("checkpoint_gib", "checkpoints_gib_most", "offloaded_host_gib_per_rank",
+             "sampler_host_gib_per_rank")  # fmt: skip
+    if plan is None:
+        return dict.fromkeys(names)
+    shape, setting = plan.shape, plan.setting
+    one = to_gib(
+        checkpoint_bytes(shape.parameters, setting.dtype_bytes, setting.zero_stage, shape.adapters)
+    )
+    host = plan.sampler.host if evaluates else 0
+    sizes = (one, round(one * (keep + 1), 3), to_gib(plan.engine.host), to_gib(host))
+    return dict(zip(names, sizes, strict=True))
 
 
-def _describe_model(recipe: Recipe, shape: ModelShape) -> dict[str, Any]:
+def _choose_speed(
+    known: Known, expected: Expected, plan: MemoryPlan | None, dtype: str, machines: Machines
+) -> Speed | None:
+    """Stated, else measured, else assumed for a GPU. None if nothing is known."""
+    speed = known.stated_speed(expected.mu) or known.speed
+    if speed is not None or plan is None or not machines.on_cuda:
+        return speed
+    return assumed_speed(plan.shape, expected, dtype, machines.gpu)
+
+
+def _pace(run: RunSection, sampling: SamplingSection, recomputes: bool) -> Pace:
+    return Pace(
+        steps=run.steps,
+        overlaps=run.is_async,
+        recomputes=recomputes,
+        servers=sampling.servers_used,
+        gpus_per_server=sampling.gpus_per_server,
+        repeats_journal=sampling.collection.replay_journal is not None,
+    )
+
+
+def _describe_model(model: ModelSection, plan: MemoryPlan) -> dict[str, Any]:
+    shape = plan.shape
     return {
-        "path": recipe.model.path,
+        "path": model.path,
         "parameters": shape.parameters,
         "adapter_parameters": shape.adapters,
         "tied_head": shape.tied_head,
-        "layers": shape.layers,
-        "hidden": shape.hidden,
-        "vocabulary": shape.vocabulary,
-        "dtype": recipe.model.dtype,
-        "logprob_chunk_tokens": recipe.logprob_chunk_tokens(shape.vocabulary),
+        "dtype": model.dtype,
     }
 
 
-def _describe_memory(plan: EnginePlan, hardware: Hardware) -> dict[str, Any]:
-    engine, phases = plan.engine, plan.phases()
-    parts = {f"{name}_gib": to_gib(value) for name, value in engine.to_json().items()}
-    peak = max(phases, key=lambda name: phases[name])
-    return {
-        **parts,
-        "sampler_awake_gib": to_gib(plan.sampler.awake),
-        "sampler_asleep_gib": to_gib(plan.sampler.asleep),
-        "phases_gib": {name: to_gib(value) for name, value in phases.items()},
-        "peak_phase": peak,
-        "peak_gib": to_gib(phases[peak]),
-        "capacity_gib": to_gib(hardware.capacity),
-    }
-
-
-def _describe_sampler(recipe: Recipe, plan: EnginePlan) -> dict[str, Any]:
+def _describe_sampler(backend: str, plan: MemoryPlan) -> dict[str, Any]:
     tokens, longest = plan.sampler.cache_tokens, plan.model_length
     return {
-        "backend": recipe.sampling.backend,
+        "backend": backend,
         "kv_cache_tokens": tokens,
         "model_length_tokens": longest,
         "longest_rollouts_at_once": None if tokens is None else max(0, tokens) // longest,
     }
 
 
-def _note_attention(recipe: Recipe, hardware: Hardware, findings: Findings) -> None:
-    from grpo_replay.engine.attention_kernel import float32_warning
-    from grpo_replay.engine.models import load_config
-
-    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
-    config, on_cuda = load_config(recipe.model), hardware.device == "cuda"
-    warning = float32_warning(recipe.model, config, longest, on_cuda)
-    if warning is not None:
-        findings.assumptions.append(warning)
-
-
-def _note_assumptions(
-    recipe: Recipe, expected: Expected, hardware: Hardware, findings: Findings
-) -> None:
+def _assumptions(
+    expected: Expected, sampling: SamplingSection, machines: Machines
+) -> Iterator[str]:
     why = expected.sources
-    findings.assumptions += [
-        f"{expected.survival:.1%} of rollouts are in groups that are kept ({why['survival']})",
+    yield f"{expected.survival:.1%} of rollouts are in groups that are kept ({why['survival']})"
+    yield (
         f"{expected.completion_tokens:,.0f} tokens a completion ({why['completion_tokens']}) and "
-        f"{expected.prompt_tokens:,.0f} a prompt ({why['prompt_tokens']}) on average",
-        "memory is for a micro-batch full of the longest rollouts",
-    ]
-    if hardware.assumed:
-        findings.assumptions.append(f"GPUs of {to_gib(hardware.capacity):g} GiB")
-    if hardware.device == "cuda":
-        findings.assumptions.append(f"1 GiB for CUDA's context and NCCL{_vllm_assumption(recipe)}")
+        f"{expected.prompt_tokens:,.0f} a prompt ({why['prompt_tokens']}) on average"
+    )
+    yield "memory is for a micro-batch full of the longest rollouts"
+    if machines.elsewhere:
+        yield f"GPUs of {to_gib(machines.capacity):g} GiB, {machines.gpus} on each node"
+    if machines.on_cuda:
+        vllm = ""
+        if sampling.vllm_in_ranks:
+            graphs = "" if sampling.vllm.enforce_eager else "1 GiB for vLLM's graphs and "
+            stay = ", which stay while it sleeps" if sampling.vllm.enable_sleep_mode else ""
+            vllm = f", {graphs}0.5 GiB for vLLM's buffers{stay}"
+        yield f"1 GiB for CUDA's context and NCCL{vllm}"
 
 
-def _note_time(recipe: Recipe, speed: Speed | None, hardware: Hardware, findings: Findings) -> None:
-    how = "--from-run DIR, --trained-tokens-per-second or --generated-tokens-per-second"
+def _describe_speed(speed: Speed | None, machines: Machines, sampling: SamplingSection) -> str:
     if speed is None:
-        findings.assumptions.append(f"no hours: the speed of this machine is not known; give {how}")
-        return
-    what = "GPU" if hardware.device == "cuda" else "process"
-    gpus = server_gpus(recipe)
+        return "no hours: the speed of this machine is not known"
+    what = "GPU" if machines.on_cuda else "process"
+    gpus = sampling.servers_used * sampling.gpus_per_server
     servers = f", {gpus} more for servers" if gpus else ""
-    findings.assumptions.append(
+    return (
         f"hours: {speed.generated:,.0f} tokens generated and {speed.trained:,.0f} trained a second "
         f"by each {what} ({speed.source}){servers}; evaluations and checkpoints are not counted"
-        + (f"; better: {how}" if speed.assumed else "")
     )
-
-
-def _vllm_assumption(recipe: Recipe) -> str:
-    if recipe.sampling.backend != "vllm":
-        return ""
-    graphs = "" if recipe.sampling.vllm.enforce_eager else "1 GiB for vLLM's graphs and "
-    stay = ", which stay while it sleeps" if recipe.sampling.vllm.sleep_mode else ""
-    return f", {graphs}0.5 GiB for vLLM's buffers{stay}"

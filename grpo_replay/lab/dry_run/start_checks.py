@@ -1,248 +1,312 @@
-"""Checks of a dry run other than memory: versions, GPUs, tokenizer, weights, prompts, disk.
-
-The findings of each check are sentences for the report.
+"""Checks of a dry run other than memory: GPUs, packages, functions, tokenizer, weights, prompts,
+rewards, disk. Each adds sentences to the findings.
 """
 
-import importlib.metadata
+import contextlib
 import importlib.util
+import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
 
-from grpo_replay.errors import GrpoReplayError, RecipeError
-from grpo_replay.lab.dry_run.findings import Findings
-from grpo_replay.lab.dry_run.hub import weights_are_cached
-from grpo_replay.lab.dry_run.rewards import check_rewards
-from grpo_replay.lab.dry_run.sizes import launched_servers
+from grpo_replay.errors import GrpoReplayError
+from grpo_replay.lab.dry_run.planner import Findings, Machines
 from grpo_replay.prompts.sources import column_of
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import (
+    BUILTIN_VERIFIERS,
+    BatchSection,
+    EngineSection,
+    ModelSection,
+    PromptsSection,
+    Recipe,
+    RewardSection,
+    SamplingSection,
+)
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.paths import is_on_hub
 from grpo_replay.recipe.sections import PACKING_ATTENTION
 from grpo_replay.replay.priorities import load_priority
+from grpo_replay.rewards.scorer import RewardScorer, check_workers
+from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, notices_of_workers, try_rewards
 from grpo_replay.storage.atomic import free_bytes
-from grpo_replay.storage.stored_sizes import to_gib
+from grpo_replay.storage.checkpoint import to_gib
 from grpo_replay.storage.tracking import missing_trackers
-from grpo_replay.storage.versions import installed_version
 
 if TYPE_CHECKING:
     from grpo_replay.prompts.prompt_set import PromptSet
 
-_PACKAGE = "grpo-replay"
+_HUB_SECONDS = 3.0
 _ATTENTION_PACKAGES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
 }
 
 
-def check_parts(recipe: Recipe, device: str, findings: Findings) -> Any:
-    """Add problems with the components of the recipe, and what could not be checked. Returns the
-    prompts, or None if they were not read."""
-    _check_versions(findings)
-    _check_devices(recipe, device, findings)
-    _check_settings(recipe, device, findings)
-    _check_trackers(recipe, device, findings)
-    _check_functions(recipe, findings)
-    tokenizer = _check_tokenizer(recipe, findings)
-    _check_weights(recipe, findings)
-    _check_model(recipe, findings)
-    prompts = _check_prompts(recipe, tokenizer, findings)
-    runs_here = _list_for_missing(device, findings) is findings.problems
-    check_rewards(recipe, prompts, runs_here, findings)
-    return prompts
+def hub_is_reachable() -> bool:
+    """True if the Hugging Face hub answers within three seconds (HF_ENDPOINT, HF_HUB_OFFLINE)."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return False
+    address = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def cache_only_if_unreachable() -> Iterator[None]:
+    """Read only the local cache if the hub does not answer, which avoids the libraries' retries."""
+    if hub_is_reachable():
+        yield
+        return
+    import datasets.config
+    import huggingface_hub.constants
+
+    switches = [(huggingface_hub.constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
+    before = [getattr(module, name) for module, name in switches]
+    for module, name in switches:
+        setattr(module, name, True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(switches, before, strict=True):
+            setattr(module, name, value)
+
+
+def check_parts(
+    recipe: Recipe, known_model: ModelSection, machines: Machines, findings: Findings
+) -> None:
+    """Check every part of the recipe. `known_model` is its model, or the shipped configuration
+    that stands for it."""
+    from grpo_replay.engine.deepspeed_config import notices_of_precision
+    from grpo_replay.engine.sampling_limits import find_stop_tokens
+    from grpo_replay.sampling.sampler_protocol import sampler_class
+
+    stage = recipe.zero_stage(machines.total_ranks)
+    findings.assumptions += notices_of_precision(recipe.model.dtype, stage)
+    check_devices(recipe.model, recipe.sampling, machines, findings)
+    _check_engine(recipe.engine, recipe.model, recipe.sampling, machines, findings)
+    for sentence in missing_trackers(recipe):
+        _missing(sentence, machines, findings)
+    _check_packing(recipe.batch, recipe.model.attn_implementation, findings)
+    _attempt(lambda: load_priority(recipe.replay.priority), findings)
+    _attempt(lambda: ADVANTAGES.load(recipe.advantage.estimator), findings)
+    _attempt(lambda: LOSSES.load(recipe.loss.kind), findings)
+    tokenizer = _check_tokenizer(recipe.model, findings)
+    if tokenizer is not None and recipe.sampling.stop_tokens is not None:
+        stop_tokens = recipe.sampling.stop_tokens
+        _attempt(lambda: find_stop_tokens(stop_tokens, recipe.model, tokenizer), findings)
+    _check_model(recipe.model, known_model, recipe.longest_sequence, machines, findings)
+    sampler = sampler_class(recipe.sampling)
+    _attempt(lambda: sampler.refuse_model(recipe.model), findings, recipe.model.path, "sampler")
+    prompts = _check_prompts(recipe.prompts, recipe.run.seed, tokenizer, findings)
+    known = recipe.model_copy(update={"model": known_model})
+    _check_room(known, None if prompts is None else prompts.longest_prompt, findings)
+    own = recipe.reward, recipe.eval.verifier if recipe.eval.benchmarks else None
+    check_rewards(*own, prompts, machines, findings)
+
+
+def _missing(sentence: str, machines: Machines, findings: Findings) -> None:
+    """What this machine lacks is a problem, or unchecked if the run will use another one."""
+    if machines.elsewhere:
+        findings.unchecked.append(sentence)
+    else:
+        findings.refuse(sentence)
+
+
+def _attempt(
+    action: Callable[[], Any], findings: Findings, source: str = "", what: str = ""
+) -> Any:
+    """Result of `action`; None if it fails: unchecked for a hub source, else a problem."""
+    try:
+        return action()
+    except GrpoReplayError as error:
+        if source and is_on_hub(source):
+            reason = str(error).partition("\n")[0]
+            findings.unchecked.append(f"{what} of {source}: {reason}")
+        else:
+            findings.refuse(error)
+        return None
 
 
 def check_disk_space(
-    storage: Mapping[str, Any], output_dir: Path, device: str, findings: Findings
+    storage: Mapping[str, Any], output_dir: Path, machines: Machines, findings: Findings
 ) -> None:
     """Compare the size of checkpoints with the free space where the run would write them."""
     one, most = storage["checkpoint_gib"], storage["checkpoints_gib_most"]
     if one is None:
         return
-    free, missing = to_gib(free_bytes(output_dir)), _list_for_missing(device, findings)
+    free = to_gib(free_bytes(output_dir))
     if free < one:
-        missing.append(
-            f"disk space: a checkpoint takes {one} GiB, {output_dir} has {free} GiB free"
-        )
+        _missing(
+            f"disk space: a checkpoint takes {one} GiB, {output_dir} has {free} GiB free",
+            machines, findings,
+        )  # fmt: skip
     elif free < most:
-        tight = findings.assumptions if missing is findings.problems else findings.unchecked
+        tight = findings.unchecked if machines.elsewhere else findings.assumptions
         tight.append(
             f"disk space: all kept checkpoints and the one being written take {most} GiB, "
             f"{output_dir} has {free} GiB free"
         )
 
 
-def _check_functions(recipe: Recipe, findings: Findings) -> None:
-    """Add a problem if a function that the recipe names cannot be loaded."""
-    try:
-        load_priority(recipe.replay.priority)
-        ADVANTAGES.load(recipe.advantage.estimator)
-        LOSSES.load(recipe.loss.kind)
-    except RecipeError as error:
-        findings.problems.append(str(error))
-
-
-def _check_versions(findings: Findings) -> None:
-    from packaging.requirements import Requirement
-
-    try:
-        requirements = importlib.metadata.requires(_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        findings.unchecked.append(f"versions: {_PACKAGE} is not installed as a package")
-        return
-    for text in requirements:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        found = installed_version(requirement.name)
-        if found is None:
-            findings.problems.append(f"{requirement.name} is not installed: pip install '{text}'")
-            continue
-        if not requirement.specifier.contains(found, prereleases=True):
-            findings.problems.append(
-                f"{requirement.name} {found} is installed, {requirement.specifier} is needed"
-            )
-
-
-def _check_devices(recipe: Recipe, device: str, findings: Findings) -> None:
-    import torch
-
-    from grpo_replay.engine.lora import MISSING_PEFT
-
-    missing = _list_for_missing(device, findings)
-    backend, launched = recipe.sampling.backend, launched_servers(recipe)
-    if device == "cuda":
-        found, ranks = torch.cuda.device_count(), recipe.engine.num_processes
-        wanted = ranks + launched * recipe.sampling.vllm.tensor_parallel_size
-        if found < wanted:
-            of_servers = f" and {wanted - ranks} for the servers that it starts" if launched else ""
-            findings.unchecked.append(
-                f"GPUs: this machine has {found}, the recipe uses {ranks} per node{of_servers}"
-            )
-    if (backend == "vllm" or launched) and importlib.util.find_spec("vllm") is None:
-        missing.append(
-            f"sampling.backend {backend}: vLLM is not installed here: pip install "
-            f"'{_PACKAGE}[vllm]'"
+def check_devices(
+    model: ModelSection, sampling: SamplingSection, machines: Machines, findings: Findings
+) -> None:
+    """GPUs, and packages that are not always installed."""
+    ranks, launched = max(machines.ranks), sampling.servers_launched
+    if machines.gpus is not None and not machines.elsewhere and ranks > machines.gpus:
+        taken = f" for them, and {launched} for the servers that it starts" if launched else ""
+        findings.refuse(
+            f"engine.num_processes {ranks}: this machine has {machines.gpus} GPUs{taken}: "
+            "set it to that number"
         )
-    if lacks_peft(recipe):
-        missing.append(MISSING_PEFT)
-    attention = recipe.model.attn_implementation
-    package = _ATTENTION_PACKAGES.get(attention)
+    elif machines.elsewhere:
+        more = launched * sampling.vllm.tensor_parallel_size
+        of_servers = f" and {more} for the servers that it starts" if more else ""
+        findings.unchecked.append(f"GPUs: the recipe uses {ranks} on each node{of_servers}")
+    if (sampling.vllm_in_ranks or launched) and importlib.util.find_spec("vllm") is None:
+        text = f"sampling.backend {sampling.backend}: vLLM is not installed here"
+        _missing(f"{text}: pip install 'grpo-replay[vllm]'", machines, findings)
+    if model.lora.rank is not None and importlib.util.find_spec("peft") is None:
+        from grpo_replay.engine.lora import MISSING_PEFT
+
+        _missing(MISSING_PEFT, machines, findings)
+    package = _ATTENTION_PACKAGES.get(model.attn_implementation)
     if package is not None and importlib.util.find_spec(package) is None:
-        missing.append(
-            f"model.attn_implementation {attention}: {package} is not installed here; use sdpa"
-        )
+        text = f"model.attn_implementation {model.attn_implementation}: {package} is not installed"
+        _missing(f"{text} here; use sdpa", machines, findings)
 
 
-def lacks_peft(recipe: Recipe) -> bool:
-    """Whether the recipe trains LoRA adapters and peft is not installed here."""
-    return recipe.model.lora.rank is not None and importlib.util.find_spec("peft") is None
-
-
-def _list_for_missing(device: str, findings: Findings) -> list[str]:
-    """The list for what this machine lacks: problems, or unchecked if the recipe needs GPUs and
-    this machine has none, because the run will use another machine."""
-    import torch
-
-    elsewhere = device == "cuda" and torch.cuda.device_count() == 0
-    return findings.unchecked if elsewhere else findings.problems
-
-
-def _check_trackers(recipe: Recipe, device: str, findings: Findings) -> None:
-    _list_for_missing(device, findings).extend(missing_trackers(recipe))
-
-
-def _check_settings(recipe: Recipe, device: str, findings: Findings) -> None:
-    from grpo_replay.engine.deepspeed_config import notices_of_precision
-
-    engine, tensor = recipe.engine, recipe.sampling.vllm.tensor_parallel_size
-    findings.assumptions += notices_of_precision(recipe, recipe.zero_stage(engine.num_processes))
-    if recipe.sampling.backend == "vllm" and engine.num_processes % tensor:
-        findings.problems.append(
+def _check_engine(
+    engine: EngineSection,
+    model: ModelSection,
+    sampling: SamplingSection,
+    machines: Machines,
+    findings: Findings,
+) -> None:
+    tensor = sampling.vllm.tensor_parallel_size
+    if sampling.vllm_in_ranks and any(ranks % tensor for ranks in machines.ranks):
+        findings.refuse(
             f"sampling.vllm.tensor_parallel_size {tensor} does not divide engine.num_processes "
-            f"{engine.num_processes}"
+            f"{max(machines.ranks)}"
         )
-    if device == "cpu" and (engine.offload_optimizer or engine.offload_parameters):
-        findings.problems.append(
-            "offloading needs a GPU; on a CPU everything is in host memory already"
-        )
-    attention, tokens = recipe.model.attn_implementation, recipe.batch.max_tokens_per_microbatch
-    if device == "cpu" and attention in PACKING_ATTENTION:
-        findings.problems.append(f"model.attn_implementation {attention} needs a GPU; use sdpa")
-    if recipe.batch.packing and attention not in PACKING_ATTENTION:
+    if not machines.on_cuda and (engine.offload_optimizer or engine.offload_parameters):
+        findings.refuse("offloading needs a GPU; on a CPU everything is in host memory already")
+    attention = model.attn_implementation
+    if not machines.on_cuda and attention in PACKING_ATTENTION:
+        findings.refuse(f"model.attn_implementation {attention} needs a GPU; use sdpa")
+
+
+def _check_packing(batch: BatchSection, attention: str, findings: Findings) -> None:
+    tokens = batch.max_tokens_per_microbatch
+    if batch.packing and attention not in PACKING_ATTENTION:
         findings.assumptions.append(
             f"batch.packing true with {attention} computes and masks every pair of tokens in a "
             f"pack of up to {tokens:,}; the mask, {tokens**2 / 2**30:.3g} G elements, and what "
             "attention keeps of so many pairs are not counted here. Use one of "
             f"{', '.join(PACKING_ATTENTION)}, or padding"
         )
-    if recipe.loss.beta > 0 and engine.offload_parameters:
-        findings.assumptions.append("the reference copy of loss.beta is not offloaded")
 
 
-def _check_tokenizer(recipe: Recipe, findings: Findings) -> Any:
+def _check_tokenizer(model: ModelSection, findings: Findings) -> Any:
     """The tokenizer, or None."""
     from grpo_replay.engine.models import load_tokenizer
-    from grpo_replay.engine.stop_tokens import find_stop_tokens
 
-    name = recipe.model.tokenizer or recipe.model.path
-    tokenizer = _attempt(lambda: load_tokenizer(recipe.model), name, "tokenizer", findings)
-    if tokenizer is not None and recipe.sampling.stop_tokens is not None:
-        try:
-            find_stop_tokens(recipe, recipe.model, tokenizer)
-        except RecipeError as error:
-            findings.problems.append(str(error))
-    return tokenizer
+    return _attempt(
+        lambda: load_tokenizer(model), findings, model.tokenizer or model.path, "tokenizer"
+    )
 
 
-def _check_model(recipe: Recipe, findings: Findings) -> None:
-    from grpo_replay.engine.cache_support import check_cache
-    from grpo_replay.engine.models import check_attention
+def _check_model(
+    model: ModelSection,
+    known_model: ModelSection,
+    longest: int,
+    machines: Machines,
+    findings: Findings,
+) -> None:
+    """Attention, weights, and whole copies of the model in host memory."""
+    from grpo_replay.engine.model_settings import float32_warning
+    from grpo_replay.engine.models import check_attention, load_config
 
-    name = recipe.model.path
-    _attempt(lambda: check_attention(recipe.model), name, "attention", findings)
-    _attempt(lambda: check_cache(recipe), name, "sampler", findings)
+    _attempt(lambda: check_attention(model), findings, model.path, "attention")
+    _check_weights(model, findings)
+    with contextlib.suppress(GrpoReplayError):  # reported with the sizes of the model
+        config = load_config(known_model)
+        warning = float32_warning(known_model, config, longest, machines.on_cuda)
+        findings.assumptions += [] if warning is None else [warning]
+        stored = str(config.dtype or "").removeprefix("torch.")
+        findings.assumptions += describe_host_copies(known_model, stored, machines)
 
 
-def _check_weights(recipe: Recipe, findings: Findings) -> None:
+def describe_host_copies(model: ModelSection, stored: str, machines: Machines) -> list[str]:
+    """A sentence if every rank of a GPU node holds a whole copy of the model in host memory at the
+    start; otherwise empty. Weights `stored` in `model.dtype` are mapped from their file, which all
+    ranks share."""
+    if not machines.on_cuda:
+        return []  # on a CPU the copy is counted as memory of the rank
+    if model.random_init:
+        why = "a random initialisation is made there"
+    elif stored not in ("", model.dtype):
+        why = f"the weights are stored in {stored}, not in model.dtype {model.dtype}"
+    else:
+        return []
+    ranks = max(machines.ranks)
+    return [f"one whole model for each of {ranks} ranks in host memory at the start: {why}"]
+
+
+def _check_weights(model: ModelSection, findings: Findings) -> None:
     from grpo_replay.engine.models import resolve_model_path
 
-    if recipe.model.random_init:
+    if model.random_init:
         return
-    path = recipe.model.path
-    if is_on_hub(path):
-        if not weights_are_cached(path, recipe.model.revision):
+    if is_on_hub(model.path):
+        try:
+            cached = _weights_are_cached(model.path, model.revision)
+        except ValueError:  # the hub's client on what is no id
+            findings.refuse(f"model.path {model.path!r}: neither a folder here nor a hub id", 3)
+            return
+        if not cached:
             findings.unchecked.append(
-                f"weights of {path}: not in the local cache; they would be downloaded"
+                f"weights of {model.path}: not in the local cache; they would be downloaded"
             )
         return
-    folder = _attempt(lambda: Path(resolve_model_path(path)), path, "weights", findings)
-    if folder is not None and not any(folder.glob("*.safetensors")) and not any(
-        folder.glob("pytorch_model*.bin")
-    ):  # fmt: skip
-        findings.problems.append(
-            f"model.path {path!r}: no weights in {folder}; set model.random_init: true to start "
-            "from random ones"
+    folder = _attempt(lambda: Path(resolve_model_path(model.path)), findings)
+    names = ("*.safetensors", "pytorch_model*.bin")
+    if folder is not None and not any(any(folder.glob(name)) for name in names):
+        findings.refuse(
+            f"model.path {model.path!r}: no weights in {folder}; set model.random_init: true to "
+            "start from random ones",
+            exit_code=3,
         )
 
 
-def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> "PromptSet | None":
+def _weights_are_cached(path: str, revision: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return any(isinstance(try_to_load_from_cache(path, n, revision=revision), str) for n in names)
+
+
+def _check_prompts(
+    section: PromptsSection, seed: int, tokenizer: Any, findings: Findings
+) -> "PromptSet | None":
     """Read local prompts in full, as the run would; None if they cannot be read. Of a hub dataset,
     check only the columns."""
-    section = recipe.prompts
     if is_on_hub(section.source):
-        _check_hub_columns(recipe, findings)
+        _check_hub_columns(section, findings)
         return None
     if tokenizer is None:
         findings.unchecked.append(f"prompts of {section.source}: reading them needs the tokenizer")
         return None
     from grpo_replay.prompts.prompt_set import load_prompts
 
-    prompts = _attempt(
-        lambda: load_prompts(section, tokenizer, recipe.run.seed), section.source, "prompts",
-        findings,
-    )  # fmt: skip
+    prompts = _attempt(lambda: load_prompts(section, tokenizer, seed), findings)
     if prompts is not None and prompts.skipped_too_long:
         findings.assumptions.append(
             f"{len(prompts)} prompts; {prompts.skipped_too_long} longer than "
@@ -252,10 +316,9 @@ def _check_prompts(recipe: Recipe, tokenizer: Any, findings: Findings) -> "Promp
     return prompts
 
 
-def _check_hub_columns(recipe: Recipe, findings: Findings) -> None:
+def _check_hub_columns(section: PromptsSection, findings: Findings) -> None:
     import datasets
 
-    section = recipe.prompts
     try:
         info = datasets.load_dataset_builder(
             section.source, section.config_name, revision=section.revision
@@ -270,23 +333,70 @@ def _check_hub_columns(recipe: Recipe, findings: Findings) -> None:
     for name in ("problem_field", "answer_field", "id_field"):
         key = getattr(section, name)
         if key is not None and column_of(key, info.features) not in info.features:
-            findings.problems.append(
-                f"prompts.{name} {key!r}: {section.source} has {', '.join(info.features)}"
+            findings.refuse(
+                f"prompts.{name} {key!r}: {section.source} has {', '.join(info.features)}", 3
             )
     if info.splits and section.split.partition("[")[0] not in info.splits:
-        findings.problems.append(
-            f"prompts.split {section.split!r}: {section.source} has {', '.join(info.splits)}"
+        findings.refuse(
+            f"prompts.dataset_options.split {section.split!r}: {section.source} has "
+            f"{', '.join(info.splits)}",
+            3,
         )
 
 
-def _attempt(action: Any, source: str, what: str, findings: Findings) -> Any:
-    """Result of `action`; None if it fails: unchecked for a hub source, else a problem."""
+def _check_room(known: Recipe, longest_prompt: int | None, findings: Findings) -> None:
+    """Whether prompts and completions fit in the model, by the rule that a run applies when it
+    starts. `longest_prompt` is None if the prompts were not read."""
+    from grpo_replay.engine.sampling_limits import (
+        check_evaluation_room,
+        check_training_room,
+        model_length,
+    )
+
+    parts = known.sampling, known.model, known.longest_sequence
     try:
-        return action()
+        room = model_length(*parts)
+    except GrpoReplayError:
+        return  # reported with the sizes of the model
+    completion = known.sampling.max_completion_length
+    if longest_prompt is not None:
+        _attempt(lambda: check_training_room(*parts, longest_prompt), findings)
+    elif known.prompts.max_prompt_length + completion > room > completion:
+        findings.unchecked.append(
+            f"prompts of more than {room - completion} tokens: with a completion of {completion} "
+            f"they would exceed the {room} tokens that {known.model.path} has room for, and the "
+            "run would stop at its start"
+        )
+    if known.eval.benchmarks:
+        _attempt(lambda: check_evaluation_room(*parts, 1, known.eval), findings)
+
+
+def check_rewards(
+    section: RewardSection,
+    of_eval: str | None,
+    prompts: "PromptSet | None",
+    machines: Machines,
+    findings: Findings,
+) -> None:
+    """Load and try the reward functions in a worker process, as a run does, and that of evaluations
+    (None: nothing is evaluated). Without prompts, which only the run will read, functions are only
+    loaded. The number of workers is only compared with the cores of the machine of the run."""
+    sampled = () if prompts is None else prompts.sample(CHECKED_ANSWERS)
+    total = 0 if prompts is None else len(prompts)
+    try:
+        if not machines.elsewhere:
+            findings.assumptions += notices_of_workers(section.workers, max(machines.ranks))
+            check_workers(section.workers)
+        _try_rewards(section, Sample(sampled, total, "prompts.source"), findings)
+        if of_eval is not None and of_eval not in BUILTIN_VERIFIERS:
+            _try_rewards(section.alone(of_eval), Sample((), 0, "eval.benchmarks"), findings)
     except GrpoReplayError as error:
-        if is_on_hub(source):
-            reason = str(error).partition("\n")[0]
-            findings.unchecked.append(f"{what} of {source}: {reason}")
-        elif str(error) not in findings.problems:
-            findings.problems.append(str(error))
-        return None
+        findings.refuse(error)
+
+
+def _try_rewards(section: RewardSection, sample: Sample, findings: Findings) -> None:
+    if not sample.problems and all(f.function in BUILTIN_VERIFIERS for f in section.functions):
+        return
+    with RewardScorer.open(section.model_copy(update={"workers": 1})) as scorer:
+        scorer.wait_ready()
+        findings.assumptions += try_rewards(section, scorer, sample)

@@ -1,11 +1,13 @@
 """Measures the activations of forward and backward by tracing the model on the meta device.
 
-The sizes are exact; nothing is allocated or computed.
+The sizes are exact; nothing is allocated or computed. LoRA's adapters are traced without peft, as
+layers that compute and save what peft's do.
 """
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,18 +17,20 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_replay.engine.attention_kernel import has_whole_scores
-from grpo_replay.engine.lora import LoraAdapters
+from grpo_replay.engine.lora import lora_targets
+from grpo_replay.engine.model_settings import has_whole_scores
 from grpo_replay.engine.models import DTYPES, load_config
 from grpo_replay.engine.output_head import find_body, find_head
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.errors import ModelError, first_line
 from grpo_replay.lab.dry_run.memory import ForwardMemory, ModelShape
-from grpo_replay.recipe import LoraSection, Recipe
+from grpo_replay.recipe import LoraSection, ModelSection
 
 # Names with "flash" in them make transformers look for that package.
 _FUSED, _EAGER = "grpo_replay_fused_memory", "grpo_replay_eager_memory"
 _TRACED_LAYERS = (2, 4)
+_OWN_ERRORS = (RuntimeError, ValueError, LookupError, AttributeError, TypeError)
+"""What transformers and torch raise for a model that the meta device cannot run."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of routed experts in transformers' configurations."""
 
@@ -112,11 +116,17 @@ def _eager_probe(
 
 
 def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> ModelShape:
-    """Sizes of a model from its configuration alone; tied parameters count once.
+    """Sizes of a model from its configuration alone; tied parameters count once. Remembered.
 
     Raises ModelError if its configuration does not have them."""
-    with _untraceable(config):
-        return _model_shape(config, lora)
+    key = (config.to_json_string(), None if lora is None else lora.model_dump_json())
+    if key not in _shapes:
+        with _untraceable(config):
+            _shapes[key] = _model_shape(config, lora)
+    return _shapes[key]
+
+
+_shapes: dict[tuple[str, str | None], ModelShape] = {}
 
 
 def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelShape:
@@ -160,32 +170,67 @@ def _active(name: str, parameter: torch.Tensor, config: PreTrainedConfig) -> int
     return parameter.numel() * chosen // experts
 
 
+class _AdaptedLinear(nn.Module):
+    """A linear layer with LoRA's A and B, as peft's layer computes it."""
+
+    def __init__(self, base: nn.Linear, rank: int, dropout: float) -> None:
+        super().__init__()
+        kind = base.weight.dtype
+        self.base = base
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.down = nn.Linear(base.in_features, rank, bias=False, device="meta", dtype=kind)
+        self.up = nn.Linear(rank, base.out_features, bias=False, device="meta", dtype=kind)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.base(given) + 2.0 * self.up(self.down(self.dropout(given)))
+
+
 def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
-    """Put LoRA's adapters on a model on the meta device. Returns their sizes."""
+    """Freeze a model on the meta device and put LoRA's adapters on it. Returns their sizes."""
     if lora is None or lora.rank is None:
         return []
-    with torch.device("meta"):
-        LoraAdapters.attach(model, lora, seed=0)
+    model.requires_grad_(False)
+    targets, head = lora_targets(model, lora.targets), model.get_output_embeddings()
+    chosen = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and layer is not head
+        and name.rpartition(".")[2] in targets
+    ]  # fmt: skip
+    for name, layer in chosen:
+        parent, _, leaf = name.rpartition(".")
+        adapted = _AdaptedLinear(layer, lora.rank, lora.dropout)
+        setattr(model.get_submodule(parent), leaf, adapted)
     return [p.numel() for p in model.parameters() if p.requires_grad]
 
 
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """`rows` of `length` tokens, of which the policy's head sees the last `completion`, in chunks
+    of `chunk_tokens`, sampled at `temperature`."""
+
+    rows: int
+    length: int
+    completion: int
+    chunk_tokens: int
+    temperature: float = 1.0
+
+
 def forward_memory(
-    recipe: Recipe, rows: int, length: int, completion: int, on_cuda: bool = False
+    section: ModelSection, batch: Microbatch, on_cuda: bool = False
 ) -> ForwardMemory:
-    """Peak of one micro-batch of `rows` x `length` tokens, `completion` of each trained on.
+    """Peak of one micro-batch.
 
     Two shallow copies of the model are traced and extrapolated, because the peak is linear in the
     number of layers. Parameters and their gradients are not included: the engine holds them.
     Remembered, because most changes that a plan is tried with do not touch it.
     Raises ModelError for a model that cannot be traced.
     """
-    config = load_config(recipe.model)
-    chunk_tokens = recipe.logprob_chunk_tokens(config.vocab_size)
-    key = (recipe.model.model_dump_json(), config.to_json_string(), recipe.sampling.temperature,
-           chunk_tokens, rows, length, completion, on_cuda)  # fmt: skip
+    config = load_config(section)
+    key = (section.model_dump_json(), config.to_json_string(), batch, on_cuda)
     if key not in _traced:
         with _untraceable(config):
-            _traced[key] = _forward_memory(recipe, config, rows, length, completion, on_cuda)
+            _traced[key] = _forward_memory(section, config, batch, on_cuda)
     return _traced[key]
 
 
@@ -197,7 +242,7 @@ def _untraceable(config: PreTrainedConfig) -> Iterator[None]:
     """Raises ModelError for what transformers or torch raise on the meta device."""
     try:
         yield
-    except (RuntimeError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except _OWN_ERRORS as error:
         raise ModelError(
             f"a model of type {config.model_type} cannot be traced without its weights: "
             f"{first_line(error)}"
@@ -205,42 +250,34 @@ def _untraceable(config: PreTrainedConfig) -> Iterator[None]:
 
 
 def _forward_memory(
-    recipe: Recipe,
-    config: PreTrainedConfig,
-    rows: int,
-    length: int,
-    completion: int,
-    on_cuda: bool,
+    section: ModelSection, config: PreTrainedConfig, batch: Microbatch, on_cuda: bool
 ) -> ForwardMemory:
     few, more = (min(each, config.num_hidden_layers) for each in _TRACED_LAYERS)
-    whole = has_whole_scores(recipe.model, config, on_cuda)
-    first = _trace(recipe, config, few, rows, length, completion, whole)
+    whole = has_whole_scores(section, config, on_cuda)
+    first = trace(section, config, few, batch, whole)
     if few == more:
         return first
-    second = _trace(recipe, config, more, rows, length, completion, whole)
+    second = trace(section, config, more, batch, whole)
     steps = (config.num_hidden_layers - few) / (more - few)
     return ForwardMemory(*(int(a + (b - a) * steps) for a, b in zip(first, second, strict=True)))
 
 
-def _trace(
-    recipe: Recipe,
+def trace(
+    section: ModelSection,
     config: PreTrainedConfig,
     layers: int,
-    rows: int,
-    length: int,
-    completion: int,
+    batch: Microbatch,
     whole_scores: bool = False,
 ) -> ForwardMemory:
-    shallow = _with_layers(config, layers)
+    """The memory of a copy of the model with so many layers."""
     attention = _EAGER if whole_scores else _FUSED
-    model = _meta_model(shallow, DTYPES[recipe.model.dtype], attention)
-    _attach(model, recipe.model.lora)
-    if recipe.model.gradient_checkpointing:
+    model = _meta_model(_with_layers(config, layers), DTYPES[section.dtype], attention)
+    _attach(model, section.lora)
+    if section.gradient_checkpointing:
         # Restoring the random state has no meaning on the meta device.
         model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     model.train()
-    chunk_tokens = recipe.logprob_chunk_tokens(config.vocab_size)
-    policy = PolicyModule(model, recipe.sampling.temperature, chunk_tokens)
+    policy = PolicyModule(model, batch.temperature, batch.chunk_tokens)
     saved = 0
 
     def note(_module: Any, _inputs: Any, _output: Any) -> None:
@@ -249,9 +286,9 @@ def _trace(
 
     find_body(model).register_forward_hook(note)
     with _gradients_dropped(model), LiveBytes(model) as live:
-        ids = torch.zeros(rows, length, dtype=torch.int64, device="meta")
-        positions = torch.zeros(rows * completion, dtype=torch.int64, device="meta")
-        targets = torch.zeros(rows * completion, dtype=torch.int64, device="meta")
+        ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64, device="meta")
+        positions = torch.zeros(batch.rows * batch.completion, dtype=torch.int64, device="meta")
+        targets = torch.zeros_like(positions)
         logprobs, _ = policy(ids, positions, targets)
         logprobs.sum().backward()
     return ForwardMemory(saved=saved, peak=live.peak)

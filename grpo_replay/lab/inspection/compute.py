@@ -1,58 +1,48 @@
 """Computes an `Inspection` from a source: every number on the screen."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.inspection.ageing import outcomes_by_age
 from grpo_replay.lab.inspection.buffer_summary import (
+    TREND_LABELS,
+    AgeOutcome,
     Bin,
+    CountRow,
+    DrawLaw,
     Inspection,
+    LastUse,
     Occupancy,
     Population,
     Quantiles,
+    RunUses,
     StalenessRow,
+    find_gaps,
+    find_warnings,
 )
-from grpo_replay.lab.inspection.damage import find_gaps
-from grpo_replay.lab.inspection.rebuild import find_rows, rebuild_stored
+from grpo_replay.lab.inspection.rebuild import rebuild_stored
 from grpo_replay.lab.inspection.rollout_columns import (
     DrawColumns,
     RolloutColumns,
+    find_rows,
+    iter_columns,
     no_rollouts,
     read_draws,
     read_log,
     read_stored,
 )
 from grpo_replay.lab.inspection.source import Source
-from grpo_replay.lab.inspection.usage import (
-    count_values,
-    next_draw_law,
-    steps_since_last_use,
-    uses_over_run,
-)
-from grpo_replay.lab.inspection.warn import find_warnings
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.replay.drawing import query_spans
+from grpo_replay.replay.priorities import draw_law
 from grpo_replay.replay.snapshot import read_snapshot_facts
+from grpo_replay.terminal.console import tracked
 
-TRENDS = (
-    "reward",
-    "frac_reward_zero_std",
-    "completions/mean_length",
-    "entropy",
-    "fresh/clip_fraction",
-    "replay/clip_fraction",
-    "replay/approx_kl",
-    "replay/age_mean",
-    "replay/ess",
-    "replay/draw_entropy",
-    "replay/ratio",
-    "replay/positive_fraction",
-    "buffer/rollouts",
-    "buffer/times_used_mean",
-)
 _BINS = 12
 _DISTINCT = 16
 
@@ -64,7 +54,7 @@ def summarise(source: Source) -> Inspection:
     step = source.step if source.step is not None else facts["step"]
     log = read_log(source.rollout_files)
     draws = read_draws(source.draw_files)
-    replay_draws = draws.replayed(settings.composition)
+    replay_draws = draws.take(draws.age > 0) if settings.pools_fresh else draws
     replayed = _of_draws(log, stored, replay_draws)
     inspection = Inspection(
         path=str(source.path),
@@ -92,12 +82,8 @@ def summarise(source: Source) -> Inspection:
         trained_tokens_per_generated=_tokens_ratio(source.metrics),
         warnings=(),
     )
-    warnings = (
-        *find_gaps(source),
-        *_rebuild_warnings(source, inspection),
-        *find_warnings(inspection),
-    )
-    return replace(inspection, warnings=warnings)
+    gaps = (*find_gaps(source), *_rebuild_warnings(source, inspection))
+    return replace(inspection, warnings=(*gaps, *find_warnings(inspection)))
 
 
 def _rebuild_warnings(source: Source, inspection: Inspection) -> Iterator[str]:
@@ -272,7 +258,9 @@ def _trends(
     metrics: tuple[Mapping[str, Any], ...], replaying: bool
 ) -> dict[str, tuple[tuple[int, float], ...]]:
     """Metrics over training. Without replay, replay and buffer metrics are left out."""
-    names = [name for name in TRENDS if replaying or not name.startswith(("replay/", "buffer/"))]
+    names = [
+        name for name in TREND_LABELS if replaying or not name.startswith(("replay/", "buffer/"))
+    ]
     series = {
         name: tuple(
             (int(line["step"]), float(line[name])) for line in metrics if line.get(name) is not None
@@ -287,3 +275,120 @@ def _tokens_ratio(metrics: tuple[Mapping[str, Any], ...]) -> float | None:
     trained = sum(line.get("cost/trained_tokens") or 0 for line in metrics)
     generated = sum(line.get("cost/generated_tokens") or 0 for line in metrics)
     return trained / generated if generated else None
+
+
+def count_values(values: np.ndarray) -> tuple[CountRow, ...]:
+    """Number of rollouts per distinct value, in ascending order of the value."""
+    unique, counts = np.unique(values, return_counts=True)
+    return tuple(CountRow(int(value), int(n)) for value, n in zip(unique, counts, strict=True))
+
+
+def uses_over_run(
+    log: RolloutColumns, draws: DrawColumns, settings: ReplaySection
+) -> RunUses | None:
+    """Number of uses of every survivor in the log; None if there are no survivors.
+
+    Each draw is a use. Training as fresh in the birth step is also a use; with the pool and FIFO
+    this happens only during warm-up.
+    """
+    kept = log.take(log.kept)
+    if not len(kept):
+        return None
+    rows = find_rows(kept.rollout_id, draws.rollout_id)
+    uses = np.bincount(rows[rows >= 0], minlength=len(kept))
+    all_train = not settings.replays or settings.anchors_fresh
+    uses += all_train | (kept.logged_step <= settings.warmup_steps)
+    return RunUses(count_values(uses), float(uses.mean()))
+
+
+def steps_since_last_use(
+    log: RolloutColumns, draws: DrawColumns, settings: ReplaySection
+) -> LastUse:
+    """Training steps between consecutive uses of a rollout, over all draws (paper B).
+
+    If all fresh rollouts are trained on (fresh-anchored, and during warm-up), the gap of a first
+    draw is counted from the step that took the rollout: that of its birth, in asynchronous runs a
+    later one. Otherwise a first draw is new.
+    """
+    order = np.lexsort((draws.step, draws.rollout_id))
+    ids, steps, ages = draws.rollout_id[order], draws.step[order], draws.age[order]
+    first = np.append(True, ids[1:] != ids[:-1])
+    gaps = np.append(0, np.diff(steps))
+    taken = steps - ages
+    rows = find_rows(log.rollout_id, ids)
+    taken[rows >= 0] = log.logged_step[rows[rows >= 0]]
+    trained_when_taken = taken <= settings.warmup_steps
+    if settings.anchors_fresh:
+        trained_when_taken = np.ones_like(first)
+    gaps = np.where(first, steps - taken, gaps)
+    new = first & ~trained_when_taken
+    return LastUse(int(new.sum()), count_values(gaps[~new]))
+
+
+def next_draw_law(stored: RolloutColumns, settings: ReplaySection) -> DrawLaw:
+    """Distribution of a draw made now from the stored rollouts.
+
+    With `unused_first`, only rollouts that were never drawn are candidates, if there are any.
+    """
+    never_drawn = stored.times_used == 0
+    if settings.unused_first and never_drawn.any():
+        stored = stored.take(never_drawn)
+    priority_U = stored.priority
+    if settings.unit == "query" and len(stored):
+        starts, sizes = query_spans(stored.group_id)
+        priority_U = np.add.reduceat(priority_U, starts) / sizes
+    law = draw_law(priority_U, settings.priority_exponent)
+    return DrawLaw(
+        unit=settings.unit,
+        units=len(priority_U),
+        effective_sample_size=law.effective_sample_size,
+        entropy_nats=law.entropy,
+        largest_probability=float(law.probability_N.max()) if len(priority_U) else 0.0,
+    )
+
+
+OUTCOME_COLUMNS = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var", "approx_kl")
+
+
+def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
+    """Outcomes by age in training steps. Age 0 is fresh rollouts: draws at age 0, and those of
+    rollouts/ that were trained on without a draw. Empty if the run logged nothing. Ages at which no
+    token was trained on are left out."""
+    sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(6))
+    drawn: dict[int, np.ndarray] = {}
+    for step, path in tracked(source.draw_files, "reading outcomes of draws"):
+        for batch in iter_columns(path, "draws", ("rollout_id", "age_steps", *OUTCOME_COLUMNS)):
+            ids, ages = (column.to_numpy() for column in batch.columns[:2])
+            drawn[step] = np.append(drawn.get(step, []), ids)
+            _add(sums, ages, [_floats(column) for column in batch.columns[2:]])
+    for step, path in tracked(source.rollout_files, "reading outcomes of fresh rollouts"):
+        for batch in iter_columns(path, "rollouts", ("rollout_id", *OUTCOME_COLUMNS)):
+            tokens, *others = (_floats(column) for column in batch.columns[1:])
+            # With pool and FIFO, rollouts drawn in the step that took them are already counted.
+            tokens[np.isin(batch.column(0).to_numpy(), drawn.get(step, []))] = np.nan
+            _add(sums, np.zeros(batch.num_rows, dtype=np.int64), [tokens, *others])
+    return {age: _outcome(total) for age, total in sorted(sums.items()) if total[1] > 0}
+
+
+def _floats(column: pa.Array) -> np.ndarray:
+    """The column as float64, with NaN for null."""
+    return np.array(column.cast("float64").to_numpy(zero_copy_only=False))
+
+
+def _add(sums: dict[int, np.ndarray], ages: np.ndarray, columns: list[np.ndarray]) -> None:
+    tokens, clip, mean, var, kl = columns
+    # Dropped groups have no outcome (null); empty completions have no tokens to average over.
+    valid = np.isfinite(tokens) & (tokens > 0) & np.isfinite(mean)
+    square = var + mean**2
+    parts = np.stack(
+        [np.ones_like(tokens), *(tokens * each for each in (1.0, clip, mean, square, kl))], axis=1
+    )
+    for age in np.unique(ages[valid]).tolist():
+        sums[age] += parts[valid & (ages == age)].sum(axis=0)
+
+
+def _outcome(total: np.ndarray) -> AgeOutcome:
+    uses, tokens, clip, mean, square, kl = total.tolist()
+    return AgeOutcome(
+        int(uses), int(tokens), clip / tokens, mean / tokens, square / tokens, kl / tokens
+    )

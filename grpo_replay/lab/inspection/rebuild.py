@@ -1,58 +1,61 @@
-"""Rebuilds the buffer after any step from the rollout log, with the code of the buffer itself."""
+"""Replays the rollout log of a run through the buffer: to rebuild it after any step, and with other
+replay settings (`--what-if`).
 
-from collections.abc import Iterable, Iterator, Sequence
+The buffer and the composer are those of the trainer. Generation is held fixed: with other draws a
+real run would have trained another policy, which would have sampled other rollouts.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 
-from grpo_replay.errors import SnapshotError
+from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection.rollout_columns import (
     DrawColumns,
     RolloutColumns,
+    find_rows,
     read_draws,
     read_log,
 )
 from grpo_replay.lab.inspection.source import Source
-from grpo_replay.recipe import ReplaySection
+from grpo_replay.recipe import (
+    REPLAY_PRESETS,
+    Recipe,
+    ReplaySection,
+    parse_overrides,
+    resolve_recipe,
+)
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.compose import insert_after_update, insert_before_draw
+from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.terminal.console import tracked
 from grpo_replay.types import ComposedBatch, Draw, Rollout
 
-NO_ROW = -1
-"""Returned by `find_rows` for an unknown id."""
-
-_NO_IDS = np.zeros(0, dtype=np.int32)
 _NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
 
 
 def rollouts_without_tokens(columns: RolloutColumns) -> list[Rollout]:
-    """Rollouts whose completions have their length but not their tokens; all fields that the buffer
-    and the priorities read are filled in."""
+    """Rollouts with all that the buffer and priorities read: of the completion its length."""
     longest = int(columns.tokens.max(initial=0))
     token_ids, logprobs = np.zeros(longest, np.int32), np.zeros(longest, np.float32)
     return [
-        Rollout(
-            rollout_id=int(columns.rollout_id[i]),
-            group_id=int(columns.group_id[i]),
-            prompt_id=columns.prompt_ids[columns.prompt[i]],
-            completion_index=0,
-            birth_step=int(columns.birth_step[i]),
-            policy_version=0,
-            policy_version_end=0,
-            prompt_token_ids=_NO_IDS,
-            completion_token_ids=token_ids[: columns.tokens[i]],
-            completion_text="",
-            behavior_logprobs=logprobs[: columns.tokens[i]],
-            sampler_logprobs=logprobs[: columns.tokens[i]],
-            reward=float(columns.reward[i]),
-            advantage=float(columns.advantage[i]),
-            group_reward_mean=0.0,
-            group_reward_std=float(columns.group_std[i]),
+        replace(
+            Rollout.index_only(
+                rollout_id=int(columns.rollout_id[i]),
+                group_id=int(columns.group_id[i]),
+                birth_step=int(columns.birth_step[i]),
+                advantage=float(columns.advantage[i]),
+                group_reward_std=float(columns.group_std[i]),
+                reward=float(columns.reward[i]),
+            ),
+            completion_token_ids=token_ids[:length],
+            behavior_logprobs=logprobs[:length],
+            sampler_logprobs=logprobs[:length],
             group_correct=int(columns.group_correct[i]),
             finish_reason="length" if columns.truncated[i] else "stop",
-            verdict="",
-            kept=True,
         )
-        for i in range(len(columns))
+        for i, length in enumerate(columns.tokens.tolist())
     ]
 
 
@@ -110,12 +113,266 @@ def _with_uses(buffer: ReplayBuffer, log: RolloutColumns, draws: DrawColumns) ->
     return stored
 
 
-def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Row of each wanted id in `ids_N` (distinct, in any order); NO_ROW for an unknown id."""
-    wanted = np.asarray(wanted_M, dtype=np.int64)
-    if len(ids_N) == 0:
-        return np.full(wanted.shape, NO_ROW, dtype=np.int64)
-    order = np.argsort(ids_N, kind="stable")
-    places = np.minimum(np.searchsorted(ids_N, wanted, sorter=order), len(ids_N) - 1)
-    rows = order[places]
-    return np.where(ids_N[rows] == wanted, rows, NO_ROW)
+REPEATS = 5
+"""Number of simulations with different random draws, which give the standard deviation."""
+
+CANNOT_KNOW = (
+    "Generation is held fixed: rollouts, rewards and advantages are those of the log. A real run "
+    "with these settings would have trained another policy on these draws and sampled other "
+    "rollouts from it. The simulation predicts the buffer and its draws; clip fraction, KL and "
+    "accuracy need a real run."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawStatistics:
+    """Statistics of the rollouts trained on, over a whole run. None if undefined without replay."""
+
+    replayed_rollouts: float
+    replayed_per_fresh: float | None
+    age_mean: float | None  # training steps at use
+    age_p95: float | None
+    abs_advantage_mean: float | None  # of replayed rollouts
+    abs_advantage_share: float | None  # Σ|A| replayed / Σ|A| trained on
+    correct_share: float | None  # of what was replayed
+    uses_mean: float | None  # draws per survivor, over the run
+    never_drawn_share: float | None  # survivors that were never drawn
+    prompts_replayed: float  # distinct
+    ess_mean: float | None  # 1/ΣP² of the draw, in rollouts or queries
+    entropy_mean: float | None  # nats, of the draw
+    stored_mean: float | None  # rollouts in the buffer at the end of a step
+    trained_tokens_per_generated: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The run as logged, its own settings simulated, and the changed settings simulated.
+
+    Simulated statistics are means over `REPEATS` simulations. `*_error` are the standard
+    deviations, 0 for deterministic statistics."""
+
+    changes: Mapping[str, Any]
+    logged: DrawStatistics
+    same: DrawStatistics
+    same_error: DrawStatistics
+    changed: DrawStatistics
+    changed_error: DrawStatistics
+    cannot_know: str = CANNOT_KNOW
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trained:
+    """All rollouts trained on in a run, as rows of the log; aligned arrays."""
+
+    row: np.ndarray  # int64
+    age: np.ndarray  # int64
+    replayed: np.ndarray  # bool
+    ess: Sequence[float]
+    entropies: Sequence[float]
+    stored: Sequence[float]
+
+
+def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
+    """The comparison for `key=value` changes to the replay section.
+
+    Raises UsageError for a key that is not a replay setting, and for a longer age limit with which
+    an asynchronous run would have kept rollouts that it dropped; RecipeError for a bad value; and
+    SnapshotError if the run has no recipe or logged no rollouts.
+    """
+    recipe = source.recipe
+    if recipe is None or not source.rollout_files:
+        raise SnapshotError(
+            f"{source.path}: --what-if replays the rollout log of a run; give a run directory with "
+            "recipe.yaml and rollouts/ (tracking.log_rollouts: true)"
+        )
+    other = changed_recipe(recipe, changes)
+    log = read_log(source.rollout_files)
+    refuse_what_was_not_kept(log, recipe.replay, other.replay)
+    steps = steps_of(log, recipe.rollouts_per_step if recipe.run.is_async else None)
+    plan = [(each, seed + i) for each in (recipe.replay, other.replay) for i in range(REPEATS)]
+    group_size = recipe.sampling.group_size
+    results = [
+        simulate(log, settings, group_size, steps, number)
+        for settings, number in tracked(plan, "replaying the log")
+    ]
+    same, changed = results[:REPEATS], results[REPEATS:]
+    before, after = recipe.replay.model_dump(mode="json"), other.replay.model_dump(mode="json")
+    return WhatIf(
+        changes={key: [before[key], after[key]] for key in after if after[key] != before[key]},
+        logged=statistics(log, _logged(source, log, recipe.replay)),
+        same=_across(same, _mean),
+        same_error=_across(same, _deviation),
+        changed=_across(changed, _mean),
+        changed_error=_across(changed, _deviation),
+    )
+
+
+def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
+    """The recipe with `key=value` changes in its replay section; `replay.key` is accepted too.
+
+    A preset sets its unit, priority and composition, as in a recipe.
+    """
+    words = []
+    for word in changes:
+        key = word.partition("=")[0].strip()
+        if "." in key and not key.startswith("replay."):
+            raise UsageError(
+                f"--what-if {word}: only replay settings can be simulated, for example "
+                "max_age_steps=5; other settings need a new run"
+            )
+        words.append(word if key.startswith("replay.") else f"replay.{word}")
+    base = recipe.model_dump(mode="json")
+    # The preset comes first, so that it does not replace settings the run changed.
+    preset = base["replay"].pop("preset")
+    # What is the preset's own is left to it: another preset takes it back.
+    for key, value in REPLAY_PRESETS.get(preset, {}).items():
+        if base["replay"][key] == value:
+            del base["replay"][key]
+    layers = [{"replay": {"preset": preset}}, base, parse_overrides(words)]
+    return resolve_recipe(layers, source="--what-if")
+
+
+def simulate(
+    log: RolloutColumns,
+    settings: ReplaySection,
+    group_size: int,
+    steps: Sequence[tuple[int, int]],
+    seed: int,
+) -> DrawStatistics:
+    """Statistics of one simulation: the log through buffer and composer with these settings.
+    `steps` has each step and the rollouts that it generates."""
+    rng = np.random.default_rng(seed)
+    log = kept_under(log, settings)
+    buffer = ReplayBuffer(settings, group_size)
+    survivors = log.take(log.kept)
+    rollouts = rollouts_without_tokens(survivors)
+    batches: list[ComposedBatch] = []
+    stored: list[int] = []
+    for step, count in steps:
+        first, last = np.searchsorted(survivors.logged_step, [step, step + 1])
+        fresh = rollouts[first:last]
+        buffer.evict(step)
+        insert_before_draw(buffer, fresh, step)
+        batches.append(compose_batch(buffer, fresh, step, count, rng))
+        insert_after_update(buffer, fresh, step, batches[-1])
+        stored.append(len(buffer))
+    ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
+    draws = [batch.draw for batch in batches if batch.draw.rollouts]
+    trained = _Trained(
+        row=find_rows(log.rollout_id, ids),
+        age=np.concatenate([np.zeros(0, np.int64), *(batch.ages_N for batch in batches)]),
+        replayed=np.concatenate([np.zeros(0, bool), *(batch.replayed_N for batch in batches)]),
+        ess=[draw.effective_sample_size for draw in draws],
+        entropies=[draw.entropy for draw in draws],
+        stored=stored,
+    )
+    return statistics(log, trained)
+
+
+def steps_of(log: RolloutColumns, generated: int | None) -> list[tuple[int, int]]:
+    """Each step of the log, and the rollouts that a step of the run generates. Into a step of an
+    asynchronous run any number may have come, none too; its batches are sized by the recipe."""
+    steps, counts = np.unique(log.logged_step, return_counts=True)
+    if generated is None:
+        return list(zip(steps.tolist(), counts.tolist(), strict=True))
+    return [(step, generated) for step in range(steps[0], steps[-1] + 1)]
+
+
+def kept_under(log: RolloutColumns, settings: ReplaySection) -> RolloutColumns:
+    """The log as a run with these settings keeps it: without the groups whose rewards are all
+    equal, or with them, at advantage 0. What an asynchronous run dropped as stale or straddling
+    stays out, and so does what came later than these settings allow."""
+    kept = log.kept | ((log.group_std == 0) & np.isfinite(log.reward))
+    if settings.max_age_steps is not None:
+        kept &= log.logged_step - log.birth_step <= settings.max_age_steps
+    if settings.drop_zero_variance:
+        return replace(log, kept=kept & (log.group_std > 0))
+    return replace(log, kept=kept, advantage=np.nan_to_num(log.advantage))
+
+
+def refuse_what_was_not_kept(
+    log: RolloutColumns, settings: ReplaySection, other: ReplaySection
+) -> None:
+    """Raises UsageError if `other` would have kept rollouts that the run dropped as stale: their
+    advantages are not in the log."""
+    limit, longer = settings.max_age_steps, other.max_age_steps
+    if limit is None:
+        return
+    age = log.logged_step - log.birth_step
+    stale = ~log.kept & (log.group_std > 0) & np.isfinite(log.reward) & (age > limit)
+    missing = int((stale if longer is None else stale & (age <= longer)).sum())
+    if missing:
+        raise UsageError(
+            f"--what-if max_age_steps={'null' if longer is None else longer}: the run dropped "
+            f"{missing} rollouts that came more than {limit} steps late, and their advantages are "
+            f"not in its log: give at most {limit}, or make a new run"
+        )
+
+
+def _logged(source: Source, log: RolloutColumns, settings: ReplaySection) -> _Trained:
+    """The rollouts that the run trained on, from its draw log and fresh survivors."""
+    draws = read_draws(source.draw_files)
+    drawn = find_rows(log.rollout_id, draws.rollout_id)
+    known = drawn >= 0
+    trained_fresh = settings.anchors_fresh or not settings.replays
+    fresh = np.flatnonzero(log.kept & (trained_fresh | (log.logged_step <= settings.warmup_steps)))
+    replayed = draws.age[known] > 0 if settings.pools_fresh else np.ones(int(known.sum()), bool)
+    return _Trained(
+        row=np.append(drawn[known], fresh),
+        age=np.append(draws.age[known], np.zeros(len(fresh), dtype=np.int64)),
+        replayed=np.append(replayed, np.zeros(len(fresh), dtype=bool)),
+        ess=_series(source, "replay/ess"),
+        entropies=_series(source, "replay/draw_entropy"),
+        stored=_series(source, "buffer/rollouts"),
+    )
+
+
+def _series(source: Source, name: str) -> list[float]:
+    return [line[name] for line in source.metrics if line.get(name) is not None]
+
+
+def statistics(log: RolloutColumns, trained: _Trained) -> DrawStatistics:
+    """Draw statistics of the rollouts trained on."""
+    replayed, ages = trained.row[trained.replayed], trained.age[trained.replayed]
+    fresh_count = int(log.kept.sum())
+    magnitude = np.abs(np.nan_to_num(log.advantage))
+    mass, replayed_mass = magnitude[trained.row].sum(), magnitude[replayed].sum()
+    uses = np.bincount(replayed, minlength=len(log))[log.kept]
+    some = len(replayed) > 0
+    generated_tokens = int(log.tokens.sum())
+    return DrawStatistics(
+        replayed_rollouts=float(len(replayed)),
+        replayed_per_fresh=len(replayed) / fresh_count if fresh_count else None,
+        age_mean=float(ages.mean()) if some else None,
+        age_p95=float(np.quantile(ages, 0.95)) if some else None,
+        abs_advantage_mean=float(magnitude[replayed].mean()) if some else None,
+        abs_advantage_share=float(replayed_mass / mass) if some and mass > 0 else None,
+        correct_share=float(log.correct[replayed].mean()) if some else None,
+        uses_mean=float(uses.mean()) if fresh_count else None,
+        never_drawn_share=float((uses == 0).mean()) if fresh_count else None,
+        prompts_replayed=float(len(np.unique(log.prompt[replayed]))),
+        ess_mean=_mean(trained.ess),
+        entropy_mean=_mean(trained.entropies),
+        stored_mean=_mean(trained.stored),
+        trained_tokens_per_generated=(
+            float(log.tokens[trained.row].sum() / generated_tokens) if generated_tokens else None
+        ),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def _across(
+    runs: Sequence[DrawStatistics], combine: Callable[[Sequence[float]], float | None]
+) -> DrawStatistics:
+    values: dict[str, Any] = {}
+    for field in fields(DrawStatistics):
+        known = [getattr(run, field.name) for run in runs]
+        values[field.name] = None if None in known else combine(known)
+    return DrawStatistics(**values)

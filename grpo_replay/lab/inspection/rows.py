@@ -1,5 +1,6 @@
 """Single rollouts of a run or a snapshot, optionally filtered: for `--where` and `--export`."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,14 +8,27 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from grpo_replay.lab.inspection.column_reader import Kind, iter_columns, list_lengths, schema_of
-from grpo_replay.lab.inspection.rebuild import find_rows, rebuild_stored
-from grpo_replay.lab.inspection.rollout_columns import NEVER, DrawColumns, read_draws, read_stored
+from grpo_replay.errors import OutputDirectoryError, UsageError
+from grpo_replay.lab.inspection.rebuild import rebuild_stored
+from grpo_replay.lab.inspection.rollout_columns import (
+    NEVER,
+    DrawColumns,
+    Kind,
+    find_rows,
+    iter_columns,
+    list_lengths,
+    read_draws,
+    read_stored,
+    schema_of,
+)
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.lab.inspection.where import Filter
 from grpo_replay.replay.snapshot import read_snapshot_facts
-from grpo_replay.terminal.progress import tracked
+from grpo_replay.storage.atomic import written_whole
+from grpo_replay.storage.parquet import EXPORT_MARKS
+from grpo_replay.terminal.console import tracked
 
 DERIVED = (
     ("age_steps", pa.int64()),  # training steps since birth, at the inspected step
@@ -138,3 +152,41 @@ def _column(rows: RowSource, batch: pa.RecordBatch, name: str) -> pa.Array:
     if derived is None:
         return batch.column(name)
     return derived.compute(batch.column(derived.base))
+
+
+def export_rows(rows: RowSource, where: Filter | None, target: Path) -> int:
+    """Write the rollouts that pass the filter, one batch at a time; returns their number. The
+    extension selects the format: .parquet or .jsonl. Raises UsageError for another extension,
+    OutputDirectoryError if the target exists."""
+    if target.suffix not in (".parquet", ".jsonl"):
+        raise UsageError(f"--export {target}: the file must end in .parquet or .jsonl")
+    if target.exists():
+        raise OutputDirectoryError(f"--export {target}: already exists; choose another name")
+    if not target.parent.is_dir():
+        raise OutputDirectoryError(
+            f"--export {target}: folder {target.parent} does not exist; create it first"
+        )
+    tables = iter_rows(rows, rows.schema.names, where)
+    with written_whole(target) as temporary:
+        if target.suffix == ".jsonl":
+            return _write_jsonl(temporary, tables)
+        return _write_parquet(temporary, rows.schema.with_metadata(EXPORT_MARKS), tables)
+
+
+def _write_parquet(path: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> int:
+    count = 0
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for table in tables:
+            writer.write_table(table.cast(schema))
+            count += table.num_rows
+    return count
+
+
+def _write_jsonl(path: Path, tables: Iterator[pa.Table]) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for table in tables:
+            for row in table.to_pylist():
+                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            count += table.num_rows
+    return count

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.metrics_log import read_metrics
 from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
+from grpo_replay.storage.step_files import read_metrics
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")

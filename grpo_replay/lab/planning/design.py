@@ -11,13 +11,6 @@ from functools import partial
 from typing import Any
 
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.planning.sensitivity import (
-    FlatRange,
-    SensitivityRow,
-    flat_range_x,
-    flat_range_y,
-    sensitivity,
-)
 from grpo_replay.lab.planning.theory import (
     Growth,
     Optimum,
@@ -31,14 +24,19 @@ from grpo_replay.lab.planning.theory import (
 )
 from grpo_replay.lab.planning.verdict import (
     Cost,
+    FlatRange,
+    SensitivityRow,
     Verdict,
     break_even_growth,
+    flat_range_x,
+    flat_range_y,
     judge,
     relative_cost,
+    sensitivity,
 )
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.relative_cost import relative_compute
-from grpo_replay.storage.stored_sizes import stored_bytes
+from grpo_replay.storage.checkpoint import stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,6 @@ class PlanInputs:
     rollouts_per_step: int  # R, generated
     completion_tokens: float  # mean of one rollout
     prompt_tokens: float
-    composition: str
     sources: dict[str, str]
 
     @property
@@ -91,7 +88,8 @@ class Plan:
     """The best FIFO buffer, the design of the recipe, their verdicts, and sensitivity.
 
     `recommended` is the best FIFO buffer, drawn with replacement, even if no replay is cheaper.
-    `current_verdict` is None without a recipe, or if it does not replay.
+    `current_verdict` is None without a recipe, or if it does not replay. `is_fifo` is True if the
+    recipe draws whole batches from its buffer, as the theory's map assumes.
     """
 
     inputs: PlanInputs
@@ -105,6 +103,7 @@ class Plan:
     flat_y: FlatRange
     sensitivity: tuple[SensitivityRow, ...]
     notes: tuple[str, ...]
+    is_fifo: bool = False
 
 
 def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
@@ -136,6 +135,7 @@ def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
         flat_y=flat_range_y(x, y, mu, rho, growth),
         sensitivity=sensitivity(x, y, mu, rho, growth),
         notes=tuple(notes),
+        is_fifo=replay is not None and replay.stores_first,
     )
 
 
@@ -179,11 +179,8 @@ def current_design(inputs: PlanInputs, replay: ReplaySection) -> Design:
     if not replay.replays:
         return _no_replay(inputs, replay)
     steps = _stored_steps(inputs, replay)
-    if replay.composition == "buffer_only":
-        x, y = steps, replay.ratio / inputs.survival
-    else:
-        x, y = steps + 1, 1 + replay.ratio
-    age_zero = 1 / y if replay.composition == "fresh_anchored" else 1 / x
+    x, y = _horizon_and_uses(inputs, replay)
+    age_zero = 1 / y if replay.anchors_fresh else 1 / x
     return _design(
         inputs, x, y, current_cost(inputs, replay), age_zero, replay.max_age_steps,
         replay.ratio, replay.capacity_rollouts, steps * inputs.survivors_per_step,
@@ -193,22 +190,27 @@ def current_design(inputs: PlanInputs, replay: ReplaySection) -> Design:
 def current_cost(inputs: PlanInputs, replay: ReplaySection) -> Cost:
     """J of the recipe's own batches. Draws by priority are treated as uniform."""
     steps = _stored_steps(inputs, replay)
-    if replay.composition == "fresh_anchored":
+    if replay.anchors_fresh:
         return partial(
             fresh_anchored_objective, replay.ratio, steps, with_replacement=replay.with_replacement
         )
-    if replay.composition == "buffer_only":
-        x, y = steps, replay.ratio / inputs.survival
-    else:
-        x, y = steps + 1, 1 + replay.ratio
+    x, y = _horizon_and_uses(inputs, replay)
     return partial(objective if replay.with_replacement else without_replacement_objective, x, y)
+
+
+def _horizon_and_uses(inputs: PlanInputs, replay: ReplaySection) -> tuple[float, float]:
+    """x and y of the recipe's own batches; in other than FIFO's, fresh rollouts are of age 0."""
+    steps = _stored_steps(inputs, replay)
+    if replay.stores_first:
+        return steps, replay.ratio / inputs.survival
+    return steps + 1, 1 + replay.ratio
 
 
 def _stored_steps(inputs: PlanInputs, replay: ReplaySection) -> float:
     """Steps of survivors that the buffer holds when it is drawn from."""
     capacity = replay.capacity_rollouts / inputs.survivors_per_step
     limit = math.inf if replay.max_age_steps is None else float(replay.max_age_steps)
-    if replay.composition == "buffer_only":
+    if replay.stores_first:
         return max(1.0, min(capacity, limit + 1))
     return min(capacity, limit)
 
@@ -308,7 +310,7 @@ def explain_current(
             f"This recipe costs {current.objective - 1:.0%} more than no replay by this theory, if "
             f"{inputs.growth.describe()} ({inputs.sources.get('growth', 'given')}).{pays}"
         )
-    if replay.composition != "buffer_only":
+    if not replay.stores_first:
         notes.append(
             "x*, y* and the settings above are those of a FIFO buffer, not of this recipe: y* is "
             f"no value for the replay.ratio of a {replay.composition} batch. Paper A measured "

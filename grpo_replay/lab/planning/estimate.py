@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.dry_run.duration import Speed
-from grpo_replay.lab.dry_run.sizes import server_gpus, servers_of
-from grpo_replay.lab.inspection.ageing import AgeOutcome, outcomes_by_age
-from grpo_replay.lab.inspection.column_reader import iter_columns, list_lengths
+from grpo_replay.lab.dry_run.estimates import Speed
+from grpo_replay.lab.inspection.buffer_summary import AgeOutcome
+from grpo_replay.lab.inspection.compute import outcomes_by_age
+from grpo_replay.lab.inspection.rollout_columns import iter_columns, list_lengths
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.lab.planning.theory import RatioGrowth
-from grpo_replay.terminal.progress import tracked
+from grpo_replay.terminal.console import tracked
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ def measured_speed(source: Source) -> Speed | None:
         return None
     ranks = samplers = _ranks(source)
     recipe, seconds = source.recipe, generating + training
-    if recipe is not None and servers_of(recipe):
-        samplers = server_gpus(recipe)
-        if recipe.run.mode == "async":  # they overlap; generation is of all servers' GPUs, per rank
+    if recipe is not None and recipe.sampling.servers_used:
+        samplers = recipe.sampling.servers_used * recipe.sampling.gpus_per_server
+        if recipe.run.is_async:  # they overlap; generation is of all servers' GPUs, per rank
             generating *= ranks / samplers
             seconds = max(generating, training)
     return Speed(

@@ -1,8 +1,14 @@
-"""Prints a plan on the terminal, or converts it to a JSON document."""
+"""Prints a plan, or γ by workers and trainers, on the terminal, or converts it to a JSON document.
+
+Paper B's cost table: γ = (1 + W/T)/(1 + μ), per rollout trained on, relative to no buffer, by the
+machines that generate (W) and that train (T). There is no correction for dropped groups, because
+the paper drops none.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -11,9 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.lab.planning.design import Design, Plan, replay_settings
-from grpo_replay.lab.planning.plot import terminal_map
-from grpo_replay.lab.planning.sensitivity import SensitivityRow
-from grpo_replay.lab.planning.verdict import Verdict
+from grpo_replay.lab.planning.theory import balanced_replay_ratio
+from grpo_replay.lab.planning.verdict import SensitivityRow, Verdict
+from grpo_replay.replay.relative_cost import relative_compute
 
 THEORY_MEANS = (
     "J is the compute to a given bound on the mean squared gradient; it does not predict accuracy. "
@@ -51,9 +57,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_design_table(plan))
     console.print("[bold]If an assumption is wrong[/bold]")
     console.print(_sensitivity_table(plan))
-    console.print("[bold]J of FIFO buffers, relative to the best of them[/bold]")
-    console.print(terminal_map(plan), no_wrap=True, crop=False)
-    console.print("\n[bold]Assumptions[/bold]")
+    console.print("[bold]Assumptions[/bold]")
     assumed = Table.grid(padding=(0, 2))
     assumed.add_column(no_wrap=True)
     assumed.add_column(no_wrap=True)
@@ -192,3 +196,76 @@ def _finite_fields(record: Design | SensitivityRow | Verdict) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One division of the machines. `x` is the horizon N·y/B of a FIFO buffer with capacity N, in
+    updates of B rollouts; None for other buffers."""
+
+    workers: int
+    trainers: int
+    replay_ratio: float  # y, in balance
+    gamma: float
+    x: float | None
+
+
+def split_machines(
+    mu: float, workers: int, trainers: int, capacity: int | None = None, batch: float | None = None
+) -> Split:
+    """Replay ratio, γ and horizon of (W, T)."""
+    y = balanced_replay_ratio(mu, workers, trainers)
+    x = None if capacity is None or batch is None else capacity * y / batch
+    return Split(workers, trainers, y, relative_compute(y, mu), x)
+
+
+def all_splits(
+    mu: float, machines: int, capacity: int | None = None, batch: float | None = None
+) -> list[Split]:
+    """Every (W, T) with W + T machines, most workers first."""
+    return [
+        split_machines(mu, machines - trainers, trainers, capacity, batch)
+        for trainers in range(1, machines)
+    ]
+
+
+def split_document(mu: float, source: str, requested: Split, splits: list[Split]) -> dict[str, Any]:
+    """The table as JSON values. `x` and `y` are those of the requested split."""
+    return {
+        "x": requested.x,
+        "y": requested.replay_ratio,
+        "gamma": requested.gamma,
+        "workers": requested.workers,
+        "trainers": requested.trainers,
+        "mu": mu,
+        "mu_source": source,
+        "formula": "gamma = (1 + W/T)/(1 + mu), y = mu*T/W, x = N*y/B",
+        "splits": [asdict(split) for split in splits],
+    }
+
+
+def print_splits(
+    mu: float, source: str, requested: Split, splits: list[Split], console: Console
+) -> None:
+    console.print(
+        f"[bold]({requested.workers}, {requested.trainers}): each rollout is used y = "
+        f"{requested.replay_ratio:.3g} times, γ = {requested.gamma:.3f} of the compute without a "
+        "buffer[/bold]"
+    )
+    console.print(f"  μ = {mu:.4g} ({escape(source)}); γ = (1 + W/T)/(1 + μ), y = μ·T/W")
+    if requested.gamma > 1:
+        console.print(
+            "  [yellow]![/yellow] γ > 1: with y < 1, more rollouts are generated than trained on, "
+            "which costs more than no buffer"
+        )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("W", "T", "W/T", "y", "γ", "compute saved", "x, updates"):
+        table.add_column(name, justify="right")
+    for each in splits:
+        table.add_row(
+            str(each.workers), str(each.trainers), f"{each.workers / each.trainers:.3f}",
+            f"{each.replay_ratio:.3f}", f"{each.gamma:.3f}", f"{1 - each.gamma:.1%}",
+            "–" if each.x is None else f"{each.x:.3g}",
+            style="green" if each == requested else "",
+        )  # fmt: skip
+    console.print(table)

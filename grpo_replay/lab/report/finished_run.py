@@ -1,6 +1,6 @@
 """One finished run, or one evaluation file, as a report reads it."""
 
-import fcntl
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from packaging.version import InvalidVersion, Version
 
 from grpo_replay import __version__
 from grpo_replay.errors import DataError, EvaluationFileError
 from grpo_replay.evaluation.comparison import are_comparable
-from grpo_replay.evaluation.curve import read_curve
-from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_curve, read_report
 from grpo_replay.lab.inspection.source import read_metrics, read_run_recipe
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import CHANGES_FOLDER, differences, read_history
-from grpo_replay.storage.run_directory import LOCK
+from grpo_replay.storage.run_directory import LOCK, is_locked, newer_version
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,12 +38,27 @@ class StepLog:
         return np.concatenate([[0.0], np.cumsum(self.column(name))])
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The accuracy that curves, targets and the best evaluation are about: `avg_at_k` or
+    `pass_at_k` of one benchmark, or of the `mean` over all."""
+
+    benchmark: str = "mean"
+    metric: str = "avg_at_k"
+
+    def of(self, report: EvaluationReport) -> float:
+        """The outcome of an evaluation, a fraction."""
+        sampled = report.sampled
+        found = sampled.mean if self.benchmark == "mean" else sampled.benchmarks[self.benchmark]
+        return float(getattr(found, self.metric))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedRun:
     """What a report uses of a run, or of an evaluation file.
 
-    `final` and `best` have per-sample rows if their files exist. `evaluations` are those that are
-    comparable with `final`, by training step. An evaluation file has no seed, recipe or log, and
+    `final` has per-sample rows if their file exists. `evaluations` are those that are comparable
+    with `final`, by training step. An evaluation file has no seed, recipe or log, and
     `evaluations` is empty. `recipe` is that of the last step; `recipe_changes` are the keys that a
     resume changed, apart from the number of steps.
     """
@@ -54,8 +67,6 @@ class FinishedRun:
     seed: int | None
     recipe: Recipe | None
     final: EvaluationReport
-    best: EvaluationReport | None
-    best_step: int | None
     evaluations: dict[int, EvaluationReport]
     log: StepLog
     wall_seconds: float | None
@@ -66,16 +77,31 @@ class FinishedRun:
         """The evaluation of the base model, before the first step."""
         return self.evaluations.get(0)
 
-    def curve(self) -> tuple[list[int], list[float]]:
-        """The evaluated steps in order, and the mean accuracy at each."""
+    def curve(self, outcome: Outcome) -> tuple[list[int], list[float]]:
+        """The evaluated steps in order, and the outcome at each."""
         steps = list(self.evaluations)
-        return steps, [self.evaluations[step].sampled.mean.avg_at_k for step in steps]
+        return steps, [outcome.of(self.evaluations[step]) for step in steps]
+
+    def best_step(self, outcome: Outcome) -> int | None:
+        """The step after 0 with the highest outcome; the earliest of several. None for an
+        evaluation file."""
+        trained = {step: outcome.of(found) for step, found in self.evaluations.items() if step > 0}
+        return max(trained, key=lambda step: (trained[step], -step), default=None)
+
+
+@functools.cache
+def best_evaluation(run: FinishedRun, outcome: Outcome) -> EvaluationReport | None:
+    """The evaluation at `best_step`, with per-sample rows if their file exists."""
+    step = run.best_step(outcome)
+    if step is None or step == len(run.log):
+        return None if step is None else run.final
+    return _without_texts(_evaluation_file(run.path, step))
 
 
 def read_evaluation(path: Path) -> FinishedRun:
     """An evaluation file. Raises EvaluationFileError if it cannot be read."""
     report = _without_texts(path)
-    return FinishedRun(path, None, None, report, None, None, {}, StepLog(()), None)
+    return FinishedRun(path, None, None, report, {}, StepLog(()), None)
 
 
 class UnfinishedRun(DataError):
@@ -86,27 +112,19 @@ class UnfinishedRun(DataError):
         self.reason = reason
 
 
-def is_running(path: Path) -> bool:
-    """True if a process holds the lock of the run's directory."""
-    try:
-        with (path / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
-
-
 def read_run(path: Path) -> FinishedRun:
     """A finished run. Raises UnfinishedRun, and DataError for a damaged or newer one."""
     if not (path / "recipe.yaml").exists():
         raise UnfinishedRun(path, "not started", "start it")
-    _refuse_newer(path)
+    if (newer := newer_version(path)) is not None:
+        raise DataError(
+            f"{path}: a run of grpo-replay {newer}, newer than this one ({__version__}): upgrade "
+            "grpo-replay, or leave the run out"
+        )
     recipe = read_run_recipe(path)
     assert recipe is not None
     log = StepLog(read_metrics(path / "metrics.jsonl"))
-    _refuse_unfinished(path, recipe, log)
+    _refuse_unfinished(path, len(log), recipe.run.steps)
     summary = _summary(path)
     if len(log) != summary["steps"]:
         raise DataError(
@@ -116,9 +134,9 @@ def read_run(path: Path) -> FinishedRun:
     return _with_evaluations(path, recipe, log, summary["wall_seconds"])
 
 
-def _refuse_unfinished(path: Path, recipe: Recipe, log: StepLog) -> None:
-    done = f"step {len(log)} of {recipe.run.steps}"
-    if is_running(path):
+def _refuse_unfinished(path: Path, done_steps: int, steps: int) -> None:
+    done = f"step {done_steps} of {steps}"
+    if is_locked(path / LOCK):
         raise UnfinishedRun(path, f"still running, {done}", "wait for it")
     if not (path / "summary.json").exists():
         remedy = f"continue it with grpo-replay train --resume --output-dir {path}"
@@ -132,14 +150,11 @@ def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: fl
         for step, report in read_curve(path / "eval").items()
         if step <= len(log) and are_comparable(report, final)
     }
-    best = _best_step(evaluations)
     return FinishedRun(
         path=path,
         seed=recipe.run.seed,
         recipe=recipe,
         final=final,
-        best=final if best == len(log) else _without_texts(_evaluation_file(path, best)),
-        best_step=best,
         evaluations=evaluations,
         log=log,
         wall_seconds=wall_seconds,
@@ -163,18 +178,12 @@ def _recipe_changes(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _best_step(evaluations: Mapping[int, EvaluationReport]) -> int:
-    """The step after 0 with the highest mean accuracy; the earliest of several."""
-    trained = [step for step in evaluations if step > 0]
-    return max(trained, key=lambda step: (evaluations[step].sampled.mean.avg_at_k, -step))
-
-
 def _final(path: Path, steps: int) -> EvaluationReport:
     file = _evaluation_file(path, steps)
     if not file.exists():
         raise EvaluationFileError(
             f"{path}: no evaluation of its last step ({file.name} is not there; eval.benchmarks "
-            f"was empty, or eval.at_end false): evaluate it with grpo-replay eval --ckpt {path}, "
+            f"was empty): evaluate it with grpo-replay eval --ckpt {path}, "
             "and give that file"
         )
     return _without_texts(file)
@@ -195,22 +204,6 @@ def _summary(path: Path) -> dict[str, Any]:
     if not isinstance(summary.get("steps"), int) or "wall_seconds" not in summary:
         raise DataError(f"{file}: no steps or wall_seconds; restore the file from a copy")
     return summary
-
-
-def _refuse_newer(path: Path) -> None:
-    file = path / "environment.json"
-    if not file.exists():
-        return
-    found = str(read_json(file).get("grpo_replay", __version__))
-    try:
-        newer = Version(found) > Version(__version__)
-    except InvalidVersion as error:
-        raise DataError(f"{file}: {found!r} is not a version; restore the file") from error
-    if newer:
-        raise DataError(
-            f"{path}: a run of grpo-replay {found}, newer than this one ({__version__}): upgrade "
-            "grpo-replay, or leave the run out"
-        )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -1,31 +1,69 @@
 """Computes the `Findings` of an experiment: every number of a report."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.report.arms import Arm, chosen_keys, settings_of
-from grpo_replay.lab.report.collect import Experiment
-from grpo_replay.lab.report.costs import Axis, axes, cost_to_reach, mu_of
-from grpo_replay.lab.report.finished_run import FinishedRun
-from grpo_replay.lab.report.quantities import measure_quantities
-from grpo_replay.lab.report.report_findings import ArmFindings, Findings, Reach, Target, quantile
-from grpo_replay.lab.report.scores import Pairs, score_arm
-from grpo_replay.lab.report.two_level import median_interval
+from grpo_replay.errors import UsageError, did_you_mean
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.results import Interval
+from grpo_replay.evaluation.statistics import ProblemTable, problem_table
+from grpo_replay.lab.report.collect import Arm, Experiment, chosen_keys, settings_of
+from grpo_replay.lab.report.costs import (
+    Axis,
+    Pairs,
+    axes,
+    cost_to_reach,
+    measure_quantities,
+    mu_of,
+)
+from grpo_replay.lab.report.finished_run import FinishedRun, Outcome, best_evaluation
+from grpo_replay.lab.report.report_findings import (
+    ArmFindings,
+    Difference,
+    Estimate,
+    Findings,
+    Reach,
+    Score,
+    Spread,
+    Target,
+    quantile,
+)
+from grpo_replay.lab.report.two_level import (
+    accuracy_over_problems,
+    accuracy_over_seeds,
+    difference_over_problems,
+    difference_over_seeds,
+    median_interval,
+    sign_flip_over_seeds,
+    smallest_p_value,
+)
+
+MEAN = Outcome()
 
 GAIN_SHARES = (0.5, 0.75, 0.9)
 """Default targets: shares of the way from the base to the baseline's median final accuracy."""
 
 
 def measure(
-    experiment: Experiment, targets: Sequence[float] = (), given_mu: Sequence[float] = ()
+    experiment: Experiment,
+    targets: Sequence[float] = (),
+    given_mu: Sequence[float] = (),
+    outcome: Outcome = MEAN,
 ) -> Findings:
-    """The findings. `targets` are accuracies as fractions; default: `GAIN_SHARES`."""
+    """The findings. `targets` are accuracies as fractions; default: `GAIN_SHARES`.
+
+    Raises UsageError for a benchmark that was not evaluated.
+    """
     first = experiment.runs[0].final
+    _refuse_unknown(outcome.benchmark, ["mean", *first.sampled.benchmarks])
     mu = measured_mu_of(experiment)
     costs = usable_axes(experiment, given_mu)
-    targets = targets or default_targets(experiment.baseline)
+    targets = targets or default_targets(experiment.baseline, outcome)
     keys = chosen_keys(experiment.arms)
     benchmarks = tuple(first.sampled.benchmarks)
     described = first.settings["benchmarks"]
@@ -33,15 +71,27 @@ def measure(
         name=experiment.name,
         baseline=experiment.baseline.name,
         benchmarks=benchmarks,
+        shown=outcome.benchmark,
+        metric=outcome.metric,
         titles={name: described.get(name, {}).get("title", name) for name in benchmarks},
         graded_by=first.verifier,
         measured_mu=mu,
         given_mu=tuple(given_mu),
         axes={axis.key: axis.label for axis in costs},
-        arms=tuple(_arm(arm, experiment.baseline, keys, costs, targets) for arm in experiment.arms),
+        arms=tuple(
+            _arm(arm, experiment.baseline, keys, costs, targets, outcome) for arm in experiment.arms
+        ),
         notes=experiment.notes,
         tuned=experiment.tuned,
     )
+
+
+def _refuse_unknown(benchmark: str, known: Sequence[str]) -> None:
+    if benchmark not in known:
+        raise UsageError(
+            f"--benchmark {benchmark}: not evaluated{did_you_mean(benchmark, known)}; there are: "
+            f"{', '.join(known)}"
+        )
 
 
 def measured_mu_of(experiment: Experiment) -> float | None:
@@ -60,20 +110,25 @@ def usable_axes(experiment: Experiment, given_mu: Sequence[float]) -> list[Axis]
     ]
 
 
-def default_targets(baseline: Arm) -> list[float]:
+def default_targets(baseline: Arm, outcome: Outcome = MEAN) -> list[float]:
     """Accuracies on the way from the base to the baseline; none if it did not learn or has no
     evaluation of the base."""
     runs = list(baseline.runs.values())
-    bases = [run.base.sampled.mean.avg_at_k for run in runs if run.base is not None]
+    bases = [outcome.of(run.base) for run in runs if run.base is not None]
     if not bases:
         return []
     start = median(bases)
-    gain = median(run.final.sampled.mean.avg_at_k for run in runs) - start
+    gain = median(outcome.of(run.final) for run in runs) - start
     return [round(start + share * gain, 3) for share in GAIN_SHARES] if gain > 0 else []
 
 
 def _arm(
-    arm: Arm, baseline: Arm, keys: Sequence[str], costs: Sequence[Axis], targets: Sequence[float]
+    arm: Arm,
+    baseline: Arm,
+    keys: Sequence[str],
+    costs: Sequence[Axis],
+    targets: Sequence[float],
+    outcome: Outcome,
 ) -> ArmFindings:
     runs = list(arm.runs.values())
     trained = [run for run in runs if run.recipe is not None]
@@ -86,9 +141,11 @@ def _arm(
         runs=len(runs),
         missing=arm.missing,
         settings={key: own[key] for key in keys if key in own and _has_effect(arm, key)},
-        scores=score_arm(runs, others) if runs else {},
-        quantities=measure_quantities(runs, others, costs),
-        targets=tuple(reach_target(each, trained, pairs, costs) for each in targets if trained),
+        scores=score_arm(runs, others, outcome) if runs else {},
+        quantities=measure_quantities(runs, others, costs, outcome),
+        targets=tuple(
+            reach_target(each, trained, pairs, costs, outcome) for each in targets if trained
+        ),
     )
 
 
@@ -100,29 +157,31 @@ def _has_effect(arm: Arm, key: str) -> bool:
 
 
 def reach_target(
-    accuracy: float, runs: Sequence[FinishedRun], pairs: Pairs, costs: Sequence[Axis]
+    accuracy: float,
+    runs: Sequence[FinishedRun],
+    pairs: Pairs,
+    costs: Sequence[Axis],
+    outcome: Outcome,
 ) -> Target:
-    """The cost at which each run's mean accuracy first reaches `accuracy`, summarised. "Not
+    """The cost at which each run's outcome first reaches `accuracy`, summarised. "Not
     reached" is a result: an infinite cost."""
-    reached = sum(max(run.curve()[1]) >= accuracy for run in runs)
+    reached = sum(max(run.curve(outcome)[1]) >= accuracy for run in runs)
     both = [(a, b) for a, b in pairs if b.recipe is not None]
     return Target(
         accuracy,
         reached,
         len(runs),
-        {axis.key: _reach(accuracy, runs, both, axis) for axis in costs},
+        {axis.key: _reach(accuracy, runs, both, axis, outcome) for axis in costs},
     )
 
 
-def _reach(accuracy: float, runs: Sequence[FinishedRun], pairs: Pairs, axis: Axis) -> Reach:
-    ordered = sorted(cost_to_reach(run, accuracy, axis) for run in runs)
-    ratios = [
-        ours / theirs
-        for a, b in pairs
-        if np.isfinite(ours := cost_to_reach(a, accuracy, axis))
-        and np.isfinite(theirs := cost_to_reach(b, accuracy, axis))
-        and theirs > 0
-    ]
+def _reach(
+    accuracy: float, runs: Sequence[FinishedRun], pairs: Pairs, axis: Axis, outcome: Outcome
+) -> Reach:
+    ordered = sorted(cost_to_reach(run, accuracy, axis, outcome) for run in runs)
+    both = [[cost_to_reach(run, accuracy, axis, outcome) for run in pair] for pair in pairs]
+    known = [(ours, theirs) for ours, theirs in both if np.isfinite([ours, theirs]).all()]
+    ratios = [ours / theirs for ours, theirs in known if theirs > 0]
     return Reach(
         median=quantile(ordered, 0.5),
         low=quantile(ordered, 0.25),
@@ -131,3 +190,118 @@ def _reach(accuracy: float, runs: Sequence[FinishedRun], pairs: Pairs, axis: Axi
         ratio=median(ratios) if ratios else None,
         ratio_seeds=len(ratios),
     )
+
+
+SCORES = ("final", "final_pass_at_k", "best")
+
+IntervalOver = Callable[[Sequence[np.ndarray]], tuple[Interval | None, str | None]]
+"""An interval of the mean of one [S, N] per benchmark, and what it is over."""
+
+ProblemValues = Sequence[Mapping[str, np.ndarray] | None]
+"""Of every run, [N] by benchmark; None without per-sample rows."""
+
+
+def score_arm(
+    runs: Sequence[FinishedRun], pairs: Pairs, outcome: Outcome = MEAN
+) -> dict[str, Score]:
+    """The scores of an arm. `pairs` are with the baseline, and empty for the baseline itself.
+
+    Evaluation files have no best step, and so no `best`.
+    """
+    found = {}
+    for name in SCORES:
+        reports = {run: _report(run, name, outcome) for run in [*runs, *(b for _, b in pairs)]}
+        if any(reports[run] is None for run in runs):
+            continue
+        key = "pass_at_k" if name.endswith("pass_at_k") else "avg_at_k"
+        own = [reports[run] for run in runs]
+        usable = [(a, b) for a, b in pairs if reports[b] is not None]
+        over = accuracy_over_problems if runs[0].seed is None else accuracy_over_seeds
+        found[name] = Score(
+            _estimates([_values(each, key) for each in own], [_means(r, key) for r in own], over),
+            _differences(usable, reports, key) if usable else None,
+        )
+    return found
+
+
+def _report(run: FinishedRun, score: str, outcome: Outcome) -> Any:
+    return run.final if score.startswith("final") else best_evaluation(run, outcome)
+
+
+def _means(report: EvaluationReport, key: str) -> dict[str, float]:
+    """The accuracy of a run on every benchmark, and `mean`."""
+    each = {name: getattr(result, key) for name, result in report.sampled.benchmarks.items()}
+    return {**each, "mean": getattr(report.sampled.mean, key)}
+
+
+def _values(report: EvaluationReport, key: str) -> dict[str, np.ndarray] | None:
+    """The accuracy of a run on every problem, [N] by benchmark; None without per-sample rows."""
+    tables = _problem_tables(report)
+    if tables is None:
+        return None
+    if key == "pass_at_k":
+        return {name: (table.correct_N > 0).astype(float) for name, table in tables.items()}
+    return {name: table.accuracy_N for name, table in tables.items()}
+
+
+@cache
+def _problem_tables(report: EvaluationReport) -> dict[str, ProblemTable] | None:
+    """The problems of every benchmark; None without per-sample rows. Cached by identity."""
+    if report.samples is None:
+        return None
+    return {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
+
+
+def _estimates(
+    values: ProblemValues, means: Sequence[Mapping[str, float]], interval_over: IntervalOver
+) -> dict[str, Estimate]:
+    """One estimate per benchmark, and of `mean`."""
+    found = {}
+    for name in means[0]:
+        each = tuple(mean[name] for mean in means)
+        spread = Spread.of(each)
+        interval, over = interval_over(_by_benchmark(values, means, name))
+        found[name] = Estimate(
+            spread.mean, spread.median, spread.low, spread.high, each, interval, over
+        )
+    return found
+
+
+def _by_benchmark(
+    values: ProblemValues, means: Sequence[Mapping[str, float]], name: str
+) -> list[np.ndarray]:
+    """[S, N] of a benchmark, or of every one for `mean`; [S, 1] without per-sample rows."""
+    known = [each for each in values if each is not None]
+    if len(known) == len(values):
+        benchmarks = list(known[0]) if name == "mean" else [name]
+        return [np.array([each[benchmark] for each in known]) for benchmark in benchmarks]
+    return [np.array([[each[name]] for each in means])]
+
+
+def _differences(
+    pairs: Pairs, reports: Mapping[FinishedRun, Any], key: str
+) -> dict[str, Difference]:
+    """The arm minus the baseline, of every benchmark and `mean`."""
+    of_means = [
+        {name: value - theirs[name] for name, value in ours.items()}
+        for ours, theirs in ((_means(reports[a], key), _means(reports[b], key)) for a, b in pairs)
+    ]
+    of_values = [_minus(_values(reports[a], key), _values(reports[b], key)) for a, b in pairs]
+    found = {}
+    over = difference_over_problems if pairs[0][0].seed is None else difference_over_seeds
+    for name, estimate in _estimates(of_values, of_means, over).items():
+        each_S = np.array([means[name] for means in of_means])
+        found[name] = Difference(
+            **asdict(estimate),
+            seeds=tuple(a.seed for a, _ in pairs if a.seed is not None),
+            seeds_better=int((each_S > 0).sum()),
+            p_value=sign_flip_over_seeds(each_S),
+            smallest_p_value=smallest_p_value(len(pairs)),
+        )
+    return found
+
+
+def _minus(
+    a: Mapping[str, np.ndarray] | None, b: Mapping[str, np.ndarray] | None
+) -> dict[str, np.ndarray] | None:
+    return None if a is None or b is None else {name: a[name] - b[name] for name in a}

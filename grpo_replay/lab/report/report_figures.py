@@ -1,4 +1,5 @@
-"""Figures of a report: medians over seeds with quartile bands, one colour per arm."""
+"""Figures of a report: one colour per arm; medians over seeds, with quartile bands, or with every
+seed as points if there are fewer than five."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.report.arms import Arm
-from grpo_replay.lab.report.collect import Experiment
+from grpo_replay.lab.report.collect import Arm, Experiment
 from grpo_replay.lab.report.costs import Axis
-from grpo_replay.lab.report.finished_run import FinishedRun
+from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
@@ -32,6 +32,9 @@ WINDOWS = 40
 """Metrics of single steps are averaged over at most this many windows of consecutive steps."""
 
 
+FEWEST_FOR_BANDS = 5
+"""With fewer seeds, each is shown as points instead of quartiles."""
+
 LEGEND_LETTERS = 60
 """Letters that fit into one line of a legend."""
 
@@ -48,6 +51,36 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
+class Overlay:
+    """A figure of metrics of single steps over training: `kinds` are (metric, line style, name) of
+    one quantity."""
+
+    name: str
+    title: str
+    caption: str
+    label: str
+    kinds: tuple[tuple[str, str, str], ...]
+    unit: float = 1.0
+    from_zero: bool = True
+
+
+OVERLAYS = (
+    Overlay("reward", "Reward", "Mean reward of the generated completions.", "reward",
+            (("reward", "-", ""),), from_zero=False),
+    Overlay("entropy", "Entropy", "Mean entropy of the policy's tokens.", "nats a token",
+            (("entropy", "-", ""),)),
+    Overlay("clip_fraction", "Clip fraction", "Share of tokens whose gradient was clipped.",
+            "clipped tokens, %",
+            (("replay/clip_fraction", "-", "replayed"), ("fresh/clip_fraction", ":", "fresh")),
+            unit=100),
+    Overlay("staleness", "Staleness", "Mean age of the replayed rollouts, in training steps.",
+            "age at use, steps", (("replay/age_mean", "-", ""),)),
+    Overlay("length", "Length", "Mean length of the completions generated in training.", "tokens",
+            (("completions/mean_length", "-", ""),), from_zero=False),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class _Look:
     colour: str
     line: str
@@ -61,9 +94,10 @@ def report_figures(
     trained = [arm for arm in experiment.arms if arm.recipe is not None]
     figures = list(_difference_figures(findings, looks))
     if any(len(run.evaluations) > 1 for arm in trained for run in arm.runs.values()):
-        figures += [_accuracy_figure(trained, looks, axis) for axis in axes]
-    overlays = (_clip_figure, _staleness_figure, _length_figure)
-    return figures + [figure for make in overlays if (figure := make(trained, looks))]
+        outcome = Outcome(findings.shown, findings.metric)
+        shown = f"{findings.metric.replace('_at_', '@')}, {findings.shown_title}"
+        figures += [_accuracy_figure(trained, looks, axis, outcome, shown) for axis in axes]
+    return figures + [each for one in OVERLAYS if (each := _overlay(one, trained, looks))]
 
 
 def _looks(experiment: Experiment) -> dict[str, _Look]:
@@ -89,7 +123,7 @@ def drawn(figure: Figure) -> Iterator[Any]:
 def _difference_figures(findings: Findings, looks: dict[str, _Look]) -> Iterator[Figure]:
     for score, title in (("final", "final avg@k"), ("final_pass_at_k", "final pass@k")):
         rows = [
-            (arm.name, difference["mean"])
+            (arm.name, difference[findings.shown])
             for arm in findings.arms
             if score in arm.scores and (difference := arm.scores[score].difference)
         ]
@@ -121,23 +155,34 @@ def _draw_differences(axes: Any, rows: Sequence[Any], looks: dict[str, _Look], b
     axes.set_xlabel(f"points above {base}", parse_math=False)
 
 
-def _accuracy_figure(arms: Sequence[Arm], looks: dict[str, _Look], axis: Axis) -> Figure:
+def _accuracy_figure(
+    arms: Sequence[Arm], looks: dict[str, _Look], axis: Axis, outcome: Outcome, shown: str
+) -> Figure:
     return Figure(
         f"accuracy_by_{axis.key}",
         f"Accuracy over {axis.label.split(',')[0]}",
-        "Mean avg@k over benchmarks: median and quartiles over seeds at every evaluation, at the "
-        "median cost.",
-        lambda axes: _draw_accuracy(axes, arms, looks, axis),
+        f"{shown}, at every evaluation, at the median cost. {_over_seeds(arms)}",
+        lambda axes: _draw_accuracy(axes, arms, looks, axis, outcome),
     )
 
 
-def _draw_accuracy(axes: Any, arms: Sequence[Arm], looks: dict[str, _Look], axis: Axis) -> None:
+def _over_seeds(arms: Sequence[Arm]) -> str:
+    """What lines, bands and points are."""
+    seeds = [len(arm.runs) for arm in arms]
+    words = ["quartiles"] if max(seeds) >= FEWEST_FOR_BANDS else []
+    words += ["every seed as points"] if 1 < min(seeds) < FEWEST_FOR_BANDS else []
+    return f"Median over seeds{''.join(f', {word}' for word in words)}."
+
+
+def _draw_accuracy(
+    axes: Any, arms: Sequence[Arm], looks: dict[str, _Look], axis: Axis, outcome: Outcome
+) -> None:
     for arm in arms:
         runs = list(arm.runs.values())
         steps = _common_steps(runs)
         costs = np.median([axis.total(run)[steps] for run in runs], axis=0)
         values_ST = 100 * np.array(
-            [[run.evaluations[step].sampled.mean.avg_at_k for step in steps] for run in runs]
+            [[outcome.of(run.evaluations[step]) for step in steps] for run in runs]
         )
         _draw_band(axes, costs, values_ST, arm.name, looks[arm.name], marker="o")
     axes.set(xlabel=axis.label, ylabel="held-out accuracy, %")
@@ -154,55 +199,48 @@ def _draw_band(
     axes: Any, places: np.ndarray, values_ST: np.ndarray, label: str | None, look: _Look,
     marker: str = "", line: str | None = None,
 ) -> None:  # fmt: skip
-    """The median over seeds, and the quartiles as a band if there are several seeds."""
+    """The median over seeds, with the quartiles as a band, or with every seed as points."""
     low, middle, high = np.nanquantile(values_ST, [0.25, 0.5, 0.75], axis=0)
-    if len(values_ST) > 1:
+    if 1 < len(values_ST) < FEWEST_FOR_BANDS:
+        for each_T in values_ST:
+            axes.plot(places, each_T, ".", color=look.colour, markersize=1.8, alpha=0.6)
+    elif len(values_ST) > 1:
         axes.fill_between(places, low, high, color=look.colour, alpha=0.18, linewidth=0)
     style = line or look.line
     axes.plot(places, middle, style, marker=marker, color=look.colour, label=label)
 
 
-def _clip_figure(arms: Sequence[Arm], looks: dict[str, _Look]) -> Figure | None:
-    metrics = (("replay/clip_fraction", "-"), ("fresh/clip_fraction", ":"))
-    caption = "Share of tokens whose gradient was clipped: replayed (solid) and fresh (dotted)."
-    return _overlay(
-        "clip_fraction", "Clip fraction", caption, "clipped tokens, %", 100, metrics, arms, looks
-    )
-
-
-def _staleness_figure(arms: Sequence[Arm], looks: dict[str, _Look]) -> Figure | None:
-    caption = "Mean age of the replayed rollouts, in training steps."
-    metrics = (("replay/age_mean", "-"),)
-    return _overlay("staleness", "Staleness", caption, "age at use, steps", 1, metrics, arms, looks)
-
-
-def _length_figure(arms: Sequence[Arm], looks: dict[str, _Look]) -> Figure | None:
-    caption = "Mean length of the completions generated in training."
-    metrics = (("completions/mean_length", "-"),)
-    return _overlay("length", "Length", caption, "tokens", 1, metrics, arms, looks)
-
-
-def _overlay(
-    name: str, title: str, caption: str, label: str, unit: float,
-    metrics: Sequence[tuple[str, str]], arms: Sequence[Arm], looks: dict[str, _Look],
-) -> Figure | None:  # fmt: skip
+def _overlay(what: Overlay, arms: Sequence[Arm], looks: dict[str, _Look]) -> Figure | None:
     """Metrics of single steps over training; None if no run has them."""
-    if not any(_has(arm, metric) for arm in arms for metric, _ in metrics):
+    shown = [arm for arm in arms if any(_has(arm, metric) for metric, _, _ in what.kinds)]
+    if not shown:
         return None
-    shown = [arm for arm in arms if any(_has(arm, metric) for metric, _ in metrics)]
 
     def draw(axes: Any) -> None:
         for arm in shown:
-            known = [(metric, line) for metric, line in metrics if _has(arm, metric)]
+            known = [(metric, line) for metric, line, _ in what.kinds if _has(arm, metric)]
             for place, (metric, line) in enumerate(known):
                 label_once = arm.name if place == 0 else None
-                _draw_metric(axes, arm, metric, unit, label_once, looks[arm.name], line)
-        axes.set(xlabel="training step", ylabel=label)
-        if name != "length":
+                _draw_metric(axes, arm, metric, what.unit, label_once, looks[arm.name], line)
+        axes.set(xlabel="training step", ylabel=what.label)
+        if what.from_zero:
             axes.set_ylim(bottom=0)
+        kinds = _legend_of_kinds(axes, what.kinds)
         _legend(axes, shown)
+        if kinds is not None:
+            axes.add_artist(kinds)  # a second legend, which would replace the first
 
-    return Figure(name, title, f"{caption} Median and quartiles over seeds.", draw)
+    return Figure(what.name, what.title, f"{what.caption} {_over_seeds(shown)}", draw)
+
+
+def _legend_of_kinds(axes: Any, kinds: Sequence[tuple[str, str, str]]) -> Any:
+    """A legend of the line styles where a figure has several kinds of one quantity, else None."""
+    if len(kinds) == 1:
+        return None
+    from matplotlib.lines import Line2D
+
+    lines = [Line2D([], [], color="black", linestyle=line, label=name) for _, line, name in kinds]
+    return axes.legend(handles=lines, loc="best")
 
 
 def _has(arm: Arm, metric: str) -> bool:

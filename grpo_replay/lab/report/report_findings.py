@@ -46,20 +46,14 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """An arm minus the baseline, paired by seed and problem, with a test over seeds.
+class Difference(Estimate):
+    """The `Estimate` of an arm minus the baseline, paired by seed and problem, with a test over
+    seeds.
 
     `p_value` is None for fewer than two seeds; `smallest_p_value` is what that many seeds can
     give at best.
     """
 
-    mean: float
-    median: float
-    low: float
-    high: float
-    values: tuple[float, ...]
-    interval: Interval | None
-    interval_over: str | None
     seeds: tuple[int, ...]
     seeds_better: int
     p_value: float | None
@@ -122,11 +116,14 @@ class ArmFindings:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """All numbers of a report."""
+    """All numbers of a report. `shown` is the benchmark, or `mean`, that tables of one number and
+    curves are about, and `metric` is `avg_at_k` or `pass_at_k`, that of the curves."""
 
     name: str
     baseline: str
     benchmarks: tuple[str, ...]
+    shown: str
+    metric: str
     titles: dict[str, str]
     graded_by: str
     measured_mu: float | None
@@ -135,6 +132,13 @@ class Findings:
     arms: tuple[ArmFindings, ...]
     notes: tuple[str, ...]
     tuned: dict[str, str]
+
+    @property
+    def shown_title(self) -> str:
+        """What is shown, in words: `mean over benchmarks`, or the title of one."""
+        if self.shown == "mean" and len(self.benchmarks) > 1:
+            return "mean over benchmarks"
+        return self.titles.get(self.shown, ", ".join(self.titles.values()))
 
     def arm(self, name: str) -> ArmFindings:
         return next(arm for arm in self.arms if arm.name == name)

@@ -1,27 +1,28 @@
-"""The tables of a report: the same cells in the terminal, Markdown, LaTeX and HTML."""
+"""The tables of a report, and what it says in words.
+
+The cells are the same in the terminal, Markdown, LaTeX and HTML.
+"""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval
-from grpo_replay.lab.report.ablations import ablation_rows
-from grpo_replay.lab.report.cost_tables import (
-    aes_table,
-    clip_table,
-    compute_table,
-    cost_table,
-    length_table,
-    reach_tables,
+from grpo_replay.evaluation.aes import GAIN, LOSS
+from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval, tokens
+from grpo_replay.evaluation.results import Interval
+from grpo_replay.lab.report.report_findings import (
+    ArmFindings,
+    Difference,
+    Estimate,
+    Findings,
+    Reach,
+    Spread,
 )
-from grpo_replay.lab.report.report_findings import ArmFindings, Difference, Estimate, Findings
-from grpo_replay.lab.report.text_table import (
-    MISSING,
-    TextTable,
-    points,
-    points_interval,
-    seed_values,
-    seeds_of,
-)
+from grpo_replay.lab.report.two_level import FEWEST_SEEDS
+
+MISSING = "–"
 
 LONGEST_NAME = 100
 """Of a table, in characters: with its ending it is the name of a file."""
@@ -32,30 +33,87 @@ SCORE_TITLES = {
     "final": "final avg@k",
     "final_pass_at_k": "final pass@k",
     "best": "best avg@k over the run",
-    "best_pass_at_k": "pass@k at the best avg@k over the run",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table of text, and the name of its file."""
+
+    name: str
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    legend: str
+
+
+def amount(value: float | None) -> str:
+    """A count or a cost in at most six characters."""
+    if value is None:
+        return MISSING
+    if math.isinf(value):
+        return "∞"
+    rounded = abs(float(f"{value:.3g}"))
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if rounded >= size:
+            return f"{_three_digits(value / size)}{unit}"
+    if abs(value) >= 1e4:
+        return f"{_three_digits(value / 1e3)}k"
+    return f"{value:,.0f}" if abs(value) >= 100 else _three_digits(value)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:#.3g}".removesuffix(".")
+
+
+def seeds_of(arm: ArmFindings) -> str:
+    """`8`, or `7 of 8` if seeds are missing; empty for evaluation files."""
+    if not arm.seeds and not arm.missing:
+        return ""
+    known = len(arm.seeds)
+    return f"{known} of {known + len(arm.missing)}" if arm.missing else str(known)
+
+
+def points(value: float) -> str:
+    return f"{100 * value:+.1f}"
+
+
+def seed_values(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """The values of one or two seeds, which have no interval; `MISSING` for more."""
+    return ", ".join(map(form, values)) if len(values) < FEWEST_SEEDS else MISSING
+
+
+def points_interval(bounds: Interval | None) -> str:
+    return MISSING if bounds is None else f"[{100 * bounds[0]:+.1f}, {100 * bounds[1]:+.1f}]"
 
 
 def report_tables(findings: Findings) -> list[TextTable]:
     """All tables that have rows, in reading order."""
     tables = []
-    for score in SCORE_TITLES:
-        brief = score != "best_pass_at_k"
-        tables += [_score_table(findings, score, brief), _difference_table(findings, score, brief)]
-    tables[4:4] = [_benchmark_table(findings, score) for score in ("final", "final_pass_at_k")]
+    for score in ("final", "final_pass_at_k"):
+        tables += [_score_table(findings, score), _difference_table(findings, score)]
+    tables += [_benchmark_table(findings, score) for score in ("final", "final_pass_at_k")]
+    if _best_differs(findings):
+        tables += [_score_table(findings, "best"), _difference_table(findings, "best")]
     tables += [aes_table(findings), length_table(findings), clip_table(findings)]
-    tables += [cost_table(findings), compute_table(findings), *reach_tables(findings)]
-    tables += [*_ablation_tables(findings), _tuned_table(findings), _detail_table(findings)]
+    tables += [cost_table(findings), compute_table(findings), reach_table(findings)]
+    tables += [*_ablation_tables(findings), _tuned_table(findings)]
     return [table for table in tables if table.rows]
 
 
-def _score_table(findings: Findings, score: str, brief: bool) -> TextTable:
+def _best_differs(findings: Findings) -> bool:
+    """False if the best evaluation of every run is its last one."""
+    scored = [arm.scores for arm in findings.arms if "best" in arm.scores]
+    return any(scores["best"].estimates != scores["final"].estimates for scores in scored)
+
+
+def _score_table(findings: Findings, score: str) -> TextTable:
     rows = []
     for arm in findings.arms:
         if score not in arm.scores:
             rows += [[arm.name, seeds_of(arm), *[MISSING] * 4]] if arm.missing else []
             continue
-        each = arm.scores[score].estimates["mean"]
+        each = arm.scores[score].estimates[findings.shown]
         quartiles = percent_interval((each.low, each.high))
         rows.append(
             [
@@ -65,12 +123,12 @@ def _score_table(findings: Findings, score: str, brief: bool) -> TextTable:
         )
     header = ("arm", "seeds", "mean", "median", "quartiles", "95 %")
     legend = (
-        "%, mean over benchmarks; mean, median and quartiles over seeds; 95 %: "
+        f"%, {findings.shown_title}; mean, median and quartiles over seeds; 95 %: "
         f"{_over([arm.scores[score].estimates for arm in findings.arms if score in arm.scores])}."
     )
     if score == "best":
         legend += " The best of several evaluations is biased upwards."
-    return TextTable(score, SCORE_TITLES[score], header, rows, legend, brief)
+    return TextTable(score, SCORE_TITLES[score], header, rows, legend)
 
 
 def _bounds(each: Estimate) -> str:
@@ -90,13 +148,13 @@ def _over(parts: Sequence[Mapping[str, Estimate]]) -> str:
     return "; ".join([*words, *([FEW_SEEDS] if None in found else [])])
 
 
-def _difference_table(findings: Findings, score: str, brief: bool) -> TextTable:
+def _difference_table(findings: Findings, score: str) -> TextTable:
     rows, few = [], []
     for arm in findings.arms:
         difference = arm.scores[score].difference if score in arm.scores else None
         if difference is None:
             continue
-        each = difference["mean"]
+        each = difference[findings.shown]
         seeds = len(each.seeds) or 1
         rows.append(
             [
@@ -117,7 +175,7 @@ def _difference_table(findings: Findings, score: str, brief: bool) -> TextTable:
         least = p_value(2.0 ** (1 - max(few)))
         legend += f" Seeds are too few for p below 0.05: {max(few)} can reach {least} at best."
     title = f"{SCORE_TITLES[score]}: difference to {findings.baseline}"
-    return TextTable(f"{score}_difference", title, header, rows, legend, brief)
+    return TextTable(f"{score}_difference", title, header, rows, legend)
 
 
 def _benchmark_table(findings: Findings, score: str) -> TextTable:
@@ -136,7 +194,8 @@ def _ablation_tables(findings: Findings) -> list[TextTable]:
     """One table for each set of recipe keys in which arms differ from the baseline."""
     tables: list[TextTable] = []
     for keys, arms in ablation_rows(findings):
-        rows = [[*(_text(arm.settings.get(key)) for key in keys), *_ablation_cells(arm)]
+        shown = findings.shown
+        rows = [[*(_text(arm.settings.get(key)) for key in keys), *_ablation_cells(arm, shown)]
                 for arm in arms]  # fmt: skip
         header = (*(key.split(".")[-1] for key in keys), "avg@k", "pass@k", "clip fresh",
                   "clip replayed", "seeds")  # fmt: skip
@@ -156,13 +215,13 @@ def _ablation_name(keys: Sequence[str], taken: Collection[str]) -> str:
     return f"ablation_{len(keys)}_keys_{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:8]}"
 
 
-def _ablation_cells(arm: ArmFindings) -> list[str]:
+def _ablation_cells(arm: ArmFindings, shown: str) -> list[str]:
     def rate(name: str) -> str:
         each = arm.quantities.get(name)
         return MISSING if each is None else f"{100 * each.mean:.2f}"
 
     scores = [
-        percent(arm.scores[name].estimates["mean"].mean) if name in arm.scores else MISSING
+        percent(arm.scores[name].estimates[shown].mean) if name in arm.scores else MISSING
         for name in ("final", "final_pass_at_k")
     ]
     clips = [rate(f"clip_fraction_{which}") for which in ("fresh", "replayed")]
@@ -178,34 +237,241 @@ def _tuned_table(findings: Findings) -> TextTable:
     return TextTable("tuned", "chosen by tuning, on other seeds", ("arm", "setting"), rows, "")
 
 
-def _detail_table(findings: Findings) -> TextTable:
-    """Every score of every benchmark with all its statistics."""
+Cell = Callable[[Spread], str]
+
+
+def _quantity_table(
+    findings: Findings, name: str, title: str, legend: str, columns: Sequence[tuple[str, str, Cell]]
+) -> TextTable:
+    """One row per arm; `columns` are (header, quantity, cell). Without a value: no row."""
     rows = []
-    for score, title in SCORE_TITLES.items():
-        for name in (*findings.benchmarks, "mean"):
-            for arm in findings.arms:
-                if score in arm.scores:
-                    rows.append(
-                        [title, findings.titles.get(name, name), *_detail(arm, score, name)]
-                    )
-    header = ("score", "benchmark", "arm", "mean", "median", "quartiles", "95 %",
-              "Δ", "median", "quartiles", "95 %", "p")  # fmt: skip
-    legend = f"%, over seeds; Δ: points, paired with {findings.baseline} by seed and problem."
-    return TextTable("details", "every benchmark", header, rows, legend, brief=False)
+    for arm in findings.arms:
+        known = [arm.quantities.get(quantity) for _, quantity, _ in columns]
+        if any(known):
+            cells = [
+                MISSING if each is None else cell(each) + _of_runs(each, arm)
+                for each, (_, _, cell) in zip(known, columns, strict=True)
+            ]
+            rows.append([arm.name, *cells])
+    return TextTable(name, title, ("arm", *(header for header, _, _ in columns)), rows, legend)
 
 
-def _detail(arm: ArmFindings, score: str, benchmark: str) -> list[str]:
-    each = arm.scores[score].estimates[benchmark]
-    difference = arm.scores[score].difference
-    cells = [
-        *(arm.name, percent(each.mean), percent(each.median)),
-        *(percent_interval((each.low, each.high)), _bounds(each)),
+def _of_runs(spread: Spread, arm: ArmFindings) -> str:
+    """A mark if not all runs have the quantity."""
+    return "" if spread.runs == arm.runs else f" ({spread.runs})"
+
+
+def aes_table(findings: Findings) -> TextTable:
+    columns: list[tuple[str, str, Cell]] = []
+    for against, key in (("base", "aes_base"), (findings.baseline, "aes_baseline")):
+        columns += [
+            (against, key, lambda each: f"{each.mean:+.3f}"),
+            ("median", key, lambda each: f"{each.median:+.3f}"),
+            ("quartiles", key, lambda each: f"[{each.low:+.3f}, {each.high:+.3f}]"),
+        ]
+    legend = (
+        f"AES = ΔL + β·ΔAcc of every seed, β = {GAIN:g} if ΔAcc ≥ 0, else {LOSS:g}; mean, median "
+        "and quartiles over seeds. (n): of n runs."
+    )
+    return _quantity_table(
+        findings, "aes", f"AES against base, and against {findings.baseline}", legend, columns
+    )
+
+
+def length_table(findings: Findings) -> TextTable:
+    columns: list[tuple[str, str, Cell]] = []
+    for header, key in (("all", "tokens"), ("right", "tokens_correct"),
+                        ("wrong", "tokens_incorrect")):  # fmt: skip
+        columns += [
+            (header, key, lambda each: tokens(each.mean)),
+            ("Δ %", f"{key}_change", lambda each: points(each.mean)),
+        ]
+    columns.append(("cut", "truncation_rate", lambda each: percent(each.mean)))
+    legend = (
+        "mean tokens of final completions, of right and of wrong ones; means over seeds; Δ: "
+        f"relative to {findings.baseline} at the same seed; cut: % that reached the length limit. "
+        "(n): of n runs."
+    )
+    return _quantity_table(findings, "lengths", "completion lengths", legend, columns)
+
+
+def clip_table(findings: Findings) -> TextTable:
+    def rate(each: Spread) -> str:
+        return f"{100 * each.mean:.2f}"
+
+    def quartiles(each: Spread) -> str:
+        return f"[{100 * each.low:.2f}, {100 * each.high:.2f}]"
+
+    columns: list[tuple[str, str, Cell]] = [
+        ("fresh %", "clip_fraction_fresh", rate),
+        ("quartiles", "clip_fraction_fresh", quartiles),
+        ("replayed %", "clip_fraction_replayed", rate),
+        ("quartiles", "clip_fraction_replayed", quartiles),
+        ("age", "age_mean", lambda each: f"{each.mean:.1f}"),
+        ("ratio", "replay_ratio", lambda each: f"{each.mean:.2f}"),
     ]
-    if difference is None:
-        return [*cells, *[MISSING] * 5]
-    delta = difference[benchmark]
+    legend = (
+        "share of tokens whose gradient the clip removed, mean over steps; age of replayed "
+        "rollouts in steps; replayed per fresh. Means and quartiles over seeds; (n): of n runs."
+    )
+    return _quantity_table(findings, "clipping", "clip fraction and replay", legend, columns)
+
+
+def cost_table(findings: Findings) -> TextTable:
+    columns: list[tuple[str, str, Cell]] = [
+        ("generated", "generated_tokens", lambda each: amount(each.mean)),
+        ("trained", "trained_tokens", lambda each: amount(each.mean)),
+        ("steps, s", "training_seconds", lambda each: amount(each.mean)),
+        ("wall, s", "wall_seconds", lambda each: amount(each.mean)),
+        ("quartiles", "wall_seconds", lambda each: f"[{amount(each.low)}, {amount(each.high)}]"),
+        ("μ", "mu", lambda each: f"{each.median:.2f}"),
+    ]
+    legend = (
+        "tokens generated and trained on; seconds of the training steps, and of the whole run; "
+        "means over seeds; μ: median over seeds. (n): of n runs."
+    )
+    return _quantity_table(findings, "costs", "tokens and time", legend, columns)
+
+
+def compute_table(findings: Findings) -> TextTable:
+    columns: list[tuple[str, str, Cell]] = [
+        (_mu_title(findings, key), key, lambda each: amount(each.mean))
+        for key in findings.axes
+        if key.startswith("compute")
+    ]
+    if not columns:
+        return TextTable("compute", "", (), [], "")
+    legend = "Σ (B + μR) in rollouts trained on, mean over seeds."
+    return _quantity_table(findings, "compute", "compute of a run", legend, columns)
+
+
+def _mu_title(findings: Findings, key: str) -> str:
+    if key == "compute_measured":
+        return f"μ = {findings.measured_mu:.3g} (measured)"
+    return f"μ = {key.removeprefix('compute_')}"
+
+
+def reach_table(findings: Findings) -> TextTable:
+    """Steps, tokens and compute at the measured μ; numbers.csv has every axis."""
+    main = "compute_measured" if "compute_measured" in findings.axes else "generated_tokens"
+    rows = []
+    for index in range(max((len(arm.targets) for arm in findings.arms), default=0)):
+        for arm in findings.arms:
+            if not arm.targets:
+                continue
+            target = arm.targets[index]
+            shown = [_median(target.costs.get(key)) for key in ("steps", "generated_tokens")]
+            start = [percent(target.accuracy), arm.name, f"{target.reached} of {target.runs}"]
+            rows.append([*start, *shown, *_reach_cells(target.costs[main])])
+    unit = "compute" if main == "compute_measured" else "tokens"
+    header = ("accuracy", "arm", "reached", "steps", "tokens", unit, "95 %", "ratio")
+    metric = findings.metric.replace("_at_", "@")
+    mu = "" if findings.measured_mu is None else f", μ = {findings.measured_mu:.3g} as measured"
+    legend = (
+        f"the cost at which {metric} ({findings.shown_title}) first reaches the accuracy, "
+        "interpolated between evaluations: median over seeds, and 95 % interval of the median (six "
+        f"seeds or more); ∞: not reached; ratio: to {findings.baseline} at the same seed, median "
+        f"of the seeds in which both reached it. Compute: Σ (B + μR){mu}."
+    )
+    return TextTable("reach", "cost to reach an accuracy", header, rows, legend)
+
+
+def _median(reach: Reach | None) -> str:
+    return MISSING if reach is None else amount(reach.median)
+
+
+def _reach_cells(reach: Reach) -> list[str]:
+    interval, ratio = reach.interval, reach.ratio
     return [
-        *(*cells, points(delta.mean), points(delta.median)),
-        *(points_interval((delta.low, delta.high)), _difference_bounds(delta)),
-        MISSING if delta.p_value is None else p_value(delta.p_value),
+        amount(reach.median),
+        MISSING if interval is None else f"[{amount(interval[0])}, {amount(interval[1])}]",
+        MISSING if ratio is None else f"{ratio:.2f} ({reach.ratio_seeds})",
     ]
+
+
+def ablation_rows(findings: Findings) -> list[tuple[tuple[str, ...], list[ArmFindings]]]:
+    """(keys, arms) of every table, the baseline among the arms, ordered by the values of the keys.
+
+    Arms belong together if they differ from the baseline in the same keys, or in some of them: r,
+    α, and both at once make one table of (r, α).
+    """
+    baseline = findings.arm(findings.baseline)
+    every = dict.fromkeys(key for arm in findings.arms for key in arm.settings)
+    changed = {
+        arm.name: keys
+        for arm in findings.arms
+        if arm is not baseline and arm.scores and (keys := _changed(arm, baseline))
+    }
+    found = []
+    for keys in _largest(list(changed.values())):
+        arms = [arm for arm in findings.arms if arm.name in changed and changed[arm.name] <= keys]
+        ordered = tuple(key for key in every if key in keys)
+        found.append((ordered, sorted([baseline, *arms], key=partial(_order, ordered))))
+    return found
+
+
+def _changed(arm: ArmFindings, baseline: ArmFindings) -> frozenset[str]:
+    """The keys of an arm with another value than the baseline's, or without effect there."""
+    return frozenset(
+        key
+        for key, value in arm.settings.items()
+        if key not in baseline.settings or value != baseline.settings[key]
+    )
+
+
+def _largest(sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """The distinct sets that are not part of another."""
+    distinct = list(dict.fromkeys(sets))
+    return [keys for keys in distinct if not any(keys < other for other in distinct)]
+
+
+def _order(keys: Sequence[str], arm: ArmFindings) -> list[tuple[bool, float, str]]:
+    """Numbers by size, then text."""
+    values = [arm.settings.get(key) for key in keys]
+    return [
+        (False, float(value), "") if isinstance(value, int | float) else (True, 0.0, str(value))
+        for value in values
+    ]
+
+
+def facts_of(findings: Findings) -> list[str]:
+    """Baseline, benchmarks, verifier and μ, one fact each."""
+    facts = [
+        f"baseline {findings.baseline}",
+        f"benchmarks {', '.join(findings.titles[name] for name in findings.benchmarks)}",
+        f"graded by {findings.graded_by}",
+    ]
+    if findings.shown != "mean" or findings.metric != "avg_at_k":
+        metric = findings.metric.replace("_at_", "@")
+        facts.append(f"curves and targets: {metric} of {findings.shown_title}")
+    if findings.measured_mu is not None:
+        facts.append(f"μ = {findings.measured_mu:.3g} measured (median over all runs)")
+    return facts
+
+
+def warnings_of(findings: Findings) -> list[str]:
+    """Missing seeds with their reasons, arms without a common seed, and other differences."""
+    found = [
+        f"missing: {arm.name}, seed {seed}: {reason}"
+        for arm in findings.arms
+        for seed, reason in arm.missing.items()
+    ]
+    return [*found, *_unpaired(findings), *findings.notes]
+
+
+def _unpaired(findings: Findings) -> list[str]:
+    baseline = findings.arm(findings.baseline)
+    found = []
+    for arm in findings.arms:
+        if arm is baseline or not arm.scores:
+            continue
+        if arm.scores["final"].difference is None:
+            found.append(
+                f"{arm.name} has no seed in common with {baseline.name}: no paired difference"
+            )
+        elif lone := [seed for seed in arm.seeds if seed not in baseline.seeds]:
+            found.append(
+                f"{arm.name}: seeds {', '.join(map(str, lone))} are not paired, because "
+                f"{baseline.name} does not have them"
+            )
+    return found

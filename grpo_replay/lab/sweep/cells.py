@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.version import InvalidVersion, Version
-
 from grpo_replay import __version__
 from grpo_replay.errors import OutputDirectoryError, RecipeError
 from grpo_replay.lab.sweep.grid import Cell
 from grpo_replay.storage.recipe_history import differences, read_history
-from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.storage.run_directory import LOCK, RunDirectory, is_locked, newer_version
 
 
 class CellState(enum.Enum):
@@ -41,7 +39,11 @@ def state_of(cell: Cell) -> CellState:
     if not run.recipe_path.exists():
         _refuse_other_files(cell)
         return CellState.NEW
-    _refuse_newer_version(cell)
+    if (newer := newer_version(cell.folder)) is not None:
+        raise OutputDirectoryError(
+            f"{cell.folder} was written by grpo-replay {newer}, newer than this {__version__}: "
+            "update grpo-replay, or choose another --output-dir"
+        )
     recipe = cell.resolved_recipe()
     if not cell.awaits_choice:
         _refuse_other_recipe(cell)
@@ -65,22 +67,6 @@ def _refuse_other_files(cell: Cell) -> None:
         raise OutputDirectoryError(
             f"{cell.folder} holds files but no run: the sweep would start a run there; move it, or "
             "choose another --output-dir"
-        )
-
-
-def _refuse_newer_version(cell: Cell) -> None:
-    path = cell.folder / "environment.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["grpo_replay"]
-        newer = Version(found) > Version(__version__)
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, TypeError, InvalidVersion) as error:
-        raise OutputDirectoryError(f"{path} cannot be read: {error!r}") from error
-    if newer:
-        raise OutputDirectoryError(
-            f"{cell.folder} was written by grpo-replay {found}, newer than this {__version__}: "
-            "update grpo-replay, or choose another --output-dir"
         )
 
 
@@ -140,13 +126,13 @@ def locked_log(cell: Cell) -> Iterator[int]:
 
 def is_running(cell: Cell) -> bool:
     """True if a process that a sweep started in this cell is alive."""
-    return cell.log.exists() and _is_held(cell.log)
+    return is_locked(cell.log)
 
 
 def refuse_foreign_run(cell: Cell) -> None:
     """Raises OutputDirectoryError if a process that no sweep started is in the run directory."""
-    lock = cell.folder / ".lock"
-    if lock.exists() and _is_held(lock):
+    lock = cell.folder / LOCK
+    if is_locked(lock):
         pid = lock.read_text(encoding="utf-8").strip()
         raise OutputDirectoryError(
             f"{cell.folder} is in use by process {pid}, a run that this sweep did not start: wait "
@@ -154,35 +140,13 @@ def refuse_foreign_run(cell: Cell) -> None:
         )
 
 
-def _is_held(path: Path) -> bool:
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
-
-
 _STARTED = "# process "
 _TAIL_BYTES = 65_536
 
 
-GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
-
-
-def note_start(
-    descriptor: int, pid: int, cell: Cell, state: CellState, gpus: str | None = None
-) -> None:
-    """Write to the log which process runs which command, and on which share of the GPUs."""
-    share = "" if gpus is None else f"{GPUS_VARIABLE}={gpus} "
-    line = f"{_STARTED}{pid}: {share}{shell_command(cell, state)}\n"
-    os.write(descriptor, line.encode())
-
-
-def gpus_of(cell: Cell) -> set[str] | None:
-    """The share of the GPUs that the last attempt was given, from the log; None without one."""
-    found = re.search(rf": {GPUS_VARIABLE}=(\S+) ", last_attempt(cell)[0])
-    return set(found[1].split(",")) if found else None
+def note_start(descriptor: int, pid: int, cell: Cell, state: CellState) -> None:
+    """Write to the log which process runs which command."""
+    os.write(descriptor, f"{_STARTED}{pid}: {shell_command(cell, state)}\n".encode())
 
 
 def describe_holder(cell: Cell) -> str:
@@ -204,16 +168,14 @@ def last_attempt(cell: Cell) -> list[str]:
 _RAISED = re.compile(r"[\w.]+(Error|Exception|Interrupt|Exit)\b")
 
 
-def raised_line(text: str) -> str | None:
-    """The last line that names an exception, as at the end of a traceback; None if none does."""
-    return next((line for line in reversed(text.splitlines()) if _RAISED.match(line)), None)
-
-
 def error_line(cell: Cell) -> str | None:
-    """The first line of the error with which the last attempt ended; None if it printed none."""
+    """The first line of the error with which the last attempt ended, or the end of its traceback;
+    None if it printed none."""
     lines = last_attempt(cell)[1:]
     errors = [line for line in lines if line.startswith("error: ")]
-    return errors[-1].removeprefix("error: ") if errors else raised_line("\n".join(lines))
+    if errors:
+        return errors[-1].removeprefix("error: ")
+    return next((line for line in reversed(lines) if _RAISED.match(line)), None)
 
 
 @dataclass(slots=True)

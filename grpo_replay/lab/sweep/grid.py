@@ -1,4 +1,5 @@
-"""The cells of a sweep: which runs there are, where they live, and the recipe of each.
+"""The cells of a sweep: which runs there are, where they live, and the recipe of each; and their
+folder, with its lock and sweep.yaml, which says whose cells are in it.
 
 OUTPUT_DIR/ARM/seed-N/                      the comparison
 OUTPUT_DIR/tune/ARM/VALUE-NAME/seed-N/      the tuning stage
@@ -9,11 +10,17 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from grpo_replay.errors import RecipeError, SweepFileError, did_you_mean
+from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.evaluation.benchmarks import find_benchmarks
-from grpo_replay.lab.sweep.sweep_file import SweepFile
+from grpo_replay.lab.sweep.sweep_file import SweepFile, read_sweep_file, sweep_to_yaml
 from grpo_replay.recipe import Recipe, find_recipe, load_recipe
+from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+from grpo_replay.storage.recipe_history import flatten
+from grpo_replay.storage.run_directory import RunDirectory
+
+SWEEP = "sweep.yaml"
 
 _load = functools.lru_cache(maxsize=None)(load_recipe)
 
@@ -192,10 +199,10 @@ def _check_metric(sweep: SweepFile, recipe: Recipe, source: Path) -> None:
         return
     evaluation, metric = recipe.eval, sweep.tune.metric
     kind, _, benchmark = metric.partition(".")
-    if not evaluation.benchmarks or not evaluation.at_end:
+    if not evaluation.benchmarks:
         raise SweepFileError(
             f"{source}: tune.metric {metric}: the recipe evaluates nothing after the last step; "
-            "set eval.benchmarks and eval.at_end"
+            "set eval.benchmarks"
         )
     if kind == "final_greedy" and not evaluation.greedy:
         raise SweepFileError(f"{source}: tune.metric {metric} needs eval.greedy true")
@@ -240,3 +247,71 @@ def all_cells(comparisons: Sequence[Comparison]) -> Iterator[Cell]:
         for seed in range(len(comparison.file.seeds)):
             for arm in comparison.arms:
                 yield arm.comparison[seed]
+
+
+def check_folder(output_dir: Path, sweep: SweepFile) -> None:
+    """Raises OutputDirectoryError unless the folder is new or holds this sweep."""
+    path = output_dir / SWEEP
+    if not path.exists():
+        _refuse_occupied(output_dir)
+        return
+    try:
+        before = read_sweep_file(path)
+    except SweepFileError as error:
+        raise OutputDirectoryError(str(error)) from error
+    if before.name != sweep.name:
+        raise OutputDirectoryError(
+            f"{output_dir} holds the sweep {before.name}, not {sweep.name}: choose another "
+            "--output-dir"
+        )
+    if changes := _changes(before, sweep):
+        raise OutputDirectoryError(
+            f"{output_dir} holds the sweep {sweep.name} with other contents: "
+            f"{'; '.join(changes[:3])}: choose another --output-dir, or restore the sweep file"
+        )
+
+
+def _refuse_occupied(output_dir: Path) -> None:
+    run = RunDirectory(output_dir)
+    if run.exists:
+        raise OutputDirectoryError(
+            f"{output_dir} holds a run, not a sweep: choose another --output-dir"
+        )
+    if output_dir.exists() and not output_dir.is_dir():
+        raise OutputDirectoryError(f"{output_dir} is a file: choose another --output-dir")
+    others = [path.name for path in output_dir.glob("*") if path.name != ".lock"]
+    if others:
+        raise OutputDirectoryError(
+            f"{output_dir} holds {sorted(others)[0]} but no {SWEEP}: choose an empty --output-dir"
+        )
+
+
+def _changes(before: SweepFile, after: SweepFile) -> list[str]:
+    old, new = (flatten(each.model_dump(mode="json")) for each in (before, after))
+    missing: Any = "nothing"
+    return [
+        f"{key} was {old.get(key, missing)}, now {new.get(key, missing)}"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key, missing) != new.get(key, missing)
+    ]
+
+
+def open_folder(
+    output_dir: Path, sweep: SweepFile, comparisons: Sequence[Comparison]
+) -> RunDirectory:
+    """Lock the folder until this process ends, and write sweep.yaml if the sweep is new.
+
+    Raises OutputDirectoryError if another sweep works in the folder, or it cannot be written.
+    """
+    with named_if_unwritable(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+    lock = RunDirectory(output_dir)
+    lock.lock()
+    check_folder(output_dir, sweep)
+    with named_if_unwritable(output_dir):
+        for comparison in comparisons:
+            comparison.root.mkdir(parents=True, exist_ok=True)
+            if comparison.root != output_dir:
+                write_text_whole(comparison.root / SWEEP, sweep_to_yaml(comparison.file))
+        write_text_whole(output_dir / SWEEP, sweep_to_yaml(sweep))
+    return lock

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from grpo_replay.errors import INTERRUPTED, OutputDirectoryError, first_line
+from grpo_replay.lab.sweep.cell_processes import STOP_SIGNALS, CellProcess, Launcher
 from grpo_replay.lab.sweep.cells import (
     CellState,
     Progress,
     error_line,
+    is_running,
     last_attempt,
     read_summary,
     refuse_foreign_run,
     state_of,
 )
 from grpo_replay.lab.sweep.grid import Arm, Cell, Comparison, all_cells
-from grpo_replay.lab.sweep.local import STOP_SIGNALS, Launcher, LeftoverProcess, Running
 from grpo_replay.lab.sweep.tuning import (
     check_choice,
     choose,
@@ -51,7 +52,7 @@ class Entry:
     progress: Progress
     message: str = ""
     exit_code: int = 0
-    running: Running | None = None
+    running: CellProcess | None = None
     accuracy: float | None = None
 
 
@@ -81,7 +82,6 @@ class SweepRun:
 
     comparisons: Sequence[Comparison]
     launcher: Launcher
-    jobs: int
     observer: Observer
     stops: StopRequests
     entries: list[Entry] = field(default_factory=list)
@@ -102,8 +102,8 @@ class SweepRun:
     def _entry(self, cell: Cell) -> Entry:
         progress = Progress(RunDirectory(cell.folder).metrics_path)
         steps = cell.resolved_recipe().run.steps
-        running = self.launcher.find(cell)
-        if running is not None:
+        if is_running(cell):
+            running = CellProcess(cell)
             left = f"left by an earlier sweep, {running.describe()}"
             entry = Entry(cell, Status.WAITING, CellState.STARTED, steps, progress, running=running)
             self._set(entry, Status.RUNNING, left)
@@ -132,10 +132,7 @@ class SweepRun:
         return self._conclude()
 
     def _must_wait(self) -> bool:
-        running = [entry.running for entry in self._with(Status.RUNNING) if entry.running]
-        if self.stops.count:
-            return any(not each.outlives_sweep for each in running)
-        return bool(running or self._ready())
+        return bool(self._with(Status.RUNNING) or (not self.stops.count and self._ready()))
 
     def _with(self, status: Status) -> list[Entry]:
         return [entry for entry in self.entries if entry.status is status]
@@ -144,7 +141,10 @@ class SweepRun:
         return [e for e in self._with(Status.WAITING) if not e.cell.awaits_choice]
 
     def _start(self) -> None:
-        free = self.jobs - len(self._with(Status.RUNNING))
+        left = [entry for entry in self._with(Status.RUNNING) if _is_leftover(entry)]
+        if left and self.launcher.divides_gpus:
+            return  # it may be on the GPUs of any cell
+        free = self.launcher.jobs - len(self._with(Status.RUNNING))
         for entry in self._ready()[: max(0, free)]:
             try:
                 entry.disk = state_of(entry.cell)
@@ -164,11 +164,11 @@ class SweepRun:
             entry.accuracy = entry.progress.accuracy
             code = entry.running.poll()
             if code is not None:
-                self._note_end(entry, code, entry.running)
+                self._note_end(entry, code)
 
-    def _note_end(self, entry: Entry, code: int, ended: Running) -> None:
+    def _note_end(self, entry: Entry, code: int) -> None:
+        leftover = _is_leftover(entry)
         entry.running = None
-        leftover = isinstance(ended, LeftoverProcess)
         try:
             entry.disk = state_of(entry.cell)
         except OutputDirectoryError as error:
@@ -183,7 +183,7 @@ class SweepRun:
             self._set(entry, Status.WAITING, "")
         else:
             entry.exit_code = code if code > 0 else 4
-            self._set(entry, Status.FAILED, describe_end(entry.cell, code, ended.reason()))
+            self._set(entry, Status.FAILED, describe_end(entry.cell, code))
 
     def _note_done(self, entry: Entry) -> None:
         entry.accuracy = final_accuracy(entry.cell)
@@ -251,6 +251,10 @@ class SweepRun:
         return failed[0].exit_code if failed else 0
 
 
+def _is_leftover(entry: Entry) -> bool:
+    return entry.running is not None and entry.running.is_leftover
+
+
 def _lacks_values(entry: Entry) -> bool:
     return entry.cell.awaits_choice and entry.status is not Status.FAILED
 
@@ -261,8 +265,8 @@ def final_accuracy(cell: Cell) -> float | None:
     return (summary.get("final") or {}).get("mean")
 
 
-def describe_end(cell: Cell, code: int, reason: str | None = None) -> str:
-    """Why a cell failed, in one line: its own error, or how its process or job ended."""
+def describe_end(cell: Cell, code: int) -> str:
+    """Why a cell failed, in one line: its own error, or how its process ended."""
     if code < 0:
         why = "; the kernel does that when memory runs out (see dmesg)" if code == -9 else ""
         return f"killed by signal {-code}{why}"
@@ -270,4 +274,4 @@ def describe_end(cell: Cell, code: int, reason: str | None = None) -> str:
         return "told to stop by someone else; it wrote a checkpoint"
     last = [line for line in last_attempt(cell)[1:] if line.strip()][-1:]
     ended = f"ended with exit code {code} and no summary; last line: {''.join(last) or 'none'}"
-    return error_line(cell) or reason or ended
+    return error_line(cell) or ended

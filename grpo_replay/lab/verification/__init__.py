@@ -1,2 +1,2 @@
-"""Recomputes a finished run from its files, independently: shares only the recipe and the file
-readers with the code that wrote them. Imports storage, recipe, types and errors; no torch."""
+"""Reads every file of a run, and recomputes what can be recomputed, independently: shares only the
+recipe and the file readers with the code that wrote them. No torch."""

@@ -1,4 +1,5 @@
-"""Checks of metrics.jsonl: what follows from rollouts/ and draws/, recomputed step by step.
+"""Checks of metrics.jsonl: what follows from rollouts/ and draws/, recomputed step by step; and
+the ledger of an asynchronous run.
 
 Not recomputed: times and what is computed from them, the log-prob gap, and what needs the policy
 (loss, gradient norm, KL to the reference).
@@ -12,8 +13,7 @@ import numpy as np
 
 from grpo_replay.lab.verification.reward_checks import logged_scores
 from grpo_replay.lab.verification.run_files import Columns, RunFiles
-from grpo_replay.lab.verification.store import Store
-from grpo_replay.lab.verification.verification_report import Tally
+from grpo_replay.lab.verification.verification_report import Check, Tally
 
 _TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
 _OUTCOMES = ("clip_fraction", "ratio_mean", "approx_kl")
@@ -85,14 +85,13 @@ def _score_metrics(run: RunFiles, step: int) -> Values:
 
 def trained_metrics(run: RunFiles, step: int, draws: Columns) -> Values:
     """Of the step's update: what was trained on, as fresh and as replayed."""
-    rows = run.rows_of_step[step]
-    composition = run.recipe_at(step).replay.composition
+    rows, replay = run.rows_of_step[step], run.recipe_at(step).replay
     born = {name: run.rollouts[name][rows] for name in (*_OUTCOMES, *_OTHERS)}
     fresh = _chosen(born, born["tokens"] >= 0)
     old = draws["age_steps"] > 0
-    if len(old) and composition == "pool":
+    if len(old) and replay.pools_fresh:
         fresh = _chosen(draws, ~old)
-    if len(old) and composition == "buffer_only":
+    if len(old) and replay.stores_first:
         fresh, old = _chosen(draws, np.zeros(len(old), bool)), np.ones(len(old), bool)
     replayed = _chosen(draws, old)
     both = {name: np.concatenate([fresh[name], replayed[name]]) for name in fresh}
@@ -105,10 +104,8 @@ def trained_metrics(run: RunFiles, step: int, draws: Columns) -> Values:
     }
 
 
-def stored_metrics(store: Store, step: int) -> Values:
-    """Of the buffer after the step."""
-    births = store.rollouts["birth_step"][store.rows]
-    uses = store.uses[store.rows]
+def stored_metrics(births: np.ndarray, uses: np.ndarray, step: int) -> Values:
+    """Of the buffer after the step: births and uses of what is stored."""
     return {
         "buffer/age_mean": float((step - births).mean()) if len(births) else None,
         "buffer/age_max": int((step - births).max()) if len(births) else None,
@@ -137,3 +134,52 @@ def _token_mean(columns: Columns, name: str) -> float | None:
         return None
     # A rollout without tokens has no outcome (null).
     return float((np.where(tokens > 0, columns[name], 0.0) * tokens).sum() / tokens.sum())
+
+
+_ENDS = ("inserted", "zero_variance", "no_reward", "stale", "cancelled", "lost")
+
+
+def check_ledger(run: RunFiles) -> Check:
+    """generated = inserted + zero_variance + no_reward + stale + cancelled + lost + in flight, in
+    rollouts and tokens at every step; the first four as recomputed from rollouts/."""
+    tally = Tally("ledger", "balances at every step, and agrees with rollouts/")
+    found = {(name, unit): 0 for name in _ENDS[:4] for unit in ("rollouts", "tokens")}
+    for line in run.metrics:
+        step = int(line["step"])
+        _check_balance(line, step, tally)
+        rows = run.rows_of_step.get(step)
+        for row in range(rows.start, rows.stop) if rows else ():
+            end = _end_of(run, step, row)
+            found[end, "rollouts"] += 1
+            found[end, "tokens"] += int(run.rollouts["completion_token_ids"][row])
+        for (name, unit), expected in found.items():
+            logged = line.get(f"ledger/{name}_{unit}")
+            tally.expect(
+                logged == expected,
+                f"step {step}: ledger/{name}_{unit} {logged}, recomputed {expected}",
+            )
+    return tally.result()
+
+
+def _end_of(run: RunFiles, step: int, row: int) -> str:
+    """The entry of the ledger that a rollout belongs to."""
+    columns = run.rollouts
+    if columns["kept"][row]:
+        return "inserted"
+    if run.is_too_old(step, int(columns["birth_step"][row])):
+        return "stale"
+    if np.isnan(columns["reward"][row]):
+        return "no_reward"
+    std = columns["group_reward_std"][row]
+    drops = run.recipe_at(step).replay.drop_zero_variance
+    return "zero_variance" if np.isnan(std) or (std == 0 and drops) else "stale"
+
+
+def _check_balance(line: Mapping[str, Any], step: int, tally: Tally) -> None:
+    for unit in ("rollouts", "tokens"):
+        parts = [line.get(f"ledger/{name}_{unit}", 0) for name in (*_ENDS, "in_flight")]
+        generated = line.get(f"ledger/generated_{unit}")
+        tally.expect(
+            generated == sum(parts),
+            f"step {step}: {generated} {unit} generated, {sum(parts)} accounted for",
+        )

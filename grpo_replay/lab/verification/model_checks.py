@@ -12,7 +12,7 @@ import numpy as np
 
 from grpo_replay.lab.verification.run_files import RunFiles
 from grpo_replay.lab.verification.verification_report import Check, Tally
-from grpo_replay.recipe import LossSection, Recipe
+from grpo_replay.recipe import LossSection
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table, step_path
 
 ROWS_PER_CHECKPOINT = 32
@@ -27,7 +27,7 @@ _KNOWN_LOSS = {"kind", "epsilon", "epsilon_high", "dual_clip", "beta", "aggregat
                "behavior_logprobs", "asymre_delta"}  # fmt: skip
 _COLUMNS = (
     *("rollout_id", "policy_version", "policy_version_end", "kept", "advantage", "tokens"),
-    *("prompt_token_ids", "completion_token_ids", "behavior_logprobs"),
+    *("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "completion_mask"),
     *("clip_fraction", "log_ratio_mean", "approx_kl", "entropy"),
 )
 _OUTCOMES = ("log_ratio_mean", "approx_kl", "entropy")
@@ -67,7 +67,6 @@ class _ModelChecks:
 
     def check(self, step: int, policy: Policy) -> None:
         """Check the step that was sampled with `policy`, and whose first update began with it."""
-        recipe = self.run.recipe_at(step)
         rows = self._rows(step)
         sampled = [
             row
@@ -76,18 +75,18 @@ class _ModelChecks:
             if row["kept"] and row["completion_token_ids"]
         ]
         for row in _spread(sampled, ROWS_PER_CHECKPOINT):
-            self._check_behavior(step, recipe, row, policy)
-        if recipe.run.mode != "sync":
+            self._check_behavior(step, row, policy)
+        if self.run.recipe_at(step).run.is_async:
             return
-        batch = self._batch(step, recipe)
-        parts = _mini_batches(len(batch), recipe, step)
+        batch = self._batch(step)
+        parts = self._mini_batches(len(batch), step)
         if not parts:
             return
         first = [batch[i] for i in parts[0]]
         for row in _spread(first, ROWS_PER_CHECKPOINT):
-            self._check_outcome(step, recipe, row, policy)
+            self._check_outcome(step, row, policy)
         if len(parts) == 1:
-            self._check_loss(step, recipe, first, policy)
+            self._check_loss(step, first, policy)
 
     def _rows(self, step: int) -> dict[int, Row]:
         """The rollouts born at a step, by id."""
@@ -97,18 +96,19 @@ class _ModelChecks:
             self._tables[step] = {row["rollout_id"]: row for row in rows}
         return self._tables[step]
 
-    def _batch(self, step: int, recipe: Recipe) -> list[Row]:
+    def _batch(self, step: int) -> list[Row]:
         """The rows that the step trained on, in the order of the batch, each with its outcome."""
         path = step_path(self.run.folder / "draws", step)
         drawn = read_draw_table(path).to_pylist() if path.exists() else []
         replayed = [self._rows(step - d["age_steps"])[d["rollout_id"]] | d for d in drawn]
-        if drawn and recipe.replay.composition != "fresh_anchored":
+        if drawn and not self.run.recipe_at(step).replay.anchors_fresh:
             return replayed
         return [row for row in self._rows(step).values() if row["tokens"] is not None] + replayed
 
-    def _check_behavior(self, step: int, recipe: Recipe, row: Row, policy: Policy) -> None:
-        logprobs, _ = _recompute(row, recipe, policy)
-        gaps = np.abs(logprobs - np.array(row["behavior_logprobs"]))
+    def _check_behavior(self, step: int, row: Row, policy: Policy) -> None:
+        recipe = self.run.recipe_at(step)
+        logprobs, _ = self._recompute(step, row, policy)
+        gaps = np.abs(logprobs - _trained(row, row["behavior_logprobs"]))
         exact = recipe.model.dtype == "float32" and recipe.loss.behavior_logprobs == "trainer"
         gap, limit = (gaps.max(), _EXACT_NATS) if exact else (gaps.mean(), recipe.logprob_gap_limit)
         self.behavior.expect(
@@ -117,11 +117,12 @@ class _ModelChecks:
             f"from those of the weights, at most {limit:g} are expected",
         )
 
-    def _check_outcome(self, step: int, recipe: Recipe, row: Row, policy: Policy) -> None:
+    def _check_outcome(self, step: int, row: Row, policy: Policy) -> None:
         if not row["tokens"]:
             return
-        logprobs, entropies = _recompute(row, recipe, policy)
-        log_ratios = logprobs - np.array(row["behavior_logprobs"])
+        recipe = self.run.recipe_at(step)
+        logprobs, entropies = self._recompute(step, row, policy)
+        log_ratios = logprobs - _trained(row, row["behavior_logprobs"])
         expected = {
             "log_ratio_mean": log_ratios.mean(),
             "approx_kl": (np.exp(log_ratios) - 1 - log_ratios).mean(),
@@ -135,7 +136,8 @@ class _ModelChecks:
                 f"{expected[name]:.6g}",
             )
 
-    def _check_loss(self, step: int, recipe: Recipe, rows: Sequence[Row], policy: Policy) -> None:
+    def _check_loss(self, step: int, rows: Sequence[Row], policy: Policy) -> None:
+        recipe = self.run.recipe_at(step)
         reason = _why_not(recipe.loss) or (
             f"an update of {len(rows)} rows" if len(rows) > LARGEST_UPDATE else None
         )
@@ -144,17 +146,59 @@ class _ModelChecks:
             self.losses.notes += [] if note in self.losses.notes else [note]
             return
         logged = {int(line["step"]): line.get("loss") for line in self.run.metrics}[step]
-        expected = _clipped_loss(rows, recipe, policy)
+        expected = self._clipped_loss(step, rows, policy)
         limit = 1e-4 if recipe.model.dtype == "float32" else recipe.logprob_gap_limit
         self.losses.expect(
             logged is not None and abs(logged - expected) <= limit,
             f"step {step}: loss {logged}, recomputed {expected:.6g}",
         )
 
+    def _recompute(self, step: int, row: Row, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probs and entropies of the tokens that trained."""
+        prompt, completion = (np.array(row[f"{n}_token_ids"]) for n in ("prompt", "completion"))
+        temperature = self.run.recipe_at(step).sampling.temperature
+        logprobs, entropies = policy.logprobs(prompt, completion, temperature)
+        return _trained(row, logprobs), _trained(row, entropies)
 
-def _recompute(row: Row, recipe: Recipe, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
-    prompt, completion = (np.array(row[f"{n}_token_ids"]) for n in ("prompt", "completion"))
-    return policy.logprobs(prompt, completion, recipe.sampling.temperature)
+    def _clipped_loss(self, step: int, rows: Sequence[Row], policy: Policy) -> float:
+        """Paper A, equation 3, summed over the tokens of the mini-batch with their weights."""
+        recipe, count = self.run.recipe_at(step), len(rows)
+        settings, tokens = recipe.loss, sum(row["tokens"] for row in rows)
+        total = 0.0
+        for row in rows:
+            if not row["tokens"]:
+                continue
+            logprobs, _ = self._recompute(step, row, policy)
+            ratios = np.exp(logprobs - _trained(row, row["behavior_logprobs"]))
+            a = row["advantage"]
+            clipped = np.clip(ratios, 1 - settings.epsilon, 1 + settings.epsilon_high)
+            surrogate = np.minimum(ratios * a, clipped * a)
+            if settings.dual_clip is not None and a < 0:
+                surrogate = np.maximum(surrogate, settings.dual_clip * a)
+            weight = {
+                "token_mean": 1 / max(tokens, 1),
+                "sequence_mean": 1 / (count * max(row["tokens"], 1)),
+                "constant": 1 / (count * recipe.sampling.max_completion_length),
+            }[settings.aggregation]
+            total -= weight * float(surrogate.sum())
+        return total
+
+    def _mini_batches(self, count: int, step: int) -> list[np.ndarray]:
+        """The rows of each update of a step, as indices into its batch."""
+        recipe = self.run.recipe_at(step)
+        if count == 0:
+            return []
+        size = recipe.batch.mini_batch_rollouts
+        parts = min(recipe.batch.updates_per_step, count) if size is None else -(-count // size)
+        seeds = np.random.SeedSequence([recipe.run.seed, step, _SPLIT_STREAM])
+        order = np.random.default_rng(seeds).permutation(count)
+        return [np.sort(part) for part in np.array_split(order, parts)]
+
+
+def _trained(row: Row, values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Those of a completion's tokens that are not masked."""
+    mask = row["completion_mask"]
+    return np.asarray(values) if mask is None else np.asarray(values)[np.array(mask)]
 
 
 def _why_not(settings: LossSection) -> str | None:
@@ -165,40 +209,6 @@ def _why_not(settings: LossSection) -> str | None:
     if settings.kind != "clipped":
         return f"loss.kind {settings.kind}"
     return f"loss.beta {settings.beta:g}" if settings.beta > 0 else None
-
-
-def _clipped_loss(rows: Sequence[Row], recipe: Recipe, policy: Policy) -> float:
-    """Paper A, equation 3, summed over the tokens of the mini-batch with their weights."""
-    settings, count = recipe.loss, len(rows)
-    tokens = sum(row["tokens"] for row in rows)
-    total = 0.0
-    for row in rows:
-        if not row["tokens"]:
-            continue
-        logprobs, _ = _recompute(row, recipe, policy)
-        ratios, a = np.exp(logprobs - np.array(row["behavior_logprobs"])), row["advantage"]
-        clipped = np.clip(ratios, 1 - settings.epsilon, 1 + settings.epsilon_high)
-        surrogate = np.minimum(ratios * a, clipped * a)
-        if settings.dual_clip is not None and a < 0:
-            surrogate = np.maximum(surrogate, settings.dual_clip * a)
-        weight = {
-            "token_mean": 1 / max(tokens, 1),
-            "sequence_mean": 1 / (count * max(row["tokens"], 1)),
-            "constant": 1 / (count * recipe.sampling.max_completion_length),
-        }[settings.aggregation]
-        total -= weight * float(surrogate.sum())
-    return total
-
-
-def _mini_batches(count: int, recipe: Recipe, step: int) -> list[np.ndarray]:
-    """The rows of each update of a step, as indices into its batch."""
-    if count == 0:
-        return []
-    size = recipe.batch.mini_batch_rollouts
-    parts = min(recipe.batch.updates_per_step, count) if size is None else -(-count // size)
-    seeds = np.random.SeedSequence([recipe.run.seed, step, _SPLIT_STREAM])
-    order = np.random.default_rng(seeds).permutation(count)
-    return [np.sort(part) for part in np.array_split(order, parts)]
 
 
 def _spread(rows: Sequence[Row], most: int) -> list[Row]:

@@ -13,11 +13,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_replay.errors import SnapshotError
+from grpo_replay.lab.verification.verification_report import Check, Tally
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.metrics_log import read_metrics
 from grpo_replay.storage.parquet import read_parquet
 from grpo_replay.storage.recipe_history import RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table, step_path
+from grpo_replay.storage.step_files import read_metrics
 
 _COLUMNS = (
     *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "reward"),
@@ -27,7 +28,7 @@ _COLUMNS = (
     *("prompt_token_ids", "finish_reason", "verdict"),
     *("clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
 )
-_COMPUTED = ("advantage_is_null", "first_score", "truncated")
+_COMPUTED = ("advantage_is_null", "first_score", "truncated", "trainable")
 _DRAW_COLUMNS = (
     *("step", "rollout_id", "age_steps", "probability"),
     *("clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
@@ -52,7 +53,8 @@ Columns = Mapping[str, np.ndarray]
 class RunFiles:
     """One run. `rollouts` has the columns of all steps, in file order. A list column contains the
     lengths of the lists (-1 if null). Null numbers are NaN, or -1 in columns of counts.
-    `first_score` is the score of the first reward function; `truncated`, whether it was cut off.
+    `first_score` is the score of the first reward function; `truncated`, whether it was cut off;
+    `trainable`, the number of its tokens that are not masked.
     `rows_of_step[t]` is the slice of step t. A recipe that was changed at a resume holds from the
     next step on: `recipe_at`."""
 
@@ -71,6 +73,33 @@ class RunFiles:
     def recipe_at(self, step: int) -> Recipe:
         """The recipe under which a step was trained."""
         return self.recipes.at(step)
+
+    def groups(self, rows: slice) -> dict[int, np.ndarray]:
+        """The rows of each group of a step, by its id."""
+        ids = self.rollouts["group_id"][rows]
+        return {int(i): rows.start + np.flatnonzero(ids == i) for i in np.unique(ids)}
+
+    def ids_until(self, step: int) -> tuple[int, int]:
+        """The largest rollout id and group id up to a step; -1 without rollouts."""
+        stops = [rows.stop for at, rows in self.rows_of_step.items() if at <= step]
+        columns = (self.rollouts[n][: max(stops, default=0)] for n in ("rollout_id", "group_id"))
+        rollout, group = (int(ids.max(initial=-1)) for ids in columns)
+        return rollout, group
+
+    def is_too_old(self, step: int, birth_step: int) -> bool:
+        """True if what was born then is too old to be trained on at `step`."""
+        limit = self.recipe_at(step).replay.max_age_steps
+        return limit is not None and step - birth_step > limit
+
+    def is_dropped(self, step: int, row: int) -> bool:
+        """True if an asynchronous step does not train on a rollout although its group has a signal:
+        too old, or it straddles an update and the recipe drops such."""
+        recipe = self.recipe_at(step)
+        if not recipe.run.is_async:
+            return False
+        first, last = (self.rollouts[n][row] for n in ("policy_version", "policy_version_end"))
+        straddles = recipe.sampling.collection.straddlers == "drop" and first != last
+        return bool(straddles) or self.is_too_old(step, int(self.rollouts["birth_step"][row]))
 
     @property
     def steps(self) -> list[int]:
@@ -116,6 +145,23 @@ def read_run(folder: Path) -> RunFiles:
     return RunFiles(folder, recipes, metrics, rollouts, rows_of_step, draws)
 
 
+def queries(rows: list[int], rollouts: Columns) -> list[list[int]]:
+    """The rows of each group. Groups are in the order of their first row."""
+    by_group: dict[int, list[int]] = {}
+    for row in rows:
+        by_group.setdefault(int(rollouts["group_id"][row]), []).append(row)
+    return list(by_group.values())
+
+
+def check_steps(run: RunFiles) -> Check:
+    """metrics.jsonl lists steps 1, 2, 3, … and every step has a rollouts/ file."""
+    tally = Tally("files", "steps without gaps or duplicates, each with its rollouts")
+    for position, step in enumerate(run.steps, start=1):
+        tally.expect(step == position, f"metrics.jsonl line {position} is step {step}")
+        tally.expect(step in run.rows_of_step, f"rollouts/step_{step:06d}.parquet is missing")
+    return tally.result()
+
+
 def read_snapshot_columns(path: Path) -> tuple[Columns, dict[int, bytes], int]:
     """Ids, priorities and uses of a snapshot (-1: never used), behaviour log-probs as bytes, and
     the step after which it was written."""
@@ -137,12 +183,13 @@ def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, s
         path = step_path(folder, step)
         if not path.exists():
             continue
-        table = read_rollout_table(path, (*_COLUMNS, "reward_scores"))
+        table = read_rollout_table(path, (*_COLUMNS, "reward_scores", "completion_mask"))
         for name in _COLUMNS:
             parts[name].append(_to_numpy(table[name], name))
         parts["advantage_is_null"].append(table["advantage"].is_null().to_numpy())
         parts["first_score"].append(_first_scores(table))
         parts["truncated"].append(pc.equal(table["finish_reason"], "length").to_numpy())
+        parts["trainable"].append(_trainable(table))
         rows_of_step[step] = slice(total, total + table.num_rows)
         total += table.num_rows
     if not rows_of_step:
@@ -154,6 +201,12 @@ def _first_scores(table: pa.Table) -> np.ndarray:
     """The score of the first reward function; the reward, if it is the only one."""
     pairs = zip(table["reward_scores"].to_pylist(), table["reward"].to_pylist(), strict=True)
     return np.array([scores[0] if scores else reward for scores, reward in pairs], np.float32)
+
+
+def _trainable(table: pa.Table) -> np.ndarray:
+    lengths = pc.list_value_length(table["completion_token_ids"]).to_numpy()
+    masks = enumerate(table["completion_mask"].to_pylist())
+    return np.array([lengths[row] if mask is None else sum(mask) for row, mask in masks], np.int64)
 
 
 def _to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray:

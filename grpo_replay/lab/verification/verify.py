@@ -1,40 +1,150 @@
-"""`verify_run`: check that a finished run followed the algorithm of its recipe.
+"""`verify_run`: check that a finished run is whole and followed the algorithm of its recipe.
 
-Recomputes combined rewards, advantages, kept flags, the buffer at each step, ages, draw counts,
-first-draw probabilities, uses, texts and metrics from the run's files (rollouts/, draws/,
-metrics.jsonl, its recipes, and buffer.parquet and tokenizer of its checkpoints), without the code
-that wrote them. A statistical test compares the draws with the stated distribution; a correct run
-fails it once in a million (`lab.verification.draw_test`).
+Reads every file (`file_checks`), and recomputes combined rewards, advantages, kept flags, the
+buffer at each step, ages, draw counts, first-draw probabilities, uses, texts and metrics from the
+run's files, without the code that wrote them. A statistical test compares the draws with the stated
+distribution; a correct run fails it once in a million (`draw_checks`).
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.lab.verification.async_checks import check_ledger
+import numpy as np
+
 from grpo_replay.lab.verification.draw_checks import DrawChecks
+from grpo_replay.lab.verification.file_checks import check_files
 from grpo_replay.lab.verification.metric_checks import (
     Values,
+    check_ledger,
     check_metrics,
     generated_metrics,
     stored_metrics,
     trained_metrics,
 )
 from grpo_replay.lab.verification.model_checks import Policy, check_with_models
-from grpo_replay.lab.verification.reward_checks import check_rewards
+from grpo_replay.lab.verification.reward_checks import check_advantages, check_rewards
 from grpo_replay.lab.verification.rollout_checks import (
-    check_advantages,
-    check_files,
     check_groups,
+    check_texts,
     check_trained,
     check_versions,
 )
-from grpo_replay.lab.verification.run_files import RunFiles, read_run
-from grpo_replay.lab.verification.snapshot_checks import check_snapshot
-from grpo_replay.lab.verification.store import Store
-from grpo_replay.lab.verification.text_checks import check_texts
+from grpo_replay.lab.verification.run_files import (
+    Columns,
+    RunFiles,
+    check_steps,
+    queries,
+    read_run,
+    read_snapshot_columns,
+)
 from grpo_replay.lab.verification.verification_report import Check, Tally, VerifyReport
 from grpo_replay.recipe import ReplaySection
+
+
+class Store:
+    """The stored rows and their uses. `evict` and `insert` return the number of evicted rows."""
+
+    def __init__(self, rollouts: Columns, settings: ReplaySection) -> None:
+        self.rollouts = rollouts
+        self.settings = settings
+        self.rows: list[int] = []
+        self.uses = np.zeros(len(rollouts["rollout_id"]), dtype=np.int64)
+        self.last_use = np.full(len(rollouts["rollout_id"]), -1, dtype=np.int64)
+
+    def copy(self) -> "Store":
+        """A copy with the same rows, without their uses."""
+        other = Store(self.rollouts, self.settings)
+        other.rows = list(self.rows)
+        return other
+
+    def evict(self, now: int) -> int:
+        """Remove rows older than `max_age_steps` at step `now`."""
+        if self.settings.max_age_steps is None:
+            return 0
+        births = self.rollouts["birth_step"]
+        young = [row for row in self.rows if now - births[row] <= self.settings.max_age_steps]
+        return self._keep(young)
+
+    def insert(self, fresh: list[int]) -> int:
+        """Append rows, then evict those over the capacity."""
+        self.rows = self.rows + fresh
+        capacity = self.settings.capacity_rollouts
+        if self.settings.positive_fraction > 0:
+            return self._keep(self._positive_bias(capacity))
+        if self.settings.unit == "query":
+            return self._keep(self._newest_queries(capacity))
+        return self._keep(self.rows[-capacity:])
+
+    def record(self, rows: list[int], step: int) -> None:
+        """Count one use per row, at `step`."""
+        for row in rows:
+            self.uses[row] += 1
+            self.last_use[row] = step
+
+    def _keep(self, rows: list[int]) -> int:
+        evicted = len(self.rows) - len(rows)
+        self.rows = rows
+        return evicted
+
+    def _positive_bias(self, capacity: int) -> list[int]:
+        reserved = round(self.settings.positive_fraction * capacity)
+        window = capacity - reserved
+        newest_first = self.rows[::-1]
+        outside = [row for row in newest_first[window:] if self._is_correct(row)]
+        return (newest_first[:window] + outside[:reserved])[::-1]
+
+    def _is_correct(self, row: int) -> bool:
+        if self.rollouts["group_reward_std"][row] == 0:  # all correct, or none
+            return bool(self.rollouts["group_correct"][row] > 0)
+        return bool(self.rollouts["advantage"][row] > 0)
+
+    def _newest_queries(self, capacity: int) -> list[int]:
+        kept: list[int] = []
+        for members in reversed(queries(self.rows, self.rollouts)):
+            if len(kept) + len(members) > capacity:
+                break
+            kept = members + kept
+        return kept
+
+
+def check_snapshot(run: RunFiles, store: Store, step: int, path: Path, tally: Tally) -> None:
+    """Check content, order and uses, and behaviour log-probs bit for bit against those at birth."""
+    columns, bits, written_at = read_snapshot_columns(path)
+    tally.expect(written_at == step, f"checkpoint {step}: its buffer is of step {written_at}")
+    expected_ids = run.rollouts["rollout_id"][store.rows].tolist()
+    if not tally.expect(
+        columns["rollout_id"].tolist() == expected_ids,
+        f"checkpoint {step}: holds {len(columns['rollout_id'])} rollouts, expected "
+        f"{len(expected_ids)}, or in another order",
+    ):
+        return
+    for name, values in (("times_used", store.uses), ("last_used_step", store.last_use)):
+        _check_column(columns, name, values[store.rows], step, tally)
+    stored = np.array(store.rows, dtype=np.int64)
+    for logged, rows in run.rows_of_step.items():
+        if not ((rows.start <= stored) & (stored < rows.stop)).any():
+            continue
+        born = run.behavior_logprobs_of_step(logged)
+        for rollout_id in set(born) & set(bits):
+            tally.expect(
+                born[rollout_id] == bits[rollout_id],
+                f"checkpoint {step}, rollout {rollout_id}: behaviour log-probs are not those at "
+                "birth",
+            )
+
+
+def _check_column(
+    columns: Columns, name: str, expected_N: np.ndarray, step: int, tally: Tally
+) -> None:
+    ids, found_N = columns["rollout_id"], columns[name]
+    tally.expect_all(
+        found_N == expected_N,
+        lambda i: (
+            f"checkpoint {step}, rollout {ids[i]}: {name} {found_N[i]}, recomputed {expected_N[i]}"
+        ),
+    )
+
 
 _TOKENS = ("prompt_token_ids", "completion_token_ids")
 
@@ -44,15 +154,17 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None
     step (0: the one that the run began with), also those that need weights. Raises SnapshotError
     or RecipeError if the files cannot be read."""
     run = read_run(Path(run_dir))
-    checks = [check_files(run), check_groups(run), check_versions(run)]
+    checks = [check_steps(run), check_groups(run), check_versions(run)]
     checks += [*check_rewards(run), *check_advantages(run)]
     checks += [check_trained(run), check_texts(run)]
-    if run.recipe.run.mode == "async":
+    if run.recipe.run.is_async:
         checks.append(check_ledger(run))
     checks += _Replay(run).checks()
+    files, unchecked = check_files(run)
+    checks += files
     if open_policy is not None:
         checks += check_with_models(run, open_policy)
-    return VerifyReport(len(run.steps), tuple(checks))
+    return VerifyReport(len(run.steps), tuple(checks), tuple(unchecked))
 
 
 class _Replay:
@@ -79,59 +191,56 @@ class _Replay:
                 self._step(step, line)
         return [*self.draws.results(), self.metrics.result(), self.frozen.result()]
 
-    @property
-    def active(self) -> bool:
-        return self.settings.enabled and self.settings.ratio > 0
-
     def _step(self, step: int, line: Mapping[str, Any]) -> None:
-        self._use_settings(self.run.recipe_at(step).replay)
+        self._use_settings(step)
         rows = self.run.rows_of_step[step]
         fresh = [row for row in range(rows.start, rows.stop) if self.run.rollouts["kept"][row]]
-        evicted = 0
-        if self.active:
+        if self.settings.replays:
             self._restart_if_emptied(step, fresh, line)
-        evicted += self.store.evict(step)
-        if self.active and self.settings.composition == "buffer_only":
+        evicted = self.store.evict(step)
+        if self.settings.replays and self.settings.stores_first:
             evicted += self.store.insert(fresh)
-        pool = fresh if self.settings.composition == "pool" else []
+        pool = fresh if self.settings.pools_fresh else []
         drawn = self.draws.check(step, self.store.rows + pool, len(fresh), self.store.uses > 0)
         self.store.record(drawn, step)
-        if self.active:
-            if self.settings.composition != "buffer_only":
+        if self.settings.replays:
+            if not self.settings.stores_first:
                 evicted += self.store.insert(fresh)
             evicted += self.store.evict(step + 1)
-        self._check_draw_metrics(step, line, len(fresh))
-        self.processed_tokens += int(sum(self.run.rollouts[name][rows].sum() for name in _TOKENS))
-        expected: Values = {"buffer/rollouts": len(self.store.rows), "buffer/evicted": evicted}
-        if self.run.recipe_at(step).run.mode == "sync":
-            expected |= {
-                **generated_metrics(self.run, step),
-                **trained_metrics(self.run, step, self.draws.draws(step)),
-                **stored_metrics(self.store, step),
-                "num_tokens": self.processed_tokens,
-            }
-        check_metrics(self.metrics, step, line, expected)
-        if step in self.snapshots and self.active:
+        self._check_metrics(step, line, len(fresh), evicted)
+        if step in self.snapshots and self.settings.replays:
             check_snapshot(self.run, self.store, step, self.snapshots[step], self.frozen)
 
-    def _use_settings(self, settings: ReplaySection) -> None:
-        if settings == self.settings:
-            return
-        self.settings = self.store.settings = settings
-        self.store.insert([])  # a smaller capacity evicts as the run is resumed
+    def _use_settings(self, step: int) -> None:
+        settings = self.run.recipe_at(step).replay
+        if settings != self.settings:
+            self.settings = self.store.settings = settings
+            self.store.insert([])  # a smaller capacity evicts as the run is resumed
 
-    def _check_draw_metrics(self, step: int, line: Mapping[str, Any], fresh: int) -> None:
-        ages = self.draws.draws(step)["age_steps"]
-        replayed = ages if self.settings.composition == "buffer_only" else ages[ages > 0]
+    def _check_metrics(self, step: int, line: Mapping[str, Any], fresh: int, evicted: int) -> None:
+        draws, store, rows = self.draws.draws(step), self.store, self.run.rows_of_step[step]
+        ages = draws["age_steps"]
+        replayed = ages if self.settings.stores_first else ages[ages > 0]
         count = len(replayed)
-        expected = {
+        expected: Values = {
             "fresh/rollouts": fresh,
             "replay/rollouts": count,
             "replay/ratio": count / fresh if fresh else None,
             "replay/ess": self.draws.effective_sample_size,
             "replay/age_mean": float(replayed.mean()) if count else None,
             "replay/age_max": int(replayed.max()) if count else None,
+            "buffer/rollouts": len(store.rows),
+            "buffer/evicted": evicted,
         }
+        self.processed_tokens += int(sum(self.run.rollouts[name][rows].sum() for name in _TOKENS))
+        if not self.run.recipe_at(step).run.is_async:
+            births = store.rollouts["birth_step"][store.rows]
+            expected |= {
+                **generated_metrics(self.run, step),
+                **trained_metrics(self.run, step, draws),
+                **stored_metrics(births, store.uses[store.rows], step),
+                "num_tokens": self.processed_tokens,
+            }
         check_metrics(self.metrics, step, line, expected)
 
     def _restart_if_emptied(self, step: int, fresh: list[int], line: Mapping[str, Any]) -> None:

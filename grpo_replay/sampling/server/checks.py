@@ -8,8 +8,14 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
-from grpo_replay.sampling.server.routes import CONTROL_SECONDS, TOKEN_COUNTER, VllmServer
+from grpo_replay.sampling.server.routes import (
+    CONTROL_SECONDS,
+    TOKEN_COUNTER,
+    Refused,
+    Unreachable,
+    VllmServer,
+    block_on,
+)
 
 HOW_TO_START = (
     "start it with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "

@@ -14,12 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from grpo_replay.errors import SamplerError, first_line
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import ServersSection
 from grpo_replay.sampling.server.checks import check_server
-from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
-from grpo_replay.sampling.server.request_pool import ServerPool
-from grpo_replay.sampling.server.routes import VllmServer
-from grpo_replay.sampling.server.sampler import VllmServerSampler
+from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
+from grpo_replay.sampling.server.sampler import ServerPool, VllmServerSampler
 from grpo_replay.sampling.server.weight_transfer import KeptFolderTransfer, switch_server
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
@@ -34,15 +32,13 @@ class RejoiningPool(ServerPool):
     """Servers that may come back. With `on_failure` stop, an evaluation that loses one still ends
     the run."""
 
-    def lose(self, server: VllmServer, reason: str) -> None:
-        if self.settings.drop_lost:
-            self.note_away(server, reason)
-        else:
-            super().lose(server, reason)
+    def note_lost(self, server: VllmServer, reason: str) -> None:
+        logger.warning("the vLLM server %s is away: %s", server.url, reason)
 
     def note_away(self, server: VllmServer, reason: str) -> None:
+        """Note that a server is lost, without ending the run."""
         if server.url not in self.lost:
-            logger.warning("the vLLM server %s is away: %s", server.url, reason)
+            self.note_lost(server, reason)
         self.lost[server.url] = reason
 
 
@@ -53,7 +49,7 @@ class RollingServerSampler(VllmServerSampler):
 
     _pool: RejoiningPool
 
-    def prepare(self, recipe: Recipe) -> None:
+    def prepare(self) -> None:
         """Called once the servers are connected."""
         self.on_switch: Callable[[str, int | None], None] = lambda url, version: None
         self.paused_seconds = 0.0
@@ -83,16 +79,16 @@ class RollingServerSampler(VllmServerSampler):
         """Look at these servers, which the collector does not use."""
         self._suspects.update(urls)
 
-    def _connect(self, recipe: Recipe) -> None:
-        super()._connect(recipe)
+    def _connect(self, settings: ServersSection) -> None:
+        super()._connect(settings)
         self._pool = RejoiningPool(self._pool.servers, self._pool.settings)
-        self.prepare(recipe)
+        self.prepare()
 
-    def _check_servers(self, recipe: Recipe) -> None:
+    def _check_servers(self, settings: ServersSection) -> None:
         """Validate the servers. Of those given by URL, one must be there; the others may come later
         if `on_failure` is drop."""
         if not self._comm.is_main or self._launched or not self._pool.settings.drop_lost:
-            super()._check_servers(recipe)
+            super()._check_servers(settings)
             return
         for server in self._pool.servers:
             try:

@@ -4,60 +4,188 @@ Every rank spreads its own requests over all servers. Rank 0 launches and valida
 drives weight updates. At every update the ranks agree on the servers in use.
 """
 
+import asyncio
 import logging
+import queue
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, ClassVar
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.engine.models import (
     load_config,
     load_policy,
-    load_tokenizer,
-    section_at,
 )
-from grpo_replay.engine.stop_tokens import find_stop_tokens
-from grpo_replay.engine.weight_names import (
+from grpo_replay.engine.weights import (
     CheckedWeights,
     ExpectedWeights,
     expected_weights,
     named_weights,
     refuse_problems,
 )
-from grpo_replay.errors import RecipeError
-from grpo_replay.recipe import ModelSection, Recipe
-from grpo_replay.sampling.contract import WeightState
+from grpo_replay.errors import RecipeError, SamplerError
+from grpo_replay.recipe import ModelSection, ServersSection
+from grpo_replay.sampling.sampler_protocol import SamplerOpening, WeightState
 from grpo_replay.sampling.server.checks import ServerRequirements, check_server
-from grpo_replay.sampling.server.http_client import Refused, Unreachable, block_on
-from grpo_replay.sampling.server.request_pool import PoolSettings, ServerPool
-from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
+from grpo_replay.sampling.server.dispatcher import (
+    LONGEST_CHECK_SECONDS,
+    Dispatcher,
+    Job,
+    PoolSettings,
+    Servers,
+    Span,
+)
+from grpo_replay.sampling.server.routes import (
+    CONTROL_SECONDS,
+    Refused,
+    Unreachable,
+    VllmServer,
+    background_loop,
+    block_on,
+)
 from grpo_replay.sampling.server.server_process import (
     LaunchedServer,
     launch_servers,
     wait_until_healthy,
 )
-from grpo_replay.sampling.server.weight_files import SyncFolder
 from grpo_replay.sampling.server.weight_nccl import NcclTransfer
 from grpo_replay.sampling.server.weight_transfer import (
     FolderTransfer,
     KeptFolderTransfer,
+    SyncFolder,
     Transfer,
     publish,
 )
-from grpo_replay.sampling.vllm_requests import check_request
-from grpo_replay.sampling.vllm_settings import engine_arguments
+from grpo_replay.sampling.vllm_requests import check_request, engine_arguments
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 logger = logging.getLogger(__name__)
 
 
+class ServerPool(Servers):
+    """The servers in use. One that is lost stays lost."""
+
+    def live(self) -> list[VllmServer]:
+        return [server for server in self.servers if server.url not in self.lost]
+
+    def lose(self, server: VllmServer, reason: str) -> None:
+        """A no-op if it is lost already. Raises SamplerError if the recipe says to stop then, or if
+        it was the last."""
+        if server.url not in self.lost:
+            self.lost[server.url] = reason
+            super().lose(server, reason)
+
+    def note_lost(self, server: VllmServer, reason: str) -> None:
+        left = len(self.live())
+        if left == 0:
+            raise SamplerError(f"the last vLLM server, {server.url}, is lost: {reason}")
+        logger.warning("the vLLM server %s is lost (%s); %d left", server.url, reason, left)
+
+    def run(
+        self,
+        requests: Sequence[GenerationRequest],
+        stop_token_ids: Sequence[int],
+        policy_version: int,
+    ) -> Iterator[Completion]:
+        """Completions as they finish, all sampled by `policy_version`. Raises SamplerError as soon
+        as one cannot be had; requests still running are then cancelled, as they are when the
+        iterator is closed."""
+        batch = _Batch(self, requests, policy_version)
+        future = asyncio.run_coroutine_threadsafe(batch.run(stop_token_ids), background_loop())
+        try:
+            for _ in requests:
+                yield batch.next_result()
+        finally:
+            future.cancel()
+
+
+class _Batch:
+    """One call of `ServerPool.run`. The methods run in the background loop, except `next_result`,
+    which waits in the caller's thread."""
+
+    def __init__(
+        self, pool: ServerPool, requests: Sequence[GenerationRequest], policy_version: int
+    ) -> None:
+        self._pool = pool
+        self._requests = requests
+        self._policy_version = policy_version
+        self._unfinished = len(requests)
+        self._finished = asyncio.Event()
+        self._last: Completion | None = None  # kept until every server that failed was looked at
+        self._results: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+
+    def next_result(self) -> Completion:
+        """The next completion. Raises the error of the run."""
+        result = self._results.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def run(self, stop_token_ids: Sequence[int]) -> None:
+        """Put all completions, or those before the first error and then it, into the results."""
+        dispatcher: Dispatcher[Job] = Dispatcher(
+            self._pool, stop_token_ids, tuple, self._take, self._give_up, self._policy_version
+        )
+        dispatcher.waiting.extend(map(Job, self._requests))
+        dispatcher.failure.add_done_callback(lambda _: self._finished.set())
+        try:
+            dispatcher.fill()
+            await self._wait()
+            if dispatcher.failure.done():
+                dispatcher.failure.result()
+            await dispatcher.settle()
+            if self._last is not None:
+                self._results.put(self._last)
+        except Exception as error:
+            self._results.put(error)
+        finally:
+            await dispatcher.close()
+
+    async def _wait(self) -> None:
+        """Until the batch is finished or has failed. Raises SamplerError if for too long no server
+        can be used."""
+        limit, alone = self._pool.settings.request_timeout_seconds, time.monotonic()
+        while not self._finished.is_set():
+            try:
+                async with asyncio.timeout(min(limit, LONGEST_CHECK_SECONDS)):
+                    await self._finished.wait()
+            except TimeoutError:
+                if self._pool.live():
+                    alone = time.monotonic()
+                elif time.monotonic() - alone > limit:
+                    lost = self._pool.lost
+                    raise SamplerError(
+                        f"no vLLM server came back for {limit:g} s: {lost}"
+                    ) from None
+
+    def _take(self, job: Job, completion: Completion, spans: tuple[Span, ...]) -> None:
+        sampled_by = {version for version, _, _ in spans}
+        if sampled_by != {self._policy_version}:
+            raise SamplerError(
+                f"completion {tuple(job.request.key)} was sampled by policy versions "
+                f"{sorted(sampled_by)} where {self._policy_version} was asked for: something else "
+                "updates the servers' weights"
+            )
+        self._unfinished -= 1
+        if self._unfinished:
+            self._results.put(completion)
+        else:
+            self._last = completion
+            self._finished.set()
+
+    def _give_up(self, job: Job, reason: str) -> None:
+        raise SamplerError(f"request {tuple(job.request.key)} cannot be had: {reason}")
+
+
 class VllmServerSampler:
     """Implements `sampling.sampler_protocol.Sampler` over HTTP."""
+
+    reads_files: ClassVar[bool] = True
+    ranks_sample_together = False
 
     def __init__(
         self,
@@ -77,56 +205,54 @@ class VllmServerSampler:
         self.policy_version = 0
 
     @classmethod
-    def open(
-        cls, recipe: Recipe, model_path: str, comm: Comm, log_folder: Path | None = None
-    ) -> "VllmServerSampler":
-        """A sampler whose servers are up, match the recipe and hold the weights in `model_path`.
-        Collective. Launched servers write their logs to `log_folder`.
+    def refuse_model(cls, model: ModelSection) -> None:
+        """vLLM reads the model's files when the sampler opens."""
+
+    @classmethod
+    def open(cls, opening: SamplerOpening) -> "VllmServerSampler":
+        """A sampler whose servers are up, match the recipe and hold the opening's weights.
+        Collective.
 
         Raises RecipeError for settings that contradict each other or the model, SamplerError for a
         server that cannot be launched or reached, or does not match the recipe.
         """
-        settings = recipe.sampling.servers
-        section = section_at(recipe.model, model_path)
-        on_gpu = recipe.engine.device != "cpu" and torch.cuda.is_available()
-        arguments = engine_arguments(recipe, section, on_gpu)
+        if opening.pushed_while_sampling and cls is VllmServerSampler:
+            from grpo_replay.sampling.server.rolling import RollingServerSampler
+
+            return RollingServerSampler.open(opening)
+        section, comm = opening.model, opening.comm
+        transfer = opening.sampling.servers.weight_transfer
+        arguments = engine_arguments(opening.sampling, section, opening.longest, opening.on_gpu)
         expected = expected_weights(section)
-        stop_token_ids = find_stop_tokens(recipe, section, load_tokenizer(section))
-        required = ServerRequirements.of(load_config(section), arguments, settings.weight_transfer)
-        sampler = cls(required, stop_token_ids, expected, comm)
+        required = ServerRequirements.of(load_config(section), arguments, transfer)
+        sampler = cls(required, opening.stop_token_ids, expected, comm)
         try:
-            run_collectively(
-                comm, lambda: sampler._open_resources(recipe, arguments, on_gpu, log_folder)
-            )
-            sampler._connect(recipe)
-            run_collectively(comm, lambda: sampler._check_servers(recipe))
-            sampler._push_initial_weights(section, recipe.run.seed)
+            run_collectively(comm, lambda: sampler._open_resources(opening, arguments))
+            sampler._connect(opening.sampling.servers)
+            run_collectively(comm, lambda: sampler._check_servers(opening.sampling.servers))
+            sampler._push_initial_weights(section, opening.seed)
         except BaseException:
             sampler.close()
             raise
         return sampler
 
-    def _open_resources(
-        self,
-        recipe: Recipe,
-        arguments: Mapping[str, Any],
-        on_gpu: bool,
-        log_folder: Path | None,
-    ) -> None:
+    def _open_resources(self, opening: SamplerOpening, arguments: Mapping[str, Any]) -> None:
         """On rank 0 only: open the weight transfer and launch servers, without waiting for them."""
         if not self._comm.is_main:
             return
-        self._transfer = _transfer(recipe, self._expected)
-        if recipe.sampling.servers.launch:
-            self._launched = launch_servers(recipe, arguments, on_gpu, log_folder)
+        self._transfer = _transfer(opening, self._expected)
+        if opening.sampling.servers.launch:
+            self._launched = launch_servers(
+                opening.sampling, arguments, opening.on_gpu, opening.log_folder
+            )
 
-    def _connect(self, recipe: Recipe) -> None:
+    def _connect(self, settings: ServersSection) -> None:
         """Create a client for every server, on every rank."""
         own = {each.url: str(each.log) for each in self._launched}
-        logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct_urls(recipe)))
+        logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct_urls(settings)))
         run = self._comm.broadcast_json(secrets.token_hex(4))
         servers = [VllmServer(url, run, Path(log) if log else None) for url, log in logs.items()]
-        self._pool = ServerPool(servers, _pool_settings(recipe, self._comm.world_size))
+        self._pool = ServerPool(servers, PoolSettings.of(settings, self._comm.world_size))
 
     def _push_initial_weights(self, section: ModelSection, seed: int) -> None:
         """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have
@@ -140,7 +266,7 @@ class VllmServerSampler:
             weights = named_weights(load_policy(plain, seed))
         self._update(weights, 0)
 
-    def _check_servers(self, recipe: Recipe) -> None:
+    def _check_servers(self, settings: ServersSection) -> None:
         if not self._comm.is_main:
             return
         servers = self._pool.servers
@@ -148,7 +274,7 @@ class VllmServerSampler:
             wait_until_healthy(
                 self._launched,
                 [partial(_is_healthy, server) for server in servers],
-                recipe.sampling.servers.start_timeout_seconds,
+                settings.start_timeout_seconds,
             )
         for server in servers:
             check_server(server, self._required)
@@ -237,29 +363,19 @@ def _is_healthy(server: VllmServer) -> bool:
     return True
 
 
-def _distinct_urls(recipe: Recipe) -> list[str]:
-    plain = [url.rstrip("/") for url in recipe.sampling.servers.urls]
+def _distinct_urls(settings: ServersSection) -> list[str]:
+    plain = [url.rstrip("/") for url in settings.urls]
     for url in plain:
         if plain.count(url) > 1:
             raise RecipeError(f"sampling.servers.urls names {url} more than once")
     return plain
 
 
-def _pool_settings(recipe: Recipe, world_size: int) -> PoolSettings:
-    settings = recipe.sampling.servers
-    return PoolSettings(
-        in_flight_per_server=max(settings.max_in_flight // world_size, 1),
-        request_timeout_seconds=settings.request_timeout_seconds,
-        max_retries=settings.max_retries,
-        drop_lost=settings.on_failure == "drop",
-    )
-
-
-def _transfer(recipe: Recipe, expected: ExpectedWeights) -> Transfer:
-    settings = recipe.sampling.servers
-    bucket_bytes = recipe.sampling.sync_bucket_mib * 2**20
+def _transfer(opening: SamplerOpening, expected: ExpectedWeights) -> Transfer:
+    settings = opening.sampling.servers
+    bucket_bytes = opening.sampling.sync_bucket_mib * 2**20
     if settings.weight_transfer == "nccl":
         return NcclTransfer(expected, bucket_bytes, settings.request_timeout_seconds)
     folder = SyncFolder(settings.sync_folder, expected.bytes_needed)
-    kind = KeptFolderTransfer if recipe.run.mode == "async" else FolderTransfer
+    kind = KeptFolderTransfer if opening.pushed_while_sampling else FolderTransfer
     return kind(folder, bucket_bytes, settings.request_timeout_seconds)

@@ -15,9 +15,9 @@ from typing import Any
 
 from grpo_replay.distributed.environment import RankEnvironment, rank_environment
 from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import SamplingSection
 from grpo_replay.sampling.server import guard as server_guard
-from grpo_replay.sampling.vllm_settings import set_environment
+from grpo_replay.sampling.vllm_requests import set_environment
 
 MODEL_NAME = "policy"
 ON_BY_DEFAULT = ("enable_prefix_caching", "async_scheduling", "enable_chunked_prefill")
@@ -61,12 +61,12 @@ class LaunchedServer:
 
 
 def launch_servers(
-    recipe: Recipe, arguments: Mapping[str, Any], on_gpu: bool, log_folder: Path | None
+    sampling: SamplingSection, arguments: Mapping[str, Any], on_gpu: bool, log_folder: Path | None
 ) -> list[LaunchedServer]:
     """Start `sampling.servers.launch` servers on consecutive ports, without waiting for them.
     Raises SamplerError if a port is taken, RecipeError if there are not enough GPUs besides those
     of this machine's ranks, or if there are ranks on other machines."""
-    settings, environment = recipe.sampling.servers, rank_environment()
+    settings, environment = sampling.servers, rank_environment()
     _refuse_ranks_elsewhere(settings.launch, environment)
     ports = range(settings.base_port, settings.base_port + settings.launch)
     for port in ports:
@@ -79,7 +79,7 @@ def launch_servers(
             _visible_devices(),
             environment.local_world_size,
             settings.launch,
-            recipe.sampling.vllm.tensor_parallel_size,
+            sampling.vllm.tensor_parallel_size,
         )
     return [
         _launch(
@@ -154,7 +154,7 @@ def wait_until_healthy(
             if time.monotonic() > deadline:
                 raise SamplerError(
                     f"the vLLM server at {server.url} was not ready after {timeout_seconds:g} s "
-                    f"(sampling.servers.start_timeout_seconds); its log is {server.log}:\n"
+                    f"(sampling.servers.request_timeout_seconds); its log is {server.log}:\n"
                     f"{server.log_tail()}"
                 )
             time.sleep(POLL_SECONDS)
@@ -214,5 +214,5 @@ def _refuse_taken_port(host: str, port: int) -> None:
         except OSError as error:
             raise SamplerError(
                 f"cannot launch a vLLM server on {host}:{port}: {error.strerror}; set "
-                "sampling.servers.base_port to a free port, or stop the program that uses it"
+                "sampling.servers.address to a free port, or stop the program that uses it"
             ) from error

@@ -15,12 +15,11 @@ from urllib.parse import urlsplit
 
 import torch
 
-from grpo_replay.engine.weight_names import ExpectedWeights
+from grpo_replay.engine.weights import ExpectedWeights
 from grpo_replay.errors import SamplerError, first_line
-from grpo_replay.sampling.process_state import stdout_to_stderr
-from grpo_replay.sampling.server.http_client import Refused, Unreachable
-from grpo_replay.sampling.server.routes import CONTROL_SECONDS, VllmServer
-from grpo_replay.sampling.vllm_settings import log_through_root
+from grpo_replay.sampling.server.routes import CONTROL_SECONDS, Refused, Unreachable, VllmServer
+from grpo_replay.sampling.vllm_process import stdout_to_stderr
+from grpo_replay.sampling.vllm_requests import log_through_root
 
 logger = logging.getLogger(__name__)
 

@@ -5,28 +5,47 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_replay.lab.dry_run.assumptions import expected_of
-from grpo_replay.lab.dry_run.duration import Speed, choose_speed, describe_time, update_flops
-from grpo_replay.lab.dry_run.fit import Hardware
+from grpo_replay.lab.dry_run import estimates
+from grpo_replay.lab.dry_run.dry_run_report import _choose_speed, _pace
+from grpo_replay.lab.dry_run.estimates import (
+    Known,
+    Speed,
+    assumed_speed,
+    describe_replay,
+    describe_step,
+    describe_time,
+    update_flops,
+)
 from grpo_replay.lab.dry_run.memory import ModelShape
-from grpo_replay.lab.dry_run.sizes import describe_replay, describe_step
+from grpo_replay.lab.dry_run.planner import Machines
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import measured_speed
 from grpo_replay.recipe import load_recipe, recipe_to_yaml
-from grpo_replay.storage.stored_sizes import GIB
+from grpo_replay.storage.checkpoint import GIB
 
-FOUR_GPUS = Hardware("cuda", 4, 80 * GIB, True)
-CPU = Hardware("cpu", 1, 8 * GIB, False)
+FOUR_GPUS = Machines("cuda", (4,), 80 * GIB, 4, elsewhere=True)
+CPU = Machines("cpu", (1,), 8 * GIB)
 SHAPE = ModelShape(
     parameters=10**9, parameters_in_files=10**9, largest_parameter=1, tied_head=True, layers=10,
     hidden=8, vocabulary=50, kv_elements_per_token=64, attention_width=1000, max_positions=None,
 )  # fmt: skip
 
 
-def time_of(recipe, hardware, speed, **measured):
+def expected_of(recipe, measured=None):
+    return estimates.expected_of(
+        recipe.model, recipe.prompts, recipe.sampling, recipe.replay, measured
+    )
+
+
+def time_of(recipe, machines, speed, **measured):
     expected = expected_of(recipe, measured)
-    step, replay = describe_step(recipe, expected), describe_replay(recipe, expected)
-    return describe_time(recipe, step, replay, expected, speed, hardware)
+    step = describe_step(recipe.sampling, recipe.replay, expected)
+    stored = describe_replay(recipe.sampling, recipe.replay, recipe.run.steps, expected)
+    pace = _pace(recipe.run, recipe.sampling, recipe.loss.behavior_logprobs == "trainer")
+    return describe_time(
+        pace, step, stored["first_replay_step"], expected, speed, machines.total_ranks,
+        machines.on_cuda,
+    )  # fmt: skip
 
 
 def test_hours_by_hand():
@@ -53,7 +72,7 @@ def test_a_step_lasts_as_long_as_the_rank_that_samples_most(prompts, processes, 
     """Groups of 16 completions of 1,000 tokens, dealt to ranks of 500 tokens/s: 2 s each, on the
     busiest rank. One prompt on 8 ranks takes 4 s, on 3 ranks 12 s (16 = 5 + 5 + 6)."""
     recipe = load_recipe("fifo-qwen2.5-7b", [f"sampling.prompts_per_step={prompts}"])
-    hardware = Hardware("cuda", processes, 80 * GIB, True)
+    hardware = Machines("cuda", (processes,), 80 * GIB, processes)
     found = time_of(recipe, hardware, Speed(500, 5000, "stated"), completion_tokens=1000)
     assert found["generation_seconds_per_step"] == 2 * each
 
@@ -105,7 +124,7 @@ def test_an_asynchronous_run_predicts_its_own_duration(tmp_path, training, gpus)
     (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
     speed = measured_speed(open_source(tmp_path))
     assert speed.generated == 320 / gpus  # of one GPU of one server
-    two = Hardware("cpu", 2, 8 * GIB, False)
+    two = Machines("cpu", (2,), 8 * GIB)
     found = time_of(recipe, two, speed, completion_tokens=10.0)
     assert found["hours"] == pytest.approx(240 * 4 / 3600, rel=0.01)
 
@@ -134,29 +153,32 @@ def test_a_sampler_whose_logprobs_are_used_saves_the_pass():
 def test_the_assumed_speed_is_a_share_of_the_peak_and_the_cost_ratio_of_the_plan():
     recipe = load_recipe("qwen3-0.6b")
     expected = expected_of(recipe, {"completion_tokens": 1000.0, "prompt_tokens": 0.0, "mu": 5.0})
-    speed = choose_speed(recipe, expected, SHAPE, FOUR_GPUS)
+    speed = assumed_speed(SHAPE, expected, "bfloat16")
     # 6 operations for each of 1e9 parameters, and 6 · 10 · 1,000 · 1,000 for attention, per token
     assert speed.trained == pytest.approx(0.3 * 989e12 / (6e9 + 6e7))
     assert speed.generated == pytest.approx(speed.trained / 5)
-    assert speed.assumed and "μ 5" in speed.source
+    assert speed.assumed and "μ 5" in speed.source and "H100" in speed.source
+    known = assumed_speed(SHAPE, expected, "bfloat16", "NVIDIA A100-SXM4-80GB")
+    assert known.trained / speed.trained == pytest.approx(312 / 989)
 
 
 def test_one_stated_speed_gives_the_other_by_the_cost_ratio():
     recipe = load_recipe("qwen3-0.6b")
     expected = expected_of(recipe)
     assert expected.mu == 6.84
-    trained = choose_speed(recipe, expected, None, CPU, trained=6840)
+    trained = Known(trained_tokens_per_second=6840).stated_speed(expected.mu)
     assert (trained.generated, trained.trained) == (pytest.approx(1000), 6840)
-    generated = choose_speed(recipe, expected, None, CPU, generated=1000)
+    generated = Known(generated_tokens_per_second=1000).stated_speed(expected.mu)
     assert (generated.generated, generated.trained) == (1000, pytest.approx(6840))
-    both = choose_speed(recipe, expected, None, CPU, generated=1, trained=2)
+    both = Known(1, 2).stated_speed(expected.mu)
     assert (both.generated, both.trained, both.source) == (1, 2, "stated")
 
 
 def test_nothing_is_assumed_of_the_speed_of_a_cpu():
     recipe = load_recipe("tiny")
-    assert choose_speed(recipe, expected_of(recipe), SHAPE, CPU) is None
-    assert time_of(recipe, CPU, None) == {"steps": 240, "hours": None, "gpu_hours": None}
+    assert _choose_speed(Known(), expected_of(recipe), None, "float32", CPU) is None
+    unknown = {"steps": 240, "hours": None, "gpu_hours": None, "speed_is": None}
+    assert time_of(recipe, CPU, None) == unknown
 
 
 def test_the_speed_of_a_run_is_that_of_one_of_its_ranks(runs, tmp_path):

@@ -12,32 +12,31 @@ from transformers import Qwen3MoeConfig
 
 from grpo_replay.engine.models import load_config
 from grpo_replay.lab.dry_run.memory import (
+    HF_CACHE_GROWTH,
+    HF_CACHE_ROOM,
     PROCESS,
     PROCESS_ZERO,
+    VLLM_BUFFERS,
+    VLLM_GRAPHS,
     EngineSetting,
     ForwardMemory,
     ModelShape,
     engine_memory,
-)
-from grpo_replay.lab.dry_run.sampler_memory import (
-    HF_CACHE_GROWTH,
-    HF_CACHE_ROOM,
-    VLLM_BUFFERS,
-    VLLM_GRAPHS,
     hf_cache_tokens,
     hf_memory,
     vllm_memory,
 )
 from grpo_replay.lab.dry_run.trace import (
     LiveBytes,
-    _trace,
+    Microbatch,
     forward_memory,
     model_shape,
+    trace,
 )
 from grpo_replay.recipe import load_recipe
 from grpo_replay.sampling.decoding import INITIAL_CAPACITY
 from grpo_replay.sampling.kv_cache import GROWTH_TOKENS, RowLayer
-from grpo_replay.storage.stored_sizes import GIB, checkpoint_bytes, logged_bytes, stored_bytes
+from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, logged_bytes, stored_bytes
 
 SHAPE = ModelShape(
     parameters=1000, parameters_in_files=1200, largest_parameter=400, tied_head=True, layers=2,
@@ -169,6 +168,36 @@ def qwen(*overrides: str):
     return load_recipe("qwen3-0.6b", [*QWEN, *overrides])
 
 
+def traced(recipe, layers: int, rows: int, length: int, completion: int) -> ForwardMemory:
+    chunk = recipe.logprob_chunk_tokens(151_936)
+    batch = Microbatch(rows, length, completion, chunk)
+    return trace(recipe.model, load_config(recipe.model), layers, batch)
+
+
+def test_adapters_are_traced_as_peft_makes_them():
+    """The sizes of peft's adapters, and what its layers keep for the backward pass."""
+    from grpo_replay.engine.lora import LoraAdapters
+    from grpo_replay.lab.dry_run import trace as module
+
+    section = qwen("model.lora.rank=8").model
+    config = module._with_layers(load_config(section), 2)
+    model = module._meta_model(config, torch.bfloat16, "eager")
+    with torch.device("meta"):
+        by_peft = LoraAdapters.attach(model, section.lora, seed=0).parameters
+    assert model_shape(config, section.lora).adapters == by_peft
+    own = traced(qwen("model.lora.rank=8"), 2, 2, 256, 128)
+
+    def with_peft(model, lora):
+        with torch.device("meta"):
+            LoraAdapters.attach(model, lora, seed=0)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_attach", with_peft)
+        theirs = traced(qwen("model.lora.rank=8"), 2, 2, 256, 128)
+    assert own.saved == theirs.saved and own.peak == pytest.approx(theirs.peak, rel=0.01)
+
+
 def test_live_bytes_follow_allocation_and_release():
     model = torch.nn.Linear(4, 4, device="meta")
     with LiveBytes(model) as live:
@@ -188,16 +217,13 @@ def test_live_bytes_follow_allocation_and_release():
 
 
 def test_checkpointing_saves_one_hidden_state_per_layer_and_token():
-    recipe, config = qwen(), load_config(qwen().model)
-    two = _trace(recipe, config, 2, rows=2, length=256, completion=128)
-    three = _trace(recipe, config, 3, rows=2, length=256, completion=128)
+    two, three = (traced(qwen(), layers, 2, 256, 128) for layers in (2, 3))
     assert three.saved - two.saved == 2 * 256 * 1024 * 2
 
 
 def test_without_checkpointing_a_layer_keeps_its_attention_and_mlp():
     recipe = qwen("model.gradient_checkpointing=false", "model.dtype=float32")
-    config = load_config(recipe.model)
-    two, three = (_trace(recipe, config, n, rows=1, length=512, completion=64) for n in (2, 3))
+    two, three = (traced(recipe, layers, 1, 512, 64) for layers in (2, 3))
     hidden, queries, keys, inner = 1024, 2048, 1024, 3072
     # norms: x, normalised x and the result, twice; q and k before and after their norms and
     # rotation; attention: values and output; MLP: gate, its activation, up, and their product
@@ -208,8 +234,7 @@ def test_without_checkpointing_a_layer_keeps_its_attention_and_mlp():
 
 def test_the_logits_exist_for_one_chunk_at_a_time():
     def peak(chunk: int | None) -> int:
-        recipe = qwen(f"engine.logprob_chunk_tokens={chunk or 'null'}")
-        return _trace(recipe, load_config(recipe.model), 1, 1, 1024, 900).peak
+        return traced(qwen(f"engine.logprob_chunk_tokens={chunk or 'null'}"), 1, 1, 1024, 900).peak
 
     one = 4 * 151_936  # fp32 logits of one token
     assert 2 * 300 * one < peak(450) - peak(150) < 5 * 300 * one
@@ -218,14 +243,14 @@ def test_the_logits_exist_for_one_chunk_at_a_time():
 
 def test_extrapolation_over_layers_is_exact():
     recipe = qwen("model.config_overrides={num_hidden_layers: 7}")
-    config = load_config(recipe.model)
-    assert forward_memory(recipe, 1, 512, 256) == _trace(recipe, config, 7, 1, 512, 256)
+    batch = Microbatch(1, 512, 256, recipe.logprob_chunk_tokens(151_936))
+    assert forward_memory(recipe.model, batch) == traced(recipe, 7, 1, 512, 256)
 
 
 def test_eager_attention_is_quadratic_and_flash_is_not():
     def saved(kind: str, length: int) -> int:
         recipe = qwen(f"model.attn_implementation={kind}", "model.gradient_checkpointing=false")
-        return forward_memory(recipe, 1, length, 16).saved
+        return forward_memory(recipe.model, Microbatch(1, length, 16, 64)).saved
 
     assert saved("sdpa", 1024) < 2.01 * saved("sdpa", 512)
     assert saved("eager", 1024) > 2.5 * saved("eager", 512)
@@ -242,8 +267,8 @@ def test_experts_are_traced_in_both_precisions_and_count_once_for_each_token():
     assert shape.active_parameters == shape.parameters - experts * 6 // 8
     saved = {}
     for dtype in ("float32", "bfloat16"):
-        recipe = load_recipe("tiny", [f"model.dtype={dtype}"])
-        saved[dtype] = _trace(recipe, config, 2, 4, 64, 32).saved
+        section = load_recipe("tiny", [f"model.dtype={dtype}"]).model
+        saved[dtype] = trace(section, config, 2, Microbatch(4, 64, 32, 64)).saved
     assert 1.5 < saved["float32"] / saved["bfloat16"] <= 2
 
 

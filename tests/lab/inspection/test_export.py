@@ -6,8 +6,8 @@ import shutil
 import by_hand
 import pyarrow.parquet as pq
 import pytest
+from commands import run_inspect as run
 
-from grpo_replay.cli.inspect_command import run
 from grpo_replay.errors import OutputDirectoryError, SnapshotError, UsageError
 
 
@@ -34,29 +34,17 @@ def test_jsonl_has_the_rollouts_that_pass_the_filter(runs, tmp_path, capsys):
     assert lines[0]["completion_token_ids"] == original[expected[0]]["completion_token_ids"]
 
 
-def test_a_folder_opens_as_a_hugging_face_dataset(runs, tmp_path):
+def test_an_export_of_a_checkpoint_opens_as_a_dataset(runs, tmp_path):
     datasets = pytest.importorskip("datasets")
-    target = tmp_path / "hf"
+    target = tmp_path / "stored.parquet"
     run(str(runs["ours"] / "checkpoints" / "step_000024"), export=str(target))
-    loaded = datasets.load_dataset(str(target), split="train", cache_dir=str(tmp_path / "cache"))
+    cache = str(tmp_path / "cache")
+    loaded = datasets.load_dataset(
+        "parquet", data_files=str(target), split="train", cache_dir=cache
+    )
     stored = by_hand.stored_rows(runs["ours"], 24)
     assert loaded["rollout_id"][:] == [row["rollout_id"] for row in stored]
     assert loaded[0]["behavior_logprobs"] == pytest.approx(stored[0]["behavior_logprobs"])
-    assert "92 rollouts" in (target / "README.md").read_text()
-
-
-def test_a_folder_that_a_killed_export_left_is_no_obstacle_but_one_of_the_user_is(runs, tmp_path):
-    left = tmp_path / "hf.tmp"
-    (left / "data").mkdir(parents=True)
-    (left / "data/train-00000-of-00001.parquet").write_text("half")
-    run(str(runs["ours"]), where="reward > 5", export=str(tmp_path / "hf"))
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
-    mine = tmp_path / "b.tmp/thesis.tex"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    with pytest.raises(OutputDirectoryError, match=r"b\.tmp is needed .* holds something else"):
-        run(str(runs["ours"]), where="reward > 5", export=str(tmp_path / "b"))
-    assert mine.read_text() == "mine"
 
 
 def test_an_empty_selection_is_a_file_without_rows(runs, tmp_path):

@@ -8,12 +8,11 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from commands import run_inspect as run
 from slow_tests import slow_except
 from small_runs.synthetic import PRESETS, write_synthetic_run
 
-from grpo_replay.cli.inspect_command import run
-from grpo_replay.lab.inspection.buffer_figures import panels_of
-from grpo_replay.lab.inspection.buffer_page import render_page
+from grpo_replay.lab.inspection.buffer_figures import panels_of, render_page
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rows import sample_rollouts
 from grpo_replay.lab.inspection.source import open_source

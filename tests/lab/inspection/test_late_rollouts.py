@@ -6,13 +6,12 @@ from pathlib import Path
 import by_hand
 import numpy as np
 import pytest
+from commands import run_inspect as inspect_run
 from small_runs.synthetic import SyntheticRun, synthetic_recipe
 
-from grpo_replay.cli.inspect_command import run as inspect_run
-from grpo_replay.lab.inspection.ageing import outcomes_by_age
-from grpo_replay.lab.inspection.compute import summarise
-from grpo_replay.lab.inspection.life import read_life
+from grpo_replay.lab.inspection.compute import outcomes_by_age, summarise
 from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.inspection.views import read_life
 from grpo_replay.lab.planning.estimate import growth_points
 
 STEPS = 8

@@ -7,14 +7,14 @@ from dataclasses import replace
 import by_hand
 import numpy as np
 import pytest
+from commands import run_inspect as run
 from small_runs.synthetic import PRESETS
 
-from grpo_replay.cli.inspect_command import run
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.inspection.life import read_life
-from grpo_replay.lab.inspection.rebuild import NO_ROW, find_rows, replay_storage, survivors_for
+from grpo_replay.lab.inspection.rebuild import replay_storage, survivors_for
+from grpo_replay.lab.inspection.rollout_columns import NO_ROW, find_rows
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.views import print_life
+from grpo_replay.lab.inspection.views import print_life, read_life
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.terminal.console import open_console
 

@@ -5,19 +5,17 @@ import json
 from dataclasses import replace
 
 import pytest
+from commands import run_inspect as run
 from rich.console import Console
 from slow_tests import slow_except
 from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe, write_synthetic_run
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.cli.inspect_command import run
-from grpo_replay.lab.inspection.buffer_panels import print_inspection
+from grpo_replay.lab.inspection.buffer_panels import merge_rows, print_inspection, thin_ages
 from grpo_replay.lab.inspection.compute import summarise
-from grpo_replay.lab.inspection.histograms import merge_rows, thin_ages
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.terminal.bars import bar, sparkline
-from grpo_replay.terminal.progress import tracked
+from grpo_replay.terminal.console import bar, sparkline, tracked
 
 
 def screen(path, width: int = 118, step: int | None = None) -> str:
@@ -116,7 +114,7 @@ def test_sparklines_rise_with_the_values():
 def test_progress_is_shown_only_for_slow_operations(monkeypatch, capsys):
     assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("grpo_replay.terminal.progress.DELAY_SECONDS", -1.0)
+    monkeypatch.setattr("grpo_replay.terminal.console.DELAY_SECONDS", -1.0)
     assert list(tracked([1, 2, 3], "reading")) == [1, 2, 3]
     captured = capsys.readouterr()
     assert captured.err == "reading: 3 in total\n" and captured.out == ""

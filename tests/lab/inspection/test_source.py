@@ -6,8 +6,8 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from commands import run_inspect as run
 
-from grpo_replay.cli.inspect_command import run
 from grpo_replay.errors import SnapshotError, UsageError
 
 
@@ -126,7 +126,7 @@ def test_a_newer_schema_is_refused(copy):
 def test_options_that_cannot_be_combined(runs):
     for options in (
         {"show": 1, "where": "kept"},
-        {"verify": True, "changes": ["ratio=1"]},
+        {"verify": True, "what_if": ["ratio=1"]},
         {"plot": "a.png", "export": "b.jsonl"},
     ):
         with pytest.raises(UsageError, match="cannot be combined; use one at a time"):

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import test_summary
+from commands import run_inspect as run
 from small_runs.synthetic import PRESETS
 
-from grpo_replay.cli.inspect_command import run
+from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.what_if import what_if
 
 pytestmark = pytest.mark.slow
 

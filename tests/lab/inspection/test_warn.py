@@ -4,11 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_replay.lab.inspection.ageing import AgeOutcome
-from grpo_replay.lab.inspection.buffer_summary import DrawLaw, Inspection
+from grpo_replay.lab.inspection.buffer_summary import AgeOutcome, DrawLaw, Inspection, find_warnings
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.warn import find_warnings
 
 
 @pytest.fixture(scope="module")

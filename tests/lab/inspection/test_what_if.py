@@ -5,21 +5,22 @@ from dataclasses import asdict, fields, replace
 
 import numpy as np
 import pytest
+from commands import run_inspect as run
 from small_runs.synthetic import write_synthetic_run
 
-from grpo_replay.cli.inspect_command import run
 from grpo_replay.errors import RecipeError, SnapshotError, UsageError
-from grpo_replay.lab.inspection import what_if as module
-from grpo_replay.lab.inspection.rollout_columns import RolloutColumns, read_log
-from grpo_replay.lab.inspection.source import open_source
-from grpo_replay.lab.inspection.what_if import (
+from grpo_replay.lab.inspection import rebuild as module
+from grpo_replay.lab.inspection.rebuild import (
     DrawStatistics,
     changed_recipe,
     kept_under,
     refuse_what_was_not_kept,
     simulate,
+    steps_of,
     what_if,
 )
+from grpo_replay.lab.inspection.rollout_columns import RolloutColumns, read_log
+from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.recipe import load_recipe
 
 STEPS = 60
@@ -41,10 +42,15 @@ def long_runs(tmp_path_factory):
     return made
 
 
+def simulated_once(log, recipe, seed):
+    steps = steps_of(log, recipe.rollouts_per_step if recipe.run.is_async else None)
+    return simulate(log, recipe.replay, recipe.sampling.group_size, steps, seed)
+
+
 def simulated(source, recipe, count: int = 24) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation of every statistic over simulations with different draws."""
     log = read_log(source.rollout_files)
-    results = [asdict(simulate(log, recipe, seed)) for seed in range(1000, 1000 + count)]
+    results = [asdict(simulated_once(log, recipe, seed)) for seed in range(1000, 1000 + count)]
     return {
         name: (
             float(np.mean([result[name] for result in results])),
@@ -174,7 +180,7 @@ def test_what_an_asynchronous_run_dropped_as_stale_stays_dropped():
     """Two draws a step, also in the three steps in which nothing arrived; at the end of the fifth
     step the first group leaves the buffer."""
     recipe = asynchronous("replay.preset=fifo", "replay.max_age_steps=4", "replay.ratio=1")
-    found = simulate(stale_group(), recipe, seed=0)
+    found = simulated_once(stale_group(), recipe, seed=0)
     assert (found.replayed_rollouts, found.stored_mean) == (10, 8 / 5)
     assert found.abs_advantage_mean == 1.0
     assert found.never_drawn_share == 0.0
@@ -248,11 +254,11 @@ def _copied(path, folder):
 
 def test_the_comparison_prints_its_limits(runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
-    run(str(runs["ours"]), changes=["max_age_steps=2", "priority_exponent=1"])
+    run(str(runs["ours"]), what_if=["max_age_steps=2", "priority_exponent=1"])
     text = capsys.readouterr().out
     assert "max_age_steps 5 → 2" in text and "priority_exponent 0.5 → 1" in text
     assert "Generation is held fixed" in text
-    run(str(runs["ours"]), changes=["replay.max_age_steps=2"], as_json=True)
+    run(str(runs["ours"]), what_if=["replay.max_age_steps=2"], as_json=True)
     document = json.loads(capsys.readouterr().out)
     assert set(document["changed"]) == {field.name for field in fields(DrawStatistics)}
     assert "Generation is held fixed" in document["cannot_know"]

@@ -6,10 +6,10 @@ import json
 import by_hand
 import pyarrow as pa
 import pytest
+from commands import run_inspect as inspect_run
 from rich.console import Console
 
-from grpo_replay.cli.inspect_command import run as inspect_run
-from grpo_replay.errors import UsageError
+from grpo_replay.errors import DatasetError, UsageError
 from grpo_replay.lab.inspection.rows import iter_rows, open_rows
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import LISTED, print_list
@@ -156,6 +156,29 @@ def test_a_list_has_as_many_rollouts_as_asked_for_and_their_texts(runs, plain, c
     assert f"{len(matching):,} rollouts match; the first 3 are shown" in shown
     inspect_run(str(runs["ours"]), where="reward = 1", limit=len(matching), as_json=True)
     assert len(json.loads(capsys.readouterr().out)["rollouts"]) == len(matching)
+
+
+def test_texts_have_their_problem_and_answer(runs, plain, capsys, monkeypatch):
+    row = next(row for row in plain if row["reward"] == 1)
+    known = {row["prompt_id"]: ("[7+8]", "15")}
+    monkeypatch.setattr("grpo_replay.prompts.prompt_set.read_problems", lambda *_: known)
+    inspect_run(str(runs["ours"]), where="reward = 1", limit=1, text=True)
+    shown = capsys.readouterr().out
+    assert f"{row['rollout_id']}  [7+8]  answer 15\n{row['completion_text']}" in shown
+    inspect_run(str(runs["ours"]), where="reward = 1", limit=1, text=True, as_json=True)
+    first = json.loads(capsys.readouterr().out)["rollouts"][0]
+    assert (first["problem"], first["answer"]) == ("[7+8]", "15")
+
+
+def test_texts_are_shown_where_the_problems_cannot_be_read(runs, plain, capsys, monkeypatch):
+    def gone(*_):
+        raise DatasetError("mine.jsonl does not exist")
+
+    monkeypatch.setattr("grpo_replay.prompts.prompt_set.read_problems", gone)
+    inspect_run(str(runs["ours"]), where="reward = 1", limit=1, text=True)
+    printed = capsys.readouterr()
+    assert "the problems are not shown: mine.jsonl does not exist" in printed.err
+    assert next(row for row in plain if row["reward"] == 1)["completion_text"] in printed.out
 
 
 def test_a_limit_without_a_filter_and_texts_of_a_snapshot_are_refused(runs):

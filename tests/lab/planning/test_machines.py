@@ -3,18 +3,18 @@
 import json
 
 import pytest
+from commands import run_plan as run
 
-from grpo_replay.cli.plan_command import run, run_curves, run_machines
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.dry_run.assumptions import assumed_cost_ratio, assumed_survival
-from grpo_replay.lab.planning.curves import optimum_curve
+from grpo_replay.lab.dry_run.estimates import assumed_cost_ratio, assumed_survival
+from grpo_replay.lab.planning.plan_figures import optimum_curve
 from grpo_replay.lab.planning.theory import cost_ratio_from_counts
 from grpo_replay.recipe import load_recipe
 from grpo_replay.replay.relative_cost import relative_compute
 
 
 def machines(capsys, **options):
-    run_machines(**options, as_json=True)
+    run(**options, as_json=True)
     return json.loads(capsys.readouterr().out)
 
 
@@ -87,20 +87,24 @@ def test_a_recipe_is_planned_with_the_survival_and_the_cost_of_its_own_model(cap
 )
 def test_assumptions_by_model_name(recipe, overrides, survival, mu):
     resolved = load_recipe(recipe, overrides)
-    assert assumed_survival(resolved)[0] == pytest.approx(survival)
-    assert assumed_cost_ratio(resolved)[0] == pytest.approx(mu, abs=1e-4)
-    assert ("another model" in assumed_cost_ratio(resolved)[1]) == ("else" in resolved.model.path)
+    assert assumed_survival(resolved.model.path, resolved.replay.drop_zero_variance)[
+        0
+    ] == pytest.approx(survival)
+    assert assumed_cost_ratio(resolved.model.path)[0] == pytest.approx(mu, abs=1e-4)
+    assert ("another model" in assumed_cost_ratio(resolved.model.path)[1]) == (
+        "else" in resolved.model.path
+    )
 
 
 def test_options_that_do_not_fit_together_are_refused():
     with pytest.raises(UsageError, match="--workers and --trainers are given together"):
-        run_machines(workers=5, trainers=None)
+        run(workers=5, trainers=None)
     with pytest.raises(UsageError, match="--generated and --trained"):
-        run_machines(workers=5, trainers=3, generated=100)
+        run(workers=5, trainers=3, generated=100)
     with pytest.raises(UsageError, match="not from both"):
-        run_machines(workers=5, trainers=3, generated=100, trained=300, mu=5.0)
+        run(workers=5, trainers=3, generated=100, trained=300, mu=5.0)
     with pytest.raises(UsageError, match=r"--rho 0\.1: γ .* does not depend on it"):
-        run_machines(workers=5, trainers=3, ignored={"rho": 0.1})
+        run(workers=5, trainers=3, rho=0.1)
     with pytest.raises(UsageError, match=r"--survival 0\.5: replay\.drop_zero_variance is false"):
         run(recipe="fifo-qwen3-0.6b", survival=0.5)
 
@@ -121,11 +125,11 @@ def test_curves_go_through_the_check_value_and_through_the_limit_of_no_coupling(
 
 
 def test_curves_are_written_as_a_figure(tmp_path):
-    run_curves(str(tmp_path / "curves.svg"))
+    run(curves=str(tmp_path / "curves.svg"))
     text = (tmp_path / "curves.svg").read_text()
     for words in ("best horizon x*", "best replay ratio y*", "a = 0.4", "ρ = 0.5"):
         assert words in text
     with pytest.raises(UsageError):
-        run_curves(str(tmp_path / "curves.pdf"))
+        run(curves=str(tmp_path / "curves.pdf"))
     with pytest.raises(UsageError, match="leave --mu out"):
-        run_curves(str(tmp_path / "curves.svg"), {"--rho": None, "--mu": 5.0})
+        run(curves=str(tmp_path / "curves.svg"), mu=5.0)

@@ -10,6 +10,7 @@ import tracemalloc
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from commands import run_plan as run
 from rich.console import Console
 from small_runs.synthetic import (
     PRESETS,
@@ -19,9 +20,8 @@ from small_runs.synthetic import (
     synthetic_recipe,
 )
 
-from grpo_replay.cli.plan_command import run, run_machines
 from grpo_replay.errors import SnapshotError, UsageError
-from grpo_replay.lab.dry_run.assumptions import expected_of
+from grpo_replay.lab.dry_run.estimates import expected_of
 from grpo_replay.lab.planning.design import (
     PlanInputs,
     design_at,
@@ -33,7 +33,7 @@ from grpo_replay.lab.planning.plan_panels import plan_document, print_plan
 from grpo_replay.lab.planning.theory import PowerGrowth, RatioGrowth
 from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.storage.stored_sizes import stored_bytes
+from grpo_replay.storage.checkpoint import stored_bytes
 
 
 def plan_json(capsys, **options) -> dict:
@@ -50,7 +50,6 @@ def inputs(**changes) -> PlanInputs:
         rollouts_per_step=256,
         completion_tokens=1000.0,
         prompt_tokens=100.0,
-        composition="buffer_only",
         sources={},
     )
     return PlanInputs(**{**values, **changes})
@@ -76,7 +75,7 @@ def test_updates_of_a_size_decide_what_one_update_trains_on(capsys):
     machines = dict(recipe="fifo-tiny", workers=5, trainers=3, as_json=True)
 
     def horizon(*overrides):
-        run_machines(overrides=overrides, **machines)
+        run(overrides=overrides, **machines)
         return json.loads(capsys.readouterr().out)["x"]
 
     one = horizon()
@@ -239,7 +238,6 @@ def test_the_screen_shows_settings_and_assumptions(monkeypatch, capsys):
     assert "it does not predict accuracy" in text
     assert "--set replay.capacity_rollouts=1092 --set replay.ratio=3.97" in text
     assert "draws are uniform over the buffer" in text
-    assert "+ best; no replay: 0.65" in text and text.count("│") >= 11
     wrapped_by_the_terminal = ("--set", "J is the compute", "The best FIFO buffer")
     in_columns = [
         line for line in text.splitlines() if not any(w in line for w in wrapped_by_the_terminal)
@@ -249,15 +247,12 @@ def test_the_screen_shows_settings_and_assumptions(monkeypatch, capsys):
 
 def test_the_map_marks_the_designs_that_it_applies_to():
     """It is of FIFO buffers: the horizon and ratio of a fresh-anchored batch are no point of it."""
-    from grpo_replay.lab.planning.plot import terminal_map
+    from grpo_replay.lab.planning.plan_figures import shown_design
 
-    fifo = synthetic_recipe("fifo", capacity_rollouts=2048).replay
-    shown = terminal_map(make_plan(inputs(), fifo)).plain
-    marks, _, legend = shown.partition("\n  █")
-    assert marks.count("+") == 1 and marks.count("@") == 1
-    assert "+ best  @ recipe; no replay: 0.65" in legend
-    ours = make_plan(inputs(composition="fresh_anchored"), synthetic_recipe("ours").replay)
-    assert "@" not in terminal_map(ours).plain
+    fifo = make_plan(inputs(), synthetic_recipe("fifo", capacity_rollouts=2048).replay)
+    assert shown_design(fifo) is fifo.current is not None
+    ours = make_plan(inputs(), synthetic_recipe("ours").replay)
+    assert ours.current is not None and shown_design(ours) is None
 
 
 def test_a_fresh_anchored_batch_has_its_own_ages(capsys):
@@ -320,7 +315,8 @@ def test_a_recipe_that_the_theory_finds_dearer_than_no_replay_says_why(name, cap
 
 def test_plan_and_dry_run_assume_the_same(capsys):
     for name in ("qwen3-0.6b", "qwen3-4b", "fifo-qwen3-0.6b", "tiny"):
-        expected = expected_of(load_recipe(name))
+        recipe = load_recipe(name)
+        expected = expected_of(recipe.model, recipe.prompts, recipe.sampling, recipe.replay)
         assumed = plan_json(capsys, recipe=name)["assumptions"]
         for key in ("mu", "survival", "completion_tokens", "prompt_tokens"):
             assert assumed[key] == getattr(expected, key), (name, key)

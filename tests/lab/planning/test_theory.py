@@ -6,7 +6,6 @@ import pytest
 from scipy import integrate, optimize
 
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.planning.sensitivity import flat_range_x, flat_range_y, sensitivity
 from grpo_replay.lab.planning.theory import (
     PowerGrowth,
     RatioGrowth,
@@ -18,6 +17,7 @@ from grpo_replay.lab.planning.theory import (
     power_law_optimum,
     recommended_design,
 )
+from grpo_replay.lab.planning.verdict import flat_range_x, flat_range_y, sensitivity
 from grpo_replay.replay.relative_cost import relative_compute
 
 MUS = (0.3, 1.0, 2.5, 5.28, 6.84, 20.0, 100.0)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run_report as run
 from scipy import stats
 from share_bounds import beta_bounds
 from small_runs.experiments import BENCHMARKS, Size, evaluation, write_run, write_sweep
 
-from grpo_replay.cli.report_command import run
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_mu
-from grpo_replay.lab.report.finished_run import read_run
+from grpo_replay.lab.report.finished_run import Outcome, best_evaluation, read_run
 
 SEEDS = (1, 2, 3)
 SMALL = Size()
@@ -90,7 +90,7 @@ def test_differences_are_paired_by_seed(sweep, capsys):
 
 
 def test_costs_are_sums_over_the_metrics(sweep, capsys):
-    document = report(capsys, sweep, given_mu=[3.0])
+    document = report(capsys, sweep, mu=[3.0])
     lines = [
         [json.loads(line) for line in (sweep / f"ours/seed-{s}/metrics.jsonl").open()]
         for s in SEEDS
@@ -117,7 +117,7 @@ def relog(cell: Path, **changes) -> list[dict]:
 def test_compute_and_mu_count_the_rollouts_that_steps_generated(copy, capsys):
     """Refills: 32 rollouts a step where the recipe asks for 16."""
     lines = relog(copy / "ours/seed-1", **{"cost/generated_rollouts": 32})
-    quantities = arms_of(report(capsys, copy / "ours/seed-1", given_mu=[3.0]))["ours"]["quantities"]
+    quantities = arms_of(report(capsys, copy / "ours/seed-1", mu=[3.0]))["ours"]["quantities"]
     trained, training, generation = (
         sum(line[f"cost/{name}"] for line in lines)
         for name in ("trained_rollouts", "training_seconds", "generation_seconds")
@@ -126,7 +126,7 @@ def test_compute_and_mu_count_the_rollouts_that_steps_generated(copy, capsys):
     mu = (generation / (12 * 32)) / (training / trained)
     assert quantities["mu"]["mean"] == pytest.approx(mu)
     relog(copy / "ours/seed-1", **{"cost/generated_rollouts": None})  # a run of an older version
-    older = arms_of(report(capsys, copy / "ours/seed-1", given_mu=[3.0]))["ours"]["quantities"]
+    older = arms_of(report(capsys, copy / "ours/seed-1", mu=[3.0]))["ours"]["quantities"]
     assert older["compute_3"]["mean"] == pytest.approx(trained + 3 * 12 * 16)
     assert older["mu"]["mean"] == pytest.approx(2 * mu)
 
@@ -241,7 +241,7 @@ def evaluation_file(path: Path, size: Size = SMALL, **settings) -> Path:
 
 def test_reports_do_not_read_the_completions(sweep):
     run_read = read_run(sweep / "ours/seed-1")
-    for each in (run_read.final, run_read.best):
+    for each in (run_read.final, best_evaluation(run_read, Outcome())):
         assert "completion_text" not in each.samples.column_names
         assert each.samples.num_rows == 2 * 10 * 4
 
@@ -406,8 +406,8 @@ def test_an_unknown_baseline_is_refused_with_the_arms(sweep):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"targets": [0.0]}, "--reach 0"), ({"targets": [101]}, "--reach 101"),
-     ({"given_mu": [-1.0]}, "--mu -1"), ({"given_mu": [float("nan")]}, "--mu nan")],
+    [({"reach": [0.0]}, "--reach 0"), ({"reach": [101]}, "--reach 101"),
+     ({"mu": [-1.0]}, "--mu -1"), ({"mu": [float("nan")]}, "--mu nan")],
 )  # fmt: skip
 def test_invalid_numbers_are_refused(sweep, options, message):
     with pytest.raises(UsageError, match=message):
@@ -438,10 +438,10 @@ def test_what_tuning_chose_is_listed_and_its_runs_are_left_out(copy, capsys):
 
 
 def test_an_accuracy_that_is_not_reached_is_a_result(sweep, capsys):
-    reach = arms_of(report(capsys, sweep, targets=[30.0, 99.0]))["ours"]["reach"]
+    reach = arms_of(report(capsys, sweep, reach=[30.0, 99.0]))["ours"]["reach"]
     assert reach[1]["accuracy"] == 0.99 and reach[1]["reached"] == 0
     assert reach[1]["costs"]["steps"]["median"] is None
     assert reach[1]["costs"]["steps"]["ratio"] is None
     assert 0 <= reach[0]["costs"]["steps"]["median"] <= 12
-    run([str(sweep)], targets=[99.0])
+    run([str(sweep)], reach=[99.0])
     assert "∞" in capsys.readouterr().out

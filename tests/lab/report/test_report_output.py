@@ -8,20 +8,26 @@ from io import StringIO
 from pathlib import Path
 
 import pyarrow.csv as pa_csv
-import pyarrow.parquet as pq
 import pytest
+from commands import run_report as run
 from rich.console import Console
-from small_runs.experiments import write_sweep
+from small_runs.experiments import BENCHMARKS, write_sweep
 
-from grpo_replay.cli.report_command import print_report, run
-from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.lab.report.ablations import ablation_rows
+from grpo_replay.cli.report_command import print_report
+from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.lab.report.collect import collect
-from grpo_replay.lab.report.formats import latex, latex_text
-from grpo_replay.lab.report.measure import measure
+from grpo_replay.lab.report.finished_run import Outcome
+from grpo_replay.lab.report.measure import measure, usable_axes
+from grpo_replay.lab.report.report_figures import drawn, report_figures
+from grpo_replay.lab.report.report_files import latex, latex_text
 from grpo_replay.lab.report.report_findings import Findings
-from grpo_replay.lab.report.report_tables import _ablation_name, report_tables
-from grpo_replay.lab.report.text_table import TextTable, amount
+from grpo_replay.lab.report.report_tables import (
+    TextTable,
+    _ablation_name,
+    ablation_rows,
+    amount,
+    report_tables,
+)
 
 ARMS = {
     "grpo": (["replay.preset=grpo"], 0.1),
@@ -45,7 +51,7 @@ def findings(sweep) -> Findings:
 @pytest.fixture(scope="module")
 def written(sweep, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("out") / "report"
-    run([str(sweep)], "ours", output=str(folder), given_mu=[5.28])
+    run([str(sweep)], "ours", output=str(folder), mu=[5.28])
     return folder
 
 
@@ -60,9 +66,10 @@ def test_arms_that_change_the_same_keys_are_one_ablation(findings):
 
 def test_every_number_of_the_json_is_in_the_long_table(written):
     document = json.loads((written / "report.json").read_text())
-    rows = pq.read_table(written / "numbers.parquet").to_pylist()
+    rows = pa_csv.read_csv(written / "numbers.csv").to_pylist()
     known = {
-        (r["arm"], r["group"], r["item"], r["benchmark"], r["statistic"]): r["value"] for r in rows
+        (r["arm"], r["group"], r["item"], r["benchmark"] or None, r["statistic"]): r["value"]
+        for r in rows
     }
     checked = 0
     for arm in document["arms"]:
@@ -75,20 +82,37 @@ def test_every_number_of_the_json_is_in_the_long_table(written):
             assert known[(arm["name"], "quantity", name, None, "median")] == each["median"]
             checked += 1
     assert checked > 100
-    assert pa_csv.read_csv(written / "numbers.csv").num_rows == len(rows)
+    curves = pa_csv.read_csv(written / "curves.csv").to_pylist()
+    assert {row["benchmark"] for row in curves} == {"mean", *BENCHMARKS}
 
 
-def test_every_figure_is_written_as_png_and_svg(written):
+def test_every_figure_is_written_as_pdf_and_svg(written):
     names = {file.stem for file in (written / "figures").iterdir()}
     assert names >= {
         *("difference_final", "accuracy_by_steps", "accuracy_by_generated_tokens"),
         *("accuracy_by_compute_measured", "accuracy_by_compute_5.28", "accuracy_by_seconds"),
-        *("clip_fraction", "staleness", "length"),
+        *("clip_fraction", "staleness", "length", "reward"),
     }
     for name in names:
-        png = (written / "figures" / f"{name}.png").read_bytes()
-        assert int.from_bytes(png[16:20], "big") == 990  # 3.3 inches at 300 dpi
+        pdf = (written / "figures" / f"{name}.pdf").read_bytes()
+        assert pdf.startswith(b"%PDF") and b"/MediaBox [ 0 0 237.6" in pdf  # 3.3 inches
         ElementTree.parse(written / "figures" / f"{name}.svg")
+
+
+def test_colours_and_line_styles_have_a_legend_each(sweep, findings):
+    from matplotlib.legend import Legend
+
+    experiment = collect([str(sweep)], "ours")
+    figures = report_figures(experiment, findings, usable_axes(experiment, ()))
+    (clips,) = (each for each in figures if each.name == "clip_fraction")
+    assert "every seed as points" in clips.caption and "quartiles" not in clips.caption
+    with drawn(clips) as canvas:
+        (axes,) = canvas.axes
+        legends = [child for child in axes.get_children() if isinstance(child, Legend)]
+        texts = [[text.get_text() for text in each.get_texts()] for each in legends]
+        outside = axes.get_legend()
+        assert sorted(map(len, texts)) == [2, len(ARMS)] and ["replayed", "fresh"] in texts
+        assert len(outside.get_texts()) == len(ARMS) and outside.get_clip_path() is None
 
 
 def test_the_page_is_complete_and_loads_nothing(written, findings):
@@ -105,7 +129,7 @@ def test_the_page_is_complete_and_loads_nothing(written, findings):
 def test_markdown_has_every_table_and_latex_every_row(written):
     page = (written / "report.md").read_text()
     assert page.startswith("# s<x>_1\n")
-    for name in ("final", "final_difference", "reach", "details", "lengths", "costs"):
+    for name in ("final", "final_difference", "reach", "lengths", "costs"):
         text = (written / "tables" / f"{name}.tex").read_text()
         assert text.count("\\\\\n") >= len(ARMS)
         assert text.count("{") == text.count("}")
@@ -115,7 +139,32 @@ def test_markdown_has_every_table_and_latex_every_row(written):
 def test_latex_escapes_what_is_special():
     assert latex_text("50 % & a_b") == r"50 \% \& a\_b"
     table = TextTable("t", "title", ("arm", "95 %"), [["μ", "[1, 2]"]], "legend")
-    assert latex(table).splitlines()[6] == r"$\mu$ & {[}1, 2] \\"
+    lines = latex(table).splitlines()
+    assert r"$\mu$ & {[}1, 2] \\" in lines
+    assert r"\caption{Title: legend}" in lines and r"\label{tab:t}" in lines
+
+
+def test_one_benchmark_and_metric_can_be_what_is_shown(sweep, findings):
+    one = Outcome(BENCHMARKS[0], "pass_at_k")
+    chosen = measure(collect([str(sweep)], "ours"), [0.5], outcome=one)
+    assert chosen.measured_mu == findings.measured_mu and chosen.given_mu == ()
+    score = next(table for table in report_tables(chosen) if table.name == "final")
+    expected = chosen.arm("grpo").scores["final"].estimates[BENCHMARKS[0]].mean
+    assert score.rows[0][2] == f"{100 * expected:.1f}"
+    run = collect([str(sweep)], "ours").baseline.runs[1]
+    steps, curve = run.curve(one)
+    own = [run.evaluations[s].sampled.benchmarks[BENCHMARKS[0]].pass_at_k for s in steps]
+    assert curve == own
+    with pytest.raises(UsageError, match="--benchmark nowhere: not evaluated"):
+        measure(collect([str(sweep)]), outcome=Outcome("nowhere"))
+
+
+def test_best_is_left_out_where_it_is_the_last_evaluation(findings):
+    names = [table.name for table in report_tables(findings)]
+    differs = any(
+        arm.scores["best"].estimates != arm.scores["final"].estimates for arm in findings.arms
+    )
+    assert ("best" in names) == differs
 
 
 def test_amounts_have_three_digits():
@@ -132,7 +181,7 @@ def test_the_terminal_shows_every_brief_table_without_cutting_a_number(findings,
     printed = stream.getvalue()
     assert "…" not in printed
     for table in report_tables(findings):
-        if table.brief and not table.name.startswith("ablation"):
+        if not table.name.startswith("ablation"):
             lines = [line for line in printed.splitlines() if line.startswith(" ours ")]
             assert lines and table.title.split(":")[0][:60] in printed
     for line in printed.splitlines():
@@ -147,7 +196,7 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_read(tmp_path):
 
 def test_an_earlier_report_is_replaced_and_what_is_not_of_it_stays(sweep, written, tmp_path):
     folder = Path(shutil.copytree(written, tmp_path / "report"))
-    table, figure = folder / "tables/ablation_preset.tex", folder / "figures/staleness.png"
+    table, figure = folder / "tables/ablation_preset.tex", folder / "figures/staleness.pdf"
     assert table.exists() and figure.exists()
     (folder / "tables/mine.tex").write_text("mine")
     run([str(sweep / "grpo/seed-1")], output=str(folder))
@@ -162,4 +211,4 @@ def test_a_table_of_many_keys_has_a_short_name_and_no_two_tables_have_one():
     name = _ablation_name(keys, ())
     assert re.fullmatch(r"ablation_15_keys_[0-9a-f]{8}", name)
     assert _ablation_name(["loss.epsilon"], ()) == "ablation_epsilon"
-    assert _ablation_name(["optimizer.epsilon"], {"ablation_epsilon"}).startswith("ablation_1_keys")
+    assert _ablation_name(["advantage.epsilon"], {"ablation_epsilon"}).startswith("ablation_1_keys")

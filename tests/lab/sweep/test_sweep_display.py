@@ -6,15 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_replay.cli import sweep_estimate
-from grpo_replay.cli.sweep_display import SweepDisplay, cells_table
-from grpo_replay.cli.sweep_estimate import estimate_table
-from grpo_replay.lab.dry_run.findings import Findings
+from grpo_replay.cli import sweep_display
+from grpo_replay.cli.sweep_display import SweepDisplay, cells_table, estimate_table
+from grpo_replay.lab.dry_run.planner import Findings
 from grpo_replay.lab.sweep.cells import CellState, Progress
 from grpo_replay.lab.sweep.grid import Cell
 from grpo_replay.lab.sweep.sweep_run import Entry, Status
-from grpo_replay.terminal.console import PlainConsole
-from grpo_replay.terminal.tables import print_table
+from grpo_replay.terminal.console import PlainConsole, print_table
 
 
 def entry(
@@ -121,13 +119,13 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
             hardware={"processes": 1}, storage={"checkpoints_gib_most": 0}, findings=Findings(),
         )  # fmt: skip
 
-    monkeypatch.setattr(sweep_estimate, "dry_run", dry_run)
+    monkeypatch.setattr(sweep_display, "dry_run", dry_run)
     entries = []
     for steps, seed in ((30, 1), (30, 2), (40, 1), (40, 2)):
         overrides, name = (f"run.steps={steps}",), f"sweep/{steps}/seed-{seed}"
         cell = Cell(Path("out"), "", f"a{steps}", seed, "tiny", overrides, run_name=name)
         progress = Progress(Path("none"))
         entries.append(Entry(cell, Status.WAITING, CellState.NEW, steps, progress))
-    cells = sweep_estimate.estimate(entries)["cells"]
+    cells = sweep_display.estimate(entries)["cells"]
     assert asked == [30, 40]
     assert [cell["hours"] for cell in cells] == [3.0, 3.0, 4.0, 4.0]

@@ -13,7 +13,7 @@ from slow_tests import slow_except
 from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.verification.draw_test import rosenblatt, uniform_p_value
+from grpo_replay.lab.verification.draw_checks import rosenblatt, uniform_p_value
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.storage.rollout_log import step_path
@@ -30,7 +30,7 @@ CHECKS = [
         "texts",
     ),
     *("stored when drawn", "draw counts", "drawn units", "ages", "probabilities", "draw law"),
-    *("metrics", "snapshots"),
+    *("metrics", "snapshots", "checkpoints"),
 ]
 
 QUERY = {"unit": "query", "priority": "group_std"}
@@ -59,7 +59,7 @@ RUNS = {
     "queries, unused first": {**QUERY, "unused_first": True, "ratio": 1.5},
     "ours, zero variance kept": {"drop_zero_variance": False},
     "fifo, age limit": {**FIFO, "max_age_steps": 2},
-    "grpo": {"preset": "grpo", "enabled": False},
+    "grpo": {"preset": "grpo"},
     "ratio 0": {"ratio": 0.0},
 }
 
@@ -99,7 +99,7 @@ def test_a_correct_run_passes_every_check(name, tmp_path):
     assert (compared["snapshots"] > 60) == replays
     document = json.loads(json.dumps(report.to_json()))
     assert document["passed"] is True
-    assert len(document["checks"]) == len(CHECKS) == 16
+    assert len(document["checks"]) == len(CHECKS) == 17
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +177,13 @@ def test_a_dropped_rollout_row_is_named(run):
     assert "step 12, group 1201: completion indices [0, 2, 3]" in detail(run, "groups")
 
 
-@pytest.mark.parametrize("column", ["policy_version", "policy_version_end"])
-def test_a_changed_policy_version_is_named(run, column):
+@pytest.mark.parametrize(
+    ("column", "found"), [("policy_version", "10 to 11"), ("policy_version_end", "11 to 10")]
+)
+def test_a_changed_policy_version_is_named(run, column, found):
     edit(rollouts_at(run, 12), column, lambda version: version - 1)
     assert failed(run) == {"policy versions"}
-    assert f"has {column} 10, the last push was 11" in detail(run, "policy versions")
+    assert f"has policy_version {found}, the last push was 11" in detail(run, "policy versions")
 
 
 def test_a_missing_file_is_named(run):
@@ -310,6 +312,10 @@ def test_a_preference_for_recent_rollouts_is_detected(tmp_path, monkeypatch):
 def test_an_interrupted_run_is_verified_up_to_its_last_line(run):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join(lines[:25]) + "\n")
+    assert "step_000030/state.json: trained_tokens" in detail(run, "checkpoints")
+    shutil.rmtree(run / "checkpoints" / "step_000030")
+    shutil.rmtree(run / "checkpoints" / "latest")  # a copy: the fixture does not keep links
+    (run / "checkpoints" / "latest").symlink_to("step_000015")
     report = verify_run(run)
     assert report.passed
     assert report.steps == 25
@@ -361,7 +367,8 @@ def test_a_metric_that_was_edited_in_every_line_is_named(run, name):
     for line in lines:
         line[name] = None if line[name] is None else line[name] + 1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert failed(run) == {"metrics"}
+    totals = {"cost/generated_tokens", "cost/trained_tokens"}  # state.json has them too
+    assert failed(run) == {"metrics"} | ({"checkpoints"} if name in totals else set())
     assert f": {name} " in detail(run, "metrics")
 
 
@@ -389,7 +396,7 @@ def test_many_draws_are_compared_in_blocks(monkeypatch):
     weights = np.random.default_rng(0).random(50)
     ranks, v = np.random.default_rng(1).permutation(50)[:40], np.random.default_rng(2).random(40)
     whole = rosenblatt(np.log(weights), ranks, v, with_replacement=False)
-    monkeypatch.setattr("grpo_replay.lab.verification.draw_test._BLOCK", 7)
+    monkeypatch.setattr("grpo_replay.lab.verification.draw_checks._BLOCK", 7)
     blocks = rosenblatt(np.log(weights), ranks, v, with_replacement=False)
     np.testing.assert_allclose(blocks, whole, rtol=1e-14)
 

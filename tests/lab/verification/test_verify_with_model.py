@@ -13,13 +13,14 @@ from grpo_replay.cli.app import app
 from grpo_replay.cli.inspect_command import _policies
 from grpo_replay.lab.verification.verify import verify_run
 
-CHECKPOINTS = (5, 8)
+CHECKPOINTS = (5, 8, 12)
 WITH_WEIGHTS = ("behaviour log-probs", "update outcomes", "loss")
 
 
 @pytest.fixture
 def run(one_update_run, tmp_path) -> Path:
-    """One update per step, with the checkpoints of steps 5 and 8: their next steps are checked."""
+    """One update per step, with the checkpoints of steps 5, 8 and 12: the steps after the first two
+    are checked."""
     path = Path(shutil.copytree(one_update_run.path, tmp_path / "run", symlinks=True))
     for folder in (path / "checkpoints").glob("step_*"):
         if int(folder.name[5:]) not in CHECKPOINTS:
@@ -61,7 +62,7 @@ def test_a_run_of_the_real_trainer_passes_with_its_weights(run):
 def test_an_edited_text_is_named(run):
     path = run / "rollouts" / "step_000004.parquet"
     edit(path, "completion_text", 7, lambda text: text + "0")
-    assert failed(run, with_model=False) == {"texts"}
+    assert failed(run, with_model=False) == {"texts", "written files"}
 
 
 def test_log_probs_that_the_weights_did_not_give_are_named(run):
@@ -74,8 +75,8 @@ def test_log_probs_that_the_weights_did_not_give_are_named(run):
 def test_an_edited_outcome_is_named(run):
     path = run / "draws" / "step_000009.parquet"
     edit(path, "log_ratio_mean", 0, lambda value: value + 0.01)
-    assert failed(run, with_model=False) == set()
-    assert failed(run) == {"update outcomes"}
+    assert failed(run, with_model=False) == {"written files"}
+    assert failed(run) == {"update outcomes", "written files"}
 
 
 def test_an_edited_loss_is_named(run):
@@ -83,8 +84,8 @@ def test_an_edited_loss_is_named(run):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[5]["loss"] += 0.001
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert failed(run, with_model=False) == set()
-    assert failed(run) == {"loss"}
+    assert failed(run, with_model=False) == {"written files"}
+    assert failed(run) == {"loss", "written files"}
 
 
 def test_weights_of_another_step_are_named(run):
@@ -93,7 +94,7 @@ def test_weights_of_another_step_are_named(run):
         folder / "step_000005/model/model.safetensors",
         folder / "step_000008/model/model.safetensors",
     )
-    assert failed(run) == set(WITH_WEIGHTS)
+    assert failed(run) == {*WITH_WEIGHTS, "checkpoints"}
 
 
 def test_weights_are_asked_for_with_verify_only(run):

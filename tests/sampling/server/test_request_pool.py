@@ -9,14 +9,14 @@ from fake_server import FakeServer
 from tiny_policy import make_requests
 
 from grpo_replay.errors import SamplerError
-from grpo_replay.sampling.server.http_client import (
+from grpo_replay.sampling.server.routes import (
     HttpClient,
     Refused,
     Unreachable,
+    VllmServer,
     block_on,
 )
-from grpo_replay.sampling.server.request_pool import PoolSettings, ServerPool
-from grpo_replay.sampling.server.routes import VllmServer
+from grpo_replay.sampling.server.sampler import PoolSettings, ServerPool
 
 STOP = (1,)
 
@@ -67,15 +67,15 @@ def test_every_server_begins_with_its_share_however_fast_the_others_are(fakes, m
     servers = fakes(2)
     pool = make_pool(servers)
     asked = []
-    complete = VllmServer.complete
+    generate = VllmServer.generate
 
     async def instantly(server, *arguments):
         asked.append(server.url)
         return answers[server.url]
 
     request = make_requests(count=1)[0]
-    answers = {server.url: block_on(complete(server, request, STOP)) for server in pool.servers}
-    monkeypatch.setattr(VllmServer, "complete", instantly)
+    answers = {server.url: block_on(generate(server, request, STOP)) for server in pool.servers}
+    monkeypatch.setattr(VllmServer, "generate", instantly)
     for count, shares in ((8, (4, 4)), (7, (4, 3)), (6, (3, 3)), (1, (1, 0))):
         asked.clear()
         assert len(list(pool.run(make_requests(count=count), STOP, 0))) == count
@@ -96,10 +96,17 @@ def test_a_single_server_is_tried_again(fakes):
     assert len(list(make_pool([server]).run(make_requests(count=1), STOP, 0))) == 1
 
 
+def test_an_aborted_completion_is_asked_for_again(fakes):
+    (server,) = fakes(1)
+    server.aborts = 2
+    assert len(list(make_pool([server]).run(make_requests(count=1), STOP, 0))) == 1
+    assert server.served == 3
+
+
 def test_a_request_that_keeps_failing_stops_the_run(fakes):
     (server,) = fakes(1)
     server.statuses = [500] * 100
-    with pytest.raises(SamplerError, match=r"failed 3 times .*max_retries 2.*HTTP 500: as told"):
+    with pytest.raises(SamplerError, match=r"failed 3 times.*HTTP 500: as told"):
         list(make_pool([server]).run(make_requests(count=1), STOP, 0))
 
 
@@ -117,7 +124,7 @@ def test_a_server_that_came_back_with_other_weights_is_lost(fakes):
     servers[0].statuses = [500] * 100
     pool = make_pool(servers, drop_lost=True)
     assert len(list(pool.run(make_requests(count=8), STOP, 0))) == 8
-    assert "back with weights 'default': it was restarted" in pool.lost[servers[0].url]
+    assert "labelled 'default', not of this run: it was restarted" in pool.lost[servers[0].url]
     assert [server.url for server in pool.live()] == [servers[1].url]
 
 
@@ -140,7 +147,7 @@ def test_an_unexpected_error_reaches_the_caller(fakes, monkeypatch):
     """If it ended only its own task, the caller would wait forever."""
     (server,) = fakes(1)
     pool = make_pool([server])
-    monkeypatch.setattr(VllmServer, "complete", lambda *_: server.no_such_thing)
+    monkeypatch.setattr(VllmServer, "generate", lambda *_: server.no_such_thing)
     for count in (1, 8):
         with pytest.raises(AttributeError, match="no_such_thing"):
             list(pool.run(make_requests(count=count), STOP, 0))
@@ -150,10 +157,10 @@ def test_an_unexpected_error_reaches_the_caller(fakes, monkeypatch):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("label", [3, None, ["run/3"]])
-def test_a_weight_label_that_is_not_text_is_refused(fakes, label):
+def test_a_server_whose_weight_label_is_not_text_is_lost(fakes, label):
     (server,) = fakes(1)
     server.label = label
-    with pytest.raises(SamplerError, match=rf"{server.url}: sampled by weights labelled \["):
+    with pytest.raises(SamplerError, match=rf"{server.url} is lost: .*sampled by weights labelled"):
         list(make_pool([server]).run(make_requests(count=1), STOP, 3))
 
 

@@ -10,6 +10,7 @@ from tiny_policy import changed, make_requests, named_tensors, save_policy
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.rolling import KEEPER_SECONDS, RollingServerSampler
 from grpo_replay.tiny import BASE_DIR
 
@@ -28,8 +29,10 @@ def policy(tmp_path):
 
 
 def open_sampler(urls: list[str], sync_folder, **servers) -> RollingServerSampler:
-    section = {"sampling": {"servers": {"sync_folder": str(sync_folder), **servers}}}
-    return RollingServerSampler.open(async_recipe(urls, section), str(BASE_DIR), Comm())
+    section = {"sampling": {"servers": {"weight_transfer": str(sync_folder), **servers}}}
+    return RollingServerSampler.open(
+        SamplerOpening.of(async_recipe(urls, section), str(BASE_DIR), Comm())
+    )
 
 
 @pytest.fixture

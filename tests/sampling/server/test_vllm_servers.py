@@ -36,7 +36,8 @@ from tiny_policy import (
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe
-from grpo_replay.sampling.server.http_client import block_on
+from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.sampling.server.routes import block_on
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.sampling.server.server_process import LaunchedServer
 
@@ -99,7 +100,7 @@ def test_a_cached_prompt_of_the_old_policy_is_not_reused(tied, sampler):
 
 
 def test_weights_travel_in_several_files_and_leave_nothing_behind(tied, pair, tmp_path):
-    with http_sampler(tied, pair, sync_folder=str(tmp_path)) as sampler:
+    with http_sampler(tied, pair, weight_transfer=str(tmp_path)) as sampler:
         sampler._transfer._bucket_bytes = 20_000
         written = []
         write = sampler._transfer._folder.write
@@ -135,7 +136,7 @@ def test_a_partial_sync_reaches_no_server(tied, sampler):
 
 def test_weights_of_another_run_are_detected(sampler):
     sampler._pool.servers[0].set_weight_label("other/0")
-    with pytest.raises(SamplerError, match=r"labelled \['other/0'\], not by a policy version of"):
+    with pytest.raises(SamplerError, match=r"labelled \['other/0'\], not of this run"):
         list(sampler.generate(make_requests()))
 
 
@@ -154,20 +155,17 @@ def test_a_server_with_another_model_is_refused(tmp_path, pair):
 def test_a_server_with_other_settings_is_refused(tied, pair):
     with pytest.raises(SamplerError, match="its dtype is float32, not bfloat16"):
         recipe = _recipe(tied, pair, vllm={"dtype": "bfloat16"})
-        VllmServerSampler.open(recipe, str(tied.folder), Comm())
+        VllmServerSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
     with pytest.raises(SamplerError, match="its longest sequence is 224, not 400"):
         recipe = _recipe(tied, pair, vllm={"max_model_len": 400})
-        VllmServerSampler.open(recipe, str(tied.folder), Comm())
+        VllmServerSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
 
 
 def test_an_unreachable_server_is_an_error(tied, pair):
     urls = [pair[0].url, f"http://127.0.0.1:{free_ports(1)[0]}"]
     with pytest.raises(SamplerError, match=f"{urls[1]} cannot be reached"):
-        VllmServerSampler.open(
-            tiny_recipe(tied.folder, backend="vllm_server", servers={"urls": urls}),
-            str(tied.folder),
-            Comm(),
-        )
+        recipe = tiny_recipe(tied.folder, backend="vllm_server", servers={"urls": urls})
+        VllmServerSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
 
 
 def test_a_taken_port_is_an_error_that_names_it(tied):
@@ -175,10 +173,10 @@ def test_a_taken_port_is_an_error_that_names_it(tied):
         stranger.bind(("127.0.0.1", 0))
         stranger.listen()
         port = stranger.getsockname()[1]
-        servers = {"launch": 1, "base_port": port}
+        servers = {"launch": 1, "address": f"127.0.0.1:{port}"}
         recipe = tiny_recipe(tied.folder, backend="vllm_server", servers=servers)
         with pytest.raises(SamplerError, match=rf"127\.0\.0\.1:{port}: Address already in use"):
-            VllmServerSampler.open(recipe, str(tied.folder), Comm())
+            VllmServerSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
 
 
 def test_the_other_server_takes_over_from_one_that_hangs(tied, pair):

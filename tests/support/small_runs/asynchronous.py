@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from grpo_replay.collection.ledger import CATEGORIES
+from grpo_replay.collection.arrivals import CATEGORIES
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training

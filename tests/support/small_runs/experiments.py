@@ -15,9 +15,9 @@ import pyarrow as pa
 import yaml
 
 from grpo_replay import __version__
-from grpo_replay.evaluation.aggregate import summarise_both
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
+from grpo_replay.evaluation.statistics import summarise_both
 from grpo_replay.recipe import Recipe, parse_overrides, recipe_to_yaml, resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.run_summary import summarise_run
@@ -151,6 +151,7 @@ def metrics_line(recipe: Recipe, step: int, rng: np.random.Generator) -> dict:
     replayed = int(0.5 * fresh) if recipe.replays and step > 2 else 0
     return {
         "step": step,
+        "reward": 0.5,
         "completions/mean_length": float(rng.uniform(10, 14)),
         "fresh/rollouts": fresh,
         "fresh/clip_fraction": float(rng.uniform(0, 0.002)),

@@ -18,10 +18,10 @@ from grpo_replay.distributed.failures import (
     lost_contact,
     report_failure,
     run_collectively,
+    run_on_main,
     wait_for_rank_0,
 )
 from grpo_replay.distributed.launch import launch_ranks
-from grpo_replay.distributed.long_work import run_on_main
 from grpo_replay.errors import CheckpointError, DatasetError, GrpoReplayError
 
 TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "30"))

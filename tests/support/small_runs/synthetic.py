@@ -5,6 +5,7 @@ reports by age has a known shape.
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,12 @@ from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.advantages import group_advantages
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.snapshot import write_snapshot
+from grpo_replay.storage.checkpoint import (
+    RunState,
+    begin_checkpoint,
+    complete_checkpoint,
+    temporary_folder,
+)
 from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
 from grpo_replay.types import Rollout, RolloutOutcome
 
@@ -23,6 +30,7 @@ PROMPTS = 30
 PRESETS = ("ours", "uniform", "group_std", "fifo", "grpo")
 VARIANCE_AT_AGE_ONE = 0.004
 VARIANCE_EXPONENT = 1.5
+_TOTALS = ("cost/generated_tokens", "cost/trained_tokens", "replay/rollouts")
 
 
 def synthetic_recipe(preset: str, steps: int = 24, **replay) -> Recipe:
@@ -87,6 +95,7 @@ class SyntheticRun:
         self.buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
         self.steps_without_survivors = steps_without_survivors
         self.next_id = 0
+        self.totals: Counter[str] = Counter()
         self.skill = self.rng.uniform(-1.5, 1.5, PROMPTS)
         for name in ("rollouts", "draws", "checkpoints"):
             (folder / name).mkdir(parents=True)
@@ -95,7 +104,9 @@ class SyntheticRun:
     def write(self, steps: int, checkpoint_at: Sequence[int] = ()) -> "SyntheticRun":
         with (self.folder / "metrics.jsonl").open("w") as metrics:
             for step in range(1, steps + 1):
-                metrics.write(json.dumps(self.step(step)) + "\n")
+                line = self.step(step)
+                metrics.write(json.dumps(line) + "\n")
+                self.totals.update({name: line[name] for name in _TOTALS})
                 if step in checkpoint_at:
                     self.checkpoint(step)
         return self
@@ -207,11 +218,19 @@ class SyntheticRun:
         return members
 
     def checkpoint(self, step: int) -> None:
-        folder = self.folder / "checkpoints" / f"step_{step:06d}"
-        folder.mkdir()
-        write_snapshot(folder / "buffer.parquet", self.buffer, step)
-        (folder / "state.json").write_text(json.dumps({"step": step}))
-        (folder / "manifest.json").write_text(json.dumps({"files": {}}))
+        temporary = temporary_folder(self.folder / "checkpoints", step)
+        begin_checkpoint(temporary)
+        write_snapshot(temporary / "buffer.parquet", self.buffer, step)
+        state = RunState(
+            step=step,
+            policy_version=step,
+            next_rollout_id=self.next_id,
+            next_group_id=step * 100 + self.recipe.sampling.prompts_per_step,
+            generated_tokens=self.totals["cost/generated_tokens"],
+            trained_tokens=self.totals["cost/trained_tokens"],
+            replayed_rollouts=self.totals["replay/rollouts"],
+        )
+        complete_checkpoint(temporary, state, keep=100)
 
 
 def write_synthetic_run(

@@ -1,0 +1,39 @@
+"""What the base install does without torch: run in an environment that has only the base.
+Usage: check_base.py RUN_DIR, a finished `train tiny` run."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+READING = ["inspect-buffer {run}", "inspect-buffer {run} --json", "plan tiny",
+           "plan --from-run {run}", "report {run}",
+           "inspect-buffer {run} --verify",
+           "aes --reference 0.5,100 --candidate ours=0.6,90"]  # fmt: skip
+TRAINING = ["train tiny --output-dir {run}/new", "train tiny --dry-run",
+            "eval --ckpt {run}/checkpoints/latest"]  # fmt: skip
+
+
+def call(command: str, run: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("grpo-replay")
+    words = [word.format(run=run) for word in command.split()]
+    return subprocess.run([program, *words], capture_output=True, text=True)
+
+
+def main() -> None:
+    run = Path(sys.argv[1])
+    assert importlib.util.find_spec("torch") is None, "this environment has torch"
+    import grpo_replay
+
+    assert grpo_replay.ReplayBuffer and grpo_replay.ReplayConfig and grpo_replay.Rollout
+    for command in READING:
+        done = call(command, run)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    for command in TRAINING:
+        done = call(command, run)
+        assert done.returncode == 2 and "grpo-replay[train]" in done.stderr, f"{command}: {done}"
+        assert "Traceback" not in done.stderr
+    print(f"{len(READING)} commands read, {len(TRAINING)} name the missing extra")
+
+
+main()

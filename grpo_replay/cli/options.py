@@ -1,0 +1,291 @@
+"""The options of every command: a class for each, whose docstring is the help of the command and
+whose fields are its arguments and options. Imports nothing heavy, so that `--help` and completion
+answer at once.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from grpo_replay.shipped_recipes import shipped_recipes, shipped_sweeps
+
+_RECIPES, _SWEEPS = ", ".join(shipped_recipes()), ", ".join(shipped_sweeps())
+
+
+def argument(help: str, default: Any = None, **kind: Any) -> Any:
+    """A field that is an argument of the command line."""
+    return field(default=default, metadata={"typer": typer.Argument(help=help, **kind)})
+
+
+def option(help: str, *names: str, default: Any = None, **kind: Any) -> Any:
+    """A field that is an option of the command line; `names` and `kind` are those of Typer."""
+    return field(default=default, metadata={"typer": typer.Option(*names, help=help, **kind)})
+
+
+def flag(help: str, name: str) -> Any:
+    """A field that is true if its option is given."""
+    return option(help, name, default=False)
+
+
+def many(help: str, *names: str, metavar: str) -> Any:
+    """A field of any number of values, each after the name of the option."""
+    return option(help, *names, default=(), metavar=metavar)
+
+
+def recipe_changes() -> Any:
+    return many("Override a recipe value. May be repeated.", "--set", metavar="KEY=VALUE")
+
+
+def json_wanted() -> Any:
+    return flag("Print one JSON document to stdout.", "--json")
+
+
+def as_command(name: str, options: type, run: Callable[[Any], int]) -> Callable[..., None]:
+    """A function with these options as parameters, of which Typer makes a command. It calls `run`
+    with an object of the class, and ends with the exit code that `run` returns."""
+
+    def command(**values: Any) -> None:
+        given = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in values.items()
+            if value is not None
+        }
+        raise typer.Exit(run(options(**given)))
+
+    hints = get_type_hints(options)
+    parameters = [
+        inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_typer_default(each.default),
+            annotation=Annotated[_typer_type(hints[each.name]), each.metadata["typer"]],
+        )
+        for each in fields(options)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__name__, command.__doc__ = name, options.__doc__
+    return command
+
+
+def _typer_default(default: Any) -> Any:
+    if default is MISSING:
+        return inspect.Parameter.empty
+    return None if default == () else default
+
+
+def _typer_type(kind: Any) -> Any:
+    """Typer calls an option that may be repeated a list."""
+    if get_origin(kind) is tuple and get_args(kind)[-1] is ...:
+        return list[get_args(kind)[0]] | None  # type: ignore[misc]
+    return kind
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    """Shipped recipes that begin so. If there are none, the shell completes files."""
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+def _complete_sweep(incomplete: str) -> list[str]:
+    return [name for name in shipped_sweeps() if name.startswith(incomplete)]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """Train a model as a recipe specifies."""
+
+    recipe: str | None = argument(
+        f"Recipe file, or the name of a shipped recipe: {_RECIPES}. With --resume the run's own if "
+        "left out.",
+        autocompletion=_complete_recipe,
+    )
+    overrides: tuple[str, ...] = recipe_changes()
+    output_dir: str | None = option("Run directory. Default: runs/RECIPE-TIMESTAMP.")
+    resume: bool = flag(
+        "Continue the run in --output-dir with its own recipe; --set changes it.", "--resume"
+    )
+    num_processes: int | None = option("Ranks per node. Overrides engine.num_processes.", min=1)
+    hostfile: str | None = option("DeepSpeed hostfile, for a run on several nodes.")
+    dry_run: bool = flag(
+        "Would it start? Memory, disk, tokens and hours; starts nothing.", "--dry-run"
+    )
+    gpu_memory_gib: float | None = option("With --dry-run: memory of each GPU, in GiB.", min=1)
+    from_run: str | None = option(
+        "With --dry-run: lengths, survival, μ and speed of this run.", metavar="DIR"
+    )
+    generated_tokens_per_second: float | None = option(
+        "With --dry-run: completion tokens that a GPU generates in a second.", min=0.001
+    )
+    trained_tokens_per_second: float | None = option(
+        "With --dry-run: completion tokens that a GPU trains on in a second.", min=0.001
+    )
+    nodes: int | None = option("With --dry-run: number of such nodes.", min=1)
+    as_json: bool = json_wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """Evaluate a checkpoint on benchmarks, regrade an evaluation, or compare two evaluations."""
+
+    ckpt: str | None = option(
+        "Checkpoint, run directory, model folder or Hugging Face id.", metavar="DIR|HF_ID"
+    )
+    recipe: str | None = option(
+        "Recipe to evaluate under. Default: the run's own.", autocompletion=_complete_recipe
+    )
+    benchmarks: tuple[str, ...] = many(
+        "math500, aime25, aime26, hmmt_feb25 or hmmt_feb26; a group: paper, paper_b, tiny or "
+        "tiny_long; or a JSONL or Parquet file. May be repeated.",
+        "--benchmark",
+        metavar="NAME",
+    )
+    k: int | None = option("Completions per problem.", "--k", min=1)
+    output: str | None = option("Report file. Default: evaluations/NAME.json.", metavar="FILE")
+    backend: str | None = option("Sampler backend.", metavar="hf|vllm|vllm_server")
+    data_folder: str | None = option("Folder of benchmark files to read instead of the hub.")
+    greedy: bool | None = option("Also evaluate greedily, or not.", "--greedy/--no-greedy")
+    grade_with: tuple[str, ...] = many(
+        "Additional verifier, reported next to eval.reward. May be repeated. With --compare: the "
+        "verifier whose verdicts are compared.",
+        metavar="VERIFIER",
+    )
+    num_processes: int | None = option("Ranks on this node.", min=1)
+    overrides: tuple[str, ...] = recipe_changes()
+    regrade: str | None = option(
+        "Add the verdicts of --grade-with to this report, without sampling.", metavar="A.json"
+    )
+    compare: tuple[str, str] | None = option(
+        "Compare two reports with a paired test.", metavar="A.json B.json"
+    )
+    as_json: bool = json_wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class InspectOptions:
+    """Show the content and the history of a replay buffer."""
+
+    path: str = argument("Run directory, checkpoint or buffer.parquet.", default=MISSING)
+    step: int | None = option("Training step to show. Default: the last.", min=0)
+    plot: str | None = option("Write a figure: .png, .svg, .pdf or .html.", metavar="FILE")
+    show: int | None = option("Show one rollout and its history.", metavar="ROLLOUT_ID")
+    where: str | None = option(
+        "List the matching rollouts: 'reward > 0 and age_steps > 3'.", metavar="EXPR"
+    )
+    limit: int = option("With --where: the number of rollouts to list.", default=20, min=1)
+    text: bool = flag("With --where: list problems, answers and completions too.", "--text")
+    export: str | None = option("Export the rollouts to .parquet or .jsonl.", metavar="FILE")
+    verify: bool = flag("Read every file of the run, and recompute what can be.", "--verify")
+    with_model: bool = flag(
+        "With --verify: also recompute log-probs, outcomes and the loss of a sample of rows from "
+        "the weights of each checkpoint.",
+        "--with-model",
+    )
+    what_if: tuple[str, ...] = many(
+        "Simulate another setting of the replay section on the run's rollouts. May be repeated.",
+        metavar="KEY=VALUE",
+    )
+    as_json: bool = json_wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class AesOptions:
+    """Compute the accuracy-efficiency score of candidates against one reference."""
+
+    reference: str = option(
+        "Evaluation or numbers to score against.", default=MISSING, metavar="EVAL.json|ACC,TOKENS"
+    )
+    files: tuple[str, ...] = argument(
+        "Evaluations to score.", default=(), metavar="[CANDIDATE.json]..."
+    )
+    candidates: tuple[str, ...] = many(
+        "Numbers to score instead of files. May be repeated.",
+        "--candidate",
+        metavar="NAME=ACC,TOKENS",
+    )
+    gain: float = option("Weight of an accuracy gain.", default=3.0)
+    loss: float = option("Weight of an accuracy loss.", default=5.0)
+    grade_with: str | None = option(
+        "Verifier whose verdicts are used. Default: eval.reward.", metavar="VERIFIER"
+    )
+    as_json: bool = json_wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """Compare many runs: accuracy, paired differences, AES, lengths, clipping and costs."""
+
+    paths: tuple[str, ...] = argument(
+        "Runs, sweeps, folders of runs, or evaluation files.", default=MISSING, metavar="PATH..."
+    )
+    baseline: str | None = option(
+        "Arm that the others are compared with. Default: grpo, the only arm without replay, or the "
+        "first.",
+        metavar="ARM",
+    )
+    output: str | None = option(
+        "Also write the report there: HTML, Markdown, LaTeX, CSV, PDF and SVG.",
+        metavar="DIR",
+    )
+    reach: tuple[float, ...] = many(
+        "Accuracy in % whose cost is reported. May be repeated. Default: 50, 75 and 90 % of the "
+        "baseline's gain.",
+        metavar="ACC",
+    )
+    mu: tuple[float, ...] = many(
+        "μ of a compute axis, next to the measured one. May be repeated. Paper B's are 5.28 and "
+        "6.84.",
+        metavar="MU",
+    )
+    benchmark: str = option(
+        "Benchmark of the tables of one number, curves and targets.", default="mean", metavar="NAME"
+    )
+    metric: str = option(
+        "Metric of curves, targets and the best evaluation.",
+        default="avg@k",
+        metavar="avg@k|pass@k",
+    )
+    as_json: bool = json_wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Choose the buffer size and the replay ratio from paper B's theory."""
+
+    recipe: str | None = argument("Recipe to plan for.", autocompletion=_complete_recipe)
+    from_run: str | None = option("Estimate the parameters from a finished run.", metavar="DIR")
+    mu: float | None = option("μ: cost of generating one rollout / cost of training on it once.")
+    rho: float | None = option("ρ: coupling of the samples, 0 to 1.")
+    growth: float | None = option("a: exponent of the staleness law σ = (age/τ)^a.")
+    survival: float | None = option("Fraction of rollouts that pass the zero-variance filter.")
+    workers: int | None = option("W: machines that generate. Requires --trainers.", min=1)
+    trainers: int | None = option(
+        "T: machines that train. Prints γ for every split of W + T.", min=1
+    )
+    generated: int | None = option("K_gen: rollouts generated by the W machines.", min=1)
+    trained: int | None = option("K_train: rollouts trained on by the T machines.", min=1)
+    plot: str | None = option("Write J over (x, y) as PNG or SVG.", metavar="FILE")
+    curves: str | None = option(
+        "Write only x*, y* and J over μ, a and ρ as PNG or SVG.", metavar="FILE"
+    )
+    overrides: tuple[str, ...] = recipe_changes()
+    as_json: bool = json_wanted()
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """Run a grid of arms and seeds; the same command continues it."""
+
+    sweep: str = argument(
+        f"Sweep file, or a shipped sweep: {_SWEEPS}.",
+        default=MISSING,
+        autocompletion=_complete_sweep,
+    )
+    jobs: int = option("Cells that run at the same time.", default=1, min=1)
+    only: str | None = option("Only this arm: ARM, RECIPE or RECIPE/ARM.", metavar="NAME")
+    output_dir: str | None = option("Folder of the sweep. Default: runs/NAME.")
+    dry_run: bool = flag("Estimate cells, tokens and memory without starting any.", "--dry-run")
+    print_commands: bool = flag("Print one shell command per unfinished cell.", "--print")
+    as_json: bool = json_wanted()

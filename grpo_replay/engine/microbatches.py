@@ -1,0 +1,316 @@
+"""From rows to the micro-batches of every rank: one forward pass each.
+
+numpy only. Rank 0 plans for all ranks and sends them their rows. Every rank gets the same number of
+micro-batches.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.shared_prompts import Layout, deal, sequences_of, tokens_of
+from grpo_replay.replay.batch import TrainRow
+
+Sequences = list[list[int]]
+"""A micro-batch: the row indices of each of its sequences."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """S sequences, padded on the right to one length, or packed end to end into one [1, L], and
+    the C trained completion tokens of their R rows, flattened row by row.
+
+    A sequence is a row, or several rows of one prompt: the prompt, then every completion.
+    `positions_C` are indices into the flattened positions, whose hidden states predict
+    `target_ids_C`; the first tokens of completions that share a prompt have the same. `rows_R` are
+    indices into the mini-batch. A rank without rows runs a micro-batch with `rows_R == [-1]` and
+    weight 0.
+
+    `position_ids_SL` and `segments_2SL` are None where each sequence is one row: causal attention
+    never looks right, so padding needs no mask. `segments_2SL` holds for every position the segment
+    that it belongs to (a prompt or a completion) and the segment of its prompt. A position sees
+    both, up to itself.
+    """
+
+    rows_R: np.ndarray  # int64
+    widths_S: np.ndarray  # int64, positions that a sequence takes up, padding included
+    input_ids_SL: np.ndarray  # int64
+    position_ids_SL: np.ndarray | None  # int64
+    segments_2SL: np.ndarray | None  # int64
+    tokens: int
+    positions_C: np.ndarray  # int64
+    target_ids_C: np.ndarray  # int64
+    row_of_C: np.ndarray  # int64, 0 .. R-1
+    behavior_logprobs_C: np.ndarray  # float32
+    reference_logprobs_C: np.ndarray  # float32
+    coefficients_R: np.ndarray  # float32
+    token_weights_R: np.ndarray  # float32
+    sampler_weights_C: np.ndarray  # float32; empty: all 1
+
+    @property
+    def bounds(self) -> np.ndarray | None:
+        """int32 [S + 1]: where each row of a pack begins, and L; None if every row is a sequence.
+        Flash attention takes a pack apart by them."""
+        if self.position_ids_SL is None or self.segments_2SL is not None:
+            return None
+        return np.concatenate([[0], np.cumsum(self.widths_S)]).astype(np.int32)
+
+
+def plan_microbatches(
+    rows: Sequence[TrainRow], layout: Layout, ranks: int
+) -> list[list[MicroBatch]]:
+    """Micro-batches for each rank: the same number per rank, with balanced numbers of tokens.
+
+    Sequences (`sequences_of`) are dealt to the ranks (`deal`). Each rank groups neighbouring ones
+    while the padded size (sequences times longest) is at most `max_tokens`; with `packing`, any
+    whose lengths add up to that. A row longer than that gets a micro-batch of its own.
+    """
+    return [
+        [_of_sequences(sequences, rows, layout.packing) for sequences in of_rank]
+        for of_rank in plan_sequences(rows, layout, ranks)
+    ]
+
+
+def _of_sequences(sequences: Sequences, rows: Sequence[TrainRow], packing: bool) -> MicroBatch:
+    indices = [index for sequence in sequences for index in sequence]
+    sizes = [len(sequence) for sequence in sequences]
+    return micro_batch(indices, [rows[index] for index in indices], sizes, packing)
+
+
+def plan_sequences(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[list[Sequences]]:
+    """The sequences of each micro-batch of each rank. An empty list is one without rows."""
+    sequences = sequences_of(rows, layout, ranks)
+    lengths = [tokens_of(sequence, rows) for sequence in sequences]
+    group = _packs if layout.packing else _padded
+    grouped = [
+        [[sequences[index] for index in batch] for batch in group(its, lengths, layout.max_tokens)]
+        for its in deal(sequences, rows, ranks)
+    ]
+    count = max(1, *(len(batches) for batches in grouped)) if rows else 0
+    return [batches + [[] for _ in range(count - len(batches))] for batches in grouped]
+
+
+def _packs(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """First fit: the longest sequences open packs, and shorter ones fill them."""
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in indices:
+        length = lengths[index]
+        fitting = next((place for place, left in enumerate(room) if length <= left), len(room))
+        if fitting == len(room):
+            groups.append([])
+            room.append(max_tokens)
+        groups[fitting].append(index)
+        room[fitting] -= length
+    return groups
+
+
+def _padded(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for index in indices:  # longest first: a group's first sequence sets its padded length
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def micro_batch(
+    indices: Sequence[int] | np.ndarray,
+    chosen: Sequence[TrainRow],
+    sizes: Sequence[int],
+    packing: bool,
+) -> MicroBatch:
+    """The micro-batch of the rows `chosen`, whose indices in the mini-batch are `indices`.
+    Neighbouring rows share a prompt: `sizes` are the numbers of rows of each sequence."""
+    if not chosen:
+        return _empty_micro_batch()
+    sequences = np.split(np.arange(len(chosen)), np.cumsum(sizes)[:-1])
+    lengths_S = np.array([tokens_of(sequence, chosen) for sequence in sequences])
+    widths_S = lengths_S if packing else np.full(len(sequences), lengths_S.max())
+    trained = [row.trained_C for row in chosen]
+    flat, positions_C = _lay_out(chosen, trained, sequences, widths_S)
+    ids_SL, places_SL, *segments = flat.reshape(4, 1 if packing else len(sequences), -1)
+    shares = len(sequences) < len(chosen)
+    return MicroBatch(
+        rows_R=np.asarray(indices, dtype=np.int64),
+        widths_S=widths_S,
+        input_ids_SL=ids_SL,
+        position_ids_SL=places_SL if shares or len(sequences) > len(ids_SL) else None,
+        segments_2SL=np.stack(segments) if shares else None,
+        tokens=int(lengths_S.sum()),
+        positions_C=positions_C,
+        **_columns(chosen, trained),
+    )
+
+
+def _lay_out(
+    chosen: Sequence[TrainRow],
+    trained: Sequence[np.ndarray],
+    sequences: Sequence[np.ndarray],
+    widths_S: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [4, positions]: token id, position id, own segment and the prompt's; padding is in
+    segment -1. And `positions_C`."""
+    flat = np.zeros((4, widths_S.sum()), dtype=np.int64)
+    flat[2:] = -1
+    ids, places, segments, prompts = flat
+    predicting = []
+    for s, (sequence, end) in enumerate(zip(sequences, np.cumsum(widths_S), strict=True)):
+        prompt_ids, start = chosen[sequence[0]].prompt_token_ids, end - widths_S[s]
+        last_of_prompt, after = start + len(prompt_ids) - 1, start + len(prompt_ids)
+        ids[start:after], places[start:after] = prompt_ids, np.arange(len(prompt_ids))
+        segments[start:after] = len(chosen) + s
+        for r in sequence:
+            completion_ids = chosen[r].completion_token_ids
+            predicting.append(np.where(trained[r] == 0, last_of_prompt, after + trained[r] - 1))
+            here = slice(after, after + len(completion_ids))
+            ids[here], segments[here] = completion_ids, r
+            places[here] = len(prompt_ids) + np.arange(len(completion_ids))
+            after = here.stop
+        prompts[start:after] = len(chosen) + s
+    return flat, np.concatenate(predicting).astype(np.int64)
+
+
+def _columns(chosen: Sequence[TrainRow], trained: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """What a micro-batch holds for each trained token and each row."""
+
+    def flat(name: str) -> np.ndarray:
+        return np.concatenate(
+            [getattr(row, name)[its] for row, its in zip(chosen, trained, strict=True)]
+        )
+
+    weighted = any(len(row.sampler_weights) for row in chosen)
+    return {
+        "target_ids_C": flat("completion_token_ids").astype(np.int64),
+        "row_of_C": np.repeat(np.arange(len(chosen)), [len(its) for its in trained]),
+        "behavior_logprobs_C": flat("behavior_logprobs"),
+        "reference_logprobs_C": flat("reference_logprobs"),
+        "coefficients_R": np.array([row.coefficient for row in chosen], dtype=np.float32),
+        "token_weights_R": np.array([row.token_weight for row in chosen], dtype=np.float32),
+        "sampler_weights_C": flat("sampler_weights") if weighted else np.zeros(0, np.float32),
+    }
+
+
+def _empty_micro_batch() -> MicroBatch:
+    """One token of weight 0, for a rank that has no rows but takes part in the collectives."""
+    zero, zero_f = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.float32)
+    return MicroBatch(
+        rows_R=np.array([-1]),
+        widths_S=np.array([2]),
+        input_ids_SL=np.zeros((1, 2), dtype=np.int64),
+        position_ids_SL=None,
+        segments_2SL=None,
+        tokens=0,
+        positions_C=zero,
+        target_ids_C=zero,
+        row_of_C=zero,
+        behavior_logprobs_C=zero_f,
+        reference_logprobs_C=zero_f,
+        coefficients_R=zero_f,
+        token_weights_R=zero_f,
+        sampler_weights_C=np.zeros(0, np.float32),
+    )
+
+
+def scatter_microbatches(
+    comm: Comm, rows: Sequence[TrainRow] | None, layout: Layout
+) -> list[MicroBatch]:
+    """This rank's micro-batches of rank 0's rows (`plan_microbatches`). Collective.
+
+    Padding, positions and targets are computed on the receiving rank. A token costs 4 bytes of
+    traffic; each kind of log-prob 4 bytes per completion token, or nothing if all are zero.
+    """
+    if comm.world_size == 1:
+        assert rows is not None
+        return plan_microbatches(rows, layout, 1)[0]
+    payloads = None
+    if comm.is_main:
+        assert rows is not None
+        # A generator: rank 0 holds the payload of one rank at a time.
+        plan = plan_sequences(rows, layout, comm.world_size)
+        payloads = (to_bytes(batches, rows) for batches in plan)
+    return from_bytes(comm.scatter(payloads), layout.packing)
+
+
+def to_bytes(batches: Sequence[Sequences], rows: Sequence[TrainRow]) -> memoryview:
+    sequences = [sequence for batch in batches for sequence in batch]
+    indices = [index for sequence in sequences for index in sequence]
+    chosen = [rows[index] for index in indices]
+    stream = io.BytesIO()
+    np.savez(
+        stream,
+        batch_sizes=np.array([len(batch) for batch in batches], dtype=np.int64),
+        sequence_sizes=np.array([len(sequence) for sequence in sequences], dtype=np.int64),
+        indices=np.array(indices, dtype=np.int64),
+        lengths=np.array(
+            [(len(row.prompt_token_ids), len(row.completion_token_ids)) for row in chosen],
+            dtype=np.int64,
+        ).reshape(-1, 2),
+        token_ids=_flat(
+            [ids for row in chosen for ids in (row.prompt_token_ids, row.completion_token_ids)],
+            np.int32,
+        ),
+        behavior_logprobs=_flat_unless_zero([row.behavior_logprobs for row in chosen]),
+        reference_logprobs=_flat_unless_zero([row.reference_logprobs for row in chosen]),
+        sampler_weights=_flat([row.sampler_weights for row in chosen], np.float32),
+        masks=_flat_masks(chosen),
+        coefficients=np.array([row.coefficient for row in chosen], dtype=np.float64),
+        token_weights=np.array([row.token_weight for row in chosen], dtype=np.float64),
+    )
+    return stream.getbuffer()
+
+
+def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
+
+
+def _flat_unless_zero(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    zero = not any(array.any() for array in arrays)
+    return _flat([] if zero else arrays, np.float32)
+
+
+def _flat_masks(rows: Sequence[TrainRow]) -> np.ndarray:
+    """Nothing if no row has a mask."""
+    if all(row.completion_mask is None for row in rows):
+        return np.zeros(0, np.bool_)
+    every = [np.ones(len(row.completion_token_ids), np.bool_) for row in rows]
+    masks = [row.completion_mask for row in rows]
+    return _flat(
+        [one if mask is None else mask for one, mask in zip(every, masks, strict=True)], np.bool_
+    )
+
+
+def from_bytes(payload: bytes | memoryview, packing: bool = False) -> list[MicroBatch]:
+    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
+        whole = dict(arrays)
+    rows = _rows(whole)
+    batches, sizes, place = [], whole["sequence_sizes"], 0
+    for count in whole["batch_sizes"].tolist():
+        mine, sizes = sizes[:count], sizes[count:]
+        end = place + int(mine.sum())
+        batches.append(micro_batch(whole["indices"][place:end], rows[place:end], mine, packing))
+        place = end
+    return batches
+
+
+def _rows(whole: dict[str, np.ndarray]) -> list[TrainRow]:
+    completions_N = whole["lengths"][:, 1]
+    tokens = np.split(whole["token_ids"], np.cumsum(whole["lengths"]))
+    total = int(completions_N.sum())
+    behavior, reference = (
+        np.split(flat if len(flat) else np.zeros(total, np.float32), np.cumsum(completions_N))
+        for flat in (whole["behavior_logprobs"], whole["reference_logprobs"])
+    )
+    weights = np.split(whole["sampler_weights"], np.cumsum(completions_N))
+    masks = np.split(whole["masks"], np.cumsum(completions_N))
+    return [
+        TrainRow(tokens[2 * i], tokens[2 * i + 1], behavior[i], reference[i],
+                 whole["coefficients"][i], whole["token_weights"][i],
+                 sampler_weights=weights[i],
+                 completion_mask=masks[i] if len(whole["masks"]) else None)
+        for i in range(len(completions_N))
+    ]  # fmt: skip

@@ -1,0 +1,244 @@
+"""The tensors of a complete set of weights, by their Hugging Face names: which they are, the check
+that a sync delivers all of them, and whole ones of a model that DeepSpeed may have sharded.
+
+A sampler that misses a tensor keeps its old one without an error: after a push without the tied
+output head, the mean gap was 0.2 nats. So names, shapes and precision of what arrives are compared
+with the model's configuration before a new policy version is published.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from grpo_replay.engine.lora import ADAPTER, is_adapter
+from grpo_replay.engine.models import DTYPES, load_config
+from grpo_replay.errors import SamplerError
+from grpo_replay.recipe import ModelSection
+from grpo_replay.types import NamedTensors
+
+MOST_PROBLEMS = 8
+"""Problems named in one message; a wrong model has hundreds."""
+
+
+@dataclass(frozen=True)
+class ExpectedWeights:
+    """The tensors of one policy: parameters under every name they have, and persistent buffers."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    """Name -> the first name of the same tensor."""
+    dtype: torch.dtype
+    """Precision of the policy. Tensors may come in it or in float32, never in less."""
+
+    @property
+    def bytes_needed(self) -> int:
+        """Size of a complete set in the policy's precision, tied tensors under every name."""
+        return sum(prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
+
+
+def expected_weights(model: ModelSection) -> ExpectedWeights:
+    """The tensors of a complete set of weights, from the model's configuration alone."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            load_config(model), trust_remote_code=model.trust_remote_code
+        )
+    return weights_of(empty, DTYPES[model.dtype])
+
+
+def weights_of(model: nn.Module, dtype: torch.dtype) -> ExpectedWeights:
+    """The tensors of a complete set of weights of a model that is not sharded."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_weights(model)}
+    return ExpectedWeights(shapes, tied_names(model), dtype)
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """For tensors with several names: each further name -> the first name."""
+    firsts: dict[int, str] = {}
+    names = {name: firsts.setdefault(id(each), name) for name, each in named_weights(model)}
+    return {name: first for name, first in names.items() if name != first}
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A complete set of weights of a whole model: its parameters under every name they have, and
+    its persistent buffers. `named_parameters()` alone yields a tied tensor once."""
+    yield from model.named_parameters(remove_duplicate=False)
+    persistent = set(model.state_dict())
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+class CheckedWeights:
+    """Yields the tensors that fit, and collects everything else in `problems`.
+
+    Iterating raises only what the source raises. `drain` exhausts the source, so that no rank
+    leaves a collective gather early; after it `problems` also names what never came. With
+    `any_name`, for a receiver that stores tied tensors once, one of their names is enough.
+    """
+
+    def __init__(
+        self, named_tensors: NamedTensors, expected: ExpectedWeights, any_name: bool = False
+    ) -> None:
+        self.problems: list[str] = []
+        self._source = iter(named_tensors)
+        self._expected = expected
+        self._seen: set[str] = set()
+        self._any_name = any_name
+        self._came_first: dict[str, tuple[str, torch.Tensor]] = {}  # of the names of one tensor
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._source:
+            problem = self._problem(name, tensor)
+            self._seen.add(name)
+            if problem:
+                self.problems.append(problem)
+            else:
+                yield name, tensor
+
+    def drain(self) -> None:
+        """Exhaust the source; tensors that did not come are then problems."""
+        for _ in self:
+            pass
+        missing = [name for name in self._expected.shapes if name not in self._seen]
+        if self._any_name:
+            missing = [name for name in missing if self._first_name(name) not in self._came_first]
+        self._came_first.clear()
+        self.problems.extend(f"missing tensor {name}" for name in missing)
+        self._seen.update(missing)
+
+    def _problem(self, name: str, tensor: torch.Tensor) -> str | None:
+        expected = self._expected
+        shape = expected.shapes.get(name)
+        if shape is None:
+            return f"unknown tensor {name}"
+        if name in self._seen:
+            return f"{name} came twice"
+        if tuple(tensor.shape) != shape:
+            return f"{name} has shape {list(tensor.shape)}, expected {list(shape)}"
+        if tensor.is_floating_point() and tensor.dtype not in (expected.dtype, torch.float32):
+            return f"{name} is {_short(tensor.dtype)}, the policy is {_short(expected.dtype)}"
+        return self._tie_problem(name, tensor)
+
+    def _tie_problem(self, name: str, tensor: torch.Tensor) -> str | None:
+        first = self._first_name(name)
+        if first not in self._expected.tied.values():
+            return None
+        twin, other = self._came_first.setdefault(first, (name, tensor))
+        if twin != name and not _equal(other, tensor):
+            return f"{name} differs from {twin}, with which it is tied"
+        return None
+
+    def _first_name(self, name: str) -> str:
+        return self._expected.tied.get(name, name)
+
+
+def refuse_problems(problems: Sequence[str], version: int) -> None:
+    """Raises SamplerError that names the first problems and counts the rest, if there are any."""
+    if not problems:
+        return
+    named = "; ".join(problems[:MOST_PROBLEMS])
+    rest = len(problems) - MOST_PROBLEMS
+    more = f"; and {rest} more" if rest > 0 else ""
+    raise SamplerError(
+        f"weights of version {version} do not fit the sampler's model: {named}{more}"
+    )
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both hold the same numbers; NaN equals NaN, so that it is reported as what it is."""
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+NamedTensor = tuple[str, torch.Tensor]
+BASE_LAYER = ".base_layer."
+"""In the name of a weight that peft has put adapters on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Weight:
+    """A weight and the tensors it is made of: itself, or W, A and B to be merged."""
+
+    name: str
+    tensors: tuple[torch.Tensor, ...]
+    scaling: float = 0.0
+
+    def whole(self) -> torch.Tensor:
+        """The weight, in its own precision; merged in fp32."""
+        weight, *adapters = (tensor.detach() for tensor in self.tensors)
+        if not adapters:
+            return weight
+        a, b = (each.float() for each in adapters)
+        return torch.addmm(weight.float(), b, a, alpha=self.scaling).to(weight.dtype)
+
+
+def full_tensors(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
+    """`named_weights` of the model in full, without adapters: these are merged into the weight that
+    they belong to. Under ZeRO-3 one bucket at a time is gathered, by all ranks together, so every
+    rank must exhaust the iterator."""
+    return _gathered_weights(_weights(model), bucket_bytes)
+
+
+def full_adapters(model: nn.Module, bucket_bytes: int) -> Iterator[NamedTensor]:
+    """The adapters alone, likewise, by their names in the model."""
+    named = model.named_parameters()
+    weights = [_Weight(name, (tensor,)) for name, tensor in named if is_adapter(name)]
+    return _gathered_weights(weights, bucket_bytes)
+
+
+def _weights(model: nn.Module) -> Iterator[_Weight]:
+    for name, tensor in named_weights(model):
+        if is_adapter(name):
+            continue
+        place, separator, kind = name.rpartition(BASE_LAYER)
+        if separator and kind == "weight":
+            layer: Any = model.get_submodule(place)
+            adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            yield _Weight(f"{place}.weight", (tensor, *adapters), layer.scaling[ADAPTER])
+        else:
+            yield _Weight(name.replace(BASE_LAYER, "."), (tensor,))
+
+
+def _gathered_weights(weights: Iterable[_Weight], bucket_bytes: int) -> Iterator[NamedTensor]:
+    for bucket in _buckets(weights, bucket_bytes):
+        with _gathered(tensor for weight in bucket for tensor in weight.tensors):
+            for weight in bucket:
+                yield weight.name, weight.whole()
+
+
+def _buckets(weights: Iterable[_Weight], bucket_bytes: int) -> Iterator[list[_Weight]]:
+    bucket: list[_Weight] = []
+    size = 0
+    for weight in weights:
+        bytes_needed = sum(
+            getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
+            for tensor in weight.tensors
+        )
+        if bucket and size + bytes_needed > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += bytes_needed
+    if bucket:
+        yield bucket
+
+
+def _gathered(tensors: Iterable[torch.Tensor]) -> Any:
+    """A context in which the ZeRO-3 parameters among the tensors are gathered."""
+    sharded = {id(tensor): tensor for tensor in tensors if hasattr(tensor, "ds_id")}
+    if not sharded:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(sharded.values()))

@@ -1,0 +1,93 @@
+"""What a run in another trainer leaves in its folder, for `inspect-buffer` and `plan --from-run`:
+
+    recipe.yaml   the replay settings and what is known of the rest
+    rollouts/ draws/ metrics.jsonl   as in a run of this package (docs/buffer.md, docs/metrics.md)
+
+Loads no torch.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.recipe import resolve_recipe
+from grpo_replay.recipe.replay_config import ReplayConfig
+from grpo_replay.storage.atomic import write_text_whole
+from grpo_replay.storage.recipe_history import RECIPE_FILE, write_recipe
+from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.storage.step_files import first_steps, remove_later
+from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
+
+
+class OutputFolder:
+    """The files of one run. Only the main process writes."""
+
+    def __init__(self, folder: Path, settings: ReplayConfig, others: Mapping[str, Any]) -> None:
+        """`others` are the sections of the recipe other than `replay`. Raises RecipeError."""
+        replay = settings.model_dump(mode="json")
+        self.recipe = resolve_recipe([{**others, "replay": replay}], source="the trainer")
+        self.folder = folder
+        self.metrics = folder / "metrics.jsonl"
+
+    def open(self, step: int) -> None:
+        """Begin a run (`step` 0), or go back to the end of `step`: later files are removed. A new
+        run in a folder that holds another raises OutputDirectoryError."""
+        if step == 0 and self.metrics.exists():
+            raise OutputDirectoryError(
+                f"{self.folder} already holds the rollouts and metrics of another run: choose "
+                "another output_dir, or continue that run with resume_from_checkpoint"
+            )
+        for name in ("rollouts", "draws"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        if step > 0:
+            kept = first_steps(self.metrics, step)
+            write_text_whole(self.metrics, "".join(f"{line}\n" for line in kept))
+        remove_later(self.folder, step)
+        if step == 0:
+            write_recipe(self.folder / RECIPE_FILE, self.recipe)
+
+    def write(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        batch: ComposedBatch,
+        outcomes: Sequence[RolloutOutcome],
+        metrics: Mapping[str, Any],
+    ) -> None:
+        """The files of one step. `rollouts` are all that were generated, dropped ones included;
+        `outcomes[i]` belongs to `batch.rollouts[i]`."""
+        seen = list(zip(batch.rollouts, outcomes, strict=True))
+        fresh = {
+            rollout.rollout_id: outcome for rollout, outcome in seen if rollout.birth_step == step
+        }
+        write_rollouts(step_path(self.folder / "rollouts", step), rollouts, fresh)
+        drawn = outcomes[len(outcomes) - len(batch.draw.rollouts) :]
+        write_draws(step_path(self.folder / "draws", step), step, batch.draw, drawn)
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
+
+
+def sections_of(args: Any, model: str) -> dict[str, Any]:
+    """The recipe of a run with TRL's GRPOConfig `args`, as far as known: steps are generation
+    batches."""
+    updates = args.steps_per_generation / args.gradient_accumulation_steps
+    length = {"steps": math.ceil(args.max_steps / updates)} if args.max_steps > 0 else {}
+    return {
+        "name": "trl",
+        "model": {"path": model},
+        "sampling": {
+            "prompts_per_step": args.generation_batch_size // args.num_generations,
+            "group_size": args.num_generations,
+            "temperature": args.temperature,
+            "max_completion_length": args.max_completion_length,
+        },
+        "advantage": {
+            "std": "none" if args.scale_rewards == "none" else "sample",
+            "epsilon": 1e-4,
+        },
+        "optimizer": {"learning_rate": args.learning_rate},
+        "run": {"seed": args.seed, **length},
+    }

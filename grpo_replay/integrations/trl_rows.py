@@ -1,0 +1,237 @@
+"""Between TRL's generation batch, a dict of padded tensors, and rollouts.
+
+Shapes: B rows of a process, P and T longest prompt and completion, F reward functions.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.types import Rollout, RolloutOutcome
+
+Tensors = dict[str, torch.Tensor]
+
+EXTRAS = {
+    "importance_sampling_ratio": 1.0,  # of vLLM's log-probs; [T], or [1] for a sequence ratio
+    "ref_per_token_logps": 0.0,
+}
+"""Per-row tensors of TRL that are stored with a rollout, and their padding."""
+
+KNOWN = {
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "tool_mask",
+    "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps", *EXTRAS,
+}  # fmt: skip
+
+ROW = "replay_row"
+"""Key of the tensor that says which row of the composed batch a row is; -1 for padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What the rows of a process were made from: `prompts` and `completions` are texts or lists of
+    messages, `scores_BF` the values of the reward functions (NaN where one returned None)."""
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    scores_BF: np.ndarray
+
+
+def rows_of(
+    output: Tensors, texts: Texts, weights_F: np.ndarray, eos_ids: Collection[int]
+) -> list[dict[str, Any]]:
+    """The fields of a rollout that are known before groups meet, for each row of a process.
+
+    Raises ValueError for tensors that cannot be stored with a rollout.
+    """
+    if unknown := sorted(set(output) - KNOWN):
+        raise ValueError(
+            f"the generation batch has {', '.join(unknown)}: replay stores text, tokens, masks and "
+            "log-probs only, not images or values of other trainers"
+        )
+    if output["advantages"].dim() != 1:
+        raise ValueError(
+            f"advantages have shape {tuple(output['advantages'].shape)}: replay needs one for each "
+            "completion"
+        )
+    arrays = {name: value.cpu() for name, value in output.items() if value.dim() > 0}
+    rewards_B = np.nansum(texts.scores_BF * weights_F, axis=1).astype(np.float32)
+    rewards_B[np.isnan(texts.scores_BF).all(axis=1)] = np.nan
+    return [
+        _row(
+            {name: array[i] for name, array in arrays.items()},
+            texts.prompts[i], texts.completions[i], texts.scores_BF[i], rewards_B[i], eos_ids,
+        )
+        for i in range(len(rewards_B))
+    ]  # fmt: skip
+
+
+def _row(
+    tensors: Tensors, prompt: Any, completion: Any, scores_F: np.ndarray, reward: float,
+    eos_ids: Collection[int],
+) -> dict[str, Any]:  # fmt: skip
+    length = int(tensors["completion_mask"].sum())
+    masked = length == 0  # `mask_truncated_completions`: its tokens do not train
+    tokens_T = tensors["completion_ids"][: length or None].numpy().astype(np.int32)
+
+    def per_token(name: str) -> np.ndarray:
+        return tensors[name][: length or None].float().numpy().copy()
+
+    behavior_T = per_token("old_per_token_logps")
+    sampler_T = behavior_T
+    if "sampling_per_token_logps" in tensors:  # NaN where vLLM has none: the trainer's stands in
+        sampler_T = per_token("sampling_per_token_logps")
+        sampler_T = np.where(np.isnan(sampler_T), behavior_T, sampler_T)
+    mask_T = None
+    if "tool_mask" in tensors:
+        mask_T = tensors["tool_mask"][: length or None].bool().numpy()
+    prompt_P = tensors["prompt_ids"][tensors["prompt_mask"].bool()].numpy().astype(np.int32)
+    came = not np.isnan(reward)
+    several = came and len(scores_F) > 1 and not np.isnan(scores_F).any()
+    return {
+        "prompt_id": hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()[:16],
+        "prompt_token_ids": prompt_P,
+        "completion_token_ids": tokens_T,
+        "completion_text": _text(completion),
+        "behavior_logprobs": behavior_T,
+        "sampler_logprobs": sampler_T,
+        "reward": float(reward) if came else None,
+        "reward_scores": tuple(map(float, scores_F)) if several else (),
+        "advantage": float(tensors["advantages"]),
+        "finish_reason": "stop" if int(tokens_T[-1]) in eos_ids else "length",
+        "verdict": "scored" if came else "none",
+        "completion_mask": mask_T,
+        "extras": {name: per_token(name) for name in EXTRAS if name in tensors},
+        "kept": came and not masked and (mask_T is None or bool(mask_T.any())),
+    }
+
+
+def _text(completion: Any) -> str:
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(str(message.get("content") or "") for message in completion)
+
+
+def make_rollouts(
+    rows: Sequence[dict[str, Any]],
+    group_size: int,
+    step: int,
+    first_rollout_id: int,
+    first_group_id: int,
+    keep_zero_variance: bool,
+    std: str = "population",
+) -> list[Rollout]:
+    """The rollouts of a step from the rows of all processes, which are ordered by group. Dropped
+    ones have `kept` False: all rewards of the group are equal or all its advantages 0 (unless
+    `keep_zero_variance`), the reward did not come, or no token trains."""
+    rollouts: list[Rollout] = []
+    for start in range(0, len(rows), group_size):
+        group = rows[start : start + group_size]
+        facts = group_advantages([row["reward"] for row in group], std)
+        signal = bool(facts.std) and any(row["advantage"] for row in group if row["kept"])
+        correct = sum((row["reward"] or 0.0) >= 1.0 for row in group)
+        for index, row in enumerate(group):
+            kept = row["kept"] and (signal or keep_zero_variance)
+            dropped = {} if kept else {"kept": False, "advantage": None, "behavior_logprobs": None}
+            rollouts.append(
+                Rollout(
+                    rollout_id=first_rollout_id + start + index,
+                    group_id=first_group_id + start // group_size,
+                    completion_index=index,
+                    birth_step=step,
+                    policy_version=step - 1,
+                    policy_version_end=step - 1,
+                    group_reward_mean=facts.mean,
+                    group_reward_std=facts.std,
+                    group_correct=correct,
+                    **(row | dropped),
+                )
+            )
+    return rollouts
+
+
+def to_tensors(
+    rollouts: Sequence[Rollout], rows: Sequence[int], like: Tensors, padding_id: int
+) -> Tensors:
+    """The rollouts as a generation batch with the keys of `like`. `rows[i]` is the row of
+    `rollouts[i]` in the composed batch; a row of -1 is padding: no token of it trains."""
+    device, real_B = like["prompt_ids"].device, torch.tensor(rows) >= 0
+
+    def padded(arrays: Sequence[Any], value: float, dtype: Any, side: str = "right") -> Any:
+        tensors = [torch.tensor(array, dtype=dtype) for array in arrays]
+        return pad_sequence(tensors, True, value, side).to(device)
+
+    prompts = [rollout.prompt_token_ids for rollout in rollouts]
+    tokens = [rollout.completion_token_ids for rollout in rollouts]
+    logprobs = [rollout.behavior_logprobs for rollout in rollouts]
+    lengths = [np.full(len(each), bool(one)) for each, one in zip(tokens, real_B, strict=True)]
+    advantages_B = torch.tensor([rollout.advantage or 0.0 for rollout in rollouts])
+    batch = {
+        "prompt_ids": padded(prompts, padding_id, torch.long, "left"),
+        "prompt_mask": padded([np.ones_like(each) for each in prompts], 0, torch.long, "left"),
+        "completion_ids": padded(tokens, padding_id, torch.long),
+        "completion_mask": padded(lengths, 0, torch.long),
+        "advantages": (advantages_B * real_B).to(device),
+        "old_per_token_logps": padded(logprobs, 0.0, torch.float32),
+        ROW: torch.tensor(rows).to(device),
+    }
+    if "tool_mask" in like:
+        batch["tool_mask"] = padded([_mask(rollout) for rollout in rollouts], 1, torch.long)
+    if "sampling_per_token_logps" in like:
+        sampler = [rollout.sampler_logprobs for rollout in rollouts]
+        batch["sampling_per_token_logps"] = padded(sampler, 0.0, torch.float32)
+    for name in EXTRAS.keys() & like.keys():
+        extras = [rollout.extras[name] for rollout in rollouts]
+        batch[name] = padded(extras, EXTRAS[name], torch.float32)
+    return batch
+
+
+def _mask(rollout: Rollout) -> np.ndarray:
+    mask_T = rollout.completion_mask
+    return np.ones(len(rollout.completion_token_ids), bool) if mask_T is None else mask_T
+
+
+def outcomes_of(
+    batch: Mapping[str, torch.Tensor],
+    logprobs_BT: torch.Tensor,
+    entropies_BT: torch.Tensor | None,
+    low: float,
+    high: float,
+    dual: float | None,
+) -> dict[int, RolloutOutcome]:
+    """Statistics of the rows of a micro-batch, by row of the composed batch. A token is clipped if
+    its ratio is below `low` at a negative advantage, above `high` at a positive one, or above
+    `dual` at a negative one."""
+    mask_BT = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+    tokens_B = mask_BT.sum(1)
+    gap_BT = logprobs_BT.detach().double() - batch["old_per_token_logps"]
+    log_ratio_BT = torch.where(mask_BT, gap_BT, 0.0)
+    ratio_BT = log_ratio_BT.exp()
+    sign_BT = batch["advantages"].sign()[:, None].expand_as(ratio_BT)
+    below_BT = (ratio_BT < low) | (ratio_BT > (np.inf if dual is None else dual))
+    clipped_BT = torch.where(sign_BT < 0, below_BT, (ratio_BT > high) & (sign_BT > 0))
+
+    def mean(values_BT: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_BT, values_BT.double(), 0.0).sum(1) / tokens_B.clamp(min=1)
+
+    mean_B = mean(log_ratio_BT)
+    entropy_BT = torch.zeros_like(ratio_BT) if entropies_BT is None else entropies_BT.detach()
+    columns = (
+        tokens_B,
+        mean(clipped_BT),
+        mean_B,
+        (mean(log_ratio_BT**2) - mean_B**2).clamp(min=0),
+        mean(ratio_BT - 1 - log_ratio_BT),
+        mean(ratio_BT),
+        torch.where(mask_BT, ratio_BT, 0.0).amax(1),
+        mean(entropy_BT),
+    )
+    values = zip(*(column.tolist() for column in columns), strict=True)
+    rows = zip(batch[ROW].tolist(), values, strict=True)
+    return {row: RolloutOutcome(*each) for row, each in rows if row >= 0}

@@ -1,0 +1,359 @@
+"""What a run is expected to do: rollouts and tokens of a step, its buffer and files, and its hours.
+
+Before the first run, the papers' models are assumed. Paper A: survivors of the zero-variance filter
+out of 256 rollouts, and lengths. Paper B: μ, the cost of generating one rollout divided by the cost
+of training on it once. The dry run and `plan` make the same assumptions, and both take what a
+finished run measured instead.
+
+Hours are the tokens of all steps over the speed of one GPU: stated, measured or assumed. Counted
+are generation, by the rank or server that samples most, the updates and the pass that recomputes
+log-probs; not evaluation, weight pushes and checkpoints.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from grpo_replay.lab.dry_run.memory import ModelShape
+from grpo_replay.recipe import ModelSection, PromptsSection, ReplaySection, SamplingSection
+from grpo_replay.storage.checkpoint import logged_bytes, stored_bytes, to_gib
+
+SURVIVORS_OF_256 = {"Qwen3-0.6B": 86.5, "Qwen3-1.7B": 112.7, "Qwen3-4B": 124.9}  # -Base
+COST_RATIO = {"Qwen3-0.6B": 6.84, "Qwen2.5-7B": 5.28}
+
+BILLIONS = {"Qwen3-0.6B": 0.6, "Qwen3-1.7B": 1.7, "Qwen3-4B": 4.0, "Qwen2.5-7B": 7.6}
+"""Billions of parameters of the models whose μ was measured or is interpolated."""
+
+MEAN_COMPLETION_SHARE = 0.3
+"""Mean over maximum completion length: paper A's base models, 2,000-2,450 of 8,192 tokens."""
+MEAN_PROMPT_SHARE = 0.15
+"""Mean over maximum prompt length: about 150 of 1,024 tokens for competition problems."""
+
+_TINY = {
+    "builtin:tiny": {
+        "survival": 0.68, "mu": 0.88, "completion_tokens": 11.0, "prompt_tokens": 6.0,
+    },
+    "builtin:tiny-long": {
+        "survival": 0.70, "mu": 4.8, "completion_tokens": 215.0, "prompt_tokens": 10.0,
+    },
+}  # fmt: skip
+"""Measured in runs of the tiny recipes (docs/planning.md, docs/tiny.md), by `model.path`."""
+_UNKNOWN_MODEL_USES = "Qwen3-1.7B"
+
+UTILISATION = 0.3
+"""Assumed share of the peak that updates reach (MFU): 0.3 to 0.5 is usual for dense models."""
+PEAK_FLOPS = {
+    "B200": (2250e12, 80e12),
+    "H100": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "H800": (989e12, 67e12),
+    "A100": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "A10": (125e12, 31.2e12),
+    "L4": (121e12, 30.3e12),
+    "RTX 3090": (71e12, 35.6e12),
+}
+"""Dense floating-point operations per second in bfloat16 and float32, from NVIDIA's data sheets, by
+a part of the GPU's name; the first that fits."""
+DEFAULT_GPU = "H100"
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a recipe is expected to do on average. `sources` has the origin of each in words."""
+
+    survival: float  # share of the generated rollouts that are kept, (0, 1]
+    mu: float
+    completion_tokens: float  # mean of one rollout
+    prompt_tokens: float
+    sources: Mapping[str, str]
+
+
+def expected_of(
+    model: ModelSection,
+    prompts: PromptsSection,
+    sampling: SamplingSection,
+    replay: ReplaySection,
+    measured: Mapping[str, float] | None = None,
+) -> Expected:
+    """What to expect of a recipe: `measured` values of a finished run, and assumptions for the
+    others. Keys of `measured` are fields of `Expected`."""
+    assumed = {
+        "survival": assumed_survival(model.path, replay.drop_zero_variance),
+        "mu": assumed_cost_ratio(model.path),
+        "completion_tokens": _assumed_length(
+            "completion_tokens", model.path, sampling.max_completion_length, MEAN_COMPLETION_SHARE
+        ),
+        "prompt_tokens": _assumed_length(
+            "prompt_tokens", prompts.source, prompts.max_prompt_length, MEAN_PROMPT_SHARE
+        ),
+    }
+    found = dict(measured or {})
+    if not replay.drop_zero_variance:
+        found.pop("survival", None)  # the measured run may have dropped groups
+    chosen = assumed | {name: (value, "measured in the run") for name, value in found.items()}
+    return Expected(
+        **{name: value for name, (value, _) in chosen.items()},
+        sources={name: why for name, (_, why) in chosen.items()},
+    )
+
+
+def assumed_survival(model_path: str, drops: bool) -> tuple[float, str]:
+    """Share of rollouts that survive the zero-variance filter, and where the number comes from."""
+    if not drops:
+        return 1.0, "replay.drop_zero_variance is false"
+    if model_path in _TINY:
+        return _of_tiny("survival", model_path)
+    name = _known_name(model_path, SURVIVORS_OF_256)
+    measured = name or _UNKNOWN_MODEL_USES
+    kept = SURVIVORS_OF_256[measured]
+    another = "" if name else ", another model"
+    return kept / 256, f"paper A's {measured}-Base, {kept} of 256{another}"
+
+
+def assumed_cost_ratio(model_path: str) -> tuple[float, str]:
+    """μ of a model, and where it comes from: measured by paper B, or for sizes between its models
+    interpolated over the logarithm of the size."""
+    if model_path in _TINY:
+        return _of_tiny("mu", model_path)
+    name = _known_name(model_path, BILLIONS)
+    if name in COST_RATIO:
+        return COST_RATIO[name], f"paper B's {name}"
+    if name is None:
+        return COST_RATIO["Qwen2.5-7B"], "paper B's Qwen2.5-7B, another model"
+    (small, at_small), (large, at_large) = COST_RATIO.items()
+    share = math.log(BILLIONS[name] / BILLIONS[small]) / math.log(BILLIONS[large] / BILLIONS[small])
+    cost_ratio = at_small + share * (at_large - at_small)
+    return cost_ratio, f"between paper B's {small} and {large} by size"
+
+
+def _assumed_length(name: str, builtin: str, longest: int, share: float) -> tuple[float, str]:
+    if builtin in _TINY:
+        tokens, source = _of_tiny(name, builtin)
+        return min(tokens, longest), source
+    return share * longest, f"{share:.0%} of the longest"
+
+
+def _of_tiny(name: str, builtin: str) -> tuple[float, str]:
+    return _TINY[builtin][name], f"a run of the {builtin.removeprefix('builtin:')} recipe"
+
+
+def _known_name(model_path: str, known: Iterable[str]) -> str | None:
+    """The known model that `model.path` (hub id, folder or builtin name) names, with or without the
+    suffix `-Base`; None if it names another model."""
+    last = PurePath(model_path.removeprefix("builtin:")).name.lower().removesuffix("-base")
+    return next((name for name in known if name.lower() == last), None)
+
+
+def describe_step(
+    sampling: SamplingSection, replay: ReplaySection, expected: Expected
+) -> dict[str, Any]:
+    """Rollouts and tokens of one training step, once replay has begun."""
+    generated, survivors = _expected_rollouts(sampling, expected)
+    most = sampling.rollouts_per_step * (sampling.max_refills + 1)
+    replayed = replay.ratio * survivors if replay.replays else 0.0
+    trained = survivors + replayed
+    if replay.replays and replay.stores_first:
+        trained = replayed = replay.ratio * generated
+    return {
+        "generated_rollouts": round(generated),
+        "generated_tokens_expected": round(generated * expected.completion_tokens),
+        "generated_tokens_most": most * sampling.max_completion_length,
+        "surviving_rollouts_expected": round(survivors),
+        "replayed_rollouts_expected": round(replayed),
+        "trained_rollouts_expected": round(trained),
+        "trained_tokens_expected": round(trained * expected.completion_tokens),
+    }
+
+
+def _expected_rollouts(sampling: SamplingSection, expected: Expected) -> tuple[float, float]:
+    """Rollouts generated in a step, and their survivors: a refill samples what was dropped."""
+    generated = sum(
+        sampling.rollouts_per_step * (1 - expected.survival) ** refill
+        for refill in range(sampling.max_refills + 1)
+    )
+    return generated, generated * expected.survival
+
+
+def describe_replay(
+    sampling: SamplingSection, replay: ReplaySection, steps: int, expected: Expected
+) -> dict[str, Any]:
+    """Number of stored rollouts: the maximum, and with the expected share of survivors."""
+    if not replay.replays:
+        return {"stored_rollouts_expected": 0, "stored_rollouts_most": 0, "capacity_binds": False,
+                "first_replay_step": None, "horizon_steps": None}  # fmt: skip
+    _, survivors = _expected_rollouts(sampling, expected)
+    births = replay.max_age_steps if replay.max_age_steps is not None else steps
+    # A refill replaces dropped groups: no more survive than `prompts_per_step` groups.
+    most = births * sampling.rollouts_per_step
+    first = replay.warmup_steps + 1
+    return {
+        "stored_rollouts_expected": round(min(replay.capacity_rollouts, births * survivors)),
+        "stored_rollouts_most": min(replay.capacity_rollouts, most),
+        "capacity_binds": most > replay.capacity_rollouts,
+        # otherwise nothing is replayed in the step it was born
+        "first_replay_step": first if replay.stores_first else max(2, first),
+        "horizon_steps": replay.max_age_steps,
+    }
+
+
+def describe_storage(
+    prompts: PromptsSection,
+    sampling: SamplingSection,
+    stored: Mapping[str, Any],
+    expected: Expected,
+) -> dict[str, Any]:
+    """Host memory of the buffer, and sizes of the files of a step. `stored` is of
+    `describe_replay`."""
+    longest = prompts.max_prompt_length, sampling.max_completion_length
+    mean = (expected.prompt_tokens, expected.completion_tokens)
+    generated, _ = _expected_rollouts(sampling, expected)
+    most = sampling.rollouts_per_step * (sampling.max_refills + 1)
+    in_memory = stored["stored_rollouts_expected"], stored["stored_rollouts_most"]
+    return {
+        "buffer_memory_gib_expected": to_gib(stored_bytes(in_memory[0], *mean)),
+        "buffer_memory_gib_most": to_gib(stored_bytes(in_memory[1], *longest)),
+        "disk_per_step_mib_expected": _mib(logged_bytes(generated, *mean)),
+        "disk_per_step_mib_most": _mib(logged_bytes(most, *longest)),
+    }
+
+
+def _mib(size: float) -> float:
+    return round(size / 2**20, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Completion tokens per second of one GPU (on a CPU, of one rank or server), and where they
+    come from. `other_seconds` is the rest of a step; None: only the log-prob pass, a third of an
+    update."""
+
+    generated: float
+    trained: float
+    source: str
+    other_seconds: float | None = None
+    assumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the user states or a finished run measured; the rest is assumed.
+
+    `measured` holds fields of `Expected`, `speed` that of the run; the stated speeds are completion
+    tokens per second of one GPU.
+    """
+
+    generated_tokens_per_second: float | None = None
+    trained_tokens_per_second: float | None = None
+    measured: Mapping[str, float] | None = None
+    speed: Speed | None = None
+
+    def stated_speed(self, mu: float) -> Speed | None:
+        """The stated speed: μ gives the one of the two that is not stated. None if neither is."""
+        generated, trained = self.generated_tokens_per_second, self.trained_tokens_per_second
+        other = None if self.speed is None else self.speed.other_seconds
+        if generated is not None and trained is not None:
+            return Speed(generated, trained, "stated", other)
+        if generated is not None:
+            return Speed(generated, generated * mu, f"stated, and μ {mu:.3g}", other)
+        if trained is not None:
+            return Speed(trained / mu, trained, f"stated, and μ {mu:.3g}", other)
+        return None
+
+
+def assumed_speed(
+    shape: ModelShape, expected: Expected, dtype: str, gpu: str | None = None
+) -> Speed:
+    """The speed of a GPU of which the name is known, or of `DEFAULT_GPU`."""
+    known = next((name for name in PEAK_FLOPS if gpu is not None and name in gpu), DEFAULT_GPU)
+    peak = PEAK_FLOPS[known][dtype == "float32"]
+    trained = expected.completion_tokens * UTILISATION * peak / update_flops(shape, expected)
+    return Speed(
+        trained / expected.mu,
+        trained,
+        f"assumed: {UTILISATION:.0%} of {peak / 1e12:.0f} TFLOP/s ({known}) in updates, and μ "
+        f"{expected.mu:.3g}",
+        assumed=True,
+    )
+
+
+def update_flops(shape: ModelShape, expected: Expected) -> float:
+    """Floating-point operations of an update per rollout of mean length: 6 per active parameter and
+    token, 4 if LoRA freezes it (it has no gradient), and causal attention. What gradient
+    checkpointing repeats is not counted."""
+    tokens = expected.prompt_tokens + expected.completion_tokens
+    active = shape.parameters if shape.active_parameters is None else shape.active_parameters
+    per_token = (4 if shape.adapters else 6) * active + 6 * shape.adapters
+    return per_token * tokens + 6 * shape.layers * shape.attention_width * tokens**2
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What of a recipe decides how long its steps take."""
+
+    steps: int
+    overlaps: bool  # sampling goes on while the trainer works
+    recomputes: bool  # the trainer recomputes the log-probs of fresh rollouts
+    servers: int
+    gpus_per_server: int
+    repeats_journal: bool
+
+
+def describe_time(
+    pace: Pace,
+    step: Mapping[str, Any],
+    first_replay_step: int | None,
+    expected: Expected,
+    speed: Speed | None,
+    ranks: int,
+    on_gpus: bool,
+) -> dict[str, Any]:
+    """Seconds of a step and hours of the run; None where no speed is known."""
+    steps = pace.steps
+    if speed is None:
+        return {"steps": steps, "hours": None, "gpu_hours": None, "speed_is": None}
+    generation = _busiest(pace, step["generated_rollouts"], ranks) * (
+        expected.completion_tokens / speed.generated
+    )
+    per_trained = expected.completion_tokens / speed.trained / ranks
+    survivors, trained = step["surviving_rollouts_expected"], step["trained_rollouts_expected"]
+    other = speed.other_seconds
+    if other is None:
+        other = survivors * per_trained / 3 if pace.recomputes else 0.0
+    early = steps if first_replay_step is None else min(steps, first_replay_step - 1)
+    both = max if pace.overlaps else sum
+    seconds = sum(
+        count * (both((generation, rollouts * per_trained)) + other)
+        for count, rollouts in ((early, survivors), (steps - early, trained))
+    )
+    hours, gpus = seconds / 3600, ranks + pace.servers * pace.gpus_per_server
+    return {
+        "steps": steps,
+        "hours": _significant(hours),
+        "gpu_hours": _significant(hours * gpus) if on_gpus else None,
+        "generation_seconds_per_step": _significant(generation),
+        "training_seconds_per_step": _significant(trained * per_trained),
+        "other_seconds_per_step": _significant(other),
+        "generated_tokens_per_second": _significant(speed.generated),
+        "trained_tokens_per_second": _significant(speed.trained),
+        "speed_is": speed.source,
+    }
+
+
+def _busiest(pace: Pace, generated: float, ranks: int) -> float:
+    """Rollouts of a step per GPU of the rank or server that samples most: each takes whole ones.
+    Servers of an asynchronous run do not wait for a step, so they share evenly."""
+    if pace.repeats_journal:
+        return 0.0
+    share = generated / (pace.servers or ranks)
+    if not pace.overlaps:
+        share = math.ceil(share)
+    return share / pace.gpus_per_server if pace.servers else share
+
+
+def _significant(value: float) -> float:
+    """Three significant digits: more would claim what no assumption gives."""
+    return float(f"{value:.3g}")

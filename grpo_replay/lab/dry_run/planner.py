@@ -1,0 +1,384 @@
+"""The machines of a planned run, whether engine and sampler fit on the device of one rank, and with
+which overrides they would.
+
+`memory` has the arithmetic, `trace` measures activations and the sizes of the model.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_replay.errors import GrpoReplayError, RecipeError
+from grpo_replay.lab.dry_run.memory import (
+    EngineMemory,
+    EngineSetting,
+    ModelShape,
+    SamplerMemory,
+    engine_memory,
+    hf_memory,
+    vllm_memory,
+)
+from grpo_replay.recipe import (
+    EngineSection,
+    ModelSection,
+    Recipe,
+    SamplingSection,
+    parse_overrides,
+    resolve_recipe,
+)
+from grpo_replay.storage.checkpoint import GIB, to_gib
+
+DEFAULT_GPU_GIB = 80.0
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+LORA_RANK = 16
+LORA_RATE = 10
+"""Rank of the adapters that are advised, and how many times the learning rate of all parameters."""
+SHARES = [round(0.05 * twentieths, 2) for twentieths in range(2, 19)]
+"""Shares of a GPU for vLLM that are tried."""
+
+PUBLISHED = {
+    f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
+    for size in ("0.6b", "1.7b", "4b")
+    for suffix in ("", "-base")
+} | {"qwen/qwen2.5-7b": "builtin:qwen2.5-7b"}
+"""Hub ids whose sizes are known without a download."""
+CHAT_POSITIONS = 40_960
+"""Positions of Qwen3's chat models. The shipped configurations are the base models', which have
+32,768 and else the same sizes."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Sentences of the report by kind: a problem stops the run, unchecked is what cannot be seen
+    from this machine. `exit_code` is that of the first problem, which the run would end with."""
+
+    problems: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    exit_code: int = 0
+
+    def refuse(self, problem: str | GrpoReplayError, exit_code: int = 2) -> None:
+        """Add a problem, once."""
+        if isinstance(problem, GrpoReplayError):
+            exit_code = problem.exit_code
+        self.exit_code = self.exit_code or exit_code
+        if str(problem) not in self.problems:
+            self.problems.append(str(problem))
+
+
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The nodes of a run, and the device of one rank.
+
+    `ranks` has those of each node, `gpus` the GPUs that a node has for ranks (None on a CPU).
+    `capacity` is in bytes. `elsewhere`: the run will not use the GPUs of this machine, whose size
+    is then stated or assumed. `gpu` is the name of the GPU, if known.
+    """
+
+    device: str
+    ranks: tuple[int, ...]
+    capacity: int
+    gpus: int | None = None
+    elsewhere: bool = False
+    gpu: str | None = None
+
+    @property
+    def total_ranks(self) -> int:
+        return sum(self.ranks)
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def with_ranks(self, ranks: int) -> "Machines":
+        """The same nodes with so many ranks on each."""
+        return Machines(
+            self.device, (ranks,) * len(self.ranks), self.capacity, self.gpus, self.elsewhere,
+            self.gpu,
+        )  # fmt: skip
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "device": self.device,
+            "nodes": len(self.ranks),
+            "processes": self.total_ranks,
+            "memory_gib_per_process": to_gib(self.capacity),
+            "assumed": self.elsewhere,
+            "gpu": self.gpu,
+        }
+
+
+def find_machines(
+    device: str,
+    ranks: Sequence[int],
+    server_gpus: int = 0,
+    gpu_memory_gib: float | None = None,
+) -> Machines:
+    """The machines to plan for: those with the `device` of the recipe, or with `auto` GPUs if this
+    machine has one or `gpu_memory_gib` is given. `server_gpus` of a node are taken by vLLM servers.
+
+    Without a GPU here, or with `gpu_memory_gib`, as many GPUs as the recipe uses are assumed. The
+    capacity of a CPU rank is an equal share of this machine's memory.
+    """
+    import torch
+
+    found = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and not found and gpu_memory_gib is None):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Machines("cpu", tuple(ranks), memory // max(ranks))
+    if gpu_memory_gib is not None or not found:
+        size = DEFAULT_GPU_GIB if gpu_memory_gib is None else gpu_memory_gib
+        return Machines("cuda", tuple(ranks), int(size * GIB), max(ranks), elsewhere=True)
+    smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(found))
+    name = torch.cuda.get_device_name(0)
+    return Machines("cuda", tuple(ranks), smallest, max(0, found - server_gpus), gpu=name)
+
+
+def with_known_model(model: ModelSection) -> ModelSection:
+    """The section, with a published Qwen id replaced by its shipped configuration."""
+    name = model.path.lower()
+    shipped = PUBLISHED.get(name)
+    if shipped is None:
+        return model
+    values = model.model_dump() | {"path": shipped}
+    if name.startswith("qwen/qwen3-") and not name.endswith("-base"):
+        overrides = {"max_position_embeddings": CHAT_POSITIONS, **model.config_overrides}
+        values["config_overrides"] = overrides
+    return ModelSection(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of the engine and the sampler on one rank."""
+
+    shape: ModelShape
+    setting: EngineSetting
+    model_length: int  # tokens of prompt plus completion that the sampler has room for
+    engine: EngineMemory
+    sampler: SamplerMemory
+    capacity: int
+
+    def phases(self) -> dict[str, int]:
+        """Bytes on the device of one rank in each phase of a step."""
+        return {
+            "generation": self.engine.at_rest + self.sampler.awake,
+            "forward_backward": self.engine.backward_peak + self.sampler.asleep,
+            "optimizer_step": self.engine.step_peak + self.sampler.asleep,
+        }
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases().values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase fits, and vLLM's cache holds one longest rollout."""
+        tokens = self.sampler.cache_tokens
+        if tokens is not None and tokens < self.model_length:
+            return False  # vLLM refuses to start
+        return self.peak <= self.capacity
+
+    def describe(self) -> dict[str, Any]:
+        phases = self.phases()
+        parts = {f"{name}_gib": to_gib(value) for name, value in self.engine.to_json().items()}
+        return {
+            **parts,
+            "sampler_awake_gib": to_gib(self.sampler.awake),
+            "sampler_asleep_gib": to_gib(self.sampler.asleep),
+            "phases_gib": {name: to_gib(value) for name, value in phases.items()},
+            "peak_phase": max(phases, key=lambda name: phases[name]),
+            "peak_gib": to_gib(self.peak),
+            "capacity_gib": to_gib(self.capacity),
+            "fits": self.fits,
+        }
+
+
+def plan_memory(recipe: Recipe, machines: Machines) -> MemoryPlan:
+    """The engine and sampler in memory, for the largest micro-batch that the budget allows.
+
+    Raises ModelError if the configuration cannot be read, RecipeError if not even a prompt of one
+    token and the longest completion fit in the positions of the model.
+    """
+    from grpo_replay.engine.models import load_config
+    from grpo_replay.engine.sampling_limits import check_training_room, model_length
+    from grpo_replay.lab.dry_run import trace
+
+    known = recipe.model_copy(update={"model": with_known_model(recipe.model)})
+    shape = trace.model_shape(load_config(known.model), known.model.lora)
+    limits = known.sampling, known.model, known.longest_sequence
+    check_training_room(*limits, 1)
+    prompt, completion = known.prompts.max_prompt_length, known.sampling.max_completion_length
+    longest = min(prompt + completion, shape.max_positions or prompt + completion)
+    batch = trace.Microbatch(
+        rows=max(1, known.batch.max_tokens_per_microbatch // longest),
+        length=longest,
+        completion=completion,
+        chunk_tokens=known.logprob_chunk_tokens(shape.vocabulary),
+        temperature=known.sampling.temperature,
+    )
+    setting = _engine_setting(
+        known.engine, known.zero_stage(machines.total_ranks), known.model,
+        known.loss.beta > 0, machines,
+    )  # fmt: skip
+    forward = trace.forward_memory(known.model, batch, machines.on_cuda)
+    sampler = plan_sampler(
+        known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], shape, machines
+    )
+    return MemoryPlan(
+        shape, setting, model_length(*limits),
+        engine_memory(shape, forward, setting), sampler, machines.capacity,
+    )  # fmt: skip
+
+
+def _engine_setting(
+    engine: EngineSection, stage: int, model: ModelSection, has_reference: bool, machines: Machines
+) -> EngineSetting:
+    return EngineSetting(
+        zero_stage=stage,
+        ranks=machines.total_ranks,
+        dtype_bytes=DTYPE_BYTES[model.dtype],
+        on_cuda=machines.on_cuda,
+        bucket_elements=engine.zero.reduce_bucket_size,
+        live_elements=engine.zero.max_live_parameters,
+        offload_optimizer=engine.offload_optimizer,
+        offload_parameters=engine.offload_parameters,
+        reference_copy=has_reference and model.lora.rank is None,
+    )
+
+
+def plan_sampler(
+    sampling: SamplingSection, prompt: int, dtype_bytes: int, shape: ModelShape, machines: Machines
+) -> SamplerMemory:
+    """What the sampler takes of the device of a rank; `prompt` is the longest, in tokens."""
+    vllm = sampling.vllm
+    if sampling.over_http:
+        return SamplerMemory(0, 0, None)  # on machines or GPUs of its own
+    if sampling.vllm_in_ranks and machines.on_cuda:
+        return vllm_memory(
+            shape, dtype_bytes, machines.capacity, vllm.gpu_memory_utilization,
+            vllm.tensor_parallel_size, vllm.enable_sleep_mode, graphs=not vllm.enforce_eager,
+        )  # fmt: skip
+    if sampling.vllm_in_ranks:
+        cache = GIB * int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
+        held = dtype_bytes * shape.parameters + cache  # nothing sleeps on a CPU
+        return SamplerMemory(held, held, cache // (dtype_bytes * shape.kv_elements_per_token))
+    rows = -(-sampling.rollouts_per_step // machines.total_ranks)
+    return hf_memory(
+        shape, dtype_bytes, min(rows, sampling.max_batch_rollouts), prompt,
+        sampling.max_completion_length, machines.on_cuda,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Overrides with which the run fits; if none do, those tried that need least memory."""
+
+    overrides: tuple[str, ...]
+    peak: int
+    fits: bool
+
+    def describe(self) -> dict[str, Any]:
+        return {"set": list(self.overrides), "peak_gib": to_gib(self.peak), "fits": self.fits}
+
+
+def advise(recipe: Recipe, machines: Machines) -> Advice | None:
+    """The first overrides of `rungs`, taken together, with which the recipe fits; None if none can
+    be tried. Those that turn out not to be needed are left out."""
+    given = recipe.model_dump(mode="json")
+    chosen: list[str] = []
+    best: Advice | None = None
+    for rung in rungs(recipe, machines):
+        keys = {word.partition("=")[0] for word in rung}
+        wanted = [word for word in chosen if word.partition("=")[0] not in keys] + rung
+        tried = _attempt(given, wanted, machines)
+        if tried is None:
+            continue  # it contradicts another setting
+        chosen = wanted
+        if tried.fits:
+            return _without_needless(given, tried, machines)
+        if best is None or tried.peak < best.peak:
+            best = tried
+    return best
+
+
+def _attempt(given: dict[str, Any], overrides: Sequence[str], machines: Machines) -> Advice | None:
+    """The plan with these overrides, and if it helps with another share of the GPU for vLLM."""
+    try:
+        recipe = resolve_recipe([given, parse_overrides(list(overrides))])
+        ranks = recipe.engine.num_processes
+        there = machines.with_ranks(ranks) if _sets_ranks(overrides) else machines
+        plan = plan_memory(recipe, there)
+    except RecipeError:
+        return None
+    if plan.fits or not (recipe.sampling.vllm_in_ranks and machines.on_cuda):
+        return Advice(tuple(overrides), plan.peak, plan.fits)
+    share = recipe.sampling.vllm.gpu_memory_utilization
+    for other in sorted(SHARES, key=lambda each: abs(each - share)):
+        words = (*overrides, f"sampling.vllm.gpu_memory_utilization={other}")
+        with suppress(RecipeError):
+            changed = resolve_recipe([given, parse_overrides(list(words))])
+            found = plan_memory(changed, there)
+            if found.fits:
+                return Advice(words, found.peak, True)
+    return Advice(tuple(overrides), plan.peak, False)
+
+
+def _sets_ranks(overrides: Sequence[str]) -> bool:
+    return any(word.startswith("engine.num_processes=") for word in overrides)
+
+
+def _without_needless(given: dict[str, Any], found: Advice, machines: Machines) -> Advice:
+    """The advice without overrides that are not needed for the run to fit."""
+    for word in found.overrides:
+        if word.startswith(("engine.num_processes=", "optimizer.", "model.lora.rank=")):
+            continue
+        fewer = [each for each in found.overrides if each != word]
+        tried = _attempt(given, fewer, machines)
+        if tried is not None and tried.fits and len(tried.overrides) < len(found.overrides):
+            found = tried
+    return found
+
+
+def rungs(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
+    """Overrides that save memory, in the order in which they are added: what only moves memory,
+    what costs time, and then what changes the run. Never more GPUs than a node has."""
+    model, engine, vllm = recipe.model, recipe.engine, recipe.sampling.vllm
+    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+    if machines.gpus and max(machines.ranks) != machines.gpus:
+        yield [f"engine.num_processes={machines.gpus}"]
+    else:
+        yield []  # another share for vLLM alone
+    if recipe.sampling.vllm_in_ranks and not vllm.enable_sleep_mode:
+        yield ["sampling.vllm.enable_sleep_mode=true"]
+    if engine.logprob_chunk_tokens is not None:
+        yield ["engine.logprob_chunk_tokens=null"]
+    if not model.gradient_checkpointing:
+        yield ["model.gradient_checkpointing=true"]
+    if recipe.batch.max_tokens_per_microbatch > longest:
+        yield [f"batch.max_tokens_per_microbatch={longest}"]
+    stage = recipe.zero_stage(machines.total_ranks)
+    if stage < 3 and machines.total_ranks > 1:
+        yield ["engine.zero_stage=3"]
+    if model.dtype == "float32":
+        yield ["model.dtype=bfloat16"]
+    if model.lora.rank is None and recipe.loss.beta == 0:
+        rate = f"optimizer.learning_rate={LORA_RATE * recipe.optimizer.learning_rate:g}"
+        yield [f"model.lora.rank={LORA_RANK}", rate]
+    offloads = machines.on_cuda and not engine.offload_optimizer and model.lora.rank is None
+    yield from _last_rungs(recipe.sampling, recipe.prompts.max_prompt_length, offloads)
+
+
+def _last_rungs(sampling: SamplingSection, prompt: int, offloads: bool) -> Iterator[list[str]]:
+    completion = sampling.max_completion_length
+    if sampling.vllm_in_ranks and not sampling.vllm.enforce_eager:
+        yield ["sampling.vllm.enforce_eager=true"]
+    if offloads:
+        yield ["engine.zero_stage=3", "engine.offload=optimizer"]
+    while completion >= 512:
+        completion //= 2
+        yield [
+            f"sampling.max_completion_length={completion}",
+            f"batch.max_tokens_per_microbatch={prompt + completion}",
+        ]

@@ -1,0 +1,144 @@
+"""Keys of earlier versions: where their values went.
+
+A recipe that has one is refused, with the new key or the value that holds now. The recipe that an
+earlier version saved in a run has all of them: its values are moved, and it is refused only if one
+is no longer possible.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_replay.errors import RecipeError
+
+FIXED: Mapping[str, tuple[Any, str]] = {
+    "prompts.answer_marker": ("####", ""),
+    "prompts.limit": (None, "cut the file, or slice dataset_options.split: 'train[:100]'"),
+    "sampling.sync_bucket_mib": (512, ""),
+    "sampling.servers.max_retries": (2, ""),
+    "sampling.servers.start_timeout_seconds": (600.0, "use request_timeout_seconds"),
+    "reward.overlong_weight": (1.0, ""),
+    "reward.memory_limit_mib": (2048, ""),
+    "optimizer.final_fraction": (0.0, ""),
+    "engine.hang_report_seconds": (None, "it is a sixth of engine.timeout_seconds"),
+    "run.stop_grace_seconds": (None, "it is that of the launcher"),
+    "checkpoint.allow_other_reward": (False, "use checkpoint.restore_buffer"),
+    "eval.at_end": (True, ""),
+    "eval.problem_field": ("problem", "benchmark files share prompts.problem_field"),
+    "eval.answer_field": ("answer", "benchmark files share prompts.answer_field"),
+    "eval.answer_marker": ("####", ""),
+    "eval.id_field": (None, "benchmark files share prompts.id_field"),
+    "eval.bootstrap_samples": (2000, ""),
+    "tracking.project": ("grpo-replay", "set WANDB_PROJECT or TRACKIO_PROJECT"),
+    "tracking.samples_every_steps": (50, ""),
+}
+"""Keys that went: the value that always holds, and what to do for another one."""
+
+MOVED: Mapping[str, str] = {
+    "model.lora.alpha": "model.lora.lora_alpha",
+    "model.lora.targets": "model.lora.target_modules",
+    "model.lora.dropout": "model.lora.lora_dropout",
+    "prompts.config_name": "prompts.dataset_options.name",
+    "prompts.revision": "prompts.dataset_options.revision",
+    "prompts.split": "prompts.dataset_options.split",
+    "sampling.vllm.sleep_mode": "sampling.vllm.enable_sleep_mode",
+    "optimizer.epsilon": "optimizer.adamw.eps",
+    "optimizer.weight_decay": "optimizer.adamw.weight_decay",
+}
+"""Keys with another name."""
+
+JOINED: Mapping[str, str] = {
+    "prompts.chat_template_kwargs": "prompts.template, as a mapping {enable_thinking: false}",
+    "sampling.servers.host": "sampling.servers.address, host:port",
+    "sampling.servers.base_port": "sampling.servers.address, host:port",
+    "sampling.servers.sync_folder": "sampling.servers.weight_transfer, the folder's path",
+    "reward.weight": "reward.function, a list of {function: …, weight: …}",
+    "reward.other_functions": "reward.function, a list of {function: …, weight: …}",
+    "advantage.divide_by_std": "advantage.std: none",
+    "replay.enabled": "replay.preset: grpo, which never replays",
+    "optimizer.beta1": "optimizer.adamw.betas: [0.9, 0.999]",
+    "optimizer.beta2": "optimizer.adamw.betas: [0.9, 0.999]",
+    "engine.offload_optimizer": "engine.offload: optimizer",
+    "engine.offload_parameters": "engine.offload: everything",
+    "eval.other_rewards": "eval.reward, a list",
+}
+"""Keys whose values are part of another key's."""
+
+
+def is_retired(key: str) -> bool:
+    return key in FIXED or key in MOVED or key in JOINED
+
+
+def what_became_of(key: str) -> str:
+    """For the message about a key that is no longer one."""
+    if key in FIXED:
+        value, advice = FIXED[key]
+        now = f"it always is {value!r}" if value is not None else "it is decided for you"
+        return f"{key} is no longer a key: {advice or now}; remove it"
+    return f"{key} is now {MOVED.get(key) or JOINED[key]}"
+
+
+def modernised(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The recipe that an earlier version saved, with its values under today's keys. Raises
+    RecipeError for values that are no longer possible."""
+    recipe = _copied(saved)
+    for key, (value, _) in FIXED.items():
+        found = _pop(recipe, key, value)
+        if found != value:
+            raise RecipeError(
+                f"{source}: {key} {found!r}: {what_became_of(key)}, or continue this run with the "
+                "version of grpo-replay that wrote it (environment.json)"
+            )
+    for key, new in MOVED.items():
+        if (found := _pop(recipe, key)) is not None:
+            _section(recipe, new)[new.rpartition(".")[2]] = found
+    _join(recipe)
+    return recipe
+
+
+def _join(recipe: dict[str, Any]) -> None:
+    """Move the values of `JOINED`."""
+    prompts, servers = recipe.get("prompts", {}), recipe.get("sampling", {}).get("servers", {})
+    reward, evaluation = recipe.get("reward", {}), recipe.get("eval", {})
+    if variables := prompts.pop("chat_template_kwargs", None):
+        prompts["template"] = variables
+    host, port = servers.pop("host", None), servers.pop("base_port", None)
+    if host is not None or port is not None:
+        servers["address"] = f"{host or '127.0.0.1'}:{port or 8300}"
+    if folder := servers.pop("sync_folder", None):
+        servers["weight_transfer"] = folder
+    weight, others = reward.pop("weight", 1.0), reward.pop("other_functions", [])
+    if weight != 1.0 or others:
+        first = {"function": reward.get("function", "minerva"), "weight": weight}
+        reward["function"] = [first, *others]
+    if _pop(recipe, "advantage.divide_by_std", True) is False:
+        recipe["advantage"]["std"] = "none"
+    if _pop(recipe, "replay.enabled", True) is False:
+        recipe["replay"]["preset"] = "grpo"
+    beta1, beta2 = _pop(recipe, "optimizer.beta1"), _pop(recipe, "optimizer.beta2")
+    if beta1 is not None or beta2 is not None:
+        _section(recipe, "optimizer.adamw.betas")["betas"] = [beta1 or 0.9, beta2 or 0.999]
+    kept = (_pop(recipe, "engine.offload_optimizer"), _pop(recipe, "engine.offload_parameters"))
+    if any(kept):
+        recipe["engine"]["offload"] = "everything" if kept[1] else "optimizer"
+    if others := evaluation.pop("other_rewards", []):
+        evaluation["reward"] = [evaluation.get("reward", "math_verify_boxed"), *others]
+
+
+def _section(recipe: dict[str, Any], key: str) -> dict[str, Any]:
+    for part in key.split(".")[:-1]:
+        recipe = recipe.setdefault(part, {})
+    return recipe
+
+
+def _pop(recipe: dict[str, Any], key: str, default: Any = None) -> Any:
+    node: Any = recipe
+    *parents, leaf = key.split(".")
+    for part in parents:
+        node = node.get(part, {}) if isinstance(node, dict) else {}
+    return node.pop(leaf, default) if isinstance(node, dict) else default
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,131 @@
+"""What vLLM in this process must leave alone, and its sleep: GPU memory for the trainer and back.
+
+Memory outside vLLM's own allocator stays on the GPU: CUDA graphs and communicators
+(the memory plan of `lab/dry_run` counts them).
+"""
+
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from grpo_replay.errors import SamplerError, first_line
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+LEAKED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+"""Set by vLLM's CPU platform for its own workers. Verifier processes would inherit the first;
+DeepSpeed reads the second."""
+
+
+def preserved_torch_randomness() -> contextlib.AbstractContextManager[None]:
+    """Restore torch's global random state afterwards. vLLM's CPU sampler draws from it for every
+    row before it overwrites the rows that have a seed of their own."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    return torch.random.fork_rng(devices=devices)
+
+
+@contextlib.contextmanager
+def preserved_process_state() -> Iterator[None]:
+    """Restore the global random states, torch's thread settings and `LEAKED_VARIABLES` afterwards.
+
+    An engine in this process seeds Python, numpy and torch, and on a CPU replaces
+    `torch.set_num_threads` by a function that does nothing.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    environment = {name: os.environ.get(name) for name in LEAKED_VARIABLES}
+    try:
+        with preserved_torch_randomness():
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        for name, value in environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send what C++ and Python print to stdout to stderr instead: stdout is for results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+VLLM_ERRORS = (RuntimeError, ValueError, AssertionError)
+"""Raised by vLLM when an operation fails: out of memory is a RuntimeError, a failed memory profile
+an AssertionError."""
+
+_KEPT, _DISCARDED = 1, 2  # vLLM's levels: weights copied to host memory, or dropped
+
+
+def in_few_words(error: Exception) -> str:
+    """What vLLM says, without pydantic's frame and the lists of all that there is otherwise."""
+    text = str(error).partition("Value error, ")[2] or str(error)
+    for end in (" Supported architectures:", " The available parameters", " [type=", "\n"):
+        text = text.strip().partition(end)[0]
+    return text.rstrip(".") or type(error).__name__
+
+
+class SleepState:
+    """Tracks which parts of an engine's memory ("weights", "kv_cache") are off the GPU."""
+
+    def __init__(self, engine: "LLMEngine") -> None:
+        self._engine = engine
+        self._can_sleep = bool(engine.vllm_config.model_config.enable_sleep_mode)
+        self._asleep: set[str] = set()
+        self._host_copy = False
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Free the cache and the weights; with `keep_weights`, copy the weights to pinned host
+        memory first. A no-op for an engine without sleep mode. Raises SamplerError."""
+        if not self._can_sleep or "weights" in self._asleep:
+            return
+        with _translated("go to sleep"):
+            self._engine.sleep(level=_KEPT if keep_weights else _DISCARDED)
+        self._asleep = {"weights", "kv_cache"}
+        self._host_copy = keep_weights
+
+    def wake(self, *parts: str) -> None:
+        """Put parts back on the GPU: the cache empty, the weights as kept, or uninitialised if they
+        were not kept. Raises SamplerError; the call may then be repeated."""
+        for part in parts:
+            if part in self._asleep:
+                with _translated(f"wake its {part}"):
+                    self._engine.wake_up([part])
+                self._asleep.remove(part)
+        if self._host_copy and "weights" not in self._asleep:
+            self._host_copy = False
+            if torch.cuda.is_initialized():
+                torch.accelerator.empty_host_cache()  # torch would keep the pinned pages
+
+
+@contextmanager
+def _translated(action: str) -> Iterator[None]:
+    try:
+        yield
+    except VLLM_ERRORS as error:
+        raise SamplerError(
+            f"sampling.backend vllm: the engine could not {action}: {first_line(error)}; if the "
+            "GPU is full, lower sampling.vllm.gpu_memory_utilization or what the trainer holds "
+            "(engine.zero_stage 3, engine.offload optimizer); train --dry-run estimates both"
+        ) from error

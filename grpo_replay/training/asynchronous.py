@@ -1,0 +1,371 @@
+"""The sources of asynchronous runs: a journal's steps, and a collector's groups as they arrive.
+
+Rank 0 talks to the collector and keeps the journal (`collection.intake`); the other ranks take part
+in updates and weight gathers. A step takes the groups that have arrived, while the servers go on
+sampling (paper B, section 4; paper A's batches without the wait).
+
+Behaviour log-probs are the sampler's, of the versions that sampled each token, and are never
+recomputed; a rollout's birth step is that of the oldest token of its group, so a fresh rollout may
+already have an age.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from grpo_replay.collection.assembly import TakenRollouts, rollouts_to_insert
+from grpo_replay.collection.intake import Intake, unacknowledged_limit
+from grpo_replay.collection.journal import Journal, JournalRecords
+from grpo_replay.collection.link import CollectorSettings
+from grpo_replay.collection.messages import Report
+from grpo_replay.distributed.failures import run_collectively, run_on_main
+from grpo_replay.errors import SamplerError
+from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.compose import draw_count
+from grpo_replay.sampling.server.rolling import RollingServerSampler
+from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.training.resuming import JOURNAL_FOLDER
+from grpo_replay.training.rollout_source import (
+    Metrics,
+    Parts,
+    RolloutSource,
+    StepRecord,
+    StepRollouts,
+)
+from grpo_replay.training.weight_sync import GAP_SAMPLE_ROLLOUTS, sync_weights
+from grpo_replay.types import ComposedBatch, Rollout
+
+
+def open_collected(
+    parts: Parts, state: RunState, checkpoint: Path | None, stack: ExitStack
+) -> RolloutSource:
+    """The source of an asynchronous run, at the step of the checkpoint. Collective."""
+    if checkpoint is not None:
+        _push(parts, state.policy_version)
+    repeated = parts.recipe.sampling.collection.replay_journal
+    if repeated is not None:
+        folder = Path(repeated) / JOURNAL_FOLDER
+        return JournalSource(parts, state, _open_intake(parts, state, folder, None))
+    source = CollectorSource(parts, state, _open_intake(
+        parts, state, parts.run_dir.path / JOURNAL_FOLDER, stack
+    ))  # fmt: skip
+    stack.callback(source.close)  # before the journal closes
+    return source
+
+
+def _open_intake(
+    parts: Parts, state: RunState, folder: Path, journal_stack: ExitStack | None
+) -> Intake | None:
+    """The intake on rank 0. With a stack, which closes it, the journal in `folder` goes on."""
+
+    def intake() -> Intake | None:
+        if not parts.comm.is_main:
+            return None
+        if journal_stack is None:
+            return Intake(parts.recipe, None, JournalRecords.of(folder), state.step)
+        journal, records = Journal.open(folder)
+        journal_stack.callback(journal.close)
+        return Intake(parts.recipe, journal, records, state.step)
+
+    return run_collectively(parts.comm, intake)
+
+
+def _push(parts: Parts, version: int) -> None:
+    """Gather and stage everything, then switch the servers one after the other."""
+    with parts.clock.stage("sync"):
+        bucket_mib = parts.recipe.sampling.sync_bucket_mib
+        sync_weights(parts.engine, parts.sampler, version, bucket_mib)
+
+
+class JournalSource:
+    """Implements `rollout_source.RolloutSource`: the steps that a journal has, without a sampler.
+    `intake` is None on ranks other than 0."""
+
+    def __init__(self, parts: Parts, state: RunState, intake: Intake | None) -> None:
+        self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state
+        self.intake = intake
+        self._undrawn = UndrawnEvictions()
+        self._waited_seconds = 0.0
+        self._metrics: Metrics = {}  # of the step, as far as they are known when it begins
+
+    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
+        """Never waits. Raises SamplerError after the journal's last step."""
+        if self._has_recorded():
+            return self._take_recorded(step)
+        raise SamplerError(
+            "a run that replays a journal (sampling.collection.replay_journal) samples nothing: "
+            f"its journal has no step {step}; lower run.steps"
+        )
+
+    def _has_recorded(self) -> bool:
+        return self.comm.broadcast_json(self.intake is not None and self.intake.replaying)
+
+    def _take_recorded(self, step: int) -> StepRollouts:
+        taken = self.intake.take_recorded(step) if self.intake else None
+        return self._step_rollouts(taken, ServerShare(None, None))
+
+    def _step_rollouts(self, taken: TakenRollouts | None, servers: "ServerShare") -> StepRollouts:
+        """What the trainer gets; nothing on ranks other than 0."""
+        nominal = self.recipe.rollouts_per_step
+        if self.intake is None or taken is None:
+            return StepRollouts((), (), nominal, 0, 0, None)
+        arrivals, state = self.intake.arrivals, self.state
+        self._undrawn.begin(self.parts.buffer, taken.generated)
+        self._metrics = {
+            "async/sampler_idle": servers.idle,
+            "async/straddlers": taken.straddlers,
+            "async/outstanding_groups": self.intake.outstanding_groups(),
+            **arrivals.ledger.metrics(),
+        }
+        return StepRollouts(
+            generated=taken.generated,
+            measured=sampled_by(taken.generated, state.policy_version),
+            nominal_rollouts=nominal,
+            prompts=arrivals.records - state.prompt_cursor,
+            groups=arrivals.arrived_groups - state.next_group_id,
+            generation_seconds=servers.busy_seconds,
+        )
+
+    def advance(self, version: int) -> None:
+        """Nothing samples."""
+
+    def metrics(self, record: StepRecord) -> Metrics:
+        step_seconds = self.parts.clock.read()["step"]
+        return {
+            "sampler/policy_version": self.parts.sampler.policy_version,
+            **self._metrics,
+            "async/trainer_idle": self._waited_seconds / max(step_seconds, 1e-9),
+            "async/undrawn_evicted": self._undrawn.end(self.parts.buffer, record.batch),
+            **lateness(record),
+        }
+
+    def save(self, folder: Path) -> None:
+        """The journal has everything."""
+
+
+class CollectorSource(JournalSource):
+    """The groups that a collector delivers while the trainer works. A resumed run first repeats the
+    steps that its journal has after the checkpoint."""
+
+    def __init__(self, parts: Parts, state: RunState, intake: Intake | None) -> None:
+        super().__init__(parts, state, intake)
+        assert isinstance(parts.sampler, RollingServerSampler)
+        self.sampler = parts.sampler
+        self._is_live = False
+        self._times = ServerTimes(parts.recipe.sampling.gpus_per_server / parts.comm.world_size)
+        self._insertable: dict[int, int] = {}  # rollouts of each waiting group that can be stored
+
+    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts | None:
+        """`fresh_anchored` and the use-once queue wait for the step's groups; `buffer_only` only
+        until the buffer can give one batch. A step that the journal has never waits."""
+        if self._has_recorded():
+            return self._take_recorded(step)
+        started = time.perf_counter()
+        self._go_live()
+        with self.comm.position.stage("waiting for rollouts"):
+            ready = run_on_main(self.comm, lambda: self._wait(step, stop_requested))
+        self._waited_seconds = time.perf_counter() - started
+        if not self.comm.broadcast_json(ready):
+            return None
+        if self.intake is None:
+            return self._step_rollouts(None, ServerShare(None, None))
+        version = self.state.policy_version
+        self.intake.poll(version)
+        taken = self.intake.cut(step, version, self.sampler.policy_version)
+        share = self._times.step(self.intake.newest_report, self.sampler.paused_seconds)
+        return self._step_rollouts(taken, share)
+
+    def _go_live(self) -> None:
+        """After the journal's last step: bring the servers the policy, and start the collector."""
+        if self._is_live:
+            return
+        self._is_live = True
+        version = self.state.policy_version
+        if self.sampler.policy_version != version:
+            _push(self.parts, version)
+        if self.intake is not None:
+            self.sampler.on_switch = self.intake.announce
+            self.intake.go_live(self._collector_settings(), len(self.parts.prompts), version)
+
+    def _collector_settings(self) -> CollectorSettings:
+        recipe, servers = self.recipe, self.sampler.servers
+        capacity, size = recipe.replay.capacity_rollouts, recipe.sampling.group_size
+        assert self.intake is not None
+        never_gated = self.intake.arrivals.rules.groups_per_step is None
+        return CollectorSettings(
+            recipe=recipe,
+            run=servers[0].prefix.removesuffix("/"),
+            urls=[server.url for server in servers],
+            stop_token_ids=self.sampler.stop_token_ids,
+            unacknowledged_limit=unacknowledged_limit(capacity, size) if never_gated else None,
+            log=self.parts.run_dir.path / "log" / "collector.log",
+        )
+
+    def _wait(self, step: int, stop_requested: Callable[[], bool]) -> bool:
+        assert self.intake is not None
+        arrivals, stored = self.intake.arrivals, len(self.parts.buffer)
+        needed = arrivals.rules.groups_per_step
+        if needed is not None:
+            arrived = arrivals.ready(step)
+            what = f"the {needed} groups of step {step}, of which {arrived} had arrived when the "
+            return self.intake.wait(
+                lambda: arrivals.ready(step) >= needed, stop_requested, self._look,
+                f"{what}wait began", self.state.policy_version,
+            )  # fmt: skip
+        fill = self._rollouts_of_a_batch()
+        return self.intake.wait(
+            lambda: stored + self._rollouts_waiting(step) >= fill, stop_requested, self._look,
+            f"the {fill} stored rollouts of one batch, of which the buffer had {stored}",
+            self.state.policy_version,
+        )  # fmt: skip
+
+    def _look(self, report: Report) -> None:
+        self.sampler.suspect(report.down)
+
+    def _rollouts_of_a_batch(self) -> int:
+        replay, size = self.recipe.replay, self.recipe.sampling.group_size
+        units = draw_count(replay, size, self.recipe.rollouts_per_step)
+        return min(units * (size if replay.unit == "query" else 1), replay.capacity_rollouts)
+
+    def _rollouts_waiting(self, step: int) -> int:
+        """Rollouts in the queue that will enter the buffer at `step`. Each group is looked into
+        once."""
+        assert self.intake is not None
+        known, self._insertable = self._insertable, {}
+        for each in self.intake.arrivals.young(step):
+            count = known.get(each.number)
+            if count is None:
+                count = rollouts_to_insert(each, self.recipe)
+            self._insertable[each.number] = count
+        return sum(self._insertable.values())
+
+    def advance(self, version: int) -> None:
+        """Bring the servers every `run.sync_every_steps`-th version, and let the collector go on,
+        unless the step was repeated from the journal. None is waited for after the last step, which
+        ends the collector."""
+        if not self._is_live:
+            return
+        is_last, intake = version == self.recipe.run.steps, self.intake
+        if is_last:
+            if intake is not None:
+                intake.finish()
+            return
+        if intake is not None:
+            intake.cancel_stale(version + 1)
+        if version % self.recipe.run.sync_every_steps == 0:
+            _push(self.parts, version)
+        if intake is not None:
+            intake.give_credit(version)
+            self._look(intake.newest_report)
+
+    def save(self, folder: Path) -> None:
+        """The checkpoint relies on the journal: it is on disk first."""
+        if self.intake is not None:
+            self.intake.sync()
+
+    def close(self) -> None:
+        """End the collector. May be called twice."""
+        if self.intake is not None:
+            self.intake.close()
+
+
+class ServerShare(NamedTuple):
+    """The servers during one step. `busy_seconds` are per trainer rank, None for a step repeated
+    from the journal: its generation was in an earlier attempt. `idle` is the share of their time
+    without a request; None if none was in use."""
+
+    busy_seconds: float | None
+    idle: float | None
+
+
+class ServerTimes:
+    """Differences between the collector's reports of two steps.
+
+    A server that loads weights is idle, too. `busy_seconds` are GPU-seconds of the servers per
+    trainer rank, so that μ compares the cost of generating a rollout with that of training on one
+    (paper B).
+    """
+
+    def __init__(self, gpus_per_rank: float) -> None:
+        self._gpus_per_rank = gpus_per_rank
+        self._last = (0.0, 0.0, 0.0)
+
+    def step(self, report: Report, paused_seconds: float) -> ServerShare:
+        now = (report.idle_seconds, report.server_seconds, paused_seconds)
+        if now[1] < self._last[1]:  # another collector
+            self._last = (0.0, 0.0, self._last[2])
+        idle, used, paused = (a - b for a, b in zip(now, self._last, strict=True))
+        self._last = now
+        if used <= 0:
+            return ServerShare(0.0, None)
+        idle = min(idle + paused, used)
+        return ServerShare((used - idle) * self._gpus_per_rank, idle / used)
+
+
+class UndrawnEvictions:
+    """Counts the rollouts that leave the buffer in a step without ever having been drawn."""
+
+    def __init__(self) -> None:
+        self._never_drawn: set[int] = set()
+
+    def begin(self, buffer: ReplayBuffer, taken: Sequence[Rollout]) -> None:
+        """Called before the step changes the buffer."""
+        never = buffer.column("rollout_id")[buffer.column("times_used") == 0]
+        fresh = (rollout.rollout_id for rollout in taken if rollout.kept)
+        self._never_drawn = {*never.tolist(), *fresh}
+
+    def end(self, buffer: ReplayBuffer, batch: ComposedBatch) -> int:
+        """The number of them that are neither stored nor in the step's draw."""
+        if not buffer.settings.replays:
+            return 0
+        drawn = {rollout.rollout_id for rollout in batch.draw.rollouts}
+        return len(self._never_drawn - set(buffer.column("rollout_id").tolist()) - drawn)
+
+
+def sampled_by(rollouts: Sequence[Rollout], version: int) -> list[Rollout]:
+    """At most `GAP_SAMPLE_ROLLOUTS` rollouts that `version` sampled alone, spread over the step:
+    there, sampler and trainer must agree."""
+    own = [
+        rollout
+        for rollout in rollouts
+        if (rollout.policy_version, rollout.policy_version_end) == (version, version)
+    ]
+    count = min(len(own), GAP_SAMPLE_ROLLOUTS)
+    return [own[i * len(own) // count] for i in range(count)]
+
+
+def lateness(record: StepRecord) -> Metrics:
+    """How far what was trained on lags behind the policy, and what dropping late rollouts costs."""
+    trained, current = record.batch.rollouts, record.step - 1
+    ages = [record.step - rollout.birth_step for rollout in trained]
+    first_lags = [current - rollout.policy_version for rollout in trained]
+    last_lags = [current - rollout.policy_version_end for rollout in trained]
+    kept_length, dropped_length = mean_lengths(record.generated)
+    return {
+        "async/age_mean": float(np.mean(ages)) if ages else None,
+        "async/age_max": max(ages, default=None),
+        "async/first_token_lag_mean": float(np.mean(first_lags)) if trained else None,
+        "async/last_token_lag_mean": float(np.mean(last_lags)) if trained else None,
+        "async/kept_mean_length": kept_length,
+        "async/dropped_mean_length": dropped_length,
+    }
+
+
+def mean_lengths(rollouts: Sequence[Rollout]) -> tuple[float | None, float | None]:
+    """Mean completion length of the rollouts kept, and of those dropped for age or straddling.
+    Dropping what is late favours short answers; these two show by how much."""
+    kept = [len(r.completion_token_ids) for r in rollouts if r.kept]
+    dropped = [
+        len(r.completion_token_ids)
+        for r in rollouts
+        if not r.kept and r.reward is not None and r.group_reward_std
+    ]
+    return _mean(kept), _mean(dropped)
+
+
+def _mean(values: Sequence[int]) -> float | None:
+    return float(np.mean(values)) if values else None

@@ -1,0 +1,225 @@
+"""What a run says about its rewards: at the start, at a resume with others, and in each step."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_replay.errors import RecipeError, RewardError
+from grpo_replay.evaluation.sampling_plan import EvaluationPlan, try_verifier
+from grpo_replay.prompts.prompt_set import PromptSet
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
+from grpo_replay.recipe.sampling_sections import SamplingSection
+from grpo_replay.replay.snapshot import count_stored
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, try_rewards
+from grpo_replay.types import FAILED, Rollout
+
+SETTINGS = ("correct", "incorrect", "overlong_buffer_tokens", "overlong_weight")
+"""Keys of the reward section that decide rewards, besides the functions and their weights."""
+
+
+FIRST_NOTICE_STEPS = 5
+"""Consecutive steps without signal before the first notice. Each further notice waits twice as
+long."""
+
+
+def notices_of_rewards(
+    reward: RewardSection, scorer: RewardScorer, prompts: PromptSet
+) -> list[str]:
+    """Notices about the reward functions, which are tried on a few problems. Raises RecipeError or
+    DatasetError if no completion could earn a reward."""
+    sample = Sample(prompts.sample(CHECKED_ANSWERS), len(prompts), "prompts.source")
+    return try_rewards(reward, scorer, sample)
+
+
+def notices_of_verifier(
+    verifier: str, reward: RewardSection, evaluation: EvaluationPlan
+) -> list[str]:
+    """The same about `verifier`, which grades the run's evaluations."""
+    trained = reward.main_function
+    if verifier not in BUILTIN_VERIFIERS:
+        return try_verifier(reward, evaluation)
+    if trained in BUILTIN_VERIFIERS:
+        return []
+    return [
+        f"evaluations are graded by {verifier} (eval.reward), not by the reward function "
+        f"{trained}: set eval.reward to grade them alike"
+    ]
+
+
+def reward_facts(section: RewardSection, sources: Mapping[str, str]) -> dict[str, Any]:
+    """What decides a reward, as JSON: the settings, and for each function its name (of
+    `folder/file.py:function` without the folder), its weight and the SHA-256 of its source file in
+    `sources` (null if built in). What that file imports is not in it."""
+    functions = [
+        {
+            "name": Path(each.function).name,
+            "weight": each.weight,
+            "sha256": sources.get(each.function),
+        }
+        for each in section.functions
+    ]
+    return {"functions": functions, **{name: getattr(section, name) for name in SETTINGS}}
+
+
+def notices_of_change(
+    checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any], buffer_is_kept: bool
+) -> list[str]:
+    """Notices if the reward of a run that is resumed from `checkpoint` is `now` another. Raises
+    RecipeError if the buffer is kept, and has rollouts with advantages of the one `before`."""
+    changes = _changes(before, now)
+    if not changes:
+        return []
+    first = int(checkpoint.name.removeprefix("step_")) + 1
+    described = f"the reward is another than before step {first}: {'; '.join(changes)}"
+    stored = count_stored(checkpoint / "buffer.parquet") if buffer_is_kept else 0
+    if stored == 0:
+        return [described]
+    raise RecipeError(
+        f"{described}. The buffer has {stored:,} rollouts with advantages of the old reward. "
+        "Empty it with --set checkpoint.restore_buffer=false, or restore the old reward"
+    )
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    changes = [
+        f"reward.{name} {now[name]!r}, was {before[name]!r}"
+        for name in SETTINGS
+        if now[name] != before[name]
+    ]
+    old, new = before["functions"], now["functions"]
+    if [_named(each) for each in old] != [_named(each) for each in new]:
+        return [f"{_listed(new)}, was {_listed(old)}", *changes]
+    edited = [
+        f"the source file of {b['name']} has changed"
+        for a, b in zip(old, new, strict=True)
+        if a["sha256"] != b["sha256"]
+    ]
+    return edited + changes
+
+
+def _named(function: Mapping[str, Any]) -> tuple[str, float]:
+    return function["name"], function["weight"]
+
+
+def _listed(functions: Sequence[Mapping[str, Any]]) -> str:
+    return " + ".join(f"{each['weight']:g} · {each['name']}" for each in functions)
+
+
+def refuse_failed_verdicts(
+    rollouts: Sequence[Rollout], step: int, reward: RewardSection, first_error: str | None
+) -> None:
+    """Raise RewardError if a reward function gave no score for more than `reward.max_failed_share`
+    of a step's completions. `first_error` is the first exception, if one is known."""
+    failed = [rollout.verdict for rollout in rollouts if rollout.verdict in FAILED]
+    limit = reward.max_failed_share
+    if not rollouts or len(failed) <= limit * len(rollouts):
+        return
+    functions = ", ".join(each.function for each in reward.functions)
+    raise RewardError(
+        f"step {step}: the reward function ({functions}) failed on {len(failed)} of "
+        f"{len(rollouts)} completions ({describe_failures(failed)}), more than "
+        f"reward.max_failed_share {limit:g}. First error: "
+        f"{first_error or 'none was raised on this rank; see log/'}. Mend the function or its "
+        "limit (reward.time_limit_seconds), then resume"
+    )
+
+
+class MissingWatch:
+    """Says once that rewards do not come. The metric `reward/missing_fraction` goes on."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def observe(
+        self, step: int, generated: Sequence[Rollout], first_error: str | None
+    ) -> list[str]:
+        """The notice, after the first step with a rollout without a reward; else nothing."""
+        missing = [rollout.verdict for rollout in generated if rollout.reward is None]
+        if self._told or not missing:
+            return []
+        self._told = True
+        return [
+            f"step {step}: the reward function gave no reward for {len(missing)} of "
+            f"{len(generated)} completions ({describe_failures(missing)}). They are left out of "
+            "their groups, neither trained on nor stored; the metric reward/missing_fraction has "
+            f"the share of every step. First error: {first_error or 'see log/'}"
+        ]
+
+
+def describe_failures(verdicts: Sequence[str]) -> str:
+    """The number of each kind of failure, such as "3 timeout, 1 crash"."""
+    counts = Counter(verdicts)
+    return ", ".join(f"{counts[status]} {status}" for status in FAILED if counts[status])
+
+
+class LearningWatch:
+    """Counts consecutive steps in which no rollout had an advantage, and says why."""
+
+    def __init__(self, reward: RewardSection, sampling: SamplingSection, last_step: int) -> None:
+        self._reward, self._sampling, self._last_step = reward, sampling, last_step
+        self._counts: Counter[str] = Counter()  # of steps and rollouts since the last signal
+        self._next_notice = FIRST_NOTICE_STEPS
+
+    def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
+        """A notice, if one is due after this step; else nothing."""
+        if any(rollout.kept and rollout.group_reward_std for rollout in generated):
+            self._counts.clear()
+            self._next_notice = FIRST_NOTICE_STEPS
+            return []
+        self._count(generated)
+        never_trained = step == self._last_step == self._counts["steps"]
+        if self._counts["steps"] < self._next_notice and not never_trained:
+            return []
+        self._next_notice *= 2
+        return [self._notice(step)]
+
+    def _count(self, generated: Sequence[Rollout]) -> None:
+        size = self._sampling.group_size
+        self._counts += Counter(
+            steps=1,
+            rollouts=len(generated),
+            correct=sum(rollout.group_correct for rollout in generated) // size,
+            truncated=sum(rollout.finish_reason == "length" for rollout in generated),
+            unparsable=sum(rollout.verdict == "unparsable" for rollout in generated),
+            failed=sum(rollout.verdict in FAILED for rollout in generated),
+        )
+
+    def _notice(self, step: int) -> str:
+        counts, rollouts = self._counts, self._counts["rollouts"]
+        shares = ", ".join(
+            f"{counts[name] / rollouts:.0%} {what}"
+            for name, what in (
+                ("correct", "correct"),
+                ("truncated", "cut off"),
+                ("unparsable", "without an answer"),
+                ("failed", "failures of the reward function"),
+            )
+        )
+        cut_off = " or its completions cut off" if self._reward.mask_truncated else ""
+        return (
+            f"step {step}: nothing to learn from for {counts['steps']} steps: no completion got an "
+            f"advantage, because the rewards of each group were equal{cut_off}. Of "
+            f"{rollouts:,} completions: {shares}. {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        """What most completions have in common, and what to do about it."""
+        counts, most = self._counts, self._counts["rollouts"] / 2
+        if counts["failed"] > most:
+            return "The reward function fails: see log/ for its first error"
+        if counts["correct"] > most:
+            return "The problems are too easy: choose harder ones"
+        if counts["truncated"] > most:
+            longest = self._sampling.max_completion_length
+            return f"Raise sampling.max_completion_length, {longest} tokens"
+        if counts["unparsable"] > most:
+            return (
+                "The completions have no answer in the form that the verifier reads: check "
+                "prompts.user_template and reward.function"
+            )
+        return (
+            "The problems are too hard, or the reference answers have another form than the "
+            "completions: read some with grpo-replay inspect-buffer RUN --show ROLLOUT_ID"
+        )

@@ -1,0 +1,197 @@
+"""The synchronous source: the sampler generates a step's rollouts while the trainer waits.
+
+Every rank samples and scores its share of the step's completions; rank 0 gathers them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.replay.rollouts import assemble_rollouts, group_requests
+from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.training.rollout_source import Metrics, Parts, StepRecord, StepRollouts
+from grpo_replay.training.weight_sync import (
+    PushedWeights,
+    gap_sample,
+    read_pushed_weights,
+    sync_weights,
+)
+from grpo_replay.types import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    RequestKey,
+    Rollout,
+    Verdict,
+)
+
+
+class SynchronousSource:
+    """Implements `rollout_source.RolloutSource`.
+
+    With `run.sync_every_steps` above 1 the sampler lags behind the policy on purpose (a stand-in
+    for asynchrony, paper B): rank 0 then keeps a copy of the weights that it has, for checkpoints.
+    """
+
+    def __init__(self, parts: Parts, state: RunState) -> None:
+        self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state
+        lags = parts.recipe.run.sync_every_steps > 1
+        self._pushed = PushedWeights() if lags and parts.comm.is_main else None
+
+    @classmethod
+    def open(cls, parts: Parts, state: RunState, checkpoint: Path | None) -> "SynchronousSource":
+        """With the weights that the sampler had at `checkpoint`: the policy, or older ones."""
+        source = cls(parts, state)
+        if checkpoint is not None:
+            source._restore(checkpoint)
+        return source
+
+    def _restore(self, checkpoint: Path) -> None:
+        lags = self.recipe.run.sync_every_steps > 1
+        older = read_pushed_weights(checkpoint) if lags else None
+        if older is None:
+            self._push(self.state.policy_version)
+            return
+        weights, version = older
+        if version > 0:  # it was opened with version 0
+            tensors, pushed = iter(weights.items()), self._pushed
+            kept = pushed.keep(tensors, version) if pushed else tensors
+            self.parts.sampler.load_weights(kept, version)
+
+    def take(self, step: int, stop_requested: Callable[[], bool]) -> StepRollouts:
+        """Take prompts, sample G completions of each, score them as they finish, and compute
+        group advantages; again for dropped groups, up to `sampling.max_refills` times (DAPO)."""
+        settings = self.recipe.sampling
+        generated: list[Rollout] = []
+        taken, missing = 0, settings.prompts_per_step
+        for refills_left in reversed(range(settings.max_refills + 1)):
+            is_last = refills_left == 0
+            generated += self._sample_prompts(step, taken, missing, is_last)
+            taken += missing
+            if is_last:
+                break
+            survivors = len({rollout.group_id for rollout in generated if rollout.kept})
+            missing = self.comm.broadcast_json(settings.prompts_per_step - survivors)
+            if missing == 0:
+                self._sleep()
+                break
+        of_trainer = self.recipe.loss.behavior_logprobs == "trainer"
+        return StepRollouts(
+            generated=generated,
+            measured=gap_sample(generated, every_survivor=of_trainer),
+            nominal_rollouts=taken * settings.group_size,
+            prompts=taken,
+            groups=taken,
+            generation_seconds=self.parts.clock.seconds["generation"],
+        )
+
+    def _sample_prompts(self, step: int, first: int, count: int, is_last: bool) -> list[Rollout]:
+        """The rollouts of the step's prompts `first` … `first + count - 1`, on rank 0. The sampler
+        sleeps after the last ones."""
+        parts, comm = self.parts, self.comm
+        taken = parts.prompts.take(self.state.prompt_cursor + first, count)
+        prompts = dict(enumerate(taken, start=first))
+        with parts.clock.stage("generation"):
+            requests = share_of_rank(
+                group_requests(prompts, step, self.recipe), comm.rank, comm.world_size
+            )
+            sampled = list(self._sample(requests, prompts))
+            if is_last:
+                self._sleep()
+        with parts.clock.stage("reward"):
+            verdicts = parts.scorer.results()
+            mine = {c.key: Graded(c, text, verdicts[c.key]) for c, text in sampled}
+            graded = gather_graded(comm, mine)
+            if not comm.is_main:
+                return []
+            return assemble_rollouts(
+                prompts,
+                {key: each.completion for key, each in graded.items()},
+                {key: each.text for key, each in graded.items()},
+                {key: each.verdict for key, each in graded.items()},
+                step, self.recipe, self.state.next_rollout_id, self.state.next_group_id,
+            )  # fmt: skip
+
+    def _sample(
+        self, requests: Sequence[GenerationRequest], prompts: Mapping[int, Prompt]
+    ) -> Iterator[tuple[Completion, str]]:
+        """Completions with their texts as they finish, each given to the scorer at once."""
+        parts = self.parts
+        finished = parts.sampler.generate(requests)
+        for completion in self.comm.position.each("completion", finished, len(requests)):
+            prompt = prompts[completion.key.prompt_index]
+            text = parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+            parts.scorer.submit(
+                completion.key, text, prompt.answer, prompt.row, prompt=prompt.text,
+                step=completion.key.step, truncated=completion.finish_reason == "length",
+            )  # fmt: skip
+            yield completion, text
+
+    def _sleep(self) -> None:
+        # A step that ends with a push brings the sampler its weights, also if nothing trained.
+        due = self._push_is_due(self.state.policy_version + 1)
+        self.parts.sampler.sleep(keep_weights=not due)
+
+    def advance(self, version: int) -> None:
+        """Push every `run.sync_every_steps`-th version."""
+        if self._push_is_due(version):
+            with self.parts.clock.stage("sync"):
+                self._push(version)
+
+    def _push_is_due(self, version: int) -> bool:
+        return version % self.recipe.run.sync_every_steps == 0
+
+    def _push(self, version: int) -> None:
+        parts, bucket_mib = self.parts, self.recipe.sampling.sync_bucket_mib
+        sync_weights(parts.engine, parts.sampler, version, bucket_mib, self._pushed)
+
+    def metrics(self, record: StepRecord) -> Metrics:
+        return {"sampler/policy_version": record.generated[0].policy_version}
+
+    def save(self, folder: Path) -> None:
+        """The weights of a sampler that lags."""
+        if self._pushed is not None and self._pushed.version != self.state.policy_version:
+            self._pushed.save(folder)
+
+
+class Graded(NamedTuple):
+    """A completion with its text and its verdict."""
+
+    completion: Completion
+    text: str
+    verdict: Verdict
+
+
+def share_of_rank(
+    requests: Sequence[GenerationRequest], rank: int, ranks: int
+) -> Sequence[GenerationRequest]:
+    """The requests that one rank samples: a run of consecutive ones, so that requests of one prompt
+    stay together. Numbers of requests differ by at most one between ranks."""
+    count = len(requests)
+    return requests[count * rank // ranks : count * (rank + 1) // ranks]
+
+
+def gather_graded(comm: Comm, mine: Mapping[RequestKey, Graded]) -> dict[RequestKey, Graded]:
+    """All ranks' completions by key, on rank 0; empty on other ranks. Collective."""
+    if comm.world_size == 1:
+        return dict(mine)
+    import msgspec  # which one rank does without
+
+    gathered = comm.gather(msgspec.msgpack.encode(list(mine.values()), enc_hook=_packed))
+    if gathered is None:
+        return {}
+    decoder = msgspec.msgpack.Decoder(list[Graded], dec_hook=_unpacked)
+    graded = [each for payload in gathered for each in decoder.decode(payload)]
+    return {each.completion.key: each for each in graded}
+
+
+def _packed(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _unpacked(_: type, packed: Any) -> np.ndarray:
+    kind, shape, values = packed
+    return np.frombuffer(values, kind).reshape(shape)

@@ -1,0 +1,163 @@
+"""The Python API: recipes, rows and functions as Python values, and what it refuses."""
+
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from judge_rewards import half_for_hint
+from judge_rewards_file import shortness
+
+import grpo_replay
+from grpo_replay import api
+from grpo_replay.errors import OutputDirectoryError, RecipeError, UsageError
+from grpo_replay.recipe import Recipe, load_recipe
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[SimpleNamespace]:
+    """What runs were started with; nothing is trained."""
+    runs: list[SimpleNamespace] = []
+
+    def run_training(recipe, path, resume, observer):
+        runs.append(SimpleNamespace(recipe=recipe, path=path, resume=resume, observer=observer))
+        return runs[-1]
+
+    monkeypatch.setattr("grpo_replay.training.run.run_training", run_training)
+    return runs
+
+
+def test_the_package_has_the_functions_and_loads_them_when_they_are_used():
+    code = (
+        "import sys, grpo_replay\n"
+        "assert 'grpo_replay.api' not in sys.modules\n"
+        "print(grpo_replay.train.__module__, sorted({'torch', 'pyarrow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["grpo_replay.api", "[]"]
+    assert {name for name in api.__all__} <= set(grpo_replay.__all__)
+    assert all(getattr(grpo_replay, name) is getattr(api, name) for name in api.__all__)
+
+
+@pytest.mark.parametrize("recipe", ["tiny", load_recipe("tiny", ["run.seed=7"])])
+@pytest.mark.parametrize("overrides", [["run.steps=30"], {"run.steps": 30}])
+def test_a_recipe_is_a_name_or_an_object_and_overrides_are_words_or_a_mapping(recipe, overrides):
+    found = api.load_recipe(recipe, overrides)
+    assert found.run.steps == 30
+    assert found.run.seed == (7 if isinstance(recipe, Recipe) else load_recipe("tiny").run.seed)
+
+
+def test_values_of_any_type_can_be_overridden():
+    changes = {
+        "name": "no", "eval.benchmarks": ["tiny_add"], "optimizer.learning_rate": 1e-5,
+        "prompts.system_prompt": "a = b # c", "replay.max_age_steps": None,
+    }  # fmt: skip
+    found = api.load_recipe("tiny", changes)
+    assert (found.name, found.eval.benchmarks) == ("no", ["tiny_add"])
+    assert (found.optimizer.learning_rate, found.replay.max_age_steps) == (1e-5, None)
+    assert found.prompts.system_prompt == "a = b # c"
+    with pytest.raises(RecipeError, match=r"replay\.rato"):
+        api.load_recipe("tiny", {"replay.rato": 1})
+
+
+def test_what_is_no_recipe_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="a recipe is a Recipe, the name of one or a file, found"):
+        api.train(SimpleNamespace(engine=1), tmp_path / "run")
+    with pytest.raises(RecipeError, match="no recipe 'tyni'"):
+        api.train("tyni", tmp_path / "run")
+    with pytest.raises(UsageError, match="needs a recipe; only resume=True"):
+        api.train(None, tmp_path / "run")
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(OutputDirectoryError, match="other files"):
+        api.train("tiny", tmp_path)
+
+
+@pytest.mark.parametrize("id_field", ["problem_id", "key"])
+def test_rows_become_a_file_beside_the_run(started, tmp_path, id_field):
+    rows = ({"problem": f"{n}+1", "answer": str(n + 1), id_field: f"é{n}"} for n in range(3))
+    api.train("tiny", tmp_path / "a" / "run", prompts=rows)
+    prompts = started[0].recipe.prompts
+    assert prompts.source == str(tmp_path / "a" / "run.prompts.jsonl")
+    assert prompts.id_field == (id_field if id_field == "problem_id" else None)
+    text = (tmp_path / "a" / "run.prompts.jsonl").read_text()
+    assert [json.loads(line)[id_field] for line in text.splitlines()] == ["é0", "é1", "é2"]
+
+
+def test_rows_that_cannot_be_stored_and_rows_of_a_resume_are_refused(started, tmp_path):
+    with pytest.raises(UsageError, match=r"neither text nor number: .*set"):
+        api.train("tiny", tmp_path / "run", prompts=[{"problem": {1}, "answer": "2"}])
+    with pytest.raises(UsageError, match="goes on with the prompts that it has"):
+        api.train("tiny", tmp_path / "run", resume=True, prompts=[])
+    assert started == []
+
+
+def test_a_function_is_named_by_its_file(started, tmp_path):
+    for reward in (half_for_hint, shortness, "minerva"):
+        api.train("tiny", tmp_path / "run", reward=reward)
+    named = [run.recipe.reward.function for run in started]
+    assert re.fullmatch(r"/.*/judge_rewards\.py:half_for_hint", named[0])
+    assert re.fullmatch(r"/.*/judge_rewards_file\.py:shortness", named[1])
+    assert named[2] == "minerva"
+
+
+def test_a_function_that_no_other_process_can_import_is_refused(started, tmp_path, monkeypatch):
+    def closure(completion, answer, row):
+        return 1.0
+
+    unguarded = SimpleNamespace(__module__="__main__", __qualname__="f")
+    script = tmp_path / "script.py"
+    script.write_text("train()\n")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(script)))
+    for reward in (closure, lambda completion, answer, row: 1.0, unguarded):
+        with pytest.raises(UsageError, match=r'reward="file\.py:function"'):
+            api.train("tiny", tmp_path / "run", reward=reward)
+    script.write_text('if __name__ == "__main__":\n    train()\n')
+    api.train("tiny", tmp_path / "run", reward=unguarded)
+    assert started[0].recipe.reward.function == f"{script}:f"
+
+
+def test_callbacks_hear_steps_and_evaluations(started, tmp_path):
+    heard = []
+    api.train(
+        "tiny", tmp_path / "run", on_step=heard.append,
+        on_evaluation=lambda step, report: heard.append((step, report)),
+    )  # fmt: skip
+    started[0].observer.on_step({"step": 1})
+    started[0].observer.on_evaluation(2, "report")
+    started[0].observer.on_notice("ignored")
+    assert heard == [{"step": 1}, (2, "report")]
+
+
+def test_an_evaluation_and_the_views_of_a_run_print_nothing(tmp_path, runs, capfd, monkeypatch):
+    monkeypatch.setattr("grpo_replay.terminal.console.DELAY_SECONDS", -1.0)
+    recipe = load_recipe("tiny", ["eval.samples=1", "eval.max_problems=3", "eval.greedy=false"])
+    found = api.evaluate("builtin:tiny", tmp_path / "e.json", recipe, ["tiny_add"], reward=no_sum)
+    assert found.verifier.endswith("test_api.py:no_sum") and found.accuracies()["mean"] == 0
+    assert api.inspect(runs["ours"]).occupancy.stored_rollouts > 0
+    assert [arm["name"] for arm in api.report(tmp_path / "e.json")["arms"]] == ["e"]
+    assert capfd.readouterr() == ("", "")
+
+
+def no_sum(completion: str, answer: str, row: dict) -> float:
+    assert "+" in row["problem"]
+    return 0.0
+
+
+def test_a_sweep_runs_its_cells_and_says_what_changes(tmp_path, monkeypatch):
+    from grpo_replay.lab.sweep import sweep_run
+
+    def run(self):
+        self.observer.on_notice("ignored")
+        for entry in self.entries:
+            self.observer.on_change(entry)
+        return 0
+
+    monkeypatch.setattr(sweep_run.SweepRun, "run", run)
+    changed = []
+    entries = api.sweep("tiny-main", tmp_path / "s", on_change=changed.append)
+    assert len(entries) > 2 and changed == entries
+    assert (tmp_path / "s").is_dir()
+    with pytest.raises(UsageError):
+        api.sweep("tiny-main", tmp_path / "s", only="nothing")

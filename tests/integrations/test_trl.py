@@ -1,0 +1,321 @@
+"""Replay in TRL's own trainer, on the tiny model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install trl==1.16.0")
+
+import torch
+from outside_ranks import environment
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+from trl_runs import PRESETS, make, preset, weights_of
+
+from grpo_replay import ReplayConfig
+from grpo_replay.api import inspect
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, UsageError
+from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.planning.estimate import estimate_from_run
+from grpo_replay.recipe import LossSection
+from grpo_replay.replay.loss import clipped_surrogate
+from grpo_replay.training.metrics import depends_on_time
+
+RUNS = Path(__file__).parents[1] / "support" / "trl_runs.py"
+
+
+class Watched(ReplayGRPOTrainer):
+    """Keeps (step, first update, rollout id, birth step, largest |log-ratio|, log-probs of birth)
+    of every row that is trained on."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        mask = inputs["completion_mask"].bool()
+        old = inputs["old_per_token_logps"]
+        gaps = torch.where(mask, self._forward[0].detach() - old, 0).abs().amax(1).tolist()
+        first = self._micro_batches_left == self.args.steps_per_generation
+        for i, row in enumerate(inputs["replay_row"].tolist()):
+            if row >= 0:
+                rollout = self._batch.rollouts[row]
+                logprobs = old[i][mask[i]].numpy().tobytes()
+                self.seen.append((self.replay_buffer.last_step, first, rollout.rollout_id,
+                                  rollout.birth_step, gaps[i], logprobs))  # fmt: skip
+        return loss
+
+
+def metrics(folder, timed=True):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if timed or not depends_on_time(k)} for line in lines]
+
+
+def logged(folder, kind="rollouts"):
+    files = sorted((folder / kind).glob("*.parquet"))
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def check_run(folder, trainer, name):
+    """What holds of a run of every preset."""
+    born = {row["rollout_id"]: row for row in logged(folder)}
+    assert all(
+        np.array(born[rollout]["behavior_logprobs"], np.float32).tobytes() == logprobs
+        for _, _, rollout, _, _, logprobs in trainer.seen
+    )
+    fresh = [gap for step, first, _, birth, gap, _ in trainer.seen if first and birth == step]
+    assert 0 <= max(fresh) < 1e-5
+    ages = [step - birth for step, _, _, birth, _, _ in trainer.seen]
+    assert 0 < max(ages) <= (trainer.replay.max_age_steps or 4)
+
+    def keeps_fresh(line):
+        return name == "ours" or (name != "fifo" and line["step"] == 1)  # the warm-up
+
+    for line in metrics(folder):
+        survivors, drawn = line["fresh/rollouts"], line["cost/trained_rollouts"]
+        if name == "ours" and line["step"] > 1:
+            assert line["replay/rollouts"] == round(0.5 * survivors)
+            assert drawn == survivors + line["replay/rollouts"]
+        if name == "fifo":
+            assert survivors == 32 and drawn == 16
+    assert len(logged(folder, "draws")) == sum(
+        line["cost/trained_rollouts"] - (line["fresh/rollouts"] if keeps_fresh(line) else 0)
+        for line in metrics(folder)
+    )
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "max_steps": 4}])
+def test_a_run_replays_as_the_settings_say_and_can_be_looked_into(tmp_path, changes):
+    """With the changes generation and updates are aligned: TRL has no log-probs of birth."""
+    trainer = make(tmp_path, preset("ours"), Watched, **changes)
+    trainer.train()
+    check_run(tmp_path, trainer, "ours")
+    assert len(metrics(tmp_path)) == 4
+    log = [line for line in trainer.state.log_history if "replay/rollouts" in line]
+    assert [line["replay/rollouts"] for line in log] == [
+        line["replay/rollouts"] for line in metrics(tmp_path)
+    ]
+    inspection = inspect(tmp_path)
+    assert inspection.occupancy.stored_rollouts == len(trainer.replay_buffer)
+    assert estimate_from_run(open_source(tmp_path)).mu > 0
+
+
+class BothLosses(ReplayGRPOTrainer):
+    """Computes the loss of this package for the rows of every micro-batch beside TRL's. Log-probs
+    of birth are moved, so that every clip binds."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.compared = []
+
+    def _compute_loss(self, model, inputs):
+        mask = inputs["completion_mask"].bool()
+        moved = torch.randn(mask.shape, generator=torch.Generator().manual_seed(len(self.compared)))
+        old = inputs["old_per_token_logps"] + 3 * moved
+        loss = super()._compute_loss(model, inputs | {"old_per_token_logps": old})
+        logprobs = self._forward[0]
+        settings = LossSection(epsilon=0.2, epsilon_high=0.28, dual_clip=10.0)
+        advantages = inputs["advantages"].unsqueeze(1).expand_as(logprobs)[mask]
+        result = clipped_surrogate(logprobs[mask], old[mask], advantages, settings)
+        updates = self.args.steps_per_generation / self.current_gradient_accumulation_steps
+        ours = result.losses_C.sum() / inputs["num_items_in_batch"] * updates
+        gradients = [torch.autograd.grad(each, logprobs, retain_graph=True)[0]
+                     for each in (loss, ours)]  # fmt: skip
+        dual = (advantages < 0) & (result.log_ratios_C > np.log(10))
+        gap = (gradients[0] - gradients[1]).abs().max().item()
+        size = gradients[0].abs().max().item()
+        self.compared.append((loss.item(), ours.item(), gap, size, int(dual.sum())))
+        return loss
+
+
+def test_the_loss_and_its_gradient_are_those_of_this_package(tmp_path):
+    """Dual-clipped tokens and replayed rows included (paper A, eq. 3)."""
+    trainer = make(
+        tmp_path,
+        preset("ours"),
+        BothLosses,
+        per_device_train_batch_size=32,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        delta=10.0,
+    )
+    trainer.train()
+    trained = [micro_batch for micro_batch in trainer.compared if micro_batch[3] > 0]
+    assert len(trained) >= 4
+    for theirs, ours, gap, _, _ in trainer.compared:
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert gap == 0.0
+    assert sum(dual for *_, dual in trained) > 30
+    assert any(line["replay/rollouts"] for line in metrics(tmp_path))
+
+
+def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
+    found = []
+    for name, replay, kind in (
+        ("plain", None, GRPOTrainer),
+        ("off", ReplayConfig.preset("grpo"), ReplayGRPOTrainer),
+        ("none", ReplayConfig.preset("ours", ratio=0.0), ReplayGRPOTrainer),
+    ):
+        trainer = make(tmp_path / name, replay, kind, max_steps=4)
+        trainer.train()
+        found.append(weights_of(trainer))
+    assert len(found) == 3 and len(set(found)) == 1
+    assert not (tmp_path / "off" / "rollouts").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, replay, words",
+    [
+        ({"num_iterations": 2}, {}, "num_iterations 2"),
+        ({"loss_type": "grpo"}, {}, "loss_type 'grpo'"),
+        ({"beta": 0.1, "sync_ref_model": True}, {}, "sync_ref_model"),
+        ({}, {"capacity_rollouts": 31}, "replay.capacity_rollouts is 31"),
+        ({"save_strategy": "steps", "save_steps": 3}, {}, "save_steps 3"),
+        ({}, {"warmup_steps": 4}, "replay.warmup_steps 4"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(tmp_path, changes, replay, words):
+    settings = ReplayConfig.preset("ours", **{"warmup_steps": 1, **replay})
+    with pytest.raises(UsageError, match=words):
+        make(tmp_path, settings, **changes)
+
+
+def test_another_runs_folder_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(OutputDirectoryError, match="another run"):
+        make(tmp_path, preset("ours")).train()
+
+
+def test_steps_without_a_survivor_train_on_nothing(tmp_path):
+    trainer = make(tmp_path, preset("ours"), max_steps=4)
+    before = weights_of(trainer)
+    trainer.reward_funcs = [lambda completions, **_: [1.0] * len(completions)]
+    trainer.train()
+    assert [line["cost/trained_rollouts"] for line in metrics(tmp_path)] == [0, 0]
+    assert weights_of(trainer) == before  # a gradient of 0, no weight decay
+
+
+class Kill(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3 * 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_preset_and_a_killed_and_resumed_run_is_the_one_never_killed(tmp_path, name):
+    saves = {"save_strategy": "steps", "save_steps": 4}
+    whole = make(tmp_path / "whole", preset(name), Watched, **saves)
+    whole.train()
+    check_run(tmp_path / "whole", whole, name)
+    killed = make(tmp_path / "killed", preset(name), **saves)
+    killed.add_callback(Kill())
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    resumed = make(tmp_path / "killed", preset(name), **saves)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-4"))
+    assert weights_of(resumed) == weights_of(whole)
+    assert metrics(tmp_path / "killed", False) == metrics(tmp_path / "whole", False)
+    for kind in ("rollouts", "draws"):
+        assert logged(tmp_path / "killed", kind) == logged(tmp_path / "whole", kind)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_its_buffer_or_with_another_is_refused(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
+    make(tmp_path, preset("ours"), **saves).train()
+    checkpoint = tmp_path / "checkpoint-4"
+    with pytest.raises(CheckpointError, match="other replay settings"):
+        make(tmp_path, preset("uniform"), **saves).train(resume_from_checkpoint=str(checkpoint))
+    (checkpoint / "buffer.parquet").unlink()
+    with pytest.raises(CheckpointError, match="is missing"):
+        make(tmp_path, preset("ours"), **saves).train(resume_from_checkpoint=str(checkpoint))
+
+
+@pytest.mark.slow
+def test_a_subclass_of_ones_own_with_a_reference_model(tmp_path):
+    class Own(GRPOTrainer):
+        pass
+
+    class Replaying(ReplayMixin, Own):
+        pass
+
+    trainer = make(tmp_path, preset("ours"), Replaying, beta=0.1)
+    trainer.train()
+    reference = [
+        rollout.extras["ref_per_token_logps"] for rollout in trainer.replay_buffer.rollouts()
+    ]
+    assert reference and all(np.isfinite(each).all() for each in reference)
+    assert sum(line["replay/rollouts"] for line in metrics(tmp_path)) > 0
+
+
+def two_ranks(folder, *words):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc_per_node", "2", str(RUNS), str(folder), *words]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment())
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_one_buffer(tmp_path):
+    done = two_ranks(tmp_path, "ours")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "weights_0").read_text() == (tmp_path / "weights_1").read_text()
+    lines = metrics(tmp_path)
+    assert len(lines) == 4 and all(line["cost/generated_rollouts"] == 32 for line in lines)
+    assert all(line["replay/rollouts"] == round(line["fresh/rollouts"] / 2) for line in lines[1:])
+
+
+@pytest.mark.slow
+def test_what_the_buffer_refuses_stops_every_rank(tmp_path):
+    done = two_ranks(tmp_path, "ours", "nan")
+    assert done.returncode != 0
+    assert done.stderr.count("ValueError: rollout ") >= 2, done.stderr
+    assert "behaviour log-prob of token 0 is nan" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_example_learns(tmp_path):
+    example = Path(__file__).parents[2] / "docs" / "replay_in_trl.py"
+    done = subprocess.run(
+        [sys.executable, str(example), str(tmp_path)],
+        capture_output=True, text=True, timeout=280, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.split("reward ")[1].splitlines()[0].split(" to ")
+    assert float(last) > float(first) + 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_in_process_has_its_correction_stored_and_replayed(tmp_path, monkeypatch):
+    """TRL's own weight sync fails with vLLM's CPU build, which repacks weights as it loads them."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    trainer = make(tmp_path, preset("ours"), Watched, use_vllm=True, vllm_mode="colocate",
+                   vllm_gpu_memory_utilization=0.3, vllm_max_model_length=64,
+                   vllm_importance_sampling_mode="token_truncate")  # fmt: skip
+    generation = trainer.vllm_generation
+
+    def sync():
+        weights = [
+            (name, value.detach().clone()) for name, value in trainer.model.named_parameters()
+        ]
+        generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        generation.llm.reset_prefix_cache()
+
+    generation.sync_weights = sync
+    trainer.train()
+    check_run(tmp_path, trainer, "ours")
+    stored = trainer.replay_buffer.rollouts()
+    ratios = [rollout.extras["importance_sampling_ratio"] for rollout in stored]
+    assert [len(each) for each in ratios] == [len(each.completion_token_ids) for each in stored]
+    for rollout, ratio in zip(stored, ratios, strict=True):
+        expected = np.exp(rollout.behavior_logprobs - rollout.sampler_logprobs)
+        np.testing.assert_allclose(ratio, np.minimum(expected, 3.0), rtol=1e-4)
+    assert any((each != 1).any() for each in ratios)

@@ -1,0 +1,147 @@
+"""TRL tensors and rollouts: nothing of a row is lost, and only what trains trains."""
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_replay.integrations.trl_rows import (
+    ROW,
+    Texts,
+    make_rollouts,
+    outcomes_of,
+    rows_of,
+    to_tensors,
+)
+
+PAD, EOS = 0, 9
+
+
+def batch(**changes):
+    """Two groups of two rows: prompts of 2 and 1 tokens, completions of 3, 1, 2 and 2."""
+    return {
+        "prompt_ids": torch.tensor([[4, 5], [4, 5], [PAD, 6], [PAD, 6]]),
+        "prompt_mask": torch.tensor([[1, 1], [1, 1], [0, 1], [0, 1]]),
+        "completion_ids": torch.tensor([[7, 8, EOS], [EOS, PAD, PAD], [7, EOS, PAD], [7, 7, PAD]]),
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0]]),
+        "advantages": torch.tensor([0.75, -0.75, 0.5, -0.5]),
+        "old_per_token_logps": -torch.arange(1, 13).reshape(4, 3) / 8,
+        "num_items_in_batch": torch.tensor(8),
+        **changes,
+    }
+
+
+def rows(output, rewards=(1.0, -1.0, 1.0, -1.0)):
+    scores_BF = np.array(rewards, dtype=float).reshape(4, -1)
+    texts = Texts(["4+5", "4+5", "6", "6"], list("abcd"), scores_BF)
+    return rows_of(output, texts, np.ones(scores_BF.shape[1]), [EOS])
+
+
+def rollouts(output, rewards=(1.0, -1.0, 1.0, -1.0), keep_zero_variance=False):
+    return make_rollouts(rows(output, rewards), 2, 3, 10, 5, keep_zero_variance)
+
+
+def test_a_row_becomes_a_rollout():
+    first, second, third, fourth = rollouts(batch())
+    assert (first.rollout_id, first.group_id, first.birth_step, first.policy_version) == (
+        10, 5, 3, 2,
+    )  # fmt: skip
+    assert (fourth.rollout_id, fourth.group_id, fourth.completion_index) == (13, 6, 1)
+    assert third.prompt_token_ids.tolist() == [6]
+    assert third.completion_token_ids.tolist() == [7, EOS]
+    assert second.behavior_logprobs.tolist() == [-0.5]
+    assert (first.reward, first.group_reward_mean, first.group_reward_std) == (1.0, 0.0, 1.0)
+    assert first.advantage == 0.75  # TRL's own
+    assert [each.finish_reason for each in (first, second, third, fourth)] == [
+        "stop", "stop", "stop", "length",
+    ]  # fmt: skip
+    assert first.prompt_id == second.prompt_id != third.prompt_id
+    assert first.completion_text == "a"
+
+
+@pytest.mark.parametrize("extra", [{}, {"tool_mask": torch.tensor([[1, 0, 1], [1, 1, 1]] * 2)}])
+def test_rollouts_become_the_rows_they_were(extra):
+    ratio = torch.tensor([[1.5, 0.5, 1.0], [2.0, 1.0, 1.0], [1.0, 0.25, 1.0], [1.0, 3.0, 1.0]])
+    given = batch(
+        importance_sampling_ratio=ratio,
+        ref_per_token_logps=-torch.arange(1, 13).reshape(4, 3) / 4,
+        sampling_per_token_logps=-torch.arange(1, 13).reshape(4, 3) / 16,
+        **extra,
+    )
+    back = to_tensors(rollouts(given), range(4), given, PAD)
+    mask = given["completion_mask"].bool()
+    assert set(back) == set(given) - {"num_items_in_batch"} | {ROW}
+    for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"):
+        assert torch.equal(back[name], given[name]), name
+    for name in ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps",
+                 "importance_sampling_ratio", *extra):  # fmt: skip
+        assert torch.equal(back[name][mask], given[name][mask]), name
+    assert (back["importance_sampling_ratio"][~mask] == 1).all()  # no weight where nothing is
+
+
+def test_a_ratio_of_the_sequence_stays_one_number():
+    given = batch(importance_sampling_ratio=torch.tensor([[1.5], [2.0], [0.5], [1.0]]))
+    back = to_tensors(rollouts(given), range(4), given, PAD)
+    assert torch.equal(back["importance_sampling_ratio"], given["importance_sampling_ratio"])
+
+
+def test_a_row_of_padding_trains_on_nothing():
+    given = batch()
+    back = to_tensors(rollouts(given)[:2], [0, -1], given, PAD)
+    assert back["completion_mask"].tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert back["advantages"].tolist() == [0.75, 0.0]
+
+
+def test_a_log_prob_that_vllm_does_not_have_is_the_trainers():
+    sampler = torch.full((4, 3), -0.25)
+    sampler[0, 1] = torch.nan
+    first = rollouts(batch(sampling_per_token_logps=sampler))[0]
+    assert first.sampler_logprobs.tolist() == [-0.25, first.behavior_logprobs[1], -0.25]
+
+
+def test_groups_without_signal_are_dropped_or_kept():
+    output = batch(advantages=torch.tensor([0.0, 0.0, 0.5, -0.5]))
+    rewards = (1.0, 1.0, 1.0, -1.0)
+    dropped = rollouts(output, rewards)
+    assert [each.kept for each in dropped] == [False, False, True, True]
+    assert dropped[0].advantage is None and dropped[0].behavior_logprobs is None
+    assert all(each.kept for each in rollouts(output, rewards, keep_zero_variance=True))
+
+
+def test_a_reward_that_did_not_come_and_a_truncated_row_leave_the_batch():
+    masked = batch()
+    masked["completion_mask"][3] = 0
+    found = rollouts(masked, (1.0, np.nan, 1.0, -1.0))
+    assert [each.kept for each in found] == [False, False, True, False]  # one reward is no group
+    assert found[1].reward is None and found[1].verdict == "none"
+
+
+def test_several_rewards_are_summed_with_their_weights():
+    scores_BF = np.array([[1.0, 0.5], [0.0, 0.5], [1.0, np.nan], [0.0, 1.0]])
+    texts = Texts(["p"] * 4, ["c"] * 4, scores_BF)
+    found = rows_of(batch(), texts, np.array([1.0, 2.0]), [EOS])
+    assert [row["reward"] for row in found] == [2.0, 1.0, 1.0, 2.0]
+    assert found[0]["reward_scores"] == (1.0, 0.5) and found[2]["reward_scores"] == ()
+
+
+def test_images_and_advantages_per_token_are_refused():
+    with pytest.raises(ValueError, match="pixel_values"):
+        rows(batch(pixel_values=torch.zeros(4, 2)))
+    with pytest.raises(ValueError, match="advantages have shape"):
+        rows(batch(advantages=torch.zeros(4, 3)))
+
+
+def test_outcomes_count_the_tokens_that_train():
+    """Ratios 1.5, (masked), 0.5 at a positive advantage: one of two tokens is clipped above."""
+    given = batch(tool_mask=torch.tensor([[1, 0, 1]] * 4))
+    composed = to_tensors(rollouts(given), [0, -1, 2, 3], given, PAD)
+    shift = torch.log(torch.tensor([1.5, 99.0, 0.5]))
+    logprobs = composed["old_per_token_logps"] + shift
+    found = outcomes_of(composed, logprobs, None, 0.8, 1.28, 10.0)
+    assert set(found) == {0, 2, 3}
+    assert (found[0].tokens, found[0].clip_fraction) == (2, 0.5)
+    assert found[0].ratio_mean == pytest.approx(1.0) and found[0].ratio_max == pytest.approx(1.5)
+    assert found[3].clip_fraction == 0.0  # 1.5 at a negative advantage has a gradient
+    logratios = np.log([1.5, 0.5])
+    assert found[0].log_ratio_mean == pytest.approx(logratios.mean())
+    assert found[0].log_ratio_var == pytest.approx(logratios.var())
+    assert found[0].approx_kl == pytest.approx(np.mean([0.5, -0.5] - logratios))

@@ -1,0 +1,99 @@
+"""A run that cannot learn says so: when, why, and with which exit code."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from grpo_replay.errors import RewardError
+from grpo_replay.recipe import Recipe, resolve_recipe
+from grpo_replay.training.reward_watch import LearningWatch, refuse_failed_verdicts
+from grpo_replay.types import Rollout
+
+G = 4
+PLAIN = Rollout(
+    rollout_id=0, group_id=0, prompt_id="p", completion_index=0, birth_step=1, policy_version=0,
+    policy_version_end=0, prompt_token_ids=np.array([1], np.int32),
+    completion_token_ids=np.array([2], np.int32), completion_text="", behavior_logprobs=None,
+    sampler_logprobs=np.zeros(1, np.float32), reward=-1.0, advantage=None, group_reward_mean=-1.0,
+    group_reward_std=0.0, group_correct=0, finish_reason="stop", verdict="incorrect", kept=False,
+)  # fmt: skip
+
+
+def recipe_of(steps: int = 200, **reward) -> Recipe:
+    layers = {"sampling": {"group_size": G}, "run": {"steps": steps}, "reward": reward}
+    return resolve_recipe([layers, {"replay": {"preset": "grpo"}}])
+
+
+def watch_of(recipe: Recipe) -> LearningWatch:
+    return LearningWatch(recipe.reward, recipe.sampling, recipe.run.steps)
+
+
+def group(**changes) -> list[Rollout]:
+    return [replace(PLAIN, **changes)] * G
+
+
+def test_the_first_notice_comes_after_five_steps_and_each_further_one_waits_twice_as_long():
+    watch = watch_of(recipe_of())
+    told = [step for step in range(1, 45) if watch.observe(step, group())]
+    assert told == [5, 10, 20, 40]
+
+
+def test_a_step_with_signal_starts_the_count_again():
+    watch = watch_of(recipe_of())
+    signal = group(kept=True, group_reward_std=1.0)
+    told = [s for s in range(1, 20) if watch.observe(s, signal if s == 4 else group())]
+    assert told == [9, 14]
+
+
+def test_kept_groups_of_equal_rewards_are_no_signal():
+    """As with `replay.drop_zero_variance: false`."""
+    watch = watch_of(recipe_of())
+    assert [s for s in range(1, 7) if watch.observe(s, group(kept=True))] == [5]
+
+
+def test_a_short_run_that_never_trained_says_so_at_its_end():
+    watch = watch_of(recipe_of(steps=3))
+    assert [step for step in (1, 2, 3) if watch.observe(step, group())] == [3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "share", "advice"),
+    [
+        ({}, "0% correct", "too hard, or the reference answers have another form"),
+        ({"group_correct": G, "verdict": "correct"}, "100% correct", "too easy"),
+        ({"finish_reason": "length"}, "100% cut off", "Raise sampling.max_completion_length, 8192"),
+        ({"verdict": "unparsable"}, "100% without an answer", "check prompts.user_template"),
+        ({"verdict": "timeout"}, "100% failures of the reward", "The reward function fails"),
+    ],
+)
+def test_the_notice_says_why(changes, share, advice):
+    watch = watch_of(recipe_of())
+    notices = [notice for step in range(1, 6) for notice in watch.observe(step, group(**changes))]
+    (notice,) = notices
+    assert "nothing to learn from for 5 steps" in notice and "Of 20 completions" in notice
+    assert share in notice and advice in notice
+
+
+@pytest.mark.parametrize("changes", [
+    {"verdict": "crash"}, {"group_correct": G, "verdict": "correct"}, {"finish_reason": "length"},
+    {"verdict": "unparsable"},
+])  # fmt: skip
+def test_what_half_of_the_completions_have_in_common_is_not_most(changes):
+    watch = watch_of(recipe_of())
+    step = [*group(**changes), *group()]
+    (notice,) = [notice for each in range(1, 6) for notice in watch.observe(each, step)]
+    assert "50% " in notice and "The problems are too hard, or the reference answers" in notice
+
+
+def test_a_step_stops_if_most_verdicts_are_failures():
+    half = [*group(verdict="crash"), *group()]
+    refuse_failed_verdicts(half, 3, recipe_of().reward, "ValueError: no")
+    most = [*group(verdict="crash"), replace(PLAIN, verdict="timeout"), *group()]
+    with pytest.raises(RewardError) as caught:
+        refuse_failed_verdicts(most, 3, recipe_of(function="mine:score").reward, "ValueError: no")
+    assert caught.value.exit_code == 4
+    for part in ("step 3", "mine:score", "5 of 9", "1 timeout, 4 crash", "ValueError: no"):
+        assert part in str(caught.value)
+    refuse_failed_verdicts(group(verdict="crash"), 3, recipe_of(max_failed_share=1.0).reward, None)
+    refuse_failed_verdicts([], 3, recipe_of().reward, None)  # other ranks
