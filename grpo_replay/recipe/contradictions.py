@@ -168,7 +168,6 @@ def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
 
 
 def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
-    collection, replay = recipe.sampling.collection, recipe.replay
     if recipe.loss.behavior_logprobs != "sampler":
         yield (
             "run.mode 'async' with loss.behavior_logprobs 'trainer': the trainer is not the policy "
@@ -185,7 +184,7 @@ def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
             "run.mode 'async' with sampling.servers.weight_transfer 'nccl': servers that are "
             "updated one after the other read the weights from files; set it to folder"
         )
-    if recipe.replays and replay.composition == "pool":
+    if recipe.replays and recipe.replay.composition == "pool":
         yield (
             "run.mode 'async' with replay.composition 'pool' is not available: use fresh_anchored "
             "or buffer_only, or replay.preset grpo for the use-once queue"
@@ -200,6 +199,11 @@ def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"run.mode 'async' with sampling.max_refills {recipe.sampling.max_refills}: steps take "
             "groups as they arrive, so there is nothing to refill; set it to 0"
         )
+    yield from _arrival_contradictions(recipe)
+
+
+def _arrival_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    collection, replay = recipe.sampling.collection, recipe.replay
     every, limit = recipe.run.sync_every_steps, replay.max_age_steps
     if limit is not None and limit < every - 1:
         yield (

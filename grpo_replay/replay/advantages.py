@@ -56,11 +56,7 @@ def group_advantages(
     """
     if std not in ("population", "sample"):
         raise ValueError(f"std {std!r}: expected 'population' or 'sample'")
-    everything = np.asarray(rewards_G, dtype=np.float32).astype(np.float64)
-    if everything.ndim != 1 or everything.size < 2:
-        raise ValueError(
-            f"rewards of one group have shape [G] with G ≥ 2, found {everything.shape}"
-        )
+    everything = _as_rewards(rewards_G)
     came_G = np.array([reward is not None for reward in rewards_G])
     rewards = everything[came_G]
     if rewards.size < 2:
@@ -79,6 +75,14 @@ def group_advantages(
     advantages_G = np.full(everything.size, np.nan, np.float32)
     advantages_G[came_G] = deviations / (sigma + epsilon if divide_by_std else 1.0)
     return GroupAdvantage(float(np.float32(mean)), float(np.float32(sigma)), advantages_G)
+
+
+def _as_rewards(rewards_G: Sequence[float | None] | np.ndarray) -> np.ndarray:
+    """float32 values as float64 [G], NaN where a reward did not come."""
+    rewards = np.asarray(rewards_G, dtype=np.float32).astype(np.float64)
+    if rewards.ndim != 1 or rewards.size < 2:
+        raise ValueError(f"rewards of one group have shape [G] with G ≥ 2, found {rewards.shape}")
+    return rewards
 
 
 def group_relative(rewards_G: np.ndarray, settings: AdvantageSection) -> np.ndarray | None:

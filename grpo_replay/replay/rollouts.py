@@ -125,21 +125,13 @@ def _rollout(
     rollout_id: int,
     group_id: int,
 ) -> Rollout:
-    index = completion.key.completion_index
-    mask_T = completion.completion_mask
-    masked = recipe.reward.mask_truncated and completion.finish_reason == "length"
-    masked |= mask_T is not None and not mask_T.any()
-    advantage = reward = None
-    if verdict.reward is not None:
-        reward = float(np.float32(verdict.reward))  # as it is stored
-    if group.advantages_G is not None and reward is not None and not masked:
-        advantage = float(group.advantages_G[index])
+    advantage = _advantage(completion, verdict, group, recipe.reward.mask_truncated)
     scores = verdict.scores if recipe.reward.is_combined else ()
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
         prompt_id=prompt.prompt_id,
-        completion_index=index,
+        completion_index=completion.key.completion_index,
         birth_step=completion.key.step,
         policy_version=completion.policy_version,
         policy_version_end=completion.policy_version_end,
@@ -148,7 +140,7 @@ def _rollout(
         completion_text=text,
         behavior_logprobs=None,
         sampler_logprobs=completion.sampler_logprobs,
-        reward=reward,
+        reward=None if verdict.reward is None else float(np.float32(verdict.reward)),
         advantage=advantage,
         group_reward_mean=group.mean,
         group_reward_std=group.std,
@@ -157,9 +149,21 @@ def _rollout(
         verdict=verdict.status,
         kept=advantage is not None,
         reward_scores=tuple(float(np.float32(score)) for score in scores),
-        completion_mask=mask_T,
+        completion_mask=completion.completion_mask,
         extras=completion.extras,
     )
+
+
+def _advantage(
+    completion: Completion, verdict: Verdict, group: _ScoredGroup, mask_truncated: bool
+) -> float | None:
+    """None for a completion that is neither trained on nor stored."""
+    mask_T = completion.completion_mask
+    is_masked = mask_truncated and completion.finish_reason == "length"
+    is_masked |= mask_T is not None and not mask_T.any()
+    if group.advantages_G is None or verdict.reward is None or is_masked:
+        return None
+    return float(group.advantages_G[completion.key.completion_index])
 
 
 def with_behavior_logprobs(
