@@ -15,8 +15,13 @@ import yaml
 from grpo_replay.cli.plan_command import DEFAULT_GROWTH, DEFAULT_RHO
 from grpo_replay.lab.dry_run.estimates import expected_of
 from grpo_replay.lab.planning.design import PlanInputs, make_plan
-from grpo_replay.lab.planning.theory import Growth, PowerGrowth, RatioGrowth, objective
-from grpo_replay.lab.planning.verdict import Verdict
+from grpo_replay.lab.planning.theory import (
+    Growth,
+    PowerGrowth,
+    RatioGrowth,
+    Verdict,
+    objective,
+)
 from grpo_replay.recipe import load_recipe
 
 DOCS = Path(__file__).resolve().parent

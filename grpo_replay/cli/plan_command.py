@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from grpo_replay.cli.options import PlanOptions
@@ -12,7 +11,6 @@ from grpo_replay.lab.dry_run.estimates import COST_RATIO, expected_of
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.design import PlanInputs, make_plan
 from grpo_replay.lab.planning.estimate import RunEstimates, estimate_from_run, refuse_unknown_mu
-from grpo_replay.lab.planning.plan_figures import plot_curves, plot_plan
 from grpo_replay.lab.planning.plan_panels import (
     all_splits,
     plan_document,
@@ -31,7 +29,6 @@ from grpo_replay.lab.planning.theory import (
 )
 from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.terminal.console import open_console
-from grpo_replay.terminal.plot_style import check_plot_path
 
 DEFAULT_MU = COST_RATIO["Qwen2.5-7B"]
 DEFAULT_RHO = 0.1
@@ -72,14 +69,12 @@ class Choice(Generic[T]):
 
 
 def run(options: PlanOptions) -> int:
-    """Print the plan or γ by machines, or write the curves, as the options say.
+    """Print the plan or γ by machines, as the options say.
 
     Raises UsageError for missing, contradictory or ignored options.
     """
     machines = (options.workers, options.trainers, options.generated, options.trained)
-    if options.curves is not None:
-        _curves(options)
-    elif any(each is not None for each in machines):
+    if any(each is not None for each in machines):
         _machines(options)
     else:
         _plan(options)
@@ -88,12 +83,8 @@ def run(options: PlanOptions) -> int:
 
 def _plan(options: PlanOptions) -> None:
     _check_options(options)
-    if options.plot is not None:
-        check_plot_path(Path(options.plot), (".png", ".svg"))
     recipe, estimates = _read(options)
     plan = make_plan(_inputs(recipe, estimates, options), recipe.replay if recipe else None)
-    if options.plot is not None:
-        plot_plan(plan, Path(options.plot))
     if options.as_json:
         _print_json(plan_document(plan))
     else:
@@ -122,23 +113,6 @@ def _check_options(options: PlanOptions) -> None:
         )
 
 
-def _curves(options: PlanOptions) -> None:
-    """Write figures of the optimum over the theory's parameters."""
-    assert options.curves is not None
-    for name, value in asdict(options).items():
-        if name != "curves" and value not in (None, (), False):
-            word = {"recipe": "RECIPE", "overrides": "--set", "as_json": "--json"}.get(name)
-            raise UsageError(
-                f"plan --curves covers all μ, a and ρ: leave {word or _option(name)} out"
-            )
-    check_plot_path(Path(options.curves), (".png", ".svg"))
-    plot_curves(Path(options.curves))
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _machines(options: PlanOptions) -> None:
     """Print γ for every split of W + T machines into workers and trainers."""
     workers, trainers = _check_machine_options(options)
@@ -163,7 +137,7 @@ def _machines(options: PlanOptions) -> None:
 
 def _check_machine_options(options: PlanOptions) -> tuple[int, int]:
     """W and T."""
-    for name in ("rho", "growth", "survival", "plot"):
+    for name in ("rho", "growth", "survival"):
         if (value := getattr(options, name)) is not None:
             raise UsageError(
                 f"plan --{name} {value}: γ by workers and trainers does not depend on it; leave it "

@@ -46,13 +46,12 @@ def test_every_recipe_loads_with_its_overrides():
     assert seen == {"qwen3-1.7b", "fifo-qwen3-0.6b", "fifo-qwen2.5-7b"}
 
 
-def test_every_plan_command_succeeds(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_every_plan_command_succeeds():
     plans = [words for words in commands() if words[0] == "plan"]
     for words in plans:
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, (words, done.output)
-    assert len(plans) == 5 and (tmp_path / "curves.png").exists()
+    assert len(plans) == 4
 
 
 def test_every_condition_parses():

@@ -209,9 +209,3 @@ def test_a_full_disk_at_a_plot_or_an_export_is_named(runs, tmp_path, option, nam
     assert done.exit_code == 3, done.output
     assert f"{name} cannot be written" in done.stderr and "No space left" in done.stderr
     assert "bug" not in done.stderr and not (tmp_path / name).exists()
-
-
-def test_a_plan_that_cannot_be_plotted_says_so(tmp_path):
-    os.symlink("/dev/full", tmp_path / "p.png.tmp")
-    done = CliRunner().invoke(app, ["plan", "--mu", "5", "--plot", str(tmp_path / "p.png")])
-    assert done.exit_code == 3 and "p.png cannot be written (No space left" in done.stderr

@@ -12,27 +12,20 @@ from typing import Any
 
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.planning.theory import (
+    Cost,
     Growth,
     Optimum,
+    Verdict,
+    break_even_growth,
     check_inputs,
     fresh_anchored_objective,
+    judge,
     no_replay_objective,
     objective,
     optimum,
     recommended_design,
-    without_replacement_objective,
-)
-from grpo_replay.lab.planning.verdict import (
-    Cost,
-    FlatRange,
-    SensitivityRow,
-    Verdict,
-    break_even_growth,
-    flat_range_x,
-    flat_range_y,
-    judge,
     relative_cost,
-    sensitivity,
+    without_replacement_objective,
 )
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.relative_cost import relative_compute
@@ -67,13 +60,12 @@ class Design:
     """A buffer with horizon x and replay ratio y: its settings and its cost."""
 
     x: float
-    y: float
+    y: float  # uses of a rollout over its life, the fresh use included
     max_age_steps: int | None
     ratio: float
     capacity_rollouts: int
     stored_rollouts: float  # expected at rest
     trained_rollouts_per_step: float
-    uses_per_rollout: float  # expected over its life, the fresh use included
     gamma: float  # compute of a step relative to no buffer at equal batch size
     inference_per_trainer: float  # W/T in balance
     age_zero_share: float  # of the rollouts of a batch
@@ -85,11 +77,10 @@ class Design:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The best FIFO buffer, the design of the recipe, their verdicts, and sensitivity.
+    """The best FIFO buffer, the design of the recipe, and their verdicts.
 
     `recommended` is the best FIFO buffer, drawn with replacement, even if no replay is cheaper.
-    `current_verdict` is None without a recipe, or if it does not replay. `is_fifo` is True if the
-    recipe draws whole batches from its buffer, as the theory's map assumes.
+    `current_verdict` is None without a recipe, or if it does not replay.
     """
 
     inputs: PlanInputs
@@ -99,11 +90,7 @@ class Plan:
     current: Design | None
     current_verdict: Verdict | None
     no_replay: Design
-    flat_x: FlatRange
-    flat_y: FlatRange
-    sensitivity: tuple[SensitivityRow, ...]
     notes: tuple[str, ...]
-    is_fifo: bool = False
 
 
 def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
@@ -131,11 +118,7 @@ def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
         current=current,
         current_verdict=current_verdict,
         no_replay=_no_replay(inputs),
-        flat_x=flat_range_x(x, mu, rho, growth),
-        flat_y=flat_range_y(x, y, mu, rho, growth),
-        sensitivity=sensitivity(x, y, mu, rho, growth),
         notes=tuple(notes),
-        is_fifo=replay is not None and replay.stores_first,
     )
 
 
@@ -246,7 +229,6 @@ def _design(
         capacity_rollouts=capacity,
         stored_rollouts=stored,
         trained_rollouts_per_step=trained,
-        uses_per_rollout=y,
         gamma=relative_compute(y, mu),
         inference_per_trainer=mu / y,
         age_zero_share=age_zero_share,

@@ -122,40 +122,16 @@ def _total(column: Any) -> int:
 def measured_mu(metrics: Sequence[Mapping[str, Any]], rollouts_per_step: float) -> float | None:
     """(generation seconds / rollouts generated) / (training seconds / rollouts trained on).
 
-    `rollouts_per_step` is for runs older than the metric `cost/generated_rollouts`. None if the run
-    trained on nothing or did not log these times.
+    `rollouts_per_step` is for metrics without `cost/generated_rollouts`. None if the run trained on
+    nothing or did not log these times.
     """
-    generation = training = trained = generated = 0.0
-    for line in metrics:
-        seconds = line.get("cost/generation_seconds")
-        training_seconds = line.get("cost/training_seconds")
-        if seconds is None or training_seconds is None:
-            continue
-        count = _trained_rollouts(line, rollouts_per_step)
-        if count is None:
-            continue
-        generated += line.get("cost/generated_rollouts", rollouts_per_step)
-        generation += seconds
-        training += training_seconds
-        trained += count
+    names = ("cost/generation_seconds", "cost/training_seconds", "cost/trained_rollouts")
+    lines = [line for line in metrics if all(line.get(name) is not None for name in names)]
+    generation, training, trained = (sum(line[name] for line in lines) for name in names)
+    generated = sum(line.get("cost/generated_rollouts", rollouts_per_step) for line in lines)
     if min(generation, generated, training, trained) <= 0:
         return None
     return (generation / generated) / (training / trained)
-
-
-def _trained_rollouts(line: Mapping[str, Any], rollouts_per_step: float) -> float | None:
-    """Rollouts trained on in a step; None if the line does not have them.
-
-    Runs older than the metric `cost/trained_rollouts` have the number implicitly in `cost/mu`,
-    which is null for 0. Counting survivors and draws would be wrong: FIFO and the pool do not
-    train on all survivors.
-    """
-    if "cost/trained_rollouts" in line:
-        return line["cost/trained_rollouts"]
-    if "cost/mu" not in line or not line["cost/generation_seconds"]:
-        return None
-    mu = line["cost/mu"] or 0.0
-    return mu * line["cost/training_seconds"] * rollouts_per_step / line["cost/generation_seconds"]
 
 
 def growth_points(outcomes: Mapping[int, AgeOutcome]) -> list[tuple[int, float, float]]:

@@ -5,7 +5,6 @@ machines that generate (W) and that train (T). There is no correction for droppe
 the paper drops none.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,8 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.lab.planning.design import Design, Plan, replay_settings
-from grpo_replay.lab.planning.theory import balanced_replay_ratio
-from grpo_replay.lab.planning.verdict import SensitivityRow, Verdict
+from grpo_replay.lab.planning.theory import Verdict, balanced_replay_ratio
 from grpo_replay.replay.relative_cost import relative_compute
 
 THEORY_MEANS = (
@@ -43,11 +41,6 @@ def print_plan(plan: Plan, console: Console) -> None:
     )
     if plan.optimum.kind == "interior":
         console.print(f"  optimum of J: x* = {plan.optimum.x:.4g}, y* = {plan.optimum.y:.4g}")
-    console.print(
-        f"  within 5 % of the best: x from {_number(plan.flat_x.low)} to "
-        f"{_number(plan.flat_x.high)}, y from {_number(plan.flat_y.low)} to "
-        f"{_number(plan.flat_y.high)}"
-    )
     settings = replay_settings(plan.inputs, best.x, best.y)
     words = " ".join(f"--set replay.{key}={_setting(value)}" for key, value in settings.items())
     console.print(f"  {words}", soft_wrap=True)
@@ -55,8 +48,6 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"  [yellow]![/yellow] {escape(note)}")
     console.print("\n[bold]Designs[/bold]")
     console.print(_design_table(plan))
-    console.print("[bold]If an assumption is wrong[/bold]")
-    console.print(_sensitivity_table(plan))
     console.print("[bold]Assumptions[/bold]")
     assumed = Table.grid(padding=(0, 2))
     assumed.add_column(no_wrap=True)
@@ -79,10 +70,6 @@ def _assumed(plan: Plan) -> dict[str, str]:
         "completion_tokens": f"{inputs.completion_tokens:,.0f} a rollout",
         "prompt_tokens": f"{inputs.prompt_tokens:,.0f} a rollout",
     }
-
-
-def _number(value: float) -> str:
-    return _with("{:.3g}", value)
 
 
 def _with(form: str, value: float) -> str:
@@ -140,17 +127,6 @@ def _design_table(plan: Plan) -> Table:
     return table
 
 
-def _sensitivity_table(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("actual value")
-    for name in ("best x", "best y", "cost of keeping the best FIFO"):
-        table.add_column(name, justify="right")
-    for row in plan.sensitivity:
-        cost = _with("{:+.1%}", row.extra_compute)
-        table.add_row(row.change, f"{row.x:.3g}", f"{row.y:.3g}", cost)
-    return table
-
-
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values, null for what is not finite. `x` and `y` are those of the optimum of
     a FIFO buffer; `recommended` is that buffer, always finite."""
@@ -168,17 +144,12 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "current": _finite_fields(plan.current) if plan.current else None,
         "current_verdict": _finite_fields(plan.current_verdict) if plan.current_verdict else None,
         "no_replay": _finite_fields(plan.no_replay),
-        "within_5_percent": {
-            "x": [plan.flat_x.low, _finite(plan.flat_x.high)],
-            "y": [plan.flat_y.low, _finite(plan.flat_y.high)],
-        },
-        "sensitivity": [_finite_fields(row) for row in plan.sensitivity],
         "assumptions": {
             "mu": inputs.mu,
             "mu_per_survivor": inputs.effective_mu,
             "rho": inputs.rho,
             "growth": inputs.growth.describe(),
-            "growth_parameters": inputs.growth.parameters(),
+            "growth_parameters": asdict(inputs.growth),
             "survival": inputs.survival,
             "rollouts_per_step": inputs.rollouts_per_step,
             "completion_tokens": inputs.completion_tokens,
@@ -189,8 +160,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _finite_fields(record: Design | SensitivityRow | Verdict) -> dict[str, Any]:
-    fields = dataclasses.asdict(record)
+def _finite_fields(record: Design | Verdict) -> dict[str, Any]:
+    fields = asdict(record)
     return {k: _finite(v) if isinstance(v, float) else v for k, v in fields.items()}
 
 

@@ -24,8 +24,9 @@ Nothing is read or printed here. Where a function takes an array of x or y, it w
 """
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -42,31 +43,20 @@ _REFINEMENTS = 4  # each divides the spacing of the grid by 210; J resolves no f
 _CELLS = 256
 
 
-class Growth(Protocol):
-    """How the variance of one sample's gradient grows with its age."""
+@dataclass(frozen=True, slots=True)
+class PowerGrowth:
+    """σ(s) = s^a. A unit of age other than the step would scale J and not move the optimum."""
+
+    exponent: float
 
     def mean_variance(self, x: Values) -> Values:
         """σ̄²(x), the mean of σ²(s) over ages 0 < s ≤ x; inf on overflow."""
-        ...
-
-    def parameters(self) -> dict[str, float]: ...
-
-    def describe(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PowerGrowth:
-    """σ(s) = (s/τ)^a. τ scales J but does not move the optimum."""
-
-    exponent: float
-    tau: float = 1.0
-
-    def mean_variance(self, x: Values) -> Values:
         with np.errstate(over="ignore"):
-            return np.power(x / self.tau, 2 * self.exponent) / (2 * self.exponent + 1)
+            return np.power(x, 2 * self.exponent) / (2 * self.exponent + 1)
 
-    def parameters(self) -> dict[str, float]:
-        return asdict(self)
+    def changed(self) -> "tuple[PowerGrowth, PowerGrowth]":
+        """A slower and a faster growth, to see how much hangs on this one."""
+        return PowerGrowth(self.exponent / 2), PowerGrowth(self.exponent * 1.5)
 
     def describe(self) -> str:
         return f"σ(s) ∝ s^{self.exponent:.3g}"
@@ -92,12 +82,16 @@ class RatioGrowth:
         middles = (np.arange(_CELLS) + 0.5) / _CELLS
         return self.variance(np.multiply.outer(x, middles)).mean(axis=-1)
 
-    def parameters(self) -> dict[str, float]:
-        return asdict(self)
+    def changed(self) -> "tuple[RatioGrowth, RatioGrowth]":
+        half, double = self.scale / 2, self.scale * 2
+        return RatioGrowth(half, self.exponent), RatioGrowth(double, self.exponent)
 
     def describe(self) -> str:
         return f"σ²(s) = exp({self.scale:.3g}·s^{self.exponent:.3g})"
 
+
+Growth = PowerGrowth | RatioGrowth
+"""How the variance of one sample's gradient grows with its age."""
 
 Kind = Literal["interior", "store_everything", "fresh_only"]
 
@@ -276,3 +270,71 @@ def cost_ratio_from_counts(trained: float, generated: float, workers: int, train
     """μ = (K_train/T)/(K_gen/W): rollouts trained on per trainer over rollouts generated per worker
     in the same time, with both always busy."""
     return (trained / trainers) / (generated / workers)
+
+
+Cost = Callable[[float, float, Growth], float]
+"""J of a design for a given μ (per survivor), ρ and growth."""
+
+STEEPEST = 2.0
+"""The largest exponent a that `break_even_growth` tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Compute of a design relative to no replay, and what can be said of it.
+
+    `low` and `high` are the extremes over the assumptions and every single change of one: μ halved
+    and doubled, ρ = 0 and 3ρ + 0.1, the growth smaller and larger. The answer is `undecided` if 1
+    is between them.
+    """
+
+    ratio: float
+    low: float
+    high: float
+    answer: Literal["cheaper", "dearer", "undecided"]
+
+    def describe(self) -> str:
+        """The verdict as the end of a sentence about a design."""
+        if math.isinf(self.ratio):
+            return "has no finite cost: its oldest rollouts are all noise"
+        words = {
+            "cheaper": "replay is cheaper than none",
+            "dearer": "replay is dearer than none",
+            "undecided": "the theory cannot decide, one changed assumption turns it round",
+        }
+        return (
+            f"costs {self.ratio:.2f} times the compute of no replay ({self.low:.2f} to "
+            f"{self.high:.2f}): {words[self.answer]}"
+        )
+
+
+def judge(cost: Cost, mu: float, rho: float, growth: Growth) -> Verdict:
+    """The verdict on a design, of cost `cost`, under these assumptions."""
+    tried = [(mu, rho, growth), (mu / 2, rho, growth), (mu * 2, rho, growth)]
+    tried += [(mu, other, growth) for other in (0.0, min(1.0, 3 * rho + 0.1))]
+    tried += [(mu, rho, other) for other in growth.changed()]
+    ratios = [relative_cost(cost, *each) for each in tried]
+    low, high = min(ratios), max(ratios)
+    if low > 1:
+        return Verdict(ratios[0], low, high, "dearer")
+    return Verdict(ratios[0], low, high, "cheaper" if high < 1 else "undecided")
+
+
+def relative_cost(cost: Cost, mu: float, rho: float, growth: Growth) -> float:
+    """J of a design over J without replay."""
+    return cost(mu, rho, growth) / no_replay_objective(mu, growth)
+
+
+def break_even_growth(cost: Cost, mu: float, rho: float) -> float | None:
+    """The exponent a of σ(s) ∝ s^a below which the design is cheaper than no replay.
+
+    None if it is dearer even for rollouts that never lose value (a = 0).
+    """
+    low, high = 0.0, STEEPEST
+    if relative_cost(cost, mu, rho, PowerGrowth(low)) > 1:
+        return None
+    for _ in range(50):
+        middle = (low + high) / 2
+        dearer = relative_cost(cost, mu, rho, PowerGrowth(middle)) > 1
+        low, high = (low, middle) if dearer else (middle, high)
+    return low

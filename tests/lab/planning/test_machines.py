@@ -7,7 +7,6 @@ from commands import run_plan as run
 
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import assumed_cost_ratio, assumed_survival
-from grpo_replay.lab.planning.plan_figures import optimum_curve
 from grpo_replay.lab.planning.theory import cost_ratio_from_counts
 from grpo_replay.recipe import load_recipe
 from grpo_replay.replay.relative_cost import relative_compute
@@ -107,29 +106,3 @@ def test_options_that_do_not_fit_together_are_refused():
         run(workers=5, trainers=3, rho=0.1)
     with pytest.raises(UsageError, match=r"--survival 0\.5: replay\.drop_zero_variance is false"):
         run(recipe="fifo-qwen3-0.6b", survival=0.5)
-
-
-# --- curves over the parameters of the theory -----------------------------------------------------
-
-
-def test_curves_go_through_the_check_value_and_through_the_limit_of_no_coupling():
-    at = {round(mu, 6): rest for mu, *rest in optimum_curve(0.2, 0.1)}
-    below = max(mu for mu in at if mu <= 5.28)
-    above = min(mu for mu in at if mu > 5.28)
-    assert at[below][0] < 4.265 < at[above][0] and at[below][1] < 3.973 < at[above][1]
-    for mu, _, y, _ in optimum_curve(0.3, 0.0):
-        assert y == pytest.approx(mu * (1 - 0.6) / 0.6)  # y* = μ(1-2a)/(2a) at ρ = 0
-    savings = [saved for *_, saved in optimum_curve(0.2, 0.1)]
-    assert savings[-1] < savings[20]  # the dearer generation is, the more replay saves
-    assert at[above][2] < 1.54 < at[below][2]  # relative to using every rollout once
-
-
-def test_curves_are_written_as_a_figure(tmp_path):
-    run(curves=str(tmp_path / "curves.svg"))
-    text = (tmp_path / "curves.svg").read_text()
-    for words in ("best horizon x*", "best replay ratio y*", "a = 0.4", "ρ = 0.5"):
-        assert words in text
-    with pytest.raises(UsageError):
-        run(curves=str(tmp_path / "curves.pdf"))
-    with pytest.raises(UsageError, match="leave --mu out"):
-        run(curves=str(tmp_path / "curves.svg"), mu=5.0)

@@ -10,13 +10,14 @@ from buffer_makers import make_rollout
 from grpo_replay.lab.planning.theory import (
     PowerGrowth,
     RatioGrowth,
+    break_even_growth,
     fresh_anchored_objective,
+    judge,
     no_replay_objective,
     objective,
     power_law_optimum,
     without_replacement_objective,
 )
-from grpo_replay.lab.planning.verdict import break_even_growth, judge
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
