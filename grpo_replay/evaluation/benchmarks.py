@@ -7,22 +7,31 @@ from pathlib import Path
 
 from grpo_replay.errors import DatasetError, RecipeError, did_you_mean
 from grpo_replay.prompts.fields import (
+    ANSWER_FIELDS,
+    PROBLEM_FIELDS,
     ProblemStatement,
     answer_after,
     checked_column,
+    known_field,
     problem_statement,
     unique_ids,
 )
-from grpo_replay.prompts.sources import MappingRows, ProblemRows, read_hub_rows, read_local_rows
+from grpo_replay.prompts.sources import (
+    MappingRows,
+    ProblemRows,
+    column_of,
+    read_hub_rows,
+    read_local_rows,
+)
 from grpo_replay.recipe import EvalSection, PromptsSection
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
+from grpo_replay.recipe.paths import DATA_SUFFIXES
 from grpo_replay.tiny import TASKS, benchmark_problems
 from grpo_replay.types import Row
 
 WAVE_SAMPLES = 8
 """Samples per problem in one wave; each wave uses the next seed (paper A)."""
 
-FILE_SUFFIXES = (".jsonl", ".parquet")
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +163,7 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
     rows = _open(benchmark, settings)
     if len(rows) == 0:
         raise DatasetError(f"benchmark {benchmark.name!r}: {benchmark.source} has no problems")
-    if benchmark.source.endswith(FILE_SUFFIXES):
+    if benchmark.source.endswith(DATA_SUFFIXES):
         benchmark = _with_columns_of(rows, benchmark)
     problems = checked_column(rows, benchmark.problem_field, problem_statement)
     as_answer = answer_after(benchmark.answer_marker)
@@ -169,16 +178,16 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
 
 
 def _with_columns_of(rows: ProblemRows, benchmark: Benchmark) -> Benchmark:
-    """A file without the columns of the training prompts has `problem`, `answer`, and no id."""
-    usual = {"problem_field": "problem", "answer_field": "answer", "id_field": None}
-    columns = rows.row(0)
-    missing = {
-        name: column
-        for name, column in usual.items()
-        if (getattr(benchmark, name) or "").partition(".")[0] not in columns
-        and (column is None or column in columns)
-    }
-    return replace(benchmark, **missing)  # type: ignore[arg-type]
+    """A file without the columns of the training prompts has those of `PROBLEM_FIELDS` and
+    `ANSWER_FIELDS`, and no id."""
+    id_field = benchmark.id_field
+    has_id = id_field is not None and column_of(id_field, rows.names) in rows.names
+    return replace(
+        benchmark,
+        problem_field=known_field(benchmark.problem_field, PROBLEM_FIELDS, rows.names),
+        answer_field=known_field(benchmark.answer_field, ANSWER_FIELDS, rows.names),
+        id_field=id_field if has_id else None,
+    )
 
 
 def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
@@ -186,7 +195,7 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
         return [BENCHMARKS[name] for name in GROUPS[word]]
     if word in BENCHMARKS:
         return [BENCHMARKS[word]]
-    if word.endswith(FILE_SUFFIXES):
+    if word.endswith(DATA_SUFFIXES):
         name = Path(word).stem
         if name == "mean":
             raise RecipeError(
@@ -199,7 +208,7 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
     known = [*GROUPS, *BENCHMARKS]
     raise RecipeError(
         f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "
-        f"{', '.join(known)}, or a path that ends in .jsonl or .parquet"
+        f"{', '.join(known)}, or a file (.jsonl, .csv, .parquet, …)"
     )
 
 
@@ -210,7 +219,7 @@ def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
     if (file := local_file(benchmark, settings)) is not None:
         return read_local_rows(str(file), limit)
     try:
-        return read_hub_rows(benchmark.source, None, benchmark.split, None, limit)
+        return read_hub_rows(benchmark.source, limit, options={"split": benchmark.split})
     except DatasetError as error:
         reason = str(error.__cause__ or error).splitlines()[0]
         raise DatasetError(
@@ -226,13 +235,13 @@ def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
     """
     if benchmark.source == "builtin":
         return None
-    if benchmark.source.endswith(FILE_SUFFIXES):
+    if benchmark.source.endswith(DATA_SUFFIXES):
         return Path(benchmark.source)
     if settings.data_folder is None:
         return None
     folder = Path(settings.data_folder)
     stem = benchmark.file_stem or benchmark.name
-    candidates = [folder / f"{stem}{suffix}" for suffix in FILE_SUFFIXES]
+    candidates = [folder / f"{stem}{suffix}" for suffix in (".jsonl", ".parquet")]
     for path in candidates:
         if path.is_file():
             return path

@@ -4,21 +4,31 @@ A conversion raises ValueError with the value found; `checked_column` adds the p
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, TypeVar
 
 from grpo_replay.errors import DatasetError
-from grpo_replay.prompts.sources import ProblemRows
+from grpo_replay.prompts.sources import ProblemRows, column_of
 
 ChatMessage = dict[str, Any]
 ProblemStatement = str | list[ChatMessage]
 """Text, or the messages of a chat."""
 
+PROBLEM_FIELDS = ("problem", "prompt", "question", "messages")
+ANSWER_FIELDS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
+"""Where TRL, verl, open-instruct and GSM8K have problems and answers; the first is the default."""
+
 LARGEST_WHOLE = 1e15
 """Whole numbers below it are exact as floats."""
 
 _Value = TypeVar("_Value")
+
+
+def known_field(field: str, known: Sequence[str], names: Container[str]) -> str:
+    """`field`; if the columns `names` do not have it, the first of `known` that they have."""
+    found = (each for each in (field, *known) if column_of(each, names) in names)
+    return next(found, field)
 
 
 def checked_column(rows: ProblemRows, field: str, convert: Callable[[Any], _Value]) -> list[_Value]:

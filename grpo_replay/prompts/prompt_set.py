@@ -3,24 +3,29 @@
 The order depends only on (seed, cursor), so that a run resumes from the cursor alone.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.prompts.fields import (
+    ANSWER_FIELDS,
+    PROBLEM_FIELDS,
     ChatMessage,
     ProblemStatement,
     answer_after,
     checked_column,
     count_marked,
+    known_field,
     problem_statement,
     unique_ids,
 )
 from grpo_replay.prompts.sources import (
     MappingRows,
     ProblemRows,
+    column_of,
     is_local_source,
     read_hub_rows,
     read_local_rows,
@@ -49,14 +54,12 @@ class PromptSet:
     def __init__(
         self,
         prompts: "_TokenisedPrompts",
-        rows: ProblemRows,
         skipped_too_long: int,
         seed: int,
         shuffle: bool,
         notices: Sequence[str] = (),
     ) -> None:
         self._prompts = prompts
-        self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
         self._cached_order: tuple[int, np.ndarray] | None = None
@@ -65,7 +68,8 @@ class PromptSet:
         """Messages for the user on how the rows were read."""
 
     def __len__(self) -> int:
-        return len(self._prompts.row_numbers)
+        """The prompts of an epoch."""
+        return sum(source.per_epoch for source in self._prompts.sources)
 
     @property
     def longest_prompt(self) -> int:
@@ -77,6 +81,7 @@ class PromptSet:
 
         Positions count from 0. With n prompts, epoch e has positions e·n to (e+1)·n - 1 and visits
         every prompt once: in a permutation seeded by (seed, e), or in file order without shuffling.
+        Of several sources with weights, an epoch visits the next weight · size prompts of each.
         """
         if cursor < 0 or count < 0:
             raise ValueError(f"take(cursor={cursor}, count={count}): both must be at least 0")
@@ -84,8 +89,9 @@ class PromptSet:
 
     def sample(self, count: int) -> tuple[Prompt, ...]:
         """At most `count` prompts, evenly spaced in the order of the source."""
-        count = min(count, len(self))
-        return tuple(self._prompt_of(index * len(self) // count) for index in range(count))
+        total = len(self._prompts.ids)
+        count = min(count, total)
+        return tuple(self._prompt_of(index * total // count) for index in range(count))
 
     def _prompt(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self))
@@ -98,22 +104,40 @@ class PromptSet:
             text=prompts.texts[index],
             token_ids=prompts.token_ids[index],
             answer=prompts.answers[index],
-            row=self._rows.row(prompts.row_numbers[index]),
+            row=prompts.rows[index][0].row(prompts.rows[index][1]),
         )
 
     def _order(self, epoch: int) -> np.ndarray:
         if self._cached_order is None or self._cached_order[0] != epoch:
-            generator = stream(self._seed, ORDER_STREAM, epoch)
-            order = generator.permutation(len(self)) if self._shuffle else np.arange(len(self))
+            order = np.concatenate([self._visited(each, epoch) for each in self._prompts.sources])
+            if self._shuffle:
+                order = order[stream(self._seed, ORDER_STREAM, epoch).permutation(len(order))]
             self._cached_order = (epoch, order)
         return self._cached_order[1]
+
+    def _visited(self, source: "_Source", epoch: int) -> np.ndarray:
+        """The prompts of a source that an epoch visits: those after the ones of the epoch before,
+        round and round in one fixed order."""
+        order = np.arange(source.first, source.end)
+        if self._shuffle and source.per_epoch != len(order):
+            order = stream(self._seed, ORDER_STREAM, source.first, 1).permutation(order)
+        return np.take(order, epoch * source.per_epoch + np.arange(source.per_epoch), mode="wrap")
+
+
+class _Source(NamedTuple):
+    """Prompts `first` … `end - 1` are those of one source."""
+
+    first: int
+    end: int
+    per_epoch: int
 
 
 class _TokenisedPrompts:
     """Columns of equal length with the data of every prompt that is kept."""
 
     def __init__(self) -> None:
-        self.row_numbers: list[int] = []
+        self.sources: list[_Source] = []
+        self.rows: list[tuple[ProblemRows, int]] = []
         self.ids: list[str] = []
         self.texts: list[str] = []
         self.token_ids: list[np.ndarray] = []
@@ -126,7 +150,7 @@ def load_prompts(
     seed: int,
     whole_rows: bool = True,
 ) -> PromptSet:
-    """The prompts of the section's source, rendered and tokenised. `seed` determines their order.
+    """The prompts of the section's sources, rendered and tokenised. `seed` determines their order.
     If `whole_rows` is false, rows have only the fields that the section names, and no others are
     read; only reward functions written by the user need the others.
 
@@ -134,40 +158,99 @@ def load_prompts(
     duplicate id, or if all prompts are over the length limit, and RecipeError for a template that
     cannot be rendered.
     """
-    rows, id_field = _open_source(section, seed, whole_rows)
-    if len(rows) == 0:
-        raise DatasetError(f"prompts.source {short_path(section.source)!r} has no rows")
-    problems = checked_column(rows, section.problem_field, problem_statement)
-    answers = checked_column(rows, section.answer_field, answer_after(ANSWER_MARKER))
-    ids = unique_ids(rows, id_field)
-    kept, skipped, shortest = _TokenisedPrompts(), 0, np.inf
-    for number, (text, tokens_P) in enumerate(_rendered(section, tokenizer, problems)):
-        if len(tokens_P) > section.max_prompt_length:
-            skipped, shortest = skipped + 1, min(shortest, len(tokens_P))
-            continue
-        kept.row_numbers.append(number)
-        kept.ids.append(ids[number])
-        kept.texts.append(text)
-        kept.token_ids.append(tokens_P)
-        kept.answers.append(answers[number])
-    if skipped == len(rows):
+    kept, skipped, shortest, notices = _TokenisedPrompts(), 0, np.inf, list[str]()
+    for prefix, one, weight in _each_source(section):
+        read, first = _read(one, seed, whole_rows), len(kept.ids)
+        notices += read.notices
+        for number, (text, tokens_P) in enumerate(_rendered(one, tokenizer, read.problems)):
+            if len(tokens_P) > section.max_prompt_length:
+                skipped, shortest = skipped + 1, min(shortest, len(tokens_P))
+                continue
+            kept.rows.append((read.rows, number))
+            kept.ids.append(prefix + read.ids[number])
+            kept.texts.append(text)
+            kept.token_ids.append(tokens_P)
+            kept.answers.append(read.answers[number])
+        size = len(kept.ids) - first
+        kept.sources.append(_Source(first, len(kept.ids), max(round(weight * size), size > 0)))
+    if not kept.ids:
         raise DatasetError(
-            f"prompts.source {short_path(section.source)!r}: none of {skipped} prompts has at most "
+            f"prompts.source {_shown(section)}: none of {skipped} prompts has at most "
             f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
             f"{shortest}: raise the limit or shorten prompts.user_template"
         )
-    notices = _notices(section, problems, rows.column(section.answer_field))
-    return PromptSet(kept, rows, skipped, seed, section.shuffle, notices)
+    return PromptSet(kept, skipped, seed, section.shuffle, notices)
 
 
 def read_problems(section: PromptsSection, seed: int) -> dict[str, tuple[str, str]]:
     """Problem and reference answer by prompt id, without rendering them; of chat messages the last
     one. Raises DatasetError as `load_prompts` does."""
-    rows, id_field = _open_source(section, seed, whole_rows=False)
-    problems = checked_column(rows, section.problem_field, problem_statement)
-    answers = checked_column(rows, section.answer_field, answer_after(ANSWER_MARKER))
-    texts = [each if isinstance(each, str) else each[-1]["content"] for each in problems]
-    return dict(zip(unique_ids(rows, id_field), zip(texts, answers, strict=True), strict=True))
+    found = {}
+    for prefix, one, _ in _each_source(section):
+        read = _read(one, seed, whole_rows=False)
+        for each, problem, answer in zip(read.ids, read.problems, read.answers, strict=True):
+            text = problem if isinstance(problem, str) else problem[-1]["content"]
+            found[prefix + each] = (text, answer)
+    return found
+
+
+def _each_source(section: PromptsSection) -> list[tuple[str, PromptsSection, float]]:
+    """What the ids of a source begin with (nothing if it is the only one), its section and its
+    weight."""
+    names = [Path(name).name for name in section.source_names]
+    if len(names) == 1:
+        prefixes = [""]
+    elif len(set(names)) == len(names):
+        prefixes = [f"{name}:" for name in names]
+    else:
+        prefixes = [f"{number}:{name}:" for number, name in enumerate(names, start=1)]
+    return list(zip(prefixes, section.sources, section.weights, strict=True))
+
+
+class _Read(NamedTuple):
+    """The checked rows of one source."""
+
+    rows: ProblemRows
+    problems: list[ProblemStatement]
+    answers: list[str]
+    ids: list[str]
+    notices: list[str]
+
+
+def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
+    rows, id_field = _open_source(section, seed, whole_rows)
+    if len(rows) == 0:
+        raise DatasetError(f"prompts.source {_shown(section)} has no rows")
+    known = with_known_fields(section, rows.names)
+    try:
+        problems = checked_column(rows, known.problem_field, problem_statement)
+        answers = checked_column(rows, known.answer_field, answer_after(ANSWER_MARKER))
+    except DatasetError as error:
+        keys = ("problem_field", "answer_field")
+        missing = [k for k in keys if column_of(getattr(known, k), rows.names) not in rows.names]
+        if not missing:
+            raise
+        advice = " and ".join(f"prompts.{key}" for key in missing)
+        raise DatasetError(f"{error}: set {advice} to the column with it") from None
+    notices = _notices(known, problems, rows.column(known.answer_field))
+    if known != section:
+        columns = f"problems from {known.problem_field!r}, answers from {known.answer_field!r}"
+        notices.insert(0, f"prompts.source {_shown(section)}: {columns}, by their column names")
+    return _Read(rows, problems, answers, unique_ids(rows, id_field), notices)
+
+
+def with_known_fields(section: PromptsSection, names: Sequence[str]) -> PromptsSection:
+    """The section with the fields by which other trainers call problem and answer, where the fields
+    are the defaults and the columns `names` do not have them."""
+    found = {}
+    for key, known in (("problem_field", PROBLEM_FIELDS), ("answer_field", ANSWER_FIELDS)):
+        field = getattr(section, key)
+        found[key] = known_field(field, known if field == known[0] else (), names)
+    return section.model_copy(update=found)
+
+
+def _shown(section: PromptsSection) -> str:
+    return ", ".join(repr(short_path(name)) for name in section.source_names)
 
 
 def _notices(
@@ -201,7 +284,7 @@ def _open_source(
     section: PromptsSection, seed: int, whole_rows: bool
 ) -> tuple[ProblemRows, str | None]:
     """The rows, and the field with their ids. None: the row number is the id."""
-    source = section.source
+    source = str(section.source)
     if source in BUILTIN_SOURCES:
         problems = TASKS[source.removeprefix("builtin:")].train_problems(seed)
         return MappingRows(problems, source), "problem_id"
@@ -209,12 +292,21 @@ def _open_source(
         raise DatasetError(
             f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"
         )
-    named = (section.problem_field, section.answer_field, section.id_field)
-    fields = None if whole_rows else [field for field in named if field is not None]
+
+    def of_fields(names: Iterable[str]) -> Container[str]:
+        """The columns with our fields; all if one is missing, for the error."""
+        listed = list(names)
+        known = with_known_fields(section, listed)
+        fields = (known.problem_field, known.answer_field, known.id_field)
+        wanted = {column_of(field, listed) for field in fields if field is not None}
+        return wanted if wanted <= set(listed) else listed
+
+    select = None if whole_rows else of_fields
+    options = section.dataset_options.model_dump()
     if is_local_source(source):
-        return read_local_rows(source, None, fields), section.id_field
-    rows = read_hub_rows(source, section.config_name, section.split, section.revision, None, fields)
-    return rows, section.id_field
+        given = {name: value for name, value in options.items() if value is not None}
+        return read_local_rows(source, None, select, given), section.id_field
+    return read_hub_rows(source, None, select, options), section.id_field
 
 
 def _rendered(

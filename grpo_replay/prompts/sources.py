@@ -1,10 +1,10 @@
-"""Rows of problems from a local JSONL or Parquet file, the hub, or a built-in set.
+"""Rows of problems from local files and folders, the hub, or a built-in set.
 
 Sources only read. The caller checks the values.
 """
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,14 +13,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_replay.errors import DatasetError, did_you_mean, first_line
-from grpo_replay.recipe.paths import short_path
+from grpo_replay.recipe.paths import DATA_SUFFIXES, short_path
 
-JSONL_SUFFIXES = (".jsonl", ".json")
-PARQUET_SUFFIXES = (".parquet",)
+BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".json": "json"}
+"""The reader of `datasets` for a suffix."""
+NAMED = "a .csv, .tsv, .json, .jsonl or .parquet file (or .jsonl.gz …), a folder of such files"
+
+Select = Callable[[Iterable[str]], Container[str]] | None
+"""Chooses columns among those that there are."""
+Options = Mapping[str, Any]
+"""Arguments of `datasets.load_dataset`, with the split."""
+NO_OPTIONS: Options = {"split": "train"}
 
 
 class ProblemRows(Protocol):
     """Access to rows by index (0-based), to whole columns, and to the place of a row."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The columns of the source; of JSON lines, those of the first row."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -44,6 +56,7 @@ class MappingRows:
         self, rows: Sequence[Mapping[str, Any]], source: str, lines: Sequence[int] | None = None
     ) -> None:
         self._rows, self._source, self._lines = rows, source, lines
+        self.names = list(rows[0]) if rows else []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -72,7 +85,7 @@ class TableRows:
 
     def __init__(self, table: pa.Table, source: str, names: Sequence[str] | None = None) -> None:
         self._table, self._source = table, source
-        self._names = table.column_names if names is None else names
+        self.names = table.column_names if names is None else names
 
     def __len__(self) -> int:
         return self._table.num_rows
@@ -83,7 +96,7 @@ class TableRows:
     def column(self, field: str) -> list[Any]:
         column = column_of(field, self._table.column_names)
         if column not in self._table.column_names:
-            raise DatasetError(f"{self._source}: no column {field!r}{_among(field, self._names)}")
+            raise DatasetError(f"{self._source}: no column {field!r}{_among(field, self.names)}")
         values = self._table.column(column).to_pylist()
         return [
             _inside(value, column, field, partial(self.place, index))
@@ -113,71 +126,116 @@ def _inside(value: Any, column: str, field: str, place: Callable[[], str]) -> An
 
 
 def is_local_source(source: str) -> bool:
-    """True if `source` is a local file, by its suffix or because it exists."""
-    suffixes = (*JSONL_SUFFIXES, *PARQUET_SUFFIXES)
-    return source.endswith(suffixes) or source.startswith(("/", ".", "~")) or Path(source).exists()
+    """True if `source` is a local file or folder, by its suffix or because it exists."""
+    local = source.startswith(("/", ".", "~")) or Path(source).exists()
+    return local or source.endswith(DATA_SUFFIXES)
 
 
 def read_local_rows(
-    source: str, limit: int | None = None, fields: Sequence[str] | None = None
+    source: str, limit: int | None = None, select: Select = None, options: Options = NO_OPTIONS
 ) -> ProblemRows:
-    """The first `limit` rows (all if None) of a JSONL or Parquet file, with only these fields (all
-    if None).
+    """The first `limit` rows (all if None) of a file or folder, with only the columns that `select`
+    chooses (all if None).
 
-    Raises DatasetError with file and line if something cannot be read.
+    JSON lines are read here, so that errors name the line, and so is Parquet, of which only these
+    columns are read. Everything else, and a split other than "train", is read by `datasets`.
+    Raises DatasetError with the place if something cannot be read.
     """
     path, source = Path(source).expanduser(), short_path(source)
-    if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise DatasetError(f"{source} {kind}; name a .jsonl or .parquet file, or a hub dataset id")
-    if path.suffix in PARQUET_SUFFIXES:
-        return _parquet_rows(path, source, limit, fields)
-    if path.suffix in JSONL_SUFFIXES:
-        return _jsonl_rows(path, source, limit, fields)
-    raise DatasetError(f"{source}: unknown kind of file {path.suffix!r}; use .jsonl or .parquet")
+    if not path.exists():
+        raise DatasetError(f"{source} does not exist; name {NAMED}, or a hub dataset id")
+    if path.is_dir():
+        return _read_by_datasets(source, lambda: _folder(path, options), limit, select)
+    if not source.endswith(DATA_SUFFIXES):
+        raise DatasetError(f"{source}: unknown kind of file {path.suffix!r}; name {NAMED}")
+    if path.suffix == ".parquet" and options == NO_OPTIONS:
+        return _parquet_rows(path, source, limit, select)
+    if path.suffix == ".jsonl" and options == NO_OPTIONS:
+        return _jsonl_rows(path, source, limit, select)
+    return _read_by_datasets(source, lambda: _file(path, options), limit, select)
 
 
 def read_hub_rows(
-    source: str,
-    config_name: str | None,
-    split: str,
-    revision: str | None,
-    limit: int | None,
-    fields: Sequence[str] | None = None,
+    source: str, limit: int | None, select: Select = None, options: Options = NO_OPTIONS
 ) -> ProblemRows:
     """The first `limit` rows of a split of a Hugging Face dataset, from the cache or the hub, with
-    only these fields (all if None). The library memory-maps its files.
+    only the columns that `select` chooses (all if None). The library memory-maps its files.
 
     Raises DatasetError, with the command to download it, if the dataset is not available.
     """
     import datasets
+
+    try:
+        return _read_by_datasets(
+            f"{source}[{options['split']}]",
+            lambda: datasets.load_dataset(source, **options),
+            limit, select,
+        )  # fmt: skip
+    except DatasetError as error:
+        if error.__cause__ is None:
+            raise
+        raise DatasetError(
+            f"dataset {source!r} (config {options.get('name')}, split {options['split']!r}) is not "
+            f"in the local cache and cannot be fetched from the hub: {first_line(error.__cause__)}."
+            f" On a machine with network access, run `hf download --repo-type dataset {source} "
+            "--local-dir DIR` and set prompts.source to the .parquet or .jsonl file in DIR"
+        ) from error.__cause__
+
+
+def _read_by_datasets(
+    place: str, load: Callable[[], Any], limit: int | None, select: Select
+) -> TableRows:
     from datasets.exceptions import DatasetsError
 
     try:
-        dataset = datasets.load_dataset(source, config_name, split=split, revision=revision)
-    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        raise DatasetError(
-            f"dataset {source!r} (config {config_name}, split {split!r}) is not in the local "
-            f"cache and cannot be fetched from the hub: {first_line(error)}. On a machine with "
-            f"network access, run `hf download --repo-type dataset {source} --local-dir DIR` and "
-            "set prompts.source to the .parquet or .jsonl file in DIR"
-        ) from error
+        dataset = load()
+    except (DatasetsError, OSError, ValueError, RuntimeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
+        raise DatasetError(f"{place}: cannot be read: {reason}") from error
     if limit is not None:
         dataset = dataset.select(range(min(limit, len(dataset))))
     names = dataset.column_names
-    if fields is not None:
-        wanted = {column_of(field, names) for field in fields}
+    if select is not None:
+        wanted = select(names)
         dataset = dataset.select_columns([name for name in names if name in wanted])
-    return TableRows(dataset.with_format("arrow")[:], f"{source}[{split}]", names)
+    return TableRows(dataset.with_format("arrow")[:], place, names)
 
 
-def _parquet_rows(
-    path: Path, source: str, limit: int | None, fields: Sequence[str] | None
-) -> TableRows:
-    """Rows of a Parquet file. Only `fields` are read: every column read takes memory."""
+def _folder(path: Path, options: Options) -> Any:
+    """A folder of `save_to_disk`, or of files that `datasets` recognises."""
+    import datasets
+
+    if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return datasets.load_dataset(str(path), **options)
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.Dataset):
+        return found
+    if options["split"] not in found:
+        raise ValueError(f"no split {options['split']!r} in it; there are: {', '.join(found)}")
+    return found[options["split"]]
+
+
+def _file(path: Path, options: Options) -> Any:
+    """A file, by its suffix. Every value of a CSV file is text, as it is written: 1.50 and 007 are
+    not the numbers 1.5 and 7."""
+    import datasets
+
+    kind = next(each for each in (*BUILDERS, ".jsonl") if each in path.suffixes)
+    given = {k: v for k, v in options.items() if k not in ("name", "revision")}
+    if BUILDERS.get(kind) == "csv":
+        import pandas
+
+        given = {"sep": "\t" if kind == ".tsv" else ",", "keep_default_na": False, **given}
+        columns = pandas.read_csv(path, sep=given["sep"], nrows=0).columns
+        given["features"] = datasets.Features({name: datasets.Value("string") for name in columns})
+    return datasets.load_dataset(BUILDERS.get(kind, "json"), data_files=str(path), **given)
+
+
+def _parquet_rows(path: Path, source: str, limit: int | None, select: Select) -> TableRows:
+    """Rows of a Parquet file. Only what is selected is read: every column read takes memory."""
     try:
         names = pq.read_schema(path, memory_map=True).names
-        wanted = {column_of(field, names) for field in fields or names}
+        wanted = names if select is None else select(names)
         columns = [name for name in names if name in wanted]
         table = pq.read_table(path, memory_map=True, columns=columns)
     except (pa.ArrowException, OSError) as error:
@@ -185,9 +243,7 @@ def _parquet_rows(
     return TableRows(table if limit is None else table.slice(0, limit), source, names)
 
 
-def _jsonl_rows(
-    path: Path, source: str, limit: int | None, fields: Sequence[str] | None
-) -> MappingRows:
+def _jsonl_rows(path: Path, source: str, limit: int | None, select: Select) -> MappingRows:
     rows: list[Mapping[str, Any]] = []
     lines: list[int] = []
     for number, text in _numbered_lines(path, source):
@@ -205,9 +261,9 @@ def _jsonl_rows(
             raise DatasetError(
                 f"{source}:{number}: found a {type(row).__name__}; every line is one JSON object"
             )
-        columns = {column_of(field, row) for field in fields or row}
-        if columns <= row.keys():
-            row = {column: row[column] for column in columns}  # else keep all, for the error
+        if select is not None:
+            wanted = select(row)
+            row = {column: value for column, value in row.items() if column in wanted}
         rows.append(row)
         lines.append(number)
     return MappingRows(rows, source, lines)

@@ -2,7 +2,7 @@
 
 import string
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -110,20 +110,38 @@ class ModelSection(Section):
     """Train low-rank adapters instead of all parameters."""
 
 
+class PromptSource(Section):
+    """One of several sources of prompts. What is null is as in the section."""
+
+    source: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    dataset_options: DatasetOptions | None = None
+    problem_field: str | None = None
+    answer_field: str | None = None
+    id_field: str | None = None
+
+
 class PromptsSection(Section):
-    source: str = "builtin:tiny"
-    """Hugging Face dataset id, local JSONL or Parquet file, `builtin:tiny` or
-    `builtin:tiny-long`."""
+    source: str | Annotated[list[PromptSource], Field(min_length=1)] = "builtin:tiny"
+    """Hugging Face dataset id; a local file: JSON lines, JSON array, CSV, TSV, Parquet, Arrow, also
+    compressed (`.jsonl.gz`); a folder of such files or of `save_to_disk`; `builtin:tiny` or
+    `builtin:tiny-long`. Several: a list of them or of `{source: …, weight: 1.0}`, which may have
+    `dataset_options`, `problem_field`, `answer_field` and `id_field` of their own. `weight` is how
+    often an epoch visits each problem of the source: 0.5 visits half of them, the others next
+    time."""
     dataset_options: DatasetOptions = Field(default_factory=DatasetOptions)
     """Of a hub dataset: `name` (configuration; null), `revision` (null) and `split` (train), or a
-    slice of one: `train[:-500]` is all but the last 500 rows."""
+    slice of one: `train[:-500]` is all but the last 500 rows. Others are arguments of
+    `datasets.load_dataset`, and of `pandas.read_csv` for a CSV file (`{sep: ";"}`)."""
     problem_field: str = "problem"
     """Column with the problem: text, or a list of chat messages `{role, content}` (TRL, verl:
     `prompt`), which are rendered as they are, without `system_prompt` and `user_template`. For all
-    fields, dots lead into a nested value: `reward_model.ground_truth`."""
+    fields, dots lead into a nested value: `reward_model.ground_truth`. If there is no column
+    `problem`: `prompt`, `question` or `messages`."""
     answer_field: str = "answer"
     """Column with the reference answer: text or a number. Where it contains `####`, only the text
-    after the last one is the answer (GSM8K: `… #### 18`)."""
+    after the last one is the answer (GSM8K: `… #### 18`). If there is no column `answer`:
+    `reward_model.ground_truth` (verl), `ground_truth` (open-instruct) or `solution` (TRL)."""
     id_field: str | None = None
     """Column with a unique id. The row number is the id if null."""
     template: Literal["chat", "plain"] | dict[str, Any] = "chat"
@@ -159,6 +177,43 @@ class PromptsSection(Section):
         if fields != {"problem"}:
             raise ValueError(f"it must contain {{problem}}; {remedy}")
         return template
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _names_alone(cls, source: Any) -> Any:
+        """Sources of a list that are only named."""
+        if not isinstance(source, list):
+            return source
+        return [{"source": each} if isinstance(each, str) else each for each in source]
+
+    @field_validator("source")
+    @classmethod
+    def _are_distinct(cls, source: Any) -> Any:
+        whole = [] if isinstance(source, str) else [(e.source, e.dataset_options) for e in source]
+        if twice := [each for each in whole if whole.count(each) > 1]:
+            raise ValueError(f"{twice[0][0]} is named twice: name it once, with a weight")
+        return source
+
+    @property
+    def sources(self) -> "tuple[PromptsSection, ...]":
+        """A section for each source, with the fields of that source."""
+        if isinstance(self.source, str):
+            return (self,)
+        names = ("source", "dataset_options", "problem_field", "answer_field", "id_field")
+        given = ({name: getattr(each, name) for name in names} for each in self.source)
+        return tuple(
+            self.model_copy(update={k: v for k, v in each.items() if v is not None})
+            for each in given
+        )
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        return tuple(str(each.source) for each in self.sources)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Of each source: how often an epoch visits its problems."""
+        return (1.0,) if isinstance(self.source, str) else tuple(e.weight for e in self.source)
 
     @property
     def in_chat(self) -> bool:

@@ -10,7 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+DATA_SUFFIXES = tuple(
+    kind + packed
+    for kind in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+    for packed in ("", ".gz", ".bz2", ".xz", ".zst")
+)
+"""Files of prompts and benchmarks."""
 
 
 def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
@@ -37,6 +42,8 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
         return f"{absolute(place)}:{name}" if separator and place.endswith(".py") else function
 
     _change(layer, "prompts", "source", of_data)
+    for each in _listed(layer, "prompts", "source"):
+        _change({"prompts": each}, "prompts", "source", of_data)
     _change(layer, "model", "path", of_model)
     _change(layer, "model", "tokenizer", of_model)
     _change(layer, "reward", "function", of_function)
@@ -44,10 +51,8 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
     for section, key in (*own, ("sampling", "backend")):
         _change(layer, section, key, of_function)
     _change(layer, "eval", "reward", of_function)
-    reward = layer.get("reward")
-    functions = reward.get("function") if isinstance(reward, dict) else None
-    for weighted in functions if isinstance(functions, list) else []:
-        _change({"reward": weighted}, "reward", "function", of_function)
+    for each in _listed(layer, "reward", "function"):
+        _change({"reward": each}, "reward", "function", of_function)
     _change(layer, "eval", "benchmarks", of_data)
     _change(layer, "eval", "data_folder", absolute)
 
@@ -61,6 +66,13 @@ def short_path(path: str) -> str:
 def is_on_hub(source: str) -> bool:
     """True if a model or data source is a hub id, not a builtin or a local path."""
     return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
+
+
+def _listed(layer: dict[str, Any], section: str, key: str) -> list[Any]:
+    """The entries of a key that has a list."""
+    values = layer.get(section)
+    entries = values.get(key) if isinstance(values, dict) else None
+    return entries if isinstance(entries, list) else []
 
 
 def _change(layer: dict[str, Any], section: str, key: str, change: Callable[[str], str]) -> None:

@@ -33,10 +33,11 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _hide_progress_bars() -> None:
-    """Unless the user wants the bars of huggingface_hub and transformers. The variable is read when
-    they are imported, which may be over."""
+    """Unless the user wants the bars of huggingface_hub, datasets and transformers. The variable
+    is read when they are imported, which may be over."""
     if os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1") != "1":
         return
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     if "huggingface_hub" in sys.modules:
         from huggingface_hub.utils import disable_progress_bars
 

@@ -69,7 +69,7 @@ def model_card(
 ) -> str:
     """Markdown with Hugging Face metadata. `reports` are of the base model and of this step."""
     replay = recipe.replay
-    metadata = _metadata(recipe.model.path, recipe.prompts.source)
+    metadata = _metadata(recipe.model.path, recipe.prompts.source_names)
     return f"""{metadata}# {recipe.name}, step {state.step}
 
 Post-trained from `{shareable(recipe.model.path)}` with GRPO by grpo-replay {__version__}, recipe
@@ -91,7 +91,7 @@ composition {replay.composition}, ratio {replay.ratio}, age limit {replay.max_ag
 """
 
 
-def _metadata(base: str, prompts: str) -> str:
+def _metadata(base: str, prompts: Sequence[str]) -> str:
     """The metadata at the top of a card, between lines of dashes. The hub makes links of the names
     of base model and data set; what is not on the hub is left out."""
     from huggingface_hub import ModelCardData
@@ -101,7 +101,7 @@ def _metadata(base: str, prompts: str) -> str:
         pipeline_tag="text-generation",
         tags=TAGS,
         base_model=base if is_on_hub(base) else None,
-        datasets=[prompts] if is_on_hub(prompts) else None,
+        datasets=[each for each in prompts if is_on_hub(each)] or None,
     )
     return f"---\n{data.to_yaml()}\n---\n\n"
 

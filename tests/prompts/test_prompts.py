@@ -1,5 +1,6 @@
 """Prompts: what is read, what is refused and where, and an order that needs only a cursor."""
 
+import gzip
 import json
 from collections import Counter
 
@@ -323,6 +324,108 @@ def test_parquet_is_read_like_jsonl(jsonl, tokenizer, tmp_path):
     assert same[0] == same[1]
 
 
+@pytest.fixture(scope="module")
+def pasted(tmp_path_factory):
+    """A folder with the same two rows in every form."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("pasted")
+    rows = [{"question": "1+1, or\n2?", "answer": "007"}, {"question": "NA", "answer": "1.50"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "a.json").write_text(json.dumps(rows))
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for name, sep in (("a.csv", ","), ("a.tsv", "\t"), ("semi.csv", ";")):
+        (folder / name).write_text(
+            f'question{sep}answer\n"1+1, or\n2?"{sep}007\nNA{sep}1.50\n', encoding="utf-8-sig"
+        )
+    (folder / "a.csv.gz").write_bytes(gzip.compress((folder / "a.csv").read_bytes()))
+    (folder / "files").mkdir()
+    (folder / "files" / "train.jsonl").write_text(lines)
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.save_to_disk(folder / "saved")
+    datasets.DatasetDict(train=dataset, rest=dataset.select([0])).save_to_disk(folder / "splits")
+    dataset.to_parquet(folder / "a.parquet")
+    (folder / "a.arrow").write_bytes(next((folder / "saved").glob("*.arrow")).read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.csv", "a.tsv", "a.csv.gz", "a.json", "a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"),
+        *("files", "saved", "splits", "semi.csv"),
+    ],
+)
+@pytest.mark.parametrize("whole_rows", [True, False])
+def test_the_same_rows_come_from_every_form(pasted, tokenizer, name, whole_rows):
+    """A CSV file keeps the text as it is written, and GSM8K's `question` is found by its name."""
+    more = {"dataset_options": {"sep": ";"}} if name == "semi.csv" else {}
+    chosen = section(f"{pasted}/{name}", user_template="{problem}", shuffle=False, **more)
+    prompts = load_prompts(chosen, tokenizer, 0, whole_rows)
+    found = [(p.prompt_id, p.text, p.answer) for p in prompts.take(0, len(prompts))]
+    assert found == [("0", "1+1, or\n2?", "007"), ("1", "NA", "1.50")]
+    assert dict(prompts.take(0, 1)[0].row) == {"question": "1+1, or\n2?", "answer": "007"}
+    assert "problems from 'question', answers from 'answer'" in prompts.notices[0]
+    assert read_problems(chosen, 0)["1"] == ("NA", "1.50")
+
+
+def test_a_split_of_a_local_source_is_that_split(pasted, tokenizer):
+    rest = section(f"{pasted}/splits", dataset_options={"split": "rest"})
+    assert len(load_prompts(rest, tokenizer, 0)) == 1
+    sliced = section(f"{pasted}/a.jsonl", dataset_options={"split": "train[1:]"})
+    assert load_prompts(sliced, tokenizer, 0).take(0, 1)[0].answer == "1.50"
+    refused(f"{pasted}/splits", tokenizer, "no split 'test' in it; there are: train, rest",
+            dataset_options={"split": "test"})  # fmt: skip
+
+
+def test_columns_of_open_instruct_are_found_and_unknown_ones_are_named(jsonl, tokenizer):
+    chat = [{"role": "user", "content": "2+2"}]
+    path = jsonl({"messages": chat, "ground_truth": "4", "dataset": "gsm8k"})
+    prompts = load_prompts(section(path, template="chat"), tokenizer, 0, whole_rows=False)
+    assert (prompts.take(0, 1)[0].text, prompts.take(0, 1)[0].answer) == (
+        "user: 2+2\nassistant: ", "4",
+    )  # fmt: skip
+    refused(path, tokenizer, "no field 'target'.*set prompts.answer_field to", template="chat",
+            answer_field="target")  # fmt: skip
+    refused(
+        jsonl({"frage": "1+1", "antwort": "2"}), tokenizer,
+        "no field 'problem'; there are: frage, antwort: set prompts.problem_field and "
+        "prompts.answer_field to the column",
+    )  # fmt: skip
+
+
+def test_several_sources_are_visited_by_their_weights(tmp_path, tokenizer):
+    """An epoch visits each problem of a once, of b twice, and half of c, the other half next."""
+    for name, count in (("a", 3), ("b", 2), ("c", 4)):
+        rows = [
+            {"q" if name == "c" else "problem": f"{name}{i}", "answer": i} for i in range(count)
+        ]
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    listed = [
+        f"{tmp_path}/a.json",
+        {"source": f"{tmp_path}/b.json", "weight": 2},
+        {"source": f"{tmp_path}/c.json", "weight": 0.5, "problem_field": "q"},
+    ]
+    for shuffle in (True, False):
+        chosen = section(listed, user_template="{problem}", shuffle=shuffle)
+        prompts = load_prompts(chosen, tokenizer, 5)
+        assert len(prompts) == 3 + 2 * 2 + 2
+        epochs = [Counter(p.text for p in prompts.take(9 * e, 9)) for e in range(2)]
+        for epoch in epochs:
+            assert all(epoch[each] == 1 for each in ("a0", "a1", "a2"))
+            assert all(epoch[each] == 2 for each in ("b0", "b1"))
+        of_c = [[each for each in epoch if each.startswith("c")] for epoch in epochs]
+        assert sorted(of_c[0] + of_c[1]) == ["c0", "c1", "c2", "c3"]
+        again = load_prompts(chosen, tokenizer, 5)
+        assert [p.text for p in again.take(7, 30)] == [p.text for p in prompts.take(0, 37)[7:]]
+    assert {p.prompt_id for p in prompts.take(0, 3)} == {"a.json:0", "a.json:1", "a.json:2"}
+    assert read_problems(chosen, 0)["c.json:3"] == ("c3", "3")
+    assert len(prompts.sample(100)) == 9, "each problem once"
+    with pytest.raises(ValueError, match=r"a\.json is named twice: name it once, with a weight"):
+        section([f"{tmp_path}/a.json"] * 2)
+
+
 def test_parquet_with_bad_rows_names_file_and_row(tokenizer, tmp_path):
     path = str(tmp_path / "problems.parquet")
     pq.write_table(pa.table({"problem": ["a", "b"], "answer": ["1", None]}), path)
@@ -334,10 +437,13 @@ def test_parquet_with_bad_rows_names_file_and_row(tokenizer, tmp_path):
 
 def test_missing_sources_are_reported(tokenizer, tmp_path, jsonl):
     refused(str(tmp_path / "none.jsonl"), tokenizer, "none.jsonl does not exist")
-    refused(str(tmp_path), tokenizer, "is a folder; name a .jsonl or .parquet file")
+    (tmp_path / "empty").mkdir()
+    refused(str(tmp_path / "empty"), tokenizer, "empty: cannot be read: .*any data files")
     refused("builtin:huge", tokenizer, "no such builtin; there are: builtin:tiny")
-    (tmp_path / "data.csv").write_text("problem,answer\n")
-    refused(str(tmp_path / "data.csv"), tokenizer, r"unknown kind of file '.csv'")
+    (tmp_path / "data.xlsx").write_text("problem,answer\n")
+    refused(str(tmp_path / "data.xlsx"), tokenizer, r"unknown kind of file '.xlsx'; name a .csv")
+    (tmp_path / "data.csv").write_text('problem,answer\n"1+1,2\n')
+    refused(str(tmp_path / "data.csv"), tokenizer, r"data.csv: cannot be read: .*EOF inside string")
     (tmp_path / "latin.jsonl").write_bytes(b'{"problem": "\xe9"}')
     refused(str(tmp_path / "latin.jsonl"), tokenizer, "not UTF-8")
     refused(jsonl(), tokenizer, "has no rows")
@@ -361,8 +467,8 @@ def test_a_hub_dataset_is_read_through_datasets(tokenizer, tmp_path, monkeypatch
     pq.write_table(pa.Table.from_pylist(numbered(9)), tmp_path / "train.parquet")
     real = datasets.load_dataset
 
-    def from_folder(source, config_name, *, split, revision):
-        assert (source, config_name, revision) == ("owner/name", "main", "abc")
+    def from_folder(source, *, name, split, revision):
+        assert (source, name, revision) == ("owner/name", "main", "abc")
         return real(
             "parquet",
             data_files=str(tmp_path / "train.parquet"),

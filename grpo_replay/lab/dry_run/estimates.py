@@ -88,7 +88,7 @@ def expected_of(
             "completion_tokens", model.path, sampling.max_completion_length, MEAN_COMPLETION_SHARE
         ),
         "prompt_tokens": _assumed_length(
-            "prompt_tokens", prompts.source, prompts.max_prompt_length, MEAN_PROMPT_SHARE
+            "prompt_tokens", prompts.source_names[0], prompts.max_prompt_length, MEAN_PROMPT_SHARE
         ),
     }
     found = dict(measured or {})

@@ -298,11 +298,14 @@ def _check_prompts(
 ) -> "PromptSet | None":
     """Read local prompts in full, as the run would; None if they cannot be read. Of a hub dataset,
     check only the columns."""
-    if is_on_hub(section.source):
-        _check_hub_columns(section, findings)
+    names = ", ".join(section.source_names)
+    on_hub = [each for each in section.sources if is_on_hub(str(each.source))]
+    for each in on_hub:
+        _check_hub_columns(each, findings)
+    if on_hub:
         return None
     if tokenizer is None:
-        findings.unchecked.append(f"prompts of {section.source}: reading them needs the tokenizer")
+        findings.unchecked.append(f"prompts of {names}: reading them needs the tokenizer")
         return None
     from grpo_replay.prompts.prompt_set import load_prompts
 
@@ -319,26 +322,28 @@ def _check_prompts(
 def _check_hub_columns(section: PromptsSection, findings: Findings) -> None:
     import datasets
 
+    from grpo_replay.prompts.prompt_set import with_known_fields
+
+    source = str(section.source)
     try:
         info = datasets.load_dataset_builder(
-            section.source, section.config_name, revision=section.revision
+            source, section.config_name, revision=section.revision
         ).info
     except (OSError, ValueError, RuntimeError) as error:
         reason = re.split(r"[\n(]", str(error))[0].strip()
-        findings.unchecked.append(f"prompts of {section.source}: {type(error).__name__}: {reason}")
+        findings.unchecked.append(f"prompts of {source}: {type(error).__name__}: {reason}")
         return
     if info.features is None:
-        findings.unchecked.append(f"columns of {section.source}: the dataset does not list them")
+        findings.unchecked.append(f"columns of {source}: the dataset does not list them")
         return
+    known = with_known_fields(section, list(info.features))
     for name in ("problem_field", "answer_field", "id_field"):
-        key = getattr(section, name)
+        key = getattr(known, name)
         if key is not None and column_of(key, info.features) not in info.features:
-            findings.refuse(
-                f"prompts.{name} {key!r}: {section.source} has {', '.join(info.features)}", 3
-            )
+            findings.refuse(f"prompts.{name} {key!r}: {source} has {', '.join(info.features)}", 3)
     if info.splits and section.split.partition("[")[0] not in info.splits:
         findings.refuse(
-            f"prompts.dataset_options.split {section.split!r}: {section.source} has "
+            f"prompts.dataset_options.split {section.split!r}: {source} has "
             f"{', '.join(info.splits)}",
             3,
         )
