@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from grpo_replay.cli.foreign_code import consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.failures import sigterm_interrupts
@@ -37,6 +38,7 @@ from grpo_replay.evaluation.evaluation_tables import (
 from grpo_replay.evaluation.model_source import ModelSource, find_model, used_revision
 from grpo_replay.evaluation.session import evaluate_model, recipe_path, resolve_evaluation
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
+from grpo_replay.recipe.named_code import code_of
 from grpo_replay.terminal.console import open_console, print_table
 from grpo_replay.terminal.quiet import warnings_on_stderr
 
@@ -87,6 +89,7 @@ def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
 def _evaluate(options: EvalOptions, source: ModelSource) -> int:
     """Evaluate, write the report and its per-sample rows, and print the tables."""
     recipe = resolved(options, source)
+    _consider_code(recipe, options, source)
     output = Path(options.output) if options.output else DEFAULT_FOLDER / f"{source.name}.json"
     earlier = check_output(output)
     if earlier is not None and options.output is None:
@@ -112,6 +115,17 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
         report.write(output)
         print_report(report, output, options.as_json)
     return 0
+
+
+def _consider_code(recipe: Recipe, options: EvalOptions, source: ModelSource) -> None:
+    """Name the code that a run's own recipe brings, or with --no-code refuse any."""
+    given = [*options.overrides]
+    if options.backend is not None:
+        given.append(f"sampling.backend={options.backend}")
+    code = code_of(recipe, ("model", "sampling", "reward", "eval"), given)
+    own = options.recipe is None
+    whose = f"the recipe of {source.path}" if own else f"recipe {options.recipe}"
+    consider_code(code, whose, options.no_code, own and rank_environment().rank == 0)
 
 
 def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from grpo_replay.cli.foreign_code import consider_code
 from grpo_replay.cli.options import InspectOptions
 from grpo_replay.errors import DatasetError, SnapshotError, UsageError, first_line
 from grpo_replay.lab.inspection import views
@@ -26,8 +27,10 @@ from grpo_replay.lab.inspection.rows import (
 from grpo_replay.lab.inspection.source import Source, open_source, read_run_recipe
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
 from grpo_replay.lab.inspection.where import Filter, parse_where
+from grpo_replay.recipe.named_code import code_of
 from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.storage.recipe_history import read_history
 from grpo_replay.terminal.console import open_console
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
@@ -39,6 +42,7 @@ def run(options: InspectOptions) -> int:
     """
     _check_options(options)
     source = open_source(options.path, options.step)
+    _consider_code(source, options)
     console, as_json = open_console(markup=True), options.as_json
     if options.verify:
         return _verify(source, console, as_json, options.with_model)
@@ -74,6 +78,17 @@ def _check_options(options: InspectOptions) -> None:
         raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
     if options.with_model and not options.verify:
         raise UsageError("--with-model recomputes what --verify can check with weights: add it")
+
+
+def _consider_code(source: Source, options: InspectOptions) -> None:
+    """Name the code of the run that an inspection runs, or with --no-code refuse any."""
+    if source.run_dir is None or source.recipe is None:
+        return
+    sections = ("replay", "advantage", *(("model", "loss") if options.with_model else ()))
+    history = read_history(source.run_dir)
+    recipes = [history.first, *(recipe for _, recipe in history.changed)]
+    code = list(dict.fromkeys(each for recipe in recipes for each in code_of(recipe, sections)))
+    consider_code(code, f"the run in {source.run_dir}", options.no_code, announce=True)
 
 
 def _print_json(document: Any) -> None:

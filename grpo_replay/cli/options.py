@@ -39,6 +39,10 @@ def recipe_changes() -> Any:
     return many("Override a recipe value. May be repeated.", "--set", metavar="KEY=VALUE")
 
 
+def code_refused() -> Any:
+    return flag("Refuse functions and model code that the recipe names; --set may.", "--no-code")
+
+
 def json_wanted() -> Any:
     return flag("Print one JSON document to stdout.", "--json")
 
@@ -107,6 +111,7 @@ class TrainOptions:
     resume: bool = flag(
         "Continue the run in --output-dir with its own recipe; --set changes it.", "--resume"
     )
+    no_code: bool = code_refused()
     num_processes: int | None = option("Ranks per node. Overrides engine.num_processes.", min=1)
     hostfile: str | None = option("DeepSpeed hostfile, for a run on several nodes.")
     dry_run: bool = flag(
@@ -160,6 +165,7 @@ class EvalOptions:
     compare: tuple[str, str] | None = option(
         "Compare two reports with a paired test.", metavar="A.json B.json"
     )
+    no_code: bool = code_refused()
     as_json: bool = json_wanted()
 
 
@@ -187,6 +193,7 @@ class InspectOptions:
         "Simulate another setting of the replay section on the run's rollouts. May be repeated.",
         metavar="KEY=VALUE",
     )
+    no_code: bool = code_refused()
     as_json: bool = json_wanted()
 
 

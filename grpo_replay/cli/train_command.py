@@ -5,10 +5,12 @@ import logging
 import sys
 from pathlib import Path
 
+from grpo_replay.cli.foreign_code import consider_code
 from grpo_replay.cli.options import TrainOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import INTERRUPTED, CheckpointError, UsageError
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.recipe.named_code import code_of
 from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 from grpo_replay.storage.tracking import missing_trackers
@@ -20,6 +22,7 @@ def run(options: TrainOptions) -> int:
     Raises UsageError for options that cannot be combined.
     """
     recipe = _read_recipe(options)
+    _consider_code(recipe, options)
     if options.dry_run:
         return _dry_run(recipe, options)
     _check_options(recipe, options)
@@ -82,6 +85,14 @@ def _read_recipe(options: TrainOptions) -> Recipe:
     if name is None:
         raise UsageError("train needs a RECIPE; only --resume --output-dir DIR does without")
     return load_recipe(name, overrides)
+
+
+def _consider_code(recipe: Recipe, options: TrainOptions) -> None:
+    """Name the code that a resumed run brings by itself, or with --no-code refuse any."""
+    own = options.resume and options.recipe is None
+    whose = f"the run in {options.output_dir}" if own else f"recipe {options.recipe}"
+    code = code_of(recipe, overrides=options.overrides)
+    consider_code(code, whose, options.no_code, own and rank_environment().rank == 0)
 
 
 def _check_options(recipe: Recipe, options: TrainOptions) -> None:
