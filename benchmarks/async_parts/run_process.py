@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from async_parts.forks import Forked
+from async_parts.windows import Window
 from grpo_replay.collection.arrivals import CATEGORIES
 from grpo_replay.collection.journal import read_journal
 from grpo_replay.collection.messages import Group, Record
@@ -30,15 +31,19 @@ class RunProcess:
     folder: Path
     overrides: Sequence[str]
 
-    def start(self) -> Forked:
+    def start(self, window: Window | None = None) -> Forked:
         """Train, or resume if a run is there; in a session of its own, as from a terminal."""
+        return Forked(self.words(), self.log, window)
+
+    def words(self) -> list[str]:
+        """The command line, and the folder for its log."""
         words = ["train", self.recipe, "--output-dir", str(self.folder)]
         if (self.folder / "recipe.yaml").exists():
             words.append("--resume")
         for override in self.overrides:
             words += ["--set", override]
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        return Forked(words, self.log)
+        return words
 
     @property
     def log(self) -> Path:
