@@ -15,12 +15,19 @@ from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 from grpo_replay.storage.tracking import missing_trackers
 
+_OF_DRY_RUNS = (
+    *("gpu_memory_gib", "from_run"),
+    *("generated_tokens_per_second", "trained_tokens_per_second", "nodes", "as_json"),
+)
+
 
 def run(options: TrainOptions) -> int:
     """Train as the recipe says, or print the dry run; returns the exit code.
 
     Raises UsageError for options that cannot be combined.
     """
+    if options.smoke:
+        return _smoke(options)
     recipe = _read_recipe(options)
     _consider_code(recipe, options)
     if options.dry_run:
@@ -42,6 +49,15 @@ def run(options: TrainOptions) -> int:
         )
     prepare_rank(environment)
     return _train(recipe, run_dir, options.resume, environment.rank == 0)
+
+
+def _smoke(options: TrainOptions) -> int:
+    for name in ("resume", "dry_run", *_OF_DRY_RUNS):
+        if getattr(options, name) not in (None, False):
+            raise UsageError(f"--smoke starts a run: leave out {_spelled(name)}")
+    from grpo_replay.cli.smoke import run as try_out
+
+    return try_out(options)
 
 
 def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
@@ -96,17 +112,17 @@ def _consider_code(recipe: Recipe, options: TrainOptions) -> None:
 
 
 def _check_options(recipe: Recipe, options: TrainOptions) -> None:
-    for name in (
-        *("gpu_memory_gib", "from_run"),
-        *("generated_tokens_per_second", "trained_tokens_per_second", "nodes"),
-    ):
+    for name in _OF_DRY_RUNS[:-1]:
         if getattr(options, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} needs --dry-run; a run uses the machine it finds")
+            raise UsageError(f"{_spelled(name)} needs --dry-run; a run uses the machine it finds")
     if options.as_json:
         raise UsageError("--json needs --dry-run; the numbers of a run are in its metrics.jsonl")
     if missing := missing_trackers(recipe):
         raise UsageError("; ".join(missing))
+
+
+def _spelled(name: str) -> str:
+    return "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
 
 
 def _train(recipe: Recipe, run_dir: Path, resume: bool, is_main: bool) -> int:

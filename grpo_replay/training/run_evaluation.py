@@ -1,6 +1,7 @@
 """The evaluations of a run, before, during and after training."""
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -48,6 +49,7 @@ class RunEvaluation:
             return read_report(path, with_samples=False) if self.comm.is_main else None
         if self.comm.is_main:
             self.observer.on_status(f"evaluating step {step}")
+        started = time.perf_counter()
         parts = self.parts
         self._catch_up()
         with self.comm.position.stage("evaluation"), self._scorer() as scorer:
@@ -70,6 +72,7 @@ class RunEvaluation:
             return None
         report = add_gradings(report, self.recipe.eval.other_rewards, self.recipe.reward)
         report.write(path)
+        logger.info("evaluation of step %d: %.1f s", step, time.perf_counter() - started)
         self.observer.on_evaluation(step, report)
         return report
 

@@ -77,6 +77,12 @@ def test_the_model_is_a_small_fp32_qwen3_with_tied_embeddings(model, task):
     assert (task.base_dir / "model.safetensors").stat().st_size < 2 * 1024**2
 
 
+def test_the_last_message_of_a_chat_is_the_prompt(tokenizer):
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "12+34"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == PROMPT_TEMPLATE.format(problem="12+34")
+
+
 def test_model_and_tokenizer_agree_on_the_special_tokens(tokenizer, task, maker):
     config = AutoConfig.from_pretrained(task.base_dir)
     generation = GenerationConfig.from_pretrained(task.base_dir)

@@ -1,0 +1,103 @@
+"""`train --smoke`: what it changes in a recipe, what it runs, and when it fails."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_replay.cli.app import app
+from grpo_replay.cli.smoke import PROBLEMS, smoke_settings
+from grpo_replay.evaluation.benchmarks import find_benchmarks
+from grpo_replay.recipe import load_recipe
+from grpo_replay.shipped_recipes import shipped_recipes
+
+
+def test_every_shipped_recipe_can_be_tried_in_three_steps():
+    names = list(shipped_recipes())
+    assert len(names) >= 10
+    for name in names:
+        recipe = load_recipe(name)
+        tried = load_recipe(name, smoke_settings(recipe))
+        assert (tried.run.steps, tried.checkpoint.every_steps) == (3, 2)
+        assert tried.replay.warmup_steps <= 1
+        benchmarks = len(find_benchmarks(tried.eval, tried.prompts))
+        assert tried.eval.max_problems * tried.eval.samples * benchmarks <= PROBLEMS
+        same = {"sampling", "model", "batch", "loss", "prompts", "reward"}
+        assert tried.model_dump(include=same) == recipe.model_dump(include=same)
+
+
+def answer(*words):
+    result = CliRunner().invoke(app, ["train", *words])
+    return result.exit_code, result.stderr
+
+
+def test_a_run_of_three_steps_is_refused_with_the_command_that_tries_them():
+    code, told = answer("tiny", "--set", "run.steps=3")
+    assert code == 2 and "grpo-replay train RECIPE --smoke" in told
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["tiny", "--dry-run"], "leave out --dry-run"),
+        (["tiny", "--nodes", "2"], "leave out --nodes"),
+        (["tiny", "--json"], "leave out --json"),
+        (["--resume", "--output-dir", "x"], "leave out --resume"),
+        ([], "--smoke needs a RECIPE"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(words, message):
+    code, told = answer("--smoke", *words)
+    assert code == 2 and message in told
+
+
+def smoke(folder, *words):
+    """The exit code, and what it prints of every stage: `ok` or `failed`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_replay", "train", "--smoke", *words],
+        cwd=folder, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(folder)},
+    )  # fmt: skip
+    cells = [line.split() for line in done.stdout.splitlines()]
+    found = {}
+    for line in cells:
+        for state in {"ok", "failed"} & set(line[:5]):
+            found[" ".join(line[: line.index(state)])] = state
+    return done, found
+
+
+STAGES = ("start", "evaluation", "step 1, warm-up", "step 2, replay", "checkpoint", "resume",
+          "step 3, resumed", "files")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_recipe_that_works_passes_every_stage_and_leaves_nothing(tmp_path):
+    # Even with fewer steps than warm-up, which a run refuses.
+    done, found = smoke(tmp_path, "tiny", "--set", "run.steps=3")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert found == dict.fromkeys(STAGES, "ok")
+    assert not list(tmp_path.glob("grpo-replay-smoke-*"))
+
+
+@pytest.mark.slow
+def test_a_reward_that_is_always_the_same_fails_and_the_run_is_kept(tmp_path):
+    (tmp_path / "never.py").write_text("def never(completion, answer, row):\n    return -1.0\n")
+    done, found = smoke(
+        tmp_path, "tiny", "--output-dir", "run", "--set", "reward.function=never.py:never"
+    )
+    assert done.returncode == 3
+    failed = {stage for stage, state in found.items() if state == "failed"}
+    assert failed == {"step 1, warm-up", "step 2, replay", "step 3, resumed"}
+    assert "100 % of" in done.stdout
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+    shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_start_ends_with_its_own_code(tmp_path):
+    done, found = smoke(tmp_path, "tiny", "--set", "prompts.source=absent.jsonl")
+    assert done.returncode == 3
+    assert found["start"] == "failed" and "absent.jsonl" in done.stderr
+    assert "files" not in found
