@@ -1,5 +1,5 @@
-"""What the base install does without torch: run in an environment that has only the base.
-Usage: check_base.py RUN_DIR, a finished `train tiny` run."""
+"""What the base install does without torch, away from the checkout: run in an environment that has
+only the base, from its wheel. Usage: check_base.py RUN_DIR, a finished `train tiny` run."""
 
 import importlib.util
 import subprocess
@@ -8,7 +8,8 @@ from pathlib import Path
 
 READING = ["inspect-buffer {run}", "inspect-buffer {run} --json", "plan tiny",
            "plan --from-run {run}", "report {run}",
-           "inspect-buffer {run} --verify",
+           "inspect-buffer {run} --verify", "inspect-buffer {run} --plot {run}/page.html",
+           "report {run} --output {run}/report",
            "aes --reference 0.5,100 --candidate ours=0.6,90"]  # fmt: skip
 TRAINING = ["train tiny --output-dir {run}/new", "train tiny --dry-run",
             "eval --ckpt {run}/checkpoints/latest"]  # fmt: skip
@@ -17,14 +18,20 @@ TRAINING = ["train tiny --output-dir {run}/new", "train tiny --dry-run",
 def call(command: str, run: Path) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("grpo-replay")
     words = [word.format(run=run) for word in command.split()]
-    return subprocess.run([program, *words], capture_output=True, text=True)
+    return subprocess.run([program, *words], cwd=run, capture_output=True, text=True)
 
 
 def main() -> None:
-    run = Path(sys.argv[1])
+    run = Path(sys.argv[1]).resolve()
     assert importlib.util.find_spec("torch") is None, "this environment has torch"
     import grpo_replay
 
+    assert "site-packages" in grpo_replay.__file__, grpo_replay.__file__
+    from grpo_replay.shipped_recipes import shipped_recipes, shipped_sweeps
+
+    for folder, shipped in (("recipes", shipped_recipes()), ("recipes/sweeps", shipped_sweeps())):
+        ours = {path.stem for path in Path(folder).glob("*.yaml")}
+        assert len(ours) >= 7 and ours == set(shipped), f"{folder}: {shipped}"
     assert grpo_replay.ReplayBuffer and grpo_replay.ReplayConfig and grpo_replay.Rollout
     for command in READING:
         done = call(command, run)
