@@ -17,16 +17,9 @@ from grpo_replay.lab.inspection import views
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
-from grpo_replay.lab.inspection.rows import (
-    RowSource,
-    export_rows,
-    iter_rows,
-    open_rows,
-    sample_rollouts,
-)
+from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter_rows, open_rows
 from grpo_replay.lab.inspection.source import Source, open_source, read_run_recipe
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
-from grpo_replay.lab.inspection.where import Filter, parse_where
 from grpo_replay.recipe.named_code import code_of
 from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
@@ -98,7 +91,7 @@ def _print_json(document: Any) -> None:
 def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -> None:
     inspection = summarise(source)
     if plot is not None:
-        _plot(source, inspection, Path(plot))
+        _plot(inspection, Path(plot))
     if as_json:
         _print_json(views.inspection_document(inspection))
     elif plot is None:
@@ -107,12 +100,12 @@ def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -
         print_inspection(inspection, console)
 
 
-def _plot(source: Source, inspection: Inspection, path: Path) -> None:
+def _plot(inspection: Inspection, path: Path) -> None:
     with named_if_unwritable(path):
         if path.suffix.lower() == ".html":
-            from grpo_replay.lab.inspection.buffer_figures import write_page
+            from grpo_replay.lab.inspection.buffer_panels import write_page
 
-            write_page(inspection, sample_rollouts(source), path)
+            write_page(inspection, path)
         else:
             from grpo_replay.lab.inspection.buffer_figures import plot_inspection
 
@@ -138,7 +131,7 @@ def _show(source: Source, rollout_id: int, console: Console, as_json: bool) -> N
 
 def _chosen(source: Source, where: str | None) -> tuple[RowSource, Filter | None]:
     rows = open_rows(source)
-    return rows, None if where is None else parse_where(where, rows.schema)
+    return rows, None if where is None else Filter(where, rows.schema)
 
 
 def _export(

@@ -190,8 +190,8 @@ class InspectOptions:
     export: str | None = option("Export the rollouts to .parquet or .jsonl.", metavar="FILE")
     verify: bool = flag("Read every file of the run, and recompute what can be.", "--verify")
     with_model: bool = flag(
-        "With --verify: also recompute log-probs, outcomes and the loss of a sample of rows from "
-        "the weights of each checkpoint.",
+        "With --verify: also recompute behaviour log-probs of a sample of rows from the weights of "
+        "each checkpoint.",
         "--with-model",
     )
     what_if: tuple[str, ...] = many(

@@ -63,7 +63,7 @@ def test_every_command_runs_and_the_model_learns(folder):
     assert gain > 8, compared
     verified = next(text for command, text in outputs.items() if "--verify" in command)
     assert "80 steps match" in verified
-    assert (folder / "buffer.html").stat().st_size > 50_000
+    assert (folder / "buffer.html").stat().st_size > 10_000
 
 
 @pytest.mark.slow

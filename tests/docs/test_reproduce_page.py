@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.lab.inspection.where import parse_where
+from grpo_replay.lab.inspection.rows import Filter
 from grpo_replay.lab.planning.theory import balanced_replay_ratio
 from grpo_replay.recipe import load_recipe
 from grpo_replay.replay.relative_cost import relative_compute
@@ -59,7 +59,7 @@ def test_every_condition_parses():
     conditions += re.findall(r'`--where "([^"]+)"`', PAGE)
     assert len(conditions) == 2
     for condition in conditions:
-        parse_where(condition, ROLLOUT_SCHEMA)
+        Filter(condition, ROLLOUT_SCHEMA)
 
 
 def test_the_cost_table_agrees_with_the_formula():

@@ -57,15 +57,6 @@ def test_the_shipped_sweeps_are_those_of_the_checkout(installed):
     assert _run(installed, code).split("\n")[:-1] == [f"{name} {name}" for name in expected]
 
 
-def test_the_template_of_the_page_is_there(installed):
-    code = (
-        "from jinja2 import PackageLoader\n"
-        "loader = PackageLoader('grpo_replay', 'lab/inspection')\n"
-        "print(loader.list_templates())"
-    )
-    assert "buffer_page.html" in _run(installed, code)
-
-
 @pytest.mark.parametrize("name", ["tiny", "tiny-long"])
 def test_the_tiny_bases_load(installed, name):
     code = (

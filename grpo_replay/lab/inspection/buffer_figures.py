@@ -1,23 +1,12 @@
-"""Figures of an inspection, one panel per question, as wide as one column of a paper; and the page
-with all of them, self-contained, without script or network (template `buffer_page.html`).
-"""
+"""Figures of an inspection, one panel per question, as wide as one column of a paper."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.inspection.buffer_panels import describe_settings
-from grpo_replay.lab.inspection.buffer_summary import (
-    TREND_LABELS,
-    CountRow,
-    Inspection,
-    first_and_last,
-    plural,
-)
-from grpo_replay.storage.atomic import write_text_whole
-from grpo_replay.terminal.console import sparkline
+from grpo_replay.lab.inspection.buffer_summary import CountRow, Inspection
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,
@@ -26,10 +15,7 @@ from grpo_replay.terminal.plot_style import (
     STORED,
     figure_style,
     legend_above,
-    page_environment,
     save_figure,
-    svg_element,
-    svg_text,
     whole_numbers,
 )
 
@@ -52,7 +38,9 @@ def panels_of(inspection: Inspection) -> dict[str, Drawing]:
     if any(age > 0 for age in inspection.by_age):
         found["Clip fraction by age"] = draw_clipping
         found["Policy shift by age"] = draw_kl
-    return found | trend_panels(inspection)
+    if "buffer/rollouts" in inspection.trends and inspection.replays:
+        found["Occupancy over training"] = draw_occupancy
+    return found
 
 
 def plot_inspection(inspection: Inspection, path: Path) -> None:
@@ -75,14 +63,6 @@ def title_of(inspection: Inspection) -> str:
     """The run and the step that a figure shows."""
     place = Path(inspection.path).resolve()
     return f"{inspection.recipe_name or place.name} · {place.name} · step {inspection.step}"
-
-
-def panel_svg(inspection: Inspection, title: str, draw: Drawing) -> str:
-    """One panel as an SVG element for an HTML page."""
-    with figure_style() as figure_class:
-        figure = figure_class(figsize=(COLUMN_INCHES, 1.75), layout="constrained")
-        draw(figure.subplots(), inspection)
-        return svg_element(svg_text(figure, title), title)
 
 
 def _draw_empty(axes: Any) -> None:
@@ -212,20 +192,6 @@ def _by_age(axes: Any, inspection: Inspection, value: Callable[[Any], float], la
     legend_above(axes)
 
 
-def trend_panels(inspection: Inspection) -> dict[str, Callable[[Any, Inspection], None]]:
-    """The panels that have data, by title, in reading order."""
-    found: dict[str, Callable[[Any, Inspection], None]] = {}
-    if "buffer/rollouts" in inspection.trends and inspection.replays:
-        found["Occupancy over training"] = draw_occupancy
-    if inspection.trends.keys() & {"fresh/clip_fraction", "replay/clip_fraction"}:
-        found["Clip fraction over training"] = draw_clip_trend
-    if "reward" in inspection.trends:
-        found["Reward over training"] = draw_reward
-    if "entropy" in inspection.trends:
-        found["Entropy over training"] = draw_entropy
-    return found
-
-
 def draw_occupancy(axes: Any, inspection: Inspection) -> None:
     """Rollouts stored, and the most that capacity and age limit allowed at each step."""
     steps, stored = zip(*inspection.trends["buffer/rollouts"], strict=True)
@@ -237,107 +203,6 @@ def draw_occupancy(axes: Any, inspection: Inspection) -> None:
         axes.axhline(capacity, color=GREY, linestyle=":", linewidth=0.9, label="capacity")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("rollouts")
-    _finish(axes)
-
-
-def draw_clip_trend(axes: Any, inspection: Inspection) -> None:
-    for name, label, colour in (
-        ("fresh/clip_fraction", "fresh", FRESH),
-        ("replay/clip_fraction", "replayed", REPLAYED),
-    ):
-        if name in inspection.trends:
-            _smoothed(axes, inspection, name, colour, label, scale=100)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("clipped tokens (%)")
-    _finish(axes)
-
-
-def draw_reward(axes: Any, inspection: Inspection) -> None:
-    _smoothed(axes, inspection, "reward", FRESH, "fresh rollouts")
-    axes.set_ylabel("mean reward")
-    _finish(axes)
-
-
-def draw_entropy(axes: Any, inspection: Inspection) -> None:
-    _smoothed(axes, inspection, "entropy", STORED, "trained tokens")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("entropy (nats)")
-    _finish(axes)
-
-
-def _finish(axes: Any) -> None:
     axes.set_xlabel("training step")
     whole_numbers(axes.xaxis)
     legend_above(axes)
-
-
-def _smoothed(
-    axes: Any, inspection: Inspection, name: str, colour: str, label: str, scale: float = 1
-) -> None:
-    """A metric's values, pale, and their moving mean over a sixth of the run."""
-    steps, values = zip(*inspection.trends[name], strict=True)
-    scaled = scale * np.array(values)
-    axes.plot(steps, scaled, color=colour, alpha=0.3, linewidth=0.7)
-    axes.plot(steps, smooth(scaled, max(1, len(values) // 12)), color=colour, label=label)
-
-
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Moving mean over `window` values on either side, fewer at the ends."""
-    sums = np.append(0.0, np.cumsum(values))
-    low = np.maximum(np.arange(len(values)) - window, 0)
-    high = np.minimum(np.arange(len(values)) + window + 1, len(values))
-    return (sums[high] - sums[low]) / (high - low)
-
-
-_CAPTIONS = {
-    "Staleness": "Age of the stored rollouts, and age at use of all replayed rollouts.",
-    "|Advantage|": "All survivors of the run, and those that were replayed.",
-    "Uses of a rollout": "How often each survivor of the run was trained on, gone ones included.",
-    "Steps since last use": "At every draw, the training steps since the rollout was last used.",
-    "Clip fraction by age": "Share of tokens whose gradient was removed by clipping.",
-    "Policy shift by age": "KL divergence from the policy that sampled the rollout.",
-    "Occupancy over training": "Rollouts stored, and the most that capacity and age limit allowed.",
-    "Clip fraction over training": "A rising curve means that the policy moves away from stored "
-    "rollouts faster than before.",
-    "Reward over training": "Mean reward of the rollouts generated in each step.",
-    "Entropy over training": "Entropy of the next-token distribution on trained tokens. A sudden "
-    "fall is a collapse.",
-}
-
-
-def write_page(inspection: Inspection, samples: Sequence[Mapping[str, Any]], path: Path) -> None:
-    write_text_whole(path, render_page(inspection, samples))
-
-
-def render_page(inspection: Inspection, samples: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The page as HTML. `samples` are rollouts of the last step (`rows.sample_rollouts`)."""
-    environment = page_environment("lab/inspection")
-    environment.filters["number"] = _number
-    return environment.get_template("buffer_page.html").render(
-        inspection=inspection,
-        samples=samples,
-        title=title_of(inspection),
-        settings=describe_settings(inspection),
-        units=plural(inspection.draw_law.unit),
-        figures=[
-            {
-                "title": title,
-                "svg": panel_svg(inspection, title, draw),
-                "caption": _CAPTIONS[title],
-            }
-            for title, draw in panels_of(inspection).items()
-        ],
-        trends=[
-            (
-                TREND_LABELS[name],
-                *first_and_last(points),
-                max(value for _, value in points),
-                sparkline([value for _, value in points], 40),
-            )
-            for name, points in inspection.trends.items()
-        ],
-    )
-
-
-def _number(value: float | None, format_spec: str) -> str:
-    return "–" if value is None else format(value, format_spec)

@@ -1,7 +1,9 @@
 """The screen of inspect-buffer: a heading, warnings and panels."""
 
+import io
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich import box
 from rich.columns import Columns
@@ -18,7 +20,8 @@ from grpo_replay.lab.inspection.buffer_summary import (
     first_and_last,
     plural,
 )
-from grpo_replay.terminal.console import bar, sparkline
+from grpo_replay.storage.atomic import write_text_whole
+from grpo_replay.terminal.console import bar, open_console, sparkline
 
 PANEL_WIDTH = 57
 _ROWS = 12  # maximum rows of a histogram; more are merged
@@ -34,6 +37,14 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     if inspection.trends:
         width = per_row * PANEL_WIDTH + per_row - 1
         console.print(_panel("over training", trends_table(inspection, width - 52), width))
+
+
+def write_page(inspection: Inspection, path: Path) -> None:
+    """The screen as one self-contained HTML page."""
+    console = open_console(file=io.StringIO())
+    console.record, console.width = True, 2 * PANEL_WIDTH + 1
+    print_inspection(inspection, console)
+    write_text_whole(path, console.export_html())
 
 
 def _heading(inspection: Inspection) -> Text:

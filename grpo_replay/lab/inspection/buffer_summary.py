@@ -8,7 +8,6 @@ rules of thumb (docs/buffer.md, "Healthy ranges").
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -200,13 +199,9 @@ def first_and_last(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return sum(values[:eighth]) / eighth, sum(values[-eighth:]) / eighth
 
 
-DOMINANT_PROMPT_SHARE = 0.10
 SMALL_ESS_SHARE = 0.10
 HIGH_CLIP_FRACTION = 0.10
-RISING_CLIP_FACTOR = 2.0
-NOTABLE_CLIP_FRACTION = 0.005
 HIGH_KL_NATS = 0.1
-ONE_SIDED_SHARE = 0.9
 STARVED_SHARE = 0.9
 FEW_SURVIVORS_SHARE = 0.1
 
@@ -221,8 +216,6 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
     yield from _capacity(inspection)
     yield from _starved(inspection)
     yield from _draw_law(inspection)
-    yield from _prompts(inspection)
-    yield from _one_sided(inspection)
     yield from _clipping(inspection)
     yield from _kl(inspection)
 
@@ -277,54 +270,9 @@ def _draw_law(inspection: Inspection) -> Iterator[str]:
             f"{law.effective_sample_size:.0f} of {law.units:,} {plural(law.unit)}, so the same "
             "few are replayed repeatedly. Lower replay.priority_exponent."
         )
-    points = inspection.trends.get("replay/ess", ())
-    if len(points) >= 8:
-        early = _mean(points[: len(points) // 4])
-        late = _mean(points[-len(points) // 4 :])
-        if late < early / 3:
-            yield (
-                f"The effective sample size of the draw fell from {early:.0f} to {late:.0f}: "
-                "fewer groups have mixed rewards, or priorities have become more uneven."
-            )
-
-
-def _prompts(inspection: Inspection) -> Iterator[str]:
-    for name in ("replayed", "stored"):
-        for rows in (p for p in inspection.populations if p.name == name and p.prompts >= 5):
-            share = rows.largest_prompt_share
-            if share > max(DOMINANT_PROMPT_SHARE, 3 / rows.prompts):
-                yield (
-                    f"One prompt dominates: {rows.largest_prompt!r} has {share:.0%} of the {name} "
-                    f"rollouts, out of {rows.prompts} prompts."
-                )
-                return
-
-
-def _one_sided(inspection: Inspection) -> Iterator[str]:
-    for rows in (p for p in inspection.populations if p.name == "replayed"):
-        share = rows.correct_share
-        if share is None or rows.rollouts < 50:
-            continue
-        if share > ONE_SIDED_SHARE or share < 1 - ONE_SIDED_SHARE:
-            kind = "correct" if share > 0.5 else "incorrect"
-            yield (
-                f"{max(share, 1 - share):.0%} of the replayed rollouts are {kind}, so replay "
-                "pushes the policy in one direction. Rare outcomes have the largest |advantage|: "
-                "lower replay.priority_exponent to balance them."
-            )
 
 
 def _clipping(inspection: Inspection) -> Iterator[str]:
-    points = inspection.trends.get("replay/clip_fraction", ())
-    if len(points) >= 6:
-        third = len(points) // 3
-        early, late = _mean(points[:third]), _mean(points[-third:])
-        if late > RISING_CLIP_FACTOR * early and late > NOTABLE_CLIP_FRACTION:
-            yield (
-                f"The clip fraction of replayed tokens is rising, from {early:.2%} to {late:.2%}: "
-                "the policy moves away from the stored rollouts faster than before. Lower "
-                "replay.max_age_steps or optimizer.learning_rate."
-            )
     old = {age: row for age, row in inspection.by_age.items() if age > 0}
     if old:
         age, worst = max(old.items(), key=lambda item: item[1].clip_fraction)
@@ -368,51 +316,32 @@ def _missing_rewards(inspection: Inspection) -> Iterator[str]:
         )
 
 
-def _mean(points: tuple[tuple[int, float], ...]) -> float:
-    return sum(value for _, value in points) / len(points)
-
-
 def find_gaps(source: Source) -> Iterator[str]:
     """One warning for each kind of file that lacks steps up to the inspected one."""
     if source.run_dir is None or source.recipe is None or source.step is None:
         return
     steps = range(1, source.step + 1)
-    yield from _metrics(source, steps)
     try:
         history = read_history(source.run_dir)
     except RecipeError as error:
         raise SnapshotError(f"the recipe of the run is invalid: {error}") from error
     logged = [step for step in steps if history.at(step).tracking.log_rollouts]
     replayed = [step for step in logged if history.at(step).replays]
-    yield from _files("rollouts", source.rollout_files, logged)
-    yield from _files("draws", source.draw_files, replayed)
-
-
-def _metrics(source: Source, steps: Sequence[int]) -> Iterator[str]:
-    found = [int(line["step"]) for line in source.metrics]
-    if not found:
-        yield (
-            "metrics.jsonl is missing or empty: nothing is known of the training itself. Restore "
-            "it from a copy."
-        )
-    elif found != list(steps):
-        wrong = next(
-            (step for step, line in zip(steps, found, strict=False) if step != line), len(found) + 1
-        )
+    lines = [int(line["step"]) for line in source.metrics]
+    if lines != list(steps):
+        wrong = next((step for step, line in zip(steps, lines, strict=False) if step != line), None)
         yield (
             f"metrics.jsonl does not have each of the {len(steps)} steps once and in order, from "
-            f"step {wrong} on. Restore it from a copy."
+            f"step {wrong or len(lines) + 1} on. Restore it from a copy."
         )
-
-
-def _files(
-    folder: str, files: Sequence[tuple[int, Path]], expected: Sequence[int]
-) -> Iterator[str]:
-    present = {step for step, _ in files}
-    missing = [step for step in expected if step not in present]
-    if missing:
-        more = f" and of {len(missing) - 1} more steps" if len(missing) > 1 else ""
-        yield (
-            f"{folder}/ lacks the file of step {missing[0]}{more}: their rows are missing from "
-            "everything shown here. Restore them from a copy."
-        )
+    for folder, files, expected in (
+        ("rollouts", source.rollout_files, logged),
+        ("draws", source.draw_files, replayed),
+    ):
+        missing = sorted(set(expected) - {step for step, _ in files})
+        if missing:
+            more = f" and of {len(missing) - 1} more steps" if len(missing) > 1 else ""
+            yield (
+                f"{folder}/ lacks the file of step {missing[0]}{more}: their rows are missing from "
+                "everything shown here. Restore them from a copy."
+            )

@@ -1,16 +1,27 @@
-"""Single rollouts of a run or a snapshot, optionally filtered: for `--where` and `--export`."""
+"""Single rollouts of a run or a snapshot, optionally filtered: for `--where` and `--export`.
+
+A filter is a condition of SQL, as SQLite understands it:
+
+    advantage > 1 and age_steps <= 3
+    verdict in ('timeout', 'crash') or not stored
+    completion_text like '%boxed%' and last_used_step is not null
+
+SQLite sees the rows in memory and nothing else: an authorizer refuses all but reading them.
+"""
 
 import json
+import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_replay.errors import OutputDirectoryError, UsageError
+from grpo_replay.errors import OutputDirectoryError, UsageError, did_you_mean
 from grpo_replay.lab.inspection.rebuild import rebuild_stored
 from grpo_replay.lab.inspection.rollout_columns import (
     NEVER,
@@ -24,7 +35,6 @@ from grpo_replay.lab.inspection.rollout_columns import (
     schema_of,
 )
 from grpo_replay.lab.inspection.source import Source
-from grpo_replay.lab.inspection.where import Filter
 from grpo_replay.replay.snapshot import read_snapshot_facts
 from grpo_replay.storage.atomic import written_whole
 from grpo_replay.storage.parquet import EXPORT_MARKS
@@ -121,6 +131,67 @@ def _stored_ids(source: Source) -> np.ndarray:
     return rebuild_stored(source, recipe.replay, recipe.sampling.group_size).rollout_id
 
 
+class Filter:
+    """A condition on the columns of `schema`. `columns` are those that it reads.
+
+    Raises UsageError for an unknown column, bad syntax, and what is no condition on single rows.
+    """
+
+    def __init__(self, text: str, schema: pa.Schema) -> None:
+        fields = [field for field in schema if not pa.types.is_list(field.type)]
+        names = [field.name for field in fields]
+        self.columns: set[str] = set()
+        self._selects = 0
+        self._query = f"SELECT (\n{text}\n) IS TRUE FROM rows"
+        self._rows = sqlite3.connect(":memory:")
+        self._rows.execute(f"CREATE TABLE rows ({', '.join(map(_declared, fields))})")
+        self._rows.set_authorizer(self._authorize)
+        try:
+            cursor = self._rows.execute(self._query)
+        except (sqlite3.Error, ValueError) as error:
+            unknown = str(error).removeprefix("no such column: ")
+            hint = did_you_mean(unknown, names)
+            raise UsageError(
+                f"--where: {error}{hint}; the columns are {', '.join(names)}\n  {text}"
+            ) from None
+        single = len(cursor.description) == 1 and not cursor.fetchall()
+        if not (single and self.columns and self.columns <= set(names)):
+            raise UsageError(f"--where: give one condition on the columns of a rollout\n  {text}")
+        self._rows.set_authorizer(None)
+
+    def _authorize(self, action: int, first: str | None, second: str | None, *_: Any) -> int:
+        if action == sqlite3.SQLITE_READ and second:
+            self.columns.add(second)
+        self._selects += action == sqlite3.SQLITE_SELECT
+        reads = (sqlite3.SQLITE_READ, sqlite3.SQLITE_SELECT, sqlite3.SQLITE_FUNCTION)
+        return sqlite3.SQLITE_OK if action in reads and self._selects < 2 else sqlite3.SQLITE_DENY
+
+    def mask(self, table: pa.Table) -> pa.Array:
+        """bool [N]: the rows of the table that pass; null is no pass, as in SQL."""
+        names = sorted(self.columns)
+        values = zip(*(_of_sql(table[name]).to_pylist() for name in names), strict=True)
+        marks = ", ".join("?" * len(names))
+        self._rows.execute("DELETE FROM rows")
+        self._rows.executemany(f"INSERT INTO rows ({', '.join(names)}) VALUES ({marks})", values)
+        try:
+            return pa.array([bool(row[0]) for row in self._rows.execute(self._query)], pa.bool_())
+        except sqlite3.Error as error:  # of a function, with the values of a row
+            raise UsageError(f"--where: {error}") from None
+
+
+def _declared(field: pa.Field) -> str:
+    if pa.types.is_string(field.type):
+        return f"{field.name} TEXT"
+    return f"{field.name} {'REAL' if pa.types.is_floating(field.type) else 'INTEGER'}"
+
+
+def _of_sql(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The column with 32-bit floats as their decimals: 0.1 is stored as 0.100000001."""
+    if not pa.types.is_float32(column.type):
+        return column
+    return pc.cast(pc.cast(column, pa.string()), pa.float64())
+
+
 def iter_rows(
     rows: RowSource, columns: Sequence[str], where: Filter | None = None
 ) -> Iterator[pa.Table]:
@@ -131,20 +202,9 @@ def iter_rows(
         for batch in iter_columns(path, rows.kind, list(dict.fromkeys(bases))):
             table = pa.table({name: _column(rows, batch, name) for name in needed})
             if where is not None:
-                table = table.filter(where.expression)
+                table = table.filter(where.mask(table))
             if table.num_rows:
                 yield table.select(list(columns))
-
-
-def sample_rollouts(source: Source, count: int = 6) -> list[dict]:
-    """Evenly spaced rollouts of the last step, with their texts; empty without a rollout log."""
-    if not source.rollout_files:
-        return []
-    names = ("rollout_id", "prompt_id", "completion_text", "reward", "advantage", "verdict")
-    batches = list(iter_columns(source.rollout_files[-1][1], "rollouts", names))
-    rows = pa.Table.from_batches(batches).select(list(names))
-    places = np.linspace(0, rows.num_rows - 1, min(count, rows.num_rows)).round().astype(int)
-    return rows.take(places).to_pylist()
 
 
 def _column(rows: RowSource, batch: pa.RecordBatch, name: str) -> pa.Array:

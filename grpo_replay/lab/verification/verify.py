@@ -163,7 +163,7 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None
     files, unchecked = check_files(run)
     checks += files
     if open_policy is not None:
-        checks += check_with_models(run, open_policy)
+        checks.append(check_with_models(run, open_policy))
     return VerifyReport(len(run.steps), tuple(checks), tuple(unchecked))
 
 

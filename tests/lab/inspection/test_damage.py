@@ -56,7 +56,7 @@ def test_a_missing_file_is_a_warning(copy, folder):
 
 def test_no_metrics_are_a_warning(copy):
     (copy / "metrics.jsonl").unlink()
-    warned(copy, "metrics.jsonl is missing")
+    warned(copy, "metrics.jsonl does not have each of the 24 steps", "from step 1 on")
 
 
 def test_a_doubled_line_of_metrics_is_a_warning(copy):

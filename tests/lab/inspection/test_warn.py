@@ -77,36 +77,6 @@ def test_a_concentrated_draw_of_queries(healthy):
     )
 
 
-def test_an_effective_sample_size_that_falls(healthy):
-    points = tuple((step, 100.0 if step < 13 else 10.0) for step in range(1, 25))
-    trends = {**healthy.trends, "replay/ess": points}
-    assert "fell from 100 to 10" in only_warning(replace(healthy, trends=trends))
-
-
-def test_one_prompt_dominates(healthy):
-    seen = with_population(healthy, "replayed", largest_prompt_share=0.4, largest_prompt="p-1")
-    assert "One prompt dominates: 'p-1' has 40% of the replayed" in only_warning(seen)
-
-
-@pytest.mark.parametrize(
-    "share, kind",
-    [
-        (0.95, "95% of the replayed rollouts are correct"),
-        (0.04, "96% of the replayed rollouts are incorrect"),
-    ],
-)
-def test_one_sided_replay(healthy, share, kind):
-    assert kind in only_warning(with_population(healthy, "replayed", correct_share=share))
-
-
-def test_rising_clip_fraction(healthy):
-    points = tuple((step, 0.002 if step < 12 else 0.03) for step in range(4, 25))
-    trends = {**healthy.trends, "replay/clip_fraction": points}
-    assert "is rising, from 0.20% to 3.00%" in only_warning(replace(healthy, trends=trends))
-    tiny = {**healthy.trends, "replay/clip_fraction": tuple((s, v / 100) for s, v in points)}
-    assert list(find_warnings(replace(healthy, trends=tiny))) == []
-
-
 def test_a_high_clip_fraction_at_one_age(healthy):
     by_age = {**healthy.by_age, 5: AgeOutcome(30, 600, 0.25, 0.0, 0.02, 0.02)}
     assert "At age 5, 25.0% of the replayed tokens are clipped" in only_warning(

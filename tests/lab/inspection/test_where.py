@@ -10,10 +10,9 @@ from commands import run_inspect as inspect_run
 from rich.console import Console
 
 from grpo_replay.errors import DatasetError, UsageError
-from grpo_replay.lab.inspection.rows import iter_rows, open_rows
+from grpo_replay.lab.inspection.rows import Filter, iter_rows, open_rows
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import LISTED, print_list
-from grpo_replay.lab.inspection.where import parse_where
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def plain(runs) -> list[dict]:
 
 
 def selected(rows, text: str) -> list[int]:
-    chosen = parse_where(text, rows.schema)
+    chosen = Filter(text, rows.schema)
     tables = iter_rows(rows, ("rollout_id",), chosen)
     return [rollout_id for table in tables for rollout_id in table.column(0).to_pylist()]
 
@@ -55,7 +54,7 @@ CASES = {
     "advantage is not null and not reward = 1": (
         lambda r: r["advantage"] is not None and r["reward"] != 1
     ),
-    "prompt_id in ('prompt-3', \"prompt-4\")": lambda r: r["prompt_id"] in ("prompt-3", "prompt-4"),
+    "prompt_id in ('prompt-3', 'prompt-4')": lambda r: r["prompt_id"] in ("prompt-3", "prompt-4"),
     "prompt_id not in ('prompt-3')": lambda r: r["prompt_id"] != "prompt-3",
     "birth_step in (1, 2,3)": lambda r: r["birth_step"] in (1, 2, 3),
     "age_steps <= 5 or times_used > 1": lambda r: r["age_steps"] <= 5 or r["times_used"] > 1,
@@ -63,7 +62,7 @@ CASES = {
     "stored = false AND times_used != 0": lambda r: not r["stored"] and r["times_used"] != 0,
     "last_used_step > 20": lambda r: r["last_used_step"] is not None and r["last_used_step"] > 20,
     "last_used_step is null": lambda r: r["last_used_step"] is None,
-    "completion_text contains 'boxed{7}'": lambda r: "boxed{7}" in r["completion_text"],
+    "completion_text like '%boxed{7}%'": lambda r: "boxed{7}" in r["completion_text"],
     "(reward = 1 or birth_step = 2) and (kept or birth_step <> 2)": (
         lambda r: (r["reward"] == 1 or r["birth_step"] == 2) and (r["kept"] or r["birth_step"] != 2)
     ),
@@ -71,6 +70,11 @@ CASES = {
         lambda r: r["reward"] == 1 or (r["birth_step"] == 2 and not r["kept"])
     ),
     "policy_version_end = policy_version": lambda r: True,
+    "last_used_step - birth_step between 2 and 3": (
+        lambda r: (
+            r["last_used_step"] is not None and 2 <= r["last_used_step"] - r["birth_step"] <= 3
+        )
+    ),
     "reward > 1000": lambda r: False,
 }
 
@@ -97,44 +101,44 @@ def test_a_filter_selects_the_same_rows_as_python(rows, plain, text):
 )
 def test_a_reward_is_equal_to_the_number_that_it_was_stored_as(text, expected):
     rewards = pa.table({"reward": pa.array([0.0, 0.1, 0.7, 1.0], pa.float32())})
-    found = rewards.filter(parse_where(text, rewards.schema).expression)
+    found = rewards.filter(Filter(text, rewards.schema).mask(rewards))
     assert found["reward"].to_pylist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    "text, at, message",
+    "text, message",
     [
-        ("advntage > 1", 0, "did you mean 'advantage'"),
-        ("reward > 1 and nonsense = 2", 15, "no column 'nonsense'"),
-        ("reward >", 8, "found 'the end'"),
-        ("reward > 'one'", 9, "compared with a number"),
-        ("prompt_id = 3", 12, "compared with text in quotes"),
-        ("kept = 1", 7, "compared with true or false"),
-        ("reward = null", 9, "write 'is null'"),
-        ("reward", 6, "expected a comparison after 'reward'"),
-        ("prompt_id = 'open", 12, "never closed"),
-        ("reward ; drop", 7, "not understood"),
-        ("(reward = 1", 11, "expected ')'"),
-        ("reward = 1 reward = 2", 11, "use and, or, or stop"),
-        ("reward not 1", 11, "expected 'in'"),
-        ("birth_step in (1.5)", 14, "cannot be one of these"),
-        ("birth_step in 1", 14, "expected '('"),
-        ("completion_token_ids = 3", 0, "is a list"),
-        ("reward contains 'x'", 0, "contains is for text"),
-        ("reward = prompt_id", 9, "cannot be compared"),
-        ("", 0, "expected the name of a column"),
-        ("and", 0, "expected the name of a column"),
-        ("__import__('os').system('true') = 1", 16, "not understood"),
-        ("__import__('os') = 1", 0, "no column '__import__'"),
+        ("advntage > 1", "advntage (did you mean 'advantage'?); the columns are rollout_id,"),
+        ("reward > 1 and nonsense = 2", "no such column: nonsense"),
+        ("reward >", "syntax error"),
+        ("reward = 1 reward = 2", "syntax error"),
+        ("prompt_id = 'open", "unrecognized token"),
+        ("reward = 1; drop table rows", "syntax error"),
+        ("reward = 1) -- ", "syntax error"),
+        ("completion_token_ids = 3", "no such column: completion_token_ids"),
+        ("", "syntax error"),
+        ("1", "one condition on the columns of a rollout"),
+        ("reward = 1), (reward = 2", "one condition on the columns of a rollout"),
+        ("count(reward) > 3", "one condition on the columns of a rollout"),
+        ("rowid > 3", "one condition on the columns of a rollout"),
+        ("prompt_id in (select prompt_id from rows)", "not authorized"),
+        ("reward = 1) FROM rows UNION SELECT (1", "not authorized"),
+        ("reward in (with recursive c as (select 1) select * from c)", "not authorized"),
+        ("__import__('os').system('true') = 1", "syntax error"),
     ],
 )
-def test_an_error_points_at_its_position(rows, text, at, message):
+def test_what_is_no_condition_on_a_rollout_is_refused(rows, text, message):
     with pytest.raises(UsageError) as error:
-        parse_where(text, rows.schema)
-    first, shown, pointer = str(error.value).split("\n")
-    assert message in first
-    assert shown == f"  {text}"
-    assert pointer.index("^") - 2 == at
+        Filter(text, rows.schema)
+    first, shown = str(error.value).split("\n", 1)
+    assert message in first and shown.endswith(f"  {text}")
+
+
+def test_a_filter_reaches_no_file(rows, tmp_path):
+    for text in (f"writefile('{tmp_path}/x', reward)", f"load_extension('{tmp_path}/x', verdict)"):
+        with pytest.raises(UsageError, match=r"no such function|not authorized"):
+            list(iter_rows(rows, ("rollout_id",), Filter(text, rows.schema)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_snapshot_can_be_filtered_by_its_own_columns(runs):
@@ -143,8 +147,8 @@ def test_a_snapshot_can_be_filtered_by_its_own_columns(runs):
     expected = [row["rollout_id"] for row in stored if row["priority"] > 1 and row["times_used"]]
     assert selected(rows, "priority > 1 and times_used > 0") == expected
     assert 0 < len(expected) < len(stored)
-    with pytest.raises(UsageError, match="no column 'completion_text'"):
-        parse_where("completion_text contains 'x'", rows.schema)
+    with pytest.raises(UsageError, match="no such column: completion_text"):
+        Filter("completion_text like '%x%'", rows.schema)
 
 
 def test_a_list_has_as_many_rollouts_as_asked_for_and_their_texts(runs, plain, capsys):

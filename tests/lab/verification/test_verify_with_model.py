@@ -14,7 +14,6 @@ from grpo_replay.cli.inspect_command import _policies
 from grpo_replay.lab.verification.verify import verify_run
 
 CHECKPOINTS = (5, 8, 12)
-WITH_WEIGHTS = ("behaviour log-probs", "update outcomes", "loss")
 
 
 @pytest.fixture
@@ -52,11 +51,8 @@ def test_a_run_of_the_real_trainer_passes_with_its_weights(run):
     )
     assert done.exit_code == 0, done.stdout
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    assert set(WITH_WEIGHTS) < set(checks)
     assert checks["texts"]["checked"] == 12 * 24
     assert checks["behaviour log-probs"]["checked"] > 20
-    assert checks["update outcomes"]["checked"] > 60
-    assert checks["loss"]["checked"] == 3  # of steps 1, 6 and 9
 
 
 def test_an_edited_text_is_named(run):
@@ -72,29 +68,13 @@ def test_log_probs_that_the_weights_did_not_give_are_named(run):
     assert "behaviour log-probs" not in failed(run, with_model=False)
 
 
-def test_an_edited_outcome_is_named(run):
-    path = run / "draws" / "step_000009.parquet"
-    edit(path, "log_ratio_mean", 0, lambda value: value + 0.01)
-    assert failed(run, with_model=False) == {"written files"}
-    assert failed(run) == {"update outcomes", "written files"}
-
-
-def test_an_edited_loss_is_named(run):
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[5]["loss"] += 0.001
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert failed(run, with_model=False) == {"written files"}
-    assert failed(run) == {"loss", "written files"}
-
-
 def test_weights_of_another_step_are_named(run):
     folder = run / "checkpoints"
     shutil.copy(
         folder / "step_000005/model/model.safetensors",
         folder / "step_000008/model/model.safetensors",
     )
-    assert failed(run) == {*WITH_WEIGHTS, "checkpoints"}
+    assert failed(run) == {"behaviour log-probs", "checkpoints"}
 
 
 def test_weights_are_asked_for_with_verify_only(run):
