@@ -23,6 +23,7 @@ from grpo_replay.prompts.sources import (
     read_hub_rows,
     read_local_rows,
 )
+from grpo_replay.prompts.start_notices import statement_text
 from grpo_replay.recipe import EvalSection, PromptsSection
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
 from grpo_replay.recipe.paths import DATA_SUFFIXES
@@ -72,7 +73,7 @@ class Problem:
     @property
     def text(self) -> str:
         """The problem, or the content of its last message."""
-        return self.problem if isinstance(self.problem, str) else self.problem[-1]["content"]
+        return statement_text(self.problem)
 
 
 def _math_arena(name: str, title: str, dataset: str, problems: int) -> Benchmark:

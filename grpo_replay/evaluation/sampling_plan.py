@@ -54,6 +54,11 @@ class EvaluationPlan:
     with_vllm: bool
 
     @property
+    def problem_texts(self) -> set[tuple[str, str]]:
+        """(benchmark, text) of every problem."""
+        return {(each.benchmark, each.problem.text) for each in self.samples}
+
+    @property
     def longest_prompt(self) -> int:
         """Tokens."""
         return max((len(each.request.prompt_token_ids) for each in self.samples), default=0)

@@ -5,7 +5,7 @@ The order depends only on (seed, cursor), so that a run resumes from the cursor 
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from grpo_replay.prompts.fields import (
     ProblemStatement,
     answer_after,
     checked_column,
-    count_marked,
     known_field,
     problem_statement,
     unique_ids,
@@ -29,6 +28,14 @@ from grpo_replay.prompts.sources import (
     is_local_source,
     read_hub_rows,
     read_local_rows,
+)
+from grpo_replay.prompts.start_notices import (
+    fingerprint,
+    notices_of_characters,
+    notices_of_duplicates,
+    notices_of_reading,
+    notices_of_use,
+    statement_text,
 )
 from grpo_replay.recipe import PromptsSection
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
@@ -75,6 +82,12 @@ class PromptSet:
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt."""
         return max(len(token_ids) for token_ids in self._prompts.token_ids)
+
+    def notices_of_use(
+        self, prompts_per_step: int, held_out: Iterable[tuple[str, str]]
+    ) -> list[str]:
+        """As `start_notices.notices_of_use`."""
+        return notices_of_use(self._prompts.fingerprints, prompts_per_step, held_out)
 
     def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:
         """The prompts at positions `cursor` … `cursor + count - 1` of the run's endless order.
@@ -142,6 +155,7 @@ class _TokenisedPrompts:
         self.texts: list[str] = []
         self.token_ids: list[np.ndarray] = []
         self.answers: list[str] = []
+        self.fingerprints: list[int] = []
 
 
 def load_prompts(
@@ -171,6 +185,7 @@ def load_prompts(
             kept.texts.append(text)
             kept.token_ids.append(tokens_P)
             kept.answers.append(read.answers[number])
+            kept.fingerprints.append(fingerprint(statement_text(read.problems[number])))
         size = len(kept.ids) - first
         kept.sources.append(_Source(first, len(kept.ids), max(round(weight * size), size > 0)))
     if not kept.ids:
@@ -179,6 +194,8 @@ def load_prompts(
             f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
             f"{shortest}: raise the limit or shorten prompts.user_template"
         )
+    notices += notices_of_duplicates(kept.fingerprints, kept.answers)
+    notices += notices_of_characters(tokenizer, kept.texts, kept.answers)
     return PromptSet(kept, skipped, seed, section.shuffle, notices)
 
 
@@ -189,8 +206,7 @@ def read_problems(section: PromptsSection, seed: int) -> dict[str, tuple[str, st
     for prefix, one, _ in _each_source(section):
         read = _read(one, seed, whole_rows=False)
         for each, problem, answer in zip(read.ids, read.problems, read.answers, strict=True):
-            text = problem if isinstance(problem, str) else problem[-1]["content"]
-            found[prefix + each] = (text, answer)
+            found[prefix + each] = (statement_text(problem), answer)
     return found
 
 
@@ -232,7 +248,7 @@ def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:
             raise
         advice = " and ".join(f"prompts.{key}" for key in missing)
         raise DatasetError(f"{error}: set {advice} to the column with it") from None
-    notices = _notices(known, problems, rows.column(known.answer_field))
+    notices = notices_of_reading(problems, rows.column(known.answer_field))
     if known != section:
         columns = f"problems from {known.problem_field!r}, answers from {known.answer_field!r}"
         notices.insert(0, f"prompts.source {_shown(section)}: {columns}, by their column names")
@@ -251,23 +267,6 @@ def with_known_fields(section: PromptsSection, names: Sequence[str]) -> PromptsS
 
 def _shown(section: PromptsSection) -> str:
     return ", ".join(repr(short_path(name)) for name in section.source_names)
-
-
-def _notices(
-    section: PromptsSection, problems: Sequence[ProblemStatement], answers: Sequence[Any]
-) -> list[str]:
-    notices = []
-    if chats := sum(not isinstance(problem, str) for problem in problems):
-        notices.append(
-            f"{chats} of {len(problems)} problems are chat messages, rendered as they are: "
-            "prompts.system_prompt and prompts.user_template are not used for them"
-        )
-    if marked := count_marked(answers, ANSWER_MARKER):
-        notices.append(
-            f"{marked} of {len(answers)} answers contain {ANSWER_MARKER!r}: only the text "
-            "after the last one is the reference answer"
-        )
-    return notices
 
 
 def render_prompt(
@@ -318,7 +317,9 @@ def _rendered(
     for start in range(0, len(problems), BATCH_PROMPTS):
         batch = problems[start : start + BATCH_PROMPTS]
         if chat:
-            texts = _chat_texts(section, tokenizer, [_messages(section, each) for each in batch])
+            are_messages = not isinstance(batch[0], str)
+            chats = [_messages(section, each) for each in batch]
+            texts = _chat_texts(section, tokenizer, chats, are_messages)
         else:
             texts = [_plain_text(section, each) for each in batch]
         # A chat template contains its special tokens; for plain text the tokenizer adds them.
@@ -357,11 +358,14 @@ def _chat_texts(
     section: PromptsSection,
     tokenizer: "PreTrainedTokenizerBase",
     chats: Sequence[list[ChatMessage]],
+    are_messages: bool,
 ) -> list[str]:
     if not tokenizer.chat_template:
+        other = "model.tokenizer to that of an instruction-tuned model of the same family"
+        remedy = other if are_messages else f"prompts.template plain, or {other}"
         raise RecipeError(
-            "prompts.template 'chat': the tokenizer has no chat template; set prompts.template "
-            "plain, or model.tokenizer to a tokenizer with a chat template"
+            f"prompts.template 'chat': the tokenizer has no chat template, which renders "
+            f"{'the messages of the data set' if are_messages else 'the prompts'}; set {remedy}"
         )
     from jinja2 import TemplateError
 

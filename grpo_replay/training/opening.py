@@ -157,7 +157,9 @@ class RunOpener:
         recipe = self.recipe
 
         def try_them() -> list[str]:
-            notices = notices_of_workers(recipe.reward.workers, recipe.engine.num_processes)
+            held_out = evaluation.problem_texts if evaluation is not None else set()
+            notices = prompts.notices_of_use(recipe.sampling.prompts_per_step, held_out)
+            notices += notices_of_workers(recipe.reward.workers, recipe.engine.num_processes)
             notices += notices_of_rewards(recipe.reward, scorer, prompts)
             if evaluation is not None:
                 notices += notices_of_verifier(recipe.eval.verifier, recipe.reward, evaluation)

@@ -395,6 +395,29 @@ def test_columns_of_open_instruct_are_found_and_unknown_ones_are_named(jsonl, to
     )  # fmt: skip
 
 
+def test_duplicates_and_characters_without_a_token_are_counted(jsonl, tokenizer):
+    rows = [("What is 1+1?", "2"), ("what is 1 + 1?", "2"), ("What  is 1+1?", "3"), ("é+1", "ü")]
+    path = jsonl(*({"problem": problem, "answer": answer} for problem, answer in rows))
+    (notice,) = load_prompts(section(path), tokenizer, 0).notices
+    assert notice.startswith("2 of 4 prompts repeat the problem of another one")
+    assert notice.endswith("(but for spaces and capitals), 1 of them with another answer")
+    digits = load_tokenizer(ModelSection(path="builtin:tiny"))
+    path = jsonl({"problem": "1+1", "answer": "2"}, {"problem": "1×1 ÷", "answer": "½"})
+    (notice,) = load_prompts(section(path, user_template="{problem}="), digits, 0).notices
+    assert notice.startswith("1 of 2 prompts and 1 reference answers have characters that the")
+    assert "½ × ÷." in notice
+
+
+def test_too_few_prompts_and_held_out_ones_among_them_are_said(jsonl, tokenizer):
+    prompts = load_prompts(section(jsonl(*numbered(3))), tokenizer, 0)
+    held_out = {("test", "1 + 1"), ("test", "7+1"), ("easy", "2+1"), ("hard", "9+9")}
+    few, easy, test = prompts.notices_of_use(4, held_out)
+    assert few.startswith("3 prompts are fewer than sampling.prompts_per_step 4")
+    assert easy.startswith("1 of 1 problems of benchmark 'easy' are also training prompts")
+    assert test.startswith("1 of 2 problems of benchmark 'test' are also training prompts")
+    assert prompts.notices_of_use(3, {("hard", "9+9")}) == []
+
+
 def test_several_sources_are_visited_by_their_weights(tmp_path, tokenizer):
     """An epoch visits each problem of a once, of b twice, and half of c, the other half next."""
     for name, count in (("a", 3), ("b", 2), ("c", 4)):
@@ -520,7 +543,10 @@ def test_the_tiny_set_has_ids_of_its_own():
 def test_a_tokenizer_without_a_chat_template_is_a_recipe_error(jsonl):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    refused(jsonl(*numbered(1)), tokenizer, "no chat template", RecipeError, template="chat")
+    refused(jsonl(*numbered(1)), tokenizer, "no chat template, which renders the prompts; set "
+            "prompts.template plain, or model.tokenizer", RecipeError, template="chat")  # fmt: skip
+    refused(jsonl(TRL_ROW), tokenizer, "renders the messages of the data set; set model.tokenizer",
+            RecipeError, template="chat")  # fmt: skip
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     refused(jsonl(*numbered(1)), tokenizer, "System role.*null", RecipeError, template="chat")
 

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -19,6 +20,7 @@ from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
     BatchSection,
     EngineSection,
+    EvalSection,
     ModelSection,
     PromptsSection,
     Recipe,
@@ -105,6 +107,10 @@ def check_parts(
     sampler = sampler_class(recipe.sampling)
     _attempt(lambda: sampler.refuse_model(recipe.model), findings, recipe.model.path, "sampler")
     prompts = _check_prompts(recipe.prompts, recipe.run.seed, tokenizer, findings)
+    held_out = _check_benchmarks(recipe.eval, recipe.prompts, findings)
+    if prompts is not None:
+        notices = prompts.notices_of_use(recipe.sampling.prompts_per_step, held_out)
+        findings.assumptions += notices
     known = recipe.model_copy(update={"model": known_model})
     _check_room(known, None if prompts is None else prompts.longest_prompt, findings)
     own = recipe.reward, recipe.eval.verifier if recipe.eval.benchmarks else None
@@ -317,6 +323,22 @@ def _check_prompts(
         )
     findings.assumptions += [] if prompts is None else prompts.notices
     return prompts
+
+
+def _check_benchmarks(
+    settings: EvalSection, prompts: PromptsSection, findings: Findings
+) -> set[tuple[str, str]]:
+    """(benchmark, text) of the problems of benchmarks that are not on the hub."""
+    from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems, local_file
+
+    found: set[tuple[str, str]] = set()
+    for each in _attempt(lambda: find_benchmarks(settings, prompts), findings) or ():
+        here = each.source == "builtin" or _attempt(partial(local_file, each, settings), findings)
+        if not here:
+            continue
+        problems = _attempt(partial(load_problems, each, settings), findings)
+        found |= {(each.name, problem.text) for problem in problems or ()}
+    return found
 
 
 def _check_hub_columns(section: PromptsSection, findings: Findings) -> None:

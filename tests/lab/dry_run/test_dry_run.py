@@ -407,6 +407,18 @@ def test_a_wrong_dataset_field_is_a_problem_with_its_line(tmp_path):
     assert any("train.jsonl:2" in p and "'answer'" in p for p in report["problems"])
 
 
+def test_benchmark_files_are_read_and_compared_with_the_prompts(tmp_path):
+    file = tmp_path / "train.csv"
+    file.write_text("problem,answer\n1+1,2\n2+2,4\n")
+    own = [f"prompts.source={file}", "prompts.id_field=null"]
+    own += [f"eval.benchmarks=[{file}, {tmp_path}/none.csv]"]
+    report = report_of("tiny", *own)
+    said = [each for each in report["assumptions"] if "2 of 2 problems of benchmark" in each]
+    assert len(said) == 1 and "'train' are also training prompts" in said[0]
+    assert any("fewer than sampling.prompts_per_step" in each for each in report["assumptions"])
+    assert any("none.csv does not exist" in problem for problem in report["problems"])
+
+
 def test_settings_that_cannot_work_are_problems():
     report = report_of("tiny", "engine.offload=optimizer", "engine.zero_stage=3")
     assert any("offloading needs a GPU" in problem for problem in report["problems"])
