@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils import cached_file
 
 from grpo_replay.engine.model_settings import switch_off_dropout
+from grpo_replay.engine.output_head import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.paths import short_path
@@ -138,6 +139,8 @@ def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
     else:
         policy = _pretrained(model, config)
     switch_off_dropout(policy)
+    if model.head_dtype == "float32":
+        use_fp32_head(policy)
     return policy.eval()
 
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from grpo_replay.errors import ModelError
@@ -20,10 +22,11 @@ _MULTIPLY_LOGITS_SCALING = ("hyperclovax",)
 @dataclass(frozen=True, slots=True)
 class LogitSettings:
     """From the product of hidden states and weight to logits: z = scale · product, and with a soft
-    cap c, c · tanh(z / c)."""
+    cap c, c · tanh(z / c). Otherwise in the model's precision, or `in_fp32`."""
 
     scale: float = 1.0
     cap: float | None = None
+    in_fp32: bool = False
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "LogitSettings":
@@ -56,6 +59,35 @@ def find_head(model: PreTrainedModel) -> nn.Linear:
             f"{_name(model)}: its output head is {type(head).__name__}, not a linear layer"
         )
     return head
+
+
+class Fp32Head(nn.Linear):
+    """A linear output head with logits in fp32 (`model.head_dtype`), whatever its weight is in.
+
+    The sum over the hidden size is rounded to 24 bits instead of bfloat16's 8.
+    """
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return fp32_product(hidden, self.weight, self.bias)
+
+
+def use_fp32_head(model: PreTrainedModel) -> None:
+    """Makes the model's output head an `Fp32Head` in place; its parameters keep their names.
+    Raises ModelError without a linear head."""
+    find_head(model).__class__ = Fp32Head
+
+
+def fp32_product(
+    hidden: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None
+) -> torch.Tensor:
+    """fp32 hidden · weightᵀ + bias. A GPU reads bfloat16 and writes fp32 sums, as vLLM's head does
+    (`LogitsProcessor._apply_head`); a CPU has no such product, and copies the weight."""
+    bias = None if bias_V is None else bias_V.float()
+    if not hidden.is_cuda or hidden.dtype == torch.float32:
+        return F.linear(hidden.float(), weight_VH.float(), bias)
+    flat = torch.mm(hidden.flatten(0, -2), weight_VH.t(), out_dtype=torch.float32)
+    product = flat.unflatten(0, hidden.shape[:-1])
+    return product if bias is None else product + bias
 
 
 def refuse_wrong_head(model: PreTrainedModel, difference: float) -> None:

@@ -1,6 +1,7 @@
 """The policy as one module that returns log-probs instead of logits."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from grpo_replay.engine.output_head import LogitSettings, find_body, find_head
+from grpo_replay.engine.output_head import (
+    Fp32Head,
+    LogitSettings,
+    find_body,
+    find_head,
+    fp32_product,
+)
 
 BLOCK_WORDS = 16_384
 """Words of the vocabulary in one product of the weight's gradient, in bfloat16."""
@@ -25,8 +32,9 @@ class PolicyModule(nn.Module):
         """Raises ModelError for a model without a body or a linear output head."""
         super().__init__()
         self.model = model
-        settings = LogitSettings.of(model.config)
-        self.head = LogprobHead(find_head(model), temperature, chunk_tokens, settings)
+        head, settings = find_head(model), LogitSettings.of(model.config)
+        settings = replace(settings, in_fp32=isinstance(head, Fp32Head))
+        self.head = LogprobHead(head, temperature, chunk_tokens, settings)
         taken = inspect.signature(find_body(model).forward).parameters
         self._takes_positions = "position_ids" in taken or "kwargs" in taken
         attention = str(model.config._attn_implementation)
@@ -102,7 +110,8 @@ class LogprobHead(nn.Module):
 
     The head works on chunks of `chunk_tokens` completion tokens. With V words in the vocabulary, it
     holds logits for one chunk only, [chunk_tokens, V], instead of [C, V]. The backward pass
-    recomputes the logits chunk by chunk (`_ChunkedLogprobs`); a single chunk keeps them.
+    recomputes the logits chunk by chunk (`_ChunkedLogprobs`); a single chunk keeps them, unless
+    they are `in_fp32`.
 
     Weight and bias of `lm_head` are parameters of this module, and `lm_head` itself is never called
     in training. Under ZeRO-3 this avoids a hang. ZeRO-3 gathers a weight, with a collective, each
@@ -141,7 +150,8 @@ class LogprobHead(nn.Module):
         """(log-probs_C, entropies_C) of the target ids, both fp32."""
         inputs = (hidden_CH, self.weight, self.bias, target_ids_C)
         constants = (self.settings, self.temperature, self.chunk_tokens)
-        if torch.is_grad_enabled() and len(target_ids_C) > self.chunk_tokens:
+        chunked = len(target_ids_C) > self.chunk_tokens or self.settings.in_fp32
+        if torch.is_grad_enabled() and chunked:
             return _ChunkedLogprobs.apply(*inputs, *constants)
         logprobs_C, entropies_C, _ = _in_chunks(*inputs, *constants)
         return logprobs_C, entropies_C
@@ -152,7 +162,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     d log p(target) / d logits is one-hot(target) - softmax, formed in place of the logits; neither
     entropies nor normalisers are computed twice, as `torch.utils.checkpoint` would. The gradient of
-    the weight is summed over chunks in one fp32 buffer, also in bfloat16.
+    the weight is summed over chunks in one fp32 buffer, also in bfloat16. The products of the
+    backward pass are in the weight's precision, also with logits `in_fp32`.
     """
 
     @staticmethod
@@ -184,11 +195,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             weight_gradient_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         if needs_bias:
             bias_gradient_V = torch.zeros_like(bias_V, dtype=torch.float32)
+        multiplier_VH = _multiplier(weight_VH, ctx.settings)
         columns = (hidden_CH, target_ids_C, log_normalizers_C, gradients_C)
         for hidden, target, log_normalizer, gradient in zip(
             *(column.split(ctx.chunk_tokens) for column in columns), strict=True
         ):
-            logits_cV = _logits(hidden, weight_VH, bias_V, ctx.settings, ctx.temperature)
+            logits_cV = _logits(hidden, multiplier_VH, bias_V, ctx.settings, ctx.temperature)
             slopes_cV = _cap_slopes(logits_cV, ctx.settings, ctx.temperature)
             probabilities_cV = logits_cV.sub_(log_normalizer.unsqueeze(-1)).exp_()
             gradient_cV = probabilities_cV.mul_(-gradient.unsqueeze(-1))
@@ -222,14 +234,20 @@ def _in_chunks(
     chunk_tokens: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-probs_C, entropies_C, log-normalisers_C), all fp32."""
+    multiplier_VH = _multiplier(weight_VH, settings)
     results = [
-        _chunk_logprobs(_logits(hidden, weight_VH, bias_V, settings, temperature), target)
+        _chunk_logprobs(_logits(hidden, multiplier_VH, bias_V, settings, temperature), target)
         for hidden, target in zip(
             hidden_CH.split(chunk_tokens), target_ids_C.split(chunk_tokens), strict=True
         )
     ]
     logprobs, entropies, log_normalizers = zip(*results, strict=True)
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(log_normalizers)
+
+
+def _multiplier(weight_VH: torch.Tensor, settings: LogitSettings) -> torch.Tensor:
+    """The weight; where `fp32_product` would copy it for every chunk, the copy."""
+    return weight_VH if weight_VH.is_cuda or not settings.in_fp32 else weight_VH.float()
 
 
 def _logits(
@@ -239,9 +257,10 @@ def _logits(
     settings: LogitSettings,
     temperature: float,
 ) -> torch.Tensor:
-    """fp32 [C, V]: logits of the sampling distribution. Scale and cap in the model's precision, as
-    in its own forward pass."""
-    logits_CV = F.linear(hidden_CH, weight_VH, bias_V)
+    """fp32 [C, V]: logits of the sampling distribution. Scale and cap in the precision of the
+    product, as in the model's own forward pass."""
+    multiply = fp32_product if settings.in_fp32 else F.linear
+    logits_CV = multiply(hidden_CH, weight_VH, bias_V)
     if settings.scale != 1.0:
         logits_CV = logits_CV * settings.scale
     if settings.cap is not None:

@@ -91,6 +91,9 @@ class ModelSection(Section):
     """Tokenizer id, local folder, or `builtin:bytes`. The model's own tokenizer if null."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute precision of the policy. With bfloat16 the optimizer keeps fp32 master weights."""
+    head_dtype: Literal["model", "float32"] = "model"
+    """Precision of the output head's logits: that of the `model`, or `float32` with a model in
+    bfloat16, in trainer and sampler alike. Their log-probs then differ less."""
     attn_implementation: Literal[
         "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "sdpa"

@@ -1,12 +1,14 @@
 """The output head of any architecture: values and gradients of the model's own forward pass."""
 
+import numpy as np
 import pytest
 import torch
-from core_engine import SHARDED, make_rows, open_engine, relative
+from core_engine import SHARDED, engine_recipe, make_rows, open_engine, relative
 from slow_tests import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_replay.engine.output_head import LogitSettings
+from grpo_replay.engine.output_head import LogitSettings, find_body, find_head, use_fp32_head
+from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.errors import ModelError
 
@@ -73,6 +75,65 @@ def test_in_bfloat16_the_logits_are_rounded_as_the_model_rounds_them(kind):
     inputs = (ids, torch.arange(20), ids[0, 1:])
     found, own = module(*inputs)[0], module(*inputs, through_logits=True)[0]
     assert (found - own).abs().max() < 3e-2  # one step of bfloat16 is 0.03 at 8
+
+
+def fp32_logprobs(model, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As anyone would compute them from the model's hidden states and an fp32 copy of its head."""
+    hidden = find_body(model)(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    head, settings = find_head(model), LogitSettings.of(model.config)
+    bias = None if head.bias is None else head.bias.float()
+    logits = torch.nn.functional.linear(hidden.float(), head.weight.float(), bias) * settings.scale
+    if settings.cap is not None:
+        logits = torch.tanh(logits / settings.cap) * settings.cap
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 100])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["cohere", "gemma2", "phi"])
+def test_an_fp32_head_has_values_and_gradients_of_a_plain_fp32_product(kind, tied, chunk_tokens):
+    model = random_model(kind, tied, dtype="bfloat16")
+    ids = torch.randint(3, 24, (2, 13), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(12), 13 + torch.arange(12)])
+    targets, weights = ids[:, 1:].flatten(), torch.linspace(-1, 1, 24)
+
+    def gradient(logprobs: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        (logprobs * weights).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    with torch.no_grad():
+        rounded = PolicyModule(model, 1.0, chunk_tokens)(ids, positions, targets)[0]
+    use_fp32_head(model)
+    module = PolicyModule(model, 1.0, chunk_tokens)
+    with torch.no_grad():
+        own = module(ids, positions, targets, through_logits=True)[0]
+    expected = fp32_logprobs(model, ids, targets)
+    expected_gradient = gradient(expected)
+    found, _ = module(ids, positions, targets)
+    assert (found - expected).abs().max() < 1e-5 and (own - expected).abs().max() < 1e-5
+    assert (rounded - expected).abs().max() > 1e-4, "bfloat16 logits are rounded"
+    assert relative(gradient(found).float(), expected_gradient.float()) < 1e-2
+
+
+def test_an_engine_shards_an_fp32_head_without_changing_it(processes):
+    rows = make_rows(5)
+    section = {"dtype": "bfloat16", "head_dtype": "float32"}
+    plain = load_policy(engine_recipe(model=section).model, 0)
+    found, norms = {}, {}
+    for stage in (2, 3):
+        sections = {"engine": SHARDED | {"zero_stage": stage}}
+        with open_engine(processes, model=section, **sections) as engine:
+            found[stage] = np.concatenate(engine.logprobs(rows))
+            norms[stage] = engine.update(rows).grad_norm
+    expected = []
+    for row in rows:
+        ids = torch.tensor([*row.prompt_token_ids, *row.completion_token_ids])
+        logprobs = fp32_logprobs(plain, ids[None], ids[1:])
+        expected.append(logprobs[len(row.prompt_token_ids) - 1 :].detach().numpy())
+    assert np.array_equal(found[2], found[3]) and norms[3] == pytest.approx(norms[2], rel=1e-2)
+    gap = np.abs(found[3] - np.concatenate(expected))
+    assert gap.mean() < 0.01, "rows are padded otherwise, so the body's roundings differ"
 
 
 def test_settings_that_are_not_set_change_nothing():

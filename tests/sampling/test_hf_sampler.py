@@ -21,6 +21,7 @@ from slow_tests import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.output_head import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import ModelSection, resolve_recipe
 from grpo_replay.sampling import decoding, kv_cache
@@ -350,3 +351,22 @@ def load_recipe_of_random_model():
         "config_overrides": overrides,
     }
     return resolve_recipe([{"model": model}])
+
+
+def test_an_fp32_head_samples_from_logits_that_are_not_rounded(tmp_path):
+    """The first token's hidden states are those of a plain forward pass over the prompt."""
+    model = qwen3().to(torch.bfloat16)
+    prompt = np.arange(3, 9, dtype=np.int32)
+    requests = [GenerationRequest(RequestKey(1, 0, i), prompt, i, 1) for i in range(8)]
+    hidden = model.model(input_ids=torch.from_numpy(prompt).long()[None]).last_hidden_state[0, -1]
+    exact = torch.log_softmax(hidden.float() @ model.lm_head.weight.float().T, -1)
+
+    def differences(sampler: HfSampler) -> np.ndarray:
+        completions = sampler.generate(requests)
+        return np.array(
+            [abs(c.sampler_logprobs[0] - exact[c.token_ids[0]].item()) for c in completions]
+        )
+
+    assert differences(sampler_of(model, dtype="bfloat16")).max() > 1e-3
+    use_fp32_head(model)
+    assert differences(sampler_of(model, dtype="bfloat16")).max() < 1e-5

@@ -19,8 +19,10 @@ from tiny_policy import (
 )
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.output_head import use_fp32_head
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.sampling.vllm_local import VllmLocalSampler
 
 pytestmark = pytest.mark.vllm
 
@@ -34,6 +36,25 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(opened, temperature
     found = gaps(model, requests, list(sampler.generate(requests)))
     assert len(found) > 50
     assert found.max() < 1e-4
+
+
+def test_an_fp32_head_brings_a_bfloat16_sampler_closer_to_the_trainer(tied):
+    """New weights and all. Both sides have the same hidden states up to bfloat16's rounding."""
+    requests, found = make_requests(), {}
+    for head in ("model", "float32"):
+        recipe = tiny_recipe(tied.folder)
+        kept = {"dtype": "bfloat16", "head_dtype": head}
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=kept)})
+        sampler = VllmLocalSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
+        try:
+            model = changed(tied, seed=1).to(torch.bfloat16)
+            push(sampler, model)
+            if head == "float32":
+                use_fp32_head(model)
+            found[head] = gaps(model, requests, list(sampler.generate(requests)))
+        finally:
+            sampler.close()
+    assert found["float32"].mean() < 0.9 * found["model"].mean()
 
 
 def test_every_sync_replaces_all_weights(opened):

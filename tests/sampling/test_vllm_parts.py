@@ -1,5 +1,6 @@
 """The pieces around vLLM that need no vLLM: names, files, commands, the guard."""
 
+import json
 import os
 import signal
 import subprocess
@@ -184,6 +185,18 @@ def test_a_server_is_started_as_an_engine_would_be(tied):
     on_gpu = engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True)
     assert on_gpu["gpu_memory_utilization"] == 0.6 and on_gpu["enforce_eager"] is False
     assert "enable_chunked_prefill" not in on_gpu
+
+
+def test_an_fp32_head_is_asked_of_vllm_beside_the_users_own_overrides(tied):
+    recipe = tiny_recipe(tied.folder, vllm={"hf_overrides": {"rope_theta": 1e6}})
+    model = recipe.model.model_copy(update={"head_dtype": "float32"})
+    found = engine_arguments(recipe.sampling, model, recipe.longest_sequence, on_gpu=True)
+    assert found["hf_overrides"] == {"rope_theta": 1e6, "head_dtype": "float32"}
+    command = server_command(found, "127.0.0.1", 8300, "folder")
+    text = command[command.index("--hf-overrides") + 1]
+    assert json.loads(text) == found["hf_overrides"], "vLLM reads JSON"
+    found = engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True)
+    assert found["hf_overrides"] == {"rope_theta": 1e6}
 
 
 def test_what_vllm_switches_on_for_gpus_can_be_switched_off(tied):

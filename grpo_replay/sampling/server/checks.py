@@ -33,6 +33,7 @@ class ServerRequirements:
     layers: int
     max_model_len: int
     dtype: str
+    head_dtype: str | None
     nccl: bool
 
     @classmethod
@@ -46,6 +47,7 @@ class ServerRequirements:
             layers=config.num_hidden_layers,
             max_model_len=arguments["max_model_len"],
             dtype=arguments["dtype"],
+            head_dtype=arguments.get("hf_overrides", {}).get("head_dtype"),
             nccl=weight_transfer == "nccl",
         )
 
@@ -121,6 +123,12 @@ def _setting_problems(server: VllmServer, required: ServerRequirements) -> Itera
     dtype = model["dtype"].removeprefix("torch.")
     if dtype != required.dtype:
         yield f"its dtype is {dtype}, not {required.dtype}"
+    overrides = model.get("hf_overrides")
+    if required.head_dtype and (overrides or {}).get("head_dtype") != required.head_dtype:
+        yield (
+            f"its output head has another precision: model.head_dtype {required.head_dtype} needs "
+            f'--hf-overrides \'{{"head_dtype": "{required.head_dtype}"}}\''
+        )
     if block_on(server.generated_tokens(CONTROL_SECONDS)) is None:
         yield f"it does not count tokens ({TOKEN_COUNTER} in /metrics): --disable-log-stats is set"
     if model["quantization"] is not None:

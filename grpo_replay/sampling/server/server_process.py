@@ -1,6 +1,7 @@
 """vLLM servers that the run launches on its machine, and stops when it ends."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -106,7 +107,8 @@ def server_command(
             if name in ON_BY_DEFAULT:
                 command.append(f"--no-{option}")
         elif value is not None:
-            command += [f"--{option}", str(value)]
+            text = json.dumps(value) if isinstance(value, Mapping | list) else str(value)
+            command += [f"--{option}", text]
     command += ["--host", host, "--port", str(port), "--served-model-name", MODEL_NAME]
     # Enables /inference/v1/generate: token ids in, token ids and weight versions out.
     command += ["--enable-scale-out", "--uvicorn-log-level", "warning"]
