@@ -24,7 +24,7 @@ from grpo_replay.engine.engine_state import (
     undo_first_step,
 )
 from grpo_replay.engine.lora import LoraAdapters
-from grpo_replay.engine.microbatches import MicroBatch, scatter_microbatches
+from grpo_replay.engine.microbatches import MicroBatch, pack_multiple, scatter_microbatches
 from grpo_replay.engine.model_trials import Forward, can_pack, can_share, refuse_other_logprobs
 from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.row_results import (
@@ -75,6 +75,10 @@ class DeepSpeedEngine:
         self._reference = self._frozen_copy(model) if has_copy else None
         self._engine = self._open_deepspeed(model)
         self._gather_needs_forward = self._stage == 3
+        self._segments_packs, self._pack_multiple = False, None
+        if recipe.packs(device.type == "cuda"):
+            budget = recipe.batch.max_tokens_per_microbatch
+            self._pack_multiple = pack_multiple(recipe.model.attn_implementation, budget)
         forward = partial(self._logprobs_of, self._engine)
         refuse_other_logprobs(model, recipe.model.dtype, forward, comm)
         self._layout = self._layout_of(model.config, forward)
@@ -104,6 +108,8 @@ class DeepSpeedEngine:
         packing = recipe.packs(self._device.type == "cuda") and can_pack(
             recipe.batch.packing, config, forward, comm
         )
+        if not packing:
+            self._pack_multiple = None
         pairs = None
         if recipe.batch.share_prompts:
             pairs = pairs_per_token(recipe.model.attn_implementation, packing, config.hidden_size)
@@ -115,6 +121,7 @@ class DeepSpeedEngine:
                 f"batch.share_prompts: a model of type {config.model_type} does not keep "
                 "completions behind one prompt apart, so every rollout computes its own prompt"
             )
+        self._segments_packs = pairs is not None
         return Layout(recipe.batch.max_tokens_per_microbatch, packing, pairs)
 
     @property
@@ -166,6 +173,8 @@ class DeepSpeedEngine:
         return self._comm.position.each("micro-batch", microbatches, len(microbatches))
 
     def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | int | None, ...]:
+        if self._pack_multiple is not None and len(batch.input_ids_SL) == 1:
+            batch = batch.lengthened(self._pack_multiple, self._segments_packs)
         arrays = (
             batch.input_ids_SL, batch.positions_C, batch.target_ids_C, batch.position_ids_SL,
             batch.bounds, batch.segments_2SL,

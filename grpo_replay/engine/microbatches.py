@@ -6,7 +6,7 @@ micro-batches.
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,12 @@ from grpo_replay.replay.batch import TrainRow
 
 Sequences = list[list[int]]
 """A micro-batch: the row indices of each of its sequences."""
+
+PACK_SIZES = 3
+FLEX_BLOCK = 128
+"""Positions in a block of flex attention's mask."""
+PADDING = -1
+"""The segment of padding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +63,41 @@ class MicroBatch:
         if self.position_ids_SL is None or self.segments_2SL is not None:
             return None
         return np.concatenate([[0], np.cumsum(self.widths_S)]).astype(np.int32)
+
+    def lengthened(self, multiple: int, segmented: bool) -> "MicroBatch":
+        """A pack padded on the right to a multiple of so many positions. The padding is a row of
+        its own, which no other row sees; with `segmented` every row is a segment."""
+        length = self.input_ids_SL.shape[1]
+        more = -length % multiple
+        places = [np.arange(width) for width in self.widths_S.tolist()]
+        own = np.repeat(np.arange(len(places)), self.widths_S)
+        places_SL, segments = self.position_ids_SL, self.segments_2SL
+        places_SL = np.concatenate(places)[None] if places_SL is None else places_SL
+        if segmented and segments is None:
+            segments = np.stack([own[None], own[None]])
+        pad = ((0, 0), (0, more))
+        return replace(
+            self,
+            input_ids_SL=np.pad(self.input_ids_SL, pad),
+            position_ids_SL=np.concatenate([places_SL, np.arange(more)[None]], axis=1),
+            segments_2SL=(
+                None if segments is None
+                else np.pad(segments, ((0, 0), *pad), constant_values=PADDING)
+            ),
+            widths_S=np.append(self.widths_S, more) if more else self.widths_S,
+        )  # fmt: skip
+
+
+def pack_multiple(attention: str, max_tokens: int) -> int | None:
+    """Number of positions of which the length of a pack is a multiple; None: any length.
+
+    Flex attention is compiled for the shapes that it meets, with and without gradients, and torch
+    gives up after eight (`torch._dynamo.config.recompile_limit`): attention then keeps the scores
+    of all pairs. A pack of at most `max_tokens` therefore has one of `PACK_SIZES` lengths.
+    """
+    if attention != "flex_attention":
+        return None
+    return -(-max_tokens // (PACK_SIZES * FLEX_BLOCK)) * FLEX_BLOCK
 
 
 def plan_microbatches(
@@ -156,7 +197,7 @@ def _lay_out(
     """int64 [4, positions]: token id, position id, own segment and the prompt's; padding is in
     segment -1. And `positions_C`."""
     flat = np.zeros((4, widths_S.sum()), dtype=np.int64)
-    flat[2:] = -1
+    flat[2:] = PADDING
     ids, places, segments, prompts = flat
     predicting = []
     for s, (sequence, end) in enumerate(zip(sequences, np.cumsum(widths_S), strict=True)):

@@ -243,6 +243,7 @@ class VllmLocalSampler:
 def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
     """EngineArgs of an engine in the trainer's process, in addition to the common ones."""
     vllm, world_size = opening.sampling.vllm, opening.comm.world_size
+    sleeps = opening.on_gpu and vllm.enable_sleep_mode
     size = vllm.tensor_parallel_size
     if world_size % size != 0:
         raise RecipeError(
@@ -251,7 +252,10 @@ def _colocation_arguments(opening: SamplerOpening) -> dict[str, Any]:
         )
     return {
         "distributed_executor_backend": "external_launcher" if world_size > 1 else None,
-        "enable_sleep_mode": opening.on_gpu and vllm.enable_sleep_mode,
+        "enable_sleep_mode": sleeps,
+        # CUDA graphs go to host memory too, at either level, and return with whatever wakes first
+        # (vLLM 0.32, device_allocator/sleep_mode_backend.py, cumem.py).
+        "sleep_mode_offload_cudagraph": vllm.others.get("sleep_mode_offload_cudagraph", sleeps),
         # Of the groups in which the ranks of one engine exchange activations.
         "distributed_timeout_seconds": math.ceil(opening.timeout_seconds),
         "disable_log_stats": True,

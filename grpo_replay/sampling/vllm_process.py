@@ -1,7 +1,7 @@
 """What vLLM in this process must leave alone, and its sleep: GPU memory for the trainer and back.
 
-Memory outside vLLM's own allocator stays on the GPU: CUDA graphs and communicators
-(the memory plan of `lab/dry_run` counts them).
+Memory outside vLLM's own allocator stays on the GPU: communicators, and CUDA graphs without
+`sleep_mode_offload_cudagraph` (the memory plan of `lab/dry_run` counts both).
 """
 
 import contextlib

@@ -7,7 +7,14 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from core_engine import first_gradient, make_rows, open_engine, parameters, relative
+from core_engine import (
+    first_gradient,
+    make_rows,
+    open_engine,
+    parameters,
+    relative,
+    share_prompts,
+)
 from model_zoo import APART, MIXING, random_model
 from slow_tests import slow_except
 from transformers import (
@@ -15,7 +22,8 @@ from transformers import (
     AttentionMaskInterface,
 )
 
-from grpo_replay.engine.microbatches import MicroBatch, plan_microbatches
+from grpo_replay.engine import deepspeed_engine
+from grpo_replay.engine.microbatches import MicroBatch, pack_multiple, plan_microbatches
 from grpo_replay.engine.model_trials import keeps_rows_apart
 from grpo_replay.engine.models import load_policy
 from grpo_replay.engine.policy_module import PolicyModule
@@ -58,6 +66,39 @@ def test_packed_rows_give_the_update_of_padded_rows(processes, attention, stage,
     assert padded.padding_share > 0 == packed.padding_share == alone.padding_share
     tokens = sum(row.length_tokens for row in rows)
     assert packed.micro_batches == -(-tokens // 90) > 1
+
+
+@pytest.mark.parametrize("share", slow_except([True], [False, True]))
+def test_packs_of_flex_attention_have_three_lengths_and_the_same_results(
+    processes, monkeypatch, share
+):
+    """Flex attention compiles for every length, with and without gradients, at most eight times."""
+    batch = {"packing": True, "max_tokens_per_microbatch": 1100, "share_prompts": share}
+    rows, found, lengths = make_rows(24, per_prompt=4), {}, set()
+    mini_batches = [rows[:count] for count in range(1, 24, 5)]
+    original = PolicyModule.forward
+
+    def counting(module, ids, positions, targets, places=None, *rest, **options):
+        masked = rest[2] is not None, places is not None
+        lengths.add((tuple(ids.shape), torch.is_grad_enabled(), masked))
+        return original(module, ids, positions, targets, places, *rest, **options)
+
+    monkeypatch.setattr(PolicyModule, "forward", counting)
+    for multiple in (None, pack_multiple("flex_attention", 1100)):
+        lengths.clear()
+        monkeypatch.setattr(deepspeed_engine, "pack_multiple", lambda *_, its=multiple: its)
+        with open_engine(processes, batch=batch) as engine:
+            if share:
+                share_prompts(engine)
+            values = [np.concatenate(engine.logprobs(some)) for some in mini_batches]
+            engine.update(rows)
+            found[multiple] = [*values, *engine.logprobs(rows)], first_gradient(engine)
+    assert multiple == 384 and {shape for shape, *_ in lengths} <= {(1, 384), (1, 768), (1, 1152)}
+    assert 2 <= len(lengths) <= 8, "one more without gradients: the trial, with the other mask"
+    (values, gradient), (its_values, its_gradient) = found.values()
+    assert max(np.abs(a - b).max() for a, b in zip(values, its_values, strict=True)) < 1e-4
+    assert relative(its_gradient, gradient) < 1e-5
+    assert pack_multiple("sdpa", 1100) is None
 
 
 def test_a_model_that_mixes_the_rows_of_a_pack_is_refused(processes, monkeypatch):
