@@ -74,6 +74,7 @@ def report_error(error: Exception) -> int:
     """Print an error once over all ranks; returns the exit code."""
     from grpo_replay.distributed.failures import is_lost_peer, lost_contact, report_failure
     from grpo_replay.terminal.console import printable
+    from grpo_replay.terminal.secrets import without_secrets
 
     _log(error)
     error = _of_a_bad_path(error) or _of_a_missing_extra(error) or error
@@ -86,9 +87,10 @@ def report_error(error: Exception) -> int:
         return code
     if isinstance(error, GrpoReplayError):
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(printable(f"error: {error}{notes}"), file=sys.stderr)
+        print(printable(without_secrets(f"error: {error}{notes}")), file=sys.stderr)
         return code
-    traceback.print_exception(error)
+    lines = "".join(traceback.format_exception(error))
+    print(printable(without_secrets(lines)), end="", file=sys.stderr)
     print("This is a bug in grpo-replay: please report it with the lines above.", file=sys.stderr)
     return code
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from grpo_replay.errors import DataError
 from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
+from grpo_replay.terminal.secrets import without_secrets
 from grpo_replay.training.observer import Observer
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class RunDisplay(Observer):
         self._console.print(samples_table(step, rows))
 
     def on_notice(self, text: str) -> None:
-        self._console.print(f"note: {text}", highlight=False, soft_wrap=True)
+        self._console.print(f"note: {without_secrets(text)}", highlight=False, soft_wrap=True)
 
     def on_evaluation(self, step: int, report: "EvaluationReport") -> None:
         self._line = ""

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
+from grpo_replay.terminal.secrets import without_secrets
 
 
 class Interruption:
@@ -237,7 +238,8 @@ class RankFailure:
 def _leave_failure(folder: Path, rank: int, error: BaseException, exit_code: int) -> None:
     echo, kind = is_lost_peer(error), type(error).__name__
     record = {
-        "rank": rank, "kind": kind, "message": str(error), "exit_code": exit_code,
+        "rank": rank, "kind": kind, "message": without_secrets(str(error)),
+        "exit_code": exit_code,
         "echo": echo, "when": time.time(),
     }  # fmt: skip
     temporary = folder / f"rank_{rank:05d}.tmp"

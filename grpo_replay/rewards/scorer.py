@@ -26,6 +26,7 @@ from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.recipe.open_lists import VERIFIERS
 from grpo_replay.rewards.pool import Answers, VerifierPool
+from grpo_replay.terminal.secrets import without_secrets
 from grpo_replay.types import FAILED, Verdict
 
 CACHED_ANSWERS = 200_000
@@ -278,7 +279,8 @@ class RewardScorer:
         if self._as_verdicts and first["status"] == "scored":
             is_correct = first["reward"] >= self._section.correct
             first["status"] = "correct" if is_correct else "incorrect"
-        error = next((answer["error"] for answer in answers if "error" in answer), None)
+        errors = (without_secrets(each["error"]) for each in answers if "error" in each)
+        error = next(errors, None)
         with self._changed:
             graded.answers = answers
             self._pending -= 1

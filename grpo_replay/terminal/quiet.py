@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from grpo_replay.terminal.secrets import RedactingFormatter
+
 _LIBRARIES = ("DeepSpeed", "deepspeed", "torch", "transformers", "datasets", "vllm", "filelock")
 
 
@@ -51,7 +53,7 @@ def warnings_on_stderr() -> Iterator[None]:
     """Print our own warnings inside this context, for commands that write no log file."""
     handler = logging.StreamHandler()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    handler.setFormatter(RedactingFormatter("warning: %(message)s"))
     ours = logging.getLogger("grpo_replay")
     ours.addHandler(handler)
     try:

@@ -7,11 +7,16 @@ import sys
 import pytest
 from small_runs.trained import small_recipe, train_small_run
 
-from grpo_replay.errors import RecipeError
-from grpo_replay.recipe import resolve_recipe
+from grpo_replay.cli.error_boundary import report_error
+from grpo_replay.cli.train_display import RunDisplay
+from grpo_replay.errors import DataError, RecipeError
+from grpo_replay.recipe import RewardSection, resolve_recipe
+from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.storage.redaction import without_secrets
 from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.quiet import warnings_on_stderr
+from grpo_replay.terminal.secrets import without_secrets
 from grpo_replay.training.run_summary import model_card
 
 TOKEN = "hf_" + "aBcD1234" * 4
@@ -67,6 +72,24 @@ def test_a_recipe_with_a_secret_starts_no_run(planted, tmp_path, secret):
         RunDirectory(tmp_path / "run").create(recipe)
     assert not (tmp_path / "run").exists()
     assert secret not in str(caught.value)
+
+
+def test_the_screen_shows_no_secret(planted, tmp_path, capsys):
+    """In the error of a reward function, in other errors, in notices and warnings."""
+    own = RewardSection(function="judge_rewards:tells_secrets", workers=1)
+    with RewardScorer.open(own) as scorer:
+        scorer.score([("a completion", "5", {})])
+        report_error(DataError(f"the reward function failed: {scorer.first_error}"))
+    report_error(DataError(f"http://me:{PASSWORD}@10.0.0.1 said {KEY}"))
+    report_error(RuntimeError(f"a bug with {TOKEN}"))
+    RunDisplay(open_console(stderr=True)).on_notice(f"the key is {KEY}")
+    with warnings_on_stderr():
+        logging.getLogger("grpo_replay").warning("a warning of %s", KEY)
+    seen = capsys.readouterr()
+    shown = seen.out + seen.err
+    assert shown.count("***") == 6
+    for secret in (TOKEN, KEY, PASSWORD):
+        assert secret not in shown
 
 
 def test_ordinary_text_is_no_secret(monkeypatch):

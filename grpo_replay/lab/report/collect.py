@@ -363,10 +363,14 @@ def group_by_recipe(runs: Sequence[FinishedRun]) -> list[Arm]:
 
 
 def evaluation_arms(files: Sequence[FinishedRun]) -> list[Arm]:
-    """One arm for each evaluation file, named by its stem, or its path if stems are equal."""
+    """One arm for each evaluation file, named by its stem, or its path from their common folder if
+    stems are equal."""
     stems = [run.path.stem for run in files]
     unique = len(set(stems)) == len(stems)
-    return [Arm(run.path.stem if unique else os.fspath(run.path), {None: run}) for run in files]
+    paths = [run.path.absolute() for run in files]
+    top = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    names = stems if unique else [os.path.relpath(path, top) for path in paths]
+    return [Arm(name, {None: run}) for name, run in zip(names, files, strict=True)]
 
 
 def settings_of(recipe: Recipe | None) -> dict[str, Any]:

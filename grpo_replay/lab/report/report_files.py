@@ -133,12 +133,17 @@ def curve_rows(experiment: Experiment, axes: Sequence[Axis]) -> Iterator[tuple[A
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Rows as CSV; None is an empty cell."""
+    """Rows as CSV; None is an empty cell. A spreadsheet takes no text for a formula."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(rows)
+    writer.writerows([_no_formula(cell) for cell in row] for row in rows)
     return stream.getvalue()
+
+
+def _no_formula(cell: Any) -> Any:
+    is_formula = isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{cell}" if is_formula else cell
 
 
 def markdown(findings: Findings, tables: Sequence[TextTable], facts: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 import xml.etree.ElementTree as ElementTree
 from io import StringIO
 from pathlib import Path
@@ -15,11 +16,11 @@ from small_runs.experiments import BENCHMARKS, write_sweep
 
 from grpo_replay.cli.report_command import print_report
 from grpo_replay.errors import OutputDirectoryError, UsageError
-from grpo_replay.lab.report.collect import collect
-from grpo_replay.lab.report.finished_run import Outcome
+from grpo_replay.lab.report.collect import collect, evaluation_arms
+from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
 from grpo_replay.lab.report.measure import measure, usable_axes
 from grpo_replay.lab.report.report_figures import drawn, report_figures
-from grpo_replay.lab.report.report_files import latex, latex_text
+from grpo_replay.lab.report.report_files import csv_text, latex, latex_text
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.lab.report.report_tables import (
     TextTable,
@@ -212,3 +213,23 @@ def test_a_table_of_many_keys_has_a_short_name_and_no_two_tables_have_one():
     assert re.fullmatch(r"ablation_15_keys_[0-9a-f]{8}", name)
     assert _ablation_name(["loss.epsilon"], ()) == "ablation_epsilon"
     assert _ablation_name(["advantage.epsilon"], {"ablation_epsilon"}).startswith("ablation_1_keys")
+
+
+def test_a_report_names_no_host_and_no_local_folder(written, sweep):
+    """Pages, tables and figures; the sweep's folder is named, not where it is."""
+    files = [path for path in written.rglob("*") if path.is_file()]
+    assert len(files) >= 8
+    for path in files:
+        content = path.read_bytes()
+        for private in (str(sweep.parent), str(Path.home()) + "/", socket.gethostname()):
+            assert private.encode() not in content, (path, private)
+
+
+def test_text_in_csv_is_no_formula():
+    text = csv_text(("arm", "value"), [("=1+1", -0.5), ("@x", None), ("plain", 2)])
+    assert text == "arm,value\n'=1+1,-0.5\n'@x,\nplain,2\n"
+
+
+def test_evaluations_of_equal_names_are_named_from_their_common_folder(tmp_path):
+    files = [FinishedRun(tmp_path / x / "a.json", *[None] * 3, {}, None, None) for x in "bc"]
+    assert [arm.name for arm in evaluation_arms(files)] == ["b/a.json", "c/a.json"]
