@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from grpo_replay.distributed.hub import use_cache_without_hub
 from grpo_replay.engine.model_settings import switch_off_dropout
 from grpo_replay.engine.output_head import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
@@ -205,6 +206,8 @@ def _load(
     **options: Any,
 ) -> _Loaded:
     local = Path(source).is_dir()
+    if not local:
+        use_cache_without_hub()
     try:
         return loader(
             source,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_replay.distributed.hub import use_cache_without_hub
 from grpo_replay.errors import DatasetError, did_you_mean, first_line
 from grpo_replay.recipe.paths import DATA_SUFFIXES, short_path
 
@@ -163,6 +164,7 @@ def read_hub_rows(
 
     Raises DatasetError, with the command to download it, if the dataset is not available.
     """
+    use_cache_without_hub()
     import datasets
 
     try:

@@ -181,6 +181,7 @@ def complete_checkpoint(
     `keep` checkpoints. `known` has the facts of files that need not be read again."""
     checkpoints = temporary.parent
     write_json_whole(temporary / STATE, asdict(state))
+    _give_usual_permissions(temporary)
     flush_tree(temporary)
     facts = dict(known or {})
     facts |= file_facts(temporary, [name for name in _file_names(temporary) if name not in facts])
@@ -192,6 +193,13 @@ def complete_checkpoint(
     for old in earlier[: max(earlier.index(final) + 1 - keep, 0)]:
         shutil.rmtree(old)
     return final
+
+
+def _give_usual_permissions(temporary: Path) -> None:
+    """safetensors makes files for their owner alone; give all those of the state, by the umask."""
+    usual = (temporary / STATE).stat().st_mode & 0o777
+    for path in temporary.rglob("*.safetensors"):
+        path.chmod(usual)
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:

@@ -39,6 +39,17 @@ def test_a_complete_checkpoint_verifies_and_is_latest(tmp_path):
     assert find_checkpoint(tmp_path) == made
 
 
+def test_whoever_may_read_the_state_may_read_the_weights(tmp_path):
+    temporary = temporary_folder(tmp_path, 7)
+    begin_checkpoint(temporary)
+    weights = temporary / "model" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.touch(mode=0o600)
+    made = complete_checkpoint(temporary, RunState(step=7, policy_version=7), keep=2)
+    modes = {path.stat().st_mode for path in made.rglob("*") if path.is_file()}
+    assert len(modes) == 1
+
+
 def test_only_the_newest_are_kept(tmp_path):
     for step in (5, 10, 15, 20):
         make_checkpoint(tmp_path, step, keep=2)
