@@ -44,6 +44,7 @@ def run(
     generated_tokens_per_second: float | None = None,
     trained_tokens_per_second: float | None = None,
     ranks_of_nodes: Sequence[int] | None = None,
+    sample: int | None = None,
 ) -> int:
     """Print what the recipe needs; returns 0 if nothing was found that would stop the run, else
     the exit code that it would end with, 2 or 3."""
@@ -51,7 +52,7 @@ def run(
     known = Known(generated_tokens_per_second, trained_tokens_per_second)
     if from_run is not None:
         known = replace(known, **_measured(from_run))
-    found = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes)
+    found = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample)
     report = found.to_json()
     if as_json:
         print(json.dumps(report, indent=1))
@@ -63,6 +64,8 @@ def run(
     if report["memory"] is not None:
         console.print(_memory_table(report["memory"], report["hardware"]["device"]))
     console.print(_step_table(report))
+    if report["first_look"] is not None:
+        console.print(_look_table(report["first_look"], report["time"]))
     _print_sentences(console, report, "unchecked", "yellow")
     _print_sentences(console, report, "assumptions", "dim")
     for line in _hints(report):
@@ -129,6 +132,30 @@ def _memory_table(memory: Mapping[str, Any], device: str) -> Table:
         mark = " ← peak" if name == memory["peak_phase"] else ""
         table.add_row(f"{name.replace('_', ' ')}{mark}", f"{value:.2f}")
     return table
+
+
+def _look_table(look: Mapping[str, Any], time: Mapping[str, Any]) -> Table:
+    title = f"First look: {look['groups']} groups of the first step"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column("")
+    table.add_column("", justify="right")
+    error = look["success_stderr"]
+    spread = "" if error is None else f" ± {error:.1%} (standard error)"
+    for label, value in (
+        ("correct", f"{look['correct']} of {look['rollouts']}, {look['success']:.1%}{spread}"),
+        ("groups with signal", f"{look['signal']} of {look['groups']}"),
+        ("tokens of a completion", f"{look['completion_tokens']:.1f}"),
+        ("cut off at the limit", f"{look['cut_off']:.1%}"),
+        ("seconds a step, about", _seconds_of_step(time)),
+    ):
+        table.add_row(label, value)
+    return table
+
+
+def _seconds_of_step(time: Mapping[str, Any]) -> str:
+    if time["hours"] is None:
+        return "unknown: nothing was trained on"
+    return f"{time['hours'] * 3600 / time['steps']:.2g}"
 
 
 def _two_digits(gib: float) -> str:
@@ -200,6 +227,9 @@ def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
             tight = report["sampler"]["longest_rollouts_at_once"] == 0
             text = "; vLLM's share has no room for one longest rollout" if tight else ""
             yield f"[red]does not fit[/]: {peak}{text}"
+    if report["first_look"] is not None:
+        look = report["first_look"]
+        yield f"[bold {'green' if look['can_learn'] else 'yellow'}]first look[/]: {look['verdict']}"
     if report["advice"] is not None:
         yield _advice(report["advice"])
     if report["fits"] is None or memory is None:

@@ -122,6 +122,11 @@ class TrainOptions:
     dry_run: bool = flag(
         "Would it start? Memory, disk, tokens and hours; starts nothing.", "--dry-run"
     )
+    sample: int | None = option(
+        "With --dry-run: a first look at this many groups of the first step: success, signal, "
+        "lengths, seconds. Loads the model.",
+        min=1,
+    )
     gpu_memory_gib: float | None = option("With --dry-run: memory of each GPU, in GiB.", min=1)
     from_run: str | None = option(
         "With --dry-run: lengths, survival, μ and speed of this run.", metavar="DIR"

@@ -16,7 +16,7 @@ from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 from grpo_replay.storage.tracking import missing_trackers
 
 _OF_DRY_RUNS = (
-    *("gpu_memory_gib", "from_run"),
+    *("sample", "gpu_memory_gib", "from_run"),
     *("generated_tokens_per_second", "trained_tokens_per_second", "nodes", "as_json"),
 )
 
@@ -66,7 +66,7 @@ def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
     return report(
         recipe, options.as_json, options.gpu_memory_gib, options.output_dir, options.from_run,
         options.generated_tokens_per_second, options.trained_tokens_per_second,
-        _ranks_of_nodes(recipe.engine.num_processes, options),
+        _ranks_of_nodes(recipe.engine.num_processes, options), options.sample,
     )  # fmt: skip
 
 

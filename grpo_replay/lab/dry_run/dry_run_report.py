@@ -1,16 +1,17 @@
 """`train --dry-run`: would the recipe start, what would it take, and if it does not fit, with which
 overrides it would.
 
-Nothing is started and no weights are read. `start_checks` looks at the parts of the recipe,
-`planner` at the device of one rank, `estimates` at tokens and hours.
+Nothing is started and no weights are read, unless a first look is asked for. `start_checks` looks
+at the parts of the recipe, `planner` at the device of one rank, `estimates` at tokens and hours,
+`first_look` at a few groups of the first step.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.errors import ModelError, RecipeError
+from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
     Expected,
     Known,
@@ -23,6 +24,7 @@ from grpo_replay.lab.dry_run.estimates import (
     describe_time,
     expected_of,
 )
+from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
 from grpo_replay.lab.dry_run.planner import (
     Findings,
     Machines,
@@ -59,6 +61,7 @@ class DryRunReport:
     replay: dict[str, Any]
     storage: dict[str, Any]
     time: dict[str, Any]
+    first_look: dict[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
         document = {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -73,15 +76,16 @@ def dry_run(
     output_dir: Path = DEFAULT_OUTPUT,
     known: Known | None = None,
     ranks_of_nodes: Sequence[int] | None = None,
+    sample: int | None = None,
 ) -> DryRunReport:
     """The report. With `gpu_memory_gib`, assume GPUs of that size. The free disk space is that of
     `output_dir`, which need not exist. `ranks_of_nodes`: one node of `engine.num_processes` if
-    None.
+    None. With `sample`, a run that would start takes a first look at so many groups.
     """
     from grpo_replay.lab.dry_run.start_checks import cache_only_if_unreachable
 
     with cache_only_if_unreachable():
-        return _report(recipe, gpu_memory_gib, output_dir, known or Known(), ranks_of_nodes)
+        return _report(recipe, gpu_memory_gib, output_dir, known or Known(), ranks_of_nodes, sample)
 
 
 def _report(
@@ -90,6 +94,7 @@ def _report(
     output_dir: Path,
     known: Known,
     ranks_of_nodes: Sequence[int] | None,
+    sample: int | None,
 ) -> DryRunReport:
     from grpo_replay.lab.dry_run.start_checks import check_disk_space, check_parts
 
@@ -102,6 +107,7 @@ def _report(
     )
     check_parts(recipe, with_known_model(recipe.model), machines, findings)
     plan = _try_plan(recipe, machines, findings)
+    look, known = _try_look(recipe, sample, plan, known, findings)
     figures = _figures(recipe, known, plan, machines, findings)
     check_disk_space(figures["storage"], output_dir, machines, findings)
     advice = None
@@ -119,8 +125,27 @@ def _report(
         model=None if plan is None else _describe_model(recipe.model, plan),
         memory=None if plan is None else plan.describe(),
         sampler=None if plan is None else _describe_sampler(sampling.backend, plan),
+        first_look=None if look is None else look.describe(),
         **figures,
     )
+
+
+def _try_look(
+    recipe: Recipe, sample: int | None, plan: MemoryPlan | None, known: Known, findings: Findings
+) -> tuple[FirstLook | None, Known]:
+    """The first look, and what is known with it: what the user states goes before."""
+    if sample is None:
+        return None, known
+    if findings.exit_code or (plan is not None and not plan.fits):
+        findings.unchecked.append("the first look: the run would not start")
+        return None, known
+    try:
+        look, seen = first_look(recipe, sample)
+    except GrpoReplayError as error:
+        findings.refuse(error)
+        return None, known
+    measured = {**(seen.measured or {}), **(known.measured or {})}
+    return look, replace(known, measured=measured, speed=known.speed or seen.speed)
 
 
 def _figures(

@@ -1,0 +1,169 @@
+"""A first look before training: the run's first step with a few of its groups, thrown away.
+
+Opening, sampling, grading and updating are the trainer's own, so that a look at all prompts of a
+step sees exactly what the run's first step sees.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_replay.errors import UsageError
+from grpo_replay.lab.dry_run.estimates import Known, Speed
+from grpo_replay.recipe import Recipe
+from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.types import Rollout
+
+OFTEN_CUT = 0.2
+"""Share of completions cut off at the limit that a first look warns about."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLook:
+    """Some groups, sampled and graded. `signal` counts those whose rewards differ, from which GRPO
+    learns; `can_learn` is whether there is one, `verdict` says it in a sentence.
+
+    `success` is the share of correct rollouts, `success_stderr` its standard error over groups.
+    """
+
+    groups: int
+    rollouts: int
+    correct: int
+    success: float
+    success_stderr: float | None
+    signal: int
+    completion_tokens: float
+    prompt_tokens: float
+    cut_off: float
+    can_learn: bool
+    verdict: str
+
+    def describe(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self)
+
+
+def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
+    """Sample `groups` groups, train on them once, and forget it; what was seen, and what it says
+    about the run's lengths, survival, μ and speed.
+
+    The time includes what only a first step does, so that later steps are rather faster. Needs the
+    memory of the run. Raises UsageError for a recipe of several ranks, and what a run raises.
+    """
+    ranks = recipe.engine.num_processes
+    if ranks > 1:
+        raise UsageError(
+            f"--sample looks in one process, engine.num_processes is {ranks}: add --num-processes 1"
+        )
+    share = groups / recipe.sampling.prompts_per_step
+    rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
+    look = judge(rollouts)
+    survivors = sum(rollout.kept for rollout in rollouts)
+    known = {"completion_tokens": look.completion_tokens, "prompt_tokens": look.prompt_tokens}
+    if survivors:
+        known["survival"] = survivors / len(rollouts)
+    if mu := metrics["cost/mu"]:
+        known["mu"] = mu
+    return look, Known(measured=known, speed=_speed(metrics, share))
+
+
+def _for_a_look(recipe: Recipe, groups: int) -> Recipe:
+    """The recipe with so many prompts a step, without evaluation, trackers and refills."""
+    changes: dict[str, dict[str, Any]] = {
+        "sampling": {"prompts_per_step": groups, "max_refills": 0},
+        "eval": {"benchmarks": []},
+        "tracking": {"report_to": [], "log_rollouts": False},
+        "run": {"mode": "sync", "sync_every_steps": 1},
+    }
+    sections = {
+        name: getattr(recipe, name).model_copy(update=values) for name, values in changes.items()
+    }
+    return recipe.model_copy(update=sections)
+
+
+def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any]]:
+    """Rollouts and metrics of the recipe's first step. Nothing of it stays."""
+    from grpo_replay.distributed.environment import prepare_rank, rank_environment
+    from grpo_replay.distributed.rendezvous import initialize_processes
+    from grpo_replay.storage.run_directory import RunDirectory
+    from grpo_replay.terminal.quiet import quiet_libraries
+    from grpo_replay.training.observer import Observer
+    from grpo_replay.training.opening import RunOpener
+    from grpo_replay.training.trainer import Trainer
+
+    prepare_rank(rank_environment())
+    with ExitStack() as stack:
+        stack.enter_context(quiet_libraries())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        scorer = stack.enter_context(RewardScorer.open(recipe.reward))
+        comm, device = initialize_processes(recipe)
+        run_dir, observer = RunDirectory(folder / "first-look"), Observer()
+        opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
+        opened = opener.open(resume=False)
+        trainer = Trainer(opened.parts, opened.state, opened.source)
+        metrics = trainer.train_step()
+        assert metrics is not None  # nobody asked it to stop
+        return trainer.generated, metrics
+
+
+def _speed(metrics: Mapping[str, Any], share: float) -> Speed | None:
+    """Completion tokens per second; `share` of a step's prompts were sampled. None if nothing was
+    trained on."""
+    generating, training = metrics["cost/generation_seconds"], metrics["cost/training_seconds"]
+    if not (generating and training and metrics["cost/trained_tokens"]):
+        return None
+    return Speed(
+        metrics["cost/generated_tokens"] / generating,
+        metrics["cost/trained_tokens"] / training,
+        "measured in the first look",
+        (metrics["step_time"] - generating - training) / share,
+    )
+
+
+def judge(rollouts: Sequence[Rollout]) -> FirstLook:
+    """What the groups of some rollouts say."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group_id, []).append(rollout)
+    rates = np.array([group[0].group_correct / len(group) for group in groups.values()])
+    correct = sum(group[0].group_correct for group in groups.values())
+    signal = sum(any(r.group_reward_std for r in group) for group in groups.values())
+    cut_off = float(np.mean([r.finish_reason == "length" for r in rollouts]))
+    return FirstLook(
+        groups=len(groups),
+        rollouts=len(rollouts),
+        correct=correct,
+        success=correct / len(rollouts),
+        success_stderr=float(rates.std(ddof=1) / np.sqrt(len(rates))) if len(rates) > 1 else None,
+        signal=signal,
+        completion_tokens=float(np.mean([len(r.completion_token_ids) for r in rollouts])),
+        prompt_tokens=float(np.mean([len(r.prompt_token_ids) for r in rollouts])),
+        cut_off=cut_off,
+        can_learn=signal > 0,
+        verdict=_verdict(len(rollouts), correct, len(groups), signal, cut_off),
+    )
+
+
+def _verdict(rollouts: int, correct: int, groups: int, signal: int, cut_off: float) -> str:
+    if signal:
+        text = f"{signal} of {groups} groups have signal: it can learn"
+    elif correct == 0:
+        text = (
+            f"no success in {rollouts}: it cannot learn; try an easier task, examples in "
+            "prompts.user_template, or a model warmed up on solutions"
+        )
+    elif correct == rollouts:
+        text = f"all {rollouts} succeed: nothing to learn; try a harder task"
+    else:
+        text = (
+            f"none of {groups} groups has both right and wrong rollouts: look at more groups, or "
+            "raise sampling.group_size"
+        )
+    if cut_off > OFTEN_CUT:
+        text += f"; {cut_off:.0%} are cut off: raise sampling.max_completion_length"
+    return text

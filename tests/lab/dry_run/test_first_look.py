@@ -1,0 +1,77 @@
+"""The first look: the run's own first step, and what it says about learning."""
+
+import json
+
+import pytest
+from small_runs.trained import small_recipe
+from typer.testing import CliRunner
+
+from grpo_replay.cli.app import app
+from grpo_replay.errors import UsageError
+from grpo_replay.lab.dry_run.first_look import first_look
+from grpo_replay.recipe import recipe_to_yaml
+
+
+def test_a_look_at_all_prompts_of_a_step_is_the_first_step_of_the_run(ours_run):
+    recipe, first, rows = ours_run.recipe, ours_run.metrics[0], ours_run.rollouts(1)
+    look, known = first_look(recipe, recipe.sampling.prompts_per_step)
+    assert (look.groups, look.rollouts) == (6, 24) == (6, len(rows))
+    assert look.correct == sum(row["verdict"] == "correct" for row in rows) > 0
+    assert look.completion_tokens == pytest.approx(first["completions/mean_length"])
+    assert look.cut_off == pytest.approx(first["completions/clipped_ratio"])
+    assert look.signal == round(6 * (1 - first["frac_reward_zero_std"])) > 0
+    assert look.can_learn and f"{look.signal} of 6 groups have signal" in look.verdict
+    assert known.measured["survival"] == first["fresh/rollouts"] / 24
+    assert known.speed.generated > 0 and known.speed.trained > 0
+
+
+ALWAYS_RIGHT = "def score(completion, answer):\n    return 1.0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("right, word", [(0, "no success in 16"), (16, "nothing to learn")])
+def test_a_base_without_success_or_without_failure_cannot_learn(processes, tmp_path, right, word):
+    file = tmp_path / "rewards.py"
+    file.write_text(ALWAYS_RIGHT)
+    sections = {"reward": {"function": f"{file}:score"}} if right else {}
+    longest = 16 if right else 2
+    look, known = first_look(
+        small_recipe(sampling={"max_completion_length": longest}, **sections), 4
+    )
+    assert (look.correct, look.signal, look.can_learn) == (right, 0, False)
+    assert word in look.verdict and ("are cut off" in look.verdict) == (longest == 2)
+    assert known.speed is None and "survival" not in known.measured
+
+
+def look_of(tmp_path, *options: str):
+    file = tmp_path / "small.yaml"
+    file.write_text(recipe_to_yaml(small_recipe()))
+    return CliRunner().invoke(app, ["train", str(file), "--dry-run", "--sample", "4", *options])
+
+
+@pytest.mark.slow
+def test_the_dry_run_plans_with_what_the_look_saw(processes, tmp_path):
+    done = look_of(tmp_path, "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["first_look"]["groups"] == 4 and report["fits"] is True
+    assert report["time"]["speed_is"] == "measured in the first look"
+    assert report["time"]["hours"] > 0
+    tokens = report["first_look"]["completion_tokens"]
+    assert f"{tokens:,.0f} tokens a completion (measured" in str(report["assumptions"])
+    shown = look_of(tmp_path)
+    assert "groups have signal: it can learn" in shown.output
+    assert shown.output.index("First look") < shown.output.index("fits")
+
+
+def test_a_run_that_would_not_start_is_not_looked_at(tmp_path):
+    done = look_of(tmp_path, "--json", "--set", "sampling.stop_tokens=[nowhere]")
+    assert done.exit_code == 2
+    report = json.loads(done.stdout)
+    assert report["first_look"] is None
+    assert "the first look: the run would not start" in report["unchecked"]
+
+
+def test_several_ranks_are_refused():
+    with pytest.raises(UsageError, match="add --num-processes 1"):
+        first_look(small_recipe(engine={"num_processes": 2}), 4)
