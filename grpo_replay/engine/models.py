@@ -30,9 +30,9 @@ from grpo_replay.engine.output_head import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
 from grpo_replay.recipe.paths import short_path
-from grpo_replay.tiny import TASKS
+from grpo_replay.tiny import BASES
 
-BUILTIN_MODELS = (*TASKS, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
+BUILTIN_MODELS = (*BASES, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
 """Names after `builtin:` of model.path. Only the tiny ones have weights and a tokenizer."""
 
 BYTE_TOKENIZER = "builtin:bytes"
@@ -58,7 +58,7 @@ def resolve_model_path(path: str) -> str:
     if name not in BUILTIN_MODELS:
         known = ", ".join(f"builtin:{each}" for each in BUILTIN_MODELS)
         raise ModelError(f"model.path {path!r}: no such builtin model; there are: {known}")
-    folder = TASKS[name].base_dir if name in TASKS else _PACKAGE / "models" / name
+    folder = BASES[name] if name in BASES else _PACKAGE / "models" / name
     if not folder.is_dir():
         raise ModelError(f"model.path {path!r}: {folder} is missing; reinstall grpo-replay")
     return str(folder)

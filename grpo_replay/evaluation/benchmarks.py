@@ -131,7 +131,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {b.name: b for b in (*_PAPER, *_PAPER_B, *
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "paper": tuple(b.name for b in _PAPER),
     "paper_b": tuple(b.name for b in _PAPER_B),
-    **{task.group: task.benchmarks for task in TASKS.values()},
+    **{name.replace("-", "_"): task.benchmarks for name, task in TASKS.items()},
 }
 
 
@@ -206,7 +206,7 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
         fields = (prompts.problem_field, prompts.answer_field, prompts.id_field)
         marker = ANSWER_MARKER
         return [Benchmark(name, name, word, WAVE_SAMPLES, *fields, answer_marker=marker)]
-    known = [*GROUPS, *BENCHMARKS]
+    known = dict.fromkeys([*GROUPS, *BENCHMARKS])
     raise RecipeError(
         f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "
         f"{', '.join(known)}, or a file (.jsonl, .csv, .parquet, …)"

@@ -26,7 +26,7 @@ from grpo_replay.recipe import (
 )
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.terminal.quiet import quiet_libraries
-from grpo_replay.tiny import TASKS
+from grpo_replay.tiny import BASES
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def recipe_path(source: ModelSource, recipe: str | None) -> Path | None:
     if recipe is not None:
         return find_recipe(recipe)
     name = source.path.removeprefix("builtin:")
-    return find_recipe(name) if source.path != name and name in TASKS else source.recipe
+    return find_recipe(name) if source.path != name and name in BASES else source.recipe
 
 
 def evaluate_model(

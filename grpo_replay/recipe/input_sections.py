@@ -127,11 +127,11 @@ class PromptSource(Section):
 class PromptsSection(Section):
     source: str | Annotated[list[PromptSource], Field(min_length=1)] = "builtin:tiny"
     """Hugging Face dataset id; a local file: JSON lines, JSON array, CSV, TSV, Parquet, Arrow, also
-    compressed (`.jsonl.gz`); a folder of such files or of `save_to_disk`; `builtin:tiny` or
-    `builtin:tiny-long`. Several: a list of them or of `{source: …, weight: 1.0}`, which may have
-    `dataset_options`, `problem_field`, `answer_field` and `id_field` of their own. `weight` is how
-    often an epoch visits each problem of the source: 0.5 visits half of them, the others next
-    time."""
+    compressed (`.jsonl.gz`); a folder of such files or of `save_to_disk`; one of `builtin:tiny`,
+    `builtin:tiny-long`, `builtin:additions`, `builtin:step-sums` and `builtin:word-problems`.
+    Several: a list of them or of `{source: …, weight: 1.0}`, which may have `dataset_options`,
+    `problem_field`, `answer_field` and `id_field` of their own. `weight` is how often an epoch
+    visits each problem of the source: 0.5 visits half of them, the others next time."""
     dataset_options: DatasetOptions = Field(default_factory=DatasetOptions)
     """Of a hub dataset: `name` (configuration; null), `revision` (null) and `split` (train), or a
     slice of one: `train[:-500]` is all but the last 500 rows. Others are arguments of

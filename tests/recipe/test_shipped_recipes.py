@@ -14,8 +14,8 @@ from grpo_replay.replay.batch import mini_batch_indices
 
 QWEN_RECIPES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
 FIFO_RECIPES = ("fifo-qwen3-0.6b", "fifo-qwen2.5-7b", "fifo-tiny")
-OTHERS = (*FIFO_RECIPES, "two-gpus", "tiny", "tiny-async", "tiny-long")
-MINE = (*QWEN_RECIPES, *FIFO_RECIPES, "two-gpus", "tiny-async", "tiny-long")
+OTHERS = (*FIFO_RECIPES, "two-gpus", "tiny", "tiny-async", "tiny-long", "smollm2")
+MINE = (*QWEN_RECIPES, *FIFO_RECIPES, "two-gpus", "tiny-async", "tiny-long", "smollm2")
 
 
 def leaf(recipe: Recipe, path: str):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo_replay.tiny import TASKS, Task
+from grpo_replay.tiny import BASES, TASKS, Task
 from grpo_replay.tiny.make_base import (
     BOX,
     EOS,
@@ -30,7 +30,7 @@ SOLVED = {"tiny": (5, 25), "tiny-long": (12, 28)}
 LONGEST = {"tiny": 20, "tiny-long": 300}
 
 
-@pytest.fixture(scope="module", params=TASKS)
+@pytest.fixture(scope="module", params=BASES)
 def name(request) -> str:
     return request.param
 
@@ -56,7 +56,7 @@ def tokenizer(task):
 
 
 def test_every_task_has_a_maker_and_the_other_way_round():
-    assert set(TASKS) == set(MAKERS) == {"tiny", "tiny-long"}
+    assert set(BASES) == set(MAKERS) == {"tiny", "tiny-long"}
     assert [maker.recipe for maker in MAKERS.values()] == list(MAKERS)
 
 
