@@ -107,9 +107,8 @@ def write_model(folder: Path, options: argparse.Namespace) -> None:
     }  # fmt: skip
     section = ModelSection(
         path=f"builtin:{options.shape or 'qwen3-0.6b'}",
-        random_init=True,
         tokenizer="builtin:bytes",
-        config_overrides={} if options.shape else small,
+        random_init=True if options.shape else small,
     )
     with torch.device(options.device):  # a GPU draws in a second what takes a CPU a minute
         load_policy(section, seed=0).save_pretrained(folder)
@@ -184,11 +183,13 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     run_dir = RunDirectory(Path(tempfile.mkdtemp(dir=folder)) / "run")
     run_dir.create(recipe)
     meter = Meter(options.device)
+    prompts = load_prompts(recipe.prompts, tokenizer, 0)
+    prompts._order = lambda epoch: range(len(prompts))  # that of the file, as TRL's
     engine = DeepSpeedEngine(recipe, load_policy(recipe.model, 0), tokenizer, comm, device)
     with RewardScorer.open(recipe.reward) as scorer:
         parts = Parts(
             recipe=recipe, comm=comm, engine=engine, sampler=CannedSampler(options), scorer=scorer,
-            prompts=load_prompts(recipe.prompts, tokenizer, 0), tokenizer=tokenizer,
+            prompts=prompts, tokenizer=tokenizer,
             buffer=ReplayBuffer(recipe.replay, GROUP), run_dir=run_dir,
         )  # fmt: skip
         state = RunState()
@@ -213,7 +214,7 @@ def recipe_of(options: argparse.Namespace, folder: Path, data: Path) -> dict[str
         },
         "prompts": {
             "source": str(data), "problem_field": "prompt", "id_field": "prompt_id",
-            "template": "plain", "user_template": "{problem}", "shuffle": False,
+            "template": "plain", "user_template": "{problem}",
             "max_prompt_length": options.prompt_tokens,
         },
         "sampling": {

@@ -165,8 +165,8 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     if options.device == "meta":
         return {"wall": 0.0, "cpu": 0.0, "peak_mib": traced_mib(options)}
     section = ModelSection(
-        path="builtin:qwen3-0.6b", random_init=True, tokenizer="builtin:bytes", dtype=options.dtype,
-        config_overrides={"num_hidden_layers": options.layers},
+        path="builtin:qwen3-0.6b", tokenizer="builtin:bytes", dtype=options.dtype,
+        random_init={"num_hidden_layers": options.layers},
     )  # fmt: skip
     model = load_policy(section, seed=0).train().to(options.device)
     head = HEADS[options.head](model, options)

@@ -64,8 +64,7 @@ def model_section(options: argparse.Namespace) -> ModelSection:
     return ModelSection(
         path=options.model,
         tokenizer="builtin:bytes",
-        random_init=True,
-        config_overrides={"num_hidden_layers": options.layers},
+        random_init={"num_hidden_layers": options.layers},
         dtype=options.dtype,
     )
 

@@ -59,7 +59,7 @@ class Kind:
 KINDS = {
     "synchronous": Kind(),
     "evaluated": Kind(("eval.benchmarks=[tiny_add]", "eval.every_steps=6", "eval.samples=1")),
-    "lora": Kind(("model.lora.rank=4",)),
+    "lora": Kind(("model.lora.r=4",)),
     "packed": Kind(("batch.packing=true",)),
     "two sharded ranks": Kind(SHARDED, 2),
     "three sharded ranks": Kind(SHARDED, 3),

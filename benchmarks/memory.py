@@ -95,10 +95,10 @@ def recipe_of(case: tuple[Any, ...]) -> dict[str, Any]:
     return {
         "name": "memory",
         "model": {
-            "path": "builtin:qwen3-0.6b", "random_init": True, "tokenizer": "builtin:bytes",
+            "path": "builtin:qwen3-0.6b", "tokenizer": "builtin:bytes",
             "dtype": dtype, "gradient_checkpointing": checkpointing,
-            "config_overrides": SHAPES[shape],
-            "lora": {"rank": lora[0]} if lora else {},
+            "random_init": SHAPES[shape],
+            "lora": {"r": lora[0]} if lora else {},
         },
         "prompts": {"max_prompt_length": prompt},
         "sampling": {"max_completion_length": length - prompt},
@@ -184,8 +184,8 @@ def measure(case: tuple[Any, ...]) -> dict[str, float]:
 
 
 RUN_OVERRIDES = [
-    "model.path=builtin:qwen3-0.6b", "model.random_init=true",
-    f"model.config_overrides={json.dumps(SHAPES['vocabulary'])}",
+    "model.path=builtin:qwen3-0.6b",
+    f"model.random_init={json.dumps(SHAPES['vocabulary'])}",
     "reward.function=memory:parity_reward", "prompts.max_prompt_length=8",
     "sampling.prompts_per_step=4", "sampling.group_size=4", "sampling.max_completion_length=120",
     "batch.max_tokens_per_microbatch=1024", "engine.logprob_chunk_tokens=256", "engine.device=cpu",

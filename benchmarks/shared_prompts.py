@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 SIZES = {
@@ -48,7 +49,7 @@ def measure(options: argparse.Namespace) -> None:
     from grpo_replay.replay.batch import TrainRow
 
     prompt, completion, shared = options.one
-    recipe = resolve_recipe([recipe_of(options, prompt, completion, bool(shared))])
+    recipe = resolve_recipe([recipe_of(options, prompt, completion)])
     comm, device = initialize_processes(recipe)
     model, tokenizer = load_policy(recipe.model, 0), load_tokenizer(recipe.model)
     engine = DeepSpeedEngine(recipe, model, tokenizer, comm, device)
@@ -62,6 +63,8 @@ def measure(options: argparse.Namespace) -> None:
     for _ in range(options.groups):
         head = ids(prompt)
         rows += [TrainRow(head, ids(completion), behavior, behavior, 1.0, 1e-3) for _ in range(8)]
+    if not shared:
+        engine._layout = replace(engine._layout, pairs_per_token=None)
     (batches,) = plan_microbatches(rows, engine._layout, 1)
     engine.update(rows)  # the optimizer's state
     clock = time.perf_counter if options.wall else time.process_time
@@ -78,20 +81,18 @@ def measure(options: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
-def recipe_of(
-    options: argparse.Namespace, prompt: int, completion: int, shared: bool
-) -> dict[str, Any]:
+def recipe_of(options: argparse.Namespace, prompt: int, completion: int) -> dict[str, Any]:
     sizes = SIZES | {"num_hidden_layers": options.layers}
     return {
         "name": "shared-prompts",
         "model": {
-            "path": "builtin:qwen3-0.6b", "random_init": True, "tokenizer": "builtin:bytes",
-            "dtype": "float32", "config_overrides": sizes,
+            "path": "builtin:qwen3-0.6b", "tokenizer": "builtin:bytes",
+            "dtype": "float32", "random_init": sizes,
         },
         "prompts": {"max_prompt_length": prompt},
         "sampling": {"max_completion_length": completion},
         "replay": {"preset": "grpo"},
-        "batch": {"max_tokens_per_microbatch": options.max_tokens, "share_prompts": shared},
+        "batch": {"max_tokens_per_microbatch": options.max_tokens},
         "engine": {"device": "cpu", "threads_per_process": None if options.wall else 1},
     }  # fmt: skip
 

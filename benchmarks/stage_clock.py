@@ -30,8 +30,8 @@ def parity_reward(completion: str, answer: str, row: dict[str, Any]) -> float:
 def random_model(shape: dict[str, Any]) -> list[str]:
     """Overrides of the tiny recipe: a Qwen3 of this shape with random weights; no evaluation."""
     return [
-        "model.path=builtin:qwen3-0.6b", "model.random_init=true",
-        "model.tokenizer=builtin:bytes", f"model.config_overrides={json.dumps(shape)}",
+        "model.path=builtin:qwen3-0.6b",
+        "model.tokenizer=builtin:bytes", f"model.random_init={json.dumps(shape)}",
         "reward.function=stage_clock:parity_reward", "replay.warmup_steps=1",
         "eval.benchmarks=[]", "tracking.report_to=[]",
     ]  # fmt: skip

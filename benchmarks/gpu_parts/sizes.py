@@ -78,9 +78,9 @@ def make_recipe(
     base = {
         "name": f"gpu-{size.name}",
         "model": {
-            "path": f"builtin:{shape}", "random_init": True, "tokenizer": "builtin:bytes",
+            "path": f"builtin:{shape}", "tokenizer": "builtin:bytes",
             "dtype": "bfloat16", "gradient_checkpointing": True,
-            "config_overrides": dict(size.config_overrides.get(shape, {})),
+            "random_init": dict(size.config_overrides.get(shape, {})),
         },
         "prompts": {"template": "plain", "user_template": "{problem}", "max_prompt_length": prompt},
         "sampling": {

@@ -28,7 +28,7 @@ def stages(context: Context) -> None:
 def lora(context: Context) -> None:
     """Adapters of rank 16 beside all parameters; their gradients are not the same."""
     full: dict[str, Any] = {"engine": {"zero_stage": 2}}
-    adapters = full | {"model": {"lora": {"rank": 16}}}
+    adapters = full | {"model": {"lora": {"r": 16}}}
     compare(context, MODELS[1], {"all parameters": full, "LoRA, rank 16": adapters}, same=False)
 
 

@@ -56,7 +56,7 @@ def with_random_weights(recipe: "Recipe", folder: Path) -> "Recipe":
     policy.save_pretrained(folder)
     del policy
     release()
-    kept = {"path": str(folder), "random_init": False, "config_overrides": {}}
+    kept = {"path": str(folder), "random_init": False}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=kept)})
 
 

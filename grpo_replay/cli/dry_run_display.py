@@ -246,7 +246,7 @@ def _advice(advice: Mapping[str, Any]) -> str:
     if not advice["fits"]:
         size = f"{advice['peak_gib']:.1f} GiB"
         return f"no set of overrides was found that fits; nearest: {words} ({size})"
-    lora = any(each.startswith("model.lora.rank=") for each in advice["set"])
+    lora = any(each.startswith("model.lora.r=") for each in advice["set"])
     needs = lora and importlib.util.find_spec("peft") is None
     peft = "; needs pip install 'grpo-replay[lora]'" if needs else ""
     return f"[bold]with these it fits[/]: {words} ({advice['peak_gib']:.1f} GiB){peft}"

@@ -161,8 +161,7 @@ def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
 
 def _without_what_costs_nothing(recipe: Recipe) -> Recipe:
     run = recipe.run.model_copy(update={"seed": 0})
-    tracking = recipe.tracking.model_copy(update={"run_name": None})
-    return recipe.model_copy(update={"run": run, "tracking": tracking, "optimizer": None})
+    return recipe.model_copy(update={"run": run, "optimizer": None})
 
 
 def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:

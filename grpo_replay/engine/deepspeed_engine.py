@@ -110,15 +110,13 @@ class DeepSpeedEngine:
         )
         if not packing:
             self._pack_multiple = None
-        pairs = None
-        if recipe.batch.share_prompts:
-            pairs = pairs_per_token(recipe.model.attn_implementation, packing, config.hidden_size)
+        pairs = pairs_per_token(recipe.model.attn_implementation, packing, config.hidden_size)
         if pairs and not can_share(
             config, recipe.model.dtype, recipe.longest_sequence, forward, comm
         ):
             pairs = None
             self.notices.append(
-                f"batch.share_prompts: a model of type {config.model_type} does not keep "
+                f"shared prompts: a model of type {config.model_type} does not keep "
                 "completions behind one prompt apart, so every rollout computes its own prompt"
             )
         self._segments_packs = pairs is not None

@@ -68,14 +68,7 @@ def section_at(model: ModelSection, model_path: str) -> ModelSection:
     """The section with its weights at `model_path`; unchanged if that is its own path."""
     if model_path in (model.path, resolve_model_path(model.path)):
         return model
-    return model.model_copy(
-        update={
-            "path": model_path,
-            "revision": None,
-            "random_init": False,
-            "config_overrides": {},
-        }
-    )
+    return model.model_copy(update={"path": model_path, "revision": None, "random_init": False})
 
 
 def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
@@ -105,7 +98,7 @@ def load_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def load_config(model: ModelSection) -> PreTrainedConfig:
-    """The model's configuration, with `config_overrides` applied when `random_init`.
+    """The model's configuration, with the values that `random_init` replaces.
 
     Raises ModelError if it cannot be read; RecipeError for an override that it does not have or
     that makes it invalid.
@@ -299,7 +292,7 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
     for key, value in overrides.items():
         if key not in values:
             raise RecipeError(
-                f"model.config_overrides.{key}: {config.model_type} has no such setting"
+                f"model.random_init.{key}: {config.model_type} has no such setting"
                 f"{did_you_mean(key, values)}; found value {value!r}"
             )
     # One entry per layer, so it follows from the number of layers unless it is given.
@@ -309,7 +302,7 @@ def _overridden(config: PreTrainedConfig, overrides: dict[str, Any]) -> PreTrain
         _check_heads(changed)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise RecipeError(
-            f"model.config_overrides {overrides}: not a valid {config.model_type} "
+            f"model.random_init {overrides}: not a valid {config.model_type} "
             f"configuration: {' '.join(str(error).split())}"
         ) from error
     return changed
@@ -331,8 +324,8 @@ def _check_vocabulary(
         raise ModelError(
             f"model.tokenizer {model.tokenizer or model.path!r} has {len(tokenizer)} tokens, but "
             f"the configuration of model.path {model.path!r} has vocab_size {config.vocab_size}: "
-            f"use the model's own tokenizer, or with random_init set "
-            f"model.config_overrides.vocab_size to at least {len(tokenizer)}"
+            f"use the model's own tokenizer, or set model.random_init.vocab_size to at least "
+            f"{len(tokenizer)}"
         )
 
 

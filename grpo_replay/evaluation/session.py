@@ -69,7 +69,7 @@ def resolve_evaluation(
 def _of_these_weights(recipe: Recipe, path: str) -> Recipe:
     """The recipe with the model at `path`, whose weights are always loaded, even if training
     started from random ones."""
-    own = {"path": path, "random_init": False, "config_overrides": {}}
+    own = {"path": path, "random_init": False}
     longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
     return recipe.model_copy(
         update={

@@ -63,12 +63,10 @@ class PromptSet:
         prompts: "_TokenisedPrompts",
         skipped_too_long: int,
         seed: int,
-        shuffle: bool,
         notices: Sequence[str] = (),
     ) -> None:
         self._prompts = prompts
         self._seed = seed
-        self._shuffle = shuffle
         self._cached_order: tuple[int, np.ndarray] | None = None
         self.skipped_too_long = skipped_too_long
         self.notices = tuple(notices)
@@ -93,8 +91,8 @@ class PromptSet:
         """The prompts at positions `cursor` … `cursor + count - 1` of the run's endless order.
 
         Positions count from 0. With n prompts, epoch e has positions e·n to (e+1)·n - 1 and visits
-        every prompt once: in a permutation seeded by (seed, e), or in file order without shuffling.
-        Of several sources with weights, an epoch visits the next weight · size prompts of each.
+        every prompt once, in a permutation seeded by (seed, e). Of several sources with weights, an
+        epoch visits the next weight · size prompts of each.
         """
         if cursor < 0 or count < 0:
             raise ValueError(f"take(cursor={cursor}, count={count}): both must be at least 0")
@@ -123,16 +121,15 @@ class PromptSet:
     def _order(self, epoch: int) -> np.ndarray:
         if self._cached_order is None or self._cached_order[0] != epoch:
             order = np.concatenate([self._visited(each, epoch) for each in self._prompts.sources])
-            if self._shuffle:
-                order = order[stream(self._seed, ORDER_STREAM, epoch).permutation(len(order))]
-            self._cached_order = (epoch, order)
+            shuffled = stream(self._seed, ORDER_STREAM, epoch).permutation(len(order))
+            self._cached_order = (epoch, order[shuffled])
         return self._cached_order[1]
 
     def _visited(self, source: "_Source", epoch: int) -> np.ndarray:
         """The prompts of a source that an epoch visits: those after the ones of the epoch before,
         round and round in one fixed order."""
         order = np.arange(source.first, source.end)
-        if self._shuffle and source.per_epoch != len(order):
+        if source.per_epoch != len(order):
             order = stream(self._seed, ORDER_STREAM, source.first, 1).permutation(order)
         return np.take(order, epoch * source.per_epoch + np.arange(source.per_epoch), mode="wrap")
 
@@ -196,7 +193,7 @@ def load_prompts(
         )
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
     notices += notices_of_characters(tokenizer, kept.texts, kept.answers)
-    return PromptSet(kept, skipped, seed, section.shuffle, notices)
+    return PromptSet(kept, skipped, seed, notices)
 
 
 def read_problems(section: PromptsSection, seed: int) -> dict[str, tuple[str, str]]:

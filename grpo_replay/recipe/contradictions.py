@@ -118,12 +118,10 @@ def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
 
 def _loss_contradictions(recipe: RecipeSections) -> Iterable[str]:
     loss = recipe.loss
-    if loss.ratio == "sequence" and loss.kind == "asymre":
-        yield "loss.ratio 'sequence' with loss.kind 'asymre', which has no ratio: set it to token"
-    elif loss.ratio == "sequence" and loss.aggregation != "sequence_mean":
+    if loss.ratio_per_rollout and loss.aggregation != "sequence_mean":
         yield (
-            f"loss.ratio 'sequence' with loss.aggregation '{loss.aggregation}': GSPO is a mean "
-            "over rollouts; set loss.aggregation sequence_mean"
+            f"loss.kind 'gspo' with loss.aggregation '{loss.aggregation}': GSPO is a mean over "
+            "rollouts; set loss.aggregation sequence_mean"
         )
     if loss.sampler_ratio_cap is None:
         return
@@ -138,10 +136,10 @@ def _loss_contradictions(recipe: RecipeSections) -> Iterable[str]:
             "is that to the sampler already, and would count twice; set loss.sampler_ratio_cap "
             "null, or loss.behavior_logprobs trainer"
         )
-    if loss.ratio == "sequence":
+    if loss.ratio_per_rollout:
         yield (
-            "loss.sampler_ratio_cap with loss.ratio 'sequence': the cap is of a ratio per token; "
-            "set loss.sampler_ratio_cap null or loss.ratio token"
+            "loss.sampler_ratio_cap with loss.kind 'gspo': the cap is of a ratio per token; set "
+            "loss.sampler_ratio_cap null or loss.kind clipped"
         )
 
 
@@ -164,7 +162,7 @@ def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
     given = {k: v for k, v in (lora.model_extra or {}).items() if v != lora.DEFAULTS.get(k)}
     if lora.rank is None:
         for name, value in given.items():
-            yield f"model.lora.{name} {value} without model.lora.rank: set the rank, for example 16"
+            yield f"model.lora.{name} {value} without model.lora.r: set the rank, for example r: 16"
 
 
 def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
@@ -257,8 +255,6 @@ def _temperature_contradictions(recipe: RecipeSections) -> Iterable[str]:
 
 def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:
     engine, servers = recipe.engine, recipe.sampling.servers
-    if recipe.model.config_overrides and not recipe.model.random_init:
-        yield "model.config_overrides needs model.random_init: true (weights fix the shapes)"
     longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
     if recipe.batch.max_tokens_per_microbatch < longest:
         yield (

@@ -136,12 +136,11 @@ class ReplaySection(Section):
     unit: Literal["rollout", "query"] = "rollout"
     """What one draw takes: a single rollout, or all stored rollouts of one prompt's group."""
     priority: one_of(PRIORITIES) = "abs_advantage"  # type: ignore[valid-type]
-    """Priority p of a rollout: |A|, 1, σ_g, or your own function `f(columns) -> np.ndarray` of
-    logged columns, row by row (docs/extend.md). `abs_advantage` needs the rollout unit."""
+    """Priority p of a rollout: |A| + ε, 1, σ_g + ε with ε = 1e-6, or your own function
+    `f(columns) -> np.ndarray` of logged columns, row by row (docs/extend.md). `abs_advantage` needs
+    the rollout unit."""
     priority_exponent: Annotated[float, Field(ge=0, le=1000)] = 0.5
     """α of P ∝ p^α. 0 draws uniformly."""
-    priority_epsilon: Annotated[float, Field(ge=0)] = 1e-6
-    """ε, added to every priority but `uniform`."""
     composition: Literal["fresh_anchored", "pool", "buffer_only"] = "fresh_anchored"
     """`fresh_anchored`: all fresh survivors plus a draw from the buffer. `pool`: one draw from
     fresh and stored rollouts together. `buffer_only`: fresh rollouts enter the buffer, then the
@@ -223,10 +222,6 @@ class BatchSection(Section):
     null, on a GPU with an attention of flash_attention_2, flash_attention_3 or flex_attention, for
     models that keep the rows apart. With other attentions true is right but costs the square of all
     tokens in the pass."""
-    share_prompts: bool = True
-    """Compute a prompt once for all rollouts of it in a forward pass, where that saves 30 % of
-    the work: with attention sdpa or eager, or flex_attention when packing, for models whose
-    log-probs stay those of separate rows."""
 
     def updates_of(self, rollouts: float) -> int:
         """Optimizer updates of a step that trains on so many rollouts."""
@@ -237,13 +232,11 @@ class BatchSection(Section):
 
 class LossSection(Section):
     kind: one_of(LOSSES) = "clipped"  # type: ignore[valid-type]
-    """`clipped`: GRPO's clipped surrogate; `asymre`: asymmetric REINFORCE (paper B); or your own
-    function of tensors (docs/extend.md)."""
-    ratio: Literal["token", "sequence"] = "token"
-    """Importance ratio of the clipped surrogate. `token`: one per token. `sequence`: one per
-    rollout, the geometric mean of its tokens' ratios (GSPO, arXiv 2507.18071; TRL:
-    importance_sampling_level). GSPO needs `aggregation: sequence_mean`, and the paper clips at
-    `epsilon: 3e-4`, `epsilon_high: 4e-4`."""
+    """`clipped`: GRPO's clipped surrogate, a ratio per token. `gspo`: with one per rollout, the
+    geometric mean of its tokens' ratios (arXiv 2507.18071; TRL: importance_sampling_level); it
+    needs `aggregation: sequence_mean`, and the paper clips at `epsilon: 3e-4`,
+    `epsilon_high: 4e-4`. `asymre`: asymmetric REINFORCE (paper B); or your own function of tensors
+    (docs/extend.md)."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """ε_low: the ratio is clipped below at 1 - ε_low (TRL: epsilon)."""
     epsilon_high: Annotated[float, Field(gt=0)] = 0.28
@@ -266,3 +259,8 @@ class LossSection(Section):
     to the sampler already, and this is refused (TRL: vllm_importance_sampling_cap)."""
     asymre_delta: float = -0.1
     """δV of AsymRE, in units of the reward."""
+
+    @property
+    def ratio_per_rollout(self) -> bool:
+        """True if all tokens of a rollout have the same importance ratio."""
+        return self.kind == "gspo"

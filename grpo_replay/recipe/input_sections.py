@@ -28,31 +28,28 @@ ANSWER_MARKER = "####"
 
 
 class LoraSection(Passthrough):
-    """Low-rank adapters (LoRA, arXiv 2106.09685), trained with peft on a frozen base; further keys
-    are arguments of `peft.LoraConfig`."""
+    """Arguments of `peft.LoraConfig`."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "r": None,
         "lora_alpha": 32,
         "lora_dropout": 0.0,
         "target_modules": None,
     }
-    TAKEN: ClassVar[frozenset[str]] = frozenset(
-        {"r", "task_type", "inference_mode", "modules_to_save"}
-    )
-
-    rank: Positive | None = None
-    """Rank r of the adapters (peft: r). All parameters train if null. LoRA needs a higher learning
-    rate than full training, about ten times. `lora_alpha` (32): the product of the adapters is
-    multiplied by it / r. `target_modules` (null): names of the linear layers that get adapters, all
-    but the output head if null. `lora_dropout` (0): dropout of the adapters' input, in updates
-    only; its masks depend on the number of ranks, and the ratio of a fresh rollout is then not
-    exactly 1."""
+    TAKEN: ClassVar[frozenset[str]] = frozenset({"task_type", "inference_mode", "modules_to_save"})
 
     @model_validator(mode="after")
     def _is_possible(self) -> "LoraSection":
+        if self.rank is not None and (type(self.rank) is not int or self.rank < 1):
+            raise ValueError(f"r {self.rank!r}: an integer of 1 or more, or null")
         if not (self.alpha > 0 and 0 <= self.dropout < 1 and self.targets != []):
             raise ValueError("lora_alpha is above 0, lora_dropout in [0, 1), target_modules a list")
         return self
+
+    @property
+    def rank(self) -> int | None:
+        """None if all parameters train."""
+        return self.model_extra["r"]  # type: ignore[index]
 
     @property
     def alpha(self) -> int:
@@ -101,16 +98,29 @@ class ModelSection(Section):
     GPU."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory (TRL: gradient_checkpointing)."""
-    random_init: bool = False
+    random_init: bool | dict[str, Any] = False
     """Initialise the weights at random from the configuration, seeded by `run.seed`. No weights are
-    read."""
-    config_overrides: dict[str, Any] = Field(default_factory=dict)
-    """Values that replace those of the model's configuration, for example
-    `{num_hidden_layers: 2}`. Needs `random_init`."""
+    read. A mapping replaces values of the configuration, for example `{num_hidden_layers: 2}`."""
     trust_remote_code: bool = False
     """Allow code from the model's repository to run."""
     lora: LoraSection = Field(default_factory=LoraSection)
-    """Train low-rank adapters instead of all parameters."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685), trained with peft on a frozen base, by peft's own
+    names. `r` (null): their rank; all parameters train if null. LoRA needs a higher learning rate
+    than full training, about ten times. `lora_alpha` (32): the product of the adapters is
+    multiplied by it / r. `target_modules` (null): names of the linear layers that get adapters, all
+    but the output head if null. `lora_dropout` (0): dropout of the adapters' input, in updates
+    only; its masks depend on the number of ranks, and the ratio of a fresh rollout is then not
+    exactly 1."""
+
+    @field_validator("random_init")
+    @classmethod
+    def _is_asked_for(cls, given: bool | dict[str, Any]) -> bool | dict[str, Any]:
+        return given or not isinstance(given, bool)
+
+    @property
+    def config_overrides(self) -> dict[str, Any]:
+        """Values that replace those of the model's configuration."""
+        return self.random_init if isinstance(self.random_init, dict) else {}
 
 
 class PromptSource(Section):
@@ -157,8 +167,6 @@ class PromptsSection(Section):
     max_prompt_length: Positive = 1024
     """Maximum prompt length in tokens. Longer prompts are skipped and counted (TRL:
     max_prompt_length)."""
-    shuffle: bool = True
-    """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
 
     @field_validator("template")
     @classmethod

@@ -73,6 +73,7 @@ SAMPLERS.register("vllm_server", "grpo_replay.sampling.server.sampler:VllmServer
 
 LOSSES = OpenList("loss.kind")
 LOSSES.register("clipped", "grpo_replay.replay.loss:clipped_surrogate")
+LOSSES.register("gspo", "grpo_replay.replay.loss:clipped_surrogate")
 LOSSES.register("asymre", "grpo_replay.replay.loss:asymmetric_reinforce")
 
 VERIFIERS = OpenList("reward.function")

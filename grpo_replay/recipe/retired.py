@@ -12,12 +12,14 @@ from grpo_replay.errors import RecipeError
 
 FIXED: Mapping[str, tuple[Any, str]] = {
     "prompts.answer_marker": ("####", ""),
+    "prompts.shuffle": (True, ""),
     "prompts.limit": (None, "cut the file, or slice dataset_options.split: 'train[:100]'"),
     "sampling.sync_bucket_mib": (512, ""),
     "sampling.servers.max_retries": (2, ""),
     "sampling.servers.start_timeout_seconds": (600.0, "use request_timeout_seconds"),
     "reward.overlong_weight": (1.0, ""),
     "reward.memory_limit_mib": (2048, ""),
+    "replay.priority_epsilon": (1e-6, ""),
     "optimizer.final_fraction": (0.0, ""),
     "engine.hang_report_seconds": (None, "it is a sixth of engine.timeout_seconds"),
     "run.stop_grace_seconds": (None, "it is that of the launcher"),
@@ -29,11 +31,15 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "eval.id_field": (None, "benchmark files share prompts.id_field"),
     "eval.bootstrap_samples": (2000, ""),
     "tracking.project": ("grpo-replay", "set WANDB_PROJECT or TRACKIO_PROJECT"),
+    "tracking.run_name": (None, "the output directory names the run; or set WANDB_NAME"),
+    "tracking.samples": (2, ""),
     "tracking.samples_every_steps": (50, ""),
+    "tracking.log_rollouts": (True, ""),
 }
 """Keys that went: the value that always holds, and what to do for another one."""
 
 MOVED: Mapping[str, str] = {
+    "model.lora.rank": "model.lora.r",
     "model.lora.alpha": "model.lora.lora_alpha",
     "model.lora.targets": "model.lora.target_modules",
     "model.lora.dropout": "model.lora.lora_dropout",
@@ -47,6 +53,7 @@ MOVED: Mapping[str, str] = {
 """Keys with another name."""
 
 JOINED: Mapping[str, str] = {
+    "model.config_overrides": "model.random_init, as a mapping {num_hidden_layers: 2}",
     "prompts.chat_template_kwargs": "prompts.template, as a mapping {enable_thinking: false}",
     "sampling.servers.host": "sampling.servers.address, host:port",
     "sampling.servers.base_port": "sampling.servers.address, host:port",
@@ -57,6 +64,7 @@ JOINED: Mapping[str, str] = {
     "replay.enabled": "replay.preset: grpo, which never replays",
     "optimizer.beta1": "optimizer.adamw.betas: [0.9, 0.999]",
     "optimizer.beta2": "optimizer.adamw.betas: [0.9, 0.999]",
+    "loss.ratio": "loss.kind: gspo for a ratio per rollout",
     "engine.offload_optimizer": "engine.offload: optimizer",
     "engine.offload_parameters": "engine.offload: everything",
     "eval.other_rewards": "eval.reward, a list",
@@ -99,6 +107,10 @@ def _join(recipe: dict[str, Any]) -> None:
     """Move the values of `JOINED`."""
     prompts, servers = recipe.get("prompts", {}), recipe.get("sampling", {}).get("servers", {})
     reward, evaluation = recipe.get("reward", {}), recipe.get("eval", {})
+    if overrides := _pop(recipe, "model.config_overrides", {}):
+        recipe["model"]["random_init"] = overrides
+    if _pop(recipe, "loss.ratio") == "sequence":
+        recipe["loss"]["kind"] = "gspo"
     if variables := prompts.pop("chat_template_kwargs", None):
         prompts["template"] = variables
     host, port = servers.pop("host", None), servers.pop("base_port", None)

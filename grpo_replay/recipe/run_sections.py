@@ -96,12 +96,6 @@ class EvalSection(Section):
 class TrackingSection(Section):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])
     """Trackers to report to, in addition to metrics.jsonl, which is always written (TRL:
-    report_to). The project at W&B and trackio is grpo-replay, or that of WANDB_PROJECT or
-    TRACKIO_PROJECT."""
-    run_name: str | None = None
-    """Run name at the trackers. The name of the output directory if null."""
-    samples: Annotated[int, Field(ge=0)] = 2
-    """Number of completions shown with their reward every 50 steps, and after the first and the
-    last, in the terminal and as a table in every tracker. 0 shows none."""
-    log_rollouts: bool = True
-    """Write rollouts/ and draws/."""
+    report_to). At W&B and trackio the project is grpo-replay and the run has the name of its output
+    directory, unless the environment has WANDB_PROJECT and WANDB_NAME, or TRACKIO_PROJECT and
+    TRACKIO_NAME."""

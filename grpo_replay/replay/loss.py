@@ -40,13 +40,13 @@ def clipped_surrogate(
     With ρ = 1.5, A = 1, ε_high = 0.28: loss -1.28, clipped. With ρ = 20, A = -1, c = 10: loss 10,
     clipped; with ρ = 0.5, A = -1, ε_low = 0.2: loss 0.8, clipped.
 
-    With `settings.ratio` "sequence", ρ is the same for all tokens of a rollout
+    With `settings.kind` "gspo", ρ is the same for all tokens of a rollout
     (`sequence_log_ratios`), whose numbers of tokens are `lengths_R`: with the weights of
     `sequence_mean` its tokens then add up to the surrogate of GSPO, eq. 5.
     """
     log_ratios_C = logprobs_C - behavior_logprobs_C
     exponents_C = log_ratios_C
-    if settings.ratio == "sequence":
+    if settings.ratio_per_rollout:
         assert lengths_R is not None, "a sequence ratio needs the rollouts' numbers of tokens"
         exponents_C = sequence_log_ratios(log_ratios_C, lengths_R)
     ratios_C = exponents_C.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -17,6 +17,9 @@ from grpo_replay.types import Rollout
 
 Columns = Mapping[str, np.ndarray]
 
+EPSILON = 1e-6
+"""ε, added to every priority but `uniform`."""
+
 COLUMNS: Mapping[str, tuple[type, Callable[[Rollout], Any]]] = {
     **{n: (np.int64, attrgetter(n)) for n in ("rollout_id", "group_id", "birth_step")},
     **{n: (np.float64, attrgetter(n)) for n in ("reward", "advantage", "group_reward_std")},
@@ -28,8 +31,8 @@ COLUMNS: Mapping[str, tuple[type, Callable[[Rollout], Any]]] = {
 
 
 def needs(*columns: str, epsilon: bool = True) -> Callable[[Any], Any]:
-    """Names the columns of a priority, and whether `replay.priority_epsilon` is added to it. The
-    same as setting its attributes `columns` and `epsilon`."""
+    """Names the columns of a priority, and whether `EPSILON` is added to it. The same as setting
+    its attributes `columns` and `epsilon`."""
 
     def named(function: Any) -> Any:
         function.columns, function.epsilon = columns, epsilon
@@ -66,7 +69,7 @@ def load_priority(name: str) -> Any:
     return function
 
 
-def rollout_priorities(name: str, rollouts: Sequence[Rollout], epsilon: float) -> np.ndarray:
+def rollout_priorities(name: str, rollouts: Sequence[Rollout]) -> np.ndarray:
     """p_i before the exponent, float64 [N]: the function `name` of `replay.priority`, plus ε.
 
     Raises RecipeError for values that are no priorities, and for a function that does not take
@@ -91,7 +94,7 @@ def rollout_priorities(name: str, rollouts: Sequence[Rollout], epsilon: float) -
             f"replay.priority {name}: {p_N[bad]} for rollout {rollouts[bad].rollout_id}: return "
             "finite numbers of 0 or more"
         )
-    return p_N + epsilon if getattr(function, "epsilon", True) else p_N
+    return p_N + EPSILON if getattr(function, "epsilon", True) else p_N
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +133,7 @@ def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
     """The distribution `P ∝ p^α`. With α = 0 it is exactly uniform, zero priorities included. With
     α > 0 a candidate of priority 0 is never drawn.
 
-    Raises RecipeError if α > 0 and all priorities are 0; only `replay.priority_epsilon: 0` allows
-    that.
+    Raises RecipeError if α > 0 and all priorities are 0, as those of a user's function may be.
     """
     priority_N = np.asarray(priority_N, dtype=np.float64)
     if priority_N.size and not (np.isfinite(priority_N).all() and priority_N.min() >= 0):
@@ -144,8 +146,8 @@ def draw_law(priority_N: np.ndarray, exponent: float) -> DrawLaw:
     largest = log_priority_N.max()
     if largest == -np.inf:
         raise RecipeError(
-            f"replay.priority_epsilon 0: all {priority_N.size} priorities are 0, so no draw has a "
-            "probability; set replay.priority_epsilon to 1e-6"
+            f"replay.priority: all {priority_N.size} priorities are 0, so no draw has a "
+            "probability; return a number above 0, or leave the function's epsilon True"
         )
     log_weight_N = exponent * (log_priority_N - largest)
     weight_N = np.exp(log_weight_N)

@@ -290,7 +290,6 @@ class ReplayBuffer:
             "times_used": self._columns["times_used"].copy(),
             "last_used_step": self._columns["last_used_step"].copy(),
             "priority_kind": self.settings.priority,
-            "priority_epsilon": self.settings.priority_epsilon,
             "evicted_by_age": self._evicted_by_age,
             "evicted_by_capacity": self._evicted_by_capacity,
             "evicted_at": self._evicted_at,
@@ -394,14 +393,10 @@ class ReplayBuffer:
         return Candidates(self._priorities_of(rollouts), group_id_N, never_drawn)
 
     def _priorities_of(self, rollouts: Sequence[Rollout]) -> np.ndarray:
-        settings = self.settings
-        return rollout_priorities(settings.priority, rollouts, settings.priority_epsilon)
+        return rollout_priorities(self.settings.priority, rollouts)
 
     def _check_saved_priorities(self, state: Mapping[str, Any]) -> None:
-        same_law = (
-            state["priority_kind"] == self.settings.priority
-            and state["priority_epsilon"] == self.settings.priority_epsilon
-        )
+        same_law = state["priority_kind"] == self.settings.priority
         if same_law and not np.array_equal(state["priority"], self._columns["priority"]):
             raise ValueError("the saved priorities are not those that replay.priority gives now")
 

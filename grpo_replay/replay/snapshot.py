@@ -110,7 +110,6 @@ def read_snapshot(path: Path) -> Snapshot:
         "times_used": _joined(columns["times_used"], np.int32),
         "last_used_step": _joined(columns["last_used_step"], np.int64),
         "priority_kind": facts["settings"]["priority"],
-        "priority_epsilon": facts["settings"]["priority_epsilon"],
         **{name: facts[name] for name in _COUNTERS},
     }
     state["evicted_at"] = tuple(state["evicted_at"])
@@ -195,8 +194,9 @@ def _check_complete(path: Path, batch: pa.RecordBatch) -> None:
 def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     try:
         facts = json.loads(metadata[_FACTS_KEY])
+        facts["settings"].pop("priority_epsilon", None)  # of earlier versions
         missing = {"step", "group_size", "settings", *_COUNTERS} - set(facts)
-        missing |= {"priority", "priority_epsilon"} - set(facts.get("settings", ()))
+        missing |= {"priority"} - set(facts.get("settings", ()))
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise SnapshotError(
             f"{path}: its metadata has no readable {_FACTS_KEY.decode()} ({error}); restore the "

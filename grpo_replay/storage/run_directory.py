@@ -344,7 +344,7 @@ def environment_facts(world_size: int) -> dict[str, Any]:
 
 def _is_another_model(recipe: Recipe, changes: Sequence[str]) -> bool:
     """Whether the base model is another than before the changes of the recipe."""
-    keys = ("path", "revision", "tokenizer", "dtype", "random_init", "config_overrides")
+    keys = ("path", "revision", "tokenizer", "dtype", "random_init")
     names = tuple(f"model.{key}" for key in keys)
     names += ("run.seed",) if recipe.model.random_init else ()
     return any(change.startswith(names) for change in changes)

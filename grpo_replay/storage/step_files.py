@@ -135,8 +135,6 @@ def describe_damage(run_dir: Path, history: RecipeHistory, step: int) -> str | N
 def _problems(run_dir: Path, history: RecipeHistory, step: int) -> Iterator[str]:
     for each in range(1, step + 1):
         recipe = history.at(each)
-        if not recipe.tracking.log_rollouts:
-            continue
         kinds = [("rollouts", ROLLOUT_FILE_SCHEMA)]
         kinds += [("draws", DRAW_SCHEMA)] if recipe.replays else []
         for kind, schema in kinds:

@@ -77,7 +77,7 @@ class HostedTracker:
         known = {"id": _run_id(run_dir / f"{name}_id")} if name == "wandb" else {}
         self._module.init(
             project=os.environ.get(f"{name.upper()}_PROJECT", "grpo-replay"),
-            name=recipe.tracking.run_name or run_dir.name,
+            name=os.environ.get(f"{name.upper()}_NAME", run_dir.name),
             config=recipe.model_dump(mode="json"),
             resume="allow",
             **known,

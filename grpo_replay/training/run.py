@@ -15,7 +15,7 @@ from grpo_replay.distributed.failures import Interruption
 from grpo_replay.distributed.rendezvous import initialize_processes
 from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.recipe import Recipe, TrackingSection
+from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
@@ -198,15 +198,14 @@ class Run:
         self.observer.on_step(metrics)
         for tracker in self.trackers:
             tracker.log(metrics["step"], metrics)
-        if samples_are_due(self.recipe.tracking, metrics["step"], self.recipe.run.steps):
+        if samples_are_due(metrics["step"], self.recipe.run.steps):
             self._show_samples(metrics["step"])
         for notice in self.trainer.notices:
             self._notify(notice)
         self.trainer.notices.clear()
 
     def _show_samples(self, step: int) -> None:
-        count, tokenizer = self.recipe.tracking.samples, self.trainer.parts.tokenizer
-        rows = sample_rows(self.trainer.generated, count, tokenizer)
+        rows = sample_rows(self.trainer.generated, SAMPLES, self.trainer.parts.tokenizer)
         if not rows:  # nothing has arrived since the step before (`buffer_only`, asynchronous)
             return
         for tracker in self.trackers:
@@ -231,13 +230,12 @@ def _accuracies(report: EvaluationReport) -> dict[str, float]:
     return {f"eval/{name}": value for name, value in report.accuracies().items()}
 
 
-SAMPLES_EVERY_STEPS = 50
+SAMPLES, SAMPLES_EVERY_STEPS = 2, 50
 
 
-def samples_are_due(tracking: TrackingSection, step: int, last_step: int) -> bool:
+def samples_are_due(step: int, last_step: int) -> bool:
     """Whether completions are shown after this step: the first, every n-th and the last."""
-    due = step in (1, last_step) or step % SAMPLES_EVERY_STEPS == 0
-    return tracking.samples > 0 and due
+    return step in (1, last_step) or step % SAMPLES_EVERY_STEPS == 0
 
 
 def sample_rows(rollouts: Sequence[Rollout], count: int, tokenizer: Any) -> list[dict[str, Any]]:

@@ -169,8 +169,7 @@ class Trainer:
                 step, record.generated, self.parts.scorer.first_error
             )
             self.notices += self._learning.observe(step, record.generated)
-        if recipe.tracking.log_rollouts:
-            write_step_files(self.parts.run_dir.path, record, draws=recipe.replays)
+        write_step_files(self.parts.run_dir.path, record, draws=recipe.replays)
         metrics = step_metrics(
             record, self.buffer.stats(step), self.parts.clock.read(), self.source.metrics(record),
             recipe.loss, recipe.reward, recipe.sampling.group_size,

@@ -28,6 +28,7 @@ from grpo_replay.replay.advantages import group_advantages
 from grpo_replay.replay.batch import token_weights, train_rows
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.loss import token_loss
+from grpo_replay.replay.priorities import EPSILON
 from grpo_replay.replay.seeding import stream
 from grpo_replay.rewards.math_verify import SymbolicGrader
 from grpo_replay.training.observer import Observer
@@ -122,7 +123,7 @@ def test_presets_are_the_settings_of_the_recipes(preset):
     )  # fmt: skip
     assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.99, 1e-8)
     assert (optimizer.max_grad_norm, optimizer.schedule) == (1.0, "constant")
-    assert replay.priority_epsilon == recipe.advantage.epsilon == one.EPSILON
+    assert EPSILON == recipe.advantage.epsilon == one.EPSILON
     assert recipe.advantage.std == "population"
 
 

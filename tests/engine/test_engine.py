@@ -26,6 +26,7 @@ from core_engine import (
 )
 from slow_tests import slow_except
 
+import grpo_replay.engine.deepspeed_engine
 import grpo_replay.engine.policy_module
 from grpo_replay.engine.engine_state import ENGINE_TAG, MASTER, MOMENTS, read_saved_state
 from grpo_replay.engine.models import load_policy
@@ -238,8 +239,8 @@ def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
 
     monkeypatch.setattr(grpo_replay.engine.policy_module, "_logits", watched)
     rows = make_rows(8)
-    sections = {"engine": {"logprob_chunk_tokens": 16}, "batch": {"share_prompts": False}}
-    one_update(processes, rows, **sections)
+    monkeypatch.setattr(grpo_replay.engine.deepspeed_engine, "can_share", lambda *_: False)
+    one_update(processes, rows, engine={"logprob_chunk_tokens": 16})
     assert max(heights) == 16
     assert heights.pop(0) == 15  # the trial of the head
     # Every chunk is computed again in the backward pass.
@@ -249,7 +250,7 @@ def test_no_more_logits_exist_than_a_chunk_has_tokens(processes, monkeypatch):
 @pytest.mark.parametrize("vocabulary, tokens", [(24, 1024), (100_000, 384)])
 def test_the_chunk_of_the_head_follows_the_vocabulary_of_the_model(processes, vocabulary, tokens):
     overrides = {"vocab_size": vocabulary, "hidden_size": 8}
-    model = {"random_init": True, "config_overrides": overrides}
+    model = {"random_init": overrides}
     with open_engine(processes, model=model, loss={"beta": 0.1}) as engine:
         assert engine._engine.module.head.chunk_tokens == tokens
         assert engine._reference.head.chunk_tokens == tokens

@@ -30,7 +30,7 @@ from grpo_replay.recipe import LoraSection, resolve_recipe
 
 STAGES = [0, 1, 2, 3]
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-LORA = {"rank": 4, "lora_alpha": 8}
+LORA = {"r": 4, "lora_alpha": 8}
 MODEL = {"lora": LORA}
 
 
@@ -186,7 +186,7 @@ def test_only_the_targets_move(processes):
 
 def test_biases_of_adapted_layers_keep_their_names(processes):
     """Qwen2.5 has biases at q, k and v."""
-    override = {"random_init": True, "config_overrides": {"attention_bias": True}}
+    override = {"random_init": {"attention_bias": True}}
     with open_engine(processes, model=MODEL | override) as engine:
         found = {name for name, _ in engine.named_full_tensors(2**29)}
     assert "model.layers.0.self_attn.q_proj.bias" in found
@@ -231,15 +231,13 @@ def test_a_state_is_restored_at_another_stage(processes, tmp_path, stage, other)
         assert relative(found[1][name], tensor) < 1e-6, name
 
 
-@pytest.mark.parametrize("other", [{}, {"rank": 4, "lora_alpha": 9}, {"rank": 2, "lora_alpha": 8}])
+@pytest.mark.parametrize("other", [{}, {"r": 4, "lora_alpha": 9}, {"r": 2, "lora_alpha": 8}])
 def test_a_state_of_other_adapters_is_refused(processes, tmp_path, other):
     with open_engine(processes, model=MODEL) as engine:
         engine.save(tmp_path)
     with (
         open_engine(processes, model={"lora": other}) as engine,
-        pytest.raises(
-            CheckpointError, match=r"saved with model.lora \{'rank': 4, 'lora_alpha': 8,"
-        ),
+        pytest.raises(CheckpointError, match=r"saved with model.lora \{'r': 4, 'lora_alpha': 8,"),
     ):
         engine.load(tmp_path)
 
@@ -313,5 +311,5 @@ def test_without_peft_the_message_says_what_to_install(monkeypatch):
 )
 def test_settings_of_lora_without_a_rank_are_refused(value):
     (name,) = value
-    with pytest.raises(RecipeError, match=rf"model.lora.{name} .* without model.lora.rank"):
+    with pytest.raises(RecipeError, match=rf"model.lora.{name} .* without model.lora.r"):
         resolve_recipe([{"model": {"lora": value}}])

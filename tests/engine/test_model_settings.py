@@ -24,8 +24,7 @@ def qwen(*overrides: str) -> Recipe:
         (["model.attn_implementation=eager"], False, True),
         (["model.dtype=float32", "model.attn_implementation=flex_attention"], True, False),
         (  # no grouped heads: the memory-efficient kernel takes float32
-            ["model.dtype=float32", "model.random_init=true",
-             "model.config_overrides={num_key_value_heads: 16}"], True, False,
+            ["model.dtype=float32", "model.random_init={num_key_value_heads: 16}"], True, False,
         ),
     ],
 )  # fmt: skip

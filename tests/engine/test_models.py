@@ -37,8 +37,7 @@ def random_section(**changes):
     values = {
         "path": "builtin:qwen3-0.6b",
         "tokenizer": "builtin:bytes",
-        "random_init": True,
-        "config_overrides": SMALL,
+        "random_init": SMALL,
     }
     return ModelSection(**{**values, **changes})
 
@@ -112,14 +111,14 @@ def test_a_random_initialisation_takes_dtype_overrides_and_special_tokens():
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
 def test_published_configurations_ship(name):
-    config = load_config(random_section(path=f"builtin:{name}", config_overrides={}))
+    config = load_config(random_section(path=f"builtin:{name}", random_init=True))
     assert config.model_type == "qwen3"
     assert config.vocab_size == 151_936
     assert config.tie_word_embeddings
 
 
 def test_the_published_qwen2_5_ships_with_a_head_of_its_own():
-    config = load_config(random_section(path="builtin:qwen2.5-7b", config_overrides={}))
+    config = load_config(random_section(path="builtin:qwen2.5-7b", random_init=True))
     assert (config.model_type, config.vocab_size) == ("qwen2", 152_064)
     assert not config.tie_word_embeddings
 
@@ -261,11 +260,11 @@ def test_weights_of_another_shape_are_refused(folder):
 )
 def test_overrides_that_the_configuration_cannot_take_are_recipe_errors(overrides, message):
     with pytest.raises(RecipeError, match=message):
-        load_config(random_section(config_overrides=overrides))
+        load_config(random_section(random_init=overrides))
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused():
-    section = random_section(config_overrides={**SMALL, "vocab_size": 257})
+    section = random_section(random_init={**SMALL, "vocab_size": 257})
     with pytest.raises(ModelError, match=r"has 258 tokens, but .* vocab_size 257"):
         load_policy(section, 0)
 
@@ -336,5 +335,5 @@ def test_a_configuration_that_needs_a_bos_token_keeps_its_own(tmp_path):
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
     small = {**sizes, "vocab_size": 300, "intermediate_size": 16, "bos_token_id": 7}
     AutoConfig.for_model("modernbert-decoder", **small).save_pretrained(tmp_path)
-    policy = load_policy(random_section(path=str(tmp_path), config_overrides={}), 0)
+    policy = load_policy(random_section(path=str(tmp_path), random_init=True), 0)
     assert (policy.config.eos_token_id, policy.config.bos_token_id) == (EOS_ID, 7)

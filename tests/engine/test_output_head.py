@@ -153,7 +153,7 @@ def test_an_engine_trains_heads_with_scale_and_bias(processes, kind, stage, rank
     rows = make_rows(5)
     sections = {
         "engine": SHARDED | {"zero_stage": stage},
-        "model": {"lora": {"rank": rank}} if rank else {},
+        "model": {"lora": {"r": rank}} if rank else {},
     }
     model = random_model(kind)
     with open_engine(processes, model, **sections) as engine:

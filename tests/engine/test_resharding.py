@@ -134,7 +134,7 @@ def test_a_state_of_another_model_is_refused(processes, tmp_path, stage, dtype):
         engine.save(tmp_path)
     make_layout_foreign(tmp_path)
     for override in OTHER_MODELS:
-        config = {"random_init": True, "config_overrides": override}
+        config = {"random_init": override}
         with (
             engine_at(processes, stage, dtype=dtype, config=config) as engine,
             pytest.raises(CheckpointError, match="the engine state is of another model"),

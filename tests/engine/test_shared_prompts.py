@@ -85,7 +85,7 @@ def test_shared_prompts_give_the_update_of_separate_rows(
         "model": {
             "attn_implementation": attention,
             "gradient_checkpointing": checkpointing,
-            "lora": {"rank": lora},
+            "lora": {"r": lora},
         },
         "batch": {"packing": packing},
     }
@@ -107,7 +107,7 @@ def test_shared_prompts_give_the_update_of_separate_rows(
     "loss",
     [
         {"kind": "asymre"},
-        {"ratio": "sequence", "aggregation": "sequence_mean"},
+        {"kind": "gspo", "aggregation": "sequence_mean"},
         {"aggregation": "constant", "beta": 0.2, "dual_clip": None},
     ],
 )
@@ -268,9 +268,7 @@ def test_which_models_share_prompts_is_found_by_trying(processes, kind, shares):
         assert said == ([] if shares else [True])
 
 
-def test_attention_without_such_a_mask_and_the_key_leave_rows_apart(processes):
+def test_attention_without_such_a_mask_leaves_rows_apart():
     assert pairs_per_token("flash_attention_2", True, 576) is None
     assert pairs_per_token("flex_attention", True, 576) == np.inf
     assert pairs_per_token("flex_attention", False, 576) is None
-    with open_engine(processes, batch={"share_prompts": False}) as engine:
-        assert engine._layout.pairs_per_token is None

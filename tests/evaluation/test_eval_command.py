@@ -159,13 +159,13 @@ def test_without_a_recipe_the_settings_are_paper_a_s_for_its_smaller_models():
 
 def test_a_checkpoint_is_evaluated_with_its_own_weights_and_tokenizer(run_folder):
     (run_folder / "recipe.yaml").write_text(
-        "model: {path: builtin:qwen3-0.6b, tokenizer: builtin:bytes, random_init: true,\n"
-        "        config_overrides: {num_hidden_layers: 1}}\neval: {benchmarks: [tiny]}\n"
+        "model: {path: builtin:qwen3-0.6b, tokenizer: builtin:bytes, \n"
+        "        random_init: {num_hidden_layers: 1}}\neval: {benchmarks: [tiny]}\n"
     )
     source = find_model(str(run_folder))
     model = recipe_of_evaluation(str(run_folder)).model
     assert (model.path, model.tokenizer) == (source.path, None)
-    assert (model.random_init, model.config_overrides) == (False, {})
+    assert model.random_init is False
 
 
 def test_another_tokenizer_can_be_chosen():

@@ -112,13 +112,11 @@ def test_plain_prompts_get_the_tokenizers_own_start_token_and_chat_prompts_do_no
     assert 256 not in render_prompt(chat, starting, "A")[1]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_epoch_visits_every_prompt_once(jsonl, tokenizer, shuffle):
-    prompts = load_prompts(section(jsonl(*numbered(7)), shuffle=shuffle), tokenizer, 0)
+def test_every_epoch_visits_every_prompt_once_in_an_order_of_its_own(jsonl, tokenizer):
+    prompts = load_prompts(section(jsonl(*numbered(7))), tokenizer, 0)
     epochs = [[p.prompt_id for p in prompts.take(7 * e, 7)] for e in range(4)]
     assert all(Counter(epoch) == Counter(map(str, range(7))) for epoch in epochs)
-    assert len(set(map(tuple, epochs))) == (4 if shuffle else 1)
-    assert shuffle or epochs[0] == list("0123456")
+    assert len(set(map(tuple, epochs))) == 4
 
 
 def test_the_order_depends_only_on_seed_and_cursor(jsonl, tokenizer):
@@ -163,17 +161,17 @@ def test_no_prompt_left_says_limit_and_shortest(jsonl, tokenizer):
 
 def test_numeric_answers_become_text(jsonl, tokenizer):
     path = jsonl(*({"problem": "a", "answer": n} for n in (72, -3, 18.0, 0.25, 1e300)))
-    prompts = load_prompts(section(path, shuffle=False), tokenizer, 0)
-    assert [p.answer for p in prompts.take(0, 5)] == ["72", "-3", "18", "0.25", "1e+300"]
+    prompts = load_prompts(section(path), tokenizer, 0)
+    assert [p.answer for p in prompts.sample(5)] == ["72", "-3", "18", "0.25", "1e+300"]
 
 
 def test_only_the_text_after_the_last_marker_is_the_answer(jsonl, tokenizer):
     """As in GSM8K."""
     marked = {"problem": "a", "answer": "9 + 9 = <<9+9=18>>18\n#### first\n#### 1,018 "}
     path = jsonl(marked, {"problem": "b", "answer": "7"})
-    prompts = load_prompts(section(path, shuffle=False), tokenizer, 0)
-    assert [p.answer for p in prompts.take(0, 2)] == ["1,018", "7"]
-    assert prompts.take(0, 1)[0].row == marked
+    prompts = load_prompts(section(path), tokenizer, 0)
+    assert [p.answer for p in prompts.sample(2)] == ["1,018", "7"]
+    assert prompts.sample(2)[0].row == marked
     (notice,) = prompts.notices
     assert "1 of 2 answers contain '####'" in notice
     refused(
@@ -299,8 +297,8 @@ def test_a_bad_row_is_refused_with_its_file_and_line(jsonl, tokenizer, row, matc
 
 def test_ids_come_from_their_field_and_must_be_unique(jsonl, tokenizer):
     rows = [{"problem": "p", "answer": "1", "uid": uid} for uid in ("a", 7, "c")]
-    prompts = load_prompts(section(jsonl(*rows), id_field="uid", shuffle=False), tokenizer, 0)
-    assert [p.prompt_id for p in prompts.take(0, 3)] == ["a", "7", "c"]
+    prompts = load_prompts(section(jsonl(*rows), id_field="uid"), tokenizer, 0)
+    assert [p.prompt_id for p in prompts.sample(3)] == ["a", "7", "c"]
     rows.append({"problem": "q", "answer": "1", "uid": "7"})
     refused(
         jsonl(*rows),
@@ -361,11 +359,11 @@ def pasted(tmp_path_factory):
 def test_the_same_rows_come_from_every_form(pasted, tokenizer, name, whole_rows):
     """A CSV file keeps the text as it is written, and GSM8K's `question` is found by its name."""
     more = {"dataset_options": {"sep": ";"}} if name == "semi.csv" else {}
-    chosen = section(f"{pasted}/{name}", user_template="{problem}", shuffle=False, **more)
+    chosen = section(f"{pasted}/{name}", user_template="{problem}", **more)
     prompts = load_prompts(chosen, tokenizer, 0, whole_rows)
-    found = [(p.prompt_id, p.text, p.answer) for p in prompts.take(0, len(prompts))]
+    found = [(p.prompt_id, p.text, p.answer) for p in prompts.sample(2)]
     assert found == [("0", "1+1, or\n2?", "007"), ("1", "NA", "1.50")]
-    assert dict(prompts.take(0, 1)[0].row) == {"question": "1+1, or\n2?", "answer": "007"}
+    assert dict(prompts.sample(2)[0].row) == {"question": "1+1, or\n2?", "answer": "007"}
     assert "problems from 'question', answers from 'answer'" in prompts.notices[0]
     assert read_problems(chosen, 0)["1"] == ("NA", "1.50")
 
@@ -430,19 +428,18 @@ def test_several_sources_are_visited_by_their_weights(tmp_path, tokenizer):
         {"source": f"{tmp_path}/b.json", "weight": 2},
         {"source": f"{tmp_path}/c.json", "weight": 0.5, "problem_field": "q"},
     ]
-    for shuffle in (True, False):
-        chosen = section(listed, user_template="{problem}", shuffle=shuffle)
-        prompts = load_prompts(chosen, tokenizer, 5)
-        assert len(prompts) == 3 + 2 * 2 + 2
-        epochs = [Counter(p.text for p in prompts.take(9 * e, 9)) for e in range(2)]
-        for epoch in epochs:
-            assert all(epoch[each] == 1 for each in ("a0", "a1", "a2"))
-            assert all(epoch[each] == 2 for each in ("b0", "b1"))
-        of_c = [[each for each in epoch if each.startswith("c")] for epoch in epochs]
-        assert sorted(of_c[0] + of_c[1]) == ["c0", "c1", "c2", "c3"]
-        again = load_prompts(chosen, tokenizer, 5)
-        assert [p.text for p in again.take(7, 30)] == [p.text for p in prompts.take(0, 37)[7:]]
-    assert {p.prompt_id for p in prompts.take(0, 3)} == {"a.json:0", "a.json:1", "a.json:2"}
+    chosen = section(listed, user_template="{problem}")
+    prompts = load_prompts(chosen, tokenizer, 5)
+    assert len(prompts) == 3 + 2 * 2 + 2
+    epochs = [Counter(p.text for p in prompts.take(9 * e, 9)) for e in range(2)]
+    for epoch in epochs:
+        assert all(epoch[each] == 1 for each in ("a0", "a1", "a2"))
+        assert all(epoch[each] == 2 for each in ("b0", "b1"))
+    of_c = [[each for each in epoch if each.startswith("c")] for epoch in epochs]
+    assert sorted(of_c[0] + of_c[1]) == ["c0", "c1", "c2", "c3"]
+    again = load_prompts(chosen, tokenizer, 5)
+    assert [p.text for p in again.take(7, 30)] == [p.text for p in prompts.take(0, 37)[7:]]
+    assert {p.prompt_id for p in prompts.sample(100)[:3]} == {"a.json:0", "a.json:1", "a.json:2"}
     assert read_problems(chosen, 0)["c.json:3"] == ("c3", "3")
     assert len(prompts.sample(100)) == 9, "each problem once"
     with pytest.raises(ValueError, match=r"a\.json is named twice: name it once, with a weight"):
@@ -500,13 +497,13 @@ def test_a_hub_dataset_is_read_through_datasets(tokenizer, tmp_path, monkeypatch
         )
 
     monkeypatch.setattr(datasets, "load_dataset", from_folder)
-    hub = section("owner/name", dataset_options={"name": "main", "revision": "abc"}, shuffle=False)
+    hub = section("owner/name", dataset_options={"name": "main", "revision": "abc"})
     prompts = load_prompts(hub, tokenizer, 0)
     assert len(prompts) == 9
-    assert [p.answer for p in prompts.take(0, 9)] == [str(i + 1) for i in range(9)]
-    assert prompts.take(3, 1)[0].row == {"problem": "3+1", "answer": "4"}
-    (named,) = load_prompts(hub.model_copy(update={"answer_field": "problem"}), tokenizer, 0,
-                            whole_rows=False).take(3, 1)  # fmt: skip
+    assert [p.answer for p in prompts.sample(9)] == [str(i + 1) for i in range(9)]
+    assert prompts.sample(9)[3].row == {"problem": "3+1", "answer": "4"}
+    named = load_prompts(hub.model_copy(update={"answer_field": "problem"}), tokenizer, 0,
+                         whole_rows=False).sample(9)[3]  # fmt: skip
     assert (named.answer, named.row) == ("3+1", {"problem": "3+1"})
     refused("owner/name", tokenizer, r"owner/name\[train\]: no column 'x'", answer_field="x",
             dataset_options={"name": "main", "revision": "abc"})  # fmt: skip
@@ -520,9 +517,9 @@ def test_unused_fields_are_not_read(jsonl, tokenizer, tmp_path, suffix):
     if suffix == "parquet":
         path = str(tmp_path / "problems.parquet")
         pq.write_table(pa.Table.from_pylist(rows), path)
-    named = section(path, id_field="uid", shuffle=False)
-    whole = load_prompts(named, tokenizer, 0).take(0, 3)
-    part = load_prompts(named, tokenizer, 0, whole_rows=False).take(0, 3)
+    named = section(path, id_field="uid")
+    whole = load_prompts(named, tokenizer, 0).sample(3)
+    part = load_prompts(named, tokenizer, 0, whole_rows=False).sample(3)
     assert [dict(p.row) for p in whole] == rows
     for row, prompt, same in zip(rows, part, whole, strict=True):
         assert dict(prompt.row) == {name: row[name] for name in ("problem", "answer", "uid")}

@@ -182,10 +182,9 @@ REFUSED = {
         "eval.temperature 0.001 with sampling.backend 'vllm_server'.*or 0 for greedy",
     ),
     "a sequence ratio over tokens": (
-        ["loss.ratio=sequence"],
-        "loss.ratio 'sequence'.*set loss.aggregation sequence_mean",
+        ["loss.kind=gspo"],
+        "loss.kind 'gspo'.*set loss.aggregation sequence_mean",
     ),
-    "a ratio of asymre": (["loss.kind=asymre", "loss.ratio=sequence"], "which has no ratio"),
     "sampler weights of asymre": (
         ["loss.kind=asymre", "loss.sampler_ratio_cap=2"],
         "no importance weights",
@@ -195,7 +194,7 @@ REFUSED = {
         "would count twice",
     ),
     "a cap per token of a ratio per rollout": (
-        ["loss.ratio=sequence", "loss.aggregation=sequence_mean", "loss.sampler_ratio_cap=2"],
+        ["loss.kind=gspo", "loss.aggregation=sequence_mean", "loss.sampler_ratio_cap=2"],
         "cap is of a ratio per token",
     ),
     "a warm-up of the learning rate as long as the run": (
@@ -248,8 +247,8 @@ def test_a_temperature_that_the_sampler_can_have_or_never_gets_is_allowed(overri
 
 @pytest.mark.parametrize("word", ["12e4567", "1234567", "1e3", "0123", "on", "2026-11-20"])
 def test_text_settings_are_not_parsed_as_yaml(word):
-    recipe = load_recipe("tiny", [f"model.revision={word}", f"tracking.run_name={word}"])
-    assert recipe.model.revision == recipe.tracking.run_name == word
+    recipe = load_recipe("tiny", [f"model.revision={word}", f"prompts.id_field={word}"])
+    assert recipe.model.revision == recipe.prompts.id_field == word
     assert load_recipe("tiny", ["model.revision=null"]).model.revision is None
     assert load_recipe("tiny", ["prompts.answer_field='on'"]).prompts.answer_field == "on"
 
@@ -262,8 +261,8 @@ LITERAL = [
 
 @pytest.mark.parametrize("word", LITERAL)
 def test_all_of_the_word_after_set_is_the_text(word):
-    recipe = load_recipe("tiny", [f"prompts.system_prompt={word}", f"tracking.run_name= {word} "])
-    assert recipe.prompts.system_prompt == recipe.tracking.run_name == word
+    recipe = load_recipe("tiny", [f"prompts.system_prompt={word}", f"prompts.id_field= {word} "])
+    assert recipe.prompts.system_prompt == recipe.prompts.id_field == word
 
 
 @pytest.mark.parametrize(
@@ -278,14 +277,14 @@ def test_all_of_the_word_after_set_is_the_text(word):
     ],
 )
 def test_quotes_and_null_mean_in_text_after_set_what_they_mean_in_yaml(word, text):
-    assert load_recipe("tiny", [f"tracking.run_name={word}"]).tracking.run_name == text
+    assert load_recipe("tiny", [f"prompts.id_field={word}"]).prompts.id_field == text
 
 
 @pytest.mark.parametrize(
     "lines, problem",
     [
         ("  answer_field: ####", "reads '####' as a comment: put the text in quotes"),
-        ("  answer_field: # the default\n  shuffle: true", "'# the default' as a comment"),
+        ("  answer_field: # the default\n  id_field: x", "'# the default' as a comment"),
         ("  system_prompt: !important do", "reads '!important' as a tag: put the text in quotes"),
     ],
 )
@@ -314,10 +313,10 @@ SAME = {
     "run.steps": ("1e3", 1000),
     "run.seed": ("1_000", 1000),
     "model.revision": ("1e3", "1e3"),
-    "tracking.run_name": ("2026-11-20", "2026-11-20"),
+    "model.tokenizer": ("2026-11-20", "2026-11-20"),
     "prompts.answer_field": ("on", "on"),
     "prompts.id_field": ("null", None),
-    "prompts.shuffle": ("off", False),
+    "eval.greedy": ("off", False),
     "sampling.stop_tokens": ("[<|endoftext|>, 1e3, no]", ["<|endoftext|>", "1e3", "no"]),
     "eval.benchmarks": ("[math500, 7]", ["math500", "7"]),
 }

@@ -12,6 +12,7 @@ from scipy.stats import chisquare
 from grpo_replay.errors import RecipeError
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import (
+    EPSILON,
     draw_law,
     draw_with_replacement,
     draw_without_replacement,
@@ -49,12 +50,12 @@ def test_priorities_by_hand():
         make_rollout(1, advantage=-2.0, group_reward_std=0.75, tokens=3),
         make_rollout(2, advantage=0.5, group_reward_std=1.0, tokens=8),
     ]
-    assert rollout_priorities("abs_advantage", rollouts, 0.25).tolist() == [2.25, 0.75]
-    assert rollout_priorities("group_std", rollouts, 0.25).tolist() == [1.0, 1.25]
-    assert rollout_priorities("uniform", rollouts, 0.25).tolist() == [1.0, 1.0]
-    assert rollout_priorities("own_functions:short", rollouts, 0.25).tolist() == [
-        1 / 3 + 0.25,
-        1 / 8 + 0.25,
+    assert rollout_priorities("abs_advantage", rollouts).tolist() == [2 + EPSILON, 0.5 + EPSILON]
+    assert rollout_priorities("group_std", rollouts).tolist() == [0.75 + EPSILON, 1 + EPSILON]
+    assert rollout_priorities("uniform", rollouts).tolist() == [1.0, 1.0]
+    assert rollout_priorities("own_functions:short", rollouts).tolist() == [
+        1 / 3 + EPSILON,
+        1 / 8 + EPSILON,
     ]
 
 
@@ -72,7 +73,7 @@ def test_priorities_by_hand():
 )
 def test_what_is_no_priority_is_refused(name, message):
     with pytest.raises(RecipeError, match=message):
-        rollout_priorities(name, [make_rollout(1), make_rollout(2, tokens=9)], 0.25)
+        rollout_priorities(name, [make_rollout(1), make_rollout(2, tokens=9)])
 
 
 def test_probabilities_ess_and_entropy_by_hand():
@@ -124,8 +125,8 @@ def test_a_zero_priority_is_never_drawn():
     assert set(draw_with_replacement(law, 2000, rng).tolist()) == {1, 3}
 
 
-def test_all_zero_priorities_are_an_error_that_says_what_to_set():
-    with pytest.raises(RecipeError, match=r"replay\.priority_epsilon"):
+def test_all_zero_priorities_are_an_error_that_says_what_to_return():
+    with pytest.raises(RecipeError, match=r"replay\.priority: all 3 priorities are 0"):
         draw_law(np.zeros(3), 0.5)
 
 
@@ -195,8 +196,8 @@ def stored(settings, advantages, groups=None):
 
 def test_the_buffers_rollout_draws_follow_the_law_of_absolute_advantages():
     # |A| + ε = 1, 4, 9, 1 → with α = 0.5 weights 1 : 2 : 3 : 1.
-    settings = replay_settings(priority_exponent=0.5, priority_epsilon=0.0)
-    buffer = stored(settings, [1.0, -4.0, 9.0, -1.0])
+    settings = replay_settings(priority_exponent=0.5)
+    buffer = stored(settings, [1 - EPSILON, EPSILON - 4, 9 - EPSILON, EPSILON - 1])
     rng = np.random.default_rng(14)
     draws = [buffer.draw(2, 2, rng) for _ in range(20_000)]
     exact = successive_draw_law(np.array([1, 2, 3, 1]) / 7, 2)
@@ -204,15 +205,13 @@ def test_the_buffers_rollout_draws_follow_the_law_of_absolute_advantages():
     for draw in draws[:100]:
         weights = {0: 1, 1: 2, 2: 3, 3: 1}
         expected = [weights[i] / 7 for i in ids(draw.rollouts)]
-        np.testing.assert_allclose(draw.probabilities, expected, rtol=1e-14)
+        np.testing.assert_allclose(draw.probabilities, expected, rtol=1e-7)
     assert draws[0].effective_sample_size == pytest.approx(49 / 15)
 
 
 def test_the_buffers_query_draws_follow_the_mean_priority_of_members():
     # Queries of sizes 3, 1, 2 with σ_g = 2, 3, 4 and α = 1: P = 2/9, 3/9, 4/9 whatever the size.
-    settings = replay_settings(
-        unit="query", priority="group_std", priority_exponent=1.0, priority_epsilon=0.0
-    )
+    settings = replay_settings(unit="query", priority="group_std", priority_exponent=1.0)
     buffer = stored(settings, [2.0, 2.0, 2.0, 3.0, 4.0, 4.0], groups=[7, 7, 7, 3, 9, 9])
     rng = np.random.default_rng(15)
     members = {7: [0, 1, 2], 3: [3], 9: [4, 5]}
@@ -229,7 +228,7 @@ def test_the_buffers_query_draws_follow_the_mean_priority_of_members():
 
 
 def test_with_replacement_through_the_buffer():
-    settings = replay_settings(with_replacement=True, priority_exponent=1.0, priority_epsilon=0.0)
+    settings = replay_settings(with_replacement=True, priority_exponent=1.0)
     buffer = stored(settings, [1.0, 2.0, 3.0, 4.0])
     rng = np.random.default_rng(16)
     drawn = [i for _ in range(10_000) for i in ids(buffer.draw(4, 2, rng).rollouts)]

@@ -88,7 +88,7 @@ def test_log_ratios_are_clamped_before_exp_and_logged_raw():
 def test_a_sequence_ratio_is_the_geometric_mean_of_its_tokens_ratios_by_hand():
     """GSPO. Rollout 0: log-ratios 0.1 and 0.3, s = e^0.2, not clipped at 1.28. Rollout 1: log-ratio
     0.5, s = e^0.5, clipped. Rollout 2: -0.4, A < 0, s = e^-0.4 below 0.8, clipped."""
-    settings = LossSection(ratio="sequence", aggregation="sequence_mean")
+    settings = LossSection(kind="gspo", aggregation="sequence_mean")
     log_ratios = torch.tensor([0.1, 0.3, 0.5, -0.4], dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, 2.0, -1.0], dtype=torch.float64)
     lengths = [2, 1, 1]
@@ -204,7 +204,7 @@ GRADIENT_SETTINGS = {
     "no dual clip": LossSection(dual_clip=None),
     "kl": LossSection(beta=0.3),
     "asymre": LossSection(kind="asymre"),
-    "sequence ratio": LossSection(ratio="sequence"),
+    "sequence ratio": LossSection(kind="gspo"),
 }
 
 

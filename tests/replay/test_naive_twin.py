@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.priorities import EPSILON
 
 
 class NaiveBuffer:
@@ -22,9 +23,9 @@ class NaiveBuffer:
     def insert(self, rollouts, times_used, step):
         for rollout, used in zip(rollouts, times_used, strict=True):
             if self.section.priority == "abs_advantage":
-                priority = abs(rollout.advantage) + self.section.priority_epsilon
+                priority = abs(rollout.advantage) + EPSILON
             elif self.section.priority == "group_std":
-                priority = rollout.group_reward_std + self.section.priority_epsilon
+                priority = rollout.group_reward_std + EPSILON
             else:
                 priority = 1.0
             row = {"id": rollout.rollout_id, "group": rollout.group_id, "priority": priority}
@@ -93,7 +94,6 @@ def sections(draw):
         unit=unit,
         priority=draw(st.sampled_from(kinds)),
         priority_exponent=draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])),
-        priority_epsilon=draw(st.sampled_from([1e-6, 0.5])),
         max_age_steps=draw(st.sampled_from([None, 1, 2, 4])),
         capacity_rollouts=draw(st.integers(1, 25)),
         with_replacement=draw(st.booleans()),

@@ -8,6 +8,7 @@ from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.columns import ColumnQueue
 from grpo_replay.replay.drawing import query_spans
 from grpo_replay.replay.insertion import is_correct
+from grpo_replay.replay.priorities import EPSILON
 from grpo_replay.replay.replay_buffer import NEVER_USED
 
 
@@ -133,15 +134,14 @@ def test_positive_bias_is_the_same_whether_rollouts_come_one_by_one_or_together(
 
 
 def test_statistics_by_hand():
-    settings = replay_settings(priority_epsilon=0.5)
-    buffer = ReplayBuffer(settings, 2)
+    buffer = ReplayBuffer(replay_settings(), 2)
     buffer.insert([make_rollout(0, birth_step=1, advantage=-2.0)], step=1)
     buffer.insert([make_rollout(1, birth_step=4, advantage=1.0)], step=4)
     buffer.draw(2, 5, np.random.default_rng(0))
     buffer.draw(2, 6, np.random.default_rng(0))
     stats = buffer.stats(6)
     assert (stats.rollouts, stats.age_mean, stats.age_max) == (2, 3.5, 5)
-    assert stats.priority_mean == 2.0
+    assert stats.priority_mean == pytest.approx(1.5 + EPSILON, rel=1e-12)
     assert stats.times_used_mean == 2.0
     assert buffer.column("last_used_step").tolist() == [6, 6]
 

@@ -347,8 +347,7 @@ def load_recipe_of_random_model():
     model = {
         "path": "builtin:qwen3-0.6b",
         "tokenizer": "builtin:bytes",
-        "random_init": True,
-        "config_overrides": overrides,
+        "random_init": overrides,
     }
     return resolve_recipe([{"model": model}])
 

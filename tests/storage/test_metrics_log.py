@@ -91,7 +91,7 @@ def test_a_metric_that_is_not_finite_is_refused_before_anything_is_written(tmp_p
     [
         ([], True),
         (["optimizer.learning_rate=1e-5", "run.seed=9"], True),
-        (["model.gradient_checkpointing=true", "model.lora.rank=4"], True),
+        (["model.gradient_checkpointing=true", "model.lora.r=4"], True),
         (["model.path=builtin:tiny-long"], False),
         (["model.random_init=true"], False),
     ],

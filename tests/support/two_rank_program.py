@@ -54,7 +54,7 @@ ROWS = {
     "eight rows at once": (8, 100_000),
     "one row": (1, 100_000),
 }
-LORA = {"lora": {"rank": 4}}
+LORA = {"lora": {"r": 4}}
 CHECKPOINTING, BF16 = {"gradient_checkpointing": True}, {"dtype": "bfloat16"}
 ENGINES: dict[str, tuple[Any, ...]] = {
     "ZeRO 0": ({"zero_stage": 0}, {}),
@@ -108,7 +108,7 @@ LAGGING: dict[str, Any] = RUN | {
 OPTIONS: dict[str, Any] = RUN | {
     "model": LORA,
     "sampling": {"max_refills": 2},
-    "loss": {"ratio": "sequence", "aggregation": "sequence_mean"},
+    "loss": {"kind": "gspo", "aggregation": "sequence_mean"},
     "optimizer": {"learning_rate": 1e-3, "schedule": "cosine"},
 }
 """LoRA and the options of loss, optimizer and sampling together."""

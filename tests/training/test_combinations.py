@@ -30,7 +30,7 @@ OPTIONS = {
     "constant": {"loss": {"aggregation": "constant"}},
     "no dual clip": {"loss": {"dual_clip": None}},
     "sampler log-probs": {"loss": {"behavior_logprobs": "sampler"}},
-    "sequence ratio": {"loss": {"ratio": "sequence", "aggregation": "sequence_mean"}},
+    "sequence ratio": {"loss": {"kind": "gspo", "aggregation": "sequence_mean"}},
     "sampler weights": {"loss": {"sampler_ratio_cap": 2.0}},
     "no division by std": {"advantage": {"std": "none"}},
     "cosine with warm-up": {"optimizer": {"schedule": "cosine", "warmup_steps": 3}},

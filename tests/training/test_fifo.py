@@ -193,8 +193,8 @@ def test_a_small_qwen2_with_an_untied_head_trains_and_reaches_its_sampler(tmp_pa
     run = train_small_run(
         tmp_path / "run",
         model={
-            "path": "builtin:qwen2.5-7b", "random_init": True, "tokenizer": "builtin:tiny",
-            "config_overrides": {
+            "path": "builtin:qwen2.5-7b", "tokenizer": "builtin:tiny",
+            "random_init": {
                 "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48,
                 "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "max_window_layers": 2,

@@ -21,7 +21,7 @@ from grpo_replay.lab.verification.verify import verify_run
 
 LARGEST_GAP = 1e-4
 SECTIONS = {
-    "model": {"lora": {"rank": 4, "lora_alpha": 16}},
+    "model": {"lora": {"r": 4, "lora_alpha": 16}},
     "optimizer": {"learning_rate": 1e-2},
     "run": {"steps": 6},
     "checkpoint": {"every_steps": 3},
@@ -65,7 +65,7 @@ def test_model_and_adapter_of_a_checkpoint_are_the_same_policy(run):
 @pytest.mark.slow
 def test_a_resumed_run_is_the_run_never_stopped_with_dropout_and_kl(tmp_path, processes):
     sections = SECTIONS | {
-        "model": {"lora": {"rank": 4, "lora_dropout": 0.2}},
+        "model": {"lora": {"r": 4, "lora_dropout": 0.2}},
         "loss": {"beta": 0.02},
         "engine": {"zero_stage": 3},
         "replay": {"warmup_steps": 1},
@@ -85,7 +85,7 @@ def test_a_resumed_run_is_the_run_never_stopped_with_dropout_and_kl(tmp_path, pr
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_stage_and_precision_trains(tmp_path, processes, stage, dtype):
     sections = SECTIONS | {
-        "model": {"dtype": dtype, "lora": {"rank": 4}, "gradient_checkpointing": True},
+        "model": {"dtype": dtype, "lora": {"r": 4}, "gradient_checkpointing": True},
         "engine": {"zero_stage": stage},
     }
     run = train_small_run(tmp_path / "run", **sections)

@@ -28,6 +28,7 @@ from small_runs.trained import (
     same_weights,
     steps_of,
     train_small_run,
+    visited_in_order,
 )
 
 from grpo_replay.lab.verification.verify import verify_run
@@ -35,7 +36,7 @@ from grpo_replay.recipe import LossSection
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.tiny.problems import train_problems
 
-GSPO = {"ratio": "sequence", "aggregation": "sequence_mean"}
+GSPO = {"kind": "gspo", "aggregation": "sequence_mean"}
 ONE_UPDATE = {"updates_per_step": 1}
 
 
@@ -148,13 +149,11 @@ def test_updates_are_made_at_the_learning_rate_of_their_step(tmp_path, processes
 
 
 def half_hopeless(folder: Path) -> dict:
-    """Prompts in file order; every other one has an answer that nobody gives."""
+    """Prompts of which every other one has an answer that nobody gives."""
     problems = train_problems()[::7][:200]
     for problem in problems[::2]:
         problem["answer"] = "never"
-    path = folder / "problems.jsonl"
-    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    return {"source": str(path), "shuffle": False}
+    return visited_in_order(folder / "problems.jsonl", problems)
 
 
 def rounds_of(run: FinishedRun, step: int) -> list[int]:

@@ -173,8 +173,8 @@ def test_answers_as_in_gsm8k_are_graded_by_the_default_reward(tmp_path, monkeypa
 
     monkeypatch.setattr(RewardScorer, "submit", half_right)
     recipe = small_recipe(
-        model={"tokenizer": "builtin:bytes", "random_init": True,
-               "config_overrides": {"vocab_size": 258, "max_position_embeddings": 256}},
+        model={"tokenizer": "builtin:bytes", 
+               "random_init": {"vocab_size": 258, "max_position_embeddings": 256}},
         prompts={"source": write_rows(tmp_path / "gsm8k.jsonl", GSM8K_ROWS), "id_field": None,
                  "problem_field": "question", "max_prompt_length": 100,
                  "user_template": "{problem}"},

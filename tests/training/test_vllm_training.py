@@ -91,8 +91,7 @@ def test_an_untied_model_is_in_sync_too(tmp_path):
         tmp_path / "untied",
         "sampling.backend=vllm",
         "run.steps=3",
-        "model.random_init=true",
-        "model.config_overrides={tie_word_embeddings: false, initializer_range: 0.3}",
+        "model.random_init={tie_word_embeddings: false, initializer_range: 0.3}",
     )
     gaps = largest_gaps(folder)
     assert len(gaps) == 3
@@ -111,7 +110,7 @@ def test_merged_adapters_are_in_sync_too(tmp_path, server):
             f"sampling.servers.address=127.0.0.1:{free_ports(1)[0]}",
         ]
     folder = train(
-        tmp_path / "lora", *backend, "model.lora.rank=8", "optimizer.learning_rate=1e-2",
+        tmp_path / "lora", *backend, "model.lora.r=8", "optimizer.learning_rate=1e-2",
         "engine.zero_stage=3",
     )  # fmt: skip
     gaps = largest_gaps(folder)

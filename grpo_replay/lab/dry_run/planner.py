@@ -145,7 +145,7 @@ def with_known_model(model: ModelSection) -> ModelSection:
     values = model.model_dump() | {"path": shipped}
     if name.startswith("qwen/qwen3-") and not name.endswith("-base"):
         overrides = {"max_position_embeddings": CHAT_POSITIONS, **model.config_overrides}
-        values["config_overrides"] = overrides
+        values["random_init"] = overrides
     return ModelSection(**values)
 
 
@@ -332,7 +332,7 @@ def _sets_ranks(overrides: Sequence[str]) -> bool:
 def _without_needless(given: dict[str, Any], found: Advice, machines: Machines) -> Advice:
     """The advice without overrides that are not needed for the run to fit."""
     for word in found.overrides:
-        if word.startswith(("engine.num_processes=", "optimizer.", "model.lora.rank=")):
+        if word.startswith(("engine.num_processes=", "optimizer.", "model.lora.r=")):
             continue
         fewer = [each for each in found.overrides if each != word]
         tried = _attempt(given, fewer, machines)
@@ -365,7 +365,7 @@ def rungs(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
         yield ["model.dtype=bfloat16"]
     if model.lora.rank is None and recipe.loss.beta == 0:
         rate = f"optimizer.learning_rate={LORA_RATE * recipe.optimizer.learning_rate:g}"
-        yield [f"model.lora.rank={LORA_RANK}", rate]
+        yield [f"model.lora.r={LORA_RANK}", rate]
     offloads = machines.on_cuda and not engine.offload_optimizer and model.lora.rank is None
     yield from _last_rungs(recipe.sampling, recipe.prompts.max_prompt_length, offloads)
 

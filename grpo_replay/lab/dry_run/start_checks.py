@@ -247,7 +247,7 @@ def _check_model(
         warning = float32_warning(known_model, config, longest, machines.on_cuda)
         findings.assumptions += [] if warning is None else [warning]
         stored = str(config.dtype or "").removeprefix("torch.")
-        findings.assumptions += describe_host_copies(known_model, stored, machines)
+        findings.assumptions += describe_host_copies(model, stored, machines)
 
 
 def describe_host_copies(model: ModelSection, stored: str, machines: Machines) -> list[str]:

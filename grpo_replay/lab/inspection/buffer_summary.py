@@ -226,7 +226,7 @@ def _never_replayed(inspection: Inspection) -> Iterator[str]:
     if has_run and inspection.step > warmup + 1 and inspection.replayed_rollouts == 0:
         yield (
             f"Nothing was replayed up to step {inspection.step}, although warm-up ended at step "
-            f"{warmup}: the buffer was empty at every draw, or tracking.log_rollouts is off."
+            f"{warmup}: the buffer was empty at every draw."
         )
 
 
@@ -325,8 +325,7 @@ def find_gaps(source: Source) -> Iterator[str]:
         history = read_history(source.run_dir)
     except RecipeError as error:
         raise SnapshotError(f"the recipe of the run is invalid: {error}") from error
-    logged = [step for step in steps if history.at(step).tracking.log_rollouts]
-    replayed = [step for step in logged if history.at(step).replays]
+    replayed = [step for step in steps if history.at(step).replays]
     lines = [int(line["step"]) for line in source.metrics]
     if lines != list(steps):
         wrong = next((step for step, line in zip(steps, lines, strict=False) if step != line), None)
@@ -335,7 +334,7 @@ def find_gaps(source: Source) -> Iterator[str]:
             f"step {wrong or len(lines) + 1} on. Restore it from a copy."
         )
     for folder, files, expected in (
-        ("rollouts", source.rollout_files, logged),
+        ("rollouts", source.rollout_files, steps),
         ("draws", source.draw_files, replayed),
     ):
         missing = sorted(set(expected) - {step for step, _ in files})

@@ -67,7 +67,7 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
     if not source.rollout_files:
         raise SnapshotError(
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
-            "buffer from (tracking.log_rollouts is off); choose a step with a checkpoint"
+            "buffer from; choose a step with a checkpoint"
         )
     steps, log = survivors_for(source, source.step or 0, settings)
     buffer = ReplayBuffer(settings, group_size)
@@ -183,7 +183,7 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
     if recipe is None or not source.rollout_files:
         raise SnapshotError(
             f"{source.path}: --what-if replays the rollout log of a run; give a run directory with "
-            "recipe.yaml and rollouts/ (tracking.log_rollouts: true)"
+            "recipe.yaml and rollouts/"
         )
     other = changed_recipe(recipe, changes)
     log = read_log(source.rollout_files)

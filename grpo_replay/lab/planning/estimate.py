@@ -42,8 +42,8 @@ def estimate_from_run(source: Source) -> RunEstimates:
     """Estimates over all steps of a run. Raises SnapshotError if it logged no rollouts."""
     if not source.rollout_files:
         raise SnapshotError(
-            f"{source.path}: no rollouts/ to estimate from (tracking.log_rollouts was off, or "
-            "this is a snapshot without its run); give --mu, --rho and --growth instead"
+            f"{source.path}: no rollouts/ to estimate from (this is a snapshot without its "
+            "run); give --mu, --rho and --growth instead"
         )
     generated = kept = completion_tokens = prompt_tokens = 0
     for _, path in tracked(source.rollout_files, "reading rollouts"):

@@ -27,14 +27,14 @@ CHOSEN_FILE = "chosen.json"
 
 MANY_PATHS = 4
 
-BASE_MODEL_KEYS = ("path", "revision", "random_init", "config_overrides")
+BASE_MODEL_KEYS = ("path", "revision", "random_init")
 """Keys of the recipe's model section that make another base model."""
 
-NOT_AN_AXIS = ("name", "run.seed", "tracking.run_name")
+NOT_AN_AXIS = ("name", "run.seed")
 """Keys in which the runs of one arm may differ."""
 
 OF_THE_MACHINE = (
-    "batch.max_tokens_per_microbatch", "batch.packing", "batch.share_prompts", "checkpoint.",
+    "batch.max_tokens_per_microbatch", "batch.packing", "checkpoint.",
     "engine.", "eval.",
     "model.attn_implementation", "model.gradient_checkpointing",
     "reward.time_limit_seconds", "reward.workers",

@@ -100,7 +100,10 @@ class Launcher:
 
         Raises CellRunning if a process of the cell is alive.
         """
-        environment, share = self._environment, self._free_share()
+        # For trackers that keep all runs in one place, where `seed-42` says nothing.
+        name = f"{cell.root.name}/{cell.place}"
+        environment = {**self._environment, "WANDB_NAME": name, "TRACKIO_NAME": name}
+        share = self._free_share()
         if share is not None:
             environment = environment | {GPUS_VARIABLE: self._gpus[share]}
         words = [sys.executable, "-m", ENTRY, str(os.getpid()), *train_arguments(cell, state)]

@@ -31,8 +31,7 @@ class Cell:
 
     `value` names the values that a tuning run tries; it is None in the comparison. `place` is the
     cell's folder relative to `root`, the folder of its comparison. The overrides of a comparison
-    cell lack the tuned values until they are chosen. `run_name` is for trackers that keep all runs
-    in one place, where `seed-42` says nothing.
+    cell lack the tuned values until they are chosen.
     """
 
     root: Path
@@ -43,7 +42,6 @@ class Cell:
     overrides: tuple[str, ...]
     value: str | None = None
     awaits_choice: bool = False
-    run_name: str | None = None
 
     @property
     def place(self) -> Path:
@@ -67,8 +65,7 @@ class Cell:
         return f"{self.label}{self.place}"
 
     def all_overrides(self) -> tuple[str, ...]:
-        named = () if self.run_name is None else (f"tracking.run_name={self.run_name}",)
-        return (*self.overrides, f"run.seed={self.seed}", *named)
+        return (*self.overrides, f"run.seed={self.seed}")
 
     def resolved_recipe(self) -> Recipe:
         """The recipe of the run. Raises SweepFileError that names the arm."""
@@ -145,23 +142,15 @@ def _comparison(sweep: SweepFile, recipe: str, root: Path, label: str) -> Compar
         for candidate in sweep.tune.candidates() if sweep.tune else []:
             value = value_name(candidate)
             tuning[candidate] = tuple(
-                _named(Cell(root, label, name, seed, recipe, (*shared, *candidate), value), sweep)
+                Cell(root, label, name, seed, recipe, (*shared, *candidate), value)
                 for seed in (sweep.tune.seeds if sweep.tune else [])
             )
         comparison = tuple(
-            _named(Cell(root, label, name, seed, recipe, shared, awaits_choice=bool(tuning)), sweep)
+            Cell(root, label, name, seed, recipe, shared, awaits_choice=bool(tuning))
             for seed in sweep.seeds
         )
         arms.append(Arm(name, tuning, comparison))
     return Comparison(root, sweep, tuple(arms))
-
-
-def _named(cell: Cell, sweep: SweepFile) -> Cell:
-    """The cell with a name for trackers, if it reports to one and the recipe gives no name."""
-    tracking = cell.resolved_recipe().tracking
-    if tracking.run_name is not None or not {"wandb", "trackio"} & {*tracking.report_to}:
-        return cell
-    return replace(cell, run_name=f"{sweep.name}/{cell.name}")
 
 
 def value_name(candidate: Sequence[str]) -> str:

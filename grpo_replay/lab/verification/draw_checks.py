@@ -18,6 +18,7 @@ from grpo_replay.lab.verification.run_files import Columns, RunFiles, queries
 from grpo_replay.lab.verification.verification_report import Check, Tally
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.recipe.open_lists import PRIORITIES
+from grpo_replay.replay.priorities import EPSILON
 
 _LOGGED_AS = {"completion_tokens": "completion_token_ids"}  # RunFiles has the lengths of lists
 _PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
@@ -229,12 +230,12 @@ class DrawChecks:
             p_N[rows] = 1.0
         elif settings.priority in known:
             values = np.abs(logged[known[settings.priority]][rows].astype(np.float64))
-            p_N[rows] = values + settings.priority_epsilon
+            p_N[rows] = values + EPSILON
         else:
             function = PRIORITIES.load(settings.priority)
             names = {name: _LOGGED_AS.get(name, name) for name in function.columns}  # type: ignore[attr-defined]
             values = function({name: _column(logged[at][rows]) for name, at in names.items()})
-            adds = settings.priority_epsilon if getattr(function, "epsilon", True) else 0.0
+            adds = EPSILON if getattr(function, "epsilon", True) else 0.0
             p_N[rows] = np.asarray(values, dtype=np.float64) + adds
         return p_N
 

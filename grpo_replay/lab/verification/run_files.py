@@ -131,7 +131,7 @@ def read_run(folder: Path) -> RunFiles:
         if not path.exists():
             raise SnapshotError(
                 f"{path}: missing; verification needs a run directory with recipe.yaml, "
-                "metrics.jsonl and rollouts/ (tracking.log_rollouts true)"
+                "metrics.jsonl and rollouts/"
             )
     recipes = read_history(folder)
     metrics = read_metrics(metrics_path, allow_unfinished=False)

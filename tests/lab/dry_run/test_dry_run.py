@@ -78,7 +78,7 @@ def test_the_4b_plan_with_lora_on_one_gpu_of_80_gib():
     one = ("engine.num_processes=1",)
     full = report_of("qwen3-4b", *one, gpu=80)
     assert full["fits"] is False
-    report = report_of("qwen3-4b", "model.lora.rank=16", *one, gpu=80)
+    report = report_of("qwen3-4b", "model.lora.r=16", *one, gpu=80)
     memory, parameters = report["memory"], 4_022_468_096
     # 36 layers: q, k, v, o, gate, up and down, r·(in + out) each
     inputs_and_outputs = 2 * (2560 + 4096) + 2 * (2560 + 1024) + 3 * (2560 + 9728)
@@ -165,11 +165,11 @@ def test_an_age_limit_of_60_steps_makes_the_capacity_bind_at_256_prompts():
 
 PLANS = {
     # the machines, and what the overrides that fit begin with
-    "one of 24 GB": (24, 1, 1, "model.lora.rank="),
-    "one of 80 GB": (80, 1, 1, "model.lora.rank="),
+    "one of 24 GB": (24, 1, 1, "model.lora.r="),
+    "one of 80 GB": (80, 1, 1, "model.lora.r="),
     "eight of 80 GB": (80, 8, 1, None),
     "four nodes of eight": (80, 8, 4, None),
-    "eight of 16 GB": (16, 8, 1, "model.lora.rank="),
+    "eight of 16 GB": (16, 8, 1, "model.lora.r="),
 }
 
 
@@ -507,7 +507,7 @@ def test_a_tracker_that_is_not_installed_is_a_problem(monkeypatch, name):
 
 def test_without_peft_a_recipe_with_lora_still_gets_its_report(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
-    report = report_of("tiny", "model.lora.rank=8")
+    report = report_of("tiny", "model.lora.r=8")
     (problem,) = report["problems"]
     assert problem == (
         "model.lora needs peft, which is not installed: pip install 'grpo-replay[lora]'"

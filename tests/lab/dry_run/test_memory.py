@@ -179,13 +179,13 @@ def test_adapters_are_traced_as_peft_makes_them():
     from grpo_replay.engine.lora import LoraAdapters
     from grpo_replay.lab.dry_run import trace as module
 
-    section = qwen("model.lora.rank=8").model
+    section = qwen("model.lora.r=8").model
     config = module._with_layers(load_config(section), 2)
     model = module._meta_model(config, torch.bfloat16, "eager")
     with torch.device("meta"):
         by_peft = LoraAdapters.attach(model, section.lora, seed=0).parameters
     assert model_shape(config, section.lora).adapters == by_peft
-    own = traced(qwen("model.lora.rank=8"), 2, 2, 256, 128)
+    own = traced(qwen("model.lora.r=8"), 2, 2, 256, 128)
 
     def with_peft(model, lora):
         with torch.device("meta"):
@@ -194,7 +194,7 @@ def test_adapters_are_traced_as_peft_makes_them():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_attach", with_peft)
-        theirs = traced(qwen("model.lora.rank=8"), 2, 2, 256, 128)
+        theirs = traced(qwen("model.lora.r=8"), 2, 2, 256, 128)
     assert own.saved == theirs.saved and own.peak == pytest.approx(theirs.peak, rel=0.01)
 
 
@@ -242,7 +242,7 @@ def test_the_logits_exist_for_one_chunk_at_a_time():
 
 
 def test_extrapolation_over_layers_is_exact():
-    recipe = qwen("model.config_overrides={num_hidden_layers: 7}")
+    recipe = qwen("model.random_init={num_hidden_layers: 7}")
     batch = Microbatch(1, 512, 256, recipe.logprob_chunk_tokens(151_936))
     assert forward_memory(recipe.model, batch) == traced(recipe, 7, 1, 512, 256)
 

@@ -64,16 +64,6 @@ def test_a_list_of_recipes_is_one_comparison_each():
         assert sorted(set(found)) == sorted(names)
 
 
-def test_runs_have_names_of_their_own_at_trackers_that_keep_all_runs_together():
-    def names(*overrides):
-        cells = all_cells(expand(sweep(set=list(overrides)), HERE, Path("out")))
-        return [cell.resolved_recipe().tracking.run_name for cell in cells][:2]
-
-    assert names() == [None, None]
-    assert names("tracking.report_to=[wandb]") == ["s/a/seed-3", "s/b/seed-3"]
-    assert names("tracking.report_to=[trackio]", "tracking.run_name=mine") == ["mine", "mine"]
-
-
 @pytest.mark.parametrize("name", shipped_sweeps())
 def test_a_shipped_sweep_loads_with_five_seeds_or_more(name):
     path = shipped_sweeps()[name]

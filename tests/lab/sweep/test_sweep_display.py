@@ -122,8 +122,7 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
     monkeypatch.setattr(sweep_display, "dry_run", dry_run)
     entries = []
     for steps, seed in ((30, 1), (30, 2), (40, 1), (40, 2)):
-        overrides, name = (f"run.steps={steps}",), f"sweep/{steps}/seed-{seed}"
-        cell = Cell(Path("out"), "", f"a{steps}", seed, "tiny", overrides, run_name=name)
+        cell = Cell(Path("out"), "", f"a{steps}", seed, "tiny", (f"run.steps={steps}",))
         progress = Progress(Path("none"))
         entries.append(Entry(cell, Status.WAITING, CellState.NEW, steps, progress))
     cells = sweep_display.estimate(entries)["cells"]

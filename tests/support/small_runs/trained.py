@@ -14,8 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_replay.engine.models import load_policy
+from grpo_replay.prompts.prompt_set import ORDER_STREAM
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.replay.batch import TrainRow
+from grpo_replay.replay.seeding import stream
 from grpo_replay.replay.snapshot import Snapshot, read_snapshot
 from grpo_replay.tiny.problems import train_problems
 from grpo_replay.training.metrics import depends_on_time
@@ -160,11 +162,17 @@ def policy_at(run: FinishedRun, step: int) -> torch.nn.Module:
 
 
 def hopeless_after(tmp_path: Path, steps_of_hope: int) -> dict[str, Any]:
-    """Prompts in file order whose answers become impossible after so many steps."""
+    """Prompts whose answers become impossible after so many steps."""
     problems = train_problems()[::7][:100]
     for i, problem in enumerate(problems):
         if i >= steps_of_hope * PROMPTS:
             problem["answer"] = "never"
-    path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    return {"source": str(path), "shuffle": False}
+    return visited_in_order(tmp_path / "problems.jsonl", problems)
+
+
+def visited_in_order(path: Path, problems: list[dict[str, Any]]) -> dict[str, Any]:
+    """Write problems so that a small run takes them in this order in its first epoch."""
+    order = stream(SMALL["run"]["seed"], ORDER_STREAM, 0).permutation(len(problems))
+    placed = [problems[i] for i in np.argsort(order)]
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in placed))
+    return {"source": str(path)}
