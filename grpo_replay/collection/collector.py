@@ -31,6 +31,7 @@ from grpo_replay.collection.messages import (
     Version,
 )
 from grpo_replay.collection.open_groups import Member, OpenGroup, Sampled
+from grpo_replay.engine.models import load_config
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.rollouts import group_requests
@@ -130,8 +131,10 @@ class Collector:
             return
         self._places, self._cursor = deque(hello.outstanding), hello.cursor
         servers = [VllmServer(url, hello.run) for url in self._parts.urls]
+        recipe = self._parts.recipe
+        vocabulary = load_config(recipe.model).vocab_size
         self._dispatcher = Dispatcher(
-            Servers(servers, PoolSettings.of(self._parts.recipe.sampling.servers)),
+            Servers(servers, PoolSettings.of(recipe.sampling.servers, vocabulary)),
             self._parts.stop_token_ids,
             self._admit,
             self._on_sampled,

@@ -18,6 +18,9 @@ from grpo_replay.types import Completion, GenerationRequest
 NO_LOGPROB = -9999.0
 """Sent by a vLLM server in place of NaN and minus infinity, which JSON cannot express."""
 
+ROUNDING = 1e-3
+"""How far above 0 rounding may take the log-prob of a token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spans:
@@ -69,12 +72,16 @@ def build_completion(
     finish_reason: str | None,
     spans: Spans,
     stop_token_ids: Sequence[int],
+    vocabulary: int = 2**31,
 ) -> Completion:
-    """The validated completion. Raises SamplerError for a missing or non-finite log-prob, an
-    aborted request, or an end that is neither a stop token nor the maximum length."""
+    """The validated completion. Raises SamplerError for a missing, non-finite or positive log-prob,
+    for what is no token id, an aborted request, or an end that is neither a stop token nor the
+    maximum length."""
     place = f"completion {tuple(request.key)} of policy version {spans.first}"
     if len(logprobs) != len(token_ids) or not token_ids:
         raise SamplerError(f"{place}: {len(token_ids)} tokens came with {len(logprobs)} log-probs")
+    if odd := [each for each in token_ids if not _is_token(each, vocabulary)]:
+        raise SamplerError(f"{place}: {str(odd[0])[:40]!r} is no id of {vocabulary} tokens")
     logprobs_T = np.asarray(logprobs, dtype=np.float32)
     bad = ~np.isfinite(logprobs_T) | (logprobs_T <= NO_LOGPROB)
     if bad.any():
@@ -82,7 +89,13 @@ def build_completion(
             f"{place}: the log-prob of token {bad.argmax()} is not finite; the weights hold NaN "
             "or infinity: look at grad_norm and loss of the last steps"
         )
-    ended = finish_reason == "stop" and token_ids[-1] in stop_token_ids
+    if logprobs_T.max() > ROUNDING:
+        raise SamplerError(
+            f"{place}: the log-prob of token {logprobs_T.argmax()} is {logprobs_T.max():g}: at "
+            "most 0 is possible"
+        )
+    stopped = finish_reason == "stop" and token_ids[-1] in stop_token_ids
+    ended = stopped and len(token_ids) <= request.max_tokens
     truncated = finish_reason == "length" and len(token_ids) == request.max_tokens
     if finish_reason is None or not (ended or truncated):
         raise SamplerError(
@@ -98,6 +111,11 @@ def build_completion(
         policy_version=spans.first,
         policy_version_end=spans.last,
     )
+
+
+def _is_token(value: Any, vocabulary: int) -> bool:
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_whole and 0 <= value < vocabulary
 
 
 def read_spans(labels: Sequence[Any], place: str, prefix: str = "") -> Spans:

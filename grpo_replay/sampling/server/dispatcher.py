@@ -111,15 +111,18 @@ class PoolSettings:
     max_retries: int
     drop_lost: bool
     """Go on with the other servers when one is lost; otherwise stop."""
+    vocabulary: int
+    """Token ids of the policy."""
 
     @classmethod
-    def of(cls, section: ServersSection, ranks: int = 1) -> "PoolSettings":
+    def of(cls, section: ServersSection, vocabulary: int, ranks: int = 1) -> "PoolSettings":
         """Those of each of the `ranks` that share the servers."""
         return cls(
             in_flight_per_server=max(section.max_in_flight // ranks, 1),
             request_timeout_seconds=section.request_timeout_seconds,
             max_retries=section.max_retries,
             drop_lost=section.on_failure == "drop",
+            vocabulary=vocabulary,
         )
 
 
@@ -279,7 +282,7 @@ class Dispatcher(Generic[J]):
             completion, spans = self._read(answer, job, server.client)
         except (Refused, Unreachable, Interrupted) as error:
             failure = error
-        except (KeyError, IndexError, TypeError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise SamplerError(
                 f"{server.client.url} answers, but not like vLLM 0.32: {error!r}"
             ) from error
@@ -317,6 +320,7 @@ class Dispatcher(Generic[J]):
             answer["finish_reason"],
             Spans(spans[0][0], spans[-1][0]),
             self._stop_token_ids,
+            self._settings.vocabulary,
         )
         return completion, spans
 

@@ -25,6 +25,12 @@ API_KEY_VARIABLE = "VLLM_API_KEY"
 KEPT_SECONDS = 2.0
 """How long an unused connection is kept: less than vLLM does (5 s), which then closes it."""
 
+MOST_ANSWER_BYTES = 2**26
+"""Longest answer that is read: about ten times that of a completion of 32,768 tokens."""
+
+BODY_SECONDS = 60.0
+"""Longest time for the body of an answer, which vLLM sends when it has all of it."""
+
 T = TypeVar("T")
 
 _kept: dict[asyncio.AbstractEventLoop, aiohttp.TCPConnector] = {}
@@ -97,7 +103,7 @@ class HttpClient:
         answer = await self.request_text(method, path, body, timeout_seconds, repeatable)
         try:
             return json.loads(answer) if answer else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Unreachable(f"{path} did not answer in JSON: {answer[:100]!r}") from error
 
     async def request_text(
@@ -122,7 +128,7 @@ class HttpClient:
                 allow_redirects=False,
                 connector=_kept_connections() if repeatable else None,
             ) as response:
-                answer = (await response.read()).decode("utf-8", "replace")
+                answer = (await _body(response, path)).decode("utf-8", "replace")
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError) and timeout_seconds is not None:
                 raise Unreachable(f"no answer to {path} within {timeout_seconds:g} s") from error
@@ -130,6 +136,20 @@ class HttpClient:
         if response.status != 200:
             raise Refused(response.status, _error_message(answer))
         return answer
+
+
+async def _body(response: aiohttp.ClientResponse, path: str) -> bytes:
+    """Raises Unreachable if it is too long, or comes too slowly."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > MOST_ANSWER_BYTES:
+                    raise Unreachable(f"the answer to {path} is longer than {MOST_ANSWER_BYTES} B")
+    except TimeoutError as error:
+        raise Unreachable(f"the answer to {path} did not end in {BODY_SECONDS:g} s") from error
+    return bytes(body)
 
 
 def _kept_connections() -> aiohttp.TCPConnector:

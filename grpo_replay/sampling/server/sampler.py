@@ -252,7 +252,8 @@ class VllmServerSampler:
         logs = self._comm.broadcast_json(own or dict.fromkeys(_distinct_urls(settings)))
         run = self._comm.broadcast_json(secrets.token_hex(4))
         servers = [VllmServer(url, run, Path(log) if log else None) for url, log in logs.items()]
-        self._pool = ServerPool(servers, PoolSettings.of(settings, self._comm.world_size))
+        pool = PoolSettings.of(settings, self._required.vocabulary, self._comm.world_size)
+        self._pool = ServerPool(servers, pool)
 
     def _push_initial_weights(self, section: ModelSection, seed: int) -> None:
         """Push version 0 to servers given by URL, whatever weights they hold. Launched servers have

@@ -40,6 +40,7 @@ def make_pool(fakes: list[FakeServer], **settings) -> ServerPool:
         "request_timeout_seconds": 5.0,
         "max_retries": 2,
         "drop_lost": False,
+        "vocabulary": 24,
     }
     servers = [VllmServer(fake.url, "run") for fake in fakes]
     return ServerPool(servers, PoolSettings(**(defaults | settings)))
