@@ -22,7 +22,6 @@ from grpo_replay.lab.inspection.rollout_columns import (
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import (
     REPLAY_PRESETS,
-    Recipe,
     ReplaySection,
     parse_overrides,
     resolve_recipe,
@@ -185,18 +184,18 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
             f"{source.path}: --what-if replays the rollout log of a run; give a run directory with "
             "recipe.yaml and rollouts/"
         )
-    other = changed_recipe(recipe, changes)
+    other = changed_settings(recipe.model_dump(mode="json"), changes)
     log = read_log(source.rollout_files)
-    refuse_what_was_not_kept(log, recipe.replay, other.replay)
+    refuse_what_was_not_kept(log, recipe.replay, other)
     steps = steps_of(log, recipe.rollouts_per_step if recipe.run.is_async else None)
-    plan = [(each, seed + i) for each in (recipe.replay, other.replay) for i in range(REPEATS)]
+    plan = [(each, seed + i) for each in (recipe.replay, other) for i in range(REPEATS)]
     group_size = recipe.sampling.group_size
     results = [
         simulate(log, settings, group_size, steps, number)
         for settings, number in tracked(plan, "replaying the log")
     ]
     same, changed = results[:REPEATS], results[REPEATS:]
-    before, after = recipe.replay.model_dump(mode="json"), other.replay.model_dump(mode="json")
+    before, after = recipe.replay.model_dump(mode="json"), other.model_dump(mode="json")
     return WhatIf(
         changes={key: [before[key], after[key]] for key in after if after[key] != before[key]},
         logged=statistics(log, _logged(source, log, recipe.replay)),
@@ -207,8 +206,8 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
     )
 
 
-def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
-    """The recipe with `key=value` changes in its replay section; `replay.key` is accepted too.
+def changed_settings(recipe: Mapping[str, Any], changes: Sequence[str]) -> ReplaySection:
+    """The replay section of a recipe with `key=value` changes in it; `replay.key` is accepted too.
 
     A preset sets its unit, priority and composition, as in a recipe.
     """
@@ -221,7 +220,7 @@ def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
                 "max_age_steps=5; other settings need a new run"
             )
         words.append(word if key.startswith("replay.") else f"replay.{word}")
-    base = recipe.model_dump(mode="json")
+    base = {**recipe, "replay": dict(recipe["replay"])}
     # The preset comes first, so that it does not replace settings the run changed.
     preset = base["replay"].pop("preset")
     # What is the preset's own is left to it: another preset takes it back.
@@ -229,7 +228,7 @@ def changed_recipe(recipe: Recipe, changes: Sequence[str]) -> Recipe:
         if base["replay"][key] == value:
             del base["replay"][key]
     layers = [{"replay": {"preset": preset}}, base, parse_overrides(words)]
-    return resolve_recipe(layers, source="--what-if")
+    return resolve_recipe(layers, source="--what-if").replay
 
 
 def simulate(

@@ -4,7 +4,7 @@ Files are read one batch of rows at a time: memory holds the scalars (about 100 
 and one batch of token ids.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -100,90 +100,78 @@ class RolloutColumns:
         return replace(self, **arrays)
 
 
-_SCALARS: dict[str, tuple[str, type]] = {
-    "rollout_id": ("rollout_id", np.int64),
-    "group_id": ("group_id", np.int64),
-    "birth_step": ("birth_step", np.int64),
-    "reward": ("reward", np.float64),
-    "advantage": ("advantage", np.float64),
-    "group_std": ("group_reward_std", np.float64),
-    "group_correct": ("group_correct", np.int32),
-    "kept": ("kept", np.bool_),
-}
-"""Column and type of the fields that are read as they are."""
-_READ = (*(name for name, _ in _SCALARS.values()), "finish_reason", "completion_token_ids")
+_SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in ("rollout_id", "group_id", "birth_step", "logged_step")),
+        *((name, pa.float64()) for name in ("reward", "advantage", "group_std")),
+        *((name, pa.int32()) for name in ("group_correct", "tokens")),
+        *((name, pa.bool_()) for name in ("truncated", "kept")),
+        ("prompt", pa.dictionary(pa.int32(), pa.string())),
+        ("priority", pa.float64()),
+        ("times_used", pa.int32()),
+        ("last_used_step", pa.int64()),
+    ]
+)
+_SCALARS = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "group_reward_std",
+            "group_correct", "kept")  # fmt: skip
+_READ = (*_SCALARS, "prompt_id", "finish_reason", "completion_token_ids")
 _USES = ("priority", "times_used", "last_used_step")
 
 
-def _from_batch(batch: pa.RecordBatch, path: Path, step: int | None) -> RolloutColumns:
+def _from_batch(batch: pa.RecordBatch, path: Path, step: int | None) -> pa.Table:
     """The rows of one batch; of a snapshot, which has uses, if there is no `step`."""
-    part: dict[str, np.ndarray] = {
-        field: np.asarray(batch.column(name).to_numpy(zero_copy_only=False)).astype(dtype)
-        for field, (name, dtype) in _SCALARS.items()
-    }
     count = batch.num_rows
-    encoded = batch.column("prompt_id").dictionary_encode()
-    uses = {
-        "priority": np.full(count, np.nan),
-        "times_used": np.zeros(count, np.int32),
-        "last_used_step": np.full(count, NEVER, np.int64),
+    columns = {name.replace("group_reward_std", "group_std"): batch[name] for name in _SCALARS}
+    columns |= {
+        "logged_step": batch["birth_step"] if step is None else pa.array(np.full(count, step)),
+        "tokens": list_lengths(batch["completion_token_ids"]),
+        "truncated": pc.equal(batch["finish_reason"], "length"),
+        "prompt": batch["prompt_id"].dictionary_encode(),
+        "priority": pa.nulls(count, pa.float64()),
+        "times_used": pa.array(np.zeros(count, np.int32)),
+        "last_used_step": pa.array(np.full(count, NEVER)),
     }
     if step is None:
-        uses = {
-            name: pc.fill_null(batch.column(name), NEVER).to_numpy(zero_copy_only=False)
-            for name in _USES
-        }
-    _refuse_non_numbers(path, part, batch)
+        columns |= {name: batch[name] for name in _USES}
+        columns["last_used_step"] = pc.fill_null(batch["last_used_step"], NEVER)
+    table = pa.table([columns[name] for name in _SCHEMA.names], _SCHEMA.names).cast(_SCHEMA)
+    _refuse_non_numbers(path, table)
+    return table
+
+
+def _columns(parts: Iterable[pa.Table]) -> RolloutColumns:
+    """All rows of the parts."""
+    table = pa.concat_tables([_SCHEMA.empty_table(), *parts]).unify_dictionaries()
+    prompts = table["prompt"].combine_chunks()
+    arrays = {name: table[name].to_numpy() for name in _SCHEMA.names if name != "prompt"}
     return RolloutColumns(
-        **part,
-        **uses,
-        logged_step=part["birth_step"] if step is None else np.full(count, step, np.int64),
-        tokens=list_lengths(batch.column("completion_token_ids")).to_numpy(zero_copy_only=False),
-        truncated=pc.equal(batch.column("finish_reason"), "length").to_numpy(zero_copy_only=False),
-        prompt=encoded.indices.to_numpy(zero_copy_only=False),
-        prompt_ids=tuple(encoded.dictionary.to_pylist()),
+        **arrays,
+        prompt=prompts.indices.to_numpy(),
+        prompt_ids=tuple(prompts.dictionary.to_pylist()),
     )
-
-
-def _join(parts: list[RolloutColumns]) -> RolloutColumns:
-    """All rows of the parts. Prompt ids are coded in order of appearance."""
-    codes: dict[str, int] = {}
-    prompts = [
-        np.array([codes.setdefault(text, len(codes)) for text in part.prompt_ids], np.int32)[
-            part.prompt
-        ]
-        for part in parts
-    ]
-    names = [field.name for field in fields(RolloutColumns)[:-1] if field.name != "prompt"]
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    return RolloutColumns(**arrays, prompt=np.concatenate(prompts), prompt_ids=tuple(codes))
 
 
 def no_rollouts() -> RolloutColumns:
     """Columns without rows."""
-    empty = {field.name: np.zeros(0) for field in fields(RolloutColumns)[:-1]}
-    empty |= {name: np.zeros(0, dtype) for name, (_, dtype) in _SCALARS.items()}
-    empty |= {name: np.zeros(0, np.int64) for name in ("logged_step", "last_used_step")}
-    empty |= {name: np.zeros(0, np.int32) for name in ("tokens", "prompt", "times_used")}
-    return RolloutColumns(**{**empty, "truncated": np.zeros(0, np.bool_)}, prompt_ids=())
+    return _columns(())
 
 
 def read_stored(path: Path) -> RolloutColumns:
     """The rollouts of a snapshot (buffer.parquet). Raises SnapshotError."""
-    batches = iter_columns(path, "buffer", (*_READ, "prompt_id", *_USES))
-    return _join([no_rollouts(), *(_from_batch(batch, path, None) for batch in batches)])
+    batches = iter_columns(path, "buffer", (*_READ, *_USES))
+    return _columns(_from_batch(batch, path, None) for batch in batches)
 
 
 def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
     """Every rollout of the rollout log, including dropped ones. Raises SnapshotError, also for a
     file that holds another step, and for a reward or advantage that is not a number."""
-    parts = [no_rollouts()]
+    parts = []
     for step, path in tracked(files, "reading rollouts"):
-        for batch in iter_columns(path, "rollouts", (*_READ, "prompt_id")):
-            part = _from_batch(batch, path, step)
-            _refuse_another_step(path, part.birth_step[part.birth_step > step])
-            parts.append(part)
-    columns = _join(parts)
+        for batch in iter_columns(path, "rollouts", _READ):
+            births = batch["birth_step"].to_numpy()
+            _refuse_another_step(path, births[births > step])
+            parts.append(_from_batch(batch, path, step))
+    columns = _columns(parts)
     ids, counts = np.unique(columns.rollout_id, return_counts=True)
     if (counts > 1).any():
         raise SnapshotError(
@@ -201,15 +189,16 @@ def _refuse_another_step(path: Path, wrong_steps: np.ndarray) -> None:
         )
 
 
-def _refuse_non_numbers(path: Path, part: dict[str, np.ndarray], batch: pa.RecordBatch) -> None:
+def _refuse_non_numbers(path: Path, table: pa.Table) -> None:
     """A null reward is one that did not come; whatever was kept has one."""
-    came_N = batch.column("reward").is_valid().to_numpy(zero_copy_only=False)
-    for name, needed_N in (("reward", came_N | part["kept"]), ("advantage", part["kept"])):
-        bad = np.flatnonzero(~np.isfinite(part[name]) & needed_N)
+    kept_N, came_N = table["kept"].to_numpy(), table["reward"].is_valid().to_numpy()
+    for name, needed_N in (("reward", came_N | kept_N), ("advantage", kept_N)):
+        values_N = table[name].to_numpy()
+        bad = np.flatnonzero(~np.isfinite(values_N) & needed_N)
         if bad.size:
             raise SnapshotError(
-                f"{path}: {name} of rollout {part['rollout_id'][bad[0]]} is "
-                f"{part[name][bad[0]]} ({bad.size} of {len(part[name])} rows): the file was "
+                f"{path}: {name} of rollout {table['rollout_id'][int(bad[0])]} is "
+                f"{values_N[bad[0]]} ({bad.size} of {len(table)} rows): the file was "
                 "changed; restore it from a copy"
             )
 

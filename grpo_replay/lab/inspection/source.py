@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import Recipe
+from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, step_of
 from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
 from grpo_replay.storage.step_files import read_metrics
 
-_STEP_FOLDER = re.compile(r"step_(\d+)")
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 
 
@@ -129,8 +129,7 @@ def _checkpoint_step(folder: Path) -> int | None:
             raise SnapshotError(
                 f"{state}: not a valid checkpoint state (a JSON object with a step)"
             ) from error
-    match = _STEP_FOLDER.fullmatch(folder.name)
-    return int(match.group(1)) if match else None
+    return step_of(folder)
 
 
 def _run_of(checkpoint: Path) -> Path | None:
@@ -177,16 +176,10 @@ def step_files(folder: Path) -> tuple[tuple[int, Path], ...]:
 
 def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
     """The buffer.parquet of every complete checkpoint, by step."""
-    folder = run_dir / "checkpoints"
-    if not folder.is_dir():
-        return {}
-    found = {}
-    for entry in folder.iterdir():
-        match = _STEP_FOLDER.fullmatch(entry.name)
-        snapshot = entry / "buffer.parquet"
-        if match and snapshot.exists() and (entry / "manifest.json").exists():
-            found[int(match.group(1))] = snapshot
-    return found
+    found = list_checkpoints(run_dir / "checkpoints")
+    whole = [path for path in found if (path / MANIFEST).exists()]
+    snapshots = {step_of(path) or 0: path / "buffer.parquet" for path in whole}
+    return {step: path for step, path in snapshots.items() if path.exists()}
 
 
 def read_run_recipe(run_dir: Path, step: int | None = None) -> Recipe | None:

@@ -14,8 +14,7 @@ import math
 import numpy as np
 from scipy.special import kolmogorov
 
-from grpo_replay.lab.verification.run_files import Columns, RunFiles, queries
-from grpo_replay.lab.verification.verification_report import Check, Tally
+from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, Tally, queries
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.recipe.open_lists import PRIORITIES
 from grpo_replay.replay.priorities import EPSILON

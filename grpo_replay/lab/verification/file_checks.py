@@ -13,8 +13,7 @@ from typing import Any
 
 from grpo_replay.errors import DataError
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report, samples_path
-from grpo_replay.lab.verification.run_files import RunFiles
-from grpo_replay.lab.verification.verification_report import Check, Tally
+from grpo_replay.lab.verification.run_files import Check, RunFiles, Tally
 from grpo_replay.storage.checkpoint import (
     LATEST,
     MANIFEST,

@@ -1,9 +1,9 @@
-"""The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipes, checkpoints."""
+"""The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipes, checkpoints; and the
+tally of a check."""
 
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.lab.verification.verification_report import Check, Tally
 from grpo_replay.recipe import Recipe
+from grpo_replay.storage.checkpoint import list_checkpoints, step_of
 from grpo_replay.storage.parquet import read_parquet
 from grpo_replay.storage.recipe_history import RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table, step_path
@@ -44,9 +44,11 @@ _SNAPSHOT_COLUMNS = pa.schema(
     ]
 )
 _SNAPSHOT_VERSION = 1
-_STEP_FILE = re.compile(r"step_(\d+)")
 
 Columns = Mapping[str, np.ndarray]
+
+
+_NAMED_FAILURES = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,14 +113,78 @@ class RunFiles:
         return _logprob_bits(read_rollout_table(step_path(self.folder / "rollouts", step), columns))
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps whose checkpoint holds the weights."""
-        configs = self.folder.glob("checkpoints/step_*/model/config.json")
-        return [step for path in configs if (step := _step_of(path.parents[1])) > 0]
+        """The steps whose checkpoint holds the weights, ascending."""
+        found = list_checkpoints(self.folder / "checkpoints")
+        return [step_of(path) or 0 for path in found if (path / "model" / "config.json").exists()]
 
     def snapshots(self) -> dict[int, Path]:
         """The buffer.parquet of each checkpoint, by step."""
-        paths = sorted(self.folder.glob("checkpoints/step_*/buffer.parquet"))
-        return {_step_of(path.parent): path for path in paths}
+        paths = [path / "buffer.parquet" for path in list_checkpoints(self.folder / "checkpoints")]
+        return {step_of(path.parent) or 0: path for path in paths if path.exists()}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. `checked` is the number of comparisons; with none the check has
+    passed."""
+
+    name: str
+    passed: bool
+    checked: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """All checks of a run, in order, and what was not checked, one sentence each."""
+
+    steps: int
+    checks: tuple[Check, ...]
+    unchecked: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as a JSON object: `passed`, `steps`, `checks` and `unchecked`."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+class Tally:
+    """Counts the comparisons of one check and keeps the first failures."""
+
+    def __init__(self, name: str, statement: str) -> None:
+        self.name = name
+        self.statement = statement
+        self.checked = 0
+        self.failed = 0
+        self.notes: list[str] = []
+        self._failures: list[str] = []
+
+    def expect(self, holds: bool, failure: str) -> bool:
+        """Count one comparison. Returns `holds`."""
+        self.checked += 1
+        if not holds:
+            self.failed += 1
+            if len(self._failures) < _NAMED_FAILURES:
+                self._failures.append(failure)
+        return bool(holds)
+
+    def expect_all(self, holds_N: np.ndarray, failure: Callable[[int], str]) -> None:
+        """Count N comparisons. `failure(i)` is the message for the i-th."""
+        self.checked += len(holds_N)
+        wrong = np.flatnonzero(~holds_N)
+        self.failed += len(wrong)
+        for i in wrong[: max(_NAMED_FAILURES - len(self._failures), 0)]:
+            self._failures.append(failure(int(i)))
+
+    def result(self) -> Check:
+        detail = self.statement
+        if self.failed:
+            more = self.failed - len(self._failures)
+            detail = "; ".join(self._failures) + (f"; and {more} more" if more else "")
+        return Check(self.name, not self.failed, self.checked, "; ".join([detail, *self.notes]))
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -230,8 +296,3 @@ def _logprob_bits(table: pa.Table) -> dict[int, bytes]:
         for rollout_id, scalar in rows
         if scalar.is_valid
     }
-
-
-def _step_of(path: Path) -> int:
-    match = _STEP_FILE.fullmatch(path.name)
-    return int(match.group(1)) if match else -1

@@ -1,7 +1,7 @@
 """`verify_run`: check that a finished run is whole and followed the algorithm of its recipe.
 
 Reads every file (`file_checks`), and recomputes combined rewards, advantages, kept flags, the
-buffer at each step, ages, draw counts, first-draw probabilities, uses, texts and metrics from the
+buffer at each step, ages, draw counts, first-draw probabilities, uses and metrics from the
 run's files, without the code that wrote them. A statistical test compares the draws with the stated
 distribution; a correct run fails it once in a million (`draw_checks`).
 """
@@ -22,23 +22,25 @@ from grpo_replay.lab.verification.metric_checks import (
     stored_metrics,
     trained_metrics,
 )
-from grpo_replay.lab.verification.model_checks import Policy, check_with_models
 from grpo_replay.lab.verification.reward_checks import check_advantages, check_rewards
 from grpo_replay.lab.verification.rollout_checks import (
+    Policy,
     check_groups,
-    check_texts,
     check_trained,
     check_versions,
+    check_with_models,
 )
 from grpo_replay.lab.verification.run_files import (
+    Check,
     Columns,
     RunFiles,
+    Tally,
+    VerifyReport,
     check_steps,
     queries,
     read_run,
     read_snapshot_columns,
 )
-from grpo_replay.lab.verification.verification_report import Check, Tally, VerifyReport
 from grpo_replay.recipe import ReplaySection
 
 
@@ -156,7 +158,7 @@ def verify_run(run_dir: Path, open_policy: Callable[[int], Policy] | None = None
     run = read_run(Path(run_dir))
     checks = [check_steps(run), check_groups(run), check_versions(run)]
     checks += [*check_rewards(run), *check_advantages(run)]
-    checks += [check_trained(run), check_texts(run)]
+    checks.append(check_trained(run))
     if run.recipe.run.is_async:
         checks.append(check_ledger(run))
     checks += _Replay(run).checks()

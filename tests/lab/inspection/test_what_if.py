@@ -12,7 +12,7 @@ from grpo_replay.errors import RecipeError, SnapshotError, UsageError
 from grpo_replay.lab.inspection import rebuild as module
 from grpo_replay.lab.inspection.rebuild import (
     DrawStatistics,
-    changed_recipe,
+    changed_settings,
     kept_under,
     refuse_what_was_not_kept,
     simulate,
@@ -40,6 +40,11 @@ def long_runs(tmp_path_factory):
             folder / f"tau2-{seed}", "ours", steps=STEPS, seed=50 + seed, max_age_steps=2
         ).folder
     return made
+
+
+def changed_recipe(recipe, changes):
+    replay = changed_settings(recipe.model_dump(mode="json"), changes)
+    return recipe.model_copy(update={"replay": replay})
 
 
 def simulated_once(log, recipe, seed):

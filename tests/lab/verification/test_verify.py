@@ -27,7 +27,6 @@ CHECKS = [
         "group statistics",
         "advantages",
         "trained",
-        "texts",
     ),
     *("stored when drawn", "draw counts", "drawn units", "ages", "probabilities", "draw law"),
     *("metrics", "snapshots", "checkpoints"),
