@@ -1,12 +1,13 @@
 """Figures of an inspection, one panel per question, as wide as one column of a paper."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.inspection.buffer_summary import CountRow, Inspection
+from grpo_replay.lab.inspection.buffer_panels import cap_counts
+from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
     FRESH,
@@ -133,7 +134,7 @@ def draw_uses(axes: Any, inspection: Inspection) -> None:
     """Shares of rollouts by number of uses over the run. A snapshot without its run shows how often
     the stored rollouts were drawn."""
     run = inspection.uses_over_run
-    counts = _capped(inspection.times_used if run is None else run.counts)
+    counts = dict(cap_counts(inspection.times_used if run is None else run.counts, 10))
     _shares(axes, counts, STORED)
     axes.set_xlabel("draws of a stored rollout" if run is None else "uses over the run")
     axes.set_ylabel("rollouts (%)")
@@ -145,7 +146,7 @@ def draw_last_use(axes: Any, inspection: Inspection) -> None:
     """Shares of draws by training steps since the previous use (paper B); `new` are first uses."""
     last_use = inspection.last_use
     assert last_use is not None
-    counts = _capped(last_use.gaps)
+    counts = dict(cap_counts(last_use.gaps, 10))
     if last_use.new:
         counts["new"] = last_use.new
     _shares(axes, counts, REPLAYED)
@@ -156,15 +157,6 @@ def draw_last_use(axes: Any, inspection: Inspection) -> None:
 def _shares(axes: Any, counts: dict[str, int], colour: str) -> None:
     total = max(1, sum(counts.values()))
     axes.bar(list(counts), [100 * count / total for count in counts.values()], 0.7, color=colour)
-
-
-def _capped(rows: Sequence[CountRow], limit: int = 9) -> dict[str, int]:
-    """Counts by label, with all values from `limit` up under one label."""
-    counts: dict[str, int] = {}
-    for row in rows:
-        label = f"{limit}+" if row.value >= limit else str(row.value)
-        counts[label] = counts.get(label, 0) + row.rollouts
-    return counts
 
 
 def draw_clipping(axes: Any, inspection: Inspection) -> None:

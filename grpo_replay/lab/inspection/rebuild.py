@@ -134,7 +134,6 @@ class DrawStatistics:
     abs_advantage_mean: float | None  # of replayed rollouts
     abs_advantage_share: float | None  # Σ|A| replayed / Σ|A| trained on
     correct_share: float | None  # of what was replayed
-    uses_mean: float | None  # draws per survivor, over the run
     never_drawn_share: float | None  # survivors that were never drawn
     prompts_replayed: float  # distinct
     ess_mean: float | None  # 1/ΣP² of the draw, in rollouts or queries
@@ -347,7 +346,6 @@ def statistics(log: RolloutColumns, trained: _Trained) -> DrawStatistics:
         abs_advantage_mean=float(magnitude[replayed].mean()) if some else None,
         abs_advantage_share=float(replayed_mass / mass) if some and mass > 0 else None,
         correct_share=float(log.correct[replayed].mean()) if some else None,
-        uses_mean=float(uses.mean()) if fresh_count else None,
         never_drawn_share=float((uses == 0).mean()) if fresh_count else None,
         prompts_replayed=float(len(np.unique(log.prompt[replayed]))),
         ess_mean=_mean(trained.ess),

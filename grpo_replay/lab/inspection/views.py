@@ -193,7 +193,6 @@ _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
     ("abs_advantage_share", "replayed share of total |A|", ".1%"),
     ("correct_share", "correct replayed rollouts", ".1%"),
-    ("uses_mean", "draws per survivor", ".3f"),
     ("never_drawn_share", "survivors never drawn", ".1%"),
     ("prompts_replayed", "prompts replayed", ",.0f"),
     ("ess_mean", "effective sample size", ",.1f"),

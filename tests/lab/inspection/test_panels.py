@@ -51,7 +51,7 @@ def test_the_screen_shows_occupancy_and_ages(runs):
     assert "occupancy: 92 rollouts stored" in text
     assert "100.0% of τ_max·B' ≈ 92" in text
     assert "staleness, steps: mean 2.1 stored, 2.9 at use" in text
-    assert "step 24" in text and "One prompt dominates" in text
+    assert "step 24" in text and "✓ no warnings" in text
 
 
 def test_the_limit_of_the_occupancy_is_that_of_the_step(runs):

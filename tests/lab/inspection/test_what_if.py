@@ -25,7 +25,7 @@ from grpo_replay.recipe import load_recipe
 
 STEPS = 60
 # Draws vary between simulations of one log; these counts are deterministic.
-FIXED = ("replayed_rollouts", "replayed_per_fresh", "uses_mean", "stored_mean", "age_p95")
+FIXED = ("replayed_rollouts", "replayed_per_fresh", "stored_mean", "age_p95")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_wrong_priorities_do_not_reproduce_the_draws(long_runs):
 def test_a_shorter_age_predicts_the_draws_of_real_runs(long_runs):
     predicted = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"]).changed
     real = [asdict(what_if(open_source(long_runs[f"tau2-{seed}"]), []).logged) for seed in range(4)]
-    for name in ("age_mean", "abs_advantage_mean", "never_drawn_share", "uses_mean"):
+    for name in ("age_mean", "abs_advantage_mean", "never_drawn_share", "replayed_per_fresh"):
         values = [run[name] for run in real]
         spread = max(np.std(values, ddof=1), 0.02 * abs(np.mean(values)))
         assert getattr(predicted, name) == pytest.approx(np.mean(values), abs=4 * spread), name
@@ -155,7 +155,6 @@ def test_statistics_of_a_hand_made_run():
         abs_advantage_mean=1.0,
         abs_advantage_share=0.5,
         correct_share=0.0,
-        uses_mean=1.0,
         never_drawn_share=0.5,
         prompts_replayed=1.0,
         ess_mean=3.0,

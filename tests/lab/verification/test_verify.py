@@ -98,7 +98,7 @@ def test_a_correct_run_passes_every_check(name, tmp_path):
     assert (compared["snapshots"] > 60) == replays
     document = json.loads(json.dumps(report.to_json()))
     assert document["passed"] is True
-    assert len(document["checks"]) == len(CHECKS) == 17
+    assert len(document["checks"]) == len(CHECKS) == 16
 
 
 @pytest.fixture(scope="module")
