@@ -123,8 +123,7 @@ def one_cycle(
     gap = gap_in_nats(engine.logprobs(rows), rows)
     _, training = timed(size.device, lambda: engine.update(rows))
     moved = gap_in_nats(engine.logprobs(rows), rows)
-    bucket = recipe.sampling.sync_bucket_mib
-    _, reloading = timed(size.device, lambda: sync_weights(engine, sampler, number + 1, bucket))
+    _, reloading = timed(size.device, lambda: sync_weights(engine, sampler, number + 1))
     ends = {c.policy_version for c in completions} | {c.policy_version_end for c in completions}
     row = {
         "cycle": number + 1, "versions": sorted(ends),

@@ -157,13 +157,15 @@ def measure_logprobs(
 ) -> None:
     """The log-prob pass; and a weight push after it with no update between, as in a step
     without survivors."""
+    from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES
+
     device, record = context.size.device, context.record
     engine.logprobs(rows)
     _, took = timed(device, lambda: engine.logprobs(rows))
     tokens = sum(row.length_tokens for row in rows)
     record.figure("log-prob pass, tokens/s", tokens / took)
-    bucket = recipe.sampling.sync_bucket_mib * 2**20
-    count, took = timed(device, lambda: sum(1 for _ in engine.named_full_tensors(bucket)))
+    gathered = engine.named_full_tensors(SYNC_BUCKET_BYTES)
+    count, took = timed(device, lambda: sum(1 for _ in gathered))
     record.figure("seconds to gather all weights", took)
     record.check("weights are gathered after a log-prob pass without an update", count > 0, count)
 

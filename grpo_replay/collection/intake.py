@@ -41,6 +41,7 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
 from grpo_replay.recipe import Recipe, ReplaySection, SamplingSection, ServersSection
+from grpo_replay.sampling.server.dispatcher import MAX_RETRIES
 
 logger = logging.getLogger(__name__)
 
@@ -360,7 +361,7 @@ class Patience:
         if self._lost_in_a_row > self._lost_allowed:
             raise SamplerError(
                 f"{self._lost_in_a_row} groups in a row were lost: requests fail on every server "
-                f"more than {self._settings.max_retries} times; see "
+                f"more than {MAX_RETRIES} times; see "
                 "the collector's log in log/, and the servers'"
             )
 

@@ -43,7 +43,7 @@ from grpo_replay.evaluation.sample_table import (
     with_verdicts,
 )
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample
-from grpo_replay.evaluation.statistics import summarise_both
+from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, summarise_both
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
@@ -246,7 +246,7 @@ def _report(
     bad_answers: set[str],
     model: dict[str, Any],
 ) -> EvaluationReport:
-    sampled, greedy = summarise_both(samples, plan.settings.bootstrap_samples, bad_answers)
+    sampled, greedy = summarise_both(samples, BOOTSTRAP_SAMPLES, bad_answers)
     return EvaluationReport(model, settings, _versions(plan), sampled, greedy, samples)
 
 

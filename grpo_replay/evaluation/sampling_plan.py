@@ -16,7 +16,7 @@ from grpo_replay.evaluation.benchmarks import (
     load_problems,
     local_file,
 )
-from grpo_replay.evaluation.statistics import CONFIDENCE
+from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, CONFIDENCE
 from grpo_replay.prompts.prompt_set import render_prompt
 from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
@@ -182,7 +182,7 @@ def _settings_document(
         "system_prompt": prompts.system_prompt if in_chat else None,
         "user_template": prompts.user_template,
         "reward": settings.verifier,
-        "bootstrap_samples": settings.bootstrap_samples,
+        "bootstrap_samples": BOOTSTRAP_SAMPLES,
         "confidence": CONFIDENCE,
     }
     if in_chat and prompts.chat_template_kwargs:

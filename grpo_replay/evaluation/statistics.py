@@ -20,6 +20,9 @@ from scipy.special import betaincinv, ndtri, stdtrit
 
 from grpo_replay.evaluation.results import BenchmarkResult, MeanResult, Results
 
+BOOTSTRAP_SAMPLES = 2000
+"""Resamples for intervals of token counts and of comparisons."""
+
 CONFIDENCE = 0.95
 
 EXACT_PROBLEMS = 14

@@ -79,16 +79,6 @@ class RewardSection(Section):
         return self.functions[0].function
 
     @property
-    def overlong_weight(self) -> float:
-        """Factor of the score `overlong` in the reward (DAPO: 1)."""
-        return 1.0
-
-    @property
-    def memory_limit_mib(self) -> int:
-        """Maximum memory growth of a worker process."""
-        return 2048
-
-    @property
     def is_combined(self) -> bool:
         """True if the reward is not simply the score of `function`: the scores are logged."""
         penalised = self.overlong_buffer_tokens is not None

@@ -87,11 +87,6 @@ class EvalSection(Section):
         """Further verifiers of the same completions."""
         return [] if isinstance(self.reward, str) else self.reward[1:]
 
-    @property
-    def bootstrap_samples(self) -> int:
-        """Number of bootstrap resamples: intervals of token counts and of comparisons."""
-        return 2000
-
 
 class TrackingSection(Section):
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default=["tensorboard"])

@@ -112,15 +112,6 @@ class ServersSection(Section):
     def base_port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
-    @property
-    def start_timeout_seconds(self) -> float:
-        return self.request_timeout_seconds
-
-    @property
-    def max_retries(self) -> int:
-        """How often a failed request is sent again, to another server if there is one."""
-        return 2
-
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
@@ -194,11 +185,6 @@ class SamplingSection(Section):
     """Settings of the `vllm_server` backend."""
     collection: CollectionSection = Field(default_factory=CollectionSection)
     """Settings of `run.mode: async`."""
-
-    @property
-    def sync_bucket_mib(self) -> int:
-        """Size of the weights gathered at once during a weight sync."""
-        return 512
 
     @property
     def gpus_per_server(self) -> int:

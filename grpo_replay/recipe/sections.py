@@ -108,11 +108,6 @@ class RecipeSections(Section):
         return on_cuda and self.model.attn_implementation in PACKING_ATTENTION
 
     @property
-    def hang_report_seconds(self) -> float:
-        """Time without progress after which every rank logs where it waits."""
-        return self.engine.timeout_seconds / 6
-
-    @property
     def logprob_gap_limit(self) -> float:
         """`sampling.logprob_gap_limit` in nats, or its default for this recipe's precisions."""
         if self.sampling.logprob_gap_limit is not None:

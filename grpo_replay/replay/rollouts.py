@@ -78,8 +78,7 @@ def _with_length(verdict: Verdict, completion: Completion, recipe: Recipe) -> Ve
         recipe.sampling.max_completion_length,
         section.overlong_buffer_tokens,
     )
-    reward = verdict.reward + section.overlong_weight * score
-    return replace(verdict, reward=reward, scores=(*verdict.scores, score))
+    return replace(verdict, reward=verdict.reward + score, scores=(*verdict.scores, score))
 
 
 def overlong_score(length_tokens: int, longest_tokens: int, buffer_tokens: int) -> float:

@@ -194,7 +194,6 @@ def _check_complete(path: Path, batch: pa.RecordBatch) -> None:
 def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     try:
         facts = json.loads(metadata[_FACTS_KEY])
-        facts["settings"].pop("priority_epsilon", None)  # of earlier versions
         missing = {"step", "group_size", "settings", *_COUNTERS} - set(facts)
         missing |= {"priority"} - set(facts.get("settings", ()))
     except (KeyError, ValueError, TypeError, AttributeError) as error:

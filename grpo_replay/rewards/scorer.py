@@ -29,6 +29,9 @@ from grpo_replay.rewards.pool import Answers, VerifierPool
 from grpo_replay.terminal.secrets import without_secrets
 from grpo_replay.types import FAILED, Verdict
 
+MEMORY_LIMIT_MIB = 2048
+"""Maximum memory growth of a worker process."""
+
 CACHED_ANSWERS = 200_000
 """Maximum number of cached verdicts, by digest of (completion, answer): about 60 MB when full."""
 
@@ -75,7 +78,7 @@ class RewardScorer:
             functions,
             section.workers,
             section.time_limit_seconds,
-            section.memory_limit_mib,
+            MEMORY_LIMIT_MIB,
             self._accept,
             self._fail,
         )

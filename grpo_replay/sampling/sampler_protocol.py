@@ -14,6 +14,9 @@ from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.recipe.open_lists import SAMPLERS
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
+SYNC_BUCKET_BYTES = 512 * 2**20
+"""Weights gathered at once when a sampler gets new ones."""
+
 if TYPE_CHECKING:
     from grpo_replay.distributed.comm import Comm
 

@@ -77,8 +77,7 @@ def _open_intake(
 def _push(parts: Parts, version: int) -> None:
     """Gather and stage everything, then switch the servers one after the other."""
     with parts.clock.stage("sync"):
-        bucket_mib = parts.recipe.sampling.sync_bucket_mib
-        sync_weights(parts.engine, parts.sampler, version, bucket_mib)
+        sync_weights(parts.engine, parts.sampler, version)
 
 
 class JournalSource:

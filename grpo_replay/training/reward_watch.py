@@ -15,7 +15,7 @@ from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, try_rewards
 from grpo_replay.types import FAILED, Rollout
 
-SETTINGS = ("correct", "incorrect", "overlong_buffer_tokens", "overlong_weight")
+SETTINGS = ("correct", "incorrect", "overlong_buffer_tokens")
 """Keys of the reward section that decide rewards, besides the functions and their weights."""
 
 

@@ -15,7 +15,7 @@ from grpo_replay.distributed.failures import Interruption
 from grpo_replay.distributed.rendezvous import initialize_processes
 from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import EngineSection, Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
@@ -53,7 +53,7 @@ def run_training(
     comm, device = initialize_processes(recipe)
     # Ranks that a launcher started apart would name a directory after different times.
     run_dir = RunDirectory(Path(comm.broadcast_json(str(run_path))))
-    with ExitStack() as stack, _watch(recipe.hang_report_seconds, comm):
+    with ExitStack() as stack, _watch(recipe.engine, comm):
         with comm.position.stage("opening"):
             opener = RunOpener(recipe, comm, device, run_dir, observer, stack, scorer)
             opened = opener.open(resume)
@@ -63,7 +63,7 @@ def run_training(
             return run.train(interruption)
 
 
-def _watch(report_seconds: float, comm: Comm) -> AbstractContextManager[object]:
+def _watch(engine: EngineSection, comm: Comm) -> AbstractContextManager[object]:
     """The watchdog that reports a rank which stays in one place for long; a no-op for one rank."""
     if comm.world_size == 1:
         return nullcontext()
@@ -72,7 +72,7 @@ def _watch(report_seconds: float, comm: Comm) -> AbstractContextManager[object]:
 
     if not has_joined():
         return nullcontext()
-    return HangWatch(comm, own_connection(STORE_SECONDS), report_seconds)
+    return HangWatch(comm, own_connection(STORE_SECONDS), engine.timeout_seconds / 6)
 
 
 class Run:

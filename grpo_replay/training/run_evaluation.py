@@ -81,8 +81,7 @@ class RunEvaluation:
         `recipe.contradictions`), when no more training rollouts are sampled."""
         parts, version = self.parts, self.state.policy_version
         if parts.sampler.policy_version != version:
-            bucket_mib = self.recipe.sampling.sync_bucket_mib
-            sync_weights(parts.engine, parts.sampler, version, bucket_mib)
+            sync_weights(parts.engine, parts.sampler, version)
 
     def _scorer(self) -> AbstractContextManager[RewardScorer]:
         """The run's own scorer if it grades as evaluations do, else one with its limits."""

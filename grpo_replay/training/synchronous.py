@@ -145,8 +145,7 @@ class SynchronousSource:
         return version % self.recipe.run.sync_every_steps == 0
 
     def _push(self, version: int) -> None:
-        parts, bucket_mib = self.parts, self.recipe.sampling.sync_bucket_mib
-        sync_weights(parts.engine, parts.sampler, version, bucket_mib, self._pushed)
+        sync_weights(self.parts.engine, self.parts.sampler, version, self._pushed)
 
     def metrics(self, record: StepRecord) -> Metrics:
         return {"sampler/policy_version": record.generated[0].policy_version}

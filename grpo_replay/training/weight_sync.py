@@ -13,7 +13,7 @@ import numpy as np
 
 from grpo_replay.engine.engine_protocol import Engine
 from grpo_replay.errors import LogprobGapError
-from grpo_replay.sampling.sampler_protocol import Sampler
+from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, Sampler
 from grpo_replay.types import NamedTensors, Rollout
 
 if TYPE_CHECKING:
@@ -79,12 +79,11 @@ def sync_weights(
     engine: Engine,
     sampler: Sampler,
     version: int,
-    bucket_mib: int,
     pushed: PushedWeights | None = None,
 ) -> None:
     """Make the sampler hold the engine's policy, as `version`. Collective. `pushed` keeps a copy
     (on the rank that has one)."""
-    tensors = engine.named_full_tensors(bucket_mib * 2**20)
+    tensors = engine.named_full_tensors(SYNC_BUCKET_BYTES)
     sampler.load_weights(tensors if pushed is None else pushed.keep(tensors, version), version)
 
 

@@ -26,7 +26,6 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.recipe.sampling_sections import ServersSection
 from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.types import RequestKey
 
@@ -218,7 +217,7 @@ def test_a_failed_request_is_sent_again_and_kills_nothing(server):
 
 
 def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
-    monkeypatch.setattr(ServersSection, "max_retries", 0)
+    monkeypatch.setattr("grpo_replay.sampling.server.dispatcher.MAX_RETRIES", 0)
     server.statuses = [500] * 3
     harness = Harness([server], max_in_flight=1)
 

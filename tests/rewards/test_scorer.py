@@ -114,7 +114,7 @@ def test_a_users_function_sees_the_row_and_is_called_every_time():
 
 def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(caplog, monkeypatch):
     """A reward that did not come is None, never that of an incorrect answer."""
-    monkeypatch.setattr(RewardSection, "memory_limit_mib", 256)
+    monkeypatch.setattr("grpo_replay.rewards.scorer.MEMORY_LIMIT_MIB", 256)
     texts = ["ok", "raise", "nan", "die", "fine", "hang", "grow", "good"]
     with scorer("judge_rewards:misbehave", time_limit_seconds=1.0) as opened:
         verdicts = opened.score([(text, "", {}) for text in texts] * 3)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from grpo_replay.training import weight_sync
 from grpo_replay.training.weight_sync import PushedWeights, read_pushed_weights, sync_weights
 
 
@@ -19,13 +20,15 @@ class Policy:
         yield "w", self.weight
 
 
-def test_a_push_is_gathered_in_buckets_and_has_its_version(tmp_path):
+def test_a_push_is_gathered_in_buckets_and_has_its_version(tmp_path, monkeypatch):
     policy, loaded = Policy(), []
     sampler = SimpleNamespace(load_weights=lambda pairs, label: loaded.append((label, dict(pairs))))
-    sync_weights(policy, sampler, 3, 5)
+    monkeypatch.setattr(weight_sync, "SYNC_BUCKET_BYTES", 5 * 2**20)
+    sync_weights(policy, sampler, 3)
     pushed = PushedWeights()
     assert pushed.version == 0
-    sync_weights(policy, sampler, 4, 2, pushed)
+    monkeypatch.setattr(weight_sync, "SYNC_BUCKET_BYTES", 2 * 2**20)
+    sync_weights(policy, sampler, 4, pushed)
     assert [(label, pairs["w"].tolist()) for label, pairs in loaded] == [
         (3, [0.0, 1.0, 2.0, 3.0, 4.0]), (4, [0.0, 1.0]),
     ]  # fmt: skip

@@ -79,7 +79,7 @@ def _check_sum(
 
 
 def _weights(section: RewardSection) -> list[float]:
-    penalty = [] if section.overlong_buffer_tokens is None else [section.overlong_weight]
+    penalty = [] if section.overlong_buffer_tokens is None else [1.0]
     return [*(each.weight for each in section.functions), *penalty]
 
 

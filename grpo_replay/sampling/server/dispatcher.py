@@ -103,6 +103,10 @@ class ServerProgress:
         return time.monotonic() - self._since
 
 
+MAX_RETRIES = 2
+"""How often a failed request is sent again, to another server if there is one."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
     in_flight_per_server: int
@@ -120,7 +124,7 @@ class PoolSettings:
         return cls(
             in_flight_per_server=max(section.max_in_flight // ranks, 1),
             request_timeout_seconds=section.request_timeout_seconds,
-            max_retries=section.max_retries,
+            max_retries=MAX_RETRIES,
             drop_lost=section.on_failure == "drop",
             vocabulary=vocabulary,
         )

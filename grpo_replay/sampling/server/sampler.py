@@ -29,7 +29,7 @@ from grpo_replay.engine.weights import (
 )
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.recipe import ModelSection, ServersSection
-from grpo_replay.sampling.sampler_protocol import SamplerOpening, WeightState
+from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, SamplerOpening, WeightState
 from grpo_replay.sampling.server.checks import ServerRequirements, check_server
 from grpo_replay.sampling.server.dispatcher import (
     LONGEST_CHECK_SECONDS,
@@ -275,7 +275,7 @@ class VllmServerSampler:
             wait_until_healthy(
                 self._launched,
                 [partial(_is_healthy, server) for server in servers],
-                settings.start_timeout_seconds,
+                settings.request_timeout_seconds,
             )
         for server in servers:
             check_server(server, self._required)
@@ -374,7 +374,7 @@ def _distinct_urls(settings: ServersSection) -> list[str]:
 
 def _transfer(opening: SamplerOpening, expected: ExpectedWeights) -> Transfer:
     settings = opening.sampling.servers
-    bucket_bytes = opening.sampling.sync_bucket_mib * 2**20
+    bucket_bytes = SYNC_BUCKET_BYTES
     if settings.weight_transfer == "nccl":
         return NcclTransfer(expected, bucket_bytes, settings.request_timeout_seconds)
     folder = SyncFolder(settings.sync_folder, expected.bytes_needed)
