@@ -55,5 +55,12 @@ def test_every_file_that_the_page_names_is_there():
     assert len(inside) > 25
 
 
+def test_every_function_that_the_page_names_is_there():
+    named = re.findall(r"`([a-z_/]+\.py):(\w+)`", PAGE)
+    assert len(named) > 12
+    for file, name in named:
+        assert re.search(rf"^ *(def|class) {name}\b", (PACKAGE / file).read_text(), re.MULTILINE)
+
+
 def test_the_top_of_the_package_stays_small():
     assert len(list(PACKAGE.glob("*.py"))) <= 8
