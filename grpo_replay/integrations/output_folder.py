@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import resolve_recipe
-from grpo_replay.recipe.replay_config import ReplayConfig
+from grpo_replay.recipe.recipe import ReplayConfig
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.recipe_history import RECIPE_FILE, write_recipe
 from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts

@@ -37,7 +37,7 @@ from grpo_replay.integrations.trl_rows import (
     rows_of,
     to_tensors,
 )
-from grpo_replay.recipe.replay_config import ReplayConfig
+from grpo_replay.recipe.recipe import ReplayConfig
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.training.metrics import (
     batch_metrics,

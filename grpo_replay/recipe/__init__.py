@@ -7,8 +7,8 @@ transformers.
 """
 
 from grpo_replay.recipe.base import Section
-from grpo_replay.recipe.engine_sections import EngineSection, OptimizerSection, ZeroSection
 from grpo_replay.recipe.grpo_sections import (
+    REPLAY_PRESETS,
     AdvantageSection,
     BatchSection,
     LossSection,
@@ -27,14 +27,15 @@ from grpo_replay.recipe.layers import (
     resolve_recipe,
 )
 from grpo_replay.recipe.open_lists import BUILTIN_VERIFIERS
-from grpo_replay.recipe.presets import REPLAY_PRESETS
-from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.recipe.replay_config import ReplayConfig
+from grpo_replay.recipe.recipe import Recipe, ReplayConfig
 from grpo_replay.recipe.run_sections import (
     CheckpointSection,
+    EngineSection,
     EvalSection,
+    OptimizerSection,
     RunSection,
     TrackingSection,
+    ZeroSection,
 )
 from grpo_replay.recipe.sampling_sections import (
     CollectionSection,

@@ -8,7 +8,41 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_replay.recipe.base import Fraction, Positive, Section, one_of
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, VERIFIERS
-from grpo_replay.recipe.presets import REPLAY_PRESETS
+
+_PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
+_PAPER_B = {"with_replacement": True, "drop_zero_variance": False}
+
+REPLAY_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {},
+    "ours": {
+        "unit": "rollout",
+        "priority": "abs_advantage",
+        "composition": "fresh_anchored",
+        **_PAPER_A,
+    },
+    "uniform": {
+        "unit": "query",
+        "priority": "uniform",
+        "composition": "pool",
+        **_PAPER_A,
+    },
+    "group_std": {
+        "unit": "query",
+        "priority": "group_std",
+        "composition": "pool",
+        **_PAPER_A,
+    },
+    "fifo": {
+        "unit": "rollout",
+        "priority": "uniform",
+        "composition": "buffer_only",
+        "max_age_steps": None,
+        "warmup_steps": 0,
+        **_PAPER_B,
+    },
+}
+"""The values that each preset sets (paper A, section 5; `fifo`: paper B). `grpo` sets nothing:
+it switches replay off, and is the baseline of any recipe."""
 
 OVERLONG = "overlong"
 """The name of the length penalty among the scores of a rollout."""

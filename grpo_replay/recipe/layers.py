@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.base import Passthrough, Section
+from grpo_replay.recipe.grpo_sections import REPLAY_PRESETS
 from grpo_replay.recipe.paths import anchor_paths
-from grpo_replay.recipe.presets import REPLAY_PRESETS
 from grpo_replay.recipe.recipe import Recipe
 from grpo_replay.recipe.retired import is_retired, modernised, what_became_of
 from grpo_replay.recipe.yaml_text import (

@@ -1,7 +1,6 @@
 """All sections of a recipe in data order, and the values derived from several of them.
 
-The sections themselves: `input_sections`, `sampling_sections`, `grpo_sections`, `engine_sections`
-and `run_sections`.
+The sections themselves: `input_sections`, `sampling_sections`, `grpo_sections`, `run_sections`.
 """
 
 import re
@@ -9,7 +8,6 @@ import re
 from pydantic import Field, field_validator
 
 from grpo_replay.recipe.base import Section
-from grpo_replay.recipe.engine_sections import EngineSection, OptimizerSection
 from grpo_replay.recipe.grpo_sections import (
     AdvantageSection,
     BatchSection,
@@ -20,7 +18,9 @@ from grpo_replay.recipe.grpo_sections import (
 from grpo_replay.recipe.input_sections import ModelSection, PromptsSection
 from grpo_replay.recipe.run_sections import (
     CheckpointSection,
+    EngineSection,
     EvalSection,
+    OptimizerSection,
     RunSection,
     TrackingSection,
 )
