@@ -143,13 +143,22 @@ class RunDisplay(Observer):
             return
         assert result.summary is not None
         out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
-        if result.summary["base"] or result.summary["final"]:
-            out.print(result_table(result.summary))
-        try:
-            _print_staleness(result.run_dir, out)
-        except DataError as error:  # the training went well
-            self.on_notice(f"the ages of the rollouts cannot be shown: {error}")
-        out.print(describe_end(result.run_dir, result.summary), soft_wrap=True)
+        if reason := print_result(result.run_dir, result.summary, out):
+            self.on_notice(reason)
+
+
+def print_result(run_dir: Path, summary: Mapping[str, Any], out: Console) -> str | None:
+    """Print the accuracies, the ages and the totals of a run. Returns why its ages cannot be shown,
+    None if they can."""
+    reason = None
+    if summary["base"] or summary["final"]:
+        out.print(result_table(summary))
+    try:
+        _print_staleness(run_dir, out)
+    except DataError as error:  # the training went well
+        reason = f"the ages of the rollouts cannot be shown: {error}"
+    out.print(describe_end(run_dir, summary), soft_wrap=True)
+    return reason
 
 
 def describe_stop(result: "RunResult") -> str:

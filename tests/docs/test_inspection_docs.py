@@ -47,8 +47,9 @@ def test_every_replay_setting_that_a_remedy_names_exists():
 
 
 def test_every_image_is_shown_on_a_page_and_small():
-    text = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
-    shown = set(re.findall(r"\]\(images/([^)]+)\)", text))
+    pages = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    shown = set(re.findall(r"\]\((?:docs/)?images/([^)]+)\)", text))
     assert shown == {path.name for path in (DOCS / "images").iterdir()}
     assert len(shown) >= 6
     for name in shown:

@@ -1,0 +1,73 @@
+"""Make the pictures near the top of the README.
+
+    grpo-replay train tiny --output-dir runs/tiny
+    grpo-replay sweep seeds.yaml --output-dir runs/seeds     # grpo and ours, three seeds, 80 steps
+    python docs/make_pictures.py runs/tiny runs/seeds
+
+The end of a run in the terminal, the top of the buffer's page in Chromium, a figure of a report.
+"""
+
+import argparse
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+from rich._export_format import CONSOLE_SVG_FORMAT
+
+from grpo_replay.api import report
+from grpo_replay.cli.train_display import print_result
+from grpo_replay.terminal.console import PlainConsole
+
+IMAGES = Path(__file__).resolve().parent / "images"
+CHROMIUM = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--force-device-scale-factor=1"]  # fmt: skip
+
+
+def end_of_training(run: Path) -> str:
+    """What `train` prints at its end, as SVG that loads no font from elsewhere."""
+    screen = {"record": True, "file": io.StringIO(), "force_terminal": True}
+    console = PlainConsole(width=96, highlight=False, **screen)
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    print_result(run, summary, console)
+    own_fonts = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title="grpo-replay train tiny", code_format=own_fonts)
+
+
+def screenshot_of_buffer(run: Path, picture: Path) -> None:
+    """The first rows of the page of `inspect-buffer RUN --plot page.html`."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "page.html"
+        inspect = [sys.executable, "-m", "grpo_replay", "inspect-buffer", str(run)]
+        subprocess.run([*inspect, "--plot", str(page)], check=True)
+        command = [*CHROMIUM, "--window-size=1270,760", f"--user-data-dir={folder}/profile"]
+        subprocess.run([*command, f"--screenshot={picture}", page.as_uri()], check=True)
+    with Image.open(picture) as full:
+        few_colours = full.convert("RGB").quantize(32)
+    few_colours.save(picture, optimize=True)
+
+
+def report_figure(sweep: Path, picture: Path) -> None:
+    """Accuracy over steps, from `report SWEEP --output DIR`."""
+    with tempfile.TemporaryDirectory() as folder:
+        report(sweep, output=Path(folder) / "report")
+        shutil.copyfile(Path(folder) / "report" / "figures" / "accuracy_by_steps.svg", picture)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="a finished `train tiny`")
+    parser.add_argument("sweep", type=Path, help="runs of several seeds with and without replay")
+    given = parser.parse_args()
+    (IMAGES / "train-tiny.svg").write_text(end_of_training(given.run), encoding="utf-8")
+    screenshot_of_buffer(given.run, IMAGES / "buffer-page.png")
+    report_figure(given.sweep, IMAGES / "report-seeds.svg")
+
+
+if __name__ == "__main__":
+    main()
