@@ -13,7 +13,7 @@ from grpo_replay.recipe.base import Passthrough, Section
 from grpo_replay.recipe.grpo_sections import REPLAY_PRESETS
 from grpo_replay.recipe.paths import anchor_paths
 from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.recipe.retired import is_retired, modernised, what_became_of
+from grpo_replay.recipe.retired import is_retired, modernised, what_became_of, what_it_is_here
 from grpo_replay.recipe.yaml_text import (
     DEEPEST,
     is_number,
@@ -187,7 +187,8 @@ def _check_keys(
         if key not in fields and issubclass(section, Passthrough):
             continue
         if key not in fields:
-            hint = did_you_mean(str(key), fields)
+            theirs = what_it_is_here(place, value)
+            hint = f" ({theirs})" if theirs else did_you_mean(str(key), fields)
             where = f"section {'.'.join(at)}" if at else "the recipe"
             raise RecipeError(
                 f"{source}: unknown key {shown(place)}{hint}; {where} has: {', '.join(fields)}"

@@ -1,11 +1,11 @@
-"""Keys of earlier versions: where their values went.
+"""Keys of earlier versions and of other trainers: what they are here.
 
 A recipe that has one is refused, with the new key or the value that holds now. The recipe that an
 earlier version saved in a run has all of them: its values are moved, and it is refused only if one
 is no longer possible.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_replay.errors import RecipeError
@@ -70,6 +70,75 @@ JOINED: Mapping[str, str] = {
     "eval.other_rewards": "eval.reward, a list",
 }
 """Keys whose values are part of another key's."""
+
+
+TRL_AND_VERL: Mapping[str, str] = {
+    "model.path": "model_name_or_path actor_rollout_ref.model.path",
+    "model.dtype": "torch_dtype bf16",
+    "model.attn_implementation": "attn_implementation",
+    "model.gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "model.lora": "use_peft lora_r peft_config actor_rollout_ref.model.lora_rank",
+    "prompts.source": "dataset_name train_dataset data.train_files",
+    "prompts.dataset_options": "dataset_config dataset_train_split",
+    "prompts.problem_field": "data.prompt_key",
+    "prompts.max_prompt_length": "max_prompt_length data.max_prompt_length",
+    "prompts.template": "chat_template_kwargs",
+    "sampling.backend": "use_vllm vllm_mode actor_rollout_ref.rollout.name",
+    "sampling.prompts_per_step": "generation_batch_size data.train_batch_size",
+    "sampling.group_size": "num_generations actor_rollout_ref.rollout.n",
+    "sampling.max_completion_length": "max_completion_length data.max_response_length",
+    "sampling.temperature": "actor_rollout_ref.rollout.temperature",
+    "sampling.vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization "
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "sampling.vllm.tensor_parallel_size": "vllm_tensor_parallel_size "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "reward.function": "reward_funcs reward_weights custom_reward_function",
+    "reward.mask_truncated": "mask_truncated_completions",
+    "advantage.std": "scale_rewards algorithm.norm_adv_by_std_in_grpo",
+    "advantage.estimator": "algorithm.adv_estimator",
+    "batch.updates_per_step": "num_iterations steps_per_generation "
+    "actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.ppo_epochs",
+    "batch.max_tokens_per_microbatch": "per_device_train_batch_size gradient_accumulation_steps "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu "
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "loss.beta": "beta actor_rollout_ref.actor.kl_loss_coef algorithm.kl_ctrl.kl_coef",
+    "loss.epsilon": "epsilon actor_rollout_ref.actor.clip_ratio_low "
+    "actor_rollout_ref.actor.clip_ratio",
+    "loss.epsilon_high": "epsilon_high actor_rollout_ref.actor.clip_ratio_high",
+    "loss.aggregation": "loss_type actor_rollout_ref.actor.loss_agg_mode",
+    "loss.sampler_ratio_cap": "vllm_importance_sampling_cap",
+    "optimizer.learning_rate": "learning_rate actor_rollout_ref.actor.optim.lr",
+    "optimizer.schedule": "lr_scheduler_type",
+    "optimizer.adamw": "weight_decay adam_beta1 adam_beta2",
+    "optimizer.warmup_steps": "warmup_steps actor_rollout_ref.actor.optim.lr_warmup_steps",
+    "optimizer.max_grad_norm": "max_grad_norm actor_rollout_ref.actor.grad_clip",
+    "engine.num_processes": "trainer.n_gpus_per_node",
+    "run.steps": "max_steps num_train_epochs trainer.total_training_steps trainer.total_epochs",
+    "run.seed": "seed",
+    "checkpoint.every_steps": "save_steps trainer.save_freq",
+    "checkpoint.keep": "save_total_limit trainer.max_actor_ckpt_to_keep",
+    "eval.every_steps": "eval_steps trainer.test_freq",
+    "eval.benchmarks": "eval_dataset data.val_files",
+    "tracking.report_to": "report_to trainer.logger",
+}
+"""Our keys, each with what TRL and verl call them (verl's with dots)."""
+
+
+def what_it_is_here(place: str, value: Any) -> str:
+    """For the message about an unknown key `place`, a leaf or a mapping: the keys that stand for
+    those of TRL or verl in it; empty if there are none."""
+    leaves = list(_leaves(place, value))
+    ours = {theirs: key for key, names in TRL_AND_VERL.items() for theirs in names.split()}
+    found = {each: ours.get(each) or ours.get(each.rpartition(".")[2]) for each in leaves}
+    return ", ".join(f"{theirs} is {key} here" for theirs, key in found.items() if key)
+
+
+def _leaves(place: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, Mapping) or place in {"peft_config", "custom_reward_function"}:
+        yield place
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{place}.{key}", inner)
 
 
 def is_retired(key: str) -> bool:

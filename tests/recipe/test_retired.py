@@ -8,7 +8,7 @@ import yaml
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import Recipe, load_recipe, read_recipe_layer, resolve_recipe
 from grpo_replay.recipe.base import Passthrough, Section
-from grpo_replay.recipe.retired import FIXED, JOINED, MOVED
+from grpo_replay.recipe.retired import FIXED, JOINED, MOVED, TRL_AND_VERL
 from grpo_replay.storage.recipe_history import read_recipe_file, recipe_to_resume
 
 OLD = Path(__file__).with_name("recipe_of_0.1.yaml")
@@ -45,6 +45,25 @@ def test_every_old_key_is_refused_with_what_became_of_it(key):
     with pytest.raises(RecipeError) as error:
         load_recipe("tiny", [f"{key}=1"])
     assert key in str(error.value) and became in str(error.value)
+
+
+def test_names_of_trl_and_verl_are_answered_with_ours():
+    names = [name for of_key in TRL_AND_VERL.values() for name in of_key.split()]
+    assert len(names) == len(set(names)) > 80
+    keys = {".".join(key.split(".")[: i + 1]) for key in leaves(Recipe) for i in range(3)}
+    assert set(TRL_AND_VERL) - keys <= {
+        "sampling.vllm.gpu_memory_utilization", "sampling.vllm.tensor_parallel_size",
+    }  # fmt: skip
+    for words, expected in (
+        (["num_generations=8"], r"'num_generations' \(num_generations is sampling.group_size here"),
+        (["loss.epsilon_low=0.1", "sampling.beta=0.1"], "did you mean 'epsilon'"),
+        (["sampling.num_generations=8"], "sampling.num_generations is sampling.group_size here"),
+        (["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.optim.lr=1e-6"],
+         "rollout.n is sampling.group_size here, .*optim.lr is optimizer.learning_rate here"),
+        (["custom_reward_function.path=a.py"], "is reward.function here"),
+    ):  # fmt: skip
+        with pytest.raises(RecipeError, match=expected):
+            load_recipe("tiny", words)
 
 
 def test_every_key_of_the_old_recipe_is_still_one_or_retired():
