@@ -13,7 +13,7 @@ Example: one group of two completions, one right and one wrong, has rewards_G = 
 population standard deviation 1, advantages [1, -1] and `group_correct` 1.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +47,7 @@ class Prompt:
     token_ids: np.ndarray  # int32 [P]
     answer: str
     row: Row
+    messages: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,8 +175,9 @@ class Collector:
         prompt = member.group.prompt
         key = (member.group.place, member.index)
         self._parts.scorer.submit(
-            key, text, prompt.answer, prompt.row, prompt=prompt.text, step=spans[0][0] + 1,
-            truncated=completion.finish_reason == "length",
+            key, text, prompt.answer, prompt.row, prompt=prompt.text, messages=prompt.messages,
+            step=spans[0][0] + 1, truncated=completion.finish_reason == "length",
+            group=_name_of(member.group.place), of=len(member.group.members),
         )  # fmt: skip
 
     def _on_lost(self, member: Member, reason: str) -> None:
@@ -199,6 +200,7 @@ class Collector:
         del self._open[group.place]
         assert self._dispatcher is not None
         self._dispatcher.withdraw(group.members)
+        self._parts.scorer.put_incomplete(_name_of(group.place))
         self._deliver(group.drop(reason))
 
     def _drain(self) -> None:
@@ -254,3 +256,8 @@ class Collector:
             drained=self._drained,
             sent=time.monotonic(),
         )
+
+
+def _name_of(place: Place) -> str:
+    """What reward functions are given as the group."""
+    return f"{place[0]}.{place[1]}"

@@ -44,6 +44,8 @@ from grpo_replay.evaluation.sample_table import (
 )
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample
 from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, summarise_both
+from grpo_replay.prompts.fields import ChatMessage
+from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
@@ -142,18 +144,22 @@ class _Grading:
         self._on_progress = on_progress
         self._decoded: dict[int, _Decoded] = {}
         self._last_report = 0.0
+        self._sizes = Counter(each.request.key.prompt_index for each in plan.samples)
 
     def submit(self, index: int, generation: Generation) -> None:
         """Grade the completion of `plan.samples[index]`; returns at once."""
         text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
         self._decoded[index] = _Decoded(text, len(generation.token_ids), generation.finish_reason)
         planned = self.plan.samples[index]
-        problem, prompt = planned.problem, ""
+        problem, prompt, messages = planned.problem, "", list[ChatMessage]()
         if self.plan.settings.verifier not in BUILTIN_VERIFIERS:
             prompt = self._tokenizer.decode(planned.request.prompt_token_ids.tolist())
+            messages = prompt_messages(self.plan.prompts, problem.problem)
+        number = planned.request.key.prompt_index
         self._scorer.submit(
-            index, text, problem.answer, problem.row, prompt=prompt,
+            index, text, problem.answer, problem.row, prompt=prompt, messages=messages,
             truncated=generation.finish_reason == "length",
+            group=str(number), of=self._sizes[number],
         )  # fmt: skip
         self._report_progress()
 

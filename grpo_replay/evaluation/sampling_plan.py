@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
@@ -52,6 +52,7 @@ class EvaluationPlan:
     settings: EvalSection
     document: dict[str, Any]  # the report's `settings`
     with_vllm: bool
+    prompts: PromptsSection = field(default_factory=PromptsSection)
 
     @property
     def problem_texts(self) -> set[tuple[str, str]]:
@@ -102,7 +103,7 @@ def plan_evaluation(
     if settings.verifier not in BUILTIN_VERIFIERS:
         document["correct_score"] = correct_score
     with_vllm = sampling.vllm_in_ranks or sampling.over_http
-    return EvaluationPlan(benchmarks, tuple(samples), settings, document, with_vllm)
+    return EvaluationPlan(benchmarks, tuple(samples), settings, document, with_vllm, prompts)
 
 
 def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:

@@ -116,6 +116,7 @@ class PromptSet:
             token_ids=prompts.token_ids[index],
             answer=prompts.answers[index],
             row=prompts.rows[index][0].row(prompts.rows[index][1]),
+            messages=prompts.messages(index),
         )
 
     def _order(self, epoch: int) -> np.ndarray:
@@ -153,6 +154,10 @@ class _TokenisedPrompts:
         self.token_ids: list[np.ndarray] = []
         self.answers: list[str] = []
         self.fingerprints: list[int] = []
+        self.problems: list[tuple[PromptsSection, ProblemStatement]] = []
+
+    def messages(self, index: int) -> list[ChatMessage]:
+        return prompt_messages(*self.problems[index])
 
 
 def load_prompts(
@@ -182,6 +187,7 @@ def load_prompts(
             kept.texts.append(text)
             kept.token_ids.append(tokens_P)
             kept.answers.append(read.answers[number])
+            kept.problems.append((one, read.problems[number]))
             kept.fingerprints.append(fingerprint(statement_text(read.problems[number])))
         size = len(kept.ids) - first
         kept.sources.append(_Source(first, len(kept.ids), max(round(weight * size), size > 0)))
@@ -339,6 +345,13 @@ def _plain_text(section: PromptsSection, problem: ProblemStatement) -> str:
         f"prompts.template 'plain': field {section.problem_field!r} has chat messages, which the "
         "chat template renders; set prompts.template chat"
     )
+
+
+def prompt_messages(section: PromptsSection, problem: ProblemStatement) -> list[ChatMessage]:
+    """The messages of a prompt; without a chat template, one of the user."""
+    if section.in_chat:
+        return _messages(section, problem)
+    return [{"role": "user", "content": _plain_text(section, problem)}]
 
 
 def _messages(section: PromptsSection, problem: ProblemStatement) -> list[ChatMessage]:

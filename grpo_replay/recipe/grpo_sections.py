@@ -60,9 +60,10 @@ class RewardSection(Section):
     function: str | Annotated[list[WeightedReward], Field(min_length=1)] = "minerva"
     """Reward function: `minerva` (paper A, training), `math_verify_boxed` (paper A, evaluation),
     `math_verify`, or your own as `module:function` or `file.py:function`: `f(completion, answer,
-    row) -> float`, or in verl's or TRL's form (docs/rewards.md). Several: a list of names or of
-    `{function: …, weight: 1.0, name: null}`; the reward is the weighted sum of their scores (TRL:
-    reward_funcs, reward_weights), and the first alone decides which rollouts count as correct."""
+    row) -> float`, for a batch, or in verl's or TRL's form (docs/rewards.md). Several: a list of
+    names or of `{function: …, weight: 1.0, name: null}`; the reward is the weighted sum of their
+    scores (TRL: reward_funcs, reward_weights), and the first alone decides which rollouts count as
+    correct."""
     correct: float = 1.0
     """Score of a correct answer. A score of your own function counts as correct from here on."""
     incorrect: float = -1.0

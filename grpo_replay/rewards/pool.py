@@ -40,11 +40,12 @@ LONGEST_LINE = 1_000
 FAMILY_VARIABLE = "GRPO_REPLAY_VERIFIER"
 """Set for a worker and what it starts, so that these are found wherever they went."""
 
-Task = tuple[Any, bytes]  # the caller's identifier, and the task as JSON
-Answers = list[dict[str, Any]]
-"""The answers to one task, in the order of the functions. Fewer than there are functions if the
-time limit or a crash ended the last of them."""
-OnAnswers = Callable[[Any, Answers], None]
+Task = tuple[list[Any], bytes]
+"""The caller's identifiers of completions of one prompt, and these as JSON."""
+Answers = list[list[dict[str, Any]]]
+"""For each function in order, its answers to a task. Fewer than there are functions if the time
+limit or a crash ended the last of them."""
+OnAnswers = Callable[[list[Any], Answers], None]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class VerifierPool:
         self._ready = threading.Event()
         self.sources: dict[str, str] = {}
         """SHA-256 of the source file of each function of the user, once a worker is ready."""
+        self.takes_many = False
+        """Whether a function takes the completions of a prompt together; once one is ready."""
         self._processes: dict[int, VerifierProcess] = {}
         self._threads = [
             threading.Thread(
@@ -151,8 +154,9 @@ class VerifierPool:
             f"usual cause is too little memory. It printed: {printed or 'nothing'}"
         )
 
-    def _note_sources(self, found: dict[str, str]) -> None:
+    def _note_sources(self, ready: dict[str, Any]) -> None:
         """Raises RecipeError if a worker loaded another source than the first one."""
+        found, self.takes_many = ready["sources"], ready["takes_many"]
         with self._wake:
             self.sources = self.sources or found
         edited = [name for name, digest in found.items() if digest != self.sources[name]]
@@ -165,7 +169,7 @@ class VerifierPool:
     def _serve(self, process: "VerifierProcess", index: int) -> None:
         """Give the worker tasks until the pool closes or the worker must be replaced."""
         while (task := self._take(index)) is not None:
-            answers, ended = process.ask(task[1], self._time_limit)
+            answers, ended = process.ask(task, self._time_limit * len(task[0]))
             if self._closing:
                 return
             if ended in ("memory", "crash") and process.answered > 0:
@@ -215,9 +219,10 @@ class VerifierProcess:
             )
         threading.Thread(target=self._log_output, daemon=True, name="verifier output").start()
 
-    def wait_ready(self) -> dict[str, str]:
-        """The SHA-256 of the source file of each function of the user, once all are loaded. Raises
-        OSError if the process ends or is late, RecipeError with its message if it cannot."""
+    def wait_ready(self) -> dict[str, Any]:
+        """`sources`, the SHA-256 of the source file of each function of the user, and `takes_many`,
+        once all are loaded. Raises OSError if the process ends or is late, RecipeError with its
+        message if it cannot."""
         message = self._receive(time.monotonic() + START_TIMEOUT_SECONDS)
         if "failed" in message:
             raise RecipeError(
@@ -225,26 +230,27 @@ class VerifierProcess:
                 f"{message['failed']}; expected module:function importable from the current folder "
                 "or the environment, or file.py:function"
             )
-        return message["sources"]
+        return message
 
-    def ask(self, task: bytes, limit_seconds: float) -> tuple[Answers, str]:
+    def ask(self, task: Task, limit_seconds: float) -> tuple[Answers, str]:
         """The answers of all functions to a task, and why the process cannot be used again:
         "timeout", "crash" or "memory"; "" if it can."""
         answers: Answers = []
         deadline = time.monotonic() + limit_seconds
         try:
             self._socket.settimeout(limit_seconds)  # a process that is stopped takes nothing
-            self._socket.sendall(task + b"\n")
+            self._socket.sendall(task[1] + b"\n")
             for _ in self._functions:
                 answers.append(self._receive(deadline))
         except TimeoutError:
-            return [*answers, {"status": "timeout"}], "timeout"
+            return [*answers, [{"status": "timeout"}] * len(task[0])], "timeout"
         except OSError:
             reason = f"its process {self._exit_reason()}"
-            return [*answers, {"status": "crash", "error": reason}], "crash"
-        return answers, "memory" if any(each["status"] == "memory" for each in answers) else ""
+            return [*answers, [{"status": "crash", "error": reason}] * len(task[0])], "crash"
+        statuses = {each["status"] for of_function in answers for each in of_function}
+        return answers, "memory" if "memory" in statuses else ""
 
-    def _receive(self, deadline: float) -> dict[str, Any]:
+    def _receive(self, deadline: float) -> Any:
         """The next message. Raises TimeoutError, or another OSError if the process is gone."""
         while b"\n" not in self._received:
             # Look even after the deadline: this thread itself may have been descheduled.

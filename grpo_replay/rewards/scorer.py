@@ -19,6 +19,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from grpo_replay.distributed.environment import available_cores
@@ -45,10 +46,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Graded:
-    """One submitted pair; `answers` are the worker's messages, None until they arrive."""
+    """One submitted pair; `answers` are those of the functions, None until they arrive."""
 
     gold: str
-    answers: Answers | None = None
+    answers: list[dict[str, Any]] | None = None
+
+
+_Member = tuple[Any, _Graded, bytes]
+"""The key of a submitted completion, its entry, and what its worker gets."""
 
 
 class RewardScorer:
@@ -73,6 +78,7 @@ class RewardScorer:
         self._failure: Exception | None = None
         self._submitted: list[tuple[Hashable, _Graded]] = []
         self._pending = 0
+        self._groups: dict[str, list[_Member]] = {}  # that are not complete
         self._cache: OrderedDict[bytes, _Graded] = OrderedDict()
         self._pool = VerifierPool(
             functions,
@@ -102,26 +108,60 @@ class RewardScorer:
         *,
         truncated: bool = False,
         prompt: str = "",
+        messages: Sequence[Mapping[str, Any]] = (),
         step: int | None = None,
+        group: str = "",
+        of: int = 1,
     ) -> None:
         """Queue one completion for grading and return at once.
 
         Only functions of the user receive `row`, whether the completion was `truncated` at the
-        length limit, the rendered `prompt`, and the training `step` (None in evaluations). Raises
+        length limit, the rendered `prompt`, its `messages`, the training `step` (None in
+        evaluations), and the `group`, which is that of the other completions of the prompt. If a
+        function takes these together, they wait until `of` of them are submitted, and come in the
+        order of their keys. Raises
         DatasetError if the row contains a value that JSON cannot represent.
         """
+        together = of > 1 and not self._builtin and self._takes_many()
         digest = _digest(completion, answer) if self._builtin else None
         with self._changed:
             graded = self._recall(digest)
             if graded is None:
                 graded = _Graded(answer)
-                given = {"truncated": truncated, "prompt": prompt, "step": step}
+                given = {"truncated": truncated, "prompt": prompt, "messages": list(messages)}
+                given |= {"step": step, "group": group}
                 body = self._body(completion, answer, row, given)
                 if digest is not None:
                     self._remember(digest, graded)
                 self._pending += 1
-                self._pool.put((graded, body), zlib.crc32(answer.encode("utf-8", "surrogatepass")))
+                if together:
+                    self._groups.setdefault(group, []).append((key, graded, body))
+                    self._put_group(group, of)
+                else:
+                    self._put([(key, graded, body)])
             self._submitted.append((key, graded))
+
+    def _takes_many(self) -> bool:
+        self._pool.wait_ready()
+        return self._pool.takes_many
+
+    def _put(self, members: Sequence[_Member]) -> None:
+        ordered = sorted(members, key=itemgetter(0))  # not as they finished
+        graded = [each for _, each, _ in ordered]
+        body = b"[" + b",".join(body for *_, body in ordered) + b"]"
+        affinity = zlib.crc32(graded[0].gold.encode("utf-8", "surrogatepass"))
+        self._pool.put((graded, body), affinity)
+
+    def _put_group(self, group: str, least: int) -> None:
+        if len(self._groups.get(group, ())) >= least:
+            self._put(self._groups.pop(group))
+
+    def put_incomplete(self, group: str | None = None) -> None:
+        """Grade what waits for completions of its group that will not come; of all groups if
+        None."""
+        with self._changed:
+            for each in list(self._groups) if group is None else [group]:
+                self._put_group(each, least=1)
 
     def statuses(self) -> Counter[str]:
         """The number of verdicts of each status that have arrived since the last `results`."""
@@ -131,6 +171,7 @@ class RewardScorer:
 
     def wait(self, seconds: float) -> bool:
         """Wait at most `seconds`; True once everything submitted is graded or grading failed."""
+        self.put_incomplete()
         with self._changed:
             return self._changed.wait_for(self._is_settled, timeout=seconds)
 
@@ -143,6 +184,7 @@ class RewardScorer:
 
         Raises RecipeError if the reward function cannot be loaded.
         """
+        self.put_incomplete()
         with self._changed:
             if not self._changed.wait_for(self._is_settled, self.step_limit_seconds):
                 self._give_up_waiting()
@@ -157,7 +199,7 @@ class RewardScorer:
 
     def _give_up_waiting(self) -> None:
         """No reward for what no worker has begun. What is being graded ends at its own limit."""
-        given_up = [graded for (graded, _) in self._pool.take_back()]
+        given_up = [graded for members, _ in self._pool.take_back() for graded in members]
         reason = (
             f"{len(given_up)} of {len(self._submitted)} completions were not graded within "
             f"{self.step_limit_seconds:g} s after the last of them and have no reward: a faster "
@@ -260,14 +302,14 @@ class RewardScorer:
         weighted = (weight * score for weight, score in zip(self._weights, scores, strict=True))
         return Verdict(sum(weighted), status, scores)
 
-    def _own_failure(self, answers: Answers) -> str | None:
+    def _own_failure(self, answers: Sequence[dict[str, Any]]) -> str | None:
         """The status of the first function of the user that failed, or "none" if nothing was
         graded; None if neither."""
         pairs = zip(answers, self._own)  # a failure may have ended the answers
         failed = (each["status"] for each, own in pairs if own and each["status"] in FAILED)
         return next(failed, "none" if answers[0]["status"] == "none" else None)
 
-    def _status(self, answers: Answers) -> str:
+    def _status(self, answers: Sequence[dict[str, Any]]) -> str:
         statuses = [answer["status"] for answer in answers]
         failed = next((status for status in statuses if status in FAILED), statuses[0])
         return self._own_failure(answers) or failed
@@ -277,7 +319,11 @@ class RewardScorer:
             return answer["reward"]
         return self._section.correct if answer["status"] == "correct" else self._section.incorrect
 
-    def _accept(self, graded: _Graded, answers: Answers) -> None:
+    def _accept(self, members: list[_Graded], answers: Answers) -> None:
+        for graded, of_completion in zip(members, zip(*answers, strict=True), strict=True):
+            self._accept_one(graded, [dict(each) for each in of_completion])
+
+    def _accept_one(self, graded: _Graded, answers: list[dict[str, Any]]) -> None:
         first = answers[0]
         if self._as_verdicts and first["status"] == "scored":
             is_correct = first["reward"] >= self._section.correct

@@ -1,5 +1,6 @@
-"""A verifier worker: grades the tasks that come over a socket. For each task it writes the answer
-of every function, in order, so that the pool knows which of them a time limit or a crash ended.
+"""A verifier worker: grades the tasks that come over a socket, each a list of completions of one
+prompt. For each it writes the answers of every function, in order, so that the pool knows which of
+them a time limit or a crash ended.
 
 Started by `grpo_replay.rewards.pool`, which kills it at the time limit; the kernel kills it when
 its parent ends. What a reward function prints goes to the log.
@@ -16,9 +17,15 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from grpo_replay.rewards.user_function import describe_failure, open_user_function, source_digest
+from grpo_replay.rewards.user_function import (
+    describe_failure,
+    failure,
+    open_user_function,
+    source_digest,
+)
 
-Grader = Callable[[dict[str, Any]], dict[str, Any]]
+Grader = tuple[Callable[[Any], Any], bool]
+"""Grades a completion; a list of them if the second is true."""
 
 
 def main() -> None:
@@ -39,10 +46,10 @@ def main() -> None:
         gc.freeze()
         gc.set_threshold(20_000, 20, 50)
         _limit_memory_growth(memory_limit_mib)
-        _write(replies, {"sources": sources})
-        for task in map(json.loads, tasks):
+        _write(replies, {"sources": sources, "takes_many": any(many for _, many in graders)})
+        for completions in map(json.loads, tasks):
             for grader in graders:
-                _write(replies, _graded(grader, task))
+                _write(replies, _graded(grader, completions))
 
 
 def _die_with(parent: int) -> None:
@@ -62,25 +69,33 @@ def _limit_memory_growth(limit_mib: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _write(replies: BinaryIO, message: dict[str, Any]) -> None:
+def _write(replies: BinaryIO, message: Any) -> None:
     replies.write(json.dumps(message).encode("ascii") + b"\n")
     replies.flush()
 
 
-def _graded(grader: Grader, task: dict[str, Any]) -> dict[str, Any]:
+def _graded(grader: Grader, tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    grade, takes_many = grader
+    if not takes_many:
+        return [_tried(grade, task) for task in tasks]
+    answers = _tried(grade, tasks)
+    return answers if isinstance(answers, list) else [answers] * len(tasks)
+
+
+def _tried(grade: Callable[[Any], Any], given: Any) -> Any:
     try:
-        return grader(task)
-    except MemoryError:
-        return {"status": "memory"}
+        return grade(given)
     except BaseException as error:  # of the user's code, sys.exit too, or of a library
-        return {"status": "crash", "error": describe_failure(error)[:500]}
+        return failure(error)
 
 
 def _open_grader(function: str) -> Grader:
-    return BUILTINS[function]() if function in BUILTINS else open_user_function(function)
+    if function in BUILTINS:
+        return BUILTINS[function](), False
+    return open_user_function(function)
 
 
-def _symbolic(boxed: bool) -> Grader:
+def _symbolic(boxed: bool) -> Callable[[Any], Any]:
     from grpo_replay.rewards.math_verify import SymbolicGrader
 
     grader = SymbolicGrader(boxed)
@@ -98,7 +113,7 @@ def _minerva(task: dict[str, Any]) -> dict[str, Any]:
     return {"status": grade(task["text"], task["answer"])}
 
 
-BUILTINS: dict[str, Callable[[], Grader]] = {
+BUILTINS: dict[str, Callable[[], Callable[[Any], Any]]] = {
     "math_verify_boxed": lambda: _symbolic(boxed=True),
     "math_verify": lambda: _symbolic(boxed=False),
     "minerva": lambda: _minerva,

@@ -3,6 +3,7 @@
 Every rank samples and scores its share of the step's completions; rank 0 gathers them.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,13 +121,16 @@ class SynchronousSource:
     ) -> Iterator[tuple[Completion, str]]:
         """Completions with their texts as they finish, each given to the scorer at once."""
         parts = self.parts
+        sizes = Counter(request.key.prompt_index for request in requests)
         finished = parts.sampler.generate(requests)
         for completion in self.comm.position.each("completion", finished, len(requests)):
-            prompt = prompts[completion.key.prompt_index]
+            step, number = completion.key.step, completion.key.prompt_index
+            prompt = prompts[number]
             text = parts.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             parts.scorer.submit(
                 completion.key, text, prompt.answer, prompt.row, prompt=prompt.text,
-                step=completion.key.step, truncated=completion.finish_reason == "length",
+                messages=prompt.messages, step=step, group=f"{step}.{number}", of=sizes[number],
+                truncated=completion.finish_reason == "length",
             )  # fmt: skip
             yield completion, text
 

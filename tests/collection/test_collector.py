@@ -232,6 +232,8 @@ def test_a_group_whose_member_fails_for_good_ends_as_lost(server, monkeypatch):
         (0, 0), (0, 1), (0, 2), (0, 3)
     }  # fmt: skip
     harness.check_balance()
+    assert harness.scorer.incomplete == [f"{d.place[0]}.{d.place[1]}" for d in harness.drops()]
+    assert set(harness.scorer.groups.values()) == {harness.recipe.sampling.group_size}
 
 
 def test_an_aborted_completion_is_sent_again(server):

@@ -349,3 +349,41 @@ def _alive(pid: int) -> bool:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_batch_function_gets_the_completions_of_a_prompt_together():
+    """Also beside functions that take one, and of an incomplete group when nothing more comes."""
+    functions = ["judge_rewards:above_the_mean", "judge_rewards:quarter", "math_verify"]
+    section = RewardSection(function=functions, workers=2)
+    with RewardScorer.open(section) as opened:
+        groups = {"a": ("x", "xxx", "4"), "b": ("xx", "xxxx", "xx"), "c": ("", "xx"), "d": ("die",)}
+        for place in (2, 0, 1):  # members of groups mixed, as samplers finish them
+            for name, texts in groups.items():
+                if place < len(texts):
+                    opened.submit((name, place), texts[place], "4", {}, group=name, of=3)
+        verdicts = opened.results()
+        again = opened.score([("xx", "4", {})])[0]
+    scores = {key: verdict.scores for key, verdict in verdicts.items()}
+    third = 2 / 3
+    assert [scores["a", place][0] for place in range(3)] == pytest.approx(
+        [-third, 2 * third, -third]
+    )
+    assert [scores["b", place][0] for place in range(3)] == pytest.approx(
+        [-third, 2 * third, -third]
+    )
+    assert [scores["c", place][0] for place in range(2)] == [-1.0, 1.0]
+    assert scores["a", 2][1:] == (0.25, 1.0) and scores["b", 0][1:] == (0.25, -1.0)
+    assert (verdicts["d", 0].status, verdicts["d", 0].reward) == ("crash", None)
+    assert again.scores[0] == 0.0, "a group of one"
+
+
+def test_a_batch_comes_in_the_order_of_its_keys(tmp_path):
+    (tmp_path / "own.py").write_text("def f(completions, rows):\n return [0, 1, 2]\n")
+    with scorer(f"{tmp_path}/own.py:f", workers=1) as opened:
+        for key in (2, 0, 1):
+            opened.submit(key, "x", "4", {}, group="a", of=3)
+        assert {key: verdict.reward for key, verdict in opened.results().items()} == {
+            0: 0,
+            1: 1,
+            2: 2,
+        }

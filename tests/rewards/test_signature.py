@@ -1,12 +1,13 @@
 """Functions of the user are recognised by the names of their parameters."""
 
+import asyncio
 import functools
 
 import pytest
 
 from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.rewards.user_function import caller
+from grpo_replay.rewards.user_function import Caller
 
 TASK = {
     "text": "so \\boxed{4}",
@@ -19,13 +20,15 @@ TASK = {
     },
     "truncated": True,
     "prompt": "2+2=",
+    "messages": [{"role": "user", "content": "2+2="}],
     "step": 12,
+    "group": "12.3",
 }
 MESSAGES = {**TASK, "row": {"prompt": [{"role": "user", "content": "2+2"}], "solution": "four"}}
 
 
 def call(score, task=TASK):
-    return caller(score, "score")(task)
+    return Caller(score, "score")([task])[0]
 
 
 def test_ours_gets_what_it_names_in_any_order():
@@ -36,6 +39,7 @@ def test_ours_gets_what_it_names_in_any_order():
     assert call(lambda completion, *, step, truncated, prompt: (step, truncated, prompt)) == (
         12, True, "2+2=",
     )  # fmt: skip
+    assert call(lambda completion, messages, group: (messages, group)) == (TASK["messages"], "12.3")
     assert call(lambda completion, answer, row, tolerance=0.5, **_: (tolerance, _)) == (0.5, {})
 
 
@@ -69,6 +73,44 @@ def test_trls_prompts_and_completions_are_messages_if_the_rows_prompt_is():
     assert call(reward, MESSAGES) == 1.0
 
 
+def many(score, count=3):
+    tasks = [{**TASK, "text": str(i), "step": i} for i in range(count)]
+    return Caller(score, "score")(tasks)
+
+
+def test_a_batch_gets_the_completions_of_a_prompt_as_lists():
+    def ours(completions, answers, rows, truncated, messages, step, group):
+        assert (answers, truncated, group) == (["4"] * 3, [True] * 3, ["12.3"] * 3)
+        assert messages == [TASK["messages"]] * 3 and rows[2] is TASK["row"]
+        return [float(text) + number for text, number in zip(completions, step, strict=True)]
+
+    assert many(ours) == [0.0, 2.0, 4.0]
+    assert many(lambda prompts, completions, solution: completions) == ["0", "1", "2"]
+    with pytest.raises(TypeError, match="for 3 completions, expected a list of 3 numbers"):
+        many(lambda completions, answers: [1.0])
+
+
+def test_async_functions_are_awaited_together_and_fail_alone():
+    under_way = []
+
+    async def judged(completion, group):
+        under_way.append(completion)
+        while len(under_way) < 3:
+            await asyncio.sleep(0)
+        if completion == "1":
+            raise OSError("no judge")
+        return None if completion == "2" else 0.5
+
+    first, second, third = many(judged)
+    assert (first, third) == (0.5, None) and isinstance(second, OSError)
+
+    async def batch(completions, rows):
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    assert many(batch) == [1.0] * 3
+
+
 @pytest.mark.parametrize("value", [1.0, [1.0, 2.0], [], "1", {"score": 1}])
 def test_a_batch_function_must_return_one_number_for_one_completion(value):
     with pytest.raises(TypeError, match="for 1 completion, expected a list of 1 number"):
@@ -94,7 +136,7 @@ def test_a_column_that_the_row_has_not_is_named():
 )
 def test_other_parameters_are_refused_by_name(score, reason):
     with pytest.raises(TypeError, match=reason):
-        caller(score, "score")
+        Caller(score, "score")
 
 
 def test_async_functions_are_awaited_on_one_loop_and_extras_reach_the_worker():

@@ -68,9 +68,15 @@ class InstantScorer:
     def __init__(self) -> None:
         self.stalled = False
         self.waiting: list = []
+        self.groups: dict[str, int] = {}
+        self.incomplete: list[str] = []
 
-    def submit(self, key, text, answer, row=None, **_) -> None:
+    def submit(self, key, text, answer, row=None, *, group, of, **_) -> None:
         self.waiting.append(key)
+        self.groups[group] = of
+
+    def put_incomplete(self, group: str) -> None:
+        self.incomplete.append(group)
 
     def take_graded(self):
         if self.stalled:

@@ -96,3 +96,11 @@ def start_a_program(completion: str, answer: str, row: dict) -> float:
     process = subprocess.Popen(["sleep", "1000"], start_new_session=row.get("leaves", False))
     Path(answer).write_text(str(process.pid))
     return misbehave(completion, answer, row)
+
+
+def above_the_mean(completions: list[str], answers: list[str]) -> list[float]:
+    """Compares the completions of a prompt. Crashes if one says so."""
+    if "die" in completions:
+        os._exit(3)
+    lengths = [len(text) for text in completions]
+    return [length - sum(lengths) / len(lengths) for length in lengths]

@@ -7,8 +7,8 @@ def boxed_is_right(completion: str, answer: str, row: dict) -> float:
     return 1.0 if f"{{{answer}}}" in completion else 0.0
 
 
-def shortness(completion: str, answer: str, row: dict) -> float:
-    return -len(completion) / 100
+def shortness(completions, answers):
+    return [-len(each) / 100 if len(completions) > 1 else -99.0 for each in completions]
 
 
 def raises(completion: str, answer: str, row: dict) -> float:

@@ -72,12 +72,11 @@ def verl_rows(tmp_path):
 def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
     tmp_path, chat_model, verl_rows, processes
 ):
-    fields = {"problem_field": "prompt", "answer_field": "reward_model.ground_truth"}
     other = {"function": f"{FILE}:shortness", "weight": 0.5, "name": "short"}
     run = train_small_run(
         tmp_path / "run",
         model={"path": chat_model},
-        prompts={"source": verl_rows, "template": "chat", "id_field": "extra_info.index", **fields},
+        prompts={"source": verl_rows, "template": "chat", "id_field": "extra_info.index"},
         reward={
             "function": [f"{FILE}:boxed_is_right", other], "incorrect": 0.0,
             "overlong_buffer_tokens": 6, "mask_truncated": True,
