@@ -23,7 +23,8 @@ RUN_MEANS = (
 
 
 def summarise_run(
-    recipe: Recipe,
+    name: str,
+    preset: str,
     state: RunState,
     base: EvaluationReport | None,
     final: EvaluationReport | None,
@@ -33,8 +34,8 @@ def summarise_run(
     the training steps, whose `metrics` these are. `comparable` is false if the two evaluations have
     other settings, null if one is missing."""
     return {
-        "recipe": recipe.name,
-        "preset": recipe.replay.preset,
+        "recipe": name,
+        "preset": preset,
         "steps": state.step,
         "wall_seconds": state.wall_seconds,
         "base": _of(base, EvaluationReport.accuracies),

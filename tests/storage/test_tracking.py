@@ -30,6 +30,16 @@ def test_a_resumed_run_has_the_same_id_at_wandb_and_another_run_another(tmp_path
     assert {words["resume"] for _, words in calls} == {"allow"}
 
 
+def test_a_run_is_called_as_its_directory_unless_the_environment_names_it(tmp_path, monkeypatch):
+    calls = recorded(monkeypatch, "wandb")
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    recipe = small_recipe(tracking={"report_to": ["wandb"]})
+    open_trackers(recipe, tmp_path, 1)
+    monkeypatch.setenv("WANDB_NAME", "mine")
+    open_trackers(recipe, tmp_path, 1)
+    assert [words["name"] for _, words in calls] == [tmp_path.name, "mine"]
+
+
 def test_samples_reach_a_hosted_tracker_as_a_table(tmp_path, monkeypatch):
     calls = recorded(monkeypatch, "trackio")
     (tracker,) = open_trackers(small_recipe(tracking={"report_to": ["trackio"]}), tmp_path, 1)

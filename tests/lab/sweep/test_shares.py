@@ -44,7 +44,9 @@ def started(monkeypatch):
     found = []
 
     def start(words, env, **_):
-        process = SimpleNamespace(pid=1, ended=None, gpus=env["CUDA_VISIBLE_DEVICES"])
+        process = SimpleNamespace(
+            pid=1, ended=None, gpus=env["CUDA_VISIBLE_DEVICES"], name=env["WANDB_NAME"]
+        )
         process.poll = lambda: process.ended
         found.append(process)
         return process
@@ -63,6 +65,7 @@ def test_gpus_are_divided_and_a_share_is_given_to_one_cell_at_a_time(
     started[0].ended = 0
     launcher.start(cell(4), CellState.NEW)
     assert [process.gpus for process in started] == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
+    assert {process.name for process in started} == {"out/ours/seed-3"}
 
 
 class Silent:
