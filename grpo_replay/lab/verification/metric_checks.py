@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.lab.verification.reward_checks import logged_scores
+from grpo_replay.lab.verification.rollout_checks import logged_scores
 from grpo_replay.lab.verification.run_files import Check, Columns, RunFiles, Tally
 
 _TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13

@@ -22,10 +22,11 @@ from grpo_replay.lab.verification.metric_checks import (
     stored_metrics,
     trained_metrics,
 )
-from grpo_replay.lab.verification.reward_checks import check_advantages, check_rewards
 from grpo_replay.lab.verification.rollout_checks import (
     Policy,
+    check_advantages,
     check_groups,
+    check_rewards,
     check_trained,
     check_versions,
     check_with_models,
