@@ -77,7 +77,7 @@ def _for_a_look(recipe: Recipe, groups: int) -> Recipe:
     changes: dict[str, dict[str, Any]] = {
         "sampling": {"prompts_per_step": groups, "max_refills": 0},
         "eval": {"benchmarks": []},
-        "tracking": {"report_to": [], "log_rollouts": False},
+        "tracking": {"report_to": []},
         "run": {"mode": "sync", "sync_every_steps": 1},
     }
     sections = {
