@@ -295,7 +295,7 @@ def test_dropout_is_in_updates_alone_and_a_function_of_the_step(processes):
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "qproj"])
 def test_a_target_that_is_no_linear_layer_of_a_block_is_refused(target):
-    section = LoraSection(rank=2, target_modules=["q_proj", target])
+    section = LoraSection(r=2, target_modules=["q_proj", target])
     with pytest.raises(RecipeError, match=rf"model.lora.target_modules: '{target}'.*q_proj"):
         LoraAdapters.attach(tiny_model(), section, seed=0)
 
@@ -303,7 +303,7 @@ def test_a_target_that_is_no_linear_layer_of_a_block_is_refused(target):
 def test_without_peft_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RecipeError, match=r"pip install 'grpo-replay\[lora\]'"):
-        LoraAdapters.attach(tiny_model(), LoraSection(rank=2), seed=0)
+        LoraAdapters.attach(tiny_model(), LoraSection(r=2), seed=0)
 
 
 @pytest.mark.parametrize(
