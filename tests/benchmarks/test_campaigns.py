@@ -1,0 +1,84 @@
+"""Short forms of the campaigns, and that each of their judgements can fail."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import hostile_completions
+import kills
+import soak
+
+
+@pytest.mark.parametrize(
+    "verifier, count",
+    [("minerva", 240), pytest.param("math_verify_boxed", 60, marks=pytest.mark.slow)],
+)
+def test_hostile_completions_neither_crash_nor_delay_the_verifiers(verifier, count):
+    found = hostile_completions.campaign(verifier, count, seed=1, workers=2, limit=5.0)
+    assert found["hostile"] == count and found["ordinary"] == count // 3
+    assert len(found["kinds"]) == 13  # twelve and the ordinary ones
+    assert hostile_completions.is_well(found, workers=2, limit=5.0), found
+
+
+def test_a_campaign_of_hostile_completions_can_fail():
+    well = {
+        "hostile": 12, "timeouts": 1, "ordinary_wrong": 0, "without_verdict": 0, "seconds": 3.0
+    }  # fmt: skip
+    assert hostile_completions.is_well(well, 2, 5.0)
+    for bad in ({"ordinary_wrong": 1}, {"without_verdict": 1}, {"seconds": 1000.0}):
+        assert not hostile_completions.is_well({**well, **bad}, 2, 5.0)
+
+
+def samples(mib_per_step: float, steps: int) -> list[dict[str, float]]:
+    """With a rise of 300 MiB in the first 1,000 steps, and noise."""
+    chance = random.Random(1)
+    return [
+        {
+            "step": step,
+            "trainer, MiB": 500 + min(step, 1000) * 0.3 + mib_per_step * step + chance.random(),
+            "verifiers, MiB": 200.0,
+            "files": 30,
+        }
+        for step in range(100, steps + 1, 100)
+    ]
+
+
+@pytest.mark.parametrize("slope, is_flat", [(0.0, True), (0.0009, True), (0.002, False)])
+def test_a_soak_fails_if_memory_rises_after_the_first_thousand_steps(slope, is_flat):
+    found = soak.result(samples(slope, 10_000))
+    fit = found["trainer, MiB per 1,000 steps"]
+    assert fit["slope"] == pytest.approx(1000 * slope, abs=4 * fit["error"])
+    assert 0 < fit["error"] < 0.05
+    assert (found["steps"], found["fitted"]) == (10_000, 90)
+    assert soak.flat(found) == is_flat
+
+
+def test_what_a_killed_run_lost_or_changed_is_found(tmp_path):
+    for name in ("draws", "rollouts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "step_time": 3.0}\n')
+    (tmp_path / "summary.json").write_text('{"steps": 1, "wall_seconds": 2.0}')
+    expected = kills.facts(tmp_path)
+    changed = json.loads('{"step": 1, "loss": 0.5000001, "step_time": 9.0}')
+    assert kills.differences(expected, expected) == []
+    assert kills.differences({**expected, "a later checkpoint": 1}, expected) == []
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**changed, "loss": 0.5}) + "\n")
+    assert kills.differences(kills.facts(tmp_path), expected) == []  # the clock alone
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(changed) + "\n")
+    assert kills.differences(kills.facts(tmp_path), expected) == ["metrics 0"]
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert kills.differences(kills.facts(tmp_path), expected) == ["metrics 0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["synchronous", "an inner rank"])
+def test_a_run_killed_between_its_files_is_the_run_that_was_never_killed(kind, tmp_path):
+    rows = kills.campaign(kind, 3, tmp_path, seed=3, results=tmp_path / "kills.jsonl")
+    assert len(rows) == 3 and all(row["survived"] for row in rows), rows
+    assert len((tmp_path / "kills.jsonl").read_text().splitlines()) == 3
