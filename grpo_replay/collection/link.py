@@ -3,11 +3,9 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +24,12 @@ from grpo_replay.collection.messages import (
     decode_delivery,
     encode,
 )
+from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.errors import CollectorError
 from grpo_replay.recipe import Recipe
 from grpo_replay.sampling.server.server_process import TRAINER_VARIABLES
 
-SOCKET_PARENT = "/tmp"
+SOCKET_PARENT = Path("/tmp")
 STOP_SECONDS = 5.0
 SILENCE_SECONDS = 120.0
 """A collector that lives but has sent nothing for so long is stuck. It reports every second; the
@@ -65,7 +64,8 @@ class Link:
         self.report = Report(sent=time.monotonic())
         self._heard = False
         # Mode 700. The path of a Unix socket has at most 107 bytes, and TMPDIR may be long.
-        self._folder = Path(tempfile.mkdtemp(prefix="grpo-replay-", dir=SOCKET_PARENT))
+        self._held = HeldFolder("grpo-replay-link-", SOCKET_PARENT)
+        self._folder = self._held.path
         self._context = zmq.Context()
         self._deliveries = self._socket(zmq.PULL)
         self._deliveries.bind(self._address("deliveries"))
@@ -164,7 +164,7 @@ class Link:
         self._deliveries.close()
         self._commands.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._held.release()
 
 
 def collector_environment() -> dict[str, str]:

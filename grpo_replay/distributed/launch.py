@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -32,6 +31,7 @@ from grpo_replay.distributed.failures import (
     read_failures,
     read_positions,
 )
+from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.errors import INTERRUPTED, GrpoReplayError, LaunchError, UsageError
 
 _SSH_SECONDS = 10
@@ -160,7 +160,8 @@ def launch_ranks(
 def _launch_node(arguments: Sequence[str], num_processes: int, threads: int, entry: str) -> int:
     from grpo_replay.distributed.rendezvous import run_agent
 
-    folder = Path(tempfile.mkdtemp(prefix="grpo-replay-launch-"))
+    held = HeldFolder("grpo-replay-launch-")
+    folder = held.path
     try:
         payload = Payload(
             tuple(arguments),
@@ -180,7 +181,7 @@ def _launch_node(arguments: Sequence[str], num_processes: int, threads: int, ent
         failures, positions = read_failures(folder), read_positions(folder)
         return _conclude(exit_codes, failures, bool(signals), positions)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        held.release()
 
 
 def _loopback_interface() -> str:

@@ -4,32 +4,29 @@ A transfer first stages one version (writes it to files, or streams it), then ev
 to it. A server is used again only after it has confirmed the label of the new policy version.
 """
 
-import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
 
+from grpo_replay.distributed.held_folder import HeldFolder
 from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "grpo-replay-weights-"
-LOCK = "in-use"
 
 
 class SyncFolder:
     """A folder of this run under `parent` (if None, under this machine's shared memory).
 
-    Removes the folders of killed runs: a live run holds a lock in its folder. Raises SamplerError
-    if the folder cannot be created.
+    Removes the folders of killed runs. Raises SamplerError if the folder cannot be created.
     """
 
     def __init__(self, parent: str | None, bytes_needed: int) -> None:
@@ -37,16 +34,15 @@ class SyncFolder:
         self._bytes_needed = bytes_needed
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self._parent)
-            self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._parent))
+            self._held = HeldFolder(PREFIX, self._parent)
         except OSError as error:
             raise SamplerError(
                 f"cannot write weights for the servers to {self._parent}: {error.strerror}; set "
                 "sampling.servers.weight_transfer to the path of a folder that trainer and servers "
                 "share"
             ) from error
+        self._folder = self._held.path
         os.chmod(self._folder, 0o755)  # a server may run as another user
-        self._lock: IO | None = _locked(self._folder / LOCK)
 
     def write(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, bucket_bytes: int
@@ -81,28 +77,11 @@ class SyncFolder:
 
     def close(self) -> None:
         """Remove everything. May be called twice."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._held.release()
 
 
 def _default_parent() -> Path:
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-def _locked(path: Path) -> IO:
-    lock = path.open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, another run's, or just removed
-            if (folder / LOCK).is_file():
-                _locked(folder / LOCK).close()
-                shutil.rmtree(folder)
 
 
 class Transfer(Protocol):
