@@ -54,10 +54,10 @@ def write_checkpoint(
 
     def begin() -> None:
         if comm.is_main:
+            refuse_full_disk(checkpoints, f"the checkpoint of step {state.step}", expected_bytes)
             with removed_if_unwritable(temporary):
                 parts.run_dir.flush_steps(state.step)
                 begin_checkpoint(temporary)
-            refuse_full_disk(checkpoints, f"the checkpoint of step {state.step}", expected_bytes)
 
     def complete() -> None:
         with removed_if_unwritable(temporary):

@@ -73,7 +73,9 @@ def test_a_disk_too_full_for_the_next_checkpoint_stops_the_run_and_keeps_the_las
     with pytest.raises(OutputDirectoryError, match=r"checkpoint of step 2 needs.*step_000001 is"):
         train_small_run(tmp_path / "run", **SHORT)
     monkeypatch.undo()
-    assert find_checkpoint(tmp_path / "run" / "checkpoints").name == "step_000001"
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert find_checkpoint(checkpoints).name == "step_000001"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_000001"]
     run = train_small_run(tmp_path / "run", resume=True, **SHORT)
     assert [line["step"] for line in run.metrics] == [1, 2]
 
