@@ -8,18 +8,21 @@ ENGINE = ("transformers", "deepspeed", "pydantic", "yaml", "safetensors")
 RUN = (*ENGINE, "pyarrow")
 COMMAND = (*RUN, "typer", "rich")
 VLLM = (*ENGINE, "vllm")
+SAMPLED = (*COMMAND, "vllm")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """`entry` is `module:function` within this package, called with a `record.Context`;
-    `needs` are modules without which the part is skipped. `anywhere`: runs without a GPU too."""
+    `needs` are modules without which the part is skipped, and so it is with fewer than `gpus`.
+    `anywhere`: runs without a GPU too."""
 
     number: int
     title: str
     entry: str
     needs: tuple[str, ...] = ENGINE
     anywhere: bool = False
+    gpus: int = 1
 
     def load(self) -> Callable[..., None]:
         module, _, function = self.entry.partition(":")
@@ -42,6 +45,11 @@ PARTS = (
     Part(13, "the same update at ZeRO 2 and 3, and with an offloaded optimizer", "variants:stages"),
     Part(14, "LoRA beside full training at 1.7B", "variants:lora", (*ENGINE, "peft")),
     Part(15, "uneven rows: padded, and packed under flex attention", "variants:packing"),
+    Part(16, "two ranks at ZeRO 3: NCCL", "several:two_ranks", COMMAND, gpus=2),
+    Part(17, "two ranks, vLLM in tensor parallel", "several:tensor_parallel", SAMPLED, gpus=2),
+    Part(18, "a vLLM server, weights over NCCL", "several:nccl_weights", SAMPLED, gpus=2),
+    Part(19, "asynchronous: a rank and a vLLM server", "several:asynchronous", SAMPLED, gpus=2),
+    Part(20, "shared prompts beside separate rows", "several:shared_prompts"),
 )
 
 

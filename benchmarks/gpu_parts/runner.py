@@ -158,6 +158,8 @@ def _refuse_missing(part: Part, device: str) -> None:
 
         if not torch.cuda.is_available():
             raise Skipped("no CUDA device (torch.cuda.is_available() is False); --toy needs none")
+        if (found := torch.cuda.device_count()) < part.gpus:
+            raise Skipped(f"needs {part.gpus} GPUs, and there is {found}")
 
 
 def missing_modules(names: Sequence[str]) -> list[str]:

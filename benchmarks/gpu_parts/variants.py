@@ -2,14 +2,18 @@
 
 import math
 import statistics
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gpu_parts.devices import PeakMemory
 from gpu_parts.record import Context, Skipped
 from gpu_parts.sizes import MODELS, make_recipe
 from gpu_parts.training import GRADIENT_AGREEMENT, beside_prediction, shape_of, timed
 from gpu_parts.workload import open_engine, random_rows
+
+if TYPE_CHECKING:
+    from grpo_replay.recipe import Recipe
+    from grpo_replay.replay.batch import TrainRow
 
 EIGHTHS = (8, 3, 5, 2, 7, 4, 1, 6)
 """Lengths of the rows of an update, in eighths of the longest."""
@@ -48,18 +52,26 @@ def packing(context: Context) -> None:
     )
 
 
+def uneven_rows(recipe: "Recipe", lengths: Sequence[int]) -> "list[TrainRow]":
+    return random_rows(lengths, recipe.prompts.max_prompt_length, shape_of(recipe).vocabulary)
+
+
 def compare(
-    context: Context, model: str, settings: Mapping[str, Mapping[str, Any]], same: bool = True
-) -> None:
+    context: Context, model: str, settings: Mapping[str, Mapping[str, Any]], same: bool = True,
+    rows_of: Callable[..., "list[TrainRow]"] = uneven_rows,
+) -> None:  # fmt: skip
     """One row of the table for each of the settings. `same`: their first gradient norms agree."""
-    norms = [measure(context, model, name, layer) for name, layer in settings.items()]
+    norms = [measure(context, model, name, layer, rows_of) for name, layer in settings.items()]
     if same:
         apart = max(norms) / min(norms) - 1
         claim = f"first gradient norms agree to {GRADIENT_AGREEMENT:.0%}"
         context.record.check(claim, apart <= GRADIENT_AGREEMENT, apart)
 
 
-def measure(context: Context, model: str, name: str, layer: Mapping[str, Any]) -> float:
+def measure(
+    context: Context, model: str, name: str, layer: Mapping[str, Any],
+    rows_of: Callable[..., "list[TrainRow]"],
+) -> float:  # fmt: skip
     """Median seconds, tokens per second and peak memory of an update with these settings; the
     gradient norm of the first one."""
     size = context.size
@@ -68,7 +80,8 @@ def measure(context: Context, model: str, name: str, layer: Mapping[str, Any]) -
         size, model, prompt=prompt, completion=length - prompt, pack=2 * length, **layer
     )
     lengths = [max(prompt + 1, length * each // 8) for each in EIGHTHS]
-    rows = random_rows(lengths, prompt, shape_of(recipe).vocabulary)
+    rows = rows_of(recipe, lengths)
+    tokens = sum(row.length_tokens for row in rows)
     meter = PeakMemory(size.device)
     with open_engine(recipe) as engine:
         meter.reset()
@@ -77,7 +90,7 @@ def measure(context: Context, model: str, name: str, layer: Mapping[str, Any]) -
     seconds = statistics.median(took for _, took in updates[1:])
     first = updates[0][0]
     context.record.row("updates", {
-        "settings": name, "seconds": seconds, "tokens_per_second": sum(lengths) / seconds,
+        "settings": name, "seconds": seconds, "tokens_per_second": tokens / seconds,
         "micro_batches": first.micro_batches, "first_grad_norm": first.grad_norm, **memory,
     })  # fmt: skip
     norm = first.grad_norm

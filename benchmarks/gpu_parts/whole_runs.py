@@ -197,12 +197,13 @@ def run_recipe(context: Context, steps: int, eager: bool = False) -> "Recipe":
     return with_random_weights(recipe, context.work / "weights")
 
 
-def write_recipe(context: Context, steps: int) -> None:
+def write_recipe(context: Context, steps: int) -> "Recipe":
     """recipe.yaml of an eager run: starting twice, it has no time for graphs."""
     from grpo_replay.recipe import recipe_to_yaml
 
     recipe = run_recipe(context, steps, eager=True)
     (context.work / "recipe.yaml").write_text(recipe_to_yaml(recipe))
+    return recipe
 
 
 def predicted_peak(recipe: "Recipe", device: str) -> float:

@@ -143,10 +143,20 @@ def test_without_a_gpu_the_full_size_is_skipped_except_for_the_first_part(tmp_pa
     for part in PARTS[1:]:
         run_inside(dataclasses.replace(part, needs=()), Settings(tmp_path), tmp_path)
     results = read_results(tmp_path)
-    assert len(results) == 14
+    assert len(results) == 19
     assert all(result["status"] == "skipped" for result in results)
     assert all("no CUDA device" in result["reason"] for result in results)
     assert PARTS[0].anywhere and not any(part.anywhere for part in PARTS[1:])
+
+
+def test_a_part_for_two_gpus_is_skipped_beside_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    part = dataclasses.replace(PART, gpus=2)
+    run_inside(part, Settings(tmp_path), tmp_path)
+    (result,) = read_results(tmp_path)
+    assert (result["status"], result["reason"]) == ("skipped", "needs 2 GPUs, and there is 1")
+    assert [part.number for part in PARTS if part.gpus > 1] == [16, 17, 18, 19]
 
 
 def test_the_command_runs_the_parts_asked_for_and_writes_the_report(tmp_path):
@@ -156,16 +166,16 @@ def test_the_command_runs_the_parts_asked_for_and_writes_the_report(tmp_path):
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "part 12 of 15" in done.stdout and "skipped" in done.stdout
+    assert "part 12 of 20" in done.stdout and "skipped" in done.stdout
     assert [result["part"] for result in read_results(tmp_path)] == [12]
     assert json.loads((tmp_path / "report.json").read_text())[0]["status"] == "skipped"
     assert "one step beside TRL's" in (tmp_path / "report.md").read_text()
-    done = subprocess.run([*command, "--part", "16"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "there are parts 1 to 15" in done.stderr
+    done = subprocess.run([*command, "--part", "21"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "there are parts 1 to 20" in done.stderr
 
 
 def test_every_part_leads_to_a_function():
-    assert [part.number for part in PARTS] == list(range(1, 16))
+    assert [part.number for part in PARTS] == list(range(1, 21))
     assert all(callable(part.load()) for part in PARTS)
 
 
@@ -417,7 +427,7 @@ def test_every_part_ends_well_at_toy_size(number, tmp_path):
         capture_output=True, text=True, check=False, env=outside_ranks.environment(),
     )  # fmt: skip
     result = read_results(tmp_path)[0]
-    skipped = missing_modules(find_part(number).needs) or number == 15  # flex needs a GPU
+    skipped = missing_modules(find_part(number).needs) or number in (15, 18)  # flex, NCCL
     assert result["status"] == ("skipped" if skipped else "ok"), result
     assert result["stdout_lines"] == 0 and done.returncode == 0
     if not skipped:
