@@ -35,7 +35,7 @@ def nccl_weights(context: Context) -> None:
 
 def asynchronous(context: Context) -> None:
     """One rank trains while a vLLM server samples."""
-    run(context, *SERVER, "run.mode=async")
+    run(context, *SERVER, "run.mode=async", "loss.behavior_logprobs=sampler")
 
 
 def run(context: Context, *settings: str) -> None:

@@ -133,7 +133,7 @@ def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:
     else:
         policy = _pretrained(model, config)
     switch_off_dropout(policy)
-    if model.head_dtype == "float32":
+    if model.fp32_head:
         use_fp32_head(policy)
     return policy.eval()
 

@@ -62,7 +62,7 @@ def find_head(model: PreTrainedModel) -> nn.Linear:
 
 
 class Fp32Head(nn.Linear):
-    """A linear output head with logits in fp32 (`model.head_dtype`), whatever its weight is in.
+    """A linear output head (`ModelSection.fp32_head`) with logits in fp32, whatever its weight is.
 
     The sum over the hidden size is rounded to 24 bits instead of bfloat16's 8.
     """

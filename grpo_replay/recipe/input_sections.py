@@ -4,7 +4,7 @@ import string
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from grpo_replay.recipe.base import GIVEN, Passthrough, Positive, Section
 
@@ -88,9 +88,6 @@ class ModelSection(Section):
     """Tokenizer id, local folder, or `builtin:bytes`. The model's own tokenizer if null."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute precision of the policy. With bfloat16 the optimizer keeps fp32 master weights."""
-    head_dtype: Literal["model", "float32"] = "model"
-    """Precision of the output head's logits: that of the `model`, or `float32` with a model in
-    bfloat16, in trainer and sampler alike. Their log-probs then differ less."""
     attn_implementation: Literal[
         "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "sdpa"
@@ -111,6 +108,7 @@ class ModelSection(Section):
     but the output head if null. `lora_dropout` (0): dropout of the adapters' input, in updates
     only; its masks depend on the number of ranks, and the ratio of a fresh rollout is then not
     exactly 1."""
+    _fp32_head: bool = PrivateAttr(default=False)
 
     @field_validator("random_init")
     @classmethod
@@ -121,6 +119,11 @@ class ModelSection(Section):
     def config_overrides(self) -> dict[str, Any]:
         """Values that replace those of the model's configuration."""
         return self.random_init if isinstance(self.random_init, dict) else {}
+
+    @property
+    def fp32_head(self) -> bool:
+        """True if `sampling.vllm` asks for logits in fp32: trainer and samplers compute alike."""
+        return self._fp32_head
 
 
 class PromptSource(Section):

@@ -19,7 +19,9 @@ class VllmSection(Passthrough):
     ranks on a node; `max_model_len` (null) is derived from the prompt and completion limits;
     `dtype` auto is that of the policy; `enable_prefix_caching` (true): the cache is reset at every
     weight sync; `async_scheduling` (null): vLLM decides; `enforce_eager` (false);
-    `enable_sleep_mode` (true) frees the sampler's GPU memory during training."""
+    `enable_sleep_mode` (true) frees the sampler's GPU memory during training. With
+    `hf_overrides: {head_dtype: float32}` the output head's logits are fp32 for a model in bfloat16,
+    in vLLM, in the `hf` sampler and in the trainer: their log-probs then differ less."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "gpu_memory_utilization": 0.6,
@@ -54,9 +56,17 @@ class VllmSection(Passthrough):
             raise ValueError(f"gpu_memory_utilization {self.gpu_memory_utilization}: above 0 to 1")
         if self.tensor_parallel_size < 1 or (self.max_model_len or 1) < 1:
             raise ValueError("tensor_parallel_size and max_model_len are integers of 1 or more")
+        overrides = self.others.get("hf_overrides", {})
+        if not isinstance(overrides, dict) or self.head_dtype not in (None, "model", "float32"):
+            raise ValueError("hf_overrides is a mapping, its head_dtype float32 or model")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype {self.dtype!r}: auto, float32 or bfloat16")
         return self
+
+    @property
+    def head_dtype(self) -> str | None:
+        """Precision of the output head by vLLM's name; None if nothing is said."""
+        return self.others.get("hf_overrides", {}).get("head_dtype")
 
 
 class ServersSection(Section):

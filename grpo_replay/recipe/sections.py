@@ -5,7 +5,7 @@ The sections themselves: `input_sections`, `sampling_sections`, `grpo_sections`,
 
 import re
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo_replay.recipe.base import Section
 from grpo_replay.recipe.grpo_sections import (
@@ -64,6 +64,11 @@ class RecipeSections(Section):
                 "and control characters"
             )
         return name
+
+    @model_validator(mode="after")
+    def _heads_are_alike(self) -> "RecipeSections":
+        self.model._fp32_head = self.sampling.vllm.head_dtype == "float32"
+        return self
 
     @property
     def rollouts_per_step(self) -> int:

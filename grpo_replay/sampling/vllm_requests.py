@@ -194,17 +194,8 @@ def engine_arguments(
         # On a CPU, compiling takes longer than a small run. On a GPU, CUDA graphs are worth it.
         "enforce_eager": vllm.enforce_eager or not on_gpu,
         **vllm.others,
-        **_head_arguments(section, vllm),
         **_device_arguments(vllm, on_gpu),
     }
-
-
-def _head_arguments(section: ModelSection, vllm: VllmSection) -> dict[str, Any]:
-    """vLLM reads the precision of the output head from the model's configuration (`head_dtype` in
-    its config/model.py)."""
-    if section.head_dtype == "model":
-        return {}
-    return {"hf_overrides": {**vllm.others.get("hf_overrides", {}), "head_dtype": "float32"}}
 
 
 def _device_arguments(vllm: VllmSection, on_gpu: bool) -> dict[str, Any]:

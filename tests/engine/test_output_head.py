@@ -118,12 +118,15 @@ def test_an_fp32_head_has_values_and_gradients_of_a_plain_fp32_product(kind, tie
 
 def test_an_engine_shards_an_fp32_head_without_changing_it(processes):
     rows = make_rows(5)
-    section = {"dtype": "bfloat16", "head_dtype": "float32"}
-    plain = load_policy(engine_recipe(model=section).model, 0)
+    asked = {
+        "model": {"dtype": "bfloat16"},
+        "sampling": {"vllm": {"hf_overrides": {"head_dtype": "float32"}}},
+    }
+    plain = load_policy(engine_recipe(**asked).model, 0)
     found, norms = {}, {}
     for stage in (2, 3):
         sections = {"engine": SHARDED | {"zero_stage": stage}}
-        with open_engine(processes, model=section, **sections) as engine:
+        with open_engine(processes, **asked, **sections) as engine:
             found[stage] = np.concatenate(engine.logprobs(rows))
             norms[stage] = engine.update(rows).grad_norm
     expected = []

@@ -39,9 +39,8 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(opened, temperature
 
 
 def test_vllm_has_an_fp32_head_and_takes_new_weights_with_it(tied):
-    recipe = tiny_recipe(tied.folder)
-    section = recipe.model.model_copy(update={"dtype": "bfloat16", "head_dtype": "float32"})
-    recipe = recipe.model_copy(update={"model": section})
+    vllm = {"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}}
+    recipe = tiny_recipe(tied.folder, vllm=vllm)
     sampler = VllmLocalSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
     try:
         assert sampler._open_engine().vllm_config.model_config.head_dtype == torch.float32

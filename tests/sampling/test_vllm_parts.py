@@ -18,6 +18,8 @@ from slow_tests import slow_except
 from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.engine.models import load_policy, section_at
+from grpo_replay.engine.output_head import Fp32Head, find_head
 from grpo_replay.engine.sampling_limits import model_length
 from grpo_replay.engine.weights import CheckedWeights, expected_weights
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
@@ -187,16 +189,18 @@ def test_a_server_is_started_as_an_engine_would_be(tied):
     assert "enable_chunked_prefill" not in on_gpu
 
 
-def test_an_fp32_head_is_asked_of_vllm_beside_the_users_own_overrides(tied):
-    recipe = tiny_recipe(tied.folder, vllm={"hf_overrides": {"rope_theta": 1e6}})
-    model = recipe.model.model_copy(update={"head_dtype": "float32"})
-    found = engine_arguments(recipe.sampling, model, recipe.longest_sequence, on_gpu=True)
-    assert found["hf_overrides"] == {"rope_theta": 1e6, "head_dtype": "float32"}
+def test_an_fp32_head_asked_of_vllm_is_the_trainers_too(tied):
+    overrides = {"rope_theta": 1e6, "head_dtype": "float32"}
+    recipe = tiny_recipe(tied.folder, vllm={"hf_overrides": overrides})
+    assert recipe.model.fp32_head and not tiny_recipe(tied.folder).model.fp32_head
+    assert section_at(recipe.model, "/elsewhere").fp32_head, "an evaluated checkpoint's as well"
+    assert isinstance(find_head(load_policy(recipe.model, 0)), Fp32Head)
+    found = engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True)
     command = server_command(found, "127.0.0.1", 8300, "folder")
     text = command[command.index("--hf-overrides") + 1]
-    assert json.loads(text) == found["hf_overrides"], "vLLM reads JSON"
-    found = engine_arguments(recipe.sampling, recipe.model, recipe.longest_sequence, on_gpu=True)
-    assert found["hf_overrides"] == {"rope_theta": 1e6}
+    assert json.loads(text) == overrides, "vLLM reads JSON"
+    with pytest.raises(RecipeError, match="head_dtype float32 or model"):
+        tiny_recipe(tied.folder, vllm={"hf_overrides": {"head_dtype": "float64"}})
 
 
 def test_what_vllm_switches_on_for_gpus_can_be_switched_off(tied):

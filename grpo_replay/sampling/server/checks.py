@@ -124,9 +124,12 @@ def _setting_problems(server: VllmServer, required: ServerRequirements) -> Itera
     if dtype != required.dtype:
         yield f"its dtype is {dtype}, not {required.dtype}"
     overrides = model.get("hf_overrides")
-    if required.head_dtype and (overrides or {}).get("head_dtype") != required.head_dtype:
+    if (
+        required.head_dtype == "float32"
+        and (overrides or {}).get("head_dtype") != required.head_dtype
+    ):
         yield (
-            f"its output head has another precision: model.head_dtype {required.head_dtype} needs "
+            f"its output head has another precision: this run needs "
             f'--hf-overrides \'{{"head_dtype": "{required.head_dtype}"}}\''
         )
     if block_on(server.generated_tokens(CONTROL_SECONDS)) is None:
