@@ -49,7 +49,7 @@ PARTS = (
     Part(17, "two ranks, vLLM in tensor parallel", "several:tensor_parallel", SAMPLED, gpus=2),
     Part(18, "a vLLM server, weights over NCCL", "several:nccl_weights", SAMPLED, gpus=2),
     Part(19, "asynchronous: a rank and a vLLM server", "several:asynchronous", SAMPLED, gpus=2),
-    Part(20, "shared prompts beside separate rows", "several:shared_prompts"),
+    Part(20, "one prompt to eight rows, and to each its own", "several:shared_prompts"),
 )
 
 

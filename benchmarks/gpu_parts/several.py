@@ -50,31 +50,33 @@ def run(context: Context, *settings: str) -> None:
         record.row("steps", {name.removeprefix("cost/"): row.get(name) for name in SHOWN})
     steps = [row["step"] for row in rows]
     record.check(f"{STEPS} steps", steps == list(range(1, STEPS + 1)), steps)
-    gaps = [row["sampler/logprob_gap_mean"] for row in rows]
+    # An asynchronous step has a gap only if the present policy sampled.
+    gaps = [gap for row in rows if (gap := row["sampler/logprob_gap_mean"]) is not None]
     limit = recipe.logprob_gap_limit
-    record.check(
-        f"mean gap within {limit:g} nats", all(g is not None and g <= limit for g in gaps), gaps
-    )
+    record.check(f"mean gap within {limit:g} nats", max(gaps, default=0.0) <= limit, gaps)
 
 
 def shared_prompts(context: Context) -> None:
-    """Groups of eight with prompts of seven eighths of a row: each prompt once, or eight times."""
-    engine = {"zero_stage": 2}
-    shared, separate = (
-        {"engine": engine, "batch": {"share_prompts": share}} for share in (True, False)
-    )
-    settings: dict[str, Any] = {"shared prompts": shared, "separate rows": separate}
+    """Groups of eight with one prompt, seven eighths of a row, beside rows with prompts of their
+    own; sdpa, and on a GPU packs of flex attention."""
+    settings: dict[str, Any] = {"sdpa": {"engine": {"zero_stage": 2}}}
     if context.size.device == "cuda":
         flex = {"model": {"attn_implementation": "flex_attention"}}
-        settings["shared prompts, packed, flex attention"] = shared | flex
-    compare(context, MODELS[0], settings, rows_of=rows_of_groups)
+        settings["packs, flex attention"] = settings["sdpa"] | flex
+    for name, rows_of in (("one prompt to eight rows", rows_of_groups), ("own", rows_alone)):
+        named = {f"{name}, {each}": layer for each, layer in settings.items()}
+        compare(context, MODELS[0], named, rows_of=rows_of)
+
+
+def rows_alone(recipe: Any, lengths: Sequence[int]) -> list[Any]:
+    """Two groups' number of rows of a quarter of the longest, seven eighths of it prompt."""
+    length = max(lengths) // 4
+    return random_rows([length] * (2 * GROUP), length * 7 // 8, shape_of(recipe).vocabulary)
 
 
 def rows_of_groups(recipe: Any, lengths: Sequence[int]) -> list[Any]:
-    """Rows of a quarter of the longest, seven eighths of it the prompt of their group."""
-    length = max(lengths) // 4
-    prompt = length * 7 // 8
-    rows = random_rows([length] * (2 * GROUP), prompt, shape_of(recipe).vocabulary)
+    """The same rows, of which every group has the prompt of its first."""
+    rows = rows_alone(recipe, lengths)
     return [
         replace(row, prompt_token_ids=rows[index // GROUP * GROUP].prompt_token_ids)
         for index, row in enumerate(rows)
