@@ -1,8 +1,15 @@
 """Make the pictures near the top of the README.
 
     grpo-replay train tiny --output-dir runs/tiny
-    grpo-replay sweep seeds.yaml --output-dir runs/seeds     # grpo and ours, three seeds, 80 steps
+    grpo-replay sweep seeds.yaml --output-dir runs/seeds
     python docs/make_pictures.py runs/tiny runs/seeds
+
+seeds.yaml is
+
+    recipe: tiny
+    set: [run.steps=80, eval.every_steps=20, replay.max_age_steps=10, replay.warmup_steps=10]
+    arms: {grpo: [replay.preset=grpo], ours: [replay.preset=ours]}
+    seeds: [1, 2, 3]
 
 The end of a run in the terminal, the top of the buffer's page in Chromium, a figure of a report.
 """

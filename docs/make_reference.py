@@ -1,6 +1,7 @@
 """Write docs/recipe.md, docs/cli.md and docs/errors.md: schema, command line, hostile inputs.
 
     python docs/make_reference.py
+    python docs/make_reference.py --run-notebook     # and run docs/guide.ipynb: some minutes
 
 A test fails when the files are not what this writes.
 """
@@ -8,8 +9,10 @@ A test fails when the files are not what this writes.
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
+import tempfile
 from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -21,6 +24,8 @@ from grpo_replay.recipe import REPLAY_PRESETS, Recipe, Section
 from grpo_replay.recipe.base import Passthrough
 
 DOCS = Path(__file__).resolve().parent
+NOTEBOOK = DOCS / "guide.ipynb"
+CHECKED = "\nif _exit_code: raise RuntimeError(_exit_code)"
 
 
 def recipe_reference() -> str:
@@ -190,7 +195,8 @@ def _prose(text: str) -> str:
 
 
 def guide_notebook() -> str:
-    """docs/guide.md as a notebook: files are written by cells, commands begin with `!`."""
+    """docs/guide.md as a notebook: files are written by cells, commands begin with `!`, figures are
+    shown. A cell has the outputs that docs/guide.ipynb has of the same code."""
     text = (DOCS / "guide.md").read_text(encoding="utf-8")
     pattern = r"(?:`([\w.-]+)`:\n\n)?```(\w+)\n(.*?)```\n"
     cells: list[dict[str, Any]] = []
@@ -204,27 +210,83 @@ def guide_notebook() -> str:
             _add_cell(cells, "code", f"%%writefile {name}\n{code}")
         else:
             _add_cell(cells, "code", "\n".join(f"!{line}" for line in code.splitlines()))
+            for figure in re.findall(r"--plot (\S+\.png)", code):
+                _add_cell(cells, "code", f"from IPython.display import Image\n\nImage({figure!r})")
         end = block.end()
     _add_cell(cells, "markdown", text[end:])
+    return _notebook_text(cells)
+
+
+def _add_cell(cells: list[dict[str, Any]], kind: str, source: str) -> None:
+    source = source.strip()
+    if not source:
+        return
+    cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}}
+    if kind == "code":
+        known = {each["source"]: each for each in _cells_that_ran()}.get(source, {})
+        for key, default in (("execution_count", None), ("outputs", [])):
+            cell[key] = known.get(key, default)
+    cells.append(cell | {"source": source})
+
+
+def _cells_that_ran() -> list[dict[str, Any]]:
+    if not NOTEBOOK.exists():
+        return []
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell.get("execution_count")]
+
+
+def _notebook_text(cells: list[dict[str, Any]]) -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4}
     return json.dumps(notebook | {"nbformat_minor": 5}, indent=1, ensure_ascii=False) + "\n"
 
 
-def _add_cell(cells: list[dict[str, Any]], kind: str, source: str) -> None:
-    if not source.strip():
-        return
-    cell: dict[str, Any] = {"cell_type": kind, "id": f"cell-{len(cells)}", "metadata": {}}
-    if kind == "code":
-        cell |= {"execution_count": None, "outputs": []}
-    cells.append(cell | {"source": source.strip()})
+def run_notebook() -> None:
+    """Run every cell of docs/guide.ipynb in an empty folder and keep the outputs. Raises
+    CellExecutionError for a command that fails."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    os.environ |= {"TTY_COMPATIBLE": "0", "COLUMNS": "100", "NO_COLOR": "1"}
+    sources = [cell.source for cell in notebook.cells]
+    for cell in notebook.cells:
+        if cell.source.startswith("!"):  # a failed command is no error of its cell
+            cell.source = re.sub(r"$", CHECKED, cell.source, flags=re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(notebook, timeout=3000, resources={"metadata": {"path": folder}})
+        client.execute()
+    for cell, source in zip(notebook.cells, sources, strict=True):
+        cell.source = source
+        if cell.cell_type == "code":
+            cell.metadata = {}
+            cell.outputs = _joined(cell.outputs)
+    NOTEBOOK.write_text(_notebook_text(notebook.cells), encoding="utf-8")
+
+
+def _joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pieces of one stream as one text, with the line ends of a file."""
+    joined: list[dict[str, Any]] = []
+    for output in outputs:
+        if output["output_type"] != "stream":
+            joined.append(output)
+            continue
+        text = output["text"].replace("\r\n", "\n")
+        if joined and joined[-1].get("name") == output["name"]:
+            joined[-1]["text"] += text
+        else:
+            joined.append({**output, "text": text})
+    return joined
 
 
 def main() -> None:
     (DOCS / "recipe.md").write_text(recipe_reference(), encoding="utf-8")
     (DOCS / "cli.md").write_text(cli_reference(), encoding="utf-8")
     (DOCS / "errors.md").write_text(errors_reference(), encoding="utf-8")
-    (DOCS / "guide.ipynb").write_text(guide_notebook(), encoding="utf-8")
+    NOTEBOOK.write_text(guide_notebook(), encoding="utf-8")
+    if "--run-notebook" in sys.argv[1:]:
+        run_notebook()
 
 
 if __name__ == "__main__":

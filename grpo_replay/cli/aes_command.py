@@ -1,6 +1,5 @@
 """`grpo-replay aes`: print the accuracy-efficiency score against one reference."""
 
-import json
 import math
 import os
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.evaluation_report import read_report_graded_by
 from grpo_replay.evaluation.evaluation_tables import plain_table, tokens
 from grpo_replay.evaluation.results import Interval
-from grpo_replay.terminal.console import open_console, print_table
+from grpo_replay.terminal.console import open_console, print_json, print_table
 
 
 def run(options: AesOptions) -> int:
@@ -37,7 +36,7 @@ def run(options: AesOptions) -> int:
         scores = score_points(point, candidates, gain, loss)
     if options.as_json:
         found = document(point, scores, gain, loss) | {"differences": notes}
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print_json(found)
         return 0
     console = open_console()
     print_scores(point, scores, gain, loss, console)

@@ -4,6 +4,7 @@
 Errors become messages and exit codes in `cli.error_boundary`.
 """
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any
@@ -68,6 +69,8 @@ def main() -> None:
     for safety, 130 interrupted."""
     from grpo_replay.distributed.failures import exit_as_rank
 
+    # A notebook's kernel names its own, which may not be installed here. Figures go to files.
+    os.environ.pop("MPLBACKEND", None)
     exit_as_rank(app)
 
 

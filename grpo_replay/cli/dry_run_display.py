@@ -1,7 +1,6 @@
 """`grpo-replay train --dry-run`: print the plan as tables or as one JSON document."""
 
 import importlib.util
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from grpo_replay.lab.dry_run.estimates import Known
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
-from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.console import open_console, print_json
 
 _MEMORY_ROWS = (
     ("base_gib", "process, CUDA context"),
@@ -55,7 +54,7 @@ def run(
     found = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample)
     report = found.to_json()
     if as_json:
-        print(json.dumps(report, indent=1))
+        print_json(report)
         return found.exit_code
     console = open_console(markup=True, soft_wrap=True)
     _print_sentences(console, report, "problems", "red")

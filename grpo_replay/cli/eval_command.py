@@ -1,6 +1,5 @@
 """`grpo-replay eval`: evaluate a model on benchmarks, regrade an evaluation, or compare two."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -39,7 +38,7 @@ from grpo_replay.evaluation.model_source import ModelSource, find_model, used_re
 from grpo_replay.evaluation.session import evaluate_model, recipe_path, resolve_evaluation
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
 from grpo_replay.recipe.named_code import code_of
-from grpo_replay.terminal.console import open_console, print_table
+from grpo_replay.terminal.console import open_console, print_json, print_table
 from grpo_replay.terminal.quiet import warnings_on_stderr
 
 DEFAULT_FOLDER = Path("evaluations")
@@ -201,7 +200,7 @@ def _accuracy(progress: Progress) -> str:
 def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
     """Print the tables, or the JSON document, to stdout."""
     if as_json:
-        print(json.dumps(report.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
+        print_json(report.to_json())
         return
     console = open_console()
     console.print(heading(report), soft_wrap=True)
@@ -283,7 +282,7 @@ def _compare(path_a: str, path_b: str, options: EvalOptions) -> None:
             "graded_by": a.settings.get("reward"),
             "differences": notes,
         }
-        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+        print_json(document)
         return
     console = open_console()
     console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)

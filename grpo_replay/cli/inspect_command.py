@@ -1,6 +1,5 @@
 """`grpo-replay inspect-buffer`: show the content and history of a replay buffer."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from grpo_replay.recipe.named_code import code_of
 from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.recipe_history import read_history
-from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.console import open_console, print_json
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
 
@@ -85,7 +84,7 @@ def _consider_code(source: Source, options: InspectOptions) -> None:
 
 
 def _print_json(document: Any) -> None:
-    print(json.dumps(views.json_values(document), indent=2, ensure_ascii=False, allow_nan=False))
+    print_json(views.json_values(document))
 
 
 def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -> None:

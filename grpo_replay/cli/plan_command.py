@@ -1,6 +1,5 @@
 """`grpo-replay plan`: how long to keep rollouts, and how often to train on them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -28,7 +27,7 @@ from grpo_replay.lab.planning.theory import (
     cost_ratio_from_counts,
 )
 from grpo_replay.recipe import Recipe, load_recipe
-from grpo_replay.terminal.console import open_console
+from grpo_replay.terminal.console import open_console, print_json
 
 DEFAULT_MU = COST_RATIO["Qwen2.5-7B"]
 DEFAULT_RHO = 0.1
@@ -86,13 +85,9 @@ def _plan(options: PlanOptions) -> None:
     recipe, estimates = _read(options)
     plan = make_plan(_inputs(recipe, estimates, options), recipe.replay if recipe else None)
     if options.as_json:
-        _print_json(plan_document(plan))
+        print_json(plan_document(plan))
     else:
         print_plan(plan, open_console(markup=True))
-
-
-def _print_json(document: Mapping[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _check_options(options: PlanOptions) -> None:
@@ -130,7 +125,7 @@ def _machines(options: PlanOptions) -> None:
     asked = split_machines(mu, workers, trainers, *buffer)
     splits = all_splits(mu, workers + trainers, *buffer)
     if options.as_json:
-        _print_json(split_document(mu, source, asked, splits))
+        print_json(split_document(mu, source, asked, splits))
     else:
         print_splits(mu, source, asked, splits, open_console(markup=True))
 

@@ -1,6 +1,5 @@
 """`grpo-replay report`: compare runs, sweeps and evaluation files."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from grpo_replay.lab.report.measure import measure
 from grpo_replay.lab.report.report_files import check_folder, document, write_report
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.lab.report.report_tables import facts_of, report_tables, warnings_of
-from grpo_replay.terminal.console import open_console, print_table
+from grpo_replay.terminal.console import open_console, print_json, print_table
 
 
 def run(options: ReportOptions) -> int:
@@ -35,7 +34,7 @@ def run(options: ReportOptions) -> int:
         write_report(experiment, findings, output)
         open_console(stderr=True, soft_wrap=True).print(f"wrote {output}/report.html")
     if options.as_json:
-        print(json.dumps(document(findings), indent=2, ensure_ascii=False, allow_nan=False))
+        print_json(document(findings))
     else:
         print_report(findings, open_console())
     return 0

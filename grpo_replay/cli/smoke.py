@@ -37,6 +37,20 @@ _TIMED = re.compile(r": (evaluation|checkpoint) of step (\d+): ([\d.]+) s$", re.
 
 
 @dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a recipe asks for, of what the three steps show: the steps that are evaluated, if it
+    names any benchmark, and whether it replays."""
+
+    evaluations: tuple[int, ...]
+    replays: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "_Wanted":
+        steps = (0, 2, 3) if recipe.eval.at_start else (2, 3)
+        return cls(steps if recipe.eval.benchmarks else (), recipe.replays)
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """One row of the result. `missing` says what did not work; None if it did."""
 
@@ -67,7 +81,7 @@ def run(options: TrainOptions) -> int:
         seconds.append(time.monotonic() - started)
         if code != 0:
             break
-    stages = list(_stages(recipe, folder, seconds))
+    stages = list(_stages(_Wanted.of(recipe), folder, seconds))
     failed = code or any(stage.missing for stage in stages)
     _print(stages, options.recipe)
     if failed or options.output_dir is not None:
@@ -102,7 +116,8 @@ def _commands(options: TrainOptions, changes: Sequence[str], folder: Path) -> It
         ranks += ["--hostfile", options.hostfile]
     settings = [*options.overrides, *changes, "run.steps=2"]
     given = [word for each in settings for word in ("--set", each)]
-    yield ["train", str(options.recipe), *given, *ranks]
+    refused = ["--no-code"] if options.no_code else []  # a run that was let in may be resumed
+    yield ["train", str(options.recipe), *given, *ranks, *refused]
     yield ["train", "--resume", *ranks, "--set", "run.steps=3"]
 
 
@@ -120,7 +135,7 @@ def _run_to_its_end(words: Sequence[str]) -> int:
     return code
 
 
-def _stages(recipe: Recipe, folder: Path, seconds: Sequence[float]) -> Iterator[Stage]:
+def _stages(wanted: _Wanted, folder: Path, seconds: Sequence[float]) -> Iterator[Stage]:
     """What each stage took and did, from the files of the run and the seconds of its processes."""
     run_dir, timed = RunDirectory(folder), _timed(folder)
     rows = run_dir.read_metrics() if run_dir.metrics_path.exists() else []
@@ -135,13 +150,13 @@ def _stages(recipe: Recipe, folder: Path, seconds: Sequence[float]) -> Iterator[
 
     begun = bool(steps) or ("evaluation", 0) in timed
     yield Stage("start", rest(0, (0, 1, 2)), missing=None if begun else "began no step")
-    yield _evaluation(recipe, timed, steps)
-    yield _step(recipe, steps, 1, "warm-up")
-    yield _step(recipe, steps, 2, "replay")
+    yield _evaluation(wanted, timed, steps)
+    yield _step(wanted, steps, 1, "warm-up")
+    yield _step(wanted, steps, 2, "replay")
     saved = timed.get(("checkpoint", 2))
     yield Stage("checkpoint", saved, _size(folder), None if saved is not None else "not written")
     yield Stage("resume", rest(1, (3,)), missing=None if 3 in steps else "did not come to step 3")
-    yield _step(recipe, steps, 3, "resumed")
+    yield _step(wanted, steps, 3, "resumed")
     if 3 in steps:
         yield _verified(folder)
 
@@ -154,15 +169,14 @@ def _timed(folder: Path) -> dict[tuple[str, int], float]:
 
 
 def _evaluation(
-    recipe: Recipe,
+    wanted: _Wanted,
     timed: Mapping[tuple[str, int], float],
     steps: Mapping[int, Mapping[str, Any]],
 ) -> Stage:
-    if not recipe.eval.benchmarks:
+    if not wanted.evaluations:
         return Stage("evaluation", None, "eval.benchmarks is empty")
     taken = [seconds for (what, _), seconds in timed.items() if what == "evaluation"]
-    wanted = [0, 2, 3] if recipe.eval.at_start else [2, 3]
-    absent = [str(step) for step in wanted if ("evaluation", step) not in timed]
+    absent = [str(step) for step in wanted.evaluations if ("evaluation", step) not in timed]
     accuracy = steps.get(3, {}).get("eval/mean")
     return Stage(
         "evaluation",
@@ -172,7 +186,7 @@ def _evaluation(
     )
 
 
-def _step(recipe: Recipe, steps: Mapping[int, Mapping[str, Any]], step: int, what: str) -> Stage:
+def _step(wanted: _Wanted, steps: Mapping[int, Mapping[str, Any]], step: int, what: str) -> Stage:
     name, row = f"step {step}, {what}", steps.get(step)
     if row is None:
         return Stage(name, None, missing="not reached")
@@ -180,7 +194,7 @@ def _step(recipe: Recipe, steps: Mapping[int, Mapping[str, Any]], step: int, wha
     missing = None
     if not fresh and not replayed:
         missing = f"trained on nothing: {_why_nothing(row)}"
-    elif step > 1 and recipe.replays and not replayed:
+    elif step > 1 and wanted.replays and not replayed:
         missing = f"replayed nothing: {_why_nothing(steps[step - 1])}"
     spent = ", ".join(
         f"{doing} {row[f'cost/{doing}_seconds']:.1f}"

@@ -1,7 +1,6 @@
 """What a sweep shows: a live table of its cells or plain lines, and for `--dry-run` an estimate,
 the cells with their tokens and memory."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
@@ -18,7 +17,7 @@ from grpo_replay.evaluation.evaluation_tables import SHORT_NAME
 from grpo_replay.lab.dry_run.dry_run_report import DryRunReport, dry_run
 from grpo_replay.lab.sweep.sweep_run import Entry, Status
 from grpo_replay.recipe import Recipe
-from grpo_replay.terminal.console import open_console, print_table
+from grpo_replay.terminal.console import open_console, print_json, print_table
 
 _STYLES = {
     Status.RUNNING: "cyan",
@@ -125,7 +124,7 @@ def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
     """Print the estimate as tables or as one JSON document."""
     document = estimate(entries)
     if as_json:
-        print(json.dumps(document, indent=1))
+        print_json(document)
         return
     console = open_console()
     print_table(console, estimate_table(document))

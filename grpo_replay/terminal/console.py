@@ -3,6 +3,7 @@ streams whose reader may go away."""
 
 import contextlib
 import errno
+import json
 import os
 import re
 import sys
@@ -73,6 +74,11 @@ def open_console(
     return PlainConsole(
         stderr=stderr, file=file, markup=markup, emoji=False, highlight=False, soft_wrap=soft_wrap
     )
+
+
+def print_json(document: Any) -> None:
+    """Print the one JSON document of `--json`, without NaN, to stdout."""
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def print_table(console: Console, table: Table) -> None:

@@ -104,3 +104,12 @@ def completed(*words: str) -> list[str]:
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["eval", "--recipe"]])
 def test_the_shell_completes_shipped_recipes(command):
     assert completed(*command, "qwen3-") == ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]
+
+
+def test_a_notebook_with_a_backend_of_its_own_gets_its_figure(runs, tmp_path):
+    words = [sys.executable, "-m", "grpo_replay", "inspect-buffer", str(runs["ours"]), "--plot"]
+    words.append(str(tmp_path / "p.svg"))
+    environment = os.environ | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "p.svg").stat().st_size > 1000

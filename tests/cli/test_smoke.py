@@ -54,6 +54,17 @@ def test_what_does_not_go_with_it_is_refused(words, message):
     assert code == 2 and message in told
 
 
+@pytest.mark.slow
+def test_code_that_a_run_refuses_is_refused_in_three_steps(tmp_path):
+    (tmp_path / "own.py").write_text("def never(completion, answer, row):\n    return -1.0\n")
+    (tmp_path / "r.yaml").write_text(
+        (shipped_recipes()["tiny"]).read_text().replace("math_verify\n", "own.py:never\n", 1)
+    )
+    done, found = smoke(tmp_path, "r.yaml", "--no-code")
+    assert done.returncode == 2 and "--no-code: recipe r.yaml brings code" in done.stderr
+    assert found["start"] == "failed"
+
+
 def smoke(folder, *words):
     """The exit code, and what it prints of every stage: `ok` or `failed`."""
     done = subprocess.run(
