@@ -3,7 +3,7 @@
 | task            | problem                                     | the work                   |
 |-----------------|---------------------------------------------|----------------------------|
 | `additions`     | `83 + 41`                                   | none: the answer alone     |
-| `step_sums`     | `27 + 8 + 54 + 31`                          | a line of running sums     |
+| `step_sums`     | `7 + 12 + 4`                                | a line of running sums     |
 | `word_problems` | `Ann has 34 books. Ann gives away 12. …`    | to find the operation      |
 
 The recipe shows a few worked examples in front of each problem (`EXAMPLES`). Every task has its own
@@ -42,8 +42,8 @@ def addition(rng: np.random.Generator) -> Drawn:
 
 
 def step_sum(rng: np.random.Generator) -> Drawn:
-    """Four numbers of one or two digits."""
-    terms = rng.integers(2, 60, 4).tolist()
+    """Three numbers below 20."""
+    terms = rng.integers(2, 20, 3).tolist()
     return " + ".join(map(str, terms)), sum(terms), tuple(sorted(terms))
 
 
@@ -78,7 +78,7 @@ TASKS: dict[str, Callable[[np.random.Generator], Drawn]] = {
 
 EXAMPLES: dict[str, tuple[tuple[object, ...], ...]] = {
     "additions": ((14, 21), (39, 52)),
-    "step_sums": ((7, 9, 12, 20), (2, 3, 5, 6)),
+    "step_sums": ((4, 7, 12), (3, 5, 16), (2, 8, 9), (6, 15, 18)),
     "word_problems": (("__add__", 5, 8), ("__sub__", 11, 31), ("__mul__", 3, 4)),
 }
 """Keys of the examples that the recipes show, where the task could draw them."""

@@ -20,7 +20,7 @@ EXAMPLE = {"additions": r"^(\d+ \+ \d+) ="}
 OPERATIONS = {"more": "+", "away": "-", "takes": "-", "each": "*"}
 FIRST = {
     "additions": ("18 + 52", "90 + 44"),
-    "step_sums": ("34 + 19 + 58 + 5", "58 + 36 + 36 + 8"),
+    "step_sums": ("12 + 7 + 19", "19 + 12 + 12"),
     "word_problems": (
         "Grace has 58 marbles. Grace buys 8 more. How many marbles does Grace have now?",
         "Cara has 31 stamps. Cara gives away 10. How many stamps does Cara have left?",
