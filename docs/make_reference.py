@@ -261,18 +261,20 @@ def run_notebook() -> None:
         cell.source = source
         if cell.cell_type == "code":
             cell.metadata = {}
-            cell.outputs = _joined(cell.outputs)
+            cell.outputs = _joined(cell.outputs, (f"{folder}/", f"{tempfile.gettempdir()}/"))
     NOTEBOOK.write_text(_notebook_text(notebook.cells), encoding="utf-8")
 
 
-def _joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Pieces of one stream as one text, with the line ends of a file."""
+def _joined(outputs: list[dict[str, Any]], places: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Pieces of one stream as one text, with the line ends of a file and without `places`."""
     joined: list[dict[str, Any]] = []
     for output in outputs:
         if output["output_type"] != "stream":
             joined.append(output)
             continue
         text = output["text"].replace("\r\n", "\n")
+        for place in places:
+            text = text.replace(place, "")
         if joined and joined[-1].get("name") == output["name"]:
             joined[-1]["text"] += text
         else:

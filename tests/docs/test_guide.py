@@ -1,5 +1,6 @@
 """docs/guide.md, followed literally: its files are written, its commands run, in order."""
 
+import json
 import os
 import re
 import subprocess
@@ -42,6 +43,19 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_guide_has_its_files_and_commands():
     assert set(FILES) == {"make_problems.py", "reward.py", "my-task.yaml", "gsm8k.yaml"}
     assert len(COMMANDS) >= 12
+
+
+def test_every_cell_of_the_notebook_has_run_and_has_its_outputs():
+    """`docs/make_reference.py` drops the outputs of a cell whose code changes."""
+    notebook = (Path(__file__).parents[2] / "docs" / "guide.ipynb").read_text(encoding="utf-8")
+    cells = [each for each in json.loads(notebook)["cells"] if each["cell_type"] == "code"]
+    assert [each["execution_count"] for each in cells] == list(range(1, len(cells) + 1))
+    silent = [each["source"] for each in cells if not each["outputs"]]
+    assert silent == ["!python make_problems.py"]
+    outputs = [output for each in cells for output in each["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+    assert "/tmp/" not in notebook
 
 
 @pytest.mark.parametrize("name", ["my-task.yaml", "gsm8k.yaml"])
