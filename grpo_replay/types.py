@@ -198,6 +198,9 @@ class Draw:
 
     `rollouts[i]` was drawn with first-draw probability `probabilities[i]` (float64 [N]) at age
     `ages[i]` (int64 [N], training steps). With replacement, a rollout may appear more than once.
+
+    A `buffer_only` step makes a draw for each of its `updates` optimizer updates; `update_N[i]`
+    (int64 [N], from 0) is that of `rollouts[i]`. None: one draw for the whole step.
     """
 
     rollouts: tuple[Rollout, ...]
@@ -205,6 +208,15 @@ class Draw:
     ages: np.ndarray
     effective_sample_size: float  # 1 / Σ P², over all candidates
     entropy: float  # -Σ P ln P in nats, over all candidates
+    updates: int = 1
+    update_N: np.ndarray | None = None
+
+    def in_updates(self, steps_N: np.ndarray) -> np.ndarray:
+        """Training steps before that of the draw as optimizer updates before each draw's: a rollout
+        of the same step has age 0 in the first update of the step, and 1 in the second."""
+        if self.update_N is None:
+            return steps_N
+        return self.updates * steps_N + self.update_N
 
     @classmethod
     def empty(cls) -> "Draw":
@@ -221,7 +233,7 @@ class ComposedBatch:
 
     rollouts: tuple[Rollout, ...]
     replayed_N: np.ndarray  # bool [N]
-    ages_N: np.ndarray  # int64 [N], training steps; 0 for fresh
+    ages_N: np.ndarray  # int64 [N], training steps, for `buffer_only` updates; 0 for fresh
     draw: Draw
 
     @property

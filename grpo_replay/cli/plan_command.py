@@ -152,7 +152,7 @@ def _buffer_of(recipe: Recipe | None) -> tuple[int | None, float | None]:
     if recipe is None or not (recipe.replays and recipe.replay.stores_first):
         return None, None
     drawn = recipe.replay.ratio * recipe.rollouts_per_step
-    return recipe.replay.capacity_rollouts, drawn / recipe.batch.updates_of(drawn)
+    return recipe.replay.capacity_rollouts, drawn / recipe.draws_per_step
 
 
 def _read(options: PlanOptions) -> tuple[Recipe | None, RunEstimates | None]:
@@ -195,6 +195,7 @@ def _inputs(
     return PlanInputs(
         **{name: choice.value for name, choice in table.items()},
         sources={name: choice.source for name, choice in table.items()},
+        updates_per_step=recipe.draws_per_step if recipe else 1,
     )
 
 

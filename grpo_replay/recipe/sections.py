@@ -87,6 +87,14 @@ class RecipeSections(Section):
         """True if this recipe draws from the buffer."""
         return self.replay.replays
 
+    @property
+    def draws_per_step(self) -> int:
+        """Draws of a training step. A `buffer_only` step makes one for each optimizer update, which
+        is then the unit of ages; other steps make one at most, and ages are in steps."""
+        if not (self.replays and self.replay.stores_first):
+            return 1
+        return max(1, self.batch.updates_of(self.replay.ratio * self.rollouts_per_step))
+
     def zero_stage(self, ranks: int) -> int:
         """The ZeRO stage on a number of ranks: `engine.zero_stage`, or what `auto` stands for."""
         engine = self.engine

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from grpo_replay.recipe import BatchSection, LossSection
-from grpo_replay.types import Rollout
+from grpo_replay.types import ComposedBatch, Rollout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +63,17 @@ def mini_batch_indices(
         return []
     parts = min(settings.updates_of(count), count)
     return [np.sort(part) for part in np.array_split(generator.permutation(count), parts)]
+
+
+def update_indices(
+    batch: ComposedBatch, settings: BatchSection, generator: np.random.Generator
+) -> list[np.ndarray]:
+    """The rollouts of each optimizer update: those that were drawn for it, or, if the step made one
+    draw or none, a random split (`mini_batch_indices`). No update is empty."""
+    update_N = batch.draw.update_N
+    if update_N is None:
+        return mini_batch_indices(len(batch.rollouts), settings, generator)
+    return [np.flatnonzero(update_N == update) for update in np.unique(update_N)]
 
 
 def token_weights(

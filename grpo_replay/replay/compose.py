@@ -20,12 +20,16 @@ second count is the number of queries drawn when `replay.unit` is query. `round`
 round to even (r = 0.5 and B' = 113 draw 56). Without replacement, if fewer can be drawn, all of
 them are.
 
+The unit of paper B is the optimizer update: a buffer_only step of several updates makes a draw for
+each, of its share of the units, and counts ages in updates. Groups enter before the first.
+
 Without replay (`enabled` false or r = 0) and during the warm-up, a step trains on all fresh
 survivors. A step with B' = 0 trains on nothing, except with buffer_only, which still draws.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,24 +53,46 @@ def compose_batch(
     step: int,
     generated: int,
     rng: np.random.Generator,
+    draws: int = 1,
 ) -> ComposedBatch:
     """The batch of `step`, from its fresh survivors (ordered by group) and a draw.
 
-    `generated` is R, dropped groups included. Only steps that draw use `rng`.
+    `generated` is R, dropped groups included. `draws` is the number of draws of buffer_only
+    (`Recipe.draws_per_step`). Only steps that draw use `rng`.
     """
     settings = buffer.settings
     if not settings.replays or step <= settings.warmup_steps:
         return _fresh_and_drawn(fresh, Draw.empty())
     if settings.composition == "buffer_only":
         count = draw_count(settings, buffer.group_size, generated)
-        draw = buffer.draw(count, step, rng)
-        return ComposedBatch(draw.rollouts, np.ones(len(draw.rollouts), bool), draw.ages, draw)
+        draw = _draw_for_updates(buffer, count, step, rng, draws)
+        replayed_N = np.ones(len(draw.rollouts), bool)
+        return ComposedBatch(draw.rollouts, replayed_N, draw.in_updates(draw.ages), draw)
     count = draw_count(settings, buffer.group_size, len(fresh))
     _check_born_before(buffer, step)
     if settings.composition == "pool":
         draw = buffer.draw(count, step, rng, fresh=fresh)
         return ComposedBatch(draw.rollouts, draw.ages > 0, draw.ages, draw)
     return _fresh_and_drawn(fresh, buffer.draw(count, step, rng))
+
+
+def _draw_for_updates(
+    buffer: "ReplayBuffer", count: int, step: int, rng: np.random.Generator, updates: int
+) -> Draw:
+    """A draw for each update of the step, of `count` units in all. Their sizes differ by at most
+    one."""
+    if updates == 1:
+        return buffer.draw(count, step, rng)
+    sizes = [count // updates + (update < count % updates) for update in range(updates)]
+    draws = [buffer.draw(size, step, rng) for size in sizes]
+    return replace(
+        draws[0],
+        rollouts=tuple(rollout for draw in draws for rollout in draw.rollouts),
+        probabilities=np.concatenate([draw.probabilities for draw in draws]),
+        ages=np.concatenate([draw.ages for draw in draws]),
+        updates=updates,
+        update_N=np.repeat(np.arange(updates), [len(draw.rollouts) for draw in draws]),
+    )
 
 
 def insert_after_update(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from grpo_replay.storage.parquet import open_parquet, read_parquet, write_parquet
+from grpo_replay.storage.parquet import open_parquet, write_parquet
 from grpo_replay.types import Draw, Rollout, RolloutOutcome
 
 ROLLOUT_LOG_VERSION = 1
@@ -81,6 +81,10 @@ DRAW_SCHEMA = pa.schema(
 )
 """One row per drawn rollout, in the order drawn. `probability` is its first-draw probability, or
 that of its query if `replay.unit` is query."""
+
+UPDATE_COLUMNS = pa.schema([("update", pa.int64()), ("age_updates", pa.int64())])
+"""Further columns of a run that makes several draws a step, one for each optimizer update: the
+update, counted over the run from 1, and the updates since the first that could draw the rollout."""
 
 ROLLOUT_FILE_SCHEMA = pa.schema([*ROLLOUT_SCHEMA, *OUTCOME_SCHEMA])
 
@@ -200,6 +204,11 @@ def write_draws(path: Path, step: int, draw: Draw, outcomes: Sequence[RolloutOut
         *_outcome_columns(outcomes),
     ]
     whole = pa.table(columns, schema=DRAW_SCHEMA)
+    if draw.update_N is not None:
+        update_N = draw.in_updates(np.full(count, step - 1)) + 1
+        both = (update_N, draw.in_updates(draw.ages))
+        for field, values in zip(UPDATE_COLUMNS, both, strict=True):
+            whole = whole.append_column(field, pa.array(values, pa.int64()))
     _write(path, "draws", whole)
 
 
@@ -225,8 +234,15 @@ def read_rollout_table(path: Path, columns: Sequence[str] | None = None) -> pa.T
 
 
 def read_draw_table(path: Path) -> pa.Table:
-    """Read a draws/ file. Raises SnapshotError."""
-    return read_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA)
+    """Read a draws/ file: DRAW_SCHEMA, and UPDATE_COLUMNS if the file has them. Raises
+    SnapshotError."""
+    with open_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA) as file:
+        return file.read(columns=draw_schema(file.schema_arrow).names)
+
+
+def draw_schema(found: pa.Schema) -> pa.Schema:
+    """DRAW_SCHEMA, with UPDATE_COLUMNS if `found` has them."""
+    return pa.schema([*DRAW_SCHEMA, *(each for each in UPDATE_COLUMNS if each.name in found.names)])
 
 
 def _to_array(field: pa.Field, values: list[Any]) -> pa.Array:

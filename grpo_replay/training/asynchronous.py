@@ -10,7 +10,7 @@ already have an age.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -339,16 +339,21 @@ def sampled_by(rollouts: Sequence[Rollout], version: int) -> list[Rollout]:
 
 def lateness(record: StepRecord) -> Metrics:
     """How far what was trained on lags behind the policy, and what dropping late rollouts costs."""
-    trained, current = record.batch.rollouts, record.step - 1
-    ages = [record.step - rollout.birth_step for rollout in trained]
-    first_lags = [current - rollout.policy_version for rollout in trained]
-    last_lags = [current - rollout.policy_version_end for rollout in trained]
+    trained, draw = record.batch.rollouts, record.batch.draw
+
+    def since(steps: Iterable[int]) -> np.ndarray:
+        steps_N = np.array([record.step - step for step in steps], dtype=np.int64)
+        return draw.in_updates(steps_N)
+
+    ages = since(rollout.birth_step for rollout in trained)
+    first_lags = since(rollout.policy_version + 1 for rollout in trained)
+    last_lags = since(rollout.policy_version_end + 1 for rollout in trained)
     kept_length, dropped_length = mean_lengths(record.generated)
     return {
-        "async/age_mean": float(np.mean(ages)) if ages else None,
-        "async/age_max": max(ages, default=None),
-        "async/first_token_lag_mean": float(np.mean(first_lags)) if trained else None,
-        "async/last_token_lag_mean": float(np.mean(last_lags)) if trained else None,
+        "async/age_mean": float(ages.mean()) if trained else None,
+        "async/age_max": int(ages.max()) if trained else None,
+        "async/first_token_lag_mean": float(first_lags.mean()) if trained else None,
+        "async/last_token_lag_mean": float(last_lags.mean()) if trained else None,
         "async/kept_mean_length": kept_length,
         "async/dropped_mean_length": dropped_length,
     }

@@ -35,6 +35,7 @@ def step_metrics(
     loss: LossSection,
     reward: RewardSection,
     group_size: int,
+    draws_per_step: int,
 ) -> dict[str, Any]:
     """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
     `of_source` the metrics of the source of rollouts."""
@@ -46,7 +47,7 @@ def step_metrics(
             **score_metrics(generated, reward.score_names),
             **update_metrics(record.results, loss.beta),
             **batch_metrics(record.batch, record.outcomes, len(record.fresh)),
-            **buffer_metrics(buffer),
+            **buffer_metrics(buffer, draws_per_step),
             **gap_metrics(record.gap),
             **of_source,
             **sampler_weight_metrics(trained, loss),
@@ -174,11 +175,13 @@ def _by_age(ages: np.ndarray, outcomes: Sequence[RolloutOutcome]) -> Metrics:
     }
 
 
-def buffer_metrics(stats: BufferStats) -> Metrics:
+def buffer_metrics(stats: BufferStats, draws_per_step: int = 1) -> Metrics:
+    """Ages are those at the last draw of the step."""
+    mean, oldest, last = stats.age_mean, stats.age_max, draws_per_step - 1
     return {
         "buffer/rollouts": stats.rollouts,
-        "buffer/age_mean": stats.age_mean,
-        "buffer/age_max": stats.age_max,
+        "buffer/age_mean": None if mean is None else draws_per_step * mean + last,
+        "buffer/age_max": None if oldest is None else draws_per_step * oldest + last,
         "buffer/evicted": stats.evicted,
         "buffer/priority_mean": stats.priority_mean,
         "buffer/times_used_mean": stats.times_used_mean,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.engine.engine_protocol import UpdateResult
-from grpo_replay.replay.batch import logprob_row, mini_batch_indices, train_rows
+from grpo_replay.replay.batch import logprob_row, train_rows, update_indices
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.rollouts import with_behavior_logprobs
@@ -70,8 +70,8 @@ class Trainer:
         fresh, gap = self.freeze_behavior(taken, step)
         self.buffer.evict(step)
         insert_before_draw(self.buffer, fresh, step)
-        draws = stream(seed, step, DRAW_STREAM)
-        batch = compose_batch(self.buffer, fresh, step, taken.nominal_rollouts, draws)
+        rng, draws = stream(seed, step, DRAW_STREAM), self.recipe.draws_per_step
+        batch = compose_batch(self.buffer, fresh, step, taken.nominal_rollouts, rng, draws)
         results, outcomes = self.update(batch, step)
         insert_after_update(self.buffer, fresh, step, batch)
         self.advance()
@@ -114,7 +114,7 @@ class Trainer:
         """Make the optimizer updates of the step. Returns them, and the outcome of every rollout
         of the batch."""
         rng = stream(self.recipe.run.seed, step, SPLIT_STREAM)
-        parts = mini_batch_indices(len(batch.rollouts), self.recipe.batch, rng)
+        parts = update_indices(batch, self.recipe.batch, rng)
         results: list[UpdateResult] = []
         outcomes: list[RolloutOutcome | None] = [None] * len(batch.rollouts)
         with self.parts.clock.stage("training"):
@@ -172,6 +172,6 @@ class Trainer:
         write_step_files(self.parts.run_dir.path, record, draws=recipe.replays)
         metrics = step_metrics(
             record, self.buffer.stats(step), self.parts.clock.read(), self.source.metrics(record),
-            recipe.loss, recipe.reward, recipe.sampling.group_size,
+            recipe.loss, recipe.reward, recipe.sampling.group_size, recipe.draws_per_step,
         )  # fmt: skip
         return {**metrics, "num_tokens": self.state.processed_tokens}

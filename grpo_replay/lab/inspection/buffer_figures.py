@@ -72,7 +72,7 @@ def _draw_empty(axes: Any) -> None:
 
 
 def draw_staleness(axes: Any, inspection: Inspection) -> None:
-    ages = np.array([row.age_steps for row in inspection.staleness])
+    ages = np.array([row.age for row in inspection.staleness])
     stored = np.array([row.stored for row in inspection.staleness], dtype=float)
     replayed = np.array([row.replayed for row in inspection.staleness], dtype=float)
     _paired(axes, ages, ("stored", stored), replayed)
@@ -89,7 +89,7 @@ def draw_staleness(axes: Any, inspection: Inspection) -> None:
             fontsize=6.5,
         )
         axes.set_xlim(-0.6, 1.08 * max(limit, ages.max()) + 0.8)
-    axes.set_xlabel("age (training steps)")
+    axes.set_xlabel(f"age (training {inspection.age_unit})")
     whole_numbers(axes.xaxis)
 
 
@@ -143,14 +143,14 @@ def draw_uses(axes: Any, inspection: Inspection) -> None:
 
 
 def draw_last_use(axes: Any, inspection: Inspection) -> None:
-    """Shares of draws by training steps since the previous use (paper B); `new` are first uses."""
+    """Shares of draws by steps or updates since the previous use (paper B); `new`: first uses."""
     last_use = inspection.last_use
     assert last_use is not None
     counts = dict(cap_counts(last_use.gaps, 10))
     if last_use.new:
         counts["new"] = last_use.new
     _shares(axes, counts, REPLAYED)
-    axes.set_xlabel("training steps since the previous use")
+    axes.set_xlabel(f"training {inspection.age_unit} since the previous use")
     axes.set_ylabel("draws (%)")
 
 
@@ -178,7 +178,7 @@ def _by_age(axes: Any, inspection: Inspection, value: Callable[[Any], float], la
         axes.plot([0], [fresh], "D", color=FRESH, markersize=3.5, label="fresh")
         axes.axhline(fresh, color=FRESH, linewidth=0.7, linestyle="--")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("age at use (training steps)")
+    axes.set_xlabel(f"age at use (training {inspection.age_unit})")
     axes.set_ylabel(label)
     whole_numbers(axes.xaxis)
     legend_above(axes)

@@ -186,17 +186,17 @@ def staleness_panel(inspection: Inspection) -> Panel | None:
     """Ages of stored rollouts next to ages at use; None if nothing was stored or replayed."""
     if not inspection.staleness:
         return None
-    rows = merge_rows([(r.age_steps, r.stored, r.replayed) for r in inspection.staleness], _ROWS)
+    rows = merge_rows([(r.age, r.stored, r.replayed) for r in inspection.staleness], _ROWS)
     replayed = sum(row.replayed for row in inspection.staleness)
     stored = sum(row.stored for row in inspection.staleness)
     means = []
     if stored:
-        mean = sum(r.age_steps * r.stored for r in inspection.staleness) / stored
+        mean = sum(r.age * r.stored for r in inspection.staleness) / stored
         means.append(f"{mean:.1f} stored")
     if replayed:
-        mean = sum(r.age_steps * r.replayed for r in inspection.staleness) / replayed
+        mean = sum(r.age * r.replayed for r in inspection.staleness) / replayed
         means.append(f"{mean:.1f} at use")
-    title = "staleness, steps" + (f": mean {', '.join(means)}" if means else "")
+    title = f"staleness, {inspection.age_unit}" + (f": mean {', '.join(means)}" if means else "")
     return _panel(title, paired_bars("age", rows, ("stored", "replayed")))
 
 
@@ -239,7 +239,7 @@ def _reuse(inspection: Inspection) -> Panel | None:
     if (run := inspection.uses_over_run) is not None:
         words = f"over the run: {run.mean:.2f} uses a rollout, {run.never_share:.1%} never used"
         body = Group(grid, Text(words, style="dim"))
-    return _panel("reuse: times drawn, and steps since last use", body)
+    return _panel(f"reuse: times drawn, and {inspection.age_unit} since last use", body)
 
 
 def _by_age(inspection: Inspection) -> Panel | None:

@@ -36,9 +36,16 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class StalenessRow:
+    """Rollouts of one age: in updates, where a step draws for each of its updates."""
+
     age_steps: int
     stored: int
     replayed: int
+    age_updates: int | None = None
+
+    @property
+    def age(self) -> int:
+        return self.age_steps if self.age_updates is None else self.age_updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class CountRow:
-    """Number of rollouts with a value: a number of uses, or a gap in training steps."""
+    """Number of rollouts with a value: a number of uses, or a gap in steps or updates."""
 
     value: int
     rollouts: int
@@ -63,8 +70,8 @@ class CountRow:
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """Training steps since the previous use (paper B); 0 if drawn twice in one batch. `new` counts
-    first uses. Training on a rollout at birth is a use."""
+    """Steps, or updates, since the previous use (paper B); 0 if drawn twice in one batch. `new`
+    counts first uses. Training on a rollout at birth is a use."""
 
     new: int
     gaps: tuple[CountRow, ...]
@@ -125,7 +132,7 @@ class Population:
 
 @dataclass(frozen=True, slots=True)
 class AgeOutcome:
-    """Token-weighted outcome of all uses at one age (training steps)."""
+    """Token-weighted outcome of all uses at one age (steps, or updates)."""
 
     uses: int
     tokens: int
@@ -142,11 +149,13 @@ class AgeOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """All numbers of an inspection."""
+    """All numbers of an inspection. If steps make several draws, one for each of their updates,
+    `updates_per_step` is their number, and ages and gaps count updates."""
 
     path: str
     kind: str
     step: int
+    updates_per_step: int
     recipe_name: str | None
     settings: Mapping[str, Any]  # the replay section
     replays: bool
@@ -166,6 +175,10 @@ class Inspection:
     missing_rewards: int  # rollouts of the log whose reward did not come
     trained_tokens_per_generated: float | None
     warnings: tuple[str, ...]
+
+    @property
+    def age_unit(self) -> str:
+        return "steps" if self.updates_per_step == 1 else "updates"
 
 
 TREND_LABELS = {

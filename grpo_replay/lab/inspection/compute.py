@@ -29,12 +29,14 @@ from grpo_replay.lab.inspection.rebuild import rebuild_stored
 from grpo_replay.lab.inspection.rollout_columns import (
     DrawColumns,
     RolloutColumns,
+    counts_updates,
     find_rows,
     iter_columns,
     no_rollouts,
     read_draws,
     read_log,
     read_stored,
+    updates_of_a_step,
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
@@ -56,16 +58,20 @@ def summarise(source: Source) -> Inspection:
     draws = read_draws(source.draw_files)
     replay_draws = draws.take(draws.age > 0) if settings.pools_fresh else draws
     replayed = _of_draws(log, stored, replay_draws)
+    updates = updates_of_a_step(source.recipe, source.draw_files)
     inspection = Inspection(
         path=str(source.path),
         kind=source.kind,
         step=step,
+        updates_per_step=updates,
         recipe_name=source.recipe.name if source.recipe else None,
         settings=settings.model_dump(mode="json"),
         replays=settings.replays,
         rebuilt=rebuilt,
         occupancy=_occupancy(stored, log, settings, step, facts),
-        staleness=staleness_rows(step - stored.birth_step, replay_draws.age),
+        staleness=staleness_rows(
+            updates * (step - stored.birth_step) + updates - 1, replay_draws.age, updates
+        ),
         abs_advantage=magnitude_bins(
             *(np.abs(rows.advantage) for rows in (log.take(log.kept), stored, replayed))
         ),
@@ -180,14 +186,22 @@ def occupancy_limits(
     return tuple((at, int(limits[at])) for at in range(1, step + 1))
 
 
-def staleness_rows(stored_ages: np.ndarray, replayed_ages: np.ndarray) -> tuple[StalenessRow, ...]:
-    """One row per age from 0 to the largest age; empty if there are no rollouts."""
+def staleness_rows(
+    stored_ages: np.ndarray, replayed_ages: np.ndarray, updates: int = 1
+) -> tuple[StalenessRow, ...]:
+    """One row per age from 0 to the largest age; empty if there are no rollouts. Ages are in steps,
+    or, if a step counts several `updates`, in these."""
     if stored_ages.size + replayed_ages.size == 0:
         return ()
     rows = 1 + max(int(ages.max()) for ages in (stored_ages, replayed_ages) if ages.size)
     stored = np.bincount(stored_ages, minlength=rows)
     replayed = np.bincount(replayed_ages, minlength=rows)
-    return tuple(StalenessRow(age, int(stored[age]), int(replayed[age])) for age in range(rows))
+    return tuple(
+        StalenessRow(
+            age // updates, int(stored[age]), int(replayed[age]), age if updates > 1 else None
+        )
+        for age in range(rows)
+    )
 
 
 def magnitude_bins(kept: np.ndarray, stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
@@ -304,23 +318,24 @@ def uses_over_run(
 def steps_since_last_use(
     log: RolloutColumns, draws: DrawColumns, settings: ReplaySection
 ) -> LastUse:
-    """Training steps between consecutive uses of a rollout, over all draws (paper B).
+    """Updates between consecutive uses of a rollout, over all draws (paper B); training steps, if a
+    step makes one draw.
 
     If all fresh rollouts are trained on (fresh-anchored, and during warm-up), the gap of a first
     draw is counted from the step that took the rollout: that of its birth, in asynchronous runs a
     later one. Otherwise a first draw is new.
     """
-    order = np.lexsort((draws.step, draws.rollout_id))
-    ids, steps, ages = draws.rollout_id[order], draws.step[order], draws.age[order]
+    order = np.lexsort((draws.update, draws.rollout_id))
+    ids, updates, ages = draws.rollout_id[order], draws.update[order], draws.age[order]
     first = np.append(True, ids[1:] != ids[:-1])
-    gaps = np.append(0, np.diff(steps))
-    taken = steps - ages
     rows = find_rows(log.rollout_id, ids)
-    taken[rows >= 0] = log.logged_step[rows[rows >= 0]]
+    known, taken, late = rows >= 0, updates - ages, np.zeros_like(ages)
+    taken[known] = log.logged_step[rows[known]]
+    late[known] = taken[known] - log.birth_step[rows[known]]
     trained_when_taken = taken <= settings.warmup_steps
     if settings.anchors_fresh:
         trained_when_taken = np.ones_like(first)
-    gaps = np.where(first, steps - taken, gaps)
+    gaps = np.where(first, ages - late, np.append(0, np.diff(updates)))
     new = first & ~trained_when_taken
     return LastUse(int(new.sum()), count_values(gaps[~new]))
 
@@ -351,13 +366,14 @@ OUTCOME_COLUMNS = ("tokens", "clip_fraction", "log_ratio_mean", "log_ratio_var",
 
 
 def outcomes_by_age(source: Source) -> dict[int, AgeOutcome]:
-    """Outcomes by age in training steps. Age 0 is fresh rollouts: draws at age 0, and those of
+    """Outcomes by age in steps, or updates. Age 0 is fresh rollouts: draws at age 0, and those of
     rollouts/ that were trained on without a draw. Empty if the run logged nothing. Ages at which no
     token was trained on are left out."""
     sums: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(6))
     drawn: dict[int, np.ndarray] = {}
     for step, path in tracked(source.draw_files, "reading outcomes of draws"):
-        for batch in iter_columns(path, "draws", ("rollout_id", "age_steps", *OUTCOME_COLUMNS)):
+        age_column, _ = counts_updates(path) or ("age_steps", "step")
+        for batch in iter_columns(path, "draws", ("rollout_id", age_column, *OUTCOME_COLUMNS)):
             ids, ages = (column.to_numpy() for column in batch.columns[:2])
             drawn[step] = np.append(drawn.get(step, []), ids)
             _add(sums, ages, [_floats(column) for column in batch.columns[2:]])

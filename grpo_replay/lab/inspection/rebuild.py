@@ -18,6 +18,7 @@ from grpo_replay.lab.inspection.rollout_columns import (
     find_rows,
     read_draws,
     read_log,
+    updates_of_a_step,
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import (
@@ -129,7 +130,7 @@ class DrawStatistics:
 
     replayed_rollouts: float
     replayed_per_fresh: float | None
-    age_mean: float | None  # training steps at use
+    age_mean: float | None  # at use: training steps, for FIFO updates
     age_p95: float | None
     abs_advantage_mean: float | None  # of replayed rollouts
     abs_advantage_share: float | None  # Σ|A| replayed / Σ|A| trained on
@@ -187,11 +188,17 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
     log = read_log(source.rollout_files)
     refuse_what_was_not_kept(log, recipe.replay, other)
     steps = steps_of(log, recipe.rollouts_per_step if recipe.run.is_async else None)
-    plan = [(each, seed + i) for each in (recipe.replay, other) for i in range(REPEATS)]
+    own = updates_of_a_step(recipe, source.draw_files)
+    changed_to = recipe.model_copy(update={"replay": other}).draws_per_step
+    plan = [
+        (*each, seed + i)
+        for each in ((recipe.replay, own), (other, changed_to))
+        for i in range(REPEATS)
+    ]
     group_size = recipe.sampling.group_size
     results = [
-        simulate(log, settings, group_size, steps, number)
-        for settings, number in tracked(plan, "replaying the log")
+        simulate(log, settings, group_size, steps, number, draws)
+        for settings, draws, number in tracked(plan, "replaying the log")
     ]
     same, changed = results[:REPEATS], results[REPEATS:]
     before, after = recipe.replay.model_dump(mode="json"), other.model_dump(mode="json")
@@ -236,6 +243,7 @@ def simulate(
     group_size: int,
     steps: Sequence[tuple[int, int]],
     seed: int,
+    draws_per_step: int = 1,
 ) -> DrawStatistics:
     """Statistics of one simulation: the log through buffer and composer with these settings.
     `steps` has each step and the rollouts that it generates."""
@@ -251,7 +259,7 @@ def simulate(
         fresh = rollouts[first:last]
         buffer.evict(step)
         insert_before_draw(buffer, fresh, step)
-        batches.append(compose_batch(buffer, fresh, step, count, rng))
+        batches.append(compose_batch(buffer, fresh, step, count, rng, draws_per_step))
         insert_after_update(buffer, fresh, step, batches[-1])
         stored.append(len(buffer))
     ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import SnapshotError
+from grpo_replay.recipe import Recipe
 from grpo_replay.replay import snapshot
 from grpo_replay.storage.parquet import open_parquet
 from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA, ROLLOUT_LOG_VERSION
@@ -209,21 +210,39 @@ class DrawColumns:
 
     step: np.ndarray  # int64
     rollout_id: np.ndarray  # int64
-    age: np.ndarray  # int64, training steps
+    age: np.ndarray  # int64, training steps; updates if the run draws for each update
+    update: np.ndarray  # int64, over the run; the step if a step makes one draw
 
     def __len__(self) -> int:
         return len(self.step)
 
     def take(self, rows: np.ndarray) -> "DrawColumns":
         """The draws selected by a mask."""
-        return DrawColumns(self.step[rows], self.rollout_id[rows], self.age[rows])
+        return DrawColumns(
+            self.step[rows], self.rollout_id[rows], self.age[rows], self.update[rows]
+        )
+
+
+def counts_updates(path: Path) -> tuple[str, str] | None:
+    """The columns of ages and updates of a draws/ file, if its step made several draws."""
+    with open_parquet(path, "draws", ROLLOUT_LOG_VERSION, DRAW_SCHEMA) as file:
+        found = file.schema_arrow.names
+    return ("age_updates", "update") if "update" in found else None
+
+
+def updates_of_a_step(recipe: Recipe | None, files: Sequence[tuple[int, Path]]) -> int:
+    """Optimizer updates per step in which a run counts ages; 1 if it counts them in steps."""
+    if recipe is None or (files and counts_updates(files[-1][1]) is None):
+        return 1
+    return recipe.draws_per_step
 
 
 def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
     """Every draw of the draw log. Raises SnapshotError."""
-    names = ("step", "rollout_id", "age_steps")
-    parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in names]
+    parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(4)]
     for step, path in tracked(files, "reading draws"):
+        by_update = counts_updates(path)
+        names = ("step", "rollout_id", *(by_update or ("age_steps", "step")))
         for batch in iter_columns(path, "draws", names):
             steps = batch.column(0).to_numpy()
             _refuse_another_step(path, steps[steps != step])

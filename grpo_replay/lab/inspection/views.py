@@ -188,7 +188,7 @@ FOLDED = 8
 _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("replayed_rollouts", "rollouts replayed", ",.0f"),
     ("replayed_per_fresh", "replayed per survivor", ".3f"),
-    ("age_mean", "age at use, mean steps", ".2f"),
+    ("age_mean", "age at use, mean", ".2f"),
     ("age_p95", "age at use, 95th percentile", ".1f"),
     ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
     ("abs_advantage_share", "replayed share of total |A|", ".1%"),
@@ -210,7 +210,14 @@ def inspection_document(inspection: Inspection) -> dict[str, Any]:
         "stored_rollouts": inspection.occupancy.stored_rollouts,
         "capacity_rollouts": inspection.settings["capacity_rollouts"],
     }
-    document["by_age"] = [{"age_steps": int(age), **row} for age, row in document["by_age"].items()]
+    k = inspection.updates_per_step
+    document["by_age"] = [
+        {"age_steps": age // k, **({"age_updates": age} if k > 1 else {}), **row}
+        for age, row in document["by_age"].items()
+    ]
+    for row in document["staleness"]:
+        if row["age_updates"] is None:
+            del row["age_updates"]
     document["trends"] = {
         name: [{"step": step, "value": value} for step, value in points]
         for name, points in document["trends"].items()

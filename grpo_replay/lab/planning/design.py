@@ -44,6 +44,7 @@ class PlanInputs:
     completion_tokens: float  # mean of one rollout
     prompt_tokens: float
     sources: dict[str, str]
+    updates_per_step: int = 1  # k of a FIFO buffer: x = N/R counts updates, each with R/k new ones
 
     @property
     def effective_mu(self) -> float:
@@ -136,17 +137,22 @@ def design_at(inputs: PlanInputs, x: float, y: float) -> Design:
     settings = replay_settings(inputs, x, y)
     return _design(
         inputs, x, y, partial(objective, x, y), 1 / x, None,
-        settings["ratio"], settings["capacity_rollouts"], x * inputs.survivors_per_step,
+        settings["ratio"], settings["capacity_rollouts"], _stored_at(inputs, x),
     )  # fmt: skip
+
+
+def _stored_at(inputs: PlanInputs, x: float) -> float:
+    """N of a horizon of x updates."""
+    return x * inputs.survivors_per_step / inputs.updates_per_step
 
 
 def replay_settings(inputs: PlanInputs, x: float, y: float) -> dict[str, Any]:
     """Replay settings of the FIFO buffer with (x, y).
 
-    FIFO stores the rollouts of a step before it draws, so N = x·B' and B/R = y·s. The capacity is
+    FIFO stores the rollouts of a step before it draws, so N = x·B'/k and B/R = y·s. The capacity is
     at least the rollouts of one step, which recipes require.
     """
-    capacity = math.ceil(x * inputs.survivors_per_step)
+    capacity = math.ceil(_stored_at(inputs, x))
     return {
         "preset": "fifo",
         "capacity_rollouts": max(capacity, inputs.rollouts_per_step),
@@ -185,7 +191,7 @@ def _horizon_and_uses(inputs: PlanInputs, replay: ReplaySection) -> tuple[float,
     """x and y of the recipe's own batches; in other than FIFO's, fresh rollouts are of age 0."""
     steps = _stored_steps(inputs, replay)
     if replay.stores_first:
-        return steps, replay.ratio / inputs.survival
+        return steps * inputs.updates_per_step, replay.ratio / inputs.survival
     return steps + 1, 1 + replay.ratio
 
 

@@ -42,7 +42,7 @@ class DrawChecks:
         self.stored = Tally(
             "stored when drawn", "each drawn rollout was in the buffer (or pool) at that step"
         )
-        self.units = Tally("drawn units", "whole queries, none twice in a step without replacement")
+        self.units = Tally("drawn units", "whole queries, none twice in a draw without replacement")
         self.probabilities = Tally("probabilities", "P = p^alpha / sum p^alpha recomputed")
 
     def check(
@@ -59,6 +59,43 @@ class DrawChecks:
         self._check_ages(step, draws, rows)
         if not known:
             return [row for row in rows if row >= 0]
+        self.effective_sample_size = None
+        used = used.copy()
+        for share, of_draw in self._single_draws(step, draws, asked):
+            mine = [rows[i] for i in of_draw]
+            own = {name: values[of_draw] for name, values in draws.items()}
+            self._check_draw(step, own, mine, units, share, used)
+            used[mine] = True
+        return rows
+
+    def _single_draws(self, step: int, draws: Columns, asked: int) -> list[tuple[int, np.ndarray]]:
+        """For each draw of the step the units asked for, and the rows of its file: one draw, or one
+        for each update."""
+        updates = self.run.draws_per_step(step)
+        if updates == 1:
+            return [(asked, np.arange(len(draws["step"])))]
+        update_N = draws.get("update", np.zeros(0, np.int64)) - updates * (step - 1) - 1
+        in_order = np.isin(update_N, range(updates)).all() and (np.diff(update_N) >= 0).all()
+        self.counts.expect(
+            bool(in_order),
+            f"step {step}: its draws are not those of updates {updates * (step - 1) + 1} to "
+            f"{updates * step}, in this order",
+        )
+        return [
+            (asked // updates + (each < asked % updates), np.flatnonzero(update_N == each))
+            for each in range(updates)
+        ]
+
+    def _check_draw(
+        self,
+        step: int,
+        draws: Columns,
+        rows: list[int],
+        units: list[list[int]],
+        asked: int,
+        used: np.ndarray,
+    ) -> None:
+        """Check one draw of `asked` units."""
         drawn = self._split_into_units(step, rows, units)
         refills = self.settings.with_replacement and len(units) > 0
         expected = asked if refills else min(asked, len(units))
@@ -67,10 +104,8 @@ class DrawChecks:
             f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "
             f"(asked {asked} of {len(units)} candidates)",
         )
-        self.effective_sample_size = None
         for members, picked in self._distributions(step, units, drawn, used):
             self._check_probabilities(step, draws, units, members, picked)
-        return rows
 
     def draws(self, step: int) -> Columns:
         """The columns of the step's draws/ file, empty if there is none."""
@@ -131,6 +166,13 @@ class DrawChecks:
                 self.ages.expect(
                     age == step - birth,
                     f"{here}: age_steps {age}, born at step {birth}: {step - birth}",
+                )
+            if "update" in draws:
+                updates = self.run.draws_per_step(step)
+                since = int(draws["update"][i]) - 1 - updates * (step - age - 1)
+                self.ages.expect(
+                    int(draws["age_updates"][i]) == since,
+                    f"{here}: age_updates {draws['age_updates'][i]}, expected {since}",
                 )
             self.ages.expect(
                 age >= youngest and (limit is None or age <= limit),

@@ -103,11 +103,13 @@ def trained_metrics(run: RunFiles, step: int, draws: Columns) -> Values:
     }
 
 
-def stored_metrics(births: np.ndarray, uses: np.ndarray, step: int) -> Values:
-    """Of the buffer after the step: births and uses of what is stored."""
+def stored_metrics(births: np.ndarray, uses: np.ndarray, step: int, updates: int) -> Values:
+    """Of the buffer after the step: births and uses of what is stored. Ages are at the last of its
+    draws, one for each of so many updates."""
+    ages = updates * (step - births) + updates - 1
     return {
-        "buffer/age_mean": float((step - births).mean()) if len(births) else None,
-        "buffer/age_max": int((step - births).max()) if len(births) else None,
+        "buffer/age_mean": float(ages.mean()) if len(births) else None,
+        "buffer/age_max": int(ages.max()) if len(births) else None,
         "buffer/times_used_mean": float(uses.mean()) if len(uses) else None,
     }
 

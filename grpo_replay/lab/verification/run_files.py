@@ -17,7 +17,12 @@ from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import list_checkpoints, step_of
 from grpo_replay.storage.parquet import read_parquet
 from grpo_replay.storage.recipe_history import RecipeHistory, read_history
-from grpo_replay.storage.rollout_log import read_draw_table, read_rollout_table, step_path
+from grpo_replay.storage.rollout_log import (
+    UPDATE_COLUMNS,
+    read_draw_table,
+    read_rollout_table,
+    step_path,
+)
 from grpo_replay.storage.step_files import read_metrics
 
 _COLUMNS = (
@@ -102,6 +107,13 @@ class RunFiles:
         first, last = (self.rollouts[n][row] for n in ("policy_version", "policy_version_end"))
         straddles = recipe.sampling.collection.straddlers == "drop" and first != last
         return bool(straddles) or self.is_too_old(step, int(self.rollouts["birth_step"][row]))
+
+    def draws_per_step(self, step: int) -> int:
+        """Draws of the step: one for each update, if its file says so."""
+        draws = self.draws_of_step.get(step, {})
+        if "update" not in draws and len(draws.get("step", ())):
+            return 1
+        return self.recipe_at(step).draws_per_step
 
     @property
     def steps(self) -> list[int]:
@@ -285,7 +297,8 @@ def _to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray:
 
 def _read_draws(path: Path) -> Columns:
     table = read_draw_table(path)
-    columns = {name: table[name].to_numpy() for name in _DRAW_COLUMNS}
+    by_update = [name for name in UPDATE_COLUMNS.names if name in table.column_names]
+    columns = {name: table[name].to_numpy() for name in (*_DRAW_COLUMNS, *by_update)}
     return {**columns, "tokens": pc.fill_null(table["tokens"], -1).to_numpy()}
 
 

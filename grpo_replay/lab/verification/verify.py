@@ -222,7 +222,7 @@ class _Replay:
 
     def _check_metrics(self, step: int, line: Mapping[str, Any], fresh: int, evicted: int) -> None:
         draws, store, rows = self.draws.draws(step), self.store, self.run.rows_of_step[step]
-        ages = draws["age_steps"]
+        ages = draws.get("age_updates", draws["age_steps"])
         replayed = ages if self.settings.stores_first else ages[ages > 0]
         count = len(replayed)
         expected: Values = {
@@ -237,11 +237,11 @@ class _Replay:
         }
         self.processed_tokens += int(sum(self.run.rollouts[name][rows].sum() for name in _TOKENS))
         if not self.run.recipe_at(step).run.is_async:
-            births = store.rollouts["birth_step"][store.rows]
+            births, uses = store.rollouts["birth_step"][store.rows], store.uses[store.rows]
             expected |= {
                 **generated_metrics(self.run, step),
                 **trained_metrics(self.run, step, draws),
-                **stored_metrics(births, store.uses[store.rows], step),
+                **stored_metrics(births, uses, step, self.run.draws_per_step(step)),
                 "num_tokens": self.processed_tokens,
             }
         check_metrics(self.metrics, step, line, expected)

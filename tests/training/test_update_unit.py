@@ -1,0 +1,119 @@
+"""Paper B's unit is the optimizer update: a FIFO step of several updates makes a draw for each, and
+the tools count ages, last use and uses in updates."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
+from grpo_replay.lab.inspection.compute import summarise
+from grpo_replay.lab.inspection.rebuild import what_if
+from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.inspection.views import inspection_document
+from grpo_replay.lab.verification.verify import verify_run
+from grpo_replay.recipe import load_recipe
+from grpo_replay.training.observer import Observer
+from grpo_replay.training.run import run_training
+
+QUICK = ["eval.benchmarks=[]", "tracking.report_to=[]", "reward.function=minerva",
+         "reward.workers=1", "engine.device=cpu"]  # fmt: skip
+ARMS = {  # groups of 16 that a step takes, its updates of 60
+    3: ["sampling.prompts_per_step=5", "replay.ratio=2.25", "batch.updates_per_step=3"],
+    14: ["sampling.prompts_per_step=3", "replay.ratio=17.5", "batch.updates_per_step=14"],
+}
+GROUPS, STEPS = {3: 5, 14: 3}, {3: 5, 14: 4}
+
+
+@pytest.fixture(scope="module", params=[3, pytest.param(14, marks=pytest.mark.slow)])
+def arm(request, tmp_path_factory, processes):
+    """A finished run, its updates per step, and the rollouts of every update as the engine got
+    them."""
+    updates, seen = request.param, []
+    folder = tmp_path_factory.mktemp("updates") / "run"
+    original = DeepSpeedEngine.update
+
+    def update(engine, rows):
+        seen.append([row.rollout_id for row in rows])
+        return original(engine, rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeepSpeedEngine, "update", update)
+        steps = f"run.steps={STEPS[updates]}"
+        recipe = load_recipe("fifo-tiny", [*QUICK, steps, *ARMS[updates]])
+        run_training(recipe, folder, False, Observer())
+    return folder, updates, seen
+
+
+def in_updates(draws, groups, updates, capacity=84):
+    """Paper B in a few lines, its time the update: ages at use, gaps since the last use (None: new)
+    and uses of the rollouts `draws[u]` of each update u."""
+    stored, born, last, ages, gaps, uses = [], {}, {}, Counter(), Counter(), Counter()
+    for u, drawn in enumerate(draws):
+        if u % updates == 0:
+            new = range(len(born), len(born) + 16 * groups)
+            stored = [*stored, *new][-capacity:]
+            born |= dict.fromkeys(new, u)
+        if callable(drawn):
+            drawn = drawn(stored)
+        for rollout in drawn:
+            assert rollout in stored
+            ages[u - born[rollout]] += 1
+            gaps[u - last[rollout] if rollout in last else None] += 1
+            uses[rollout] += 1
+            last[rollout] = u
+    return ages, gaps, uses, [len(draws) - 1 - born[rollout] for rollout in stored]
+
+
+def test_ages_last_use_and_uses_are_those_of_a_simulation_in_updates(arm):
+    folder, updates, seen = arm
+    assert {len(rollouts) for rollouts in seen} == {60}
+    ages, gaps, uses, stored = in_updates(seen, GROUPS[updates], updates)
+    found = summarise(open_source(folder, None))
+    assert {row.age_updates: row.replayed for row in found.staleness if row.replayed} == ages
+    assert {row.age_updates: row.stored for row in found.staleness if row.stored} == Counter(stored)
+    assert {row.value: row.rollouts for row in found.last_use.gaps} | {
+        None: found.last_use.new
+    } == gaps
+    born = 16 * GROUPS[updates] * len(seen) // updates
+    unused = {0: born - len(uses)} if born > len(uses) else {}
+    counts = {row.value: row.rollouts for row in found.uses_over_run.counts}
+    assert counts == Counter(uses.values()) + Counter(unused)
+    document = inspection_document(found)
+    for name in ("staleness", "by_age"):
+        assert all(row["age_steps"] == row["age_updates"] // updates for row in document[name])
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    total = sum(line["replay/age_mean"] * line["replay/rollouts"] for line in metrics)
+    assert total == pytest.approx(sum(age * count for age, count in ages.items()))
+    assert metrics[-1]["buffer/age_mean"] == pytest.approx(np.mean(stored))
+    assert verify_run(folder).passed
+
+
+def test_the_draw_log_has_the_update_of_every_draw(arm):
+    folder, _, seen = arm
+    rows = [
+        row
+        for path in sorted((folder / "draws").glob("*.parquet"))
+        for row in pq.read_table(path).to_pylist()
+    ]
+    assert len(rows) == 60 * len(seen)
+    for update, rollouts in enumerate(seen, start=1):
+        mine = rows[60 * (update - 1) : 60 * update]
+        assert {row["update"] for row in mine} == {update}
+        assert sorted(row["rollout_id"] for row in mine) == sorted(rollouts)
+
+
+def test_the_law_of_ages_and_last_use_is_that_of_uniform_draws_in_updates(arm):
+    """As paper B's arms at y = 2.2 and 17.6: what if draws it five times, the simulation fifty."""
+    folder, updates, seen = arm
+    rng = np.random.default_rng(0)
+    draws = [lambda stored: rng.choice(stored, 60)] * len(seen)
+    means = []
+    for _ in range(50):
+        ages, *_ = in_updates(draws, GROUPS[updates], updates)
+        means.append(sum(age * n for age, n in ages.items()) / ages.total())
+    result = what_if(open_source(folder, None), [])
+    assert result.same.age_mean == pytest.approx(np.mean(means), abs=3 * np.std(means) + 0.01)
+    assert result.logged.age_mean == pytest.approx(np.mean(means), abs=4 * np.std(means))
