@@ -154,6 +154,24 @@ class AdvantageSection(Section):
         return "population" if self.std == "none" else self.std
 
 
+class Machines(Section):
+    """Paper B's inference workers W and trainers T, and its μ."""
+
+    workers: Positive
+    trainers: Positive
+    mu: Annotated[float, Field(gt=0)]
+
+    @property
+    def ratio(self) -> float:
+        """y = μ·T/W: uses of a rollout if neither side waits."""
+        return self.mu * self.trainers / self.workers
+
+    @property
+    def gamma(self) -> float:
+        """γ = (1 + W/T)/(1 + μ): compute of an update relative to one without a buffer."""
+        return (1 + self.workers / self.trainers) / (1 + self.mu)
+
+
 class ReplaySection(Section):
     preset: Literal["grpo", "uniform", "group_std", "ours", "fifo"] = "ours"
     """Sets `unit`, `priority`, `composition`, `with_replacement` and `drop_zero_variance`; `fifo`
@@ -172,7 +190,11 @@ class ReplaySection(Section):
     whole batch is drawn from it (paper B)."""
     ratio: Annotated[float, Field(ge=0)] = 0.5
     """r, replayed rollouts per fresh survivor. For `buffer_only`, drawn rollouts per generated
-    rollout, B/R."""
+    rollout, B/R; null: y = μ·T/W of `machines`."""
+    machines: Machines | None = None
+    """(W, T) of paper B's asynchronous system, for which a synchronous FIFO recipe stands in, as
+    `{workers: 5, trainers: 3, mu: 6.84}`: compute is charged by them, not by the uses that happen
+    (`cost/gamma`, and the axis of `report`)."""
     max_age_steps: Positive | None = 10
     """τ_max, maximum age of a stored rollout in training steps. No limit if null."""
     warmup_steps: Annotated[int, Field(ge=0)] = 20
@@ -200,6 +222,18 @@ class ReplaySection(Section):
         if not (isinstance(preset, str) and preset in REPLAY_PRESETS):
             return given
         return {**REPLAY_PRESETS[preset], **given}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive_ratio(cls, given: Any) -> Any:
+        if not (isinstance(given, Mapping) and given.get("ratio", 0) is None):
+            return given
+        if given.get("machines") is None:
+            raise ValueError("ratio: null takes y = μ·T/W of replay.machines; give one of them")
+        machines = given["machines"]
+        if not isinstance(machines, Machines):
+            machines = Machines.model_validate(machines)
+        return {**given, "ratio": machines.ratio}
 
     @property
     def enabled(self) -> bool:

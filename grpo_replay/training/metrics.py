@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.engine.engine_protocol import UpdateResult
-from grpo_replay.recipe import LossSection, RewardSection
+from grpo_replay.recipe import LossSection, Machines, RewardSection
 from grpo_replay.replay import BufferStats
 from grpo_replay.replay.batch import sampler_weights
 from grpo_replay.replay.relative_cost import relative_compute
@@ -36,6 +36,7 @@ def step_metrics(
     reward: RewardSection,
     group_size: int,
     draws_per_step: int,
+    machines: Machines | None,
 ) -> dict[str, Any]:
     """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
     `of_source` the metrics of the source of rollouts."""
@@ -52,6 +53,7 @@ def step_metrics(
             **of_source,
             **sampler_weight_metrics(trained, loss),
             **cost_metrics(seconds, record.taken.generation_seconds, generated, trained),
+            **({} if machines is None else {"cost/gamma": machines.gamma}),
         }
     )
 

@@ -173,5 +173,6 @@ class Trainer:
         metrics = step_metrics(
             record, self.buffer.stats(step), self.parts.clock.read(), self.source.metrics(record),
             recipe.loss, recipe.reward, recipe.sampling.group_size, recipe.draws_per_step,
+            recipe.replay.machines,
         )  # fmt: skip
         return {**metrics, "num_tokens": self.state.processed_tokens}
