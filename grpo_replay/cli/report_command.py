@@ -11,7 +11,7 @@ from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.evaluation_tables import plain_table
 from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.finished_run import Outcome
-from grpo_replay.lab.report.measure import measure
+from grpo_replay.lab.report.measure import default_outcome, measure
 from grpo_replay.lab.report.report_files import check_folder, document, write_report
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.lab.report.report_tables import facts_of, report_tables, warnings_of
@@ -29,7 +29,8 @@ def run(options: ReportOptions) -> int:
         check_folder(output)
     experiment = collect(options.paths, options.baseline)
     targets = [each / 100 for each in options.reach]
-    findings = measure(experiment, targets, options.mu, _outcome(options))
+    outcome = _outcome(options, default_outcome(experiment))
+    findings = measure(experiment, targets, options.mu, outcome)
     if output is not None:
         write_report(experiment, findings, output)
         open_console(stderr=True, soft_wrap=True).print(f"wrote {output}/report.html")
@@ -40,11 +41,11 @@ def run(options: ReportOptions) -> int:
     return 0
 
 
-def _outcome(options: ReportOptions) -> Outcome:
+def _outcome(options: ReportOptions, first: Outcome) -> Outcome:
     metrics = {"avg@k": "avg_at_k", "pass@k": "pass_at_k"}
     if options.metric not in metrics:
         raise UsageError(f"--metric {options.metric}: choose {' or '.join(metrics)}")
-    return Outcome(options.benchmark, metrics[options.metric])
+    return Outcome(options.benchmark or first.benchmark, metrics[options.metric])
 
 
 def _check_numbers(targets: Sequence[float], given_mu: Sequence[float]) -> None:

@@ -3,11 +3,12 @@ compared between arms: lengths, clipping, tokens, time, compute and AES.
 
 Compute follows paper B's deterministic form: a step that trains on B rollouts and generates R costs
 c = B + μR, in units of training on one rollout once; μ is the cost of generating one rollout over
-that. Two arms are compared at one μ.
+that. Two arms are compared at one μ. Where recipes name workers and trainers, it is also charged as
+the paper does: γ(W, T) for each rollout trained on, 1 without a buffer.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,10 @@ LENGTHS = {
     "truncation_rate": "truncation_rate",
 }
 
+MAIN_AXES = ("compute_machines", "compute_measured", "generated_tokens")
+OWN_BEST = 0.98
+"""Share of a run's best outcome that counts as having reached it (paper B, Figure 14)."""
+
 Columns = dict[str, Sequence[float | None]]
 """Values by name, one per run; None where a run does not have it."""
 
@@ -66,6 +71,7 @@ def axes(measured: float | None, given: Sequence[float]) -> list[Axis]:
     if measured is not None:
         found.append(_compute_axis("compute_measured", measured, "measured"))
     found += [_compute_axis(f"compute_{mu:g}", mu, "given") for mu in given]
+    found.append(Axis("compute_machines", "compute at γ of (W, T), rollouts", _charged))
     found.append(
         Axis("seconds", "training time, s", lambda run: run.log.running_total("step_time"))
     )
@@ -80,6 +86,17 @@ def _compute_axis(key: str, mu: float, source: str) -> Axis:
 def compute(run: FinishedRun, mu: float) -> np.ndarray:
     """float64 [T + 1]: Σ (B + μR) up to each step. NaN if the run did not log B."""
     return run.log.running_total("cost/trained_rollouts") + mu * _generated_rollouts(run)
+
+
+def _charged(run: FinishedRun) -> np.ndarray:
+    """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T), or 1 without a buffer;
+    NaN with a buffer and no (W, T)."""
+    assert run.recipe is not None
+    replay = run.recipe.replay
+    gamma = 1.0
+    if replay.replays:
+        gamma = math.nan if replay.machines is None else replay.machines.gamma
+    return gamma * run.log.running_total("cost/trained_rollouts")
 
 
 def _generated_rollouts(run: FinishedRun) -> np.ndarray:
@@ -118,6 +135,48 @@ def first_crossing(costs: Sequence[float], accuracies: Sequence[float], target: 
     return math.inf
 
 
+def main_axis(keys: Sequence[str]) -> str:
+    """The cost of tables with one cost."""
+    return next(key for key in (*MAIN_AXES, *keys) if key in keys)
+
+
+def course(runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome) -> Columns:
+    """Paper B's numbers of whole curves: the cost to `OWN_BEST` of a run's best outcome; whether it
+    collapsed, its last evaluation having lost over half of what it had gained at best (1 or 0);
+    and the maximum of the median curve over seeds, one number for the arm."""
+    curves = [run.curve(outcome) for run in runs]
+    if any(len(steps) < 2 or steps != curves[0][0] for steps, _ in curves) or not curves:
+        return {}
+    values_SE = np.array([values for _, values in curves])
+    best_S, first_S = values_SE.max(axis=1), values_SE[:, 0]
+    to_best = [
+        first_crossing(axis.total(run)[steps].tolist(), values, OWN_BEST * max(values))
+        for run, (steps, values) in zip(runs, curves, strict=True)
+    ]
+    return {
+        "cost_to_98": to_best,
+        "collapsed": (values_SE[:, -1] < (best_S + first_S) / 2).astype(float).tolist(),
+        "peak_of_median": [float(np.median(values_SE, axis=0).max())],
+    }
+
+
+def frontier(
+    arms: Mapping[str, Sequence[FinishedRun]], axis: Axis, outcome: Outcome
+) -> list[tuple[float, float, str, int]]:
+    """(cost, outcome, arm, step) of the evaluations that no cheaper one equals, over all arms:
+    medians over seeds. With arms at several learning rates, paper B's Pareto frontier."""
+    points = []
+    for name, runs in arms.items():
+        common = set.intersection(*(set(run.evaluations) for run in runs)) if runs else set()
+        for step in common:
+            values = [outcome.of(run.evaluations[step]) for run in runs]
+            cost = np.median([axis.total(run)[step] for run in runs])
+            points.append((float(cost), float(np.median(values)), name, step))
+    points.sort(key=lambda point: (point[0], -point[1]))
+    highest = np.maximum.accumulate([-np.inf, *(value for _, value, _, _ in points)])
+    return [point for point, before in zip(points, highest, strict=False) if point[1] > before]
+
+
 def measure_quantities(
     runs: Sequence[FinishedRun], pairs: Pairs, costs: Sequence[Axis], outcome: Outcome
 ) -> dict[str, Spread]:
@@ -130,6 +189,9 @@ def measure_quantities(
     for axis in costs:
         if axis.key.startswith("compute"):
             found[axis.key] = [float(axis.total(run)[-1]) for run in trained]
+    if costs:
+        main = main_axis([axis.key for axis in costs])
+        found |= course(trained, next(a for a in costs if a.key == main), outcome)
     found["wall_seconds"] = [run.wall_seconds for run in trained]
     found["mu"] = [mu_of(run) for run in trained]
     found["base"] = [outcome.of(run.base) if run.base else None for run in trained]

@@ -18,6 +18,8 @@ from grpo_replay.lab.report.costs import (
     Pairs,
     axes,
     cost_to_reach,
+    frontier,
+    main_axis,
     measure_quantities,
     mu_of,
 )
@@ -45,6 +47,16 @@ from grpo_replay.lab.report.two_level import (
 
 MEAN = Outcome()
 
+
+def default_outcome(experiment: Experiment) -> Outcome:
+    """The mean over benchmarks; the first of them if they differ in their samples or temperature,
+    as paper B's pass@1 and pass@k do, whose mean would mix two quantities."""
+    sampled = experiment.runs[0].final.sampled.benchmarks
+    settings = experiment.runs[0].final.settings["benchmarks"]
+    kinds = {(each.k, settings.get(name, {}).get("temperature")) for name, each in sampled.items()}
+    return MEAN if len(kinds) == 1 else Outcome(next(iter(sampled)))
+
+
 GAIN_SHARES = (0.5, 0.75, 0.9)
 """Default targets: shares of the way from the base to the baseline's median final accuracy."""
 
@@ -53,13 +65,14 @@ def measure(
     experiment: Experiment,
     targets: Sequence[float] = (),
     given_mu: Sequence[float] = (),
-    outcome: Outcome = MEAN,
+    outcome: Outcome | None = None,
 ) -> Findings:
-    """The findings. `targets` are accuracies as fractions; default: `GAIN_SHARES`.
+    """The findings. `targets` are accuracies as fractions; default: `GAIN_SHARES`. The default
+    outcome is `default_outcome`.
 
     Raises UsageError for a benchmark that was not evaluated.
     """
-    first = experiment.runs[0].final
+    first, outcome = experiment.runs[0].final, outcome or default_outcome(experiment)
     _refuse_unknown(outcome.benchmark, ["mean", *first.sampled.benchmarks])
     mu = measured_mu_of(experiment)
     costs = usable_axes(experiment, given_mu)
@@ -83,7 +96,18 @@ def measure(
         ),
         notes=experiment.notes,
         tuned=experiment.tuned,
+        frontier=_frontier(experiment, costs, outcome),
     )
+
+
+def _frontier(
+    experiment: Experiment, costs: Sequence[Axis], outcome: Outcome
+) -> tuple[tuple[float, float, str, int], ...]:
+    if not costs:
+        return ()
+    main = main_axis([axis.key for axis in costs])
+    arms = {arm.name: list(arm.runs.values()) for arm in experiment.arms if arm.recipe}
+    return tuple(frontier(arms, next(axis for axis in costs if axis.key == main), outcome))
 
 
 def _refuse_unknown(benchmark: str, known: Sequence[str]) -> None:
@@ -103,10 +127,13 @@ def measured_mu_of(experiment: Experiment) -> float | None:
 def usable_axes(experiment: Experiment, given_mu: Sequence[float]) -> list[Axis]:
     """The costs that every run logged."""
     trained = [run for run in experiment.runs if run.recipe is not None]
+    charged = any(run.recipe.replay.machines for run in trained if run.recipe)
     return [
         axis
         for axis in axes(measured_mu_of(experiment), given_mu)
-        if trained and all(np.isfinite(axis.total(run)[-1]) for run in trained)
+        if trained
+        and (charged or axis.key != "compute_machines")
+        and all(np.isfinite(axis.total(run)[-1]) for run in trained)
     ]
 
 

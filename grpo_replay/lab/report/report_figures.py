@@ -95,7 +95,7 @@ def report_figures(
     figures = list(_difference_figures(findings, looks))
     if any(len(run.evaluations) > 1 for arm in trained for run in arm.runs.values()):
         outcome = Outcome(findings.shown, findings.metric)
-        shown = f"{findings.metric.replace('_at_', '@')}, {findings.shown_title}"
+        shown = findings.outcome_title
         figures += [_accuracy_figure(trained, looks, axis, outcome, shown) for axis in axes]
     return figures + [each for one in OVERLAYS if (each := _overlay(one, trained, looks))]
 

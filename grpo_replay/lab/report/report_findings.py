@@ -132,6 +132,12 @@ class Findings:
     arms: tuple[ArmFindings, ...]
     notes: tuple[str, ...]
     tuned: dict[str, str]
+    frontier: tuple[tuple[float, float, str, int], ...] = ()  # cost, outcome, arm, step
+
+    @property
+    def outcome_title(self) -> str:
+        """`avg@k, mean over benchmarks`."""
+        return f"{self.metric.replace('_at_', '@')}, {self.shown_title}"
 
     @property
     def shown_title(self) -> str:

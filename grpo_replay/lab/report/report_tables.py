@@ -6,12 +6,13 @@ The cells are the same in the terminal, Markdown, LaTeX and HTML.
 import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from grpo_replay.evaluation.aes import GAIN, LOSS
 from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval, tokens
 from grpo_replay.evaluation.results import Interval
+from grpo_replay.lab.report.costs import main_axis
 from grpo_replay.lab.report.report_findings import (
     ArmFindings,
     Difference,
@@ -97,6 +98,7 @@ def report_tables(findings: Findings) -> list[TextTable]:
         tables += [_score_table(findings, "best"), _difference_table(findings, "best")]
     tables += [aes_table(findings), length_table(findings), clip_table(findings)]
     tables += [cost_table(findings), compute_table(findings), reach_table(findings)]
+    tables += [course_table(findings), frontier_table(findings)]
     tables += [*_ablation_tables(findings), _tuned_table(findings)]
     return [table for table in tables if table.rows]
 
@@ -346,6 +348,8 @@ def compute_table(findings: Findings) -> TextTable:
 
 
 def _mu_title(findings: Findings, key: str) -> str:
+    if key == "compute_machines":
+        return "γ of (W, T)"
     if key == "compute_measured":
         return f"μ = {findings.measured_mu:.3g} (measured)"
     return f"μ = {key.removeprefix('compute_')}"
@@ -353,7 +357,7 @@ def _mu_title(findings: Findings, key: str) -> str:
 
 def reach_table(findings: Findings) -> TextTable:
     """Steps, tokens and compute at the measured μ; numbers.csv has every axis."""
-    main = "compute_measured" if "compute_measured" in findings.axes else "generated_tokens"
+    main = main_axis(list(findings.axes)) if findings.axes else ""
     rows = []
     for index in range(max((len(arm.targets) for arm in findings.arms), default=0)):
         for arm in findings.arms:
@@ -363,17 +367,58 @@ def reach_table(findings: Findings) -> TextTable:
             shown = [_median(target.costs.get(key)) for key in ("steps", "generated_tokens")]
             start = [percent(target.accuracy), arm.name, f"{target.reached} of {target.runs}"]
             rows.append([*start, *shown, *_reach_cells(target.costs[main])])
-    unit = "compute" if main == "compute_measured" else "tokens"
+    unit = "compute" if main.startswith("compute") else "tokens"
     header = ("accuracy", "arm", "reached", "steps", "tokens", unit, "95 %", "ratio")
-    metric = findings.metric.replace("_at_", "@")
-    mu = "" if findings.measured_mu is None else f", μ = {findings.measured_mu:.3g} as measured"
     legend = (
-        f"the cost at which {metric} ({findings.shown_title}) first reaches the accuracy, "
+        f"the cost at which {findings.outcome_title} first reaches the accuracy, "
         "interpolated between evaluations: median over seeds, and 95 % interval of the median (six "
         f"seeds or more); ∞: not reached; ratio: to {findings.baseline} at the same seed, median "
-        f"of the seeds in which both reached it. Compute: Σ (B + μR){mu}."
+        f"of the seeds in which both reached it. Cost: {findings.axes.get(main, '')}."
     )
     return TextTable("reach", "cost to reach an accuracy", header, rows, legend)
+
+
+def course_table(findings: Findings) -> TextTable:
+    """Paper B's numbers of a whole curve."""
+    columns: list[tuple[str, str, Cell]] = [
+        ("to 98 %", "cost_to_98", lambda each: amount(each.median)),
+        ("quartiles", "cost_to_98", lambda each: f"[{amount(each.low)}, {amount(each.high)}]"),
+        ("collapsed", "collapsed", lambda each: f"{each.mean * each.runs:.0f} of {each.runs}"),
+    ]
+    table = _quantity_table(findings, "course", "courses", "", columns)
+    rows = []
+    for name, *cells in table.rows:
+        arm = findings.arm(name)
+        last, peak = arm.scores["final"].estimates[findings.shown], "peak_of_median"
+        shown = percent(arm.quantities[peak].mean) if peak in arm.quantities else MISSING
+        rows.append([name, shown, *cells, percent(last.high - last.low)])
+    axis = findings.axes[main_axis(list(findings.axes))] if findings.axes else ""
+    legend = (
+        f"{findings.outcome_title}. Peak: maximum of the median curve over seeds, %; to 98 %: "
+        f"{axis}, to 98 % of a run's own best, median over seeds; collapsed: runs that lost over "
+        "half of their best gain by the end; spread: between the quartiles of final avg@k, points."
+    )
+    header = ("arm", "peak", "to 98 %", "quartiles", "collapsed", "spread")
+    return replace(table, header=header, rows=rows if any_course(findings) else [], legend=legend)
+
+
+def any_course(findings: Findings) -> bool:
+    """Whether an arm was evaluated more than once."""
+    return any("cost_to_98" in arm.quantities for arm in findings.arms)
+
+
+def frontier_table(findings: Findings) -> TextTable:
+    rows = [
+        [amount(cost), percent(value), arm, str(step)]
+        for cost, value, arm, step in findings.frontier
+    ]
+    axis = findings.axes[main_axis(list(findings.axes))] if findings.axes else ""
+    legend = (
+        f"evaluations with a higher {findings.outcome_title} than every cheaper one of any arm; "
+        f"medians over seeds. Cost: {axis}."
+    )
+    title = "best accuracy at each cost (Pareto frontier)"
+    return TextTable("frontier", title, ("cost", "accuracy", "arm", "step"), rows, legend)
 
 
 def _median(reach: Reach | None) -> str:
@@ -442,8 +487,7 @@ def facts_of(findings: Findings) -> list[str]:
         f"graded by {findings.graded_by}",
     ]
     if findings.shown != "mean" or findings.metric != "avg_at_k":
-        metric = findings.metric.replace("_at_", "@")
-        facts.append(f"curves and targets: {metric} of {findings.shown_title}")
+        facts.append(f"curves and targets: {findings.outcome_title}")
     if findings.measured_mu is not None:
         facts.append(f"μ = {findings.measured_mu:.3g} measured (median over all runs)")
     return facts
