@@ -28,9 +28,9 @@ RESERVED = ("tune", "log")
 
 
 def _folder_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,99}", text):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,99}", text):
         raise ValueError(
-            f"{shown(text)} is to name a folder: use up to 100 letters, digits and . _ = + -, and "
+            f"{shown(text)} is to name a folder: use up to 100 letters, digits and . _ = + , -, and "
             "begin with a letter or digit"
         )
     return text
@@ -62,8 +62,7 @@ class TuneSection(Section):
 
     def candidates(self) -> list[tuple[str, ...]]:
         """The combinations of the grid, each as `key=value` overrides."""
-        axes = [[f"{key}={_text(value)}" for value in self.grid[key]] for key in self.grid]
-        return list(itertools.product(*axes))
+        return _combinations(self.grid)
 
 
 class SweepFile(Section):
@@ -80,6 +79,9 @@ class SweepFile(Section):
     """Overrides of every run, as `key=value`."""
     arms: Some[dict[Name, list[str]]]
     """The methods that are compared: a name, and its overrides as `key=value`."""
+    grid: dict[str, Some[list[Scalar]]] = Field(default_factory=dict)
+    """Recipe key to values: every arm is run with every combination of those keys that it does not
+    set itself, as the arm `NAME,KEY=VALUE`."""
     seeds: Seeds
     """`run.seed` of the runs of every arm."""
     tune: TuneSection | None = None
@@ -119,9 +121,28 @@ class SweepFile(Section):
                         f"{place} sets {key}, which tune.grid chooses: remove it from one of them"
                     )
 
+    def expanded(self) -> "SweepFile":
+        """The sweep with an arm for every combination of the grid, and no grid."""
+        arms = {}
+        for name, overrides in self.arms.items():
+            own = [key for key in self.grid if key not in map(_key_of, (*self.set, *overrides))]
+            for values in _combinations({key: self.grid[key] for key in own}):
+                arms[",".join([name, *map(_short, values)])] = [*overrides, *values]
+        return SweepFile.model_validate({**self.model_dump(), "arms": arms, "grid": {}})
+
     @property
     def recipes(self) -> list[str]:
         return [self.recipe] if isinstance(self.recipe, str) else list(self.recipe)
+
+
+def _combinations(grid: Mapping[str, list[Scalar]]) -> list[tuple[str, ...]]:
+    return list(itertools.product(*([f"{key}={_text(v)}" for v in grid[key]] for key in grid)))
+
+
+def _short(override: str) -> str:
+    """`learning_rate=1e-05` of `optimizer.learning_rate=1e-05`."""
+    key, _, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}={value}"
 
 
 def _check_overrides(place: str, overrides: list[str]) -> None:
@@ -178,7 +199,7 @@ def read_sweep_file(path: Path) -> SweepFile:
         known = ", ".join(SweepFile.model_fields)
         raise SweepFileError(f"{path}: unknown key {unknown[0]!r}{hint}; a sweep has: {known}")
     try:
-        return SweepFile.model_validate(document)
+        return SweepFile.model_validate(document).expanded()
     except ValidationError as error:
         raise SweepFileError(_explain(error, path)) from error
 
