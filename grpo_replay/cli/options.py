@@ -257,7 +257,10 @@ class ReportOptions:
         metavar="MU",
     )
     benchmark: str = option(
-        "Benchmark of the tables of one number, curves and targets.", default="mean", metavar="NAME"
+        "Benchmark of the tables of one number, curves and targets, or mean. Default: the mean, "
+        "or the first benchmark if they differ in samples or temperature (paper_b).",
+        default="",
+        metavar="NAME",
     )
     metric: str = option(
         "Metric of curves, targets and the best evaluation.",

@@ -316,8 +316,6 @@ class LossSection(Section):
     2025, C = 2): the loss of each token is multiplied by min(π_b / π_sampler, C), where π_b is the
     trainer's at birth. Off if null. With `behavior_logprobs: sampler` the ratio of the loss is that
     to the sampler already, and this is refused (TRL: vllm_importance_sampling_cap)."""
-    asymre_delta: float = -0.1
-    """δV of AsymRE, in units of the reward."""
 
     @property
     def ratio_per_rollout(self) -> bool:

@@ -11,6 +11,9 @@ import numpy as np
 from grpo_replay.recipe import BatchSection, LossSection
 from grpo_replay.types import ComposedBatch, Rollout
 
+ASYMRE_DELTA = -0.1
+"""δV of AsymRE (paper B), in units of the reward."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainRow:
@@ -103,7 +106,7 @@ def loss_coefficient(rollout: Rollout, settings: LossSection) -> float:
     assert rollout.advantage is not None, f"rollout {rollout.rollout_id} was dropped"
     if settings.kind == "asymre":
         assert rollout.reward is not None and rollout.group_reward_mean is not None  # it was kept
-        return rollout.reward - (rollout.group_reward_mean + settings.asymre_delta)
+        return rollout.reward - (rollout.group_reward_mean + ASYMRE_DELTA)
     return rollout.advantage
 
 

@@ -43,7 +43,7 @@ def test_every_recipe_loads_with_its_overrides():
             seen.add(words[0])
         if "--recipe" in words:
             load_recipe(words[words.index("--recipe") + 1])
-    assert seen == {"qwen3-1.7b", "fifo-qwen3-0.6b", "fifo-qwen2.5-7b"}
+    assert seen == {"qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "fifo-qwen3-0.6b", "fifo-qwen2.5-7b"}
 
 
 def test_every_plan_command_succeeds():
@@ -72,22 +72,6 @@ def test_the_cost_table_agrees_with_the_formula():
             expected += [y, relative_compute(y, mu)]
         assert [f"{value:.3f}" for value in expected] == [c.strip() for c in cells.split("|")]
     assert [int(w) for w, _, _ in rows] == [7, 6, 5, 4, 3, 2, 1]
-
-
-def test_the_papers_own_table_is_compared_with_the_formula():
-    rows = re.findall(r"^\| (\d), (\d) \|(.*)\|$", PAGE, re.MULTILINE)
-    printed = {(7, 1): (1.29, 1), (6, 2): (0.65, 2.2), (5, 3): (0.43, 5.6), (4, 4): (0.32, 17.6)}
-    for workers, trainers, cells in rows:
-        w, t = int(workers), int(trainers)
-        gamma, y = printed.pop((w, t))
-        ours = relative_compute(balanced_replay_ratio(5.28, w, t), 5.28)
-        fitted = relative_compute(balanced_replay_ratio(5.19, w, t), 5.19)
-        reuse = balanced_replay_ratio(5.28, w, t)
-        shown = [float(cell) for cell in cells.split("|")]
-        exact = [gamma, ours, ours - gamma, fitted, y, reuse, reuse - y]
-        assert shown == [round(value, 3) for value in exact]
-        assert abs(fitted - gamma) < 0.005, "the fitted μ gives the printed two decimals"
-    assert not printed
 
 
 def test_the_untying_program_writes_a_model_that_loads_untied(tmp_path, monkeypatch):

@@ -220,7 +220,7 @@ def arms(name: str) -> list[tuple[str, ...]]:
     return [tuple(re.findall(r"--set (\S+)", line)) for line in lines]
 
 
-@pytest.mark.parametrize("name, count", [("fifo-qwen3-0.6b", 15), ("fifo-qwen2.5-7b", 6),
+@pytest.mark.parametrize("name, count", [("fifo-qwen3-0.6b", 15), ("fifo-qwen2.5-7b", 5),
                                          ("fifo-tiny", 7)])  # fmt: skip
 def test_every_arm_in_the_header_of_a_fifo_recipe_loads(name, count):
     found = arms(name)
@@ -255,17 +255,15 @@ def test_the_arms_of_paper_b_are_those_that_their_lines_say():
     assert plain.run.steps * plain.batch.updates_per_step == load_recipe(name).run.steps
 
 
-def test_the_7b_recipe_has_the_replay_ratio_of_five_workers_and_three_trainers():
-    from grpo_replay.lab.planning.theory import balanced_replay_ratio
-
+def test_the_7b_recipe_has_the_paper_s_batch_and_is_charged_by_five_workers_and_three_trainers():
     name = "fifo-qwen2.5-7b"
     recipe = load_recipe(name)
-    drawn = recipe.replay.ratio * recipe.rollouts_per_step
-    assert (recipe.replay.capacity_rollouts, drawn) == (84, 51.0)
-    assert recipe.replay.ratio == pytest.approx(balanced_replay_ratio(5.28, 5, 3), rel=0.01)
-    assert "x = N/R = 5.25, y = B/R = 3.1875" in header(name)
+    assert (recipe.replay.capacity_rollouts, batch_sizes(recipe)) == (84, {60})
+    assert recipe.replay.machines is not None
+    assert recipe.replay.machines.gamma == pytest.approx(0.425, abs=0.0005)
+    assert "x = N/R = 5.25, y = B/R = 3.75" in header(name).replace("\n# ", " ")
     (plain,) = [r for r in map(lambda o: load_recipe(name, o), arms(name)) if not r.replays]
-    assert batch_sizes(plain) == {51, 52}
+    assert batch_sizes(plain) == {60}
 
 
 PAPER_B = {

@@ -65,7 +65,7 @@ def test_train_rows_carry_frozen_advantages_and_the_mini_batch_denominator():
 
 def test_train_rows_of_asymre_are_reward_minus_shifted_group_mean():
     rollouts = [make_rollout(3, 1.5, 1.0, 0.2), make_rollout(5, -0.5, -1.0, 0.2)]
-    rows = train_rows(rollouts, None, LossSection(kind="asymre", asymre_delta=-0.1), 20)
+    rows = train_rows(rollouts, None, LossSection(kind="asymre"), 20)
     assert [row.coefficient for row in rows] == pytest.approx([0.9, -1.1])
     assert [row.token_weight for row in rows] == [1 / 2, 1 / 2]
 

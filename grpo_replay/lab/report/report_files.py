@@ -55,6 +55,10 @@ def document(findings: Findings) -> dict[str, Any]:
         "arms": [_arm(arm) for arm in findings.arms],
         "notes": list(findings.notes),
         "tuned": findings.tuned,
+        "frontier": [
+            {"cost": cost, "accuracy": value, "arm": arm, "step": step}
+            for cost, value, arm, step in findings.frontier
+        ],
     }
 
 

@@ -417,8 +417,9 @@ def frontier_table(findings: Findings) -> TextTable:
         f"evaluations with a higher {findings.outcome_title} than every cheaper one of any arm; "
         f"medians over seeds. Cost: {axis}."
     )
-    title = "best accuracy at each cost (Pareto frontier)"
-    return TextTable("frontier", title, ("cost", "accuracy", "arm", "step"), rows, legend)
+    return TextTable(
+        "frontier", "Pareto frontier", ("cost", "accuracy", "arm", "step"), rows, legend
+    )
 
 
 def _median(reach: Reach | None) -> str:

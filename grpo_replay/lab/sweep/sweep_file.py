@@ -30,8 +30,8 @@ RESERVED = ("tune", "log")
 def _folder_name(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+,-]{0,99}", text):
         raise ValueError(
-            f"{shown(text)} is to name a folder: use up to 100 letters, digits and . _ = + , -, and "
-            "begin with a letter or digit"
+            f"{shown(text)} is to name a folder: use up to 100 letters, digits and . _ = + , -, "
+            "and begin with a letter or digit"
         )
     return text
 

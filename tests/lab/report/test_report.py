@@ -445,3 +445,68 @@ def test_an_accuracy_that_is_not_reached_is_a_result(sweep, capsys):
     assert 0 <= reach[0]["costs"]["steps"]["median"] <= 12
     run([str(sweep)], reach=[99.0])
     assert "∞" in capsys.readouterr().out
+
+
+def accuracies(run: Path) -> list[float]:
+    files = sorted((run / "eval").glob("step_*.json"))
+    return [json.loads(file.read_text())["mean"]["avg_at_k"] for file in files]
+
+
+def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, capsys):
+    machines = "{workers: 5, trainers: 3, mu: 6.84}"
+    arms = {
+        "none": (["replay.preset=grpo"], 0.2),
+        "fifo": (["replay.preset=fifo", f"replay.machines={machines}"], 0.3),
+        "falls": (["replay.preset=fifo", f"replay.machines={machines}", "replay.ratio=2"], -0.3),
+    }
+    folder = write_sweep(tmp_path / "paper", arms, SEEDS)
+    document = report(capsys, folder, baseline="none")
+    points = []
+    for name, arm in arms_of(document).items():
+        runs = [folder / name / f"seed-{seed}" for seed in SEEDS]
+        curves = list(map(accuracies, runs))
+        gamma = 1.0 if name == "none" else (1 + 5 / 3) / (1 + 6.84)
+        costs, to_98 = [], []
+        for cell, curve in zip(runs, curves, strict=True):
+            lines = (cell / "metrics.jsonl").read_text().splitlines()
+            trained = np.cumsum([0] + [json.loads(x)["cost/trained_rollouts"] for x in lines])
+            costs.append(gamma * trained[[0, 4, 8, 12]])
+            target = 0.98 * max(curve)
+            after = next(i for i, value in enumerate(curve) if value >= target)
+            spent = costs[-1][after]
+            if after:
+                share = (target - curve[after - 1]) / (curve[after] - curve[after - 1])
+                spent = costs[-1][after - 1] + share * (spent - costs[-1][after - 1])
+            to_98.append(spent)
+        medians = np.median(curves, axis=0)
+        found = arm["quantities"]
+        assert found["compute_machines"]["mean"] == pytest.approx(np.mean(costs, axis=0)[-1])
+        assert found["cost_to_98"]["median"] == pytest.approx(np.median(to_98))
+        assert found["peak_of_median"]["mean"] == pytest.approx(medians.max())
+        lost = [curve[-1] < (max(curve) + curve[0]) / 2 for curve in curves]
+        assert found["collapsed"]["mean"] == pytest.approx(np.mean(lost))
+        spent = np.median(costs, axis=0)
+        points += [(c, v, name, s) for c, v, s in zip(spent, medians, (0, 4, 8, 12), strict=True)]
+    assert arms_of(document)["falls"]["quantities"]["collapsed"]["mean"] > 0
+    best = [p for p in points if not any(q[1] >= p[1] and q[0] < p[0] for q in points)]
+    frontier = {(round(p["cost"], 6), p["arm"], p["step"]) for p in document["frontier"]}
+    assert len(frontier) > 2
+    assert frontier <= {(round(c, 6), name, step) for c, _, name, step in best}
+    run([str(folder)], baseline="none")
+    shown = capsys.readouterr().out
+    assert "Pareto frontier" in shown and "compute at γ of (W, T)" in shown
+
+
+def test_the_default_is_one_benchmark_where_a_mean_would_mix_quantities(tmp_path, capsys):
+    files = []
+    for name in ("a", "b"):
+        settings = {
+            "benchmarks": {
+                bench: {"title": bench, "problems_sha256": bench, "temperature": temperature}
+                for bench, temperature in zip(BENCHMARKS, (0.1, 1.0), strict=True)
+            }
+        }
+        files.append(tmp_path / f"{name}.json")
+        evaluation(0.5, SMALL, np.random.default_rng(0), settings).write(files[-1])
+    assert report(capsys, *files)["shown"]["benchmark"] == BENCHMARKS[0]
+    assert report(capsys, *files, benchmark="mean")["shown"]["benchmark"] == "mean"

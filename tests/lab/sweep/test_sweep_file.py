@@ -125,3 +125,24 @@ def test_a_recipe_file_is_found_beside_the_sweep(tmp_path, monkeypatch):
     cell = comparison.arms[0].comparison[0]
     assert cell.recipe == str(tmp_path / "mine.yaml")
     assert cell.resolved_recipe().run.steps == 40
+
+
+def test_a_grid_makes_an_arm_of_every_combination_that_an_arm_leaves_open(tmp_path):
+    path = tmp_path / "grid.yaml"
+    path.write_text(
+        "name: grid\nrecipe: tiny\nseeds: [1]\n"
+        "arms:\n  plain: [replay.preset=grpo, replay.ratio=1]\n  ours: []\n"
+        "grid:\n  replay.ratio: [0.5, 1]\n  optimizer.learning_rate: [1.0e-4]\n"
+    )
+    sweep = read_sweep_file(path)
+    assert sweep.arms == {
+        "plain,learning_rate=0.0001": [
+            "replay.preset=grpo", "replay.ratio=1", "optimizer.learning_rate=0.0001",
+        ],
+        "ours,ratio=0.5,learning_rate=0.0001": [
+            "replay.ratio=0.5", "optimizer.learning_rate=0.0001",
+        ],
+        "ours,ratio=1,learning_rate=0.0001": ["replay.ratio=1", "optimizer.learning_rate=0.0001"],
+    }  # fmt: skip
+    (tmp_path / "again.yaml").write_text(sweep_to_yaml(sweep))
+    assert read_sweep_file(tmp_path / "again.yaml") == sweep

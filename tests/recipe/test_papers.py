@@ -1,0 +1,159 @@
+"""The printed numbers of both papers (papers.yaml) against code, recipes, sweeps and the page."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_replay.evaluation.aes import accuracy_efficiency_score
+from grpo_replay.lab.planning.theory import PowerGrowth, optimum
+from grpo_replay.lab.report.costs import OWN_BEST
+from grpo_replay.lab.sweep.grid import expand
+from grpo_replay.lab.sweep.sweep_file import read_sweep_file
+from grpo_replay.recipe import Machines, Recipe, load_recipe
+from grpo_replay.replay.batch import ASYMRE_DELTA
+from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.shipped_recipes import shipped_sweeps
+
+PAPERS = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text())
+A, B = PAPERS["paper_a"], PAPERS["paper_b"]
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reproduce.md").read_text()
+
+
+def recipes_of(name: str) -> dict[str, Recipe]:
+    """The recipe of every arm of a shipped sweep."""
+    path = shipped_sweeps()[name]
+    first, *_ = expand(read_sweep_file(path), path, Path("out"))
+    return {arm.name: arm.comparison[0].resolved_recipe() for arm in first.arms}
+
+
+def split(words: str) -> tuple[int, int]:
+    workers, trainers = map(int, words.split(","))
+    return workers, trainers
+
+
+def test_aes_of_grpo_is_what_paper_a_prints():
+    for base, grpo, printed in zip(A["base"], A["grpo"], A["aes_of_grpo"], strict=True):
+        score = accuracy_efficiency_score(*grpo, *base)[2]
+        assert score == pytest.approx(printed, abs=0.0025)
+
+
+def test_every_row_of_paper_a_s_ablations_is_an_arm_with_its_settings():
+    arms = recipes_of("paper-a-ablations")
+    assert arms.keys() == recipes_of("tiny-ablations").keys() == A["ablations"].keys()
+    ours = load_recipe("qwen3-1.7b").replay
+    for name, (changed, *_) in A["ablations"].items():
+        replay = arms[name].replay
+        differs = {
+            key
+            for key in type(ours).model_fields
+            if key != "preset" and getattr(replay, key) != getattr(ours, key)
+        }
+        assert {key: getattr(replay, key) for key in changed} == changed
+        assert differs == changed.keys() - {"preset"}, name
+    assert len(arms) == 15
+
+
+def test_the_main_table_agrees_with_the_rows_that_other_tables_repeat():
+    rows = {"uniform": "pool-uniform-query", "group_std": "pool-group_std-query"}
+    for arm in A["main"]:
+        row = rows.get(arm, arm)
+        assert A["main"][arm][1] == A["ablations"][row][1:]
+
+
+@pytest.mark.parametrize("table, name", [("table_3", "fifo-qwen3-0.6b"),
+                                         ("table_1", "fifo-qwen2.5-7b")])  # fmt: skip
+def test_gamma_by_workers_and_trainers_is_what_paper_b_prints(table, name):
+    mu = B["mu"][name]
+    for words, (printed, _) in B[table].items():
+        workers, trainers = split(words)
+        machines = Machines(workers=workers, trainers=trainers, mu=mu)
+        assert machines.gamma == pytest.approx(relative_compute(machines.ratio, mu))
+        if isinstance(printed, float):  # its Table 1 fits μ = 5.19: up to 0.016 larger
+            assert machines.gamma == pytest.approx(printed, abs=0.017)
+    assert Machines(workers=6, trainers=2, mu=6.84).gamma == pytest.approx(0.51, abs=0.001)
+    assert Machines(workers=5, trainers=3, mu=6.84).gamma == pytest.approx(0.340, abs=0.0005)
+    assert Machines(workers=4, trainers=4, mu=6.84).gamma == pytest.approx(0.255, abs=0.0005)
+
+
+def test_arms_of_paper_b_have_the_observed_y_of_the_machines_that_they_are_charged_by():
+    observed = {split(words): y for words, (_, y) in B["table_3"].items()}
+    charged = 0
+    for name in ("paper-b", "paper-b-sizes", "paper-b-learning-rates", "paper-b-variants"):
+        for arm, recipe in recipes_of(name).items():
+            replay, updates = recipe.replay, recipe.batch.updates_per_step
+            drawn = replay.ratio if recipe.replays else 1
+            assert drawn * recipe.rollouts_per_step / updates == B["batch"], (name, arm)
+            assert recipe.sampling.group_size == B["group"]
+            assert 2000 <= recipe.run.steps * updates <= 2002, (name, arm)
+            if (machines := replay.machines) is not None:
+                y = observed[machines.workers, machines.trainers]
+                assert replay.ratio == pytest.approx(y, rel=0.025) and machines.mu == 6.84
+                charged += 1
+    assert charged == 3 + 10 + 27 + 7
+
+
+def test_the_sweeps_of_paper_b_cover_its_grid():
+    sizes = [r.replay.capacity_rollouts for r in recipes_of("paper-b").values() if r.replays]
+    sizes += [r.replay.capacity_rollouts for r in recipes_of("paper-b-sizes").values()]
+    assert (min(sizes), max(sizes)) == (B["figure_3"]["smallest"], B["figure_3"]["largest"])
+    variants, paper = recipes_of("paper-b-variants"), B["variants"]
+    assert paper["asymre_delta"] == ASYMRE_DELTA
+    for recipe in variants.values():
+        machines = recipe.replay.machines
+        assert recipe.replay.capacity_rollouts == paper["capacity"]
+        assert [machines.workers, machines.trainers] == paper["machines"]
+    kinds = {(r.replay.positive_fraction, r.loss.kind) for r in variants.values()}
+    assert {(delta, "clipped") for delta in paper["positive"]} < kinds
+    assert (0.5, "asymre") in kinds and (0.0, "asymre") in kinds
+    rates = recipes_of("paper-b-learning-rates")
+    tried = {(r.optimizer.learning_rate, r.replay.capacity_rollouts, r.replay.ratio)
+             for r in rates.values() if r.replays}  # fmt: skip
+    assert len(rates) == 30 and len(tried) == 27
+
+
+@pytest.mark.parametrize("name", B["mu"])
+def test_the_recipes_of_paper_b_hold_its_constants(name):
+    recipe = load_recipe(name)
+    assert recipe.optimizer.learning_rate == B["learning_rate"][name]
+    assert recipe.loss.epsilon == recipe.loss.epsilon_high == B["clip"]
+    assert recipe.replay.ratio * recipe.rollouts_per_step == B["batch"]
+
+
+def test_a_null_ratio_is_that_of_the_machines_and_needs_them():
+    words = ["replay.ratio=null", "replay.machines={workers: 5, trainers: 3, mu: 6.84}"]
+    assert load_recipe("fifo-tiny", words).replay.ratio == pytest.approx(6.84 * 3 / 5)
+    with pytest.raises(Exception, match=r"ratio: null takes y = μ·T/W of replay.machines"):
+        load_recipe("fifo-tiny", words[:1])
+
+
+def test_theory_and_report_have_the_papers_constants():
+    paper = B["optimum"]
+    best = optimum(paper["mu"], paper["rho"], PowerGrowth(paper["a"]))
+    assert (best.x, best.y) == pytest.approx((paper["x"], paper["y"]), abs=0.0005)
+    assert B["own_best"] == OWN_BEST
+
+
+def test_the_page_has_every_printed_row_of_paper_b_and_of_paper_a():
+    for table, mu in (("table_1", 5.28), ("table_3", 6.84)):
+        for words, (gamma, y) in B[table].items():
+            workers, trainers = split(words)
+            ours = Machines(workers=workers, trainers=trainers, mu=mu)
+            cells = [_cell(gamma), f"{ours.gamma:.3f}", _cell(y), f"{ours.ratio:.3f}"]
+            size = "7B" if table == "table_1" else "0.6B"
+            row = f"| {size} | {workers}, {trainers} | {' | '.join(cells)} |"
+            assert row in PAGE, row
+    for name, (_, accuracy, passed) in A["ablations"].items():
+        assert re.search(rf"^\| `{name}` \|.*\| {accuracy:.2f} / {passed:.2f} \|$", PAGE, re.M), (
+            name
+        )
+    for name, sizes in A["main"].items():
+        cells = " | ".join(f"{accuracy:.2f} / {passed:.2f}" for accuracy, passed in sizes)
+        assert f"| `{name}` | {cells} |" in PAGE, name
+    for value in (*A["survivors"], *A["all_correct"], *A["all_wrong"]):
+        assert f"{value}" in PAGE
+
+
+def _cell(printed: float | str | None) -> str:
+    return "–" if printed is None else str(printed)
