@@ -34,6 +34,7 @@ class ServerRequirements:
     max_model_len: int
     dtype: str
     head_dtype: str | None
+    quantization: str | None
     nccl: bool
 
     @classmethod
@@ -48,6 +49,7 @@ class ServerRequirements:
             max_model_len=arguments["max_model_len"],
             dtype=arguments["dtype"],
             head_dtype=arguments.get("hf_overrides", {}).get("head_dtype"),
+            quantization=arguments.get("quantization"),
             nccl=weight_transfer == "nccl",
         )
 
@@ -134,8 +136,8 @@ def _setting_problems(server: VllmServer, required: ServerRequirements) -> Itera
         )
     if block_on(server.generated_tokens(CONTROL_SECONDS)) is None:
         yield f"it does not count tokens ({TOKEN_COUNTER} in /metrics): --disable-log-stats is set"
-    if model["quantization"] is not None:
-        yield f"its weights are quantized ({model['quantization']})"
+    if model["quantization"] != required.quantization:
+        yield f"its quantization is {model['quantization']}, not {required.quantization}"
     on_cpu = settings["device_config"]["device"] == "cpu"
     if on_cpu and settings["scheduler_config"]["enable_chunked_prefill"]:
         yield "it splits prompts, and vLLM 0.32 then dies on a CPU: --no-enable-chunked-prefill"
