@@ -4,7 +4,6 @@ seed as points if there are fewer than five."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -92,7 +91,7 @@ def report_figures(
     """The figures that have data, in reading order."""
     looks = _looks(experiment)
     trained = [arm for arm in experiment.arms if arm.recipe is not None]
-    figures = list(_difference_figures(findings, looks))
+    figures: list[Figure] = []
     if any(len(run.evaluations) > 1 for arm in trained for run in arm.runs.values()):
         outcome = Outcome(findings.shown, findings.metric)
         shown = findings.outcome_title
@@ -118,41 +117,6 @@ def drawn(figure: Figure) -> Iterator[Any]:
         canvas.draw_without_rendering()
         canvas.set_layout_engine("none")  # laid out once for all formats
         yield canvas
-
-
-def _difference_figures(findings: Findings, looks: dict[str, _Look]) -> Iterator[Figure]:
-    for score, title in (("final", "final avg@k"), ("final_pass_at_k", "final pass@k")):
-        rows = [
-            (arm.name, difference[findings.shown])
-            for arm in findings.arms
-            if score in arm.scores and (difference := arm.scores[score].difference)
-        ]
-        if rows:
-            yield Figure(
-                f"difference_{score}",
-                f"Difference to {findings.baseline}, {title}",
-                "Mean over seeds, paired, with its 95 % interval (bars: one or two seeds); "
-                "small dots: quartiles.",
-                partial(_draw_differences, rows=rows, looks=looks, base=findings.baseline),
-                0.75 + 0.24 * len(rows),
-            )
-
-
-def _draw_differences(axes: Any, rows: Sequence[Any], looks: dict[str, _Look], base: str) -> None:
-    for place, (name, each) in enumerate(reversed(rows)):
-        colour = looks[name].colour
-        if each.interval is None:
-            axes.plot(100 * np.array(each.values), [place] * len(each.values), "|", color=colour)
-        else:
-            axes.plot(100 * np.array(each.interval), [place] * 2, color=colour, linewidth=1.4)
-        axes.plot([100 * each.low, 100 * each.high], [place] * 2, ".", color=colour, markersize=2.5)
-        axes.plot(100 * each.mean, place, "o", color=colour, markersize=4)
-    axes.axvline(0, color=GREY, linewidth=0.8)
-    names = [name for name, _ in reversed(rows)]
-    axes.set_yticks(range(len(rows)), names, parse_math=False)
-    axes.set_ylim(-0.6, len(rows) - 0.4)
-    axes.grid(True, axis="x")
-    axes.set_xlabel(f"points above {base}", parse_math=False)
 
 
 def _accuracy_figure(

@@ -27,8 +27,6 @@ JSON_FILE = "report.json"
 FILES = "files.txt"
 """The tables and figures of the report in the folder, which the next one there removes."""
 
-NUMBER_COLUMNS = ("arm", "group", "item", "benchmark", "statistic", "value")
-"""`group` is score, difference, quantity, or reach ACCURACY."""
 CURVE_COLUMNS = ("arm", "seed", "step", "benchmark", "avg_at_k", "pass_at_k", "axis", "cost")
 """One row per run, evaluation, benchmark and axis: what the accuracy figures are drawn from."""
 
@@ -92,34 +90,6 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def long_rows(findings: Findings) -> Iterator[tuple[Any, ...]]:
-    """Every number as one row of `NUMBER_COLUMNS`."""
-    for arm in findings.arms:
-        for score, each in arm.scores.items():
-            for kind, parts in (("score", each.estimates), ("difference", each.difference or {})):
-                for benchmark, part in parts.items():
-                    yield from _rows((arm.name, kind, score, benchmark), part)
-        for name, spread in arm.quantities.items():
-            yield from _rows((arm.name, "quantity", name, None), spread)
-        for target in arm.targets:
-            for axis, reach in target.costs.items():
-                place = (arm.name, f"reach {target.accuracy:g}", axis, None)
-                yield (*place, "reached", target.reached)
-                yield (*place, "runs", target.runs)
-                yield from _rows(place, reach)
-
-
-def _rows(place: tuple[Any, ...], part: Any) -> Iterator[tuple[Any, ...]]:
-    """The numbers of a dataclass; intervals as two of them."""
-    for name, value in asdict(part).items():
-        if name == "interval":
-            low, high = value or (None, None)
-            yield (*place, "interval_low", low)
-            yield (*place, "interval_high", high)
-        elif isinstance(value, int | float) or value is None:
-            yield (*place, name, value)
 
 
 def curve_rows(experiment: Experiment, axes: Sequence[Axis]) -> Iterator[tuple[Any, ...]]:
@@ -215,8 +185,6 @@ def write_report(experiment: Experiment, findings: Findings, folder: Path) -> No
         write_text_whole(folder / JSON_FILE, text + "\n")
         for table in tables:
             write_text_whole(folder / "tables" / f"{table.name}.tex", latex(table))
-        numbers = csv_text(NUMBER_COLUMNS, long_rows(findings))
-        write_text_whole(folder / "numbers.csv", numbers)
         curves = csv_text(CURVE_COLUMNS, curve_rows(experiment, axes))
         write_text_whole(folder / "curves.csv", curves)
         svgs = _write_figures(figures, folder / "figures")

@@ -356,7 +356,7 @@ def _mu_title(findings: Findings, key: str) -> str:
 
 
 def reach_table(findings: Findings) -> TextTable:
-    """Steps, tokens and compute at the measured μ; numbers.csv has every axis."""
+    """Steps, tokens and compute at the measured μ; report.json has every axis."""
     main = main_axis(list(findings.axes)) if findings.axes else ""
     rows = []
     for index in range(max((len(arm.targets) for arm in findings.arms), default=0)):

@@ -1,6 +1,5 @@
 """The forms of a report: terminal, Markdown, LaTeX, CSV, Parquet, figures and the page."""
 
-import json
 import re
 import shutil
 import socket
@@ -65,24 +64,7 @@ def test_arms_that_change_the_same_keys_are_one_ablation(findings):
     }
 
 
-def test_every_number_of_the_json_is_in_the_long_table(written):
-    document = json.loads((written / "report.json").read_text())
-    rows = pa_csv.read_csv(written / "numbers.csv").to_pylist()
-    known = {
-        (r["arm"], r["group"], r["item"], r["benchmark"] or None, r["statistic"]): r["value"]
-        for r in rows
-    }
-    checked = 0
-    for arm in document["arms"]:
-        for benchmark, each in arm["final"].items():
-            for statistic in ("mean", "median", "low", "high"):
-                key = (arm["name"], "score", "final", benchmark, statistic)
-                assert known[key] == each[statistic]
-                checked += 1
-        for name, each in arm["quantities"].items():
-            assert known[(arm["name"], "quantity", name, None, "median")] == each["median"]
-            checked += 1
-    assert checked > 100
+def test_the_curves_have_every_benchmark(written):
     curves = pa_csv.read_csv(written / "curves.csv").to_pylist()
     assert {row["benchmark"] for row in curves} == {"mean", *BENCHMARKS}
 
@@ -90,7 +72,7 @@ def test_every_number_of_the_json_is_in_the_long_table(written):
 def test_every_figure_is_written_as_pdf_and_svg(written):
     names = {file.stem for file in (written / "figures").iterdir()}
     assert names >= {
-        *("difference_final", "accuracy_by_steps", "accuracy_by_generated_tokens"),
+        *("accuracy_by_steps", "accuracy_by_generated_tokens"),
         *("accuracy_by_compute_measured", "accuracy_by_compute_5.28", "accuracy_by_seconds"),
         *("clip_fraction", "staleness", "length", "reward"),
     }
