@@ -1,19 +1,26 @@
-"""Whole training runs of the tiny task beside TRL's, generation included: seconds of a step.
+"""Whole training runs beside TRL's, generation included: seconds of a step, and peak memory.
 
     pip install trl==1.16.0                            # in an environment of its own
-    python benchmarks/tiny_against_trl.py              # three rounds
+    python benchmarks/tiny_against_trl.py              # the tiny task, three rounds
+    python benchmarks/tiny_against_trl.py --smollm2 FOLDER --only ours ours-replay trl --rounds 2
 
-All trainers get the tiny base model, its training problems, 32 prompts of 8 completions a step, two
+All trainers get the same base model, its training problems, 32 prompts of 8 completions a step, two
 updates, the same clipped token-mean loss, AdamW, reward function and temperature, in fp32 on one
 thread. `ours` drops groups without a signal, `ours-all` trains on them as TRL does, `ours-replay`
-also replays as many rollouts. A run is a process of its own; rounds alternate the order; the first
-steps of a run are not timed. CPU seconds count the reward worker. `tiny_to_accuracy.py` compares
-the time to an accuracy.
+also replays as many rollouts. With `--smollm2`, the folder that `make_smollm2.py` makes, the model
+is SmolLM2-135M, a step has 16 prompts, sums of two digits after four worked examples (45 tokens,
+answers of up to 6, which end with their line), and all cores work.
+
+A run is a process of its own; rounds alternate the order; the first steps of a run are not timed.
+CPU seconds count the reward worker; memory is the most that the trainer's process had resident at
+once, imports included. `tiny_to_accuracy.py` compares the time to an accuracy.
 """
 
 import argparse
 import json
 import os
+import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +41,84 @@ OURS = {
     "ours-replay": [],  # as the recipe
 }
 CONTENDERS = (*OURS, "trl")
-PROMPTS, GROUP, UPDATES = 32, 8, 2
-LONGEST, BETA2 = 20, 0.99
-NOT_TIMED = 3
-SAMPLES = 2  # of each held-out problem
+GROUP, UPDATES, BETA2 = 8, 2, 0.99
+WORKED = "2 + 3 = 5\n7 + 6 = 13\n14 + 21 = 35\n52 + 39 = 91\n"
+LINE_END = "Ċ"  # the token of SmolLM2 that ends a line
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and its sizes."""
+
+    name: str
+    model: Path
+    prompts: int  # a step
+    longest: int  # completion, tokens
+    rate: float
+    threads: int
+    not_timed: int  # first steps of a run
+    samples: int  # of each held-out problem
+
+    def train_rows(self, seed: int) -> list[dict[str, str]]:
+        """`prompt`, `answer` and `prompt_id` of every training problem."""
+        if self.name == "smollm2":
+            held_out = {row["prompt"] for row in self.held_out_rows()}
+            rows = [row for row in sums(seed, 2_700) if row["prompt"] not in held_out]
+            return rows[:2_500]
+        from grpo_replay.tiny.problems import train_problems
+
+        return [tiny_row(row) for row in train_problems(seed)]
+
+    def held_out_rows(self) -> list[dict[str, str]]:
+        if self.name == "smollm2":
+            return sums(20260604, 200)
+        from grpo_replay.tiny.problems import BENCHMARKS, benchmark_problems
+
+        return [tiny_row(row) for name in BENCHMARKS for row in benchmark_problems(name)]
+
+
+def tiny_row(row: dict[str, str]) -> dict[str, str]:
+    from grpo_replay.tiny.problems import PROMPT_TEMPLATE
+
+    prompt = PROMPT_TEMPLATE.format(problem=row["problem"])
+    return {"prompt": prompt, "answer": str(row["answer"]), "prompt_id": row["problem_id"]}
+
+
+def sums(seed: int, count: int) -> list[dict[str, str]]:
+    """Different additions of two digits, each after the worked examples."""
+    chosen = np.random.default_rng(seed).choice(90 * 90, count, replace=False)
+    pairs = [(10 + int(number) // 90, 10 + int(number) % 90) for number in chosen]
+    return [
+        {"prompt": f"{WORKED}{a} + {b} =", "answer": str(a + b), "prompt_id": f"{a}+{b}"}
+        for a, b in pairs
+    ]
+
+
+def task_of(smollm2: Path | None) -> Task:
+    if smollm2:
+        return Task("smollm2", smollm2, 16, 6, 1e-5, os.cpu_count() or 1, 1, 4)
+    import grpo_replay
+
+    base = Path(grpo_replay.__file__).parent / "tiny" / "base"
+    return Task("tiny", base, 32, 20, 7e-5, 1, 3, 2)
+
+
+def ending_at_a_line(folder: Path, new: Path) -> Path:
+    """The model with the line's end as its end-of-sequence token, for both trainers alike."""
+    new.mkdir()
+    for file in folder.iterdir():
+        if file.suffix == ".safetensors":
+            (new / file.name).symlink_to(file)
+        else:
+            shutil.copyfile(file, new / file.name)
+    tokenizer = json.loads((new / "tokenizer.json").read_text())
+    token_id = tokenizer["model"]["vocab"][LINE_END]
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((new / name).read_text()) | {"eos_token_id": token_id}
+        (new / name).write_text(json.dumps(settings))
+    settings = json.loads((new / "tokenizer_config.json").read_text()) | {"eos_token": LINE_END}
+    (new / "tokenizer_config.json").write_text(json.dumps(settings))
+    return new
 
 
 def parse_options() -> argparse.Namespace:
@@ -44,17 +126,21 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1001, help="of the first round, then upwards")
-    parser.add_argument("--rate", type=float, default=7e-5)
+    parser.add_argument("--rate", type=float, help="learning rate; 7e-5, with --smollm2 1e-5")
+    parser.add_argument("--smollm2", type=Path, help="folder of the model")
     parser.add_argument("--save-every", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=["ours", "trl"])
     parser.add_argument("--json", type=Path, help="keep the numbers in this file")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.task = task_of(options.smollm2)
+    options.rate = options.rate or options.task.rate
+    return options
 
 
 def grade(completion: str, answer: str, row: dict[str, Any]) -> float:
-    """±1: whether the box holds the answer."""
+    """±1: whether the box, or without one the whole text, is the answer."""
     box = completion.rpartition("\\boxed{")[2]
     return 1.0 if box.partition("}")[0].strip() == answer else -1.0
 
@@ -84,7 +170,8 @@ class Marks:
 
     def read(self) -> dict[str, list[float]]:
         wall, cpu = np.array(self._marks).T.tolist()
-        return {"wall": wall, "cpu": cpu, "saving": self._left_out.tolist()}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        return {"wall": wall, "cpu": cpu, "saving": self._left_out.tolist(), "peak_gib": peak}
 
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -92,9 +179,10 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from grpo_replay.terminal.quiet import loading_libraries, quiet_libraries
     from grpo_replay.training.observer import Observer
 
+    task = options.task
     recipe = load_recipe("tiny", [
-        *OURS[options.contender],
-        f"sampling.prompts_per_step={PROMPTS}", f"sampling.group_size={GROUP}",
+        *OURS[options.contender], *task_settings(options, folder),
+        f"sampling.prompts_per_step={task.prompts}", f"sampling.group_size={GROUP}",
         f"batch.updates_per_step={UPDATES}", f"optimizer.learning_rate={options.rate}",
         "reward.function=tiny_against_trl:grade", "reward.workers=1", "loss.dual_clip=null",
         "tracking.report_to=[]", "eval.benchmarks=[]", f"run.steps={options.steps}",
@@ -124,12 +212,29 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         **marks.read(), "reward": [row["reward"] for row in rows],
         "parts": {
-            part: statistics.median(row[f"cost/{part}_seconds"] for row in rows[NOT_TIMED:])
+            part: statistics.median(row[f"cost/{part}_seconds"] for row in rows[task.not_timed:])
             for part in parts
         },
         "padding": statistics.median(row.get("padding_share") or 0.0 for row in rows),
         "saved": {int(path.parent.name.split("_")[1]): str(path) for path in saved},
     }  # fmt: skip
+
+
+def task_settings(options: argparse.Namespace, folder: Path) -> list[str]:
+    """What the recipe of the tiny task needs to be that of another task."""
+    task = options.task
+    if task.name == "tiny":
+        return []
+    data = folder / "problems.jsonl"
+    rows = task.train_rows(options.seed)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.path={ending_at_a_line(task.model, folder / 'model')}",
+        f"prompts.source={data}", "prompts.id_field=prompt_id", "prompts.problem_field=prompt",
+        "prompts.user_template={problem}", "prompts.max_prompt_length=64",
+        f"sampling.max_completion_length={task.longest}",
+        f"engine.threads_per_process={task.threads}", "replay.warmup_steps=1",
+    ]  # fmt: skip
 
 
 def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -138,15 +243,12 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    import grpo_replay
-    from grpo_replay.tiny.problems import PROMPT_TEMPLATE, train_problems
-
-    torch.set_num_threads(1)
-    base = Path(grpo_replay.__file__).parent / "tiny" / "base"
-    rows = [
-        {"prompt": PROMPT_TEMPLATE.format(problem=row["problem"]), "answer": str(row["answer"])}
-        for row in train_problems(options.seed)
-    ]
+    task = options.task
+    torch.set_num_threads(task.threads)
+    base = task.model
+    if task.name == "smollm2":
+        base = ending_at_a_line(task.model, folder / "model")
+    rows = task.train_rows(options.seed)
     marks = Marks()
     rewards: list[float] = []
 
@@ -170,8 +272,8 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         disable_tqdm=True, seed=options.seed, max_steps=UPDATES * options.steps,
         save_strategy="steps" if options.save_every else "no", save_only_model=True,
         save_steps=UPDATES * (options.save_every or options.steps), gradient_checkpointing=False,
-        per_device_train_batch_size=PROMPTS * GROUP // UPDATES, gradient_accumulation_steps=1,
-        steps_per_generation=UPDATES, num_generations=GROUP, max_completion_length=LONGEST,
+        per_device_train_batch_size=task.prompts * GROUP // UPDATES, gradient_accumulation_steps=1,
+        steps_per_generation=UPDATES, num_generations=GROUP, max_completion_length=task.longest,
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", epsilon=0.2,
         epsilon_high=0.28, learning_rate=options.rate, adam_beta2=BETA2, weight_decay=0.01,
         lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0,
@@ -195,23 +297,24 @@ def run_here(options: argparse.Namespace) -> dict[str, Any]:
     result = train(options, options.folder)
     if options.save_every:
         saved = sorted(result["saved"].items())
-        result["accuracy"] = {step: accuracy(Path(model)) for step, model in saved}
+        result["accuracy"] = {step: accuracy(Path(model), options.task) for step, model in saved}
     return result
 
 
 def run_apart(
-    name: str, seed: int, rate: float, steps: int, save_every: int, folder: Path
+    task: Task, name: str, seed: int, rate: float, steps: int, save_every: int, folder: Path
 ) -> dict[str, Any]:
     """The result of one run, in a process of its own."""
     folder.mkdir(parents=True)
     words = [
         sys.executable, __file__, "--contender", name, "--folder", str(folder), "--seed", str(seed),
         "--rate", str(rate), "--steps", str(steps), "--save-every", str(save_every),
+        *(["--smollm2", str(task.model)] if task.name == "smollm2" else []),
     ]  # fmt: skip
     here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {
-        "PYTHONPATH": here, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu",
-        "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": here, "OMP_NUM_THREADS": str(task.threads), "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -219,26 +322,26 @@ def run_apart(
     return json.loads(done.stdout.splitlines()[-1]) | {"name": name, "seed": seed, "rate": rate}
 
 
-def accuracy(model: Path) -> float:
+def accuracy(model: Path, task: Task) -> float:
     """Share of right answers to the held-out problems, sampled at T = 1 with the same seeds for
     every model."""
     from grpo_replay.engine.models import load_policy, load_tokenizer
     from grpo_replay.recipe import ModelSection
     from grpo_replay.sampling.hf import HfSampler
-    from grpo_replay.tiny.problems import BENCHMARKS, PROMPT_TEMPLATE, benchmark_problems
     from grpo_replay.types import GenerationRequest, RequestKey
 
-    section = ModelSection(path=str(model), tokenizer="builtin:tiny")
+    section = ModelSection(path=str(model))
     tokenizer, policy = load_tokenizer(section), load_policy(section, 0)
-    rows = [row for name in BENCHMARKS for row in benchmark_problems(name)]
-    prompts = tokenizer([PROMPT_TEMPLATE.format(problem=row["problem"]) for row in rows])
+    rows, samples = task.held_out_rows(), task.samples
+    prompts = tokenizer([row["prompt"] for row in rows])
     requests = [
         GenerationRequest(
-            RequestKey(1, index, sample), np.array(ids, np.int32), index * SAMPLES + sample, LONGEST
+            RequestKey(1, index, sample), np.array(ids, np.int32), index * samples + sample,
+            task.longest,
         )
         for index, ids in enumerate(prompts["input_ids"])
-        for sample in range(SAMPLES)
-    ]
+        for sample in range(samples)
+    ]  # fmt: skip
     sampler = HfSampler(policy, [tokenizer.eos_token_id], tokenizer.pad_token_id, 1000)
     right = 0
     for completion in sampler.generate(requests):
@@ -247,19 +350,14 @@ def accuracy(model: Path) -> float:
     return right / len(requests)
 
 
-def steps_of(run: dict[str, Any], quantity: str) -> list[float]:
-    """Seconds of each timed step."""
-    return np.diff(run[quantity])[NOT_TIMED:].tolist()
-
-
-def report(runs: list[dict[str, Any]], names: list[str]) -> None:
+def report(task: Task, runs: list[dict[str, Any]], names: list[str]) -> None:
     middle = {
         name: {
             quantity: statistics.median(
                 seconds
                 for run in runs
                 if run["name"] == name
-                for seconds in steps_of(run, quantity)
+                for seconds in np.diff(run[quantity])[task.not_timed :].tolist()
             )
             for quantity in ("wall", "cpu")
         }
@@ -275,7 +373,8 @@ def report(runs: list[dict[str, Any]], names: list[str]) -> None:
     for run in runs:
         first = f"first step after {run['wall'][0]:.1f} s ({run['cpu'][0]:.1f} s of CPU)"
         parts = ", ".join(f"{part} {1e3 * s:.0f} ms" for part, s in run.get("parts", {}).items())
-        print(f"{run['name']} seed {run['seed']} rate {run['rate']:g}: {first}. {parts}")
+        print(f"{run['name']} seed {run['seed']} rate {run['rate']:g}: {first}, at most "
+              f"{run['peak_gib']:.1f} GiB. {parts}")  # fmt: skip
 
 
 def main() -> None:
@@ -289,10 +388,12 @@ def main() -> None:
             for each in options.only if number % 2 == 0 else options.only[::-1]:
                 folder = Path(name) / f"{number}-{each}"
                 seed = options.seed + number
-                runs.append(run_apart(each, seed, options.rate, options.steps, 0, folder))
+                runs.append(
+                    run_apart(options.task, each, seed, options.rate, options.steps, 0, folder)
+                )
                 if options.json:
                     options.json.write_text(json.dumps(runs))
-    report(runs, options.only)
+    report(options.task, runs, options.only)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tiny_against_trl import accuracy, grade
+from tiny_against_trl import accuracy, grade, task_of
 
 ARMS = ("trl", "trl-replay", "ours", "ours-replay")
 RATE, PROMPTS, GROUP, UPDATES, LONGEST = 7e-5, 16, 8, 2, 20
@@ -139,7 +139,7 @@ def main() -> None:
     options = parse_options()
     if options.arm:
         model = train_here(options.arm, options.seeds[0], options.steps, options.folder)
-        print(accuracy(model))
+        print(accuracy(model, task_of(None)))
         return
     runs = json.loads(options.json.read_text()) if options.json.exists() else []
     done = {(run["arm"], run["seed"], run["steps"]) for run in runs}

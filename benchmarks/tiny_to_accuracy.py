@@ -1,7 +1,8 @@
-"""Seconds from the command to a held-out accuracy of the tiny task, beside TRL's.
+"""Seconds from the command to a held-out accuracy of the tiny task or SmolLM2's, beside TRL's.
 
     pip install trl==1.16.0                            # in an environment of its own
     python benchmarks/tiny_to_accuracy.py --json runs.json
+    python benchmarks/tiny_to_accuracy.py --smollm2 FOLDER --rates 1e-5 --steps 8 --save-every 2
 
 The runs are those of `tiny_against_trl.py`. First every contender runs with each of `--rates` on
 `--tune-seed`; the rate that needs the fewest CPU seconds to the level is its own. Then the
@@ -18,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tiny_against_trl import CONTENDERS, run_apart
+from tiny_against_trl import CONTENDERS, run_apart, task_of
 
 Run = dict[str, Any]
 
@@ -27,6 +28,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--level", type=float, default=0.5, help="held-out accuracy")
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 4e-4])
+    parser.add_argument("--smollm2", type=Path, help="folder of the model")
     parser.add_argument("--tune-seed", type=int, default=1001)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1003, 1004, 1005])
     parser.add_argument("--steps", type=int, default=80)
@@ -41,6 +43,7 @@ class Runs:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
+        self._task = task_of(options.smollm2)
         file = options.json
         self._known: list[Run] = json.loads(file.read_text()) if file.exists() else []
 
@@ -52,7 +55,8 @@ class Runs:
             ):  # fmt: skip
                 return run
         with tempfile.TemporaryDirectory() as folder:
-            run = run_apart(name, seed, rate, steps, save_every, Path(folder) / "run")
+            parts = (self._task, name, seed, rate, steps, save_every)
+            run = run_apart(*parts, Path(folder) / "run")
         show(run)
         self._known.append(run)
         self._options.json.write_text(json.dumps(self._known))
@@ -97,8 +101,8 @@ def report(level: float, found: dict[str, list[Run]]) -> None:
 def main() -> None:
     options = parse_options()
     runs = Runs(options)
-    rate_of = {}
-    for name in options.only:
+    rate_of = dict.fromkeys(options.only, options.rates[0])
+    for name in options.only if len(options.rates) > 1 else ():
         tried = {rate: runs.get(name, options.tune_seed, rate) for rate in options.rates}
         needed = {rate: seconds_to(options.level, run, "cpu") for rate, run in tried.items()}
         rate_of[name] = min(needed, key=needed.__getitem__)
