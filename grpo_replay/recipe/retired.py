@@ -21,6 +21,7 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "reward.memory_limit_mib": (2048, ""),
     "replay.priority_epsilon": (1e-6, ""),
     "loss.asymre_delta": (-0.1, "or write a loss of your own (docs/extend.md)"),
+    "batch.share_prompts": (True, ""),
     "optimizer.final_fraction": (0.0, ""),
     "engine.hang_report_seconds": (None, "it is a sixth of engine.timeout_seconds"),
     "run.stop_grace_seconds": (None, "it is that of the launcher"),
