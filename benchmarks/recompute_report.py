@@ -346,6 +346,13 @@ def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> 
     found["mu"] = [measured_mu(run) for run in runs]
     found["base"] = [accuracy(run["evaluations"][0]) for run in runs]
     found["best_step"] = [best_step(run) for run in runs]
+    curves = [[accuracy(each) for each in run["evaluations"].values()] for run in runs]
+    found["cost_to_98"] = [
+        crossing(run, 0.98 * max(curve), lambda run, step: compute(run, step, mu))
+        for run, curve in zip(runs, curves)
+    ]
+    found["collapsed"] = [float(curve[-1] < (max(curve) + curve[0]) / 2) for curve in curves]
+    found["peak_of_median"] = [max(median(values) for values in zip(*curves))]
     found["aes_base"] = [aes(final(run), run["evaluations"][0]) for run in runs]
     found["aes_baseline"] = [aes(final(a), final(b)) for a, b in pairs]
     known = {name: [v for v in values if v is not None] for name, values in found.items()}
