@@ -34,6 +34,7 @@ from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.training.asynchronous import ServerShare, ServerTimes, lateness
+from grpo_replay.types import Draw
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -114,7 +115,8 @@ def test_ages_are_those_of_what_was_trained_on():
         SimpleNamespace(birth_step=born, policy_version=born - 1, policy_version_end=born - 1)
         for born in (4, 1)
     ]
-    record = SimpleNamespace(step=6, batch=SimpleNamespace(rollouts=members), generated=[])
+    batch = SimpleNamespace(rollouts=members, draw=Draw.empty())
+    record = SimpleNamespace(step=6, batch=batch, generated=[])
     found = lateness(record)
     assert (found["async/age_mean"], found["async/age_max"]) == (3.5, 5)
 
@@ -125,7 +127,8 @@ def test_a_rollout_of_several_versions_has_two_lags_below_its_age():
         SimpleNamespace(birth_step=4, policy_version=first, policy_version_end=last)
         for first, last in ((3, 5), (4, 4))
     ]
-    record = SimpleNamespace(step=6, batch=SimpleNamespace(rollouts=members), generated=[])
+    batch = SimpleNamespace(rollouts=members, draw=Draw.empty())
+    record = SimpleNamespace(step=6, batch=batch, generated=[])
     found = lateness(record)
     assert found["async/age_mean"] == found["async/age_max"] == 2
     assert found["async/first_token_lag_mean"] == 1.5

@@ -220,12 +220,13 @@ def test_metrics_by_side_and_by_age_are_those_of_the_files(name, request):
         assert line["entropy"] == pytest.approx(token_mean(fresh + replayed, "entropy"), rel=1e-9) \
             if fresh + replayed else line["entropy"] is None  # fmt: skip
         assert line["replay/rollouts"] == len(replayed)
-        ages = [row["age_steps"] for row in replayed]
+        unit = "age_updates" if replayed and "age_updates" in replayed[0] else "age_steps"
+        ages = [row[unit] for row in replayed]
         assert line["replay/age_max"] == max(ages, default=None)
         assert line["replay/age_mean"] == (pytest.approx(np.mean(ages)) if ages else None)
         for low, high, label in [(0, 0, "0"), (1, 1, "1"), (2, 2, "2"), (3, 4, "3-4"),
                                  (5, 8, "5-8"), (9, 16, "9-16")]:  # fmt: skip
-            members = [row for row in replayed if low <= row["age_steps"] <= high]
+            members = [row for row in replayed if low <= row[unit] <= high]
             for quantity in ("clip_fraction", "ratio_mean", "approx_kl"):
                 key = f"replay/age_{label}/{quantity}"
                 assert (key in line) == bool(members)
