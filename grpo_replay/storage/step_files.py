@@ -1,5 +1,5 @@
-"""The files that each training step leaves in a run: rollouts/, draws/ and eval/, and its line of
-metrics.jsonl, one JSON object of names to numbers or null."""
+"""Finds, reads and cuts the files that each training step leaves: rollouts/, draws/ and eval/, and
+its line of metrics.jsonl, one JSON object of names to numbers or null."""
 
 import json
 import math
