@@ -119,8 +119,7 @@ class RewardScorer:
         length limit, the rendered `prompt`, its `messages`, the training `step` (None in
         evaluations), and the `group`, which is that of the other completions of the prompt. If a
         function takes these together, they wait until `of` of them are submitted, and come in the
-        order of their keys. Raises
-        DatasetError if the row contains a value that JSON cannot represent.
+        order of their keys. Raises DatasetError if the row holds a value that JSON cannot.
         """
         together = of > 1 and not self._builtin and self._takes_many()
         digest = _digest(completion, answer) if self._builtin else None

@@ -82,18 +82,7 @@ def build_completion(
         raise SamplerError(f"{place}: {len(token_ids)} tokens came with {len(logprobs)} log-probs")
     if odd := [each for each in token_ids if not _is_token(each, vocabulary)]:
         raise SamplerError(f"{place}: {str(odd[0])[:40]!r} is no id of {vocabulary} tokens")
-    logprobs_T = np.asarray(logprobs, dtype=np.float32)
-    bad = ~np.isfinite(logprobs_T) | (logprobs_T <= NO_LOGPROB)
-    if bad.any():
-        raise SamplerError(
-            f"{place}: the log-prob of token {bad.argmax()} is not finite; the weights hold NaN "
-            "or infinity: look at grad_norm and loss of the last steps"
-        )
-    if logprobs_T.max() > ROUNDING:
-        raise SamplerError(
-            f"{place}: the log-prob of token {logprobs_T.argmax()} is {logprobs_T.max():g}: at "
-            "most 0 is possible"
-        )
+    logprobs_T = _checked_logprobs(logprobs, place)
     stopped = finish_reason == "stop" and token_ids[-1] in stop_token_ids
     ended = stopped and len(token_ids) <= request.max_tokens
     truncated = finish_reason == "length" and len(token_ids) == request.max_tokens
@@ -111,6 +100,22 @@ def build_completion(
         policy_version=spans.first,
         policy_version_end=spans.last,
     )
+
+
+def _checked_logprobs(logprobs: Sequence[float], place: str) -> np.ndarray:
+    logprobs_T = np.asarray(logprobs, dtype=np.float32)
+    bad = ~np.isfinite(logprobs_T) | (logprobs_T <= NO_LOGPROB)
+    if bad.any():
+        raise SamplerError(
+            f"{place}: the log-prob of token {bad.argmax()} is not finite; the weights hold NaN "
+            "or infinity: look at grad_norm and loss of the last steps"
+        )
+    if logprobs_T.max() > ROUNDING:
+        raise SamplerError(
+            f"{place}: the log-prob of token {logprobs_T.argmax()} is {logprobs_T.max():g}: at "
+            "most 0 is possible"
+        )
+    return logprobs_T
 
 
 def _is_token(value: Any, vocabulary: int) -> bool:
