@@ -59,6 +59,7 @@ def summarise(source: Source) -> Inspection:
     replay_draws = draws.take(draws.age > 0) if settings.pools_fresh else draws
     replayed = _of_draws(log, stored, replay_draws)
     updates = updates_of_a_step(source.recipe, source.draw_files)
+    ages = updates * (step - stored.birth_step) + updates - 1
     inspection = Inspection(
         path=str(source.path),
         kind=source.kind,
@@ -69,9 +70,7 @@ def summarise(source: Source) -> Inspection:
         replays=settings.replays,
         rebuilt=rebuilt,
         occupancy=_occupancy(stored, log, settings, step, facts),
-        staleness=staleness_rows(
-            updates * (step - stored.birth_step) + updates - 1, replay_draws.age, updates
-        ),
+        staleness=staleness_rows(ages, replay_draws.age, updates),
         abs_advantage=magnitude_bins(
             *(np.abs(rows.advantage) for rows in (log.take(log.kept), stored, replayed))
         ),
