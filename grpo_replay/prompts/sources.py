@@ -187,11 +187,15 @@ def read_hub_rows(
 def _read_by_datasets(
     place: str, load: Callable[[], Any], limit: int | None, select: Select
 ) -> TableRows:
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import DataFilesNotFoundError, DatasetsError
 
     try:
         dataset = load()
+    except DataFilesNotFoundError as error:
+        raise DatasetError(f"{place} is a folder without data files; name {NAMED}") from error
     except (DatasetsError, OSError, ValueError, RuntimeError, TypeError) as error:
+        if "corresponds to no data" in str(error):
+            raise DatasetError(f"{place} has no rows") from error
         reason = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
         raise DatasetError(f"{place}: cannot be read: {reason}") from error
     if limit is not None:

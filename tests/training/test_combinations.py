@@ -89,7 +89,10 @@ def test_every_point_of_the_design_space_trains(tmp_path, processes, unit, prior
     )  # fmt: skip
     if unit == "query":
         for step in range(1, 11):
-            drawn = [run.all_rollouts[d["rollout_id"]]["group_id"] for d in run.draws(step)]
+            drawn = [
+                (d.get("update"), run.all_rollouts[d["rollout_id"]]["group_id"])
+                for d in run.draws(step)
+            ]  # `buffer_only` draws for every update
             assert all(drawn.count(group) == 4 for group in drawn)
 
 

@@ -132,7 +132,7 @@ def test_an_interrupted_run_checkpoints_on_every_rank_and_exits_130(tmp_path):
 @pytest.mark.slow
 def test_a_bad_dataset_field_ends_two_ranks_with_one_message(tmp_path):
     file = tmp_path / "train.jsonl"
-    file.write_text('{"problem": "1+1", "solution": "2"}\n')
+    file.write_text('{"problem": "1+1", "reply": "2", "problem_id": "a"}\n')
     done = subprocess.run(
         command("--num-processes", 2, "--output-dir", tmp_path / "run",
                 "--set", f"prompts.source={file}"),
