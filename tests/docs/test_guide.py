@@ -82,5 +82,6 @@ def test_every_command_runs_and_the_model_learns(folder):
 
 @pytest.mark.slow
 def test_the_plan_of_the_real_task_is_made_without_its_weights(folder):
+    (folder / "gsm8k-test.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
     done = run("grpo-replay train gsm8k.yaml --dry-run --gpu-memory-gib 80 --json", folder)
     assert done.returncode == 0, done.stderr[-3000:]
