@@ -44,9 +44,9 @@ def test_vllm_has_an_fp32_head_and_takes_new_weights_with_it(tied):
     sampler = VllmLocalSampler.open(SamplerOpening.of(recipe, str(tied.folder), Comm()))
     try:
         assert sampler._open_engine().vllm_config.model_config.head_dtype == torch.float32
-        model, requests = changed(tied, seed=1).to(torch.bfloat16), make_requests()
+        model, requests = changed(tied, seed=1), make_requests()
         push(sampler, model)
-        use_fp32_head(model)
+        use_fp32_head(model.to(torch.bfloat16))
         found = gaps(model, requests, list(sampler.generate(requests)))
     finally:
         sampler.close()
