@@ -5,11 +5,11 @@ that was never killed.
 
 Kinds: one rank, with evaluations, with LoRA, with packed rows, two and three ranks with sharded
 weights (ZeRO-3) whose rank 0 is killed, and three of which an inner one is. Two kills in three are
-forced: right before or after a rename, a link or a removal in the run's folder, each of them in
-turn. A run is killed up to CHAIN times, then it finishes. It survived if metrics, rollouts, draws,
-weights, buffer and evaluations are those of the run that was never killed, bit for bit, `--verify`
-passes, and no process was left. One line per kill goes to FILE. (async_kills.py is the same for
-asynchronous runs.)
+forced: right before or after a rename, a link or a removal in the run's folder, or within a
+removal, each of them in turn. A run is killed up to CHAIN times, then it finishes. It survived if
+metrics, rollouts, draws, weights, buffer and evaluations are those of the run that was never
+killed, bit for bit, `--verify` passes, and no process was left. One line per kill goes to FILE.
+(async_kills.py is the same for asynchronous runs.)
 """
 
 import argparse
@@ -38,10 +38,11 @@ from grpo_replay.training.metrics import depends_on_time
 
 CHAIN, TRIES, FORCED_SHARE, START_SHARE = 6, 3, 2 / 3, 0.25
 GONE_SECONDS, LONGEST_SECONDS = 120.0, 1200.0
-STEPS = 12
+STEPS, EVERY = 8, 2
 OVERRIDES = (
     f"run.steps={STEPS}", "sampling.prompts_per_step=4", "sampling.group_size=4",
-    "replay.warmup_steps=2", "checkpoint.every_steps=3", "checkpoint.keep=2", "eval.benchmarks=[]",
+    "replay.warmup_steps=2",
+    f"checkpoint.every_steps={EVERY}", "checkpoint.keep=2", "eval.benchmarks=[]",
     "tracking.report_to=[]", "reward.workers=1", "reward.function=minerva",
 )  # fmt: skip
 SHARDED = ("engine.zero_stage=3",)
@@ -58,7 +59,7 @@ class Kind:
 
 KINDS = {
     "synchronous": Kind(),
-    "evaluated": Kind(("eval.benchmarks=[tiny_add]", "eval.every_steps=6", "eval.samples=1")),
+    "evaluated": Kind(("eval.benchmarks=[tiny_add]", "eval.every_steps=4", "eval.samples=1")),
     "lora": Kind(("model.lora.r=4",)),
     "packed": Kind(("batch.packing=true",)),
     "two sharded ranks": Kind(SHARDED, 2),
@@ -139,7 +140,8 @@ class Chain:
         if chance.random() < START_SHARE:
             time.sleep(chance.uniform(0, start_seconds / 2))
             return "start"
-        goal, began = min(self.run.steps() // 3 * 3 + chance.randint(1, 5), STEPS - 1), time.time()
+        first, began = self.run.steps() // EVERY * EVERY, time.time()
+        goal = min(first + chance.randint(1, 2 * EVERY - 1), STEPS - 1)
         done = self.run.steps_since
         wait_for(lambda: done(began) >= goal or victim.poll() is not None, LONGEST_SECONDS)
         time.sleep(chance.uniform(0, start_seconds / STEPS))
@@ -187,10 +189,10 @@ def _numbers(value: Any) -> Any:
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """What is missing or differs. A killed run may have more: a checkpoint that it was about to
-    remove stays until the next is complete."""
+    """What is missing, differs, or should not be there."""
     # Compared as text, in which NaN is equal to itself.
-    return [name for name in sorted(expected) if repr(found.get(name)) != repr(expected[name])]
+    names = sorted(found.keys() | expected.keys())
+    return [name for name in names if repr(found.get(name)) != repr(expected.get(name))]
 
 
 def campaign(name: str, kills: int, folder: Path, seed: int, results: Path) -> list[dict[str, Any]]:

@@ -277,7 +277,9 @@ def recompute(report: dict, runs: dict[str, dict[int, dict]]) -> dict:
                 arm[difference] = differences(pairs, kind, step, shared)
         others = [] if name == baseline else pairs
         arm["quantities"] = quantities(list(own.values()), others, mu, report["mu"]["given"])
-        arm["reach"] = [reach(t, own, pairs, mu, report["mu"]["given"]) for t in targets]
+        costs = costs_of(mu, report["mu"]["given"])
+        arm["equal_cost"] = equal_cost(others, shared, {k: costs[k] for k in costs if k != "steps"})
+        arm["reach"] = [reach(t, own, pairs, costs) for t in targets]
         arms.append(arm)
     return {"mu": {"measured": mu, "given": report["mu"]["given"]}, "arms": arms}
 
@@ -299,12 +301,20 @@ def differences(pairs: list, kind: str, step, shared: list[int]) -> dict:
     parts = []
     for ours, theirs in pairs:
         a, b = (run["evaluations"][step(run)] for run in (ours, theirs))
-        values = {
-            name: [x - y for x, y in zip(a[kind][name], b[kind][name], strict=True)]
-            for name in a[kind]
-        }
-        mean_a, mean_b = means(a, kind), means(b, kind)
-        parts.append((values, {name: mean_a[name] - mean_b[name] for name in mean_a}))
+        parts.append(minus((a[kind], means(a, kind)), (b[kind], means(b, kind))))
+    return paired(parts, shared)
+
+
+def minus(ours: tuple[dict, dict], theirs: tuple[dict, dict]) -> tuple[dict, dict]:
+    """(on every problem, of every benchmark) of a difference."""
+    values = {
+        name: [x - y for x, y in zip(ours[0][name], theirs[0][name], strict=True)]
+        for name in ours[0]
+    }
+    return values, {name: ours[1][name] - theirs[1][name] for name in ours[1]}
+
+
+def paired(parts: list[tuple[dict, dict]], shared: list[int]) -> dict:
     found = estimates(parts, of_difference)
     for name, each in found.items():
         of_seeds = [mean[name] for _, mean in parts]
@@ -315,6 +325,38 @@ def differences(pairs: list, kind: str, step, shared: list[int]) -> dict:
             "smallest_p_value": 2 / 2 ** len(of_seeds),
         }
     return found
+
+
+def equal_cost(pairs: list, shared: list[int], costs: dict) -> dict:
+    """Both runs of a pair at the cost of the cheaper one, between two evaluations on a line."""
+    dense = all(len(run["evaluations"]) >= 4 for pair in pairs for run in pair)
+    found = {}
+    for name, cost in costs.items() if pairs and dense else ():
+        spent, parts = [], []
+        for pair in pairs:
+            budget = min(cost(run, last_step(run)) for run in pair)
+            spent.append(budget)
+            parts.append(minus(*(at_cost(run, cost, budget) for run in pair)))
+        found[name] = {
+            "spent": {**spread(spent), "runs": len(spent)}, "difference": paired(parts, shared)
+        }  # fmt: skip
+    return found
+
+
+def at_cost(run: dict, cost, budget: float) -> tuple[dict, dict]:
+    steps = list(run["evaluations"])
+    place = next(i for i, step in enumerate(steps) if i and cost(run, step) >= budget)
+    low, high = (cost(run, steps[i]) for i in (place - 1, place))
+    share = (budget - low) / (high - low)
+    a, b = (run["evaluations"][steps[i]] for i in (place - 1, place))
+    mix = {name: (means(a, "avg")[name], means(b, "avg")[name]) for name in means(a, "avg")}
+    return (
+        {
+            name: [(1 - share) * x + share * y for x, y in zip(a["avg"][name], b["avg"][name])]
+            for name in a["avg"]
+        },
+        {name: (1 - share) * x + share * y for name, (x, y) in mix.items()},
+    )
 
 
 def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> dict:
@@ -398,8 +440,8 @@ def aes(ours: dict, reference: dict) -> float | None:
     return shorter + (3 if gain >= 0 else 5) * gain
 
 
-def reach(target: float, own: dict, pairs: list, mu: float, given: list[float]) -> dict:
-    costs = {
+def costs_of(mu: float, given: list[float]) -> dict:
+    return {
         "steps": lambda run, step: step,
         "generated_tokens": lambda run, step: total(run, step, "cost/generated_tokens"),
         "compute_measured": lambda run, step: compute(run, step, mu),
@@ -409,6 +451,9 @@ def reach(target: float, own: dict, pairs: list, mu: float, given: list[float]) 
         },
         "seconds": lambda run, step: total(run, step, "step_time"),
     }
+
+
+def reach(target: float, own: dict, pairs: list, costs: dict) -> dict:
     found = {}
     for name, cost in costs.items():
         values = [crossing(run, target, cost) for run in own.values()]

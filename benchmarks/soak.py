@@ -2,11 +2,12 @@
 
     python benchmarks/soak.py --steps 10000 [--output FILE] [--folder DIR]
 
-The recipe `tiny` with 16 completions a step, replay, and a checkpoint every 500 steps. Resident
-memory and open files of the trainer and of its verifiers are noted every 100 steps. A straight line
-is fitted by least squares to what comes after the first 1,000 steps (a run that is cut short: after
-its first tenth): its slope in MiB per 1,000 steps, with the standard error. A slope above LIMIT by
-more than twice its error fails. FILE (JSON) is written anew with every sample.
+The recipe `tiny` with 16 completions of at most 14 tokens a step, one update, replay, and a
+checkpoint every 500 steps. Resident memory and open files of the trainer and of its verifiers are
+noted every 100 steps. A straight line is fitted by least squares to what comes after the first
+1,000 steps (a run that is cut short: after its first tenth): its slope in MiB per 1,000 steps, with
+the standard error. A slope above LIMIT by more than twice its error fails. FILE (JSON) is written
+anew with every sample.
 """
 
 import argparse
@@ -30,6 +31,7 @@ LIMIT = 1.0
 OVERRIDES = (
     "sampling.prompts_per_step=4", "sampling.group_size=4", "replay.warmup_steps=3",
     "optimizer.learning_rate=1e-6", "checkpoint.every_steps=500", "eval.benchmarks=[]",
+    "sampling.max_completion_length=14", "batch.updates_per_step=1",
 )  # fmt: skip
 """A small learning rate: a pupil that answers everything would leave no group to train on."""
 
@@ -55,6 +57,8 @@ def main() -> int:
             time.sleep(0.1)
     finally:
         process.kill()
+    if not samples:
+        raise SystemExit(f"the run ended before step {EVERY_STEPS}: see {run.log}")
     found = result(samples)
     print(json.dumps({name: value for name, value in found.items() if name != "samples"}))
     return int(process.returncode != 0 or not flat(found))

@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def seconds_to(level: float, run: Run, quantity: str) -> float:
             share = (level - before[1]) / (value - before[1])
             return before[0] + share * (seconds - before[0])
         before = seconds, value
-    return float("inf")
+    return inf
 
 
 def report(level: float, found: dict[str, list[Run]]) -> None:
@@ -90,11 +91,11 @@ def report(level: float, found: dict[str, list[Run]]) -> None:
     for quantity in ("wall", "cpu"):
         needed = {name: [seconds_to(level, run, quantity) for run in found[name]] for name in found}
         for name, seconds in needed.items():
-            middle = statistics.median(seconds)
-            each = ", ".join(f"{one:.1f}" for one in seconds)
+            middle, peers = statistics.median(seconds), statistics.median(needed.get("trl", [inf]))
+            each = ", ".join("not reached" if one == inf else f"{one:.1f}" for one in seconds)
             line = f"  {name:<10} {quantity:>4} s: {each}; median {middle:.1f}"
-            if name != "trl" and "trl" in needed:
-                line += f", {middle / statistics.median(needed['trl']):.2f} of TRL's"
+            if name != "trl" and middle < inf and peers < inf:
+                line += f", {middle / peers:.2f} of TRL's"
             print(line)
 
 

@@ -24,12 +24,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.sampling.vllm_local import VllmLocalSampler
 from grpo_replay.sampling.vllm_requests import engine_arguments, sampling_parameters
-from grpo_replay.types import GenerationRequest, RequestKey
+from grpo_replay.types import GenerationRequest, RequestKey, completion_seed
 
 VOCABULARY = 512
 PORT = 8720

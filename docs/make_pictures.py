@@ -1,8 +1,9 @@
-"""Make the pictures near the top of the README.
+"""Make the pictures of the README.
 
     grpo-replay train tiny --output-dir runs/tiny
     grpo-replay sweep seeds.yaml --output-dir runs/seeds
-    python docs/make_pictures.py runs/tiny runs/seeds
+    grpo-replay train smollm2 --set eval.every_steps=3 --output-dir runs/smollm2
+    python docs/make_pictures.py --tiny runs/tiny --seeds runs/seeds --smollm2 runs/smollm2
 
 seeds.yaml is
 
@@ -11,7 +12,7 @@ seeds.yaml is
     arms: {grpo: [replay.preset=grpo], ours: [replay.preset=ours]}
     seeds: [1, 2, 3]
 
-The end of a run in the terminal, the top of the buffer's page in Chromium, a figure of a report.
+The end of a run in the terminal, the top of the buffer's page in Chromium, figures of reports.
 """
 
 import argparse
@@ -59,21 +60,26 @@ def screenshot_of_buffer(run: Path, picture: Path) -> None:
     few_colours.save(picture, optimize=True)
 
 
-def report_figure(sweep: Path, picture: Path) -> None:
-    """Accuracy over steps, from `report SWEEP --output DIR`."""
+def report_figure(runs: Path, picture: Path) -> None:
+    """Accuracy over steps, from `report RUNS --output DIR`."""
     with tempfile.TemporaryDirectory() as folder:
-        report(sweep, output=Path(folder) / "report")
+        report(runs, output=Path(folder) / "report")
         shutil.copyfile(Path(folder) / "report" / "figures" / "accuracy_by_steps.svg", picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="a finished `train tiny`")
-    parser.add_argument("sweep", type=Path, help="runs of several seeds with and without replay")
+    parser.add_argument("--tiny", type=Path, help="a finished `train tiny`")
+    parser.add_argument("--seeds", type=Path, help="runs of several seeds with and without replay")
+    parser.add_argument("--smollm2", type=Path, help="a finished `train smollm2`")
     given = parser.parse_args()
-    (IMAGES / "train-tiny.svg").write_text(end_of_training(given.run), encoding="utf-8")
-    screenshot_of_buffer(given.run, IMAGES / "buffer-page.png")
-    report_figure(given.sweep, IMAGES / "report-seeds.svg")
+    if given.tiny:
+        (IMAGES / "train-tiny.svg").write_text(end_of_training(given.tiny), encoding="utf-8")
+        screenshot_of_buffer(given.tiny, IMAGES / "buffer-page.png")
+    if given.seeds:
+        report_figure(given.seeds, IMAGES / "report-seeds.svg")
+    if given.smollm2:
+        report_figure(given.smollm2, IMAGES / "report-smollm2.svg")
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def _usage(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
     word = declared or "--" + parameter.name.replace("_", "-")
     types = [each.__name__ for each in (kind, *get_args(kind)) if each in (int, float, str)]
     value = "" if bool in (kind, *get_args(kind)) else f" {info.metavar or types[0].upper()}"
-    telling = parameter.default not in (None, False, ..., parameter.empty)
+    telling = parameter.default not in (None, False, "", ..., parameter.empty)
     return f"`{word}{value}`" + (f" (default {parameter.default})" if telling else "")
 
 

@@ -97,8 +97,7 @@ def evaluate(
     `output`. Defaults are those of `grpo-replay eval`; `reward` is a function as in `train`."""
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.evaluation.evaluation_report import check_output, generations_parent
-    from grpo_replay.evaluation.model_source import find_model
-    from grpo_replay.evaluation.session import evaluate_model, resolve_evaluation
+    from grpo_replay.evaluation.session import evaluate_model, find_model, resolve_evaluation
 
     source, file = find_model(str(model)), Path(output)
     chosen = {

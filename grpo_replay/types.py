@@ -22,6 +22,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+
 Row = Mapping[str, Any]
 """One row of a data set."""
 
@@ -264,3 +265,14 @@ class RolloutOutcome:
     ratio_mean: float
     ratio_max: float
     entropy: float
+
+
+def completion_seed(run_seed: int, key: RequestKey) -> int:
+    """The seed of one completion, in [0, 2^63), from the run seed and the request's key."""
+    sequence = np.random.SeedSequence([run_seed, *key])
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def stream(run_seed: int, *path: int) -> np.random.Generator:
+    """The random generator of the stream that `path` identifies, independent of other streams."""
+    return np.random.default_rng(np.random.SeedSequence([run_seed, *path]))

@@ -12,7 +12,7 @@ from async_parts.windows import Window, arm
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["__main__", "grpo_replay.cli.app", "grpo_replay.training.run", "deepspeed"]
+    ["__main__", "grpo_replay.cli.app", "grpo_replay.training.run", "deepspeed", "pandas"]
 )
 # The server of the forks finds modules by this variable only (CPython 3.11).
 os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)

@@ -1,9 +1,11 @@
-"""The moments between the files of a run: every rename and removal in its folder."""
+"""The moments between the files of a run: every rename and removal in its folder, and every file
+of a folder that is removed."""
 
 import os
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,30 +34,41 @@ class Window:
 
 def arm(window: Window) -> None:
     """From now on, SIGKILL this process, or the victim, in the window."""
-    seen: dict[str, int] = {}
+    watch = _Watch(window)
     for module, name in _CHANGES:
-        setattr(module, name, _watched(getattr(module, name), name, window, seen))
+        setattr(module, name, watch.watched(getattr(module, name), name))
 
 
-def _watched(
-    change: Callable[..., Any], name: str, window: Window, seen: dict[str, int]
-) -> Callable[..., Any]:
-    def watched(*arguments: Any, **options: Any) -> Any:
-        label = _label(window.folder, name, arguments)
-        if label is None:
-            return change(*arguments, **options)
-        with open(window.notes, "a") as notes:
-            notes.write(f"{label}\n")
-        seen[label] = seen.get(label, 0) + 1
-        here = label == window.label and seen[label] == window.count
-        if here and not window.after:
-            os.kill(window.victim or os.getpid(), signal.SIGKILL)
-        result = change(*arguments, **options)
-        if here and window.after:
-            os.kill(window.victim or os.getpid(), signal.SIGKILL)
-        return result
+class _Watch:
+    """Counts the changes. `removed` is the label of the removal of a folder that goes on."""
 
-    return watched
+    def __init__(self, window: Window) -> None:
+        self.window, self.removed = window, ""
+        self.seen: Counter[str] = Counter()
+
+    def watched(self, change: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def watched(*arguments: Any, **options: Any) -> Any:
+            label = _label(self.window.folder, name, arguments)
+            if self.removed:  # with names relative to a descriptor
+                label = f"{name} in {self.removed}"
+            if label is None:
+                return change(*arguments, **options)
+            with open(self.window.notes, "a") as notes:
+                notes.write(f"{label}\n")
+            self.seen[label] += 1
+            here = (label, self.seen[label]) == (self.window.label, self.window.count)
+            self._kill(here and not self.window.after)
+            self.removed = label if name == "rmtree" else self.removed
+            result = change(*arguments, **options)
+            self.removed = "" if name == "rmtree" else self.removed
+            self._kill(here and self.window.after)
+            return result
+
+        return watched
+
+    def _kill(self, is_due: bool) -> None:
+        if is_due:
+            os.kill(self.window.victim or os.getpid(), signal.SIGKILL)
 
 
 def _label(folder: str, name: str, arguments: tuple[Any, ...]) -> str | None:

@@ -84,8 +84,7 @@ def make_requests(
     count: int, prompt_tokens: int, completion_tokens: int, step: int
 ) -> list["GenerationRequest"]:
     """In groups of eight, keyed and seeded as the trainer does."""
-    from grpo_replay.replay.seeding import completion_seed
-    from grpo_replay.types import GenerationRequest, RequestKey
+    from grpo_replay.types import GenerationRequest, RequestKey, completion_seed
 
     rng = np.random.default_rng(7)
     prompts = rng.integers(*LETTERS, (count // 8 + 1, prompt_tokens)).astype(np.int32)

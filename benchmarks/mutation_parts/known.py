@@ -24,7 +24,7 @@ LOSS = "grpo_replay/replay/loss.py"
 BATCH = "grpo_replay/replay/batch.py"
 ADVANTAGES = "grpo_replay/replay/advantages.py"
 ARRIVALS = "grpo_replay/collection/arrivals.py"
-ASSEMBLY = "grpo_replay/collection/assembly.py"
+ASSEMBLY = "grpo_replay/collection/arrivals.py"
 FROZEN = (
     "tests/training/test_trainer.py::"
     "test_a_step_trains_on_every_fresh_survivor_and_on_the_draw_with_frozen_values[token_mean]"
@@ -177,7 +177,7 @@ KNOWN = (
         "tests/replay/test_draw_law.py::test_probabilities_ess_and_entropy_by_hand",
     ),
     Known(
-        "a query's priority is the sum of its members'", "grpo_replay/replay/drawing.py",
+        "a query's priority is the sum of its members'", "grpo_replay/replay/priorities.py",
         "np.add.reduceat(candidates.priority_N, starts_Q) / sizes_Q",
         "np.add.reduceat(candidates.priority_N, starts_Q)",
         "tests/replay/test_draw_law.py::"

@@ -15,7 +15,7 @@ from grpo_replay.evaluation.aes import AesScore, Point, point_of, score_points, 
 from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.evaluation_report import read_report_graded_by
 from grpo_replay.evaluation.evaluation_tables import plain_table, tokens
-from grpo_replay.evaluation.results import Interval
+from grpo_replay.evaluation.statistics import Interval
 from grpo_replay.terminal.console import open_console, print_json, print_table
 
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.lab.dry_run.dry_run_report import DEFAULT_OUTPUT, dry_run
-from grpo_replay.lab.dry_run.estimates import Known
+from grpo_replay.lab.dry_run.estimates import DEFAULT_GPU, Known
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
@@ -154,7 +154,8 @@ def _look_table(look: Mapping[str, Any], time: Mapping[str, Any]) -> Table:
 def _seconds_of_step(time: Mapping[str, Any]) -> str:
     if time["hours"] is None:
         return "unknown: nothing was trained on"
-    return f"{time['hours'] * 3600 / time['steps']:.2g}"
+    seconds = time["hours"] * 3600 / time["steps"]
+    return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def _two_digits(gib: float) -> str:
@@ -181,7 +182,7 @@ def _step_table(report: Mapping[str, Any]) -> Table:
          f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"),
     ):  # fmt: skip
         table.add_row(label, str(value))
-    for label, value in _time_rows(report["time"]):
+    for label, value in _time_rows(report["time"], report["hardware"]):
         table.add_row(label, value)
     for key, label in (
         ("offloaded_host_gib_per_rank", "offloaded to host memory, GiB per rank"),
@@ -194,7 +195,7 @@ def _step_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
-def _time_rows(time: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+def _time_rows(time: Mapping[str, Any], hardware: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     if time["hours"] is None:
         return
     parts = ("generation", "training", "other")
@@ -202,7 +203,9 @@ def _time_rows(time: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield "seconds: generation / training / other, expected", seconds
     gpu_hours = "" if time["gpu_hours"] is None else f" / {time['gpu_hours']:,g}"
     what = "hours" if time["gpu_hours"] is None else "hours / GPU-hours"
-    yield f"{what} for all {time['steps']:,} steps, expected", f"{time['hours']:,g}{gpu_hours}"
+    guessed = hardware["gpu"] is None and time["speed_is"].startswith("assumed")
+    which = f"if {DEFAULT_GPU}s" if guessed else "expected"
+    yield f"{what} for all {time['steps']:,} steps, {which}", f"{time['hours']:,g}{gpu_hours}"
 
 
 def _sampler_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
@@ -217,8 +220,8 @@ def _pair(section: Mapping[str, Any], name: str) -> str:
 
 
 def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
-    """What stands in the way, what would fit, and last the answer."""
-    memory, problems = report["memory"], len(report["problems"])
+    """What would fit, and last the answer, with what stands in the way."""
+    memory = report["memory"]
     if memory is not None:
         size = f"{memory['peak_gib']:.1f} of {memory['capacity_gib']:.1f} GiB"
         peak = f"{size} at the peak ({memory['peak_phase'].replace('_', ' ')})"
@@ -231,13 +234,15 @@ def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
         yield f"[bold {'green' if look['can_learn'] else 'yellow'}]first look[/]: {look['verdict']}"
     if report["advice"] is not None:
         yield _advice(report["advice"])
-    if report["fits"] is None or memory is None:
+    if report["fits"] is False:
+        reasons = [escape(each) for each in report["problems"]]
+        if memory is not None and not memory["fits"]:
+            reasons.append("not enough memory")
+        yield from (f"[bold red]would not start[/]: {each}" for each in reasons)
+    elif report["fits"] is None or memory is None:
         yield "[bold yellow]cannot say whether it fits[/]: see what is unchecked"
-    elif report["fits"]:
-        yield f"[bold green]fits[/]: {peak}"
     else:
-        of = f"{problems} problem{'s' if problems != 1 else ''}, above" if problems else "see above"
-        yield f"[bold red]would not start[/]: {of}"
+        yield f"[bold green]fits[/]: {peak}"
 
 
 def _advice(advice: Mapping[str, Any]) -> str:

@@ -74,7 +74,7 @@ def report_error(error: Exception) -> int:
     """Print an error once over all ranks; returns the exit code."""
     from grpo_replay.distributed.failures import is_lost_peer, lost_contact, report_failure
     from grpo_replay.terminal.console import printable
-    from grpo_replay.terminal.secrets import without_secrets
+    from grpo_replay.terminal.quiet import without_secrets
 
     _log(error)
     error = _of_a_bad_path(error) or _of_a_missing_extra(error) or error

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from grpo_replay.cli.foreign_code import consider_code
+from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.failures import sigterm_interrupts
@@ -34,10 +34,15 @@ from grpo_replay.evaluation.evaluation_tables import (
     length_table,
     terminal_tables,
 )
-from grpo_replay.evaluation.model_source import ModelSource, find_model, used_revision
-from grpo_replay.evaluation.session import evaluate_model, recipe_path, resolve_evaluation
+from grpo_replay.evaluation.session import (
+    ModelSource,
+    evaluate_model,
+    find_model,
+    recipe_path,
+    resolve_evaluation,
+    used_revision,
+)
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
-from grpo_replay.recipe.named_code import code_of
 from grpo_replay.terminal.console import open_console, print_json, print_table
 from grpo_replay.terminal.quiet import warnings_on_stderr
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_replay.cli.foreign_code import consider_code
+from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import InspectOptions
 from grpo_replay.errors import DatasetError, SnapshotError, UsageError, first_line
 from grpo_replay.lab.inspection import views
@@ -19,7 +19,6 @@ from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter_rows, open_rows
 from grpo_replay.lab.inspection.source import Source, open_source, read_run_recipe
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
-from grpo_replay.recipe.named_code import code_of
 from grpo_replay.storage.atomic import named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.recipe_history import read_history
@@ -213,7 +212,7 @@ def _policies(run_dir: Path) -> Callable[[int], Any]:
     from grpo_replay.terminal.quiet import quiet_libraries
 
     with quiet_libraries():
-        from grpo_replay.engine.plain_policy import PlainPolicy
+        from grpo_replay.engine.models import PlainPolicy
 
     def open_policy(step: int) -> PlainPolicy:
         recipe = read_run_recipe(run_dir, max(step, 1))

@@ -153,7 +153,8 @@ class EvalOptions:
     )
     benchmarks: tuple[str, ...] = many(
         "math500, aime25, aime26, hmmt_feb25 or hmmt_feb26; a group: paper, paper_b, tiny or "
-        "tiny_long; or a JSONL or Parquet file. May be repeated.",
+        "tiny_long; or a file or folder as for prompts.source, with the fields of prompts. May be "
+        "repeated.",
         "--benchmark",
         metavar="NAME",
     )

@@ -1,25 +1,275 @@
-"""`grpo-replay sweep`: run a grid of arms and seeds, or say what it would run."""
+"""`grpo-replay sweep`: run a grid of arms and seeds, or say what it would run.
+
+A run shows a live table of its cells, or plain lines; `--dry-run` an estimate, the cells with their
+tokens and memory.
+"""
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from grpo_replay.cli.options import SweepOptions
-from grpo_replay.cli.sweep_display import SweepDisplay, cells_table, print_estimate
 from grpo_replay.errors import INTERRUPTED, UsageError
+from grpo_replay.evaluation.evaluation_tables import SHORT_NAME
+from grpo_replay.lab.dry_run.dry_run_report import DryRunReport, dry_run
 from grpo_replay.lab.sweep.cell_processes import Launcher
 from grpo_replay.lab.sweep.cells import shell_command
-from grpo_replay.lab.sweep.grid import (
-    Comparison,
-    check_folder,
-    choose_arms,
-    expand,
-    open_folder,
-)
+from grpo_replay.lab.sweep.grid import Comparison, check_folder, choose_arms, expand, open_folder
 from grpo_replay.lab.sweep.sweep_file import SweepFile, find_sweep, read_sweep_file
 from grpo_replay.lab.sweep.sweep_run import Entry, Status, StopRequests, SweepRun
-from grpo_replay.terminal.console import open_console
+from grpo_replay.recipe import Recipe
+from grpo_replay.terminal.console import open_console, print_json, print_table
+
+_STYLES = {
+    Status.RUNNING: "cyan",
+    Status.DONE: "green",
+    Status.FAILED: "bold red",
+    Status.BLOCKED: "yellow",
+    Status.INTERRUPTED: "yellow",
+    Status.WAITING: "dim",
+}
+_MOST_INTERESTING_FIRST = (
+    *(Status.FAILED, Status.RUNNING, Status.INTERRUPTED),
+    *(Status.BLOCKED, Status.WAITING, Status.DONE),
+)
+
+
+class SweepDisplay:
+    """Shows a live table on a terminal, and elsewhere one line per change of a cell."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+        self._shown: dict[str, float | None] = {}
+
+    def __enter__(self) -> "SweepDisplay":
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, transient=True, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def on_change(self, entry: Entry) -> None:
+        if self._live is None and entry.status in (
+            *(Status.RUNNING, Status.DONE, Status.FAILED, Status.INTERRUPTED),
+        ):
+            self._print(f"{entry.status.value} {entry.cell.name}{_after(entry)}")
+
+    def on_notice(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def on_progress(self, entries: Sequence[Entry]) -> None:
+        if self._live is not None:
+            room = max(5, self._console.height - 6)
+            self._live.update(cells_table(entries, room), refresh=True)
+            return
+        for entry in entries:
+            evaluated = entry.status is Status.RUNNING and entry.accuracy is not None
+            if evaluated and self._shown.get(entry.cell.name) != entry.accuracy:
+                self._shown[entry.cell.name] = entry.accuracy
+                self._print(f"running {entry.cell.name}{_after(entry)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _after(entry: Entry) -> str:
+    words = []
+    if entry.status is not Status.DONE and entry.progress.step:
+        words.append(f"step {entry.progress.step}/{entry.steps}")
+    if entry.accuracy is not None:
+        words.append(f"{100 * entry.accuracy:.1f} %")
+    if entry.message and (entry.status is Status.FAILED or not words):
+        words.append(entry.message)
+    return f": {', '.join(words)}" if words else ""
+
+
+def cells_table(entries: Sequence[Entry], room: int | None = None) -> Table:
+    """Cells with state, step and held-out accuracy. With `room`, at most so many rows, and what
+    fails or runs comes first."""
+    counts = Counter(entry.status for entry in entries)
+    title = ", ".join(f"{counts[status]} {status.value}" for status in Status if counts[status])
+    table = Table(title=f"{len(entries)} cells: {title}", title_justify="left")
+    table.add_column("cell", overflow="fold", min_width=24)
+    table.add_column("state")
+    table.add_column("step", justify="right")
+    table.add_column("accuracy, %", justify="right")
+    shown = list(entries)
+    if room is not None and len(shown) > room:
+        shown = sorted(entries, key=lambda entry: _MOST_INTERESTING_FIRST.index(entry.status))
+        shown = shown[: room - 1]
+    for entry in shown:
+        table.add_row(*_row(entry))
+    if len(shown) < len(entries):
+        table.add_row(f"… and {len(entries) - len(shown)} more", "", "", "", style="dim")
+    return table
+
+
+def _row(entry: Entry) -> Iterable[str | Text]:
+    step = entry.steps if entry.status is Status.DONE else entry.progress.step
+    yield entry.cell.name
+    yield Text(entry.status.value, _STYLES[entry.status])
+    yield f"{step}/{entry.steps}" if step else ""
+    yield "" if entry.accuracy is None else f"{100 * entry.accuracy:.1f}"
+
+
+def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
+    """Print the estimate as tables or as one JSON document."""
+    document = estimate(entries)
+    if as_json:
+        print_json(document)
+        return
+    console = open_console()
+    print_table(console, estimate_table(document))
+    console.print(_describe_totals(document["totals"]), soft_wrap=True)
+    for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
+        for sentence in document[title]:
+            console.print(f"{title.rstrip('s')}: {sentence}", style=style)
+
+
+def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
+    """The cells with state, tokens and memory; totals count what is left to do.
+
+    Runs that differ in seed, name or optimizer share an estimate. Tokens are expected ones of the
+    training steps; evaluations come on top.
+    """
+    reports: dict[str, DryRunReport] = {}
+    cells = []
+    for entry in entries:
+        recipe = entry.cell.resolved_recipe()
+        same = _without_what_costs_nothing(recipe).model_dump_json()
+        if same not in reports:
+            reports[same] = dry_run(recipe, output_dir=entry.cell.root)
+        cells.append(_cell(entry, reports[same]))
+    findings = [report.findings for report in reports.values()]
+    return {
+        "cells": cells,
+        "totals": _totals(cells),
+        "problems": _unique(found.problems for found in findings),
+        "unchecked": _unique(found.unchecked for found in findings),
+        "assumptions": _unique(found.assumptions for found in findings),
+    }
+
+
+def _without_what_costs_nothing(recipe: Recipe) -> Recipe:
+    run = recipe.run.model_copy(update={"seed": 0})
+    return recipe.model_copy(update={"run": run, "optimizer": None})
+
+
+def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:
+    left = 0 if entry.status is Status.DONE else entry.steps - entry.progress.step
+    return {
+        "name": entry.cell.name,
+        "folder": str(entry.cell.folder),
+        "state": entry.disk.value if entry.status is Status.WAITING else entry.status.value,
+        "awaits_tuning": entry.cell.awaits_choice,
+        "steps": entry.steps,
+        "steps_left": left,
+        "generated_tokens": left * report.step["generated_tokens_expected"],
+        "trained_tokens": left * report.step["trained_tokens_expected"],
+        "hours": _share(report.time["hours"], left / entry.steps),
+        "gpu_hours": _share(report.time["gpu_hours"], left / entry.steps),
+        "processes": report.hardware["processes"],
+        "peak_gib": None if report.memory is None else report.memory["peak_gib"],
+        "checkpoints_gib": report.storage["checkpoints_gib_most"],
+        "fits": report.fits,
+    }
+
+
+def _totals(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "cells": len(cells),
+        "unfinished": sum(cell["state"] != "done" for cell in cells),
+        "generated_tokens": sum(cell["generated_tokens"] for cell in cells),
+        "trained_tokens": sum(cell["trained_tokens"] for cell in cells),
+        "hours": _sum([cell["hours"] for cell in cells]),
+        "gpu_hours": _sum([cell["gpu_hours"] for cell in cells]),
+        "checkpoints_gib": _sum([cell["checkpoints_gib"] for cell in cells]),
+    }
+
+
+def _share(value: float | None, part: float) -> float | None:
+    return None if value is None else round(value * part, 4)
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known), 3) if len(known) == len(values) else None
+
+
+def _unique(lists: Any) -> list[str]:
+    return list(dict.fromkeys(sentence for each in lists for sentence in each))
+
+
+def _describe_totals(totals: dict[str, Any]) -> str:
+    parts = [
+        f"{totals['cells']} cells, {totals['unfinished']} unfinished; to do: "
+        f"{totals['generated_tokens']:,} tokens generated",
+        f"{totals['trained_tokens']:,} trained",
+    ]
+    if totals["hours"] is not None:
+        parts.append(f"{totals['hours']:,.2f} hours one after the other")
+    if totals["gpu_hours"] is not None:
+        parts.append(f"{totals['gpu_hours']:,.0f} GPU hours")
+    return f"{', '.join(parts)}; checkpoints {_number(totals['checkpoints_gib'])} GiB"
+
+
+_NUMBERS = ("generated", "trained", "hours", "GiB ×\nranks", "fits")
+
+
+def estimate_table(document: dict[str, Any]) -> Table:
+    """One row for the seeds of an arm or of a tuned value."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in document["cells"]:
+        groups.setdefault(str(PurePath(cell["name"]).parent), []).append(cell)
+    rows = [(name, *_group(cells)) for name, cells in groups.items()]
+    title = "runs by seed, and their tokens still to do; * after tuning"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    names, seeds, *numbers = zip(*rows, strict=True)
+    longest = max(map(cell_len, names))
+    table.add_column("cells", overflow="fold", min_width=min(longest, SHORT_NAME))
+    states = [state.strip() for cell in seeds for state in cell.split(",")]
+    table.add_column("seeds", justify="right", min_width=max(map(cell_len, (*states, "seeds"))))
+    for header, cells in zip(_NUMBERS, numbers, strict=True):
+        width = max(map(cell_len, (*header.splitlines(), *cells)))
+        table.add_column(header, justify="right", no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _group(cells: Sequence[dict[str, Any]]) -> Iterator[str]:
+    states = Counter(cell["state"] for cell in cells)
+    mark = "*" if cells[0]["awaits_tuning"] else ""
+    yield ", ".join(f"{count} {state}" for state, count in states.items()) + mark
+    for name in ("generated_tokens", "trained_tokens"):
+        yield f"{sum(cell[name] for cell in cells) / 1e6:,.1f} M"
+    yield _number(_sum([cell["hours"] for cell in cells]))
+    yield f"{_number(cells[0]['peak_gib'])} × {cells[0]['processes']}"
+    yield {True: "yes", False: "no", None: "?"}[cells[0]["fits"]]
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.2f}"
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -5,12 +5,11 @@ import logging
 import sys
 from pathlib import Path
 
-from grpo_replay.cli.foreign_code import consider_code
+from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import TrainOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import INTERRUPTED, CheckpointError, UsageError
 from grpo_replay.recipe import Recipe, load_recipe
-from grpo_replay.recipe.named_code import code_of
 from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 from grpo_replay.storage.tracking import missing_trackers

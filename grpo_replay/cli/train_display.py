@@ -16,7 +16,7 @@ from rich.text import Text
 
 from grpo_replay.errors import DataError
 from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
-from grpo_replay.terminal.secrets import without_secrets
+from grpo_replay.terminal.quiet import without_secrets
 from grpo_replay.training.observer import Observer
 
 if TYPE_CHECKING:
@@ -129,7 +129,9 @@ class RunDisplay(Observer):
             parts.append(f"no reward {100 * metrics['reward/missing_fraction']:.1f} %")
         if self._held_out is not None:
             parts.append(f"held-out {100 * self._held_out:.1f} %")
-        parts.append(f"fresh {metrics['fresh/rollouts']} replayed {metrics['replay/rollouts']}")
+        fresh, replayed = metrics["fresh/rollouts"], metrics["replay/rollouts"]
+        why = "" if reward is None or fresh or replayed else " (no group with signal)"
+        parts.append(f"fresh {fresh} replayed {replayed}{why}")
         if metrics["replay/age_mean"] is not None:
             parts.append(f"age {metrics['replay/age_mean']:.1f}")
         if "async/trainer_idle" in metrics:
@@ -175,8 +177,10 @@ def _print_staleness(run_dir: Path, out: Console) -> None:
     from grpo_replay.lab.inspection.buffer_panels import staleness_panel
     from grpo_replay.lab.inspection.compute import summarise
     from grpo_replay.lab.inspection.source import open_source
+    from grpo_replay.terminal.console import no_progress
 
-    panel = staleness_panel(summarise(open_source(str(run_dir), None)))
+    with no_progress():  # between two tables
+        panel = staleness_panel(summarise(open_source(str(run_dir), None)))
     if panel is not None:
         out.print(panel)
 

@@ -29,7 +29,7 @@ from grpo_replay.errors import first_line
 from grpo_replay.prompts.prompt_set import load_prompts
 from grpo_replay.recipe import BUILTIN_VERIFIERS, resolve_recipe
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.terminal.secrets import RedactingFormatter
+from grpo_replay.terminal.quiet import RedactingFormatter
 
 PARENT_POLL_SECONDS = 0.5
 

@@ -21,8 +21,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from grpo_replay.collection.arrivals import Amount, ArrivalRules, Arrivals, Selection
-from grpo_replay.collection.assembly import TakenRollouts, take_rollouts
+from grpo_replay.collection.arrivals import (
+    Amount,
+    ArrivalRules,
+    Arrivals,
+    Selection,
+    TakenRollouts,
+    take_rollouts,
+)
 from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.link import CollectorGone, CollectorSettings, Link
 from grpo_replay.collection.messages import (

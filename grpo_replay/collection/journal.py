@@ -38,7 +38,6 @@ class Segment:
 
     records: tuple[Record, ...]
     good_bytes: int
-    torn: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def read_segment(path: Path, is_last: bool) -> Segment:
     data = path.read_bytes()
     if not data.startswith(MAGIC):
         if is_last and MAGIC.startswith(data):
-            return Segment((), 0, torn=True)
+            return Segment((), 0)
         raise JournalError(f"{path} is not a journal of this version: it begins {data[:24]!r}")
     records: list[Record] = []
     offset = len(MAGIC)
@@ -148,14 +147,14 @@ def read_segment(path: Path, is_last: bool) -> Segment:
         end, record = _read_record(data, offset)
         if record is None:
             if is_last and end >= len(data):
-                return Segment(tuple(records), offset, torn=True)
+                return Segment(tuple(records), offset)
             raise JournalError(
                 f"{path}: the record at byte {offset} is damaged, and it is not an incomplete last "
                 "one: restore the file from a copy, or start a new run"
             )
         records.append(record)
         offset = end
-    return Segment(tuple(records), offset, torn=False)
+    return Segment(tuple(records), offset)
 
 
 def _read_record(data: bytes, offset: int) -> tuple[int, Record | None]:

@@ -1,15 +1,21 @@
-"""This process's place among the ranks, and the launcher that started it.
+"""This process's place among the ranks, the launcher that started it, and whether it reaches the
+Hugging Face hub.
 
-Both come from environment variables of our launcher, torchrun, DeepSpeed's launcher or Slurm.
+The place comes from environment variables of our launcher, torchrun, DeepSpeed's launcher or Slurm.
 """
 
 import ctypes
+import functools
+import logging
 import os
 import re
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from grpo_replay.errors import LaunchError
 
@@ -179,3 +185,28 @@ def stop_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if parent_pid != os.getppid():  # it died before we asked
         raise SystemExit(1)
+
+
+_CONNECT_SECONDS = 5
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def use_cache_without_hub() -> None:
+    """If the hub cannot be reached, have its libraries read their cache from now on, as
+    HF_HUB_OFFLINE=1 does: they would try each file again for half a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or getproxies():
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    port = hub.port or (80 if hub.scheme == "http" else 443)
+    try:
+        socket.create_connection((hub.hostname or "", port), _CONNECT_SECONDS).close()
+    except OSError as error:
+        logger.warning("%s cannot be reached (%s): only its cache is read", hub.hostname, error)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for what is not imported yet, and for processes
+        constants.HF_HUB_OFFLINE = True
+        if "datasets" in sys.modules:
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True

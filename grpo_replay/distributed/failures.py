@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
-from grpo_replay.terminal.secrets import without_secrets
+from grpo_replay.terminal.quiet import without_secrets
 
 
 class Interruption:

@@ -1,12 +1,11 @@
 """DeepSpeed's configuration of a recipe, and the learning rate of a training step."""
 
-import math
 from typing import Any
 
 from grpo_replay.recipe import OptimizerSection, Recipe, ZeroSection
 
 
-def deepspeed_config(recipe: Recipe, stage: int) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, stage: int, on_cuda: bool) -> dict[str, Any]:
     """DeepSpeed's configuration at a ZeRO stage. Accumulation is ours: micro-batches vary from
     update to update, and the loss already has its global denominator."""
     optimizer, engine = recipe.optimizer, recipe.engine
@@ -21,7 +20,7 @@ def deepspeed_config(recipe: Recipe, stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": optimizer.max_grad_norm,
-        "optimizer": {"type": "AdamW", "params": _adamw_parameters(optimizer)},
+        "optimizer": {"type": "AdamW", "params": _adamw_parameters(optimizer, on_cuda)},
         "bf16": {"enabled": bf16},
         "data_types": {"grad_accum_dtype": accumulation},
         "zero_optimization": zero,
@@ -65,32 +64,14 @@ def notices_of_precision(dtype: str, stage: int) -> list[str]:
     ]
 
 
-def _adamw_parameters(optimizer: OptimizerSection) -> dict[str, Any]:
+def _adamw_parameters(optimizer: OptimizerSection, on_cuda: bool) -> dict[str, Any]:
+    """On a CPU torch's own choice is a loop of ten passes over every tensor; fused makes one."""
     return {
-        "lr": optimizer.learning_rate,
+        "fused": not on_cuda and "foreach" not in optimizer.adamw.others,
+        "lr": optimizer.learning_rate,  # of no update: `begin_step` sets that of each step
         "betas": [optimizer.beta1, optimizer.beta2],
         "eps": optimizer.epsilon,
         "weight_decay": optimizer.weight_decay,
         **optimizer.adamw.others,
         "torch_adam": True,
     }
-
-
-def learning_rate(settings: OptimizerSection, steps: int, step: int) -> float:
-    """The learning rate of all updates of training step `step` of `steps`, counted from 1.
-
-    With W warm-up steps of N, it is `learning_rate` times step/W up to step W. From step W + 1 on,
-    the progress p = (step - 1 - W)/(N - W) rises from 0 to just below 1, and the factor is `linear`
-    1 - p, `cosine` (1 + cos πp)/2 (Loshchilov and Hutter, arXiv 1608.03983, without restarts). The
-    last step still trains.
-    """
-    highest, warmup = settings.learning_rate, settings.warmup_steps
-    if step <= warmup:
-        return highest * (step / warmup)
-    if settings.schedule == "constant":
-        return highest
-    progress = (step - 1 - warmup) / (steps - warmup)
-    remaining = 1.0 - progress
-    if settings.schedule == "cosine":
-        remaining = (1.0 + math.cos(math.pi * progress)) / 2
-    return highest * remaining

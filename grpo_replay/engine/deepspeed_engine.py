@@ -1,5 +1,6 @@
 """The engine: DeepSpeed ZeRO 0-3, from one CPU process to many nodes."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.deepspeed_config import deepspeed_config, learning_rate
+from grpo_replay.engine.deepspeed_config import deepspeed_config
 from grpo_replay.engine.engine_protocol import UpdateResult
 from grpo_replay.engine.engine_state import (
     has_other_layout,
@@ -23,24 +24,25 @@ from grpo_replay.engine.engine_state import (
     save_state,
     undo_first_step,
 )
-from grpo_replay.engine.lora import LoraAdapters
-from grpo_replay.engine.microbatches import MicroBatch, pack_multiple, scatter_microbatches
-from grpo_replay.engine.model_trials import Forward, can_pack, can_share, refuse_other_logprobs
-from grpo_replay.engine.policy_module import PolicyModule
-from grpo_replay.engine.row_results import (
+from grpo_replay.engine.microbatches import (
+    MicroBatch,
+    pack_multiple,
     pack_statistics,
     pack_tokens,
+    scatter_microbatches,
     unpack_statistics,
     unpack_tokens,
     update_result,
 )
+from grpo_replay.engine.model_trials import Forward, can_pack, can_share, refuse_other_logprobs
+from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
-from grpo_replay.engine.weights import full_adapters, full_tensors, tied_names
+from grpo_replay.engine.weights import LoraAdapters, full_adapters, full_tensors, tied_names
 from grpo_replay.errors import NonFiniteError
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import OptimizerSection, Recipe
 from grpo_replay.replay.batch import TrainRow, logprob_row
 from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
-from grpo_replay.replay.seeding import stream
+from grpo_replay.types import stream
 
 DROPOUT_STREAM = 0x64726F70
 """Identifies the random streams of dropout ("drop" in ASCII)."""
@@ -97,10 +99,17 @@ class DeepSpeedEngine:
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
-            config=deepspeed_config(self._recipe, self._stage),
+            config=deepspeed_config(self._recipe, self._stage, self._device.type == "cuda"),
         )
         undo_first_step(engine.optimizer)
+        if self._reduces_nothing:  # DeepSpeed would sum copies of all gradients over one rank
+            engine.enable_backward_allreduce = False
         return engine
+
+    @property
+    def _reduces_nothing(self) -> bool:
+        """Gradients are whole, and those of one rank."""
+        return self._stage == 0 and self._comm.world_size == 1
 
     def _layout_of(self, config: PreTrainedConfig, forward: Forward) -> Layout:
         """What the recipe asks for, as far as the model can: tried out. Collective."""
@@ -196,6 +205,7 @@ class DeepSpeedEngine:
             table, padding_share = unpack_statistics(gathered, len(rows or ()))
         self._refuse_non_finite(table, rows or ())
         self._comm.position.note("optimizer step")
+        self._complete_gradients()
         unsharded_norm = self._unsharded_grad_norm()
         self._engine.step()
         self._gather_needs_forward = False
@@ -261,6 +271,15 @@ class DeepSpeedEngine:
                 f"{bad[0]} first): training stopped before the update; resume from the last "
                 "checkpoint with a smaller optimizer.learning_rate, or model.dtype float32"
             )
+
+    def _complete_gradients(self) -> None:
+        """A parameter that had no part in the update decays nevertheless, as where DeepSpeed
+        reduces gradients."""
+        if not self._reduces_nothing:
+            return
+        for parameter in self._engine.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _unsharded_grad_norm(self) -> torch.Tensor | None:
         """DeepSpeed does not report the norm for fp32 at stage 0, where gradients are whole."""
@@ -332,3 +351,23 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         self._engine.destroy()
+
+
+def learning_rate(settings: OptimizerSection, steps: int, step: int) -> float:
+    """The learning rate of all updates of training step `step` of `steps`, counted from 1.
+
+    With W warm-up steps of N, it is `learning_rate` times step/W up to step W. From step W + 1 on,
+    the progress p = (step - 1 - W)/(N - W) rises from 0 to just below 1, and the factor is `linear`
+    1 - p, `cosine` (1 + cos πp)/2 (Loshchilov and Hutter, arXiv 1608.03983, without restarts). The
+    last step still trains.
+    """
+    highest, warmup = settings.learning_rate, settings.warmup_steps
+    if step <= warmup:
+        return highest * (step / warmup)
+    if settings.schedule == "constant":
+        return highest
+    progress = (step - 1 - warmup) / (steps - warmup)
+    remaining = 1.0 - progress
+    if settings.schedule == "cosine":
+        remaining = (1.0 + math.cos(math.pi * progress)) / 2
+    return highest * remaining

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.lora import is_adapter
+from grpo_replay.engine.weights import is_adapter
 from grpo_replay.errors import CheckpointError
 from grpo_replay.recipe import Recipe
 from grpo_replay.recipe.retired import modernised

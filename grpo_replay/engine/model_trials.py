@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.microbatches import MicroBatch, micro_batch
-from grpo_replay.engine.output_head import refuse_wrong_head
+from grpo_replay.engine.policy_module import refuse_wrong_head
 from grpo_replay.errors import ModelError, RecipeError, first_line
 from grpo_replay.replay.batch import TrainRow, logprob_row
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -24,12 +25,12 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from grpo_replay.distributed.hub import use_cache_without_hub
+from grpo_replay.distributed.environment import use_cache_without_hub
 from grpo_replay.engine.model_settings import switch_off_dropout
-from grpo_replay.engine.output_head import use_fp32_head
+from grpo_replay.engine.policy_module import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, did_you_mean, first_line
 from grpo_replay.recipe import ModelSection
-from grpo_replay.recipe.paths import short_path
+from grpo_replay.recipe.layers import short_path
 from grpo_replay.tiny import BASES
 
 BUILTIN_MODELS = (*BASES, "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen2.5-7b")
@@ -210,13 +211,12 @@ def _load(
             **options,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = first_line(error).rstrip(".")
         if local:
-            raise ModelError(
-                f"{place}: {what} in {source} cannot be loaded: {first_line(error)}"
-            ) from error
+            raise ModelError(f"{place}: {what} in {source} cannot be loaded: {reason}") from error
         raise ModelError(
             f"{place}: {what} is neither in the local cache nor could it be fetched from the "
-            f"hub: {first_line(error)}. Where there is a network, run `hf download {source} "
+            f"hub: {reason}. Where there is a network, run `hf download {source} "
             f"--local-dir DIR` (config.json, generation_config.json, tokenizer files, "
             f"*.safetensors) and set model.path to DIR"
         ) from error
@@ -370,3 +370,32 @@ def _byte_characters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(shifted)) for byte in range(256)]
+
+
+_CHUNK_TOKENS = 256  # float64 log-probs over a vocabulary of 150,000: 0.3 GB
+
+
+class PlainPolicy:
+    """The weights in a folder, or without one the model that the run began with, on the CPU."""
+
+    def __init__(self, model: ModelSection, seed: int, folder: Path | None) -> None:
+        section = model if folder is None else section_at(model, str(folder))
+        self._model = load_policy(section, seed)
+
+    @torch.no_grad()
+    def logprobs(
+        self, prompt_token_ids: np.ndarray, completion_token_ids: np.ndarray, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probs, entropies) of a completion's tokens, float64 [T], in nats."""
+        completion = len(completion_token_ids)
+        ids = np.concatenate([prompt_token_ids, completion_token_ids]).astype(np.int64)
+        inputs, targets = torch.from_numpy(ids)[None], torch.from_numpy(ids[-completion:])
+        logits_TV = self._model(input_ids=inputs, logits_to_keep=completion + 1).logits[0, :-1]
+        chosen, entropies = [], []
+        for some_TV, some_T in zip(
+            logits_TV.split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True
+        ):
+            logprobs_TV = torch.log_softmax(some_TV.double() / temperature, dim=-1)
+            chosen.append(logprobs_TV.gather(1, some_T[:, None])[:, 0])
+            entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1))
+        return torch.cat(chosen).numpy(), torch.cat(entropies).numpy()

@@ -14,6 +14,7 @@ from grpo_replay.prompts.fields import (
     checked_column,
     known_field,
     problem_statement,
+    statement_text,
     unique_ids,
 )
 from grpo_replay.prompts.sources import (
@@ -23,10 +24,9 @@ from grpo_replay.prompts.sources import (
     read_hub_rows,
     read_local_rows,
 )
-from grpo_replay.prompts.start_notices import statement_text
 from grpo_replay.recipe import EvalSection, PromptsSection
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
-from grpo_replay.recipe.paths import DATA_SUFFIXES
+from grpo_replay.recipe.layers import DATA_SUFFIXES
 from grpo_replay.tiny import TASKS, benchmark_problems
 from grpo_replay.types import Row
 

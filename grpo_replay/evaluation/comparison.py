@@ -10,8 +10,10 @@ import pyarrow.compute as pc
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.results import BenchmarkResult, Interval, MeanResult
 from grpo_replay.evaluation.statistics import (
+    BenchmarkResult,
+    Interval,
+    MeanResult,
     ProblemTable,
     benchmark_draws,
     interval,

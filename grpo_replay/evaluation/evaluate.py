@@ -34,7 +34,6 @@ from grpo_replay.evaluation.cache import (
 )
 from grpo_replay.evaluation.comparison import VERIFIER_PACKAGES
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.results import OtherGrading
 from grpo_replay.evaluation.sample_table import (
     SAMPLE_SCHEMA,
     graded_by,
@@ -43,7 +42,7 @@ from grpo_replay.evaluation.sample_table import (
     with_verdicts,
 )
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample
-from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, summarise_both
+from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, OtherGrading, summarise_both
 from grpo_replay.prompts.fields import ChatMessage
 from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection

@@ -21,14 +21,21 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
-from grpo_replay.evaluation.results import BenchmarkResult, Count, OtherGrading, Results, Whole
 from grpo_replay.evaluation.sample_table import (
     check_samples_file,
     graded_by,
     read_samples,
     write_samples,
 )
-from grpo_replay.evaluation.statistics import ProblemTable, problem_table
+from grpo_replay.evaluation.statistics import (
+    BenchmarkResult,
+    Count,
+    OtherGrading,
+    ProblemTable,
+    Results,
+    Whole,
+    problem_table,
+)
 from grpo_replay.recipe import BUILTIN_VERIFIERS
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 from grpo_replay.storage.sealed_files import reseal

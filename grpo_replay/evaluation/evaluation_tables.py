@@ -9,7 +9,7 @@ from rich.text import Text
 
 from grpo_replay.evaluation.comparison import LengthChange, PairedResult
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.results import (
+from grpo_replay.evaluation.statistics import (
     BenchmarkResult,
     Interval,
     MeanResult,

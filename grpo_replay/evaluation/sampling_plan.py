@@ -22,13 +22,13 @@ from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
     EvalSection,
     PromptsSection,
+    Recipe,
     RewardSection,
     SamplingSection,
 )
-from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import TRIED_ROWS, Sample, try_rewards
-from grpo_replay.types import GenerationRequest, RequestKey
+from grpo_replay.types import GenerationRequest, RequestKey, completion_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,20 @@ def plan_evaluation(
         document["correct_score"] = correct_score
     with_vllm = sampling.vllm_in_ranks or sampling.over_http
     return EvaluationPlan(benchmarks, tuple(samples), settings, document, with_vllm, prompts)
+
+
+def plan_that_fits(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
+    """The plan of `recipe.eval`. As `plan_evaluation`, and raises RecipeError if the model has no
+    room for a prompt and its longest completion."""
+    from grpo_replay.engine.sampling_limits import check_evaluation_room
+
+    plan = plan_evaluation(
+        tokenizer, recipe.eval, recipe.prompts, recipe.sampling, recipe.reward.correct
+    )
+    check_evaluation_room(
+        recipe.sampling, recipe.model, recipe.longest_sequence, plan.longest_prompt, recipe.eval
+    )
+    return plan
 
 
 def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:

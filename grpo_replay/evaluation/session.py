@@ -1,21 +1,25 @@
-"""An evaluation outside training: its recipe, and one process of it."""
+"""An evaluation outside training: its model (a checkpoint, a run, a Hugging Face folder or a hub
+id), its recipe, and one process of it."""
 
+import hashlib
+import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
-from grpo_replay.errors import UsageError
+from grpo_replay.errors import CheckpointError, UsageError
 from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.evaluate import Progress, add_gradings, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.model_source import ModelSource, model_sha256, used_revision
-from grpo_replay.evaluation.sampling_plan import EvaluationPlan, plan_evaluation, try_verifier
+from grpo_replay.evaluation.sampling_plan import plan_that_fits, try_verifier
 from grpo_replay.recipe import (
     Recipe,
     find_recipe,
@@ -25,8 +29,173 @@ from grpo_replay.recipe import (
     resolve_recipe,
 )
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.storage.recipe_history import recipe_file
 from grpo_replay.terminal.quiet import quiet_libraries
 from grpo_replay.tiny import BASES
+
+MODEL_FILES = (
+    *("*.safetensors", "*.bin", "*.index.json", "config.json", "generation_config.json"),
+    *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "*.py"),
+)
+"""The files that belong to a model; others in its folder, such as evaluations, do not."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model and its origin.
+
+    `path` is a folder or hub id; `recipe` the run's recipe, if any; `step` the training step;
+    `notice` a sentence for the user if a default was chosen; `checked` the SHA-256 of each file in
+    the checkpoint's manifest.
+    """
+
+    path: str
+    name: str
+    recipe: Path | None = None
+    step: int | None = None
+    notice: str | None = None
+    checked: dict[str, str] = field(default_factory=dict)
+
+
+def find_model(ckpt: str) -> ModelSource:
+    """The model named by `--ckpt`. Raises CheckpointError if there is none."""
+    path = Path(ckpt).expanduser()
+    if ckpt.startswith("builtin:"):
+        return ModelSource(ckpt, ckpt.replace(":", "-"))
+    if not path.exists():
+        if _HUB_ID.fullmatch(ckpt) and not (path.is_symlink() or path.parent.is_dir()):
+            return ModelSource(ckpt, path.name)
+        if _HUB_ID.fullmatch(ckpt) and path.parent.is_dir():
+            raise CheckpointError(
+                f"--ckpt {ckpt}: no such folder in {path.parent}/, which exists here; if this is a "
+                "hub id, run the command from another folder"
+            )
+        raise CheckpointError(f"--ckpt {ckpt}: no such folder, and not a hub id (owner/name)")
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--ckpt {ckpt} is a file: name the folder of a checkpoint, a run or a model"
+        )
+    if (path / "model").is_dir():
+        return _checkpoint(path.resolve())
+    if (path / "checkpoints").is_dir():
+        return _latest(path / "checkpoints")
+    if (path / "latest").is_dir() or (path / "latest").is_symlink():
+        return _latest(path)
+    if (path / "config.json").is_file():
+        return _folder(path.resolve())
+    listing = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    raise CheckpointError(
+        f"--ckpt {ckpt} is not a checkpoint: expected a checkpoint (with model/), a run (with "
+        f"checkpoints/) or a Hugging Face folder (with config.json), found {listing}"
+    )
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files in a model's folder that belong to the model (`MODEL_FILES`), by name."""
+    return [
+        file
+        for file in sorted(folder.iterdir())
+        if file.is_file() and any(file.match(pattern) for pattern in MODEL_FILES)
+    ]
+
+
+def model_sha256(path: str, expected: Mapping[str, str], revision: str | None = None) -> str:
+    """The SHA-256 over names and contents of a model's files (`MODEL_FILES`).
+
+    `path` is a folder, or a hub id in the local cache, of which `revision` is taken. Raises
+    CheckpointError for a file whose SHA-256 is not the `expected` one.
+    """
+    folder = _local_folder(path, revision)
+    total = hashlib.sha256()
+    for file in model_files(folder):
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if expected.get(file.name, found) != found:
+            raise CheckpointError(
+                f"{file}: its SHA-256 differs from the checkpoint's manifest: the checkpoint is "
+                "damaged; evaluate another one"
+            )
+        total.update(f"{file.name}\0{found}\n".encode())
+    return total.hexdigest()
+
+
+def used_revision(revision: str | None, path: str) -> str | None:
+    """The revision of a hub id; None for a folder, whatever revision the recipe names."""
+    return None if path.startswith("builtin:") or Path(path).is_dir() else revision
+
+
+def _latest(checkpoints: Path) -> ModelSource:
+    latest = checkpoints / "latest"
+    if not latest.is_dir():
+        raise CheckpointError(
+            f"{checkpoints} has no checkpoint yet (no {latest.name}): name another folder, or wait "
+            "for the first checkpoint of the run"
+        )
+    chosen = latest.resolve()
+    source = _checkpoint(chosen)
+    run = checkpoints.resolve().parent
+    name = checkpoint_name(source.step or 0)
+    return replace(source, notice=f"evaluating {name}, the latest checkpoint of {run}")
+
+
+def _checkpoint(checkpoint: Path) -> ModelSource:
+    model = checkpoint / "model"
+    if not (model / "config.json").is_file():
+        raise CheckpointError(f"{model} does not contain a model (no config.json)")
+    manifest = _read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
+    state = _read_json(checkpoint / "state.json", "the checkpoint is incomplete")
+    run = checkpoint.parent.parent
+    try:
+        files = manifest["files"].items()
+        checked = {
+            name.removeprefix("model/"): facts["sha256"]
+            for name, facts in files
+            if name.startswith("model/")
+        }
+        step = int(state["step"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint}: manifest or state is damaged: {error!r}") from error
+    recipe = recipe_file(run, step)
+    missing = [name for name in checked if not (model / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{model} is damaged: {missing[0]} is in its manifest but missing")
+    return ModelSource(
+        str(model),
+        f"{run.name}-{checkpoint_name(step)}",
+        recipe if recipe.is_file() else None,
+        step,
+        checked=checked,
+    )
+
+
+def _folder(folder: Path) -> ModelSource:
+    if folder.name == "model" and (folder.parent / "manifest.json").is_file():
+        return _checkpoint(folder.parent)
+    return ModelSource(str(folder), folder.name)
+
+
+def _local_folder(path: str, revision: str | None) -> Path:
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision, local_files_only=True))
+    except OSError as error:
+        at = f" at revision {revision!r}" if revision else ""
+        raise CheckpointError(f"model {path!r}{at} is not in the local cache: {error}") from error
+
+
+def _read_json(path: Path, meaning: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {meaning} ({error})") from error
+
 
 logger = logging.getLogger(__name__)
 
@@ -147,20 +316,6 @@ def _identify(
     }
     folder = generations_folder(generations, sha256, dtype, device, recipe.model, recipe.sampling)
     return model, folder
-
-
-def plan_that_fits(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
-    """The plan of `recipe.eval`. As `plan_evaluation`, and raises RecipeError if the model has no
-    room for a prompt and its longest completion."""
-    from grpo_replay.engine.sampling_limits import check_evaluation_room
-
-    plan = plan_evaluation(
-        tokenizer, recipe.eval, recipe.prompts, recipe.sampling, recipe.reward.correct
-    )
-    check_evaluation_room(
-        recipe.sampling, recipe.model, recipe.longest_sequence, plan.longest_prompt, recipe.eval
-    )
-    return plan
 
 
 def _open_comm(recipe: Recipe, world_size: int) -> Comm:

@@ -1,5 +1,5 @@
-"""avg@k, unbiased pass@j, intervals over problems and the sign-flip test; and the results of the
-per-sample rows of an evaluation.
+"""The numbers of an evaluation report, whose bounds are checked when a file is read, and how they
+come from the per-sample rows: avg@k, unbiased pass@j, intervals over problems, the sign-flip test.
 
     N  problems of a benchmark     K  samples per problem     B  bootstrap resamples
 
@@ -10,15 +10,107 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import Field
 from scipy.special import betaincinv, ndtri, stdtrit
 
-from grpo_replay.evaluation.results import BenchmarkResult, MeanResult, Results
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Length = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Bound = Annotated[float, Field(allow_inf_nan=False)]
+Interval = tuple[Bound, Bound]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkResult:
+    """One benchmark of n problems with k samples each. Accuracies and rates are fractions.
+
+    Intervals are 95 % intervals over problems, of tokens by the bootstrap; the standard error is
+    that of the mean over problems (all None if n = 1). Lengths are completion tokens; those of
+    correct and of incorrect completions are pooled over samples (None if there are none).
+    `unparsable_answers` has the ids of problems whose reference answer math-verify could not parse.
+    """
+
+    n: Count
+    k: Count
+    avg_at_k: Fraction
+    avg_at_k_stderr: Length | None
+    avg_at_k_interval: Interval | None
+    pass_at_k: Fraction
+    pass_at_k_interval: Interval | None
+    pass_at_j: dict[str, Fraction]
+    mean_tokens: Length
+    mean_tokens_interval: Interval | None
+    mean_tokens_correct: Length | None
+    mean_tokens_incorrect: Length | None
+    truncation_rate: Fraction
+    unparsed_rate: Fraction
+    verdicts: dict[str, Whole]
+    unparsable_answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanResult:
+    """The unweighted mean over benchmarks.
+
+    Lengths of correct and of incorrect completions are pooled over all samples. `pass_at_j` ends at
+    the smallest k; `pass_at_k` averages each benchmark's pass@k at its own k.
+    """
+
+    benchmarks: tuple[str, ...]
+    avg_at_k: Fraction
+    avg_at_k_stderr: Length | None
+    avg_at_k_interval: Interval | None
+    pass_at_k: Fraction
+    pass_at_k_interval: Interval | None
+    pass_at_j: dict[str, Fraction]
+    mean_tokens: Length
+    mean_tokens_interval: Interval | None
+    mean_tokens_correct: Length | None
+    mean_tokens_incorrect: Length | None
+    truncation_rate: Fraction
+    unparsed_rate: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All benchmarks, either sampled or greedy, and their mean."""
+
+    benchmarks: dict[str, BenchmarkResult]
+    mean: MeanResult
+
+    def accuracies(self) -> dict[str, float]:
+        """avg@k of every benchmark, and `mean`."""
+        each = {name: result.avg_at_k for name, result in self.benchmarks.items()}
+        return {**each, "mean": self.mean.avg_at_k}
+
+    def standard_errors(self) -> dict[str, float | None]:
+        """Standard errors of `accuracies`."""
+        each = {name: result.avg_at_k_stderr for name, result in self.benchmarks.items()}
+        return {**each, "mean": self.mean.avg_at_k_stderr}
+
+
+@dataclass(frozen=True, slots=True)
+class OtherGrading:
+    """The completions of a report, graded by a verifier other than its own.
+
+    `gained` counts, by benchmark, the sampled (not greedy) completions that only this verifier
+    accepts, and `lost` those that only the report's own accepts. `versions` are those of the
+    grading packages.
+    """
+
+    sampled: Results
+    greedy: Results | None
+    gained: dict[str, Whole]
+    lost: dict[str, Whole]
+    versions: dict[str, str]
+
 
 BOOTSTRAP_SAMPLES = 2000
 """Resamples for intervals of token counts and of comparisons."""

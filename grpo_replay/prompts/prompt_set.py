@@ -5,6 +5,7 @@ The order depends only on (seed, cursor), so that a run resumes from the cursor 
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,8 +18,14 @@ from grpo_replay.prompts.fields import (
     ProblemStatement,
     answer_after,
     checked_column,
+    fingerprint,
     known_field,
+    notices_of_characters,
+    notices_of_duplicates,
+    notices_of_reading,
+    notices_of_use,
     problem_statement,
+    statement_text,
     unique_ids,
 )
 from grpo_replay.prompts.sources import (
@@ -29,20 +36,11 @@ from grpo_replay.prompts.sources import (
     read_hub_rows,
     read_local_rows,
 )
-from grpo_replay.prompts.start_notices import (
-    fingerprint,
-    notices_of_characters,
-    notices_of_duplicates,
-    notices_of_reading,
-    notices_of_use,
-    statement_text,
-)
 from grpo_replay.recipe import PromptsSection
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
-from grpo_replay.recipe.paths import short_path
-from grpo_replay.replay.seeding import stream
+from grpo_replay.recipe.layers import short_path
 from grpo_replay.tiny import TASKS
-from grpo_replay.types import Prompt
+from grpo_replay.types import Prompt, stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,10 +79,15 @@ class PromptSet:
         """Tokens of the longest prompt."""
         return max(len(token_ids) for token_ids in self._prompts.token_ids)
 
+    @property
+    def mean_prompt(self) -> float:
+        """Mean tokens of a prompt."""
+        return fmean(len(token_ids) for token_ids in self._prompts.token_ids)
+
     def notices_of_use(
         self, prompts_per_step: int, held_out: Iterable[tuple[str, str]]
     ) -> list[str]:
-        """As `start_notices.notices_of_use`."""
+        """As `fields.notices_of_use`."""
         return notices_of_use(self._prompts.fingerprints, prompts_per_step, held_out)
 
     def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_replay.distributed.hub import use_cache_without_hub
+from grpo_replay.distributed.environment import use_cache_without_hub
 from grpo_replay.errors import DatasetError, did_you_mean, first_line
-from grpo_replay.recipe.paths import DATA_SUFFIXES, short_path
+from grpo_replay.recipe.layers import DATA_SUFFIXES, short_path
 
 BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".json": "json"}
 """The reader of `datasets` for a suffix."""

@@ -1,13 +1,16 @@
 """Settings that are valid alone but contradict each other."""
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from grpo_replay.recipe.grpo_sections import ReplaySection
 from grpo_replay.recipe.sampling_sections import LEAST_VLLM_TEMPERATURE
-from grpo_replay.recipe.sections import RecipeSections
+
+if TYPE_CHECKING:
+    from grpo_replay.recipe.recipe import RecipeSections
 
 
-def find_contradictions(recipe: RecipeSections) -> list[str]:
+def find_contradictions(recipe: "RecipeSections") -> list[str]:
     """One message per contradiction, each with what to set instead; empty if there are none."""
     return [
         *replay_contradictions(recipe.replay),
@@ -59,7 +62,7 @@ def _draw_contradictions(replay: ReplaySection) -> Iterable[str]:
         )
 
 
-def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _replay_size_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     replay = recipe.replay
     if not replay.enabled:
         return
@@ -77,7 +80,7 @@ def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _reward_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _reward_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     reward, longest = recipe.reward, recipe.sampling.max_completion_length
     if reward.correct <= reward.incorrect:
         yield (
@@ -102,7 +105,7 @@ def _reward_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _algorithm_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
         yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
     if recipe.run.mode == "async":
@@ -116,7 +119,7 @@ def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _loss_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _loss_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     loss = recipe.loss
     if loss.ratio_per_rollout and loss.aggregation != "sequence_mean":
         yield (
@@ -143,7 +146,7 @@ def _loss_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _schedule_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     optimizer, steps = recipe.optimizer, recipe.run.steps
     if optimizer.warmup_steps >= steps:
         yield (
@@ -157,7 +160,7 @@ def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _lora_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     lora = recipe.model.lora
     given = {k: v for k, v in (lora.model_extra or {}).items() if v != lora.DEFAULTS.get(k)}
     if lora.rank is None:
@@ -165,7 +168,7 @@ def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
             yield f"model.lora.{name} {value} without model.lora.r: set the rank, for example r: 16"
 
 
-def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _asynchronous_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     if recipe.loss.behavior_logprobs != "sampler":
         yield (
             "run.mode 'async' with loss.behavior_logprobs 'trainer': the trainer is not the policy "
@@ -200,7 +203,7 @@ def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
     yield from _arrival_contradictions(recipe)
 
 
-def _arrival_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _arrival_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     collection, replay = recipe.sampling.collection, recipe.replay
     every, limit = recipe.run.sync_every_steps, replay.max_age_steps
     if limit is not None and limit < every - 1:
@@ -221,7 +224,7 @@ def _arrival_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _lag_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     every = recipe.run.sync_every_steps
     if recipe.loss.behavior_logprobs != "sampler":
         yield (
@@ -236,7 +239,7 @@ def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _temperature_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _temperature_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     sampling, evaluation = recipe.sampling, recipe.eval
     if sampling.backend == "hf":
         return
@@ -253,7 +256,7 @@ def _temperature_contradictions(recipe: RecipeSections) -> Iterable[str]:
             )
 
 
-def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _engine_contradictions(recipe: "RecipeSections") -> Iterable[str]:
     engine, servers = recipe.engine, recipe.sampling.servers
     longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
     if recipe.batch.max_tokens_per_microbatch < longest:

@@ -109,7 +109,7 @@ TRL_AND_VERL: Mapping[str, str] = {
     "loss.epsilon_high": "epsilon_high actor_rollout_ref.actor.clip_ratio_high",
     "loss.aggregation": "loss_type actor_rollout_ref.actor.loss_agg_mode",
     "loss.sampler_ratio_cap": "vllm_importance_sampling_cap",
-    "optimizer.learning_rate": "learning_rate actor_rollout_ref.actor.optim.lr",
+    "optimizer.learning_rate": "learning_rate lr actor_rollout_ref.actor.optim.lr",
     "optimizer.schedule": "lr_scheduler_type",
     "optimizer.adamw": "weight_decay adam_beta1 adam_beta2",
     "optimizer.warmup_steps": "warmup_steps actor_rollout_ref.actor.optim.lr_warmup_steps",

@@ -142,8 +142,9 @@ class CheckpointSection(Section):
 
 class EvalSection(Section):
     benchmarks: list[str] = Field(default_factory=list)
-    """Names of benchmarks or groups: `tiny`, `tiny_long`, `paper`, `paper_b`, `math500`, … No
-    evaluation if empty."""
+    """Names of benchmarks or groups: `tiny`, `tiny_long`, `paper`, `paper_b`, `math500`; or
+    files and folders as for `prompts.source`, with the fields of `prompts`. No evaluation
+    if empty."""
     every_steps: Positive | None = None
     """Training steps between evaluations. If null, only at the start and at the end."""
     at_start: bool = True

@@ -3,7 +3,8 @@
 - `1e3` is a number, as in YAML 1.2.
 - The value of a text setting stays as it is written: `revision: 1e3`, `answer_field: on`. After
   `--set` that holds for `#` and all else; in a file, what YAML would drop is refused (`####`).
-- A key written twice, nesting deeper than 20 levels and integers beyond 64 bits are refused.
+- A key written twice, nesting deeper than 20 levels, an alias inside what it stands for and
+  integers beyond 64 bits are refused.
 """
 
 import contextlib
@@ -27,16 +28,21 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 class _Loader(yaml.SafeLoader):
     """Reads one document. `yaml.YAMLError` names the line of what it refuses."""
 
-    _depth = 0
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._inside: list[str | None] = []  # anchors, or None, of the nodes around
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        if self._depth >= DEEPEST:
-            raise _refusal(f"nested deeper than {DEEPEST} levels", self.peek_event())
-        self._depth += 1
+        event = self.peek_event()
+        if len(self._inside) >= DEEPEST:
+            raise _refusal(f"nested deeper than {DEEPEST} levels", event)
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._inside:
+            raise _refusal(f"the alias '*{event.anchor}' stands for what it is part of", event)
+        self._inside.append(event.anchor)
         try:
             return super().compose_node(parent, index)
         finally:
-            self._depth -= 1
+            self._inside.pop()
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         first_line: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """The library: the replay buffer and the mathematics of GRPO around it.
 
-The buffer, in order of imports: `priorities`, `drawing`, `columns`, `insertion`, `compose`,
-`replay_buffer`, `snapshot`. GRPO: `advantages`, `group`, `rollouts`, `batch`, `loss`,
-`seeding`. Imports storage, recipe, types and errors; numpy and pyarrow. Only `loss` imports torch.
+The buffer, in order of imports: `priorities`, `insertion`, `compose`, `replay_buffer`, `snapshot`.
+GRPO: `advantages`, `group`, `rollouts`, `batch`, `loss`. Imports storage, recipe, types and
+errors; numpy and pyarrow. Only `loss` imports torch.
 """
 
 from grpo_replay.replay.replay_buffer import BufferStats, ReplayBuffer

@@ -17,14 +17,23 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.columns import ColumnQueue
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
-from grpo_replay.replay.drawing import Candidates, check_groups_adjacent, pick, query_spans
 from grpo_replay.replay.group import rollouts_of_group
-from grpo_replay.replay.insertion import check_insertable, frozen, is_correct, number_problem
-from grpo_replay.replay.priorities import rollout_priorities
-from grpo_replay.replay.seeding import stream
-from grpo_replay.types import ComposedBatch, Draw, Rollout
+from grpo_replay.replay.insertion import (
+    ColumnQueue,
+    check_insertable,
+    frozen,
+    is_correct,
+    number_problem,
+)
+from grpo_replay.replay.priorities import (
+    Candidates,
+    check_groups_adjacent,
+    pick,
+    query_spans,
+    rollout_priorities,
+)
+from grpo_replay.types import ComposedBatch, Draw, Rollout, stream
 
 NEVER_USED = -1
 """`last_used_step` of a rollout that was never drawn. Null in files."""

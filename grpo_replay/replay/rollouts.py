@@ -7,8 +7,15 @@ import numpy as np
 
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.advantages import estimate_advantages
-from grpo_replay.replay.seeding import completion_seed
-from grpo_replay.types import Completion, GenerationRequest, Prompt, RequestKey, Rollout, Verdict
+from grpo_replay.types import (
+    Completion,
+    GenerationRequest,
+    Prompt,
+    RequestKey,
+    Rollout,
+    Verdict,
+    completion_seed,
+)
 
 
 def group_requests(
@@ -107,8 +114,9 @@ def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
     settings = recipe.advantage
     group = estimate_advantages(rewards_G, settings)
     advantages_G = group.advantages_G
-    if group.std == 0 and not recipe.replay.drop_zero_variance:
-        advantages_G = np.zeros(len(rewards_G), dtype=np.float32)
+    if group.std == 0:  # equal rewards: dropped, or trained on with 0
+        dropped = recipe.replay.drop_zero_variance
+        advantages_G = None if dropped else np.zeros(len(rewards_G), dtype=np.float32)
     came = (verdict for verdict in verdicts if verdict.reward is not None)
     correct = sum(verdict.scores[0] >= recipe.reward.correct for verdict in came)
     return _ScoredGroup(group.mean, group.std, correct, advantages_G)

@@ -23,8 +23,9 @@ import math_verify.parser
 
 from grpo_replay.rewards.minerva import boxed_answer, last_box
 
-REMEMBERED = 20_000
-"""Number of parsed LaTeX strings, and of compared pairs, that a worker keeps."""
+REMEMBERED = 2_000
+"""Number of parsed LaTeX strings, and of compared pairs, that a worker keeps: more than it gets of
+different answers in a step."""
 
 STARVED_SECONDS = 2.5
 """A timeout is retried if the worker got less processor time than this before the alarm rang."""

@@ -27,14 +27,15 @@ from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.recipe.open_lists import VERIFIERS
 from grpo_replay.rewards.pool import Answers, VerifierPool
-from grpo_replay.terminal.secrets import without_secrets
+from grpo_replay.terminal.quiet import without_secrets
 from grpo_replay.types import FAILED, Verdict
 
 MEMORY_LIMIT_MIB = 2048
 """Maximum memory growth of a worker process."""
 
-CACHED_ANSWERS = 200_000
-"""Maximum number of cached verdicts, by digest of (completion, answer): about 60 MB when full."""
+CACHED_ANSWERS = 20_000
+"""Maximum number of cached verdicts, by digest of (completion, answer): 12 MB when full. Enough for
+the equal completions of a step or an evaluation; those of many steps ago seldom come again."""
 
 MOST_WORKERS_PER_CORE = 32
 

@@ -12,7 +12,7 @@ from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.types import FAILED, Row
+from grpo_replay.types import FAILED, Row, Verdict
 
 TRIED_ROWS = 4
 CHECKED_ANSWERS = 100
@@ -67,8 +67,7 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
     notices, functions = [], [each.function for each in section.functions]
     own = [function for function in functions if function not in BUILTIN_VERIFIERS]
     if own:
-        tolerant = section.max_failed_share == 1
-        notices += _try_calls(", ".join(own), scorer, sample.problems[:TRIED_ROWS], tolerant)
+        notices += _try_calls(", ".join(own), section, scorer, sample.problems[:TRIED_ROWS])
     if own == functions:
         return notices
     if not own:
@@ -80,7 +79,7 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
 
 
 def _try_calls(
-    function: str, scorer: RewardScorer, problems: Sequence[Answered], tolerant: bool
+    function: str, section: RewardSection, scorer: RewardScorer, problems: Sequence[Answered]
 ) -> list[str]:
     for place, each in enumerate(problems):
         completion = right_completion(each.answer)
@@ -88,9 +87,9 @@ def _try_calls(
     verdicts = list(scorer.results().values())
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
-        return []
+        return _compare_scores(section, verdicts)
     reason = scorer.first_error or f"{failed[0]} (reward.time_limit_seconds)"
-    if tolerant or len(failed) < len(verdicts):
+    if section.max_failed_share == 1 or len(failed) < len(verdicts):
         return [
             f"reward function {function} failed on {len(failed)} of the {len(verdicts)} rows that "
             f"it was tried on; such completions get no reward and are left out: {reason}"
@@ -100,6 +99,21 @@ def _try_calls(
         f"{reason}. It must return a finite number for each completion. If it is meant to fail on "
         "completions that end in a box, set reward.max_failed_share 1"
     )
+
+
+def _compare_scores(section: RewardSection, verdicts: Sequence[Verdict]) -> list[str]:
+    """A notice if the first function rewards right completions, but with less than what counts as
+    correct. One that gives nothing may read another form of answer."""
+    function = section.functions[0].function
+    best = max((verdict.scores[0] for verdict in verdicts if verdict.scores), default=0.0)
+    if function in BUILTIN_VERIFIERS or not max(0.0, section.incorrect) < best < section.correct:
+        return []
+    return [
+        f"reward function {function} gives {best} at most for a completion that ends in the boxed "
+        f"reference answer, and reward.correct is {section.correct}: such completions count as not "
+        "correct, in metrics and, if it grades them, in evaluations. If that is its score for a "
+        f"right answer, set reward.correct {best}"
+    ]
 
 
 def _check_answers(verifier: str, scorer: RewardScorer, sample: Sample) -> list[str]:

@@ -80,7 +80,7 @@ def build_completion(
     place = f"completion {tuple(request.key)} of policy version {spans.first}"
     if len(logprobs) != len(token_ids) or not token_ids:
         raise SamplerError(f"{place}: {len(token_ids)} tokens came with {len(logprobs)} log-probs")
-    if odd := [each for each in token_ids if not _is_token(each, vocabulary)]:
+    if odd := _no_tokens(token_ids, vocabulary):
         raise SamplerError(f"{place}: {str(odd[0])[:40]!r} is no id of {vocabulary} tokens")
     logprobs_T = _checked_logprobs(logprobs, place)
     stopped = finish_reason == "stop" and token_ids[-1] in stop_token_ids
@@ -116,6 +116,13 @@ def _checked_logprobs(logprobs: Sequence[float], place: str) -> np.ndarray:
             "most 0 is possible"
         )
     return logprobs_T
+
+
+def _no_tokens(values: Sequence[Any], vocabulary: int) -> list[Any]:
+    """Those that are no token ids. Completions have thousands, nearly always of plain integers."""
+    if set(map(type, values)) == {int} and min(values) >= 0 and max(values) < vocabulary:
+        return []
+    return [value for value in values if not _is_token(value, vocabulary)]
 
 
 def _is_token(value: Any, vocabulary: int) -> bool:

@@ -189,10 +189,18 @@ def complete_checkpoint(
     final = checkpoints / checkpoint_name(state.step)
     rename_folder(temporary, final)
     point_latest(final)
-    earlier = list_checkpoints(checkpoints)
-    for old in earlier[: max(earlier.index(final) + 1 - keep, 0)]:
-        shutil.rmtree(old)
+    remove_old(final, keep)
     return final
+
+
+def remove_old(newest: Path, keep: int) -> None:
+    """Remove the checkpoints before `newest`, except the last `keep` with itself. One that is only
+    half removed has the name of a temporary folder."""
+    earlier = list_checkpoints(newest.parent)
+    for old in earlier[: max(earlier.index(newest) + 1 - keep, 0)]:
+        leaving = newest.with_name(f"{_TEMPORARY}{old.name}")
+        rename_folder(old, leaving)
+        shutil.rmtree(leaving)
 
 
 def _give_usual_permissions(temporary: Path) -> None:

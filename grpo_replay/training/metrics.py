@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,7 @@ from grpo_replay.engine.engine_protocol import UpdateResult
 from grpo_replay.recipe import LossSection, Machines, RewardSection
 from grpo_replay.replay import BufferStats
 from grpo_replay.replay.batch import sampler_weights
-from grpo_replay.replay.relative_cost import relative_compute
-from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.replay.compose import relative_compute
 from grpo_replay.training.rollout_source import STAGES, Metrics, StepRecord
 from grpo_replay.training.weight_sync import LogprobGap
 from grpo_replay.types import FAILED, ComposedBatch, Rollout, RolloutOutcome
@@ -265,39 +262,3 @@ def _token_mean(outcomes: Sequence[RolloutOutcome], quantity: str) -> float | No
     if tokens == 0:
         return None
     return sum(getattr(outcome, quantity) * outcome.tokens for outcome in outcomes) / tokens
-
-
-def count_step(state: RunState, record: StepRecord, group_size: int) -> None:
-    """Advance the counters of the run by one step. Token counts are complete on rank 0 only."""
-    taken = record.taken
-    state.step = record.step
-    state.prompt_cursor += taken.prompts
-    state.next_group_id += taken.groups
-    state.next_rollout_id += taken.groups * group_size
-    state.generated_tokens += sum(len(r.completion_token_ids) for r in taken.generated)
-    state.trained_tokens += sum(r.trained_tokens for r in record.batch.rollouts)
-    state.processed_tokens += sum(
-        len(r.prompt_token_ids) + len(r.completion_token_ids) for r in taken.generated
-    )
-    state.replayed_rollouts += int(record.batch.replayed_N.sum())
-
-
-def write_step_files(run_folder: Path, record: StepRecord, draws: bool) -> None:
-    """Write the rollouts that the step took from its source, and its `draws` if the recipe replays.
-    Outcomes in rollouts/ are those of rollouts trained on in the step that took them."""
-    fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
-    batch = record.batch
-    outcomes = {
-        rollout.rollout_id: outcome
-        for rollout, outcome in zip(batch.rollouts, record.outcomes, strict=True)
-        if rollout.rollout_id in fresh
-    }
-    write_rollouts(
-        step_path(run_folder / "rollouts", record.step),
-        [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated],
-        outcomes,
-    )
-    if draws:
-        drawn = len(batch.draw.rollouts)
-        of_draws = record.outcomes[len(record.outcomes) - drawn :]
-        write_draws(step_path(run_folder / "draws", record.step), record.step, batch.draw, of_draws)

@@ -15,7 +15,7 @@ from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.engine.model_settings import drop_unwritable_settings, float32_warning
 from grpo_replay.engine.models import load_config, load_policy, load_tokenizer, resolve_model_path
 from grpo_replay.engine.sampling_limits import check_training_room
-from grpo_replay.evaluation.sampling_plan import EvaluationPlan
+from grpo_replay.evaluation.sampling_plan import EvaluationPlan, plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
@@ -26,9 +26,14 @@ from grpo_replay.rewards.trial import notices_of_workers
 from grpo_replay.sampling.sampler_protocol import Sampler, open_sampler, sampler_class
 from grpo_replay.storage.checkpoint import RunState, checkpoint_bytes
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training.checkpoint_writer import notices_of_room
 from grpo_replay.training.observer import Observer
-from grpo_replay.training.resuming import StartingPoint, go_back, restore_buffer, take_directory
+from grpo_replay.training.resuming import (
+    StartingPoint,
+    go_back,
+    notices_of_room,
+    restore_buffer,
+    take_directory,
+)
 from grpo_replay.training.reward_watch import (
     notices_of_change,
     notices_of_rewards,
@@ -147,8 +152,6 @@ class RunOpener:
     def _plan_evaluation(self, tokenizer: Any) -> EvaluationPlan | None:
         if not self.recipe.eval.benchmarks:
             return None
-        from grpo_replay.evaluation.session import plan_that_fits
-
         return run_collectively(self.comm, lambda: plan_that_fits(tokenizer, self.recipe))
 
     def _try_rewards(
@@ -163,7 +166,7 @@ class RunOpener:
             notices += notices_of_rewards(recipe.reward, scorer, prompts)
             if evaluation is not None:
                 notices += notices_of_verifier(recipe.eval.verifier, recipe.reward, evaluation)
-            return notices
+            return list(dict.fromkeys(notices))  # the same function may grade both
 
         self.notices += run_on_main(self.comm, try_them) or []
 

@@ -1,30 +1,169 @@
-"""The directory of a run: a new one, or one that is resumed from its last checkpoint.
+"""Checkpoints of a run, and its directory: a new one, or one that is resumed from the last of them.
 
-Nothing that a resume will remove is removed before everything that it needs is restored: `take`
-only looks, `go_back` comes last.
+Writing: room first, then shards, then a manifest. Every rank flushes and hashes what it wrote
+itself; rank 0 completes the folder. Resuming: nothing that it will remove is removed before
+everything that it needs is restored: `take_directory` only looks, `go_back` comes last.
 """
 
 import platform
-from collections.abc import Callable
-from contextlib import ExitStack
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively, run_on_main
-from grpo_replay.errors import CheckpointError, RecipeError
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.snapshot import restore_snapshot
+from grpo_replay.replay.snapshot import restore_snapshot, write_snapshot
+from grpo_replay.storage.atomic import (
+    describe_write_failure,
+    flush_files,
+    free_bytes,
+    write_text_whole,
+)
 from grpo_replay.storage.checkpoint import (
+    FileFacts,
     RunState,
     adopt_latest,
+    begin_checkpoint,
+    checkpoint_bytes_on_disk,
+    complete_checkpoint,
+    file_facts,
     find_checkpoint,
+    list_checkpoints,
     point_latest,
     read_state,
+    remove_old,
+    temporary_folder,
+    to_gib,
 )
 from grpo_replay.storage.recipe_history import differences, read_recipe_file, recipe_file
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
+from grpo_replay.training.rollout_source import Parts, RolloutSource
+
+MODEL_CARD = "model/README.md"
+
+_SHARD = re.compile(r"zero_pp_rank_(\d+)_")
+
+
+def write_checkpoint(
+    parts: Parts,
+    source: RolloutSource,
+    state: RunState,
+    expected_bytes: int,
+    model_card: Callable[[], str],
+) -> None:
+    """Write the checkpoint of `state.step` and drop the oldest. Collective.
+
+    `expected_bytes` is its size if there is none yet to go by. Raises OutputDirectoryError if the
+    disk has no room for it, or runs full; earlier checkpoints are then as they were.
+    """
+    comm, checkpoints = parts.comm, parts.run_dir.checkpoints
+    temporary = temporary_folder(checkpoints, state.step)
+
+    def begin() -> None:
+        if comm.is_main:
+            refuse_full_disk(checkpoints, f"the checkpoint of step {state.step}", expected_bytes)
+            with removed_if_unwritable(temporary):
+                parts.run_dir.flush_steps(state.step)
+                begin_checkpoint(temporary)
+
+    def complete() -> None:
+        with removed_if_unwritable(temporary):
+            write_text_whole(temporary / MODEL_CARD, model_card())
+            write_snapshot(temporary / "buffer.parquet", parts.buffer, state.step)
+            source.save(temporary)
+            complete_checkpoint(temporary, state, parts.recipe.checkpoint.keep, facts)
+
+    run_collectively(comm, begin)
+    with removed_if_unwritable(temporary):
+        parts.engine.save(temporary / "engine")
+        parts.engine.save_model(temporary / "model")
+        parts.engine.save_adapter(temporary / "adapter")
+        facts = _facts_of_all(comm, temporary)
+    run_on_main(comm, complete)
+
+
+def _facts_of_all(comm: Comm, folder: Path) -> FileFacts:
+    """Size and SHA-256 of every file in `folder`, each flushed and read by the rank that wrote it:
+    DeepSpeed's shards name theirs, the rest is rank 0's."""
+    comm.barrier()
+    names = comm.broadcast_json(_files_in(folder) if comm.is_main else None)
+    mine = [name for name in names if _writer(name) % comm.world_size == comm.rank]
+    flush_files([folder / name for name in mine])
+    facts: FileFacts = {}
+    for part in comm.all_gather_json(file_facts(folder, mine)):
+        facts |= part
+    return facts
+
+
+def _files_in(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+def _writer(name: str) -> int:
+    shard = _SHARD.search(name)
+    return int(shard[1]) if shard else 0
+
+
+def notices_of_room(checkpoints: Path, keep: int, expected_bytes: int) -> list[str]:
+    """At the start: a sentence if the disk will be full before `keep` checkpoints are there and
+    another is written. Raises OutputDirectoryError if there is no room for one."""
+    refuse_full_disk(checkpoints, "a checkpoint of this run", expected_bytes)
+    more = max(keep + 1 - len(list_checkpoints(checkpoints)), 1)
+    each, free = _expected_size(checkpoints, expected_bytes), free_bytes(checkpoints)
+    if free >= more * each:
+        return []
+    return [
+        f"{checkpoints} has {to_gib(free)} GiB free, and {more} more checkpoints "
+        f"(checkpoint.keep {keep} and one being written) take {to_gib(more * each)} GiB: the run "
+        "stops at the one that does not fit; make room"
+    ]
+
+
+def refuse_full_disk(checkpoints: Path, what: str, expected_bytes: int) -> None:
+    """Raises OutputDirectoryError if a checkpoint does not fit on the disk."""
+    needed, free = _expected_size(checkpoints, expected_bytes), free_bytes(checkpoints)
+    if free < needed:
+        raise OutputDirectoryError(
+            f"{what} needs {to_gib(needed)} GiB, and {checkpoints} has {to_gib(free)} GiB free: "
+            f"nothing was written. {_what_is_left(list_checkpoints(checkpoints))}"
+        )
+
+
+def _expected_size(checkpoints: Path, expected_bytes: int) -> int:
+    """As large as the newest, or as expected if that is more."""
+    kept = list_checkpoints(checkpoints)
+    return max(expected_bytes, checkpoint_bytes_on_disk(kept[-1]) if kept else 0)
+
+
+def _what_is_left(kept: Sequence[Path]) -> str:
+    if not kept:
+        return "There is no earlier checkpoint: free the place, and start again"
+    return f"{kept[-1].name} is complete: free the place, and go on from there with --resume"
+
+
+@contextmanager
+def removed_if_unwritable(temporary: Path) -> Iterator[None]:
+    """Within, a disk that is full or fails, or a folder that may not be changed, becomes an
+    OutputDirectoryError, and what was written of the checkpoint is removed."""
+    try:
+        yield
+    except Exception as error:
+        reason = describe_write_failure(error)
+        if reason is None:
+            raise
+        free = free_bytes(temporary.parent)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OutputDirectoryError(
+            f"{temporary} cannot be written ({reason}; {to_gib(free)} GiB free then): what was "
+            f"written of it was removed. {_what_is_left(list_checkpoints(temporary.parent))}"
+        ) from error
+
 
 JOURNAL_FOLDER = "journal"
 
@@ -83,6 +222,7 @@ def _find_start(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> Starting
         return StartingPoint(None, notices=notices)
     refuse_missing(run_dir.path)
     refuse_other_rules(recipe, run_dir.path)
+    refuse_other_unit(recipe, run_dir.path)
     run_dir.lock()
     adopt_latest(run_dir.checkpoints)
     checkpoint = find_checkpoint(run_dir.checkpoints)
@@ -109,6 +249,22 @@ def refuse_other_rules(recipe: Recipe, run_dir: Path) -> None:
             f"the steps in {run_dir / JOURNAL_FOLDER} are repeated by the rules that they were "
             f"recorded under, which the recipe changes: {'; '.join(changes)}. Leave these keys as "
             "they were, or start a new run from the last checkpoint's model (--set model.path=…)"
+        )
+
+
+def refuse_other_unit(recipe: Recipe, run_dir: Path) -> None:
+    """Raises RecipeError if a step would make another number of draws than the steps so far: ages
+    and last uses count draws."""
+    recorded = recipe_file(run_dir)
+    if not recorded.exists():
+        return
+    before, now = read_recipe_file(recorded).draws_per_step, recipe.draws_per_step
+    if before != now:
+        raise RecipeError(
+            f"a step of {run_dir} made {before} draws, and would make {now} by this recipe "
+            "(batch.updates_per_step, replay.ratio, replay.preset): ages count draws. Leave these "
+            "keys as they were, or start a new run from the last checkpoint's model (--set "
+            "model.path=…)"
         )
 
 
@@ -156,4 +312,5 @@ def go_back(recipe: Recipe, run_dir: RunDirectory, start: StartingPoint) -> list
     changes = run_dir.go_back(recipe, start.state.step)
     if start.checkpoint:
         point_latest(start.checkpoint)
+        remove_old(start.checkpoint, recipe.checkpoint.keep)
     return [f"the recipe changes from here on: {change}" for change in changes]

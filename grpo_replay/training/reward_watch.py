@@ -1,5 +1,6 @@
 """What a run says about its rewards: at the start, at a resume with others, and in each step."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -145,6 +146,36 @@ class MissingWatch:
             f"{len(generated)} completions ({describe_failures(missing)}). They are left out of "
             "their groups, neither trained on nor stored; the metric reward/missing_fraction has "
             f"the share of every step. First error: {first_error or 'see log/'}"
+        ]
+
+
+class CorrectWatch:
+    """Says once that scores of the user's function differ, and none counts as correct."""
+
+    def __init__(self, reward: RewardSection) -> None:
+        self._reward = reward
+        self._steps, self._best = 0, -math.inf  # the best score of so many steps
+        self._over = reward.main_function in BUILTIN_VERIFIERS
+
+    def observe(self, step: int, generated: Sequence[Rollout]) -> list[str]:
+        """The notice, after the first `FIRST_NOTICE_STEPS` steps; else nothing."""
+        scores = [
+            each.reward_scores[0] if each.reward_scores else each.reward
+            for each in generated
+            if each.reward is not None
+        ]
+        self._over = self._over or any(rollout.group_correct for rollout in generated)
+        if self._over or not scores:
+            return []
+        self._steps, self._best = self._steps + 1, max(self._best, *scores)
+        if self._steps < FIRST_NOTICE_STEPS or min(scores) == max(scores):
+            return []
+        self._over = True
+        return [
+            f"step {step}: no completion of {self._steps} steps was correct: that is a score of at "
+            f"least reward.correct {self._reward.correct} by {self._reward.main_function}; the "
+            f"scores differ, and the highest was {self._best:g}. If right answers score less, set "
+            "reward.correct to their score"
         ]
 
 

@@ -1,18 +1,25 @@
-"""The evaluations of a run, before, during and after training."""
+"""The evaluations of a run, before, during and after training; and what came of it: summary.json,
+and the README of a checkpoint's model."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+from grpo_replay import __version__
 from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation.comparison import are_comparable
 from grpo_replay.evaluation.evaluate import EvaluationStopped, add_gradings, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan
-from grpo_replay.recipe import BUILTIN_VERIFIERS
+from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
+from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.storage.checkpoint import RunState
+from grpo_replay.storage.checkpoint import RunState, checkpoint_name
+from grpo_replay.storage.recipe_history import shareable, shareable_yaml
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.weight_sync import sync_weights
@@ -28,6 +35,7 @@ class RunEvaluation:
     ) -> None:
         self.parts, self.state, self.plan, self.observer = parts, state, plan, observer
         self.recipe, self.comm, self.run_dir = parts.recipe, parts.comm, parts.run_dir
+        self._damaged: set[Path] = set()
 
     def is_due(self, step: int) -> bool:
         """Whether the policy after `step` (0: the base model) is evaluated."""
@@ -95,17 +103,130 @@ class RunEvaluation:
         damaged one. A recipe that was changed at a resume can make the two incomparable."""
         folder = self.run_dir.path / "eval"
         first, last = (
-            _read_if_whole(folder / f"step_{step:06d}.json") for step in (0, self.state.step)
+            self._read_if_whole(folder / f"step_{step:06d}.json") for step in (0, self.state.step)
         )
         return first, last
 
+    def _read_if_whole(self, path: Path) -> EvaluationReport | None:
+        """Training can go on without a report that somebody damaged, which is said once."""
+        if not path.exists():
+            return None
+        try:
+            return read_report(path, with_samples=False)
+        except EvaluationFileError as error:
+            if path not in self._damaged:
+                self._damaged.add(path)
+                notice = f"left out of the summary: {error}"
+                logger.warning("%s", notice)
+                self.observer.on_notice(notice)
+            return None
 
-def _read_if_whole(path: Path) -> EvaluationReport | None:
-    """Training can go on without a report that somebody damaged."""
-    if not path.exists():
-        return None
-    try:
-        return read_report(path, with_samples=False)
-    except EvaluationFileError as error:
-        logger.warning("left out of the summary: %s", error)
-        return None
+
+TAGS = ["grpo", "grpo-replay", "rollout-replay"]
+NOT_EVALUATED = "This step was not evaluated."
+
+RUN_MEANS = (
+    *("fresh/rollouts", "fresh/clip_fraction", "replay/clip_fraction"),
+    *("groups/all_correct_fraction", "groups/all_wrong_fraction", "reward/missing_fraction"),
+)
+"""Metrics of which the summary has the mean over the run (paper A, tables 2 and 8)."""
+
+
+def summarise_run(
+    name: str,
+    preset: str,
+    state: RunState,
+    base: EvaluationReport | None,
+    final: EvaluationReport | None,
+    metrics: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Totals, held-out accuracy before and after (null where nothing was evaluated), and means over
+    the training steps, whose `metrics` these are. `comparable` is false if the two evaluations have
+    other settings, null if one is missing."""
+    return {
+        "recipe": name,
+        "preset": preset,
+        "steps": state.step,
+        "wall_seconds": state.wall_seconds,
+        "base": _of(base, EvaluationReport.accuracies),
+        "final": _of(final, EvaluationReport.accuracies),
+        "base_stderr": _of(base, EvaluationReport.standard_errors),
+        "final_stderr": _of(final, EvaluationReport.standard_errors),
+        "base_greedy": _of(base, EvaluationReport.greedy_accuracies),
+        "final_greedy": _of(final, EvaluationReport.greedy_accuracies),
+        "comparable": are_comparable(base, final) if base and final else None,
+        "generated_tokens": state.generated_tokens,
+        "trained_tokens": state.trained_tokens,
+        "replayed_rollouts": state.replayed_rollouts,
+        "means": {name: mean_over_steps(name, metrics) for name in RUN_MEANS},
+        "checkpoint": f"checkpoints/{checkpoint_name(state.step)}",
+    }
+
+
+def mean_over_steps(name: str, metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """Over the steps in which the metric is defined, each counted once; None if there is none."""
+    values = [step[name] for step in metrics if step.get(name) is not None]
+    return fmean(values) if values else None
+
+
+def _of(report: EvaluationReport | None, read: Callable[[EvaluationReport], Any]) -> Any:
+    return None if report is None else read(report)
+
+
+def model_card(
+    recipe: Recipe,
+    state: RunState,
+    reports: tuple[EvaluationReport | None, EvaluationReport | None],
+) -> str:
+    """Markdown with Hugging Face metadata. `reports` are of the base model and of this step."""
+    replay = recipe.replay
+    metadata = _metadata(recipe.model.path, recipe.prompts.source_names)
+    return f"""{metadata}# {recipe.name}, step {state.step}
+
+Post-trained from `{shareable(recipe.model.path)}` with GRPO by grpo-replay {__version__}, recipe
+`{recipe.name}`, replay preset `{replay.preset}` (unit {replay.unit}, priority {replay.priority},
+composition {replay.composition}, ratio {replay.ratio}, age limit {replay.max_age_steps} steps).
+
+| | |
+|---|---|
+| training steps | {state.step} |
+| generated tokens | {state.generated_tokens:,} |
+| trained tokens | {state.trained_tokens:,} |
+| replayed rollouts | {state.replayed_rollouts:,} |
+
+{_results(*reports)}
+## Recipe
+
+```yaml
+{shareable_yaml(recipe)}```
+"""
+
+
+def _metadata(base: str, prompts: Sequence[str]) -> str:
+    """The metadata at the top of a card, between lines of dashes. The hub makes links of the names
+    of base model and data set; what is not on the hub is left out."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=TAGS,
+        base_model=base if is_on_hub(base) else None,
+        datasets=[each for each in prompts if is_on_hub(each)] or None,
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n"
+
+
+def _results(base: EvaluationReport | None, current: EvaluationReport | None) -> str:
+    if current is None:
+        return f"{NOT_EVALUATED}\n"
+    before = base.accuracies() if base and are_comparable(base, current) else {}
+    rows = [
+        f"| {name} | {_percent(before.get(name))} | {_percent(accuracy)} |"
+        for name, accuracy in current.accuracies().items()
+    ]
+    return "\n".join(["| benchmark | base | this step |", "|---|---|---|", *rows, ""])
+
+
+def _percent(accuracy: float | None) -> str:
+    return "" if accuracy is None else f"{100 * accuracy:.1f} %"

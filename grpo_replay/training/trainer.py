@@ -12,6 +12,7 @@ lists of rollouts are empty.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,18 @@ from grpo_replay.replay.batch import logprob_row, train_rows, update_indices
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.rollouts import with_behavior_logprobs
-from grpo_replay.replay.seeding import stream
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.training.metrics import count_step, step_metrics, write_step_files
+from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
+from grpo_replay.training.metrics import step_metrics
 from grpo_replay.training.reward_watch import (
+    CorrectWatch,
     LearningWatch,
     MissingWatch,
     refuse_failed_verdicts,
 )
 from grpo_replay.training.rollout_source import Parts, RolloutSource, StepRecord, StepRollouts
 from grpo_replay.training.weight_sync import LogprobGap, measure_gap, refuse_gap
-from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
+from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome, stream
 
 SPLIT_STREAM = 2  # purpose of a random stream of the step, as `DRAW_STREAM` is
 
@@ -55,6 +57,7 @@ class Trainer:
             self.recipe.reward, self.recipe.sampling, self.recipe.run.steps
         )
         self._missing = MissingWatch()
+        self._correct = CorrectWatch(self.recipe.reward)
 
     def train_step(self, stop_requested: Callable[[], bool] = never) -> dict[str, Any] | None:
         """One step of Algorithm 1. Returns its metrics on rank 0, an empty dict on other ranks;
@@ -169,6 +172,7 @@ class Trainer:
                 step, record.generated, self.parts.scorer.first_error
             )
             self.notices += self._learning.observe(step, record.generated)
+            self.notices += self._correct.observe(step, record.generated)
         write_step_files(self.parts.run_dir.path, record, draws=recipe.replays)
         metrics = step_metrics(
             record, self.buffer.stats(step), self.parts.clock.read(), self.source.metrics(record),
@@ -176,3 +180,39 @@ class Trainer:
             recipe.replay.machines,
         )  # fmt: skip
         return {**metrics, "num_tokens": self.state.processed_tokens}
+
+
+def count_step(state: RunState, record: StepRecord, group_size: int) -> None:
+    """Advance the counters of the run by one step. Token counts are complete on rank 0 only."""
+    taken = record.taken
+    state.step = record.step
+    state.prompt_cursor += taken.prompts
+    state.next_group_id += taken.groups
+    state.next_rollout_id += taken.groups * group_size
+    state.generated_tokens += sum(len(r.completion_token_ids) for r in taken.generated)
+    state.trained_tokens += sum(r.trained_tokens for r in record.batch.rollouts)
+    state.processed_tokens += sum(
+        len(r.prompt_token_ids) + len(r.completion_token_ids) for r in taken.generated
+    )
+    state.replayed_rollouts += int(record.batch.replayed_N.sum())
+
+
+def write_step_files(run_folder: Path, record: StepRecord, draws: bool) -> None:
+    """Write the rollouts that the step took from its source, and its `draws` if the recipe replays.
+    Outcomes in rollouts/ are those of rollouts trained on in the step that took them."""
+    fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
+    batch = record.batch
+    outcomes = {
+        rollout.rollout_id: outcome
+        for rollout, outcome in zip(batch.rollouts, record.outcomes, strict=True)
+        if rollout.rollout_id in fresh
+    }
+    write_rollouts(
+        step_path(run_folder / "rollouts", record.step),
+        [fresh.get(rollout.rollout_id, rollout) for rollout in record.generated],
+        outcomes,
+    )
+    if draws:
+        drawn = len(batch.draw.rollouts)
+        of_draws = record.outcomes[len(record.outcomes) - drawn :]
+        write_draws(step_path(run_folder / "draws", record.step), record.step, batch.draw, of_draws)

@@ -66,7 +66,9 @@ def test_what_a_killed_run_lost_or_changed_is_found(tmp_path):
     expected = kills.facts(tmp_path)
     changed = json.loads('{"step": 1, "loss": 0.5000001, "step_time": 9.0}')
     assert kills.differences(expected, expected) == []
-    assert kills.differences({**expected, "a later checkpoint": 1}, expected) == []
+    left = {**expected, "an older checkpoint": 1}
+    assert kills.differences(left, expected) == ["an older checkpoint"]
+    assert kills.differences(expected, left) == ["an older checkpoint"]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({**changed, "loss": 0.5}) + "\n")
     assert kills.differences(kills.facts(tmp_path), expected) == []  # the clock alone
     (tmp_path / "metrics.jsonl").write_text(json.dumps(changed) + "\n")

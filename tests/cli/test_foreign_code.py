@@ -9,8 +9,8 @@ import yaml
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
+from grpo_replay.cli.foreign_code import code_of
 from grpo_replay.recipe import load_recipe
-from grpo_replay.recipe.named_code import code_of
 from grpo_replay.storage.recipe_history import write_recipe
 
 PLANTED = """

@@ -60,7 +60,7 @@ def test_the_light_modules_do_not_import_torch():
     light = ("recipe", "types", "replay.advantages", "replay", "replay.snapshot", "replay.compose",
              "replay.batch", "storage.rollout_log", "prompts.prompt_set", "rewards.scorer",
              "evaluation.aes", "lab.planning.theory", "training.metrics", "training.weight_sync",
-             "storage.checkpoint", "storage.run_directory", "replay.seeding", "distributed.comm",
+             "storage.checkpoint", "storage.run_directory", "distributed.comm",
              "sampling.sampler_protocol")  # fmt: skip
     imported = _imported_by("\n".join(f"import grpo_replay.{name}" for name in light))
     assert "grpo_replay.lab.planning.theory" in imported

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from collected import group, row
 
-from grpo_replay.collection.arrivals import Amount, ArrivalRules, Arrivals
-from grpo_replay.collection.assembly import (
+from grpo_replay.collection.arrivals import (
+    Amount,
+    ArrivalRules,
+    Arrivals,
     TakenRollouts,
     rollouts_to_insert,
     take_rollouts,

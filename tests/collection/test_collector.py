@@ -26,8 +26,7 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.replay.seeding import completion_seed
-from grpo_replay.types import RequestKey
+from grpo_replay.types import RequestKey, completion_seed
 
 
 class Harness:
@@ -343,6 +342,9 @@ def test_spans_of_an_update_during_a_completion_are_recorded(server):
     row = harness.groups()[0].rows[0]
     assert row.spans == ((4, 0, 1), (5, 1, 2))
     assert harness.groups()[0].policy_version == 4
+    # A reward function is told the step of the version that sampled the first token.
+    assert [facts["step"] for facts in harness.scorer.asked] == [5, 5]
+    assert not any(facts["truncated"] for facts in harness.scorer.asked)
 
 
 def test_groups_that_would_be_too_old_are_cancelled_and_counted(server):

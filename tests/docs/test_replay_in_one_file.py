@@ -29,11 +29,10 @@ from grpo_replay.replay.batch import token_weights, train_rows
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.loss import token_loss
 from grpo_replay.replay.priorities import EPSILON
-from grpo_replay.replay.seeding import stream
 from grpo_replay.rewards.math_verify import SymbolicGrader
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
-from grpo_replay.types import Rollout
+from grpo_replay.types import Rollout, stream
 
 PATH = Path(__file__).parents[2] / "docs" / "replay_in_one_file.py"
 RECIPES = {

@@ -13,7 +13,7 @@ from grpo_replay.cli.app import app
 from grpo_replay.lab.inspection.rows import Filter
 from grpo_replay.lab.planning.theory import balanced_replay_ratio
 from grpo_replay.recipe import load_recipe
-from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.replay.compose import relative_compute
 from grpo_replay.storage.rollout_log import ROLLOUT_SCHEMA
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reproduce.md").read_text()

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
-from core_engine import SCALED, engine_recipe
+import torch
+from core_engine import SCALED, engine_recipe, make_rows, open_engine, tiny_model
 
 from grpo_replay.engine.deepspeed_config import deepspeed_config
+from grpo_replay.engine.engine_state import param_groups
 from grpo_replay.recipe import ZeroSection
 
 LEAVES = list(ZeroSection.DEFAULTS)
@@ -14,7 +16,7 @@ LEAVES = list(ZeroSection.DEFAULTS)
 def read_by_deepspeed(engine: dict[str, Any]) -> Any:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    config = deepspeed_config(engine_recipe(engine=engine), engine["zero_stage"])
+    config = deepspeed_config(engine_recipe(engine=engine), engine["zero_stage"], on_cuda=False)
     return DeepSpeedZeroConfig(**config["zero_optimization"])
 
 
@@ -33,3 +35,33 @@ def test_the_default_is_deepspeed_s(leaf):
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_threshold_reaches_deepspeed(leaf):
     assert getattr(read_by_deepspeed(SCALED), leaf) == SCALED["zero"][leaf]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_cpu_steps_with_the_fused_adamw_and_a_gpu_with_torch_s_choice(processes, stage):
+    with open_engine(processes, engine={"zero_stage": stage}) as engine:
+        assert all(group["fused"] for group in param_groups(engine._engine))
+    on_gpu = deepspeed_config(engine_recipe(), stage, on_cuda=True)
+    assert on_gpu["optimizer"]["params"]["fused"] is False
+    asked = {"optimizer": {"adamw": {"foreach": True}}, "engine": {"zero_stage": stage}}
+    with open_engine(processes, **asked) as engine:
+        engine.update(make_rows(2, 0))
+        assert [group["fused"] for group in param_groups(engine._engine)] == [False]
+
+
+def test_one_rank_copies_no_gradients_to_reduce_them(processes):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("gradients were reduced")
+
+    with open_engine(processes) as engine:
+        engine._engine.allreduce_bucket = refuse
+        engine.update(make_rows(2, 0))
+
+
+def test_a_parameter_without_a_part_in_the_update_decays(processes):
+    policy = tiny_model()
+    policy.unused = torch.nn.Parameter(torch.ones(3))
+    settings = {"learning_rate": 0.1, "adamw": {"weight_decay": 0.5}}
+    with open_engine(processes, policy, optimizer=settings) as engine:
+        engine.update(make_rows(2, 0))
+        assert policy.unused.tolist() == pytest.approx(3 * [1 - 0.1 * 0.5])

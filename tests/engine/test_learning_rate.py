@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from grpo_replay.engine.deepspeed_config import learning_rate
+from grpo_replay.engine.deepspeed_engine import learning_rate
 from grpo_replay.recipe import Recipe, resolve_recipe
 
 

@@ -23,8 +23,7 @@ from core_engine import (
 from peft import LoraConfig, PeftModel, get_peft_model
 from slow_tests import slow_except
 
-from grpo_replay.engine.lora import LoraAdapters
-from grpo_replay.engine.weights import _Weight, full_adapters
+from grpo_replay.engine.weights import LoraAdapters, _Weight, full_adapters
 from grpo_replay.errors import CheckpointError, RecipeError
 from grpo_replay.recipe import LoraSection, resolve_recipe
 

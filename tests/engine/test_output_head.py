@@ -8,8 +8,13 @@ from slow_tests import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_replay.engine.models import load_policy
-from grpo_replay.engine.output_head import LogitSettings, find_body, find_head, use_fp32_head
-from grpo_replay.engine.policy_module import PolicyModule
+from grpo_replay.engine.policy_module import (
+    LogitSettings,
+    PolicyModule,
+    find_body,
+    find_head,
+    use_fp32_head,
+)
 from grpo_replay.errors import ModelError
 
 SIZES = {

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from grpo_replay.engine.microbatches import MicroBatch
-from grpo_replay.engine.row_results import (
+from grpo_replay.engine.microbatches import (
+    MicroBatch,
     pack_statistics,
     pack_tokens,
     unpack_statistics,

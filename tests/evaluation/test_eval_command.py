@@ -19,7 +19,7 @@ from grpo_replay.errors import (
     UsageError,
 )
 from grpo_replay.evaluation.evaluation_report import read_report
-from grpo_replay.evaluation.model_source import find_model, model_sha256
+from grpo_replay.evaluation.session import find_model, model_sha256
 from grpo_replay.recipe import load_recipe
 from grpo_replay.tiny import BASE_DIR
 

@@ -22,12 +22,11 @@ from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import DatasetError, EvaluationFileError, RecipeError
 from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.evaluation.evaluation_report import read_report
-from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.tiny import BASE_DIR
-from grpo_replay.types import RequestKey
+from grpo_replay.types import RequestKey, completion_seed
 
 PROGRAM = Path(__file__).parents[1] / "support" / "evaluate_program.py"
 SAMPLES = 5 * 12 * (4 + 1)  # benchmarks · problems · (sampled + greedy)

@@ -18,7 +18,7 @@ from grpo_replay.evaluation.cache import request_digest
 from grpo_replay.evaluation.comparison import SAME_SETTINGS
 from grpo_replay.evaluation.evaluate import EvaluationPlan, Progress, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
-from grpo_replay.evaluation.model_source import model_sha256
+from grpo_replay.evaluation.session import model_sha256
 from grpo_replay.recipe import load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.types import Completion, GenerationRequest, RequestKey

@@ -27,7 +27,7 @@ from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_gene
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
 from grpo_replay.evaluation.evaluation_tables import comparison_table
-from grpo_replay.evaluation.model_source import find_model, model_sha256, used_revision
+from grpo_replay.evaluation.session import find_model, model_sha256, used_revision
 from grpo_replay.recipe import EvalSection, load_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.terminal.console import print_table

@@ -13,7 +13,7 @@ from grpo_replay.lab.sweep.grid import expand
 from grpo_replay.lab.sweep.sweep_file import read_sweep_file
 from grpo_replay.recipe import Machines, Recipe, load_recipe
 from grpo_replay.replay.batch import ASYMRE_DELTA
-from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.replay.compose import relative_compute
 from grpo_replay.shipped_recipes import shipped_sweeps
 
 PAPERS = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text())
@@ -92,6 +92,24 @@ def test_arms_of_paper_b_have_the_observed_y_of_the_machines_that_they_are_charg
                 assert replay.ratio == pytest.approx(y, rel=0.025) and machines.mu == 6.84
                 charged += 1
     assert charged == 3 + 10 + 27 + 7
+
+
+def test_the_asynchronous_sweep_has_the_machines_that_it_is_charged_by():
+    arms = recipes_of("paper-b-asynchronous")
+    places = set()
+    for recipe in arms.values():
+        workers, trainers = recipe.sampling.servers.launch, recipe.engine.num_processes
+        machines, updates = recipe.replay.machines, recipe.batch.updates_per_step
+        drawn = recipe.replay.ratio if recipe.replays else 1
+        assert recipe.run.mode == "async" and workers + trainers == 8
+        assert drawn * recipe.rollouts_per_step / updates == B["batch"]
+        assert recipe.run.steps * updates == 2000
+        if recipe.replays:
+            assert (machines.workers, machines.trainers) == (workers, trainers)
+            places.add(f"{workers}, {trainers}")
+        else:
+            assert recipe.sampling.collection.order == "newest_first"
+    assert places == {"6, 2", "5, 3", "4, 4"}
 
 
 def test_the_sweeps_of_paper_b_cover_its_grid():

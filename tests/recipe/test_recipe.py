@@ -486,3 +486,12 @@ def test_a_verifier_of_evaluations_has_the_form_of_one(reward):
         RecipeError, match=r"eval\.reward: .*use math_verify_boxed, .*file\.py:func"
     ):
         load_recipe("tiny", [f"eval.reward={reward}"])
+
+
+def test_a_file_of_data_is_no_recipe_and_lr_is_the_learning_rate(tmp_path):
+    path = tmp_path / "additions.csv"
+    path.write_text("problem,answer\n1+1,2\n")
+    with pytest.raises(RecipeError, match=r"this is data: .*prompts\.source: additions\.csv"):
+        load_recipe(str(path))
+    with pytest.raises(RecipeError, match=r"optimizer\.lr is optimizer\.learning_rate here"):
+        load_recipe("tiny", ["optimizer.lr=1e-5"])

@@ -17,8 +17,8 @@ from grpo_replay.replay import replay_buffer
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.insertion import LARGEST_LOGPROB
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
-from grpo_replay.replay.seeding import stream
 from grpo_replay.replay.snapshot import restore_snapshot, write_snapshot
+from grpo_replay.types import stream
 
 G = 4
 PAPER_A = {"warmup_steps": 3, "max_age_steps": 3, "capacity_rollouts": 30}
@@ -192,6 +192,29 @@ def test_other_lengths_and_an_advantage_without_value_are_refused():
             buffer.step([replace(whole, **changes)])
 
 
+@pytest.mark.parametrize(
+    "extras, problem",
+    [
+        ({"weight": np.ones(3, np.float32)}, ""),
+        ({"experts": np.zeros((3, 2), np.int32), "empty": np.zeros(0)}, ""),
+        ({"a-b": np.ones(3)}, "extras: 'a-b' is not a name"),
+        ({"weight": [1.0, 2.0]}, "extras weight: list: give a numpy array"),
+        ({"weight": np.array(["a"])}, "extras weight: <U1: give a numpy array"),
+        ({"weight": np.array(1.0)}, r"extras weight: shape \(\): expected one dimension"),
+        ({"weight": np.zeros((3, 0))}, r"extras weight: shape \(3, 0\): expected one dimension"),
+    ],
+)
+def test_extras_are_named_arrays_of_one_dimension_or_more(extras, problem):
+    buffer = ReplayBuffer(config_of("fifo"), G)
+    rollout = replace(make_rollout(1), extras=extras)
+    if not problem:
+        assert buffer.step([rollout]).rollouts[0].extras is extras
+        return
+    with pytest.raises(ValueError, match=problem):
+        buffer.step([rollout])
+    assert len(buffer) == 0
+
+
 def test_the_capacity_counts_rollouts_and_the_group_size_completions():
     """Eight groups of four do not fit into 8; nor is a group of four one of two."""
     groups = [r for g in range(8) for r in make_group(G * g, g, 1, [1, -1, -1, -1])]
@@ -230,9 +253,12 @@ def handles(step, count=4):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("capacity", [10, 100])  # the age limit binds in the larger one
 @pytest.mark.parametrize("preset", sorted(CHANGES.keys() - {"grpo"}))
-def test_handles_are_told_once_when_they_left_and_never_before_their_batch_is_done(preset):
-    config = ReplayConfig.preset(preset, **CHANGES[preset] | {"capacity_rollouts": 10})
+def test_handles_are_told_once_when_they_left_and_never_before_their_batch_is_done(
+    preset, capacity
+):
+    config = ReplayConfig.preset(preset, **CHANGES[preset] | {"capacity_rollouts": capacity})
     held, told = set(), []
 
     def forget(gone):
@@ -248,6 +274,7 @@ def test_handles_are_told_once_when_they_left_and_never_before_their_batch_is_do
     buffer.evict(15)
     stored = [rollout.payload for rollout in buffer.rollouts()]
     assert held == set(stored) and len(told) == len(set(told)) == 14 * G - len(stored)
+    assert bool(told) == (capacity == 10 or preset != "fifo")
 
 
 def test_handles_are_saved_without_payloads_and_get_them_back(tmp_path):

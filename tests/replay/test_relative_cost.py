@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.replay.compose import relative_compute
 
 
 def test_gamma_by_hand():

@@ -5,10 +5,8 @@ import pytest
 from buffer_makers import ids, make_group, make_rollout, replay_settings
 
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.columns import ColumnQueue
-from grpo_replay.replay.drawing import query_spans
-from grpo_replay.replay.insertion import is_correct
-from grpo_replay.replay.priorities import EPSILON
+from grpo_replay.replay.insertion import ColumnQueue, is_correct
+from grpo_replay.replay.priorities import EPSILON, query_spans
 from grpo_replay.replay.replay_buffer import NEVER_USED
 
 

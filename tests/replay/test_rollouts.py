@@ -6,8 +6,7 @@ import pytest
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests, with_behavior_logprobs
-from grpo_replay.replay.seeding import completion_seed
-from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict
+from grpo_replay.types import Completion, Prompt, RequestKey, Rollout, Verdict, completion_seed
 
 LONGEST = 20
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from grpo_replay.replay.seeding import completion_seed, stream
-from grpo_replay.types import RequestKey
+from grpo_replay.types import RequestKey, completion_seed, stream
 
 
 def test_every_completion_has_a_seed_of_its_own():

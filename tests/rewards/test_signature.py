@@ -7,7 +7,7 @@ import pytest
 
 from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.rewards.user_function import Caller
+from grpo_replay.rewards.verifier_worker import Caller
 
 TASK = {
     "text": "so \\boxed{4}",

@@ -65,6 +65,19 @@ def test_a_function_that_works_says_nothing():
     assert tried(of_file("shortness"), "1", "2") == []
 
 
+def test_a_score_below_what_counts_as_correct_is_a_notice_with_the_value_to_set(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "def part(completion, answer):\n    return 0.777 if answer in completion else 0\n"
+    )
+    (notice,) = tried(RewardSection(function=f"{path}:part", workers=1), "1", "2")
+    assert "own.py:part gives 0.777 at most" in notice and "reward.correct is 1.0" in notice
+    assert notice.endswith("set reward.correct 0.777")
+    assert tried(RewardSection(function=f"{path}:part", workers=1, correct=0.777), "1", "2") == []
+    path.write_text("def part(completion, answer):\n    return 0.0\n")  # reads another form
+    assert tried(RewardSection(function=f"{path}:part", workers=1), "1", "2") == []
+
+
 def test_a_missing_file_says_where_paths_start():
     with pytest.raises(RecipeError, match=r"no file .*none\.py; a relative path in a recipe file"):
         tried(RewardSection(function="none.py:f", workers=1), "1")

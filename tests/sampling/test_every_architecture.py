@@ -18,8 +18,8 @@ from grpo_replay.errors import GrpoReplayError, ModelError
 from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory, model_shape
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.batch import TrainRow, logprob_row
+from grpo_replay.sampling.decode_ways import DECODE_ATTENTION
 from grpo_replay.sampling.hf import HfSampler
-from grpo_replay.sampling.kv_cache import NAME as DECODE_ATTENTION
 from grpo_replay.types import GenerationRequest, RequestKey
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -21,12 +21,12 @@ from slow_tests import slow_except
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.output_head import use_fp32_head
+from grpo_replay.engine.policy_module import use_fp32_head
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import ModelSection, resolve_recipe
-from grpo_replay.sampling import decoding, kv_cache
+from grpo_replay.sampling import decode_ways, decoding
+from grpo_replay.sampling.decode_ways import decode_attention
 from grpo_replay.sampling.hf import HfSampler
-from grpo_replay.sampling.kv_cache import decode_attention
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.types import GenerationRequest, RequestKey
 
@@ -123,7 +123,7 @@ def test_rows_leave_between_blocks_of_random_numbers_and_growths_of_the_cache(mo
     ]
     monkeypatch.setattr(decoding, "UNIFORM_BLOCK", 16)
     monkeypatch.setattr(decoding, "INITIAL_CAPACITY", 10)
-    monkeypatch.setattr(kv_cache, "GROWTH_TOKENS", 5)
+    monkeypatch.setattr(decode_ways, "GROWTH_TOKENS", 5)
     completions = assert_like_naive(model, requests, eos_ids=(VOCABULARY + 5,))
     assert sorted(len(c.token_ids) for c in completions.values()) == sorted(lengths)
 

@@ -6,8 +6,8 @@ import torch
 from naive_sampler import naive_logp
 from scipy.stats import kstest
 
-from grpo_replay.sampling import token_choice
-from grpo_replay.sampling.token_choice import SamplingParameters, UniformRows, choose_tokens
+from grpo_replay.sampling import decoding
+from grpo_replay.sampling.decoding import SamplingParameters, UniformRows, choose_tokens
 from grpo_replay.types import GenerationRequest, RequestKey
 
 
@@ -78,7 +78,7 @@ def test_chunks_of_rows_choose_what_all_rows_at_once_choose(monkeypatch):
         *[(t, p) for t in (0.0, 0.7) for p in (1.0, 0.5) for _ in range(13)][:50]
     )
     whole = chosen(logits, uniforms, parameters)
-    monkeypatch.setattr(token_choice, "CHUNK_LOGITS", 7 * 300)
+    monkeypatch.setattr(decoding, "CHUNK_LOGITS", 7 * 300)
     parts = chosen(logits, uniforms, parameters)
     assert whole[0] == parts[0]
     assert np.array_equal(whole[1], parts[1])

@@ -19,7 +19,7 @@ from tiny_policy import (
 )
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.output_head import use_fp32_head
+from grpo_replay.engine.policy_module import use_fp32_head
 from grpo_replay.errors import RecipeError, SamplerError
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.vllm_local import VllmLocalSampler

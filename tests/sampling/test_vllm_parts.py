@@ -19,7 +19,7 @@ from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_policy, section_at
-from grpo_replay.engine.output_head import Fp32Head, find_head
+from grpo_replay.engine.policy_module import Fp32Head, find_head
 from grpo_replay.engine.sampling_limits import model_length
 from grpo_replay.engine.weights import CheckedWeights, expected_weights
 from grpo_replay.errors import ModelError, RecipeError, SamplerError

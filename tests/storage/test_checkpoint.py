@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,11 @@ from grpo_replay.storage.checkpoint import (
     begin_checkpoint,
     complete_checkpoint,
     find_checkpoint,
+    leftovers,
     list_checkpoints,
     point_latest,
     read_state,
+    remove_old,
     replace_text,
     temporary_folder,
     verify_checkpoint,
@@ -55,6 +58,32 @@ def test_only_the_newest_are_kept(tmp_path):
         make_checkpoint(tmp_path, step, keep=2)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000015", "step_000020"]
     assert (tmp_path / "latest").resolve().name == "step_000020"
+
+
+def test_what_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
+    for step in (5, 10, 15):
+        make_checkpoint(tmp_path, step)
+
+    def killed(folder: Path) -> None:
+        (folder / "model" / "weights").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        remove_old(tmp_path / "step_000015", keep=2)
+    kept = list_checkpoints(tmp_path)
+    assert [path.name for path in kept] == ["step_000010", "step_000015"]
+    for path in kept:
+        verify_checkpoint(path)
+    assert leftovers(tmp_path) == [tmp_path / ".tmp-step_000005"]
+
+
+def test_a_resume_may_remove_the_old_ones_too(tmp_path):
+    for step in (5, 10, 15, 20):
+        make_checkpoint(tmp_path, step, keep=4)
+    remove_old(tmp_path / "step_000015", keep=2)
+    names = [path.name for path in list_checkpoints(tmp_path)]
+    assert names == ["step_000010", "step_000015", "step_000020"]
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path):

@@ -15,9 +15,8 @@ from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.terminal.console import open_console
-from grpo_replay.terminal.quiet import warnings_on_stderr
-from grpo_replay.terminal.secrets import without_secrets
-from grpo_replay.training.run_summary import model_card
+from grpo_replay.terminal.quiet import warnings_on_stderr, without_secrets
+from grpo_replay.training.run_evaluation import model_card
 
 TOKEN = "hf_" + "aBcD1234" * 4
 KEY = "correct horse battery"

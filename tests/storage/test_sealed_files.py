@@ -1,6 +1,7 @@
 """files.json: what a run has written, with digests, cut back where a resume goes back."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,36 @@ def test_a_regraded_evaluation_is_listed_again_and_a_report_elsewhere_is_not(run
     assert (run / SEAL).read_text() == before
     reseal(run / "eval/deeper/mine.json")  # no run there
     assert not (run / "eval" / SEAL).exists()
+
+
+def test_a_list_of_an_earlier_version_is_kept(run):
+    (run / "rollouts/step_000001.parquet").write_text("other")
+    (run / SEAL).write_text(json.dumps({"files": read_seal(run)}, indent=2) + "\n")
+    seal_files(run)
+    assert set(read_seal(run)) == set(FILES)
+    assert list(problems(run)) == ["rollouts/step_000001.parquet"]
+
+
+def test_a_list_that_was_cut_is_replaced_by_the_run(run):
+    before = (run / SEAL).read_text()
+    (run / SEAL).write_text(before[: len(before) // 2])
+    seal_files(run)
+    assert (run / SEAL).read_text() == before
+
+
+def test_a_list_of_many_files_takes_no_memory_for_their_facts(run):
+    """The whole list at once took 1,500 bytes for each file."""
+    for step in range(4, 2004):
+        (run / f"draws/step_{step:06d}.parquet").write_text("draws")
+    seal_files(run)
+    tracemalloc.start()
+    try:
+        seal_files(run)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(read_seal(run)) == len(FILES) + 2000
+    assert most < 2000 * 300
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"files": []}', '{"files": {"a": {"bytes": "1"}}}'])

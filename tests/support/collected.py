@@ -69,10 +69,12 @@ class InstantScorer:
         self.stalled = False
         self.waiting: list = []
         self.groups: dict[str, int] = {}
+        self.asked: list[dict] = []  # step, truncated, … of each completion
         self.incomplete: list[str] = []
 
-    def submit(self, key, text, answer, row=None, *, group, of, **_) -> None:
+    def submit(self, key, text, answer, row=None, *, group, of, **facts) -> None:
         self.waiting.append(key)
+        self.asked.append(facts)
         self.groups[group] = of
 
     def put_incomplete(self, group: str) -> None:

@@ -39,10 +39,13 @@ class FakePolicyServer(FakeServer):
         self.load_status = 200
         self.longest = 5
         self.device, self.splits_prompts = "cpu", False
+        self.vllm_version = "0.32.0"
         self._resumed = threading.Event()
         self._resumed.set()
 
     def describe(self, path: str) -> Any:
+        if path == "/version":
+            return {"version": self.vllm_version}
         if path == "/v1/models":
             return {"data": [{"max_model_len": 10_000, "root": "fake"}]}
         if path.startswith("/server_info"):

@@ -20,6 +20,7 @@ class FakeServer:
         self.statuses: list[int] = []  # of the next completions; then 200
         self.aborts = 0  # of the next completions: finished by "abort"
         self.spans: list[tuple[str, int, int]] | None = None  # instead of one of `label`
+        self.labels_tokens = True  # as vLLM does since 0.32
         self.seeds: list[int] = []  # of all completions asked for
         self.seconds = 0.0
         self.health_seconds = 0.0
@@ -122,8 +123,9 @@ class FakeServer:
             "token_ids": tokens,
             "logprobs": {"content": [{"logprob": self.logprob} for _ in tokens]},
             "finish_reason": "abort" if aborted else "stop",
-            "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
         }
+        if self.labels_tokens:
+            choice["weight_versions"] = [{"version": v, "start": s, "end": e} for v, s, e in spans]
         return 200, {"choices": [choice], "seed": body["sampling_params"]["seed"]}
 
     def close_connections(self) -> None:

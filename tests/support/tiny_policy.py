@@ -12,10 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.replay.seeding import completion_seed
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.tiny import BASE_DIR
-from grpo_replay.types import Completion, GenerationRequest, RequestKey
+from grpo_replay.types import Completion, GenerationRequest, RequestKey, completion_seed
 
 STOP_TOKENS = (1, 9)
 PROMPTS = ((5, 6, 7), (8, 10), (10, 11, 12, 13, 14))

@@ -73,6 +73,9 @@ def test_the_progress_of_a_run_is_complete_in_80_columns():
     shown = console.file.getvalue()
     assert "reward +0.34 · held-out 36.1 % · fresh 96 replayed 96 · age 2.3 · 2,677 tok/s" in shown
     assert "…" not in shown and "━" in shown
+    nothing = {**step, "fresh/rollouts": 0, "replay/rollouts": 0, "replay/age_mean": None}
+    assert "fresh 0 replayed 0 (no group with signal) · " in display._describe_step(nothing)
+    assert "no group" not in display._describe_step({**nothing, "reward": None})
 
 
 def test_results_are_printed_without_markup_unless_asked_for(capsys):

@@ -1,5 +1,6 @@
 """Pieces of an asynchronous step by hand: shares of time, undrawn evictions, what is waited for."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,7 @@ from collected import group
 from small_runs.asynchronous import BUFFER_ONLY, async_recipe
 from small_runs.trained import GROUP, PROMPTS, small_recipe
 
-from grpo_replay.collection.arrivals import Arrivals
-from grpo_replay.collection.assembly import TakenRollouts, rollouts_to_insert
+from grpo_replay.collection.arrivals import Arrivals, TakenRollouts, rollouts_to_insert
 from grpo_replay.collection.intake import arrival_rules
 from grpo_replay.collection.messages import Drop, Report
 from grpo_replay.distributed.comm import Comm
@@ -26,10 +26,11 @@ from grpo_replay.training.asynchronous import (
     ServerShare,
     ServerTimes,
     UndrawnEvictions,
+    mean_lengths,
 )
-from grpo_replay.training.metrics import count_step
 from grpo_replay.training.rollout_source import StepRecord, StepRollouts, Stopwatch
 from grpo_replay.training.run import Run
+from grpo_replay.training.trainer import count_step
 from grpo_replay.types import ComposedBatch, Draw
 
 
@@ -248,3 +249,24 @@ def test_counters_of_a_step_by_hand():
     assert (state.step, state.replayed_rollouts) == (5, 1)
     assert (state.generated_tokens, state.trained_tokens, state.processed_tokens) == (6, 4, 10)
     assert (state.prompt_cursor, state.next_group_id, state.next_rollout_id) == (13, 10, 40)
+
+
+def test_mean_lengths_are_of_what_was_kept_and_of_what_came_late():
+    """Groups without a signal and rollouts without a reward were not dropped for being late."""
+    kept = [make_rollout(1, tokens=3), make_rollout(2, tokens=5)]
+    late = [make_rollout(3, tokens=9, kept=False), make_rollout(4, tokens=11, kept=False)]
+    equal = make_rollout(5, tokens=100, kept=False, group_reward_std=0.0)
+    failed = replace(make_rollout(6, tokens=100, kept=False), reward=None)
+    assert mean_lengths([*kept, *late, equal, failed]) == (4.0, 10.0)
+    assert mean_lengths([equal, failed]) == (None, None)
+
+
+def test_a_checkpoint_has_the_journal_on_the_disk_first_and_the_end_ends_the_collector(tmp_path):
+    source, intake = collector_source(async_recipe(URLS, {}))
+    source.save(tmp_path)
+    assert intake.done == [("sync",)]
+    source.close()
+    assert intake.done == [("sync",), ("close",)]
+    source.intake = None  # a rank other than 0
+    source.save(tmp_path)
+    source.close()

@@ -16,7 +16,7 @@ from grpo_replay.storage.checkpoint import (
     list_checkpoints,
     verify_checkpoint,
 )
-from grpo_replay.training import checkpoint_writer
+from grpo_replay.training import resuming
 
 SHORT = {"run": {"steps": 2}, "checkpoint": {"every_steps": 1}, "replay": {"preset": "grpo"}}
 
@@ -24,9 +24,7 @@ SHORT = {"run": {"steps": 2}, "checkpoint": {"every_steps": 1}, "replay": {"pres
 def say_free(monkeypatch, *sizes: int) -> None:
     """Make the disk have so much room, one size a question, the last for ever."""
     left = list(sizes)
-    monkeypatch.setattr(
-        checkpoint_writer, "free_bytes", lambda _: left.pop(0) if len(left) > 1 else left[0]
-    )
+    monkeypatch.setattr(resuming, "free_bytes", lambda _: left.pop(0) if len(left) > 1 else left[0])
 
 
 PLENTY, LITTLE = 10**12, 1000
@@ -47,7 +45,7 @@ def test_the_expected_size_is_that_of_a_real_checkpoint(tmp_path, processes, sta
     parameters = sum(tensor.numel() for tensor in run.weights().values())
     expected = checkpoint_bytes(parameters, size, stage)
     (checkpoint,) = list_checkpoints(run.path / "checkpoints")
-    found = checkpoint_writer.checkpoint_bytes_on_disk(checkpoint)
+    found = resuming.checkpoint_bytes_on_disk(checkpoint)
     assert expected < found < expected + 0.6 * parameters  # the tokenizer and DeepSpeed's scripts
 
 
@@ -60,10 +58,10 @@ def test_a_run_without_room_for_one_checkpoint_does_not_begin(tmp_path, processe
 
 def test_the_start_says_that_not_all_will_fit(tmp_path, monkeypatch):
     say_free(monkeypatch, 35)
-    (notice,) = checkpoint_writer.notices_of_room(tmp_path, 3, 10)
+    (notice,) = resuming.notices_of_room(tmp_path, 3, 10)
     assert "4 more checkpoints" in notice and "checkpoint.keep 3" in notice
     say_free(monkeypatch, 40)
-    assert checkpoint_writer.notices_of_room(tmp_path, 3, 10) == []
+    assert resuming.notices_of_room(tmp_path, 3, 10) == []
 
 
 def test_a_disk_too_full_for_the_next_checkpoint_stops_the_run_and_keeps_the_last(
@@ -93,7 +91,7 @@ def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written
     tmp_path, processes, monkeypatch, name
 ):
     """The kernel itself refuses the write: the file is a link to /dev/full."""
-    begin = checkpoint_writer.begin_checkpoint
+    begin = resuming.begin_checkpoint
 
     def with_a_full_disk(temporary: Path) -> None:
         begin(temporary)
@@ -102,7 +100,7 @@ def test_a_disk_that_runs_full_meanwhile_loses_only_the_checkpoint_being_written
             place.parent.mkdir(parents=True, exist_ok=True)
             os.symlink("/dev/full", place)
 
-    monkeypatch.setattr(checkpoint_writer, "begin_checkpoint", with_a_full_disk)
+    monkeypatch.setattr(resuming, "begin_checkpoint", with_a_full_disk)
     with pytest.raises(OutputDirectoryError, match=r"tmp-step_000002.*step_000001 is com") as seen:
         train_small_run(tmp_path / "run", **SHORT, engine={"zero_stage": 2})
     assert seen.value.exit_code == 3
@@ -134,7 +132,7 @@ def test_every_rank_hashes_its_own_shards_and_rank_0_the_rest(tmp_path, ranks):
             broadcast_json=lambda value: value if value is not None else names,
             all_gather_json=lambda value: [shares.append(value) or value],
         )  # fmt: skip
-        checkpoint_writer._facts_of_all(comm, tmp_path)
+        resuming._facts_of_all(comm, tmp_path)
     found = [name for share in shares for name in share]
     assert sorted(found) == sorted(names)
     if ranks == 3:

@@ -28,7 +28,7 @@ from small_runs.trained import (
 )
 
 from grpo_replay.engine.microbatches import micro_batch
-from grpo_replay.engine.plain_policy import PlainPolicy
+from grpo_replay.engine.models import PlainPolicy
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import LossSection
 from grpo_replay.replay import ReplayBuffer

@@ -20,7 +20,7 @@ from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import file_facts, find_checkpoint, verify_checkpoint
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import checkpoint_writer
+from grpo_replay.training import resuming
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import RunResult, run_training
 
@@ -177,14 +177,14 @@ def forbid(temporary: Path) -> None:
 def test_a_checkpoint_that_may_not_be_written_is_no_bug_and_keeps_the_earlier_ones(
     tmp_path, processes, monkeypatch, obstacle
 ):
-    begin, limits = checkpoint_writer.begin_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
+    begin, limits = resuming.begin_checkpoint, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def met(temporary: Path) -> None:
         begin(temporary)
         if temporary.name.endswith("2"):
             obstacle(temporary)
 
-    monkeypatch.setattr(checkpoint_writer, "begin_checkpoint", met)
+    monkeypatch.setattr(resuming, "begin_checkpoint", met)
     short = {"run": {"steps": 2}, "checkpoint": {"every_steps": 1}, "replay": {"preset": "grpo"}}
     try:
         with pytest.raises(OutputDirectoryError, match=r"tmp-step_000002.*step_000001 is com"):

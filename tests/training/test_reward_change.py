@@ -12,7 +12,7 @@ from grpo_replay.cli.train_display import RunDisplay
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import RewardSection
-from grpo_replay.training.reward_watch import _changes, reward_facts
+from grpo_replay.training.reward_watch import _changes, notices_of_change, reward_facts
 from grpo_replay.training.run import run_training
 
 REWARD = """
@@ -53,6 +53,12 @@ def resumed(folder: Path, **checkpoint) -> tuple[FinishedRun, str]:
 def test_the_same_source_resumes_without_a_word_wherever_it_lies(folder, processes):
     _, screen = resumed(folder)
     assert "reward is another" not in screen
+
+
+def test_the_same_facts_are_no_change(folder):
+    facts = reward_facts(RewardSection(), {})
+    checkpoint = folder / "run" / "checkpoints" / "step_000003"
+    assert notices_of_change(checkpoint, facts, facts, buffer_is_kept=True) == []
 
 
 def test_an_edited_source_file_is_refused_before_anything_changes(folder, processes):

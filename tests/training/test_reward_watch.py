@@ -7,7 +7,7 @@ import pytest
 
 from grpo_replay.errors import RewardError
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.training.reward_watch import LearningWatch, refuse_failed_verdicts
+from grpo_replay.training.reward_watch import CorrectWatch, LearningWatch, refuse_failed_verdicts
 from grpo_replay.types import Rollout
 
 G = 4
@@ -97,3 +97,26 @@ def test_a_step_stops_if_most_verdicts_are_failures():
         assert part in str(caught.value)
     refuse_failed_verdicts(group(verdict="crash"), 3, recipe_of(max_failed_share=1.0).reward, None)
     refuse_failed_verdicts([], 3, recipe_of().reward, None)  # other ranks
+
+
+def scores_of(*rewards: float, **changes) -> list[Rollout]:
+    return [replace(PLAIN, reward=reward, **changes) for reward in rewards]
+
+
+def test_scores_that_differ_below_what_counts_as_correct_are_named_once():
+    watch = CorrectWatch(recipe_of(function="own.py:part").reward)
+    told = {step: watch.observe(step, scores_of(0.0, 0.777)) for step in range(1, 20)}
+    ((step, (notice,)),) = [each for each in told.items() if each[1]]
+    assert step == 5 and "no completion of 5 steps was correct" in notice
+    assert "reward.correct 1.0 by own.py:part" in notice and "highest was 0.777" in notice
+    of_several = CorrectWatch(recipe_of(function="own.py:part").reward)
+    steps = [of_several.observe(s, scores_of(2.0, 3.0, reward_scores=(0.5,))) for s in range(1, 8)]
+    assert steps == [[]] * 7, "the first function's scores are equal"
+
+
+def test_a_correct_completion_or_a_builtin_verifier_needs_no_such_notice():
+    watch = CorrectWatch(recipe_of(function="own.py:part").reward)
+    assert watch.observe(1, scores_of(0.0, 1.0, group_correct=1)) == []
+    assert not any(watch.observe(step, scores_of(0.0, 0.5)) for step in range(2, 20))
+    builtin = CorrectWatch(recipe_of().reward)
+    assert not any(builtin.observe(step, scores_of(-1.0, 0.5)) for step in range(1, 20))

@@ -12,17 +12,22 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from rich.console import Console
 from slow_tests import slow_except
+from small_runs.experiments import Size, evaluation
 from small_runs.trained import FinishedRun, small_recipe
 
 from grpo_replay.cli.train_display import RunDisplay, describe_stop, result_table
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import Interruption
 from grpo_replay.distributed.launch import _conclude
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.storage.checkpoint import (
+    RunState,
     find_checkpoint,
     list_checkpoints,
     replace_text,
@@ -30,10 +35,10 @@ from grpo_replay.storage.checkpoint import (
 )
 from grpo_replay.terminal.console import GuardedStream
 from grpo_replay.training import run_evaluation
-from grpo_replay.training.checkpoint_writer import MODEL_CARD
 from grpo_replay.training.observer import Observer
+from grpo_replay.training.resuming import MODEL_CARD
 from grpo_replay.training.run import RunResult, run_training
-from grpo_replay.training.run_summary import NOT_EVALUATED
+from grpo_replay.training.run_evaluation import NOT_EVALUATED, RunEvaluation
 from grpo_replay.training.trainer import Trainer
 
 PLAIN = {"replay": {"preset": "grpo"}, "run": {"steps": 4}}
@@ -207,8 +212,12 @@ def test_a_model_card_that_a_kill_left_without_the_evaluation_is_made_up(whole, 
 def test_a_damaged_evaluation_is_left_out_and_stops_nothing(whole, tmp_path, caplog):
     path = shutil.copytree(whole.path, tmp_path / "run", symlinks=True)
     (path / "eval" / "step_000000.json").write_text("{")
-    summary = train(path, resume=True, **{**EVALUATED, "run": {"steps": 6}}).summary
+    observer, told = Observer(), []
+    observer.on_notice = told.append
+    summary = train(path, observer, resume=True, **{**EVALUATED, "run": {"steps": 6}}).summary
     assert summary["base"] is None and summary["final"]["mean"] is not None
+    (notice,) = [each for each in told if "left out of the summary" in each]
+    assert "step_000000.json" in notice
     assert "left out of the summary" in caplog.text and "step_000000.json" in caplog.text
     assert find_checkpoint(path / "checkpoints").name == "step_000006"
 
@@ -260,3 +269,14 @@ def test_the_command_itself_saves_and_exits_130(tmp_path, how):
     report = verify_run(tmp_path / "run")
     assert report.passed and report.steps == step + 25
     assert [path.name for path in (tmp_path / "run/recipes").iterdir()] == [f"step_{step:06d}.yaml"]
+
+
+def test_an_evaluation_that_is_there_is_read_without_its_completions(tmp_path):
+    written = evaluation(0.5, Size(), np.random.default_rng(0))
+    written.write(tmp_path / "eval" / "step_000003.json")
+    (samples,) = (tmp_path / "eval").glob("*.parquet")
+    samples.write_bytes(b"not read")
+    run_dir = SimpleNamespace(path=tmp_path)
+    parts = SimpleNamespace(recipe=small_recipe(), comm=Comm(), run_dir=run_dir)
+    found = RunEvaluation(parts, RunState(), object(), Observer()).evaluate(3, lambda: False)
+    assert found.sampled == written.sampled and found.samples is None

@@ -67,8 +67,8 @@ def switched(server: LaunchedServer, max_tokens: int, pause_first: bool) -> list
     assert client.drop_cached_prompts()
     client.resume()
     found = answer.result(60)
-    assert len(found["token_ids"]) == max_tokens == found["weight_versions"][-1]["end"]
-    return [span["version"] for span in found["weight_versions"]]
+    assert len(found.token_ids) == max_tokens == found.weight_versions[-1].end
+    return [span.version for span in found.weight_versions]
 
 
 def test_a_request_admitted_during_an_update_is_sampled_by_the_new_weights_alone(server):

@@ -7,7 +7,7 @@ from small_runs.trained import train_small_run
 from transformers import AutoConfig
 
 from grpo_replay.engine.models import byte_tokenizer
-from grpo_replay.engine.output_head import LogitSettings
+from grpo_replay.engine.policy_module import LogitSettings
 from grpo_replay.errors import ModelError
 from grpo_replay.sampling.hf import HfSampler
 

@@ -26,6 +26,7 @@ from grpo_replay.lab.dry_run.estimates import (
 )
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
 from grpo_replay.lab.dry_run.planner import (
+    Advice,
     Findings,
     Machines,
     MemoryPlan,
@@ -35,9 +36,13 @@ from grpo_replay.lab.dry_run.planner import (
     with_known_model,
 )
 from grpo_replay.recipe import ModelSection, Recipe, RunSection, SamplingSection
-from grpo_replay.storage.checkpoint import checkpoint_bytes, to_gib
+from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, to_gib
 
 DEFAULT_OUTPUT = Path("runs")
+SMALLEST_DEFAULT_GIB = 75
+"""From this size on, a GPU whose name is not known is taken for an H100."""
+ROOM = 0.05
+"""Share of an assumed GPU below which what is left is remarked on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +110,14 @@ def _report(
         sampling.servers_launched * sampling.vllm.tensor_parallel_size,
         gpu_memory_gib,
     )
-    check_parts(recipe, with_known_model(recipe.model), machines, findings)
+    prompts = check_parts(recipe, with_known_model(recipe.model), machines, findings)
+    if prompts is not None:
+        known = replace(known, prompt_tokens=prompts.mean_prompt)
     plan = _try_plan(recipe, machines, findings)
     look, known = _try_look(recipe, sample, plan, known, findings)
     figures = _figures(recipe, known, plan, machines, findings)
     check_disk_space(figures["storage"], output_dir, machines, findings)
-    advice = None
-    if plan is not None and not (plan.fits and _has_gpus(machines)):
-        advice = advise(recipe, machines)
-    if plan is not None and not plan.fits:
-        findings.exit_code = findings.exit_code or 2
+    advice = _advice(recipe, plan, machines, findings)
     return DryRunReport(
         recipe=recipe.name,
         fits=False if findings.exit_code else None if plan is None else True,
@@ -128,6 +131,33 @@ def _report(
         first_look=None if look is None else look.describe(),
         **figures,
     )
+
+
+def _advice(
+    recipe: Recipe, plan: MemoryPlan | None, machines: Machines, findings: Findings
+) -> Advice | None:
+    """Overrides that may fit, unless the plan does. Notes how much of the GPU is left, and that a
+    plan which does not fit would not start."""
+    if plan is None:
+        return None
+    advice = None if plan.fits and _has_gpus(machines) else advise(recipe, machines)
+    peak = plan.peak if plan.fits or advice is None or not advice.fits else advice.peak
+    findings.assumptions += _notice_of_room(peak, machines)
+    if not plan.fits:
+        findings.exit_code = findings.exit_code or 2
+    return advice
+
+
+def _notice_of_room(peak: int, machines: Machines) -> list[str]:
+    """A sentence if little of an assumed GPU is left, which may be smaller than its name says."""
+    left = machines.capacity - peak
+    if not machines.elsewhere or not 0 <= left < ROOM * machines.capacity:
+        return []
+    return [
+        f"{to_gib(left):.1f} of {to_gib(machines.capacity):g} GiB are left. A GPU shows less than "
+        "it is sold with (24 GB: 22.5 to 23.6 GiB): plan with --gpu-memory-gib and what nvidia-smi "
+        "shows, MiB / 1024"
+    ]
 
 
 def _try_look(
@@ -157,7 +187,9 @@ def _figures(
 ) -> dict[str, dict[str, Any]]:
     """The sections step, replay, storage and time; what they assume is added to the findings."""
     sampling, replay = recipe.sampling, recipe.replay
-    expected = expected_of(recipe.model, recipe.prompts, sampling, replay, known.measured)
+    expected = expected_of(
+        recipe.model, recipe.prompts, sampling, replay, known.measured, known.prompt_tokens
+    )
     step = describe_step(sampling, replay, expected)
     stored = describe_replay(sampling, replay, recipe.run.steps, expected)
     storage = describe_storage(recipe.prompts, sampling, stored, expected)
@@ -212,10 +244,13 @@ def _checkpoint_sizes(plan: MemoryPlan | None, keep: int, evaluates: bool) -> di
 def _choose_speed(
     known: Known, expected: Expected, plan: MemoryPlan | None, dtype: str, machines: Machines
 ) -> Speed | None:
-    """Stated, else measured, else assumed for a GPU. None if nothing is known."""
+    """Stated, else measured, else assumed for a GPU. None if nothing is known: an unnamed GPU with
+    less memory than an H100 is a slower one."""
     speed = known.stated_speed(expected.mu) or known.speed
     if speed is not None or plan is None or not machines.on_cuda:
         return speed
+    if machines.gpu is None and machines.capacity < SMALLEST_DEFAULT_GIB * GIB:
+        return None
     return assumed_speed(plan.shape, expected, dtype, machines.gpu)
 
 
@@ -274,7 +309,12 @@ def _assumptions(
 
 def _describe_speed(speed: Speed | None, machines: Machines, sampling: SamplingSection) -> str:
     if speed is None:
-        return "no hours: the speed of this machine is not known"
+        of = "this machine"
+        if machines.elsewhere:
+            of = (
+                f"GPUs of {to_gib(machines.capacity):g} GiB (from 75 GiB, that of an H100 is taken)"
+            )
+        return f"no hours: the speed of {of} is not known"
     what = "GPU" if machines.on_cuda else "process"
     gpus = sampling.servers_used * sampling.gpus_per_server
     servers = f", {gpus} more for servers" if gpus else ""

@@ -78,9 +78,11 @@ def expected_of(
     sampling: SamplingSection,
     replay: ReplaySection,
     measured: Mapping[str, float] | None = None,
+    prompt_tokens: float | None = None,
 ) -> Expected:
     """What to expect of a recipe: `measured` values of a finished run, and assumptions for the
-    others. Keys of `measured` are fields of `Expected`."""
+    others. Keys of `measured` are fields of `Expected`. `prompt_tokens` is the mean of the prompts,
+    if they were read."""
     assumed = {
         "survival": assumed_survival(model.path, replay.drop_zero_variance),
         "mu": assumed_cost_ratio(model.path),
@@ -91,6 +93,8 @@ def expected_of(
             "prompt_tokens", prompts.source_names[0], prompts.max_prompt_length, MEAN_PROMPT_SHARE
         ),
     }
+    if prompt_tokens is not None:
+        assumed["prompt_tokens"] = prompt_tokens, "the mean of the prompts that were read"
     found = dict(measured or {})
     if not replay.drop_zero_variance:
         found.pop("survival", None)  # the measured run may have dropped groups
@@ -243,13 +247,14 @@ class Known:
     """What the user states or a finished run measured; the rest is assumed.
 
     `measured` holds fields of `Expected`, `speed` that of the run; the stated speeds are completion
-    tokens per second of one GPU.
+    tokens per second of one GPU. `prompt_tokens` is the mean of the prompts, if they were read.
     """
 
     generated_tokens_per_second: float | None = None
     trained_tokens_per_second: float | None = None
     measured: Mapping[str, float] | None = None
     speed: Speed | None = None
+    prompt_tokens: float | None = None
 
     def stated_speed(self, mu: float) -> Speed | None:
         """The stated speed: μ gives the one of the two that is not stated. None if neither is."""

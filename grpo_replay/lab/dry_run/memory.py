@@ -13,7 +13,7 @@ benchmarks/memory.py. With P parameters, N ranks and b bytes per element of the 
 From ZeRO-2 on, the gradient shard of a micro-batch exists in addition to the accumulated one.
 ZeRO-3 holds the accumulated shard permanently, and in bf16 both until the end of the step. While
 the optimizer steps over its shard, it also needs a flat fp32 gradient (4 bytes per element) and
-Adam's temporaries (8 in torch's loop on a CPU, 4 in its foreach form on CUDA).
+on CUDA Adam's temporaries (4 in torch's foreach form; its fused form on a CPU has none).
 
 With LoRA, the first line is of base and adapters, and P in the others counts the adapters alone.
 """
@@ -40,7 +40,7 @@ from the sizes of vLLM's fused tensors: 1.34 for Qwen3-4B, 1.40 for 1.7B and 1.6
 
 HF_CACHE_ROOM, HF_CACHE_GROWTH = 512, 256
 """Completion tokens that fit the first cache of the `hf` sampler, and its minimum growth:
-`sampling.decoding.INITIAL_CAPACITY` and `sampling.kv_cache.GROWTH_TOKENS`."""
+`sampling.decoding.INITIAL_CAPACITY` and `sampling.decode_ways.GROWTH_TOKENS`."""
 
 
 class ForwardMemory(NamedTuple):
@@ -196,15 +196,15 @@ def _bucket(count: int, setting: EngineSetting) -> int:
 
 
 def _flat_copy(count: int, setting: EngineSetting) -> int:
-    """ZeRO-0 reduces copies of the complete gradients, in the dtype of the model. The fp32 copies
-    of bf16 gradients are counted in `gradients`."""
-    if setting.zero_stage > 0 or setting.dtype_bytes < FP32:
+    """ZeRO-0 on several ranks reduces copies of the complete gradients, in the dtype of the model.
+    The fp32 copies of bf16 gradients are counted in `gradients`."""
+    if setting.zero_stage > 0 or setting.dtype_bytes < FP32 or setting.ranks == 1:
         return 0
     return FP32 * min(count, setting.bucket_elements)
 
 
 def _step_work(shape: ModelShape, setting: EngineSetting, owned: int, gradients: int) -> int:
-    temporaries = FP32 if setting.on_cuda else 2 * FP32
+    temporaries = FP32 if setting.on_cuda else 0
     if setting.zero_stage == 0:  # parameter by parameter, on the gradients themselves
         return gradients + temporaries * shape.largest_trained
     kept = 0
@@ -276,7 +276,7 @@ def hf_memory(
 
 def hf_cache_tokens(prompt_tokens: int, completion_tokens: int) -> tuple[int, int]:
     """Tokens that a row of the decoder's cache has room for when the longest completion ends, and
-    had before it last grew; 0 if it never grew (`sampling.kv_cache.RowLayer`)."""
+    had before it last grew; 0 if it never grew (`sampling.decode_ways.RowLayer`)."""
     capacity, before = prompt_tokens + min(completion_tokens, HF_CACHE_ROOM), 0
     while capacity < prompt_tokens + completion_tokens:
         length = capacity + 1

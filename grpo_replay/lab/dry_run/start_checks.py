@@ -27,9 +27,9 @@ from grpo_replay.recipe import (
     RewardSection,
     SamplingSection,
 )
+from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
-from grpo_replay.recipe.paths import is_on_hub
-from grpo_replay.recipe.sections import PACKING_ATTENTION
+from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay.priorities import load_priority
 from grpo_replay.rewards.scorer import RewardScorer, check_workers
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, notices_of_workers, try_rewards
@@ -82,9 +82,9 @@ def cache_only_if_unreachable() -> Iterator[None]:
 
 def check_parts(
     recipe: Recipe, known_model: ModelSection, machines: Machines, findings: Findings
-) -> None:
+) -> "PromptSet | None":
     """Check every part of the recipe. `known_model` is its model, or the shipped configuration
-    that stands for it."""
+    that stands for it. Returns the prompts if they could be read."""
     from grpo_replay.engine.deepspeed_config import notices_of_precision
     from grpo_replay.engine.sampling_limits import find_stop_tokens
     from grpo_replay.sampling.sampler_protocol import sampler_class
@@ -115,6 +115,7 @@ def check_parts(
     _check_room(known, None if prompts is None else prompts.longest_prompt, findings)
     own = recipe.reward, recipe.eval.verifier if recipe.eval.benchmarks else None
     check_rewards(*own, prompts, machines, findings)
+    return prompts
 
 
 def _missing(sentence: str, machines: Machines, findings: Findings) -> None:
@@ -133,8 +134,9 @@ def _attempt(
         return action()
     except GrpoReplayError as error:
         if source and is_on_hub(source):
-            reason = str(error).partition("\n")[0]
-            findings.unchecked.append(f"{what} of {source}: {reason}")
+            away = "neither in the local cache" in str(error)
+            reason = "neither in the local cache nor fetched from the hub" if away else str(error)
+            findings.unchecked.append(f"{what} of {source}: {reason.partition(chr(10))[0]}")
         else:
             findings.refuse(error)
         return None
@@ -180,7 +182,7 @@ def check_devices(
         text = f"sampling.backend {sampling.backend}: vLLM is not installed here"
         _missing(f"{text}: pip install 'grpo-replay[vllm]'", machines, findings)
     if model.lora.rank is not None and importlib.util.find_spec("peft") is None:
-        from grpo_replay.engine.lora import MISSING_PEFT
+        from grpo_replay.engine.weights import MISSING_PEFT
 
         _missing(MISSING_PEFT, machines, findings)
     package = _ATTENTION_PACKAGES.get(model.attn_implementation)

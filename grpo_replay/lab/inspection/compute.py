@@ -40,8 +40,7 @@ from grpo_replay.lab.inspection.rollout_columns import (
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.drawing import query_spans
-from grpo_replay.replay.priorities import draw_law
+from grpo_replay.replay.priorities import draw_law, query_spans
 from grpo_replay.replay.snapshot import read_snapshot_facts
 from grpo_replay.terminal.console import tracked
 

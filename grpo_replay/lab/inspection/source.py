@@ -46,6 +46,12 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
             return _open_checkpoint(path, step)
         if _is_run(path):
             return _open_run(path, step)
+        runs = sorted(str(each) for each in path.iterdir() if each.is_dir() and _is_run(each))
+        if runs:
+            more = ", …" if len(runs) > 8 else ""
+            raise SnapshotError(
+                f"{path} is a folder of runs: name one: {', '.join(runs[:8])}{more}"
+            )
         raise SnapshotError(
             f"{path}: neither a run directory (metrics.jsonl, rollouts/, checkpoints/) nor a "
             f"checkpoint (state.json, buffer.parquet); it contains {_listing(path)}"

@@ -28,7 +28,7 @@ from grpo_replay.lab.planning.theory import (
     without_replacement_objective,
 )
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.replay.compose import relative_compute
 from grpo_replay.storage.checkpoint import stored_bytes
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from grpo_replay.lab.planning.design import Design, Plan, replay_settings
 from grpo_replay.lab.planning.theory import Verdict, balanced_replay_ratio
-from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.replay.compose import relative_compute
 
 THEORY_MEANS = (
     "J is the compute to a given bound on the mean squared gradient; it does not predict accuracy. "

@@ -336,7 +336,7 @@ def _method_of(run: FinishedRun) -> dict[str, Any]:
 
 
 def _without_folders(value: Any) -> Any:
-    """Absolute paths (`recipe.paths` makes them) as names: each machine has its own folders."""
+    """Absolute paths (`recipe.layers` makes them) as names: each machine has its own folders."""
     if isinstance(value, str) and os.path.isabs(value):
         return os.path.basename(value)
     if isinstance(value, list):

@@ -90,12 +90,15 @@ class FinishedRun:
 
 
 @functools.cache
+def evaluation_at(run: FinishedRun, step: int) -> EvaluationReport:
+    """The evaluation after a step, with per-sample rows if their file exists."""
+    return run.final if step == len(run.log) else _without_texts(_evaluation_file(run.path, step))
+
+
 def best_evaluation(run: FinishedRun, outcome: Outcome) -> EvaluationReport | None:
-    """The evaluation at `best_step`, with per-sample rows if their file exists."""
+    """The evaluation at `best_step`."""
     step = run.best_step(outcome)
-    if step is None or step == len(run.log):
-        return None if step is None else run.final
-    return _without_texts(_evaluation_file(run.path, step))
+    return None if step is None else evaluation_at(run, step)
 
 
 def read_evaluation(path: Path) -> FinishedRun:

@@ -1,7 +1,7 @@
 """Computes the `Findings` of an experiment: every number of a report."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from statistics import median
 from typing import Any
@@ -10,8 +10,7 @@ import numpy as np
 
 from grpo_replay.errors import UsageError, did_you_mean
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.results import Interval
-from grpo_replay.evaluation.statistics import ProblemTable, problem_table
+from grpo_replay.evaluation.statistics import Interval, ProblemTable, problem_table
 from grpo_replay.lab.report.collect import Arm, Experiment, chosen_keys, settings_of
 from grpo_replay.lab.report.costs import (
     Axis,
@@ -23,10 +22,16 @@ from grpo_replay.lab.report.costs import (
     measure_quantities,
     mu_of,
 )
-from grpo_replay.lab.report.finished_run import FinishedRun, Outcome, best_evaluation
+from grpo_replay.lab.report.finished_run import (
+    FinishedRun,
+    Outcome,
+    best_evaluation,
+    evaluation_at,
+)
 from grpo_replay.lab.report.report_findings import (
     ArmFindings,
     Difference,
+    EqualCost,
     Estimate,
     Findings,
     Reach,
@@ -173,6 +178,7 @@ def _arm(
         targets=tuple(
             reach_target(each, trained, pairs, costs, outcome) for each in targets if trained
         ),
+        equal_cost=_equal_costs(others, costs),
     )
 
 
@@ -224,8 +230,44 @@ SCORES = ("final", "final_pass_at_k", "best")
 IntervalOver = Callable[[Sequence[np.ndarray]], tuple[Interval | None, str | None]]
 """An interval of the mean of one [S, N] per benchmark, and what it is over."""
 
-ProblemValues = Sequence[Mapping[str, np.ndarray] | None]
-"""Of every run, [N] by benchmark; None without per-sample rows."""
+
+@dataclass(frozen=True, slots=True)
+class Accuracies:
+    """Of a run, or differences of two runs: of every benchmark and `mean`, and on every problem,
+    [N] by benchmark (None without per-sample rows)."""
+
+    means: dict[str, float]
+    values: dict[str, np.ndarray] | None
+
+    @classmethod
+    def of(cls, report: EvaluationReport, key: str) -> "Accuracies":
+        """`key` is `avg_at_k` or `pass_at_k`."""
+        means = {name: getattr(each, key) for name, each in report.sampled.benchmarks.items()}
+        means["mean"] = getattr(report.sampled.mean, key)
+        tables = _problem_tables(report)
+        if tables is None:
+            return cls(means, None)
+        if key == "pass_at_k":
+            solved = {name: (table.correct_N > 0).astype(float) for name, table in tables.items()}
+            return cls(means, solved)
+        return cls(means, {name: table.accuracy_N for name, table in tables.items()})
+
+    def plus(self, other: "Accuracies", weight: float) -> "Accuracies":
+        """self + weight · other."""
+        means = {name: each + weight * other.means[name] for name, each in self.means.items()}
+        if self.values is None or other.values is None:
+            return Accuracies(means, None)
+        return Accuracies(
+            means, {name: each + weight * other.values[name] for name, each in self.values.items()}
+        )
+
+
+@cache
+def _problem_tables(report: EvaluationReport) -> dict[str, ProblemTable] | None:
+    """The problems of every benchmark; None without per-sample rows. Cached by identity."""
+    if report.samples is None:
+        return None
+    return {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
 
 
 def score_arm(
@@ -241,13 +283,14 @@ def score_arm(
         if any(reports[run] is None for run in runs):
             continue
         key = "pass_at_k" if name.endswith("pass_at_k") else "avg_at_k"
-        own = [reports[run] for run in runs]
+        own = [Accuracies.of(reports[run], key) for run in runs]
         usable = [(a, b) for a, b in pairs if reports[b] is not None]
+        less = [
+            Accuracies.of(reports[a], key).plus(Accuracies.of(reports[b], key), -1)
+            for a, b in usable
+        ]
         over = accuracy_over_problems if runs[0].seed is None else accuracy_over_seeds
-        found[name] = Score(
-            _estimates([_values(each, key) for each in own], [_means(r, key) for r in own], over),
-            _differences(usable, reports, key) if usable else None,
-        )
+        found[name] = Score(_estimates(own, over), _differences(usable, less) if usable else None)
     return found
 
 
@@ -255,69 +298,34 @@ def _report(run: FinishedRun, score: str, outcome: Outcome) -> Any:
     return run.final if score.startswith("final") else best_evaluation(run, outcome)
 
 
-def _means(report: EvaluationReport, key: str) -> dict[str, float]:
-    """The accuracy of a run on every benchmark, and `mean`."""
-    each = {name: getattr(result, key) for name, result in report.sampled.benchmarks.items()}
-    return {**each, "mean": getattr(report.sampled.mean, key)}
-
-
-def _values(report: EvaluationReport, key: str) -> dict[str, np.ndarray] | None:
-    """The accuracy of a run on every problem, [N] by benchmark; None without per-sample rows."""
-    tables = _problem_tables(report)
-    if tables is None:
-        return None
-    if key == "pass_at_k":
-        return {name: (table.correct_N > 0).astype(float) for name, table in tables.items()}
-    return {name: table.accuracy_N for name, table in tables.items()}
-
-
-@cache
-def _problem_tables(report: EvaluationReport) -> dict[str, ProblemTable] | None:
-    """The problems of every benchmark; None without per-sample rows. Cached by identity."""
-    if report.samples is None:
-        return None
-    return {name: problem_table(report.samples, name) for name in report.sampled.benchmarks}
-
-
-def _estimates(
-    values: ProblemValues, means: Sequence[Mapping[str, float]], interval_over: IntervalOver
-) -> dict[str, Estimate]:
+def _estimates(runs: Sequence[Accuracies], interval_over: IntervalOver) -> dict[str, Estimate]:
     """One estimate per benchmark, and of `mean`."""
     found = {}
-    for name in means[0]:
-        each = tuple(mean[name] for mean in means)
+    for name in runs[0].means:
+        each = tuple(run.means[name] for run in runs)
         spread = Spread.of(each)
-        interval, over = interval_over(_by_benchmark(values, means, name))
+        interval, over = interval_over(_by_benchmark(runs, name))
         found[name] = Estimate(
             spread.mean, spread.median, spread.low, spread.high, each, interval, over
         )
     return found
 
 
-def _by_benchmark(
-    values: ProblemValues, means: Sequence[Mapping[str, float]], name: str
-) -> list[np.ndarray]:
+def _by_benchmark(runs: Sequence[Accuracies], name: str) -> list[np.ndarray]:
     """[S, N] of a benchmark, or of every one for `mean`; [S, 1] without per-sample rows."""
-    known = [each for each in values if each is not None]
-    if len(known) == len(values):
+    known = [run.values for run in runs if run.values is not None]
+    if len(known) == len(runs):
         benchmarks = list(known[0]) if name == "mean" else [name]
         return [np.array([each[benchmark] for each in known]) for benchmark in benchmarks]
-    return [np.array([[each[name]] for each in means])]
+    return [np.array([[run.means[name]] for run in runs])]
 
 
-def _differences(
-    pairs: Pairs, reports: Mapping[FinishedRun, Any], key: str
-) -> dict[str, Difference]:
-    """The arm minus the baseline, of every benchmark and `mean`."""
-    of_means = [
-        {name: value - theirs[name] for name, value in ours.items()}
-        for ours, theirs in ((_means(reports[a], key), _means(reports[b], key)) for a, b in pairs)
-    ]
-    of_values = [_minus(_values(reports[a], key), _values(reports[b], key)) for a, b in pairs]
+def _differences(pairs: Pairs, runs: Sequence[Accuracies]) -> dict[str, Difference]:
+    """The arm minus the baseline, of every benchmark and `mean`; `runs` has that of each pair."""
     found = {}
     over = difference_over_problems if pairs[0][0].seed is None else difference_over_seeds
-    for name, estimate in _estimates(of_values, of_means, over).items():
-        each_S = np.array([means[name] for means in of_means])
+    for name, estimate in _estimates(runs, over).items():
+        each_S = np.array([run.means[name] for run in runs])
         found[name] = Difference(
             **asdict(estimate),
             seeds=tuple(a.seed for a, _ in pairs if a.seed is not None),
@@ -328,7 +336,42 @@ def _differences(
     return found
 
 
-def _minus(
-    a: Mapping[str, np.ndarray] | None, b: Mapping[str, np.ndarray] | None
-) -> dict[str, np.ndarray] | None:
-    return None if a is None or b is None else {name: a[name] - b[name] for name in a}
+FEWEST_EVALUATIONS = 4
+"""Of a run, the base's included, to interpolate its accuracy at a cost: between fewer, a straight
+line lies far below a curve that rises early."""
+
+
+def _equal_costs(pairs: Pairs, costs: Sequence[Axis]) -> dict[str, EqualCost]:
+    """avg@k of the arm minus the baseline's at equal cost, by axis; steps are not a cost."""
+    usable = [
+        pair
+        for pair in pairs
+        if all(run.base and len(run.evaluations) >= FEWEST_EVALUATIONS for run in pair)
+    ]
+    if not usable:
+        return {}
+    return {axis.key: equal_cost(usable, axis) for axis in costs if axis.key != "steps"}
+
+
+def equal_cost(pairs: Pairs, axis: Axis) -> EqualCost:
+    """What the arm is ahead when both runs of a pair have spent what the cheaper one spent."""
+    spent, ahead = [], []
+    for pair in pairs:
+        cost = min(float(axis.total(run)[max(run.evaluations)]) for run in pair)
+        ours, theirs = (accuracies_at(run, axis, cost) for run in pair)
+        spent.append(cost)
+        ahead.append(ours.plus(theirs, -1))
+    return EqualCost(Spread.of(spent), _differences(pairs, ahead))
+
+
+def accuracies_at(run: FinishedRun, axis: Axis, cost: float) -> Accuracies:
+    """avg@k when the run had spent `cost`, interpolated linearly between its evaluations."""
+    steps = sorted(run.evaluations)
+    costs = axis.total(run)[steps]
+    after = max(1, min(int(np.searchsorted(costs, cost)), len(steps) - 1))
+    width = float(costs[after] - costs[after - 1]) or 1.0
+    share = float(cost - costs[after - 1]) / width
+    first, second = (
+        Accuracies.of(evaluation_at(run, step), "avg_at_k") for step in steps[after - 1 : after + 1]
+    )
+    return first.plus(second.plus(first, -1), share)

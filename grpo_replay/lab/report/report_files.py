@@ -75,6 +75,7 @@ def _arm(arm: ArmFindings) -> dict[str, Any]:
         found[name] = _plain(score.estimates)
         found[f"difference{suffix}"] = score.difference and _plain(score.difference)
     found["quantities"] = _plain(arm.quantities)
+    found["equal_cost"] = _plain(arm.equal_cost)
     found["reach"] = [finite(asdict(target)) for target in arm.targets]
     return found
 

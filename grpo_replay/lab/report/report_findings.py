@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.evaluation.results import Interval
+from grpo_replay.evaluation.statistics import Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,21 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
+class EqualCost:
+    """Differences to the baseline, by benchmark and `mean`, when both runs of a seed have spent
+    what the cheaper one spent in all. `spent` is over seeds."""
+
+    spent: Spread
+    difference: dict[str, Difference]
+
+
+@dataclass(frozen=True, slots=True)
 class ArmFindings:
     """All numbers of one arm. `scores` is empty if it has no finished run.
 
     `quantities` are spreads over seeds: lengths, clip fractions, tokens, seconds, compute, AES. One
-    that no run has is left out.
+    that no run has is left out. `equal_cost` is by axis, and empty for the baseline and where a run
+    has too few evaluations.
     """
 
     name: str
@@ -112,6 +122,7 @@ class ArmFindings:
     scores: dict[str, Score]
     quantities: dict[str, Spread] = field(default_factory=dict)
     targets: tuple[Target, ...] = ()
+    equal_cost: dict[str, EqualCost] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

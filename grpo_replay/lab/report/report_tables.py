@@ -11,7 +11,7 @@ from functools import partial
 
 from grpo_replay.evaluation.aes import GAIN, LOSS
 from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval, tokens
-from grpo_replay.evaluation.results import Interval
+from grpo_replay.evaluation.statistics import Interval
 from grpo_replay.lab.report.costs import main_axis
 from grpo_replay.lab.report.report_findings import (
     ArmFindings,
@@ -97,7 +97,8 @@ def report_tables(findings: Findings) -> list[TextTable]:
     if _best_differs(findings):
         tables += [_score_table(findings, "best"), _difference_table(findings, "best")]
     tables += [aes_table(findings), length_table(findings), clip_table(findings)]
-    tables += [cost_table(findings), compute_table(findings), reach_table(findings)]
+    tables += [cost_table(findings), compute_table(findings)]
+    tables += [equal_cost_table(findings), reach_table(findings)]
     tables += [course_table(findings), frontier_table(findings)]
     tables += [*_ablation_tables(findings), _tuned_table(findings)]
     return [table for table in tables if table.rows]
@@ -337,7 +338,7 @@ def cost_table(findings: Findings) -> TextTable:
 
 def compute_table(findings: Findings) -> TextTable:
     columns: list[tuple[str, str, Cell]] = [
-        (_mu_title(findings, key), key, lambda each: amount(each.mean))
+        (_short_axis(findings, key), key, lambda each: amount(each.mean))
         for key in findings.axes
         if key.startswith("compute")
     ]
@@ -347,12 +348,37 @@ def compute_table(findings: Findings) -> TextTable:
     return _quantity_table(findings, "compute", "compute of a run", legend, columns)
 
 
-def _mu_title(findings: Findings, key: str) -> str:
+def _short_axis(findings: Findings, key: str) -> str:
+    if not key.startswith("compute"):
+        return key.replace("_", " ")
     if key == "compute_machines":
         return "γ of (W, T)"
     if key == "compute_measured":
         return f"μ = {findings.measured_mu:.3g} (measured)"
     return f"μ = {key.removeprefix('compute_')}"
+
+
+def equal_cost_table(findings: Findings) -> TextTable:
+    rows = []
+    for arm in findings.arms:
+        for key, at in arm.equal_cost.items():
+            each = at.difference[findings.shown]
+            rows.append(
+                [
+                    *(arm.name, _short_axis(findings, key), amount(at.spent.median)),
+                    points(each.mean),
+                    *(_difference_bounds(each), f"{each.seeds_better} of {len(each.seeds)}"),
+                    MISSING if each.p_value is None else p_value(each.p_value),
+                ]
+            )
+    header = ("arm", "cost", "spent", "mean", "95 %", "better", "p")
+    legend = (
+        f"avg@k, {findings.shown_title}, in points, paired by seed and problem, when both runs of "
+        "a seed have spent what the cheaper one spent in all (median over seeds), interpolated "
+        "between evaluations."
+    )
+    title = f"at equal cost: difference to {findings.baseline}"
+    return TextTable("equal_cost", title, header, rows, legend)
 
 
 def reach_table(findings: Findings) -> TextTable:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-from grpo_replay.evaluation.results import Interval
 from grpo_replay.evaluation.statistics import (
     CONFIDENCE,
+    Interval,
     accuracy_interval,
     share_interval,
     sign_flip_p_value,

@@ -1,5 +1,6 @@
 """Validate that a server matches the recipe, once, before sampling."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,10 +18,17 @@ from grpo_replay.sampling.server.routes import (
     block_on,
 )
 
+logger = logging.getLogger(__name__)
+
+OLDEST_VLLM = (0, 27)
+"""The first with /weight_info and /update_weight_version."""
+OLDEST_WITH_TOKEN_LABELS = (0, 32)
+"""The first whose completions say which weights sampled which token."""
+
 HOW_TO_START = (
     "start it with: VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
     "--model MODEL --dtype {dtype} --max-model-len {length} --logprobs-mode processed_logprobs "
-    "--generation-config vllm --skip-tokenizer-init --enable-scale-out"
+    "--generation-config vllm --skip-tokenizer-init --enable-scale-out (not before vLLM 0.30)"
 )
 
 
@@ -36,10 +44,15 @@ class ServerRequirements:
     head_dtype: str | None
     quantization: str | None
     nccl: bool
+    pushed_while_sampling: bool
 
     @classmethod
     def of(
-        cls, config: PretrainedConfig, arguments: Mapping[str, Any], weight_transfer: str
+        cls,
+        config: PretrainedConfig,
+        arguments: Mapping[str, Any],
+        weight_transfer: str,
+        pushed_while_sampling: bool,
     ) -> "ServerRequirements":
         """From the model's configuration and the EngineArgs of a launched server."""
         return cls(
@@ -51,6 +64,7 @@ class ServerRequirements:
             head_dtype=arguments.get("hf_overrides", {}).get("head_dtype"),
             quantization=arguments.get("quantization"),
             nccl=weight_transfer == "nccl",
+            pushed_while_sampling=pushed_while_sampling,
         )
 
 
@@ -59,7 +73,11 @@ def check_server(server: VllmServer, required: ServerRequirements) -> None:
     how = HOW_TO_START.format(dtype=required.dtype, length=required.max_model_len)
     try:
         block_on(server.check_health(CONTROL_SECONDS))
-        problems = [*_model_problems(server, required), *_setting_problems(server, required)]
+        problems = [
+            *_version_problems(server, required),
+            *_model_problems(server, required),
+            *_setting_problems(server, required),
+        ]
     except Unreachable as error:
         raise SamplerError(
             f"the vLLM server {server.url} cannot be reached ({error}); check "
@@ -67,8 +85,8 @@ def check_server(server: VllmServer, required: ServerRequirements) -> None:
         ) from error
     except Refused as error:
         raise SamplerError(
-            f"the server {server.url} refused a request that every vLLM 0.32 server in "
-            f"development mode answers ({error}); {how}"
+            f"the server {server.url} refused a request that vLLM 0.27 to 0.33 in development "
+            f"mode answer ({error}); {how}"
         ) from error
     except (KeyError, IndexError, TypeError) as error:
         raise SamplerError(
@@ -77,6 +95,27 @@ def check_server(server: VllmServer, required: ServerRequirements) -> None:
     if problems:
         raise SamplerError(
             f"the vLLM server {server.url} does not match this run: {'; '.join(problems)}; {how}"
+        )
+
+
+def _version_problems(server: VllmServer, required: ServerRequirements) -> Iterator[str]:
+    """Of a server whose version has no numbers (a build from source), none."""
+    version = server.vllm_version()
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else OLDEST_WITH_TOKEN_LABELS
+    if release < OLDEST_VLLM:
+        yield f"it runs vLLM {version}, which does not keep a label of its weights: use 0.32"
+    elif release < OLDEST_WITH_TOKEN_LABELS and required.pushed_while_sampling:
+        yield (
+            f"it runs vLLM {version}, which does not say which weights sampled a token, as "
+            "run.mode async needs: use 0.32"
+        )
+    elif release < OLDEST_WITH_TOKEN_LABELS:
+        logger.warning(
+            "%s runs vLLM %s, whose tokens have no label of their weights: its label is asked for "
+            "after every completion",
+            server.url,
+            version,
         )
 
 

@@ -14,9 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from grpo_replay.errors import SamplerError
 from grpo_replay.recipe import ServersSection
-from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer
+from grpo_replay.sampling.server.routes import (
+    Choice,
+    Refused,
+    Unreachable,
+    VllmServer,
+    WeightSpan,
+)
 from grpo_replay.sampling.vllm_requests import Spans, build_completion
 from grpo_replay.types import Completion, GenerationRequest
 
@@ -283,6 +291,7 @@ class Dispatcher(Generic[J]):
         failure: Exception | None = None
         try:
             answer = await server.client.generate(job.request, self._stop_token_ids)
+            answer = await self._labelled(answer, job, server.client)
             completion, spans = self._read(answer, job, server.client)
         except (Refused, Unreachable, Interrupted) as error:
             failure = error
@@ -300,28 +309,39 @@ class Dispatcher(Generic[J]):
             self._retry(job, server, failure)
         self.fill()
 
+    async def _labelled(self, answer: Choice, job: J, client: VllmServer) -> Choice:
+        """Before 0.32 vLLM does not say which weights sampled a token. All tokens are of those that
+        the server had when it was asked, if it has them still. Raises Interrupted otherwise."""
+        if answer.weight_versions is not msgspec.UNSET:
+            return answer
+        label = await client.weight_label()
+        if client.version_of(label) != job.version:
+            raise Interrupted(f"its weights are now labelled {label!r}, not {job.version}")
+        answer.weight_versions = [WeightSpan(label, 0, len(answer.token_ids))]
+        return answer
+
     def _read(
-        self, answer: dict[str, Any], job: J, client: VllmServer
+        self, answer: Choice, job: J, client: VllmServer
     ) -> tuple[Completion, tuple[Span, ...]]:
         """The validated completion and its spans. Raises Interrupted, or SamplerError as
         `build_completion` does."""
-        if answer["finish_reason"] == "abort":
+        if answer.finish_reason == "abort":
             raise Interrupted("the server aborted the request")
-        labelled = answer["weight_versions"] or []
-        versions = [client.version_of(span["version"]) for span in labelled]
+        labelled = answer.weight_versions if isinstance(answer.weight_versions, list) else []
+        versions = [client.version_of(span.version) for span in labelled]
         spans = tuple(
-            (version, span["start"], span["end"])
+            (version, span.start, span.end)
             for version, span in zip(versions, labelled, strict=True)
             if version is not None
         )
         if not spans or len(spans) < len(labelled):
-            labels = [span["version"] for span in labelled]
+            labels = [span.version for span in labelled]
             raise Interrupted(f"sampled by weights labelled {labels}, not of this run")
         completion = build_completion(
             job.request,
-            answer["token_ids"],
-            [entry["logprob"] for entry in answer["logprobs"]["content"]],
-            answer["finish_reason"],
+            answer.token_ids,
+            [each.logprob for each in answer.logprobs.content],
+            answer.finish_reason,
             Spans(spans[0][0], spans[-1][0]),
             self._stop_token_ids,
             self._settings.vocabulary,

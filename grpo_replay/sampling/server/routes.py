@@ -1,7 +1,8 @@
-"""Client of one vLLM server: the routes of vLLM 0.32 that a run uses.
+"""Client of one vLLM server: the routes of vLLM 0.27 to 0.33 that a run uses.
 
-Completions come from /inference/v1/generate (token ids in; token ids, log-probs and the weight
-version of every token out). Weights are updated through the routes of VLLM_SERVER_DEV_MODE=1.
+Completions come from /inference/v1/generate (token ids in; token ids, log-probs and, since 0.32,
+the weight version of every token out). Weights are updated through the routes of
+VLLM_SERVER_DEV_MODE=1.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from grpo_replay.sampling.vllm_requests import sampling_parameters
 from grpo_replay.types import GenerationRequest
@@ -104,7 +106,7 @@ class HttpClient:
         try:
             return json.loads(answer) if answer else None
         except (ValueError, RecursionError) as error:
-            raise Unreachable(f"{path} did not answer in JSON: {answer[:100]!r}") from error
+            raise _no_json(path, answer) from error
 
     async def request_text(
         self,
@@ -136,6 +138,10 @@ class HttpClient:
         if response.status != 200:
             raise Refused(response.status, _error_message(answer))
         return answer
+
+
+def _no_json(path: str, answer: str) -> Unreachable:
+    return Unreachable(f"{path} did not answer in JSON: {answer[:100]!r}")
 
 
 async def _body(response: aiohttp.ClientResponse, path: str) -> bytes:
@@ -183,6 +189,54 @@ CONTROL_SECONDS = 30.0
 TOKEN_COUNTER = "vllm:generation_tokens_total"
 
 
+class TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+
+
+class WeightSpan(msgspec.Struct):
+    """Output tokens that were sampled by weights of one label."""
+
+    version: Any
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct):
+    """A completion as vLLM answers it. What else the answer has is not read: per token it has the
+    id and the log-prob twice, and parsing all of it takes several times as long."""
+
+    token_ids: list[Any]
+    logprobs: TokenLogprobs
+    finish_reason: str | None
+    weight_versions: list[WeightSpan] | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class _Answer(msgspec.Struct):
+    choices: list[Choice]
+
+
+_answers = msgspec.json.Decoder(_Answer)
+
+
+def _read_choice(answer: str, path: str) -> Choice:
+    """Raises Unreachable for what is no JSON, LookupError or ValueError for any other."""
+    try:
+        try:
+            return _answers.decode(answer).choices[0]
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:  # NaN and infinity are Python's JSON, and get their own error
+            return msgspec.convert(json.loads(answer), _Answer).choices[0]
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise _no_json(path, answer) from error
+
+
 class VllmServer:
     """Methods raise http_client's Unreachable or Refused. The coroutines run in the loop of the
     dispatcher that calls them."""
@@ -211,6 +265,9 @@ class VllmServer:
         counts = [line.rsplit(" ", 1)[1] for line in lines if line.startswith(TOKEN_COUNTER)]
         return sum(map(float, counts)) if counts else None
 
+    def vllm_version(self) -> str:
+        return self.http.get("/version", CONTROL_SECONDS)["version"]
+
     def models(self) -> list[dict[str, Any]]:
         """The models it serves. `generate` samples from the first."""
         return self.http.get("/v1/models", CONTROL_SECONDS)["data"]
@@ -229,18 +286,17 @@ class VllmServer:
         """Number of workers: tensor, pipeline and data parallel."""
         return self.http.get("/get_world_size", CONTROL_SECONDS)["world_size"]
 
-    async def generate(
-        self, request: GenerationRequest, stop_token_ids: Sequence[int]
-    ) -> dict[str, Any]:
+    async def generate(self, request: GenerationRequest, stop_token_ids: Sequence[int]) -> Choice:
         """vLLM's answer to one request, without a time limit. Cancelling closes the connection, and
-        vLLM then aborts the request."""
+        vLLM then aborts the request. Raises LookupError or ValueError for an answer that is not
+        one of vLLM 0.32."""
         body = {
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_parameters(request, stop_token_ids),
         }
         path = "/inference/v1/generate"
-        answer = await self.http.request("POST", path, body, None, repeatable=True)
-        return answer["choices"][0]
+        answer = await self.http.request_text("POST", path, body, None, repeatable=True)
+        return _read_choice(answer, path)
 
     def version_of(self, label: Any) -> int | None:
         """The policy version that `label` names; None if it is not a label of this run."""

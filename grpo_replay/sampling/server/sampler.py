@@ -224,7 +224,9 @@ class VllmServerSampler:
         transfer = opening.sampling.servers.weight_transfer
         arguments = engine_arguments(opening.sampling, section, opening.longest, opening.on_gpu)
         expected = expected_weights(section)
-        required = ServerRequirements.of(load_config(section), arguments, transfer)
+        required = ServerRequirements.of(
+            load_config(section), arguments, transfer, opening.pushed_while_sampling
+        )
         sampler = cls(required, opening.stop_token_ids, expected, comm)
         try:
             run_collectively(comm, lambda: sampler._open_resources(opening, arguments))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from grpo_replay.cli import dry_run_display as display
 from grpo_replay.cli.app import app
 from grpo_replay.cli.dry_run_display import _measured
 from grpo_replay.errors import RecipeError
@@ -583,7 +584,47 @@ def test_the_screen_begins_with_the_problems_and_ends_with_the_answer():
     done = CliRunner().invoke(app, words)
     lines = done.stdout.splitlines()
     assert done.exit_code == 3 and lines[0].startswith("problem: ")
-    assert lines[-1].startswith("cannot say") or lines[-1].startswith("would not start")
+    assert lines[-1] == lines[0].replace("problem", "would not start", 1)
+
+
+def test_a_plan_without_room_says_so_in_its_last_line(capsys):
+    display.run(load_recipe("qwen3-4b"), gpu_memory_gib=4.0)
+    assert capsys.readouterr().out.splitlines()[-1] == "would not start: not enough memory"
+
+
+def test_hours_of_an_unnamed_gpu_are_those_of_an_h100_and_only_from_its_size_on(capsys):
+    for size, said in ((80.0, "hours / GPU-hours for all 200 steps, if H100s"), (24.0, None)):
+        report = report_of("qwen3-4b", gpu=size)
+        assert (report["time"]["hours"] is None) == (said is None)
+        display.run(load_recipe("qwen3-4b"), gpu_memory_gib=size)
+        screen = capsys.readouterr().out
+        assert said in screen if said else "hours / GPU" not in screen
+    assert "no hours: the speed of GPUs of 24 GiB (from 75 GiB" in str(report["assumptions"])
+
+
+def test_little_room_on_an_assumed_gpu_is_remarked_on():
+    one = ["engine.num_processes=1"]
+    for overrides in (one, [*one, "model.lora.r=16", "optimizer.learning_rate=1e-5"]):
+        said = str(report_of("qwen3-4b", *overrides, gpu=24)["assumptions"])
+        assert "0.7 of 24 GiB are left" in said and "22.5 to 23.6 GiB" in said
+    assert "are left" not in str(report_of("qwen3-4b", gpu=80)["assumptions"])
+
+
+def test_tokens_of_a_prompt_are_those_of_the_prompts_that_were_read(tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"problem": "1+2", "answer": "3"}\n{"problem": "11+12", "answer": "23"}\n')
+    words = [f"prompts.source={path}", "prompts.id_field=null", "eval.benchmarks=[]"]
+    report = report_of("tiny", *words)
+    # "1+2=" and "11+12=": 4 and 6 tokens
+    assert "and 5 a prompt (the mean of the prompts that were read)" in str(report["assumptions"])
+
+
+def test_what_the_hub_does_not_give_is_said_shortly(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = [each for each in report_of("qwen3-4b", gpu=80)["unchecked"] if "Base" in each]
+    assert "tokenizer of Qwen/Qwen3-4B-Base: neither in the local cache nor fetched from the hub" \
+        in found  # fmt: skip
+    assert max(map(len, found)) < 120 and ".." not in str(found)
 
 
 @pytest.mark.slow
@@ -605,6 +646,25 @@ def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
     printed = [line for line in done.stdout.splitlines() if not line.startswith("unchecked")]
     assert len(printed) > 30
     assert "\n".join(printed) in scaling_page()
+
+
+def test_the_documentation_says_what_the_dry_run_answers_for_32k_completions():
+    longest = ["sampling.max_completion_length=32768", "batch.max_tokens_per_microbatch=33792"]
+    (refused,) = report_of("qwen3-4b", *longest, gpu=80)["problems"]
+    assert "room for 17408" in refused
+    longest += ["model.path=Qwen/Qwen3-4B", "sampling.vllm.max_model_len=33792"]
+    report = report_of("qwen3-4b", *longest, gpu=80)
+    memory, at_once = report["memory"], report["sampler"]["longest_rollouts_at_once"]
+    assert report["fits"] is True and report["problems"] == []
+    page = " ".join(scaling_page().split())
+    for word in longest:
+        assert f"`{word}`" in page
+    backward, peak = memory["phases_gib"]["forward_backward"], memory["peak_gib"]
+    assert memory["peak_gib"] == memory["phases_gib"]["generation"]
+    assert (
+        f"{backward:.1f} GiB a rank in the backward pass, and {peak:.1f} while vLLM samples, "
+        f"{at_once} of the longest rollouts at once"
+    ) in page
 
 
 HERE = Machines("cpu", (1,), GIB)

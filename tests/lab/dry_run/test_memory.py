@@ -34,8 +34,8 @@ from grpo_replay.lab.dry_run.trace import (
     trace,
 )
 from grpo_replay.recipe import load_recipe
+from grpo_replay.sampling.decode_ways import GROWTH_TOKENS, RowLayer
 from grpo_replay.sampling.decoding import INITIAL_CAPACITY
-from grpo_replay.sampling.kv_cache import GROWTH_TOKENS, RowLayer
 from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, logged_bytes, stored_bytes
 
 SHAPE = ModelShape(
@@ -74,20 +74,22 @@ def test_a_phase_is_the_sum_of_what_is_alive_at_the_same_time():
     # parameters 500, optimizer 3500; bucket 2·300, gathered 2·600, activations and work 1000
     assert memory.at_rest == PROCESS_ZERO + 4000
     assert memory.backward_peak == PROCESS_ZERO + 4000 + 500 + 600 + 1200 + 1000
-    # bucket and new shard stay; fp32 gradient 4, temporaries 8 for each of 250
-    assert memory.step_peak == PROCESS_ZERO + 4000 + 600 + 500 + 12 * 250
-    assert memory.peak == memory.step_peak
+    # bucket and new shard stay; fp32 gradient 4 for each of 250
+    assert memory.step_peak == PROCESS_ZERO + 4000 + 600 + 500 + 4 * 250
+    assert memory.peak == memory.backward_peak
     # stage 0 copies its gradients when the activations are gone: the larger of the two counts
     memory = engine_memory(SHAPE, ForwardMemory(700, 1000), setting(0, 4))
     assert memory.backward_peak == PROCESS + 12000 + 4000 + max(1000, 4 * 300)
-    assert memory.step_peak == PROCESS + 12000 + 4000 + 8 * 400
+    assert memory.step_peak == PROCESS + 12000 + 4000
+    alone = engine_memory(SHAPE, ForwardMemory(700, 1000), setting(0, 4, ranks=1))
+    assert (alone.flat_copy, alone.backward_peak) == (0, PROCESS + 12000 + 4000 + 1000)
 
 
-def test_a_gpu_allocates_the_whole_bucket_and_steps_with_less():
+def test_a_gpu_allocates_the_whole_bucket_and_steps_with_more():
     cpu = engine_memory(SHAPE, NOTHING, setting(2, 2, bucket_elements=10**6))
     gpu = engine_memory(SHAPE, NOTHING, setting(2, 2, bucket_elements=10**6, on_cuda=True))
     assert (cpu.bucket, gpu.bucket) == (2 * 1000, 2 * 10**6)
-    assert (cpu.step_work, gpu.step_work) == (12 * 250, 8 * 250)
+    assert (cpu.step_work, gpu.step_work) == (4 * 250, 8 * 250)
 
 
 def test_offloading_moves_state_to_the_host():
@@ -176,7 +178,7 @@ def traced(recipe, layers: int, rows: int, length: int, completion: int) -> Forw
 
 def test_adapters_are_traced_as_peft_makes_them():
     """The sizes of peft's adapters, and what its layers keep for the backward pass."""
-    from grpo_replay.engine.lora import LoraAdapters
+    from grpo_replay.engine.weights import LoraAdapters
     from grpo_replay.lab.dry_run import trace as module
 
     section = qwen("model.lora.r=8").model

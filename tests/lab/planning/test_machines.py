@@ -9,7 +9,7 @@ from grpo_replay.errors import UsageError
 from grpo_replay.lab.dry_run.estimates import assumed_cost_ratio, assumed_survival
 from grpo_replay.lab.planning.theory import cost_ratio_from_counts
 from grpo_replay.recipe import load_recipe
-from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.replay.compose import relative_compute
 
 
 def machines(capsys, **options):

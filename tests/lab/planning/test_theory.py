@@ -17,7 +17,7 @@ from grpo_replay.lab.planning.theory import (
     power_law_optimum,
     recommended_design,
 )
-from grpo_replay.replay.relative_cost import relative_compute
+from grpo_replay.replay.compose import relative_compute
 
 MUS = (0.3, 1.0, 2.5, 5.28, 6.84, 20.0, 100.0)
 RHOS = (0.0, 0.01, 0.1, 0.3, 0.7, 1.0)

@@ -497,6 +497,33 @@ def test_paper_b_s_numbers_of_a_curve_are_those_of_the_evaluations(tmp_path, cap
     assert "Pareto frontier" in shown and "compute at γ of (W, T)" in shown
 
 
+def test_at_equal_cost_both_runs_have_spent_what_the_cheaper_one_did(copy, capsys):
+    """`ours` is twice as slow: when it has spent GRPO's seconds it is at step 6 of 12, half way
+    between its evaluations after steps 4 and 8."""
+    for seed in SEEDS:
+        for arm, seconds in (("grpo", 1.0), ("ours", 2.0)):
+            relog(copy / arm / f"seed-{seed}", step_time=seconds)
+    found = arms_of(report(capsys, copy))
+    assert found["grpo"]["equal_cost"] == {}
+    at = found["ours"]["equal_cost"]["seconds"]
+    assert at["spent"]["median"] == 12.0
+    ahead = []
+    for seed in SEEDS:
+        curve = accuracies(copy / "ours" / f"seed-{seed}")
+        ahead.append((curve[1] + curve[2]) / 2 - accuracies(copy / "grpo" / f"seed-{seed}")[-1])
+    difference = at["difference"]["mean"]
+    assert difference["values"] == pytest.approx(ahead)
+    assert difference["interval_over"] == "seeds and problems"
+    assert ahead[0] < found["ours"]["difference"]["mean"]["values"][0]
+    run([str(copy)])
+    assert "at equal cost: difference to grpo" in capsys.readouterr().out
+
+
+def test_two_evaluations_are_too_few_for_a_comparison_at_equal_cost(tmp_path, capsys):
+    sweep = write_sweep(tmp_path / "sparse", ARMS, SEEDS, Size(every=12))
+    assert arms_of(report(capsys, sweep))["ours"]["equal_cost"] == {}
+
+
 def test_the_default_is_one_benchmark_where_a_mean_would_mix_quantities(tmp_path, capsys):
     files = []
     for name in ("a", "b"):

@@ -10,7 +10,7 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 SMALL = (
-    *("run.steps=4", "sampling.prompts_per_step=4", "replay.warmup_steps=1", "eval.every_steps=2"),
+    *("run.steps=4", "sampling.prompts_per_step=4", "replay.warmup_steps=1", "eval.every_steps=1"),
     *("eval.max_problems=8", "eval.samples=2", "eval.greedy=true", "tracking.report_to=[]"),
 )
 ARMS = {"grpo": ["replay.preset=grpo"], "ours": []}
@@ -38,6 +38,7 @@ def test_the_report_of_trained_runs_is_recomputed_from_their_files(tmp_path):
     file.write_text(command("report", str(sweep), "--json").stdout)
     arms = json.loads(file.read_text())["arms"]
     assert [(arm["name"], arm["seeds"]) for arm in arms] == [("grpo", [1, 2]), ("ours", [1, 2])]
+    assert set(arms[1]["equal_cost"]) == {"compute_measured", "generated_tokens", "seconds"}
     script = str(ROOT / "benchmarks" / "recompute_report.py")
     done = subprocess.run(
         [sys.executable, script, str(file), str(sweep)], capture_output=True, text=True

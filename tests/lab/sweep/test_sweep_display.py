@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_replay.cli import sweep_display
-from grpo_replay.cli.sweep_display import SweepDisplay, cells_table, estimate_table
+from grpo_replay.cli import sweep_command
+from grpo_replay.cli.sweep_command import SweepDisplay, cells_table, estimate_table
 from grpo_replay.lab.dry_run.planner import Findings
 from grpo_replay.lab.sweep.cells import CellState, Progress
 from grpo_replay.lab.sweep.grid import Cell
@@ -119,12 +119,12 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
             hardware={"processes": 1}, storage={"checkpoints_gib_most": 0}, findings=Findings(),
         )  # fmt: skip
 
-    monkeypatch.setattr(sweep_display, "dry_run", dry_run)
+    monkeypatch.setattr(sweep_command, "dry_run", dry_run)
     entries = []
     for steps, seed in ((30, 1), (30, 2), (40, 1), (40, 2)):
         cell = Cell(Path("out"), "", f"a{steps}", seed, "tiny", (f"run.steps={steps}",))
         progress = Progress(Path("none"))
         entries.append(Entry(cell, Status.WAITING, CellState.NEW, steps, progress))
-    cells = sweep_display.estimate(entries)["cells"]
+    cells = sweep_command.estimate(entries)["cells"]
     assert asked == [30, 40]
     assert [cell["hours"] for cell in cells] == [3.0, 3.0, 4.0, 4.0]

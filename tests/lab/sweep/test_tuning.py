@@ -8,7 +8,7 @@ import pytest
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.lab.sweep.grid import expand
 from grpo_replay.lab.sweep.sweep_file import SweepFile, TuneSection
-from grpo_replay.lab.sweep.tuning import check_choice, choose, record_choice
+from grpo_replay.lab.sweep.sweep_run import check_choice, choose, record_choice
 
 RATE = "optimizer.learning_rate"
 

@@ -286,24 +286,24 @@ def test_a_run_of_another_recipe_fails(run, change, expected):
 
 def test_draws_from_another_distribution_are_detected(tmp_path, monkeypatch):
     """Right probabilities in the log, but the draw ignores them."""
-    from grpo_replay.replay import drawing
+    from grpo_replay.replay import priorities
 
     def uniform_draw(law, count, rng):
         return rng.permutation(law.weight_N.size)[:count]
 
-    monkeypatch.setattr(drawing, "draw_without_replacement", uniform_draw)
+    monkeypatch.setattr(priorities, "draw_without_replacement", uniform_draw)
     write_run(tmp_path, steps=120, priority_exponent=2.0)
     assert failed(tmp_path) == {"draw law"}
 
 
 def test_a_preference_for_recent_rollouts_is_detected(tmp_path, monkeypatch):
-    from grpo_replay.replay import drawing
+    from grpo_replay.replay import priorities
 
     def recent_draw(law, count, rng):
         size = law.weight_N.size
         return size - 1 - rng.permutation(size - size // 3)[:count]
 
-    monkeypatch.setattr(drawing, "draw_without_replacement", recent_draw)
+    monkeypatch.setattr(priorities, "draw_without_replacement", recent_draw)
     write_run(tmp_path, steps=60, priority="uniform")
     assert failed(tmp_path) == {"draw law"}
 

@@ -68,7 +68,7 @@ LIES: dict[str, tuple[Callable[[Answer], Any], str]] = {
     "a list": (lambda c: [1, 2], "answers, but not like vLLM"),
     "a number": (lambda c: 3, "answers, but not like vLLM"),
     "another version": (
-        lambda c: c.update(weight_versions=[{"version": "x/1"}]),
+        lambda c: c.update(weight_versions=[{"version": "x/1", "start": 0, "end": 2}]),
         "not of this run",
     ),
     "an endless version": (
@@ -148,7 +148,7 @@ def slow(handler: Any) -> None:
 def nested(handler: Any) -> None:
     handler.send_response(200)
     handler.end_headers()
-    handler.wfile.write(b"[" * 100_000)
+    handler.wfile.write(b'{"request_id": ' + b"[" * 100_000)
 
 
 def broken(handler: Any) -> None:

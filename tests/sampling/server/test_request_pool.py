@@ -136,6 +136,25 @@ def test_a_completion_of_another_version_stops_the_run(fakes):
         list(make_pool([server]).run(make_requests(count=1), STOP, 2))
 
 
+def test_unlabelled_tokens_are_of_the_servers_weights_if_these_stay(fakes):
+    """vLLM before 0.32: its label is asked for after the completion."""
+    (server,) = fakes(1)
+    server.label, server.labels_tokens = "run/2", False
+    completions = make_pool([server]).run(make_requests(count=2), STOP, 2)
+    assert {(c.policy_version, c.policy_version_end) for c in completions} == {(2, 2)}
+
+
+@pytest.mark.parametrize(
+    "label, message",
+    [("x/2", "now labelled 'x/2', not 2"), ("run/3", r"versions \[3\] where 2 was asked for")],
+)
+def test_unlabelled_tokens_of_a_server_with_other_weights_stop_the_run(fakes, label, message):
+    (server,) = fakes(1)
+    server.label, server.labels_tokens = label, False
+    with pytest.raises(SamplerError, match=message):
+        list(make_pool([server]).run(make_requests(count=1), STOP, 2))
+
+
 def test_a_nan_logprob_from_a_server_stops_the_run(fakes):
     (server,) = fakes(1)
     server.logprob = -9999.0

@@ -1,17 +1,19 @@
 """Rolling weight updates on fake servers: one after the other, kept for those that come later."""
 
+import re
 import time
 from collections.abc import Iterator
 
 import pytest
 from fake_policy_server import FakePolicyServer
 from small_runs.asynchronous import async_recipe
-from tiny_policy import changed, make_requests, named_tensors, save_policy
+from tiny_policy import changed, make_requests, named_tensors, save_policy, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
 from grpo_replay.sampling.server.rolling import KEEPER_SECONDS, RollingServerSampler
+from grpo_replay.sampling.server.sampler import VllmServerSampler
 from grpo_replay.tiny import BASE_DIR
 
 
@@ -229,3 +231,32 @@ def test_a_server_that_splits_prompts_is_refused_on_a_cpu(servers, tmp_path, dev
         return
     with pytest.raises(SamplerError, match="dies on a CPU: --no-enable-chunked-prefill; start it"):
         open_sampler(urls, tmp_path / "sync")
+
+
+@pytest.mark.parametrize(
+    "version, message",
+    [("0.26.0", "does not keep a label of its weights"), ("0.31.0+cpu", "run.mode async needs")],
+)
+def test_a_server_of_an_older_vllm_is_refused(servers, tmp_path, version, message):
+    servers[1].vllm_version = version
+    with pytest.raises(SamplerError, match=f"it runs vLLM {re.escape(version)}, .*{message}"):
+        open_sampler([server.url for server in servers], tmp_path / "sync")
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.31.0", "0.32.0", "0.33.0", "dev"])
+def test_a_synchronous_run_takes_an_older_vllm_and_says_what_is_asked_instead(
+    servers, policy, tmp_path, caplog, version
+):
+    labels_tokens = version not in ("0.27.1", "0.31.0")
+    for server in servers:
+        server.vllm_version, server.labels_tokens = version, labels_tokens
+    section = {"urls": [each.url for each in servers], "weight_transfer": str(tmp_path / "sync")}
+    recipe = tiny_recipe(BASE_DIR, backend="vllm_server", servers=section)
+    opened = VllmServerSampler.open(SamplerOpening.of(recipe, str(BASE_DIR), Comm()))
+    try:
+        opened.load_weights(named_tensors(policy.model), 1)
+        completions = list(opened.generate(make_requests(count=8)))
+    finally:
+        opened.close()
+    assert {each.policy_version for each in completions} == {1}
+    assert ("its label is asked for after every completion" in caplog.text) != labels_tokens

@@ -20,7 +20,7 @@ from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.evaluation.statistics import summarise_both
 from grpo_replay.recipe import Recipe, parse_overrides, recipe_to_yaml, resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.training.run_summary import summarise_run
+from grpo_replay.training.run_evaluation import summarise_run
 
 START = 0.3
 BENCHMARKS = ("easy", "hard")

@@ -17,12 +17,12 @@ from grpo_replay.engine.models import load_policy
 from grpo_replay.prompts.prompt_set import ORDER_STREAM
 from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.replay.batch import TrainRow
-from grpo_replay.replay.seeding import stream
 from grpo_replay.replay.snapshot import Snapshot, read_snapshot
 from grpo_replay.tiny.problems import train_problems
 from grpo_replay.training.metrics import depends_on_time
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
+from grpo_replay.types import stream
 
 GROUP, PROMPTS = 4, 6
 MAX_AGE, WARMUP = 3, 2
