@@ -43,4 +43,5 @@ def main() -> None:
     print(f"{len(READING)} commands read, {len(TRAINING)} name the missing extra")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -4,8 +4,9 @@ its line of metrics.jsonl, one JSON object of names to numbers or null."""
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from grpo_replay.errors import CheckpointError, SnapshotError
@@ -33,6 +34,12 @@ def read_metrics(path: Path, allow_unfinished: bool = True) -> tuple[dict[str, A
     if unfinished and not allow_unfinished:
         lines.append(unfinished)
     return tuple(_parse(path, number, text) for number, text in enumerate(lines, start=1))
+
+
+def mean_over_steps(name: str, metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """Over the steps in which the metric is defined, each counted once; None if there is none."""
+    values = [step[name] for step in metrics if step.get(name) is not None]
+    return fmean(values) if values else None
 
 
 def first_steps(path: Path, steps: int) -> list[str]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from grpo_replay import __version__
@@ -20,6 +19,7 @@ from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.storage.recipe_history import shareable, shareable_yaml
+from grpo_replay.storage.step_files import mean_over_steps
 from grpo_replay.training.observer import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.weight_sync import sync_weights
@@ -161,12 +161,6 @@ def summarise_run(
         "means": {name: mean_over_steps(name, metrics) for name in RUN_MEANS},
         "checkpoint": f"checkpoints/{checkpoint_name(state.step)}",
     }
-
-
-def mean_over_steps(name: str, metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """Over the steps in which the metric is defined, each counted once; None if there is none."""
-    values = [step[name] for step in metrics if step.get(name) is not None]
-    return fmean(values) if values else None
 
 
 def _of(report: EvaluationReport | None, read: Callable[[EvaluationReport], Any]) -> Any:
