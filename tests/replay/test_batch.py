@@ -1,12 +1,14 @@
 """From a composed batch to mini-batches: who is in which update, with which weight."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_replay.recipe import BatchSection, LossSection
-from grpo_replay.replay.batch import logprob_row, mini_batch_indices, train_rows
+from grpo_replay.replay.batch import logprob_row, mini_batch_indices, train_rows, update_indices
 from grpo_replay.types import Rollout
 
 
@@ -40,6 +42,13 @@ def test_the_split_is_random_but_reproducible():
     assert split[0][0].tolist() == split[1][0].tolist() != split[2][0].tolist()
     # Fresh rollouts come first in a composed batch: both halves must see both sides.
     assert 15 < sum(i < 50 for i in split[0][0]) < 35
+
+
+def test_each_update_trains_on_the_rollouts_of_its_own_draw():
+    draw = SimpleNamespace(update_N=np.array([3, 1, 2, 1, 3, 3]))
+    batch = SimpleNamespace(draw=draw, rollouts=[None] * 6)
+    parts = update_indices(batch, BatchSection(updates_per_step=3), np.random.default_rng(0))
+    assert [part.tolist() for part in parts] == [[1, 3], [2], [0, 4, 5]]
 
 
 def make_rollout(
