@@ -168,7 +168,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", slow_except(["during", "during the last"], MOMENTS))
+@pytest.mark.parametrize("moment", slow_except(["before", "during the last"], MOMENTS))
 def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
     whole, tmp_path, monkeypatch, moment
 ):
