@@ -118,7 +118,7 @@ def _replacements(node: ast.expr | ast.stmt) -> Iterator[ast.AST]:
             yield ast.Constant(node.value + 1)
         case ast.Call(func=ast.Name(id=name)) if name in EXTREMES:
             yield ast.Call(ast.Name(EXTREMES[name]), node.args, node.keywords)
-        case ast.Return(value=ast.expr() as value) if not _is_none(value):
+        case ast.Return(value=ast.expr() as value) if not _is_false(value):
             yield ast.Return(ast.Constant(None))
         case ast.AugAssign():
             yield ast.Pass()
@@ -142,5 +142,6 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_false(node: ast.expr) -> bool:
+    """None or False: who asks for the truth of one cannot tell it from the other."""
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)

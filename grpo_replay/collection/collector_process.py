@@ -27,7 +27,7 @@ from grpo_replay.collection.messages import (
 )
 from grpo_replay.errors import first_line
 from grpo_replay.prompts.prompt_set import load_prompts
-from grpo_replay.recipe import BUILTIN_VERIFIERS, resolve_recipe
+from grpo_replay.recipe import resolve_recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.terminal.quiet import RedactingFormatter
 
@@ -71,9 +71,7 @@ async def _collect(settings: dict[str, Any], commands: zmq.asyncio.Socket, send:
 
     recipe = resolve_recipe([settings["recipe"]], "the collector's recipe")
     tokenizer = load_tokenizer(recipe.model)
-    functions = {each.function for each in recipe.reward.functions}
-    whole_rows = not functions <= set(BUILTIN_VERIFIERS)
-    prompts = load_prompts(recipe.prompts, tokenizer, recipe.run.seed, whole_rows)
+    prompts = load_prompts(recipe.prompts, tokenizer, recipe.run.seed, recipe.reward.reads_rows)
 
     def decode(token_ids: Sequence[int]) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=True)

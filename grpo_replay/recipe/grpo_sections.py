@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grpo_replay.recipe.base import Fraction, Positive, Section, one_of
-from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, VERIFIERS
+from grpo_replay.recipe.open_lists import (
+    ADVANTAGES,
+    BUILTIN_VERIFIERS,
+    LOSSES,
+    PRIORITIES,
+    VERIFIERS,
+)
 
 _PAPER_A = {"with_replacement": False, "drop_zero_variance": True}
 _PAPER_B = {"with_replacement": True, "drop_zero_variance": False}
@@ -118,6 +124,11 @@ class RewardSection(Section):
         """True if the reward is not simply the score of `function`: the scores are logged."""
         penalised = self.overlong_buffer_tokens is not None
         return len(self.functions) > 1 or penalised or self.functions[0].weight != 1
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether a function is the user's, which may read any column of the prompts."""
+        return any(each.function not in BUILTIN_VERIFIERS for each in self.functions)
 
     @property
     def score_names(self) -> tuple[str, ...]:

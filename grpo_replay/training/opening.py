@@ -17,7 +17,7 @@ from grpo_replay.engine.models import load_config, load_policy, load_tokenizer, 
 from grpo_replay.engine.sampling_limits import check_training_room
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
-from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
+from grpo_replay.recipe import Recipe
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import load_priority
@@ -132,9 +132,11 @@ class RunOpener:
 
     def _load_prompts(self, tokenizer: Any) -> PromptSet:
         recipe = self.recipe
-        own_reward = has_own_function(recipe.reward)
         prompts = run_collectively(
-            self.comm, lambda: load_prompts(recipe.prompts, tokenizer, recipe.run.seed, own_reward)
+            self.comm,
+            lambda: load_prompts(
+                recipe.prompts, tokenizer, recipe.run.seed, recipe.reward.reads_rows
+            ),
         )
         run_collectively(self.comm, lambda: self._check_room(prompts.longest_prompt))
         if prompts.skipped_too_long:
@@ -246,11 +248,6 @@ class RunOpener:
             )
             return
         run_on_main(self.comm, lambda: restore_buffer(checkpoint, step, buffer))
-
-
-def has_own_function(reward: RewardSection) -> bool:
-    """Whether a reward function is the user's, which may read any column of the prompts."""
-    return not {each.function for each in reward.functions} <= set(BUILTIN_VERIFIERS)
 
 
 def _describe_stop_tokens(sampler: Sampler, tokenizer: Any) -> str:

@@ -1,8 +1,10 @@
 """The link to a collector's process: a real one, and one that is silent, fails or does not stop."""
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +59,19 @@ def deliver(link: Link, delivery: Delivery) -> None:
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.connect(link._address("deliveries"))
         socket.send(encode(delivery))
+
+
+@pytest.mark.slow
+def test_a_collector_that_fails_ends_though_nobody_hears_it(tmp_path):
+    values = {
+        "recipe": {"nothing": {}}, "deliveries": f"ipc://{tmp_path}/gone",
+        "commands": f"ipc://{tmp_path}/commands",
+    }  # fmt: skip
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(values))
+    command = [sys.executable, "-m", "grpo_replay.collection.collector_process", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "the collector failed" in done.stderr
 
 
 def test_a_real_collector_samples_and_its_death_is_noticed(tmp_path):

@@ -5,6 +5,7 @@ import yaml
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import (
+    BUILTIN_VERIFIERS,
     REPLAY_PRESETS,
     load_recipe,
     parse_overrides,
@@ -486,6 +487,12 @@ def test_a_verifier_of_evaluations_has_the_form_of_one(reward):
         RecipeError, match=r"eval\.reward: .*use math_verify_boxed, .*file\.py:func"
     ):
         load_recipe("tiny", [f"eval.reward={reward}"])
+
+
+def test_functions_of_the_user_read_rows_and_the_shipped_ones_do_not():
+    shipped = [{"function": name} for name in BUILTIN_VERIFIERS]
+    for function, reads in ((shipped, False), ([*shipped, {"function": "own.py:score"}], True)):
+        assert resolve_recipe([{"reward": {"function": function}}]).reward.reads_rows == reads
 
 
 def test_a_file_of_data_is_no_recipe_and_lr_is_the_learning_rate(tmp_path):

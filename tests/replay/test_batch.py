@@ -1,5 +1,6 @@
 """From a composed batch to mini-batches: who is in which update, with which weight."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,6 +50,26 @@ def test_each_update_trains_on_the_rollouts_of_its_own_draw():
     batch = SimpleNamespace(draw=draw, rollouts=[None] * 6)
     parts = update_indices(batch, BatchSection(updates_per_step=3), np.random.default_rng(0))
     assert [part.tolist() for part in parts] == [[1, 3], [2], [0, 4, 5]]
+
+
+def test_a_step_of_one_draw_is_split_at_random():
+    batch = SimpleNamespace(draw=SimpleNamespace(update_N=None), rollouts=[None] * 7)
+    settings = BatchSection(updates_per_step=2)
+    parts, expected = (
+        split(np.random.default_rng(3))
+        for split in (
+            lambda rng: update_indices(batch, settings, rng),
+            lambda rng: mini_batch_indices(7, settings, rng),
+        )
+    )
+    assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
+
+
+def test_a_masked_row_has_results_for_the_tokens_that_train():
+    row = logprob_row(np.array([1, 2], np.int32), np.array([7, 8, 9], np.int32))
+    assert row.trained_C.tolist() == [0, 1, 2]
+    masked = replace(row, completion_mask=np.array([True, False, True]))
+    assert masked.trained_C.tolist() == [0, 2]
 
 
 def make_rollout(

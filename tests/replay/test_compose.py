@@ -178,6 +178,24 @@ def test_buffer_only_inserts_before_it_draws_and_draws_without_survivors():
     assert history[3][0][:4] == [304, 305, 306, 307]  # the newest 20 of 8 + 8 + 16
 
 
+def test_a_step_of_several_draws_makes_them_one_after_the_other_and_splits_the_batch_evenly():
+    buffer, twin = (ReplayBuffer(fifo(ratio=1.0), G) for _ in range(2))
+    for each in (buffer, twin):
+        each.insert(fresh_of(1, 3), 1)
+    batch = compose_batch(buffer, [], 2, 10, np.random.default_rng(0), draws=3)
+    assert batch.draw.update_N.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert batch.draw.updates == 3
+    rng = np.random.default_rng(0)
+    draws = [twin.draw(size, 2, rng) for size in (4, 3, 3)]
+    assert ids(batch.rollouts) == [i for draw in draws for i in ids(draw.rollouts)]
+    assert batch.draw.ages.tolist() == [1] * 10
+    np.testing.assert_array_equal(
+        batch.draw.probabilities, np.concatenate([draw.probabilities for draw in draws])
+    )
+    assert batch.draw.effective_sample_size == draws[0].effective_sample_size
+    np.testing.assert_array_equal(buffer.column("times_used"), twin.column("times_used"))
+
+
 def test_buffer_only_with_an_age_limit_still_uses_that_age():
     history = run(fifo(max_age_steps=2, ratio=2.0, capacity_rollouts=1000), [1] * 6)
     assert set(history[-1][2].ages_N.tolist()) == {0, 1, 2}

@@ -128,6 +128,20 @@ def test_sampler_weights_multiply_the_surrogate_but_not_the_kl_term():
     assert torch.allclose(result.losses_C, surrogate + penalty, atol=1e-12)
 
 
+def plain_reinforce(logprobs_C, behavior_logprobs_C, coefficients_C, settings, lengths_R):
+    return -coefficients_C * logprobs_C
+
+
+def test_a_loss_of_the_user_may_return_the_losses_alone():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    behavior, advantages = torch.tensor([-1.5, -1.75]), torch.tensor([1.0, -1.0])
+    settings = LossSection(kind=f"{__file__}:plain_reinforce")
+    result = token_loss(logprobs, behavior, behavior, advantages, settings)
+    assert result.losses_C.tolist() == [1.0, -2.0]
+    assert result.clipped_C.tolist() == [False, False]
+    assert result.log_ratios_C.tolist() == [0.5, -0.25] and not result.log_ratios_C.requires_grad
+
+
 def test_asymmetric_reinforce_by_hand():
     logprobs = torch.tensor([-0.5, -2.0], dtype=torch.float64, requires_grad=True)
     behavior = torch.tensor([-9.0, -9.0], dtype=torch.float64)
@@ -178,6 +192,7 @@ def test_token_weights_by_hand():
     assert sequence.tolist() == [1 / 6, 1 / 18, 1 / 3]
     constant = token_weights(lengths, LossSection(aggregation="constant"), 10)
     assert constant.tolist() == [1 / 30] * 3
+    assert token_weights(np.array([1]), PAPER, 10).tolist() == [1.0]
     asymre = token_weights(lengths, LossSection(kind="asymre"), 10)
     assert asymre.tolist() == [1 / 3] * 3
     assert token_weights(np.zeros(0, dtype=int), PAPER, 10).shape == (0,)

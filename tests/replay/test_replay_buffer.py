@@ -5,7 +5,7 @@ import pytest
 from buffer_makers import ids, make_group, make_rollout, replay_settings
 
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.insertion import ColumnQueue, is_correct
+from grpo_replay.replay.insertion import ColumnQueue, is_correct, number_problem
 from grpo_replay.replay.priorities import EPSILON, query_spans
 from grpo_replay.replay.replay_buffer import NEVER_USED
 
@@ -226,6 +226,26 @@ def test_invalid_rollouts_are_refused_and_the_buffer_is_unchanged(rollouts, mess
     with pytest.raises(ValueError, match=message):
         buffer.insert(rollouts, step=2)
     assert stored_ids(buffer) == [0]
+
+
+@pytest.mark.parametrize(
+    "mask, logprobs, problem",
+    [
+        ([True, False, True], [-1.0, np.nan, -1.0], ""),  # a tool's token has no log-prob
+        ([False, True, True], [-1.0, np.nan, -1.0], "log-prob of token 1 is nan"),
+        ([False, False, False], [-1.0] * 3, "with 0 tokens that train"),
+        ([True, False], [-1.0] * 3, r"bool (2,) with 1 tokens that train: expected bool (3,)"),
+        ([1, 0, 1], [-1.0] * 3, "is int64 (3,)"),
+    ],
+)
+def test_a_mask_is_checked_and_only_its_tokens_need_log_probs(mask, logprobs, problem):
+    rollout = dataclasses.replace(
+        make_rollout(1),
+        completion_mask=np.array(mask),
+        behavior_logprobs=np.array(logprobs, np.float32),
+    )
+    found = number_problem(rollout)
+    assert problem in found and bool(problem) == bool(found)
 
 
 def test_with_queries_as_units_groups_must_be_whole_and_adjacent():

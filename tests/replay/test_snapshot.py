@@ -10,6 +10,7 @@ from grpo_replay.errors import SnapshotError
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.snapshot import (
     SNAPSHOT_SCHEMA,
+    count_stored,
     read_snapshot,
     restore_snapshot,
     write_snapshot,
@@ -34,6 +35,7 @@ def test_snapshot_round_trip_is_exact(tmp_path, rollouts, monkeypatch):
     again = tmp_path / "again.parquet"
     write_snapshot(again, restored, step=10)
     assert again.read_bytes() == path.read_bytes()
+    assert count_stored(path) == len(buffer)
     snapshot = read_snapshot(path)
     assert snapshot.settings["capacity_rollouts"] == 30
     assert (snapshot.step, snapshot.group_size) == (10, 4)

@@ -12,6 +12,7 @@ from grpo_replay.lab.planning.design import PlanInputs, design_at
 from grpo_replay.lab.planning.theory import PowerGrowth
 from grpo_replay.training.asynchronous import sampled_by
 from grpo_replay.training.metrics import (
+    GENERATION,
     VERDICTS,
     age_bin,
     cost_metrics,
@@ -85,6 +86,8 @@ def test_rewards_that_did_not_come_count_only_in_their_share():
     names = ("reward", "reward_std", "frac_reward_zero_std")
     names += ("groups/all_correct_fraction", "groups/all_wrong_fraction")
     assert [empty[name] for name in names] == [None] * 5
+    nothing = generation_metrics([], group_size=2)
+    assert nothing.keys() == set(GENERATION) and set(nothing.values()) == {None}
 
 
 def test_update_metrics_by_hand():

@@ -1,10 +1,14 @@
 """Completions shown while a run trains."""
 
+from dataclasses import replace
+
+import numpy as np
+from buffer_makers import make_rollout
 from small_runs.trained import FinishedRun, small_recipe
 
 from grpo_replay.cli.train_display import samples_table, shortened
 from grpo_replay.training import run as run_module
-from grpo_replay.training.run import run_training, samples_are_due
+from grpo_replay.training.run import run_training, sample_rows, samples_are_due
 
 
 class Watcher:
@@ -49,6 +53,21 @@ def test_a_run_shows_rollouts_of_the_step_and_tensorboard_has_them(
             assert row["prompt"].endswith("=")
     texts = text_events(run.path / "tensorboard")
     assert len(texts) == 3 and watcher.samples[2][0]["completion"] in texts[1]
+
+
+class Words:
+    """A tokenizer whose token 0 is special."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return " ".join(str(i) for i in ids if i or not skip_special_tokens)
+
+
+def test_samples_are_spread_from_the_first_rollout_to_the_last():
+    rollouts = [make_rollout(i) for i in range(5)]
+    rows = sample_rows(rollouts, 3, Words())
+    assert [row["rollout_id"] for row in rows] == [0, 2, 4]
+    with_start = replace(rollouts[0], prompt_token_ids=np.array([0, 7, 8], np.int32))
+    assert sample_rows([with_start], 3, Words())[0]["prompt"] == "7 8"
 
 
 def text_events(folder):

@@ -1,5 +1,6 @@
 """What a run tells its user before the first step."""
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,26 @@ def test_attention_without_a_fused_kernel_is_warned_of(tmp_path, monkeypatch):
     longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
     ((dtype, heads, tokens, on_cuda),) = asked
     assert (dtype, tokens, on_cuda) == ("float32", longest, False) and heads >= 1
+
+
+def test_prompts_that_are_too_long_are_counted(tmp_path, processes):
+    recipe = small_recipe(
+        run={"steps": 1}, replay={"preset": "grpo"}, eval={"benchmarks": []},
+        prompts={"max_prompt_length": 6},
+    )  # fmt: skip
+    listener = Listener()
+    run.run_training(recipe, tmp_path / "run", False, listener)
+    (notice,) = [each for each in listener.notices if "left out" in each]
+    assert "longer than prompts.max_prompt_length 6" in notice
+
+
+def test_a_resume_without_a_checkpoint_says_that_it_begins_again(tmp_path, processes):
+    recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"}, eval={"benchmarks": []})
+    run.run_training(recipe, tmp_path / "run", False, Listener())
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    listener = Listener()
+    run.run_training(recipe, tmp_path / "run", True, listener)
+    assert any("starts again from its first step" in each for each in listener.notices)
 
 
 def test_a_resume_on_other_ranks_or_another_stage_says_what_it_restores(tmp_path, processes):
