@@ -138,8 +138,8 @@ def _look_table(look: Mapping[str, Any], time: Mapping[str, Any]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
-    error = look["success_stderr"]
-    spread = "" if error is None else f" ± {error:.1%} (standard error)"
+    bounds = look["success_interval"]
+    spread = "" if bounds is None else " [{:.1%}, {:.1%}] at 95 %".format(*bounds)
     for label, value in (
         ("correct", f"{look['correct']} of {look['rollouts']}, {look['success']:.1%}{spread}"),
         ("groups with signal", f"{look['signal']} of {look['groups']}"),

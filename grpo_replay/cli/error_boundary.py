@@ -50,8 +50,24 @@ class CommandGroup(TyperGroup):
             if isinstance(error, BrokenPipeError) and _reader_is_gone():
                 sys.exit(_end_quietly(error))
             if type(error).__module__.startswith(("typer.", "click.")):
+                if name := getattr(error, "option_name", ""):
+                    error.message += _meant_by(name)  # type: ignore[attr-defined]
                 raise  # a wrong option, or the exit code of a command
             sys.exit(report_error(error))
+
+
+def _meant_by(option: str) -> str:
+    """What to write instead of an unknown option that other trainers have, or that is a key."""
+    from grpo_replay.recipe.retired import what_it_is_here
+
+    name = option.lstrip("-").replace("-", "_")
+    if name in ("config", "config_file", "recipe"):
+        return ". The recipe is an argument without a name: grpo-replay train FILE.yaml"
+    if "." in name:
+        return f". A value of the recipe: --set {name}=VALUE"
+    if here := what_it_is_here(name, None):
+        return f". {here}: --set {here.split()[2]}=VALUE"
+    return ""
 
 
 def _reader_is_gone() -> bool:

@@ -241,6 +241,20 @@ def test_a_plan_without_inputs():
     refused(call("plan"), 2, "--mu")
 
 
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ("--lr", "lr is optimizer.learning_rate here: --set optimizer.learning_rate=VALUE"),
+        ("--num-generations", "--set sampling.group_size=VALUE"),
+        ("--replay.ratio", "--set replay.ratio=VALUE"),
+        ("--config", "The recipe is an argument without a name"),
+    ],
+)
+def test_an_option_of_another_trainer_is_answered_with_ours(option, words):
+    done = CliRunner().invoke(app, ["train", "tiny", option, "1"], env={"COLUMNS": "300"})
+    assert done.exit_code == 2 and words in " ".join(done.output.split())
+
+
 def test_wrong_options_are_usage_errors():
     assert call("train").exit_code == 2
     assert call("train", "tiny", "--nosuch").exit_code == 2

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.errors import UsageError
+from grpo_replay.evaluation.statistics import accuracy_interval
 from grpo_replay.lab.dry_run.estimates import Known, Speed
 from grpo_replay.recipe import Recipe
 from grpo_replay.rewards.scorer import RewardScorer
@@ -28,14 +29,15 @@ class FirstLook:
     """Some groups, sampled and graded. `signal` counts those whose rewards differ, from which GRPO
     learns; `can_learn` is whether there is one, `verdict` says it in a sentence.
 
-    `success` is the share of correct rollouts, `success_stderr` its standard error over groups.
+    `success` is the share of correct rollouts, `success_interval` its 95 % interval over groups
+    (`accuracy_interval`), None for a single group.
     """
 
     groups: int
     rollouts: int
     correct: int
     success: float
-    success_stderr: float | None
+    success_interval: tuple[float, float] | None
     signal: int
     completion_tokens: float
     prompt_tokens: float
@@ -139,7 +141,7 @@ def judge(rollouts: Sequence[Rollout]) -> FirstLook:
         rollouts=len(rollouts),
         correct=correct,
         success=correct / len(rollouts),
-        success_stderr=float(rates.std(ddof=1) / np.sqrt(len(rates))) if len(rates) > 1 else None,
+        success_interval=accuracy_interval([rates]),
         signal=signal,
         completion_tokens=float(np.mean([len(r.completion_token_ids) for r in rollouts])),
         prompt_tokens=float(np.mean([len(r.prompt_token_ids) for r in rollouts])),

@@ -1,14 +1,16 @@
 """The first look: the run's own first step, and what it says about learning."""
 
 import json
+from dataclasses import replace
 
 import pytest
+from buffer_makers import make_rollout
 from small_runs.trained import small_recipe
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.dry_run.first_look import first_look
+from grpo_replay.lab.dry_run.first_look import first_look, judge
 from grpo_replay.recipe import recipe_to_yaml
 
 
@@ -41,6 +43,17 @@ def test_a_base_without_success_or_without_failure_cannot_learn(processes, tmp_p
     assert (look.correct, look.signal, look.can_learn) == (right, 0, False)
     assert word in look.verdict and ("are cut off" in look.verdict) == (longest == 2)
     assert known.speed is None and "survival" not in known.measured
+
+
+def test_no_success_is_no_proof_of_none():
+    """Ten groups of eight without a success: every group counts as about one observation, and of
+    twelve with both answers the upper bound is that of Clopper and Pearson for 0 of 11."""
+    rollouts = [
+        replace(make_rollout(i, group_id=i // 8), group_correct=0, reward=0.0) for i in range(80)
+    ]
+    low, high = judge(rollouts).success_interval
+    assert low == 0 and high == pytest.approx(1 - 0.025 ** (1 / 11), abs=1e-3)
+    assert judge(rollouts[:8]).success_interval is None
 
 
 def look_of(tmp_path, *options: str):
