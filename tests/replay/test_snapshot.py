@@ -1,10 +1,19 @@
 """The buffer's file: what is written is read again bit for bit, and what was edited is refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from buffer_makers import assert_same_rollouts, drawn_buffer, ids, make_group, replay_settings
+from buffer_makers import (
+    assert_same_rollouts,
+    drawn_buffer,
+    ids,
+    make_group,
+    make_rollout,
+    replay_settings,
+)
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.replay import ReplayBuffer
@@ -48,6 +57,22 @@ def test_a_snapshot_has_null_for_rollouts_never_drawn(tmp_path):
     write_snapshot(tmp_path / "b.parquet", buffer, 2)
     last_used = pq.read_table(tmp_path / "b.parquet")["last_used_step"].to_pylist()
     assert last_used == [2 if i == drawn else None for i in range(3)]
+
+
+def test_masks_and_extra_arrays_stand_in_a_snapshot(tmp_path):
+    mask, experts = np.array([True, False, True]), np.arange(6.0).reshape(3, 2)
+    buffer = ReplayBuffer(replay_settings(), 2)
+    rollouts = [
+        replace(make_rollout(i), completion_mask=mask, extras={"experts": experts})
+        for i in range(2)
+    ]
+    buffer.insert(rollouts, 1)
+    write_snapshot(tmp_path / "b.parquet", buffer, 2)
+    restored = ReplayBuffer(replay_settings(), 2)
+    restore_snapshot(tmp_path / "b.parquet", restored)
+    assert_same_rollouts(restored.rollouts(), buffer.rollouts())
+    assert restored.rollouts()[0].completion_mask.tolist() == [True, False, True]
+    np.testing.assert_array_equal(restored.rollouts()[1].extras["experts"], experts)
 
 
 def test_a_snapshot_that_was_edited_is_refused(tmp_path):

@@ -64,6 +64,13 @@ def test_the_start_says_that_not_all_will_fit(tmp_path, monkeypatch):
     assert resuming.notices_of_room(tmp_path, 3, 10) == []
 
 
+def test_the_refusal_says_what_is_left(tmp_path, monkeypatch):
+    say_free(monkeypatch, 10, 9)
+    resuming.refuse_full_disk(tmp_path, "a checkpoint", 10)
+    with pytest.raises(OutputDirectoryError, match="There is no earlier checkpoint: free"):
+        resuming.refuse_full_disk(tmp_path, "a checkpoint", 10)
+
+
 def test_a_disk_too_full_for_the_next_checkpoint_stops_the_run_and_keeps_the_last(
     tmp_path, processes, monkeypatch
 ):

@@ -4,8 +4,11 @@ import shutil
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from small_runs.trained import small_recipe
 
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import opening, run
 from grpo_replay.training.observer import Observer
 
@@ -38,6 +41,18 @@ def test_attention_without_a_fused_kernel_is_warned_of(tmp_path, monkeypatch):
     assert (dtype, tokens, on_cuda) == ("float32", longest, False) and heads >= 1
 
 
+def test_a_run_whose_longest_sequence_the_model_has_no_positions_for_does_not_begin(
+    tmp_path, processes, monkeypatch
+):
+    """What is checked before the model is built counts with the recipe's limits, this with the
+    longest prompt."""
+    asked = []
+    monkeypatch.setattr(opening, "check_training_room", lambda *words: asked.append(words[-1]))
+    recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"}, eval={"benchmarks": []})
+    run.run_training(recipe, tmp_path / "run", False, Listener())
+    assert len(asked) == 1 and 3 <= asked[0] <= recipe.prompts.max_prompt_length
+
+
 def test_prompts_that_are_too_long_are_counted(tmp_path, processes):
     recipe = small_recipe(
         run={"steps": 1}, replay={"preset": "grpo"}, eval={"benchmarks": []},
@@ -56,6 +71,15 @@ def test_a_resume_without_a_checkpoint_says_that_it_begins_again(tmp_path, proce
     listener = Listener()
     run.run_training(recipe, tmp_path / "run", True, listener)
     assert any("starts again from its first step" in each for each in listener.notices)
+
+
+def test_a_resume_beside_the_run_itself_is_refused(tmp_path, processes):
+    recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"}, eval={"benchmarks": []})
+    run.run_training(recipe, tmp_path / "run", False, Listener())
+    running = RunDirectory(tmp_path / "run")
+    running.lock()
+    with pytest.raises(OutputDirectoryError, match="in use by process"):
+        run.run_training(recipe, tmp_path / "run", True, Listener())
 
 
 def test_a_resume_on_other_ranks_or_another_stage_says_what_it_restores(tmp_path, processes):

@@ -104,6 +104,29 @@ def test_a_lagging_sampler_gets_the_weights_it_had_at_the_checkpoint(tmp_path, m
     assert synchronous.read_pushed_weights(tmp_path)[1] == 3
 
 
+@pytest.mark.parametrize("survive, sleeps", [(True, 1), (False, 0)])
+def test_a_sampler_rests_as_soon_as_no_group_is_missing(monkeypatch, survive, sleeps):
+    """With two refills. The last refill puts the sampler to sleep itself."""
+    recipe = small_recipe(sampling={"max_refills": 2, "prompts_per_step": 2})
+    sampled, slept = [], []
+
+    def sample(self, step, taken, missing, is_last):
+        sampled.append((taken, missing, is_last))
+        return [SimpleNamespace(group_id=taken + i, kept=survive) for i in range(missing)]
+
+    monkeypatch.setattr(SynchronousSource, "_sample_prompts", sample)
+    monkeypatch.setattr(SynchronousSource, "_sleep", lambda self: slept.append(True))
+    monkeypatch.setattr(synchronous, "StepRollouts", lambda **parts: parts["generated"])
+    monkeypatch.setattr(synchronous, "gap_sample", lambda *_, **__: None)
+    parts = SimpleNamespace(
+        recipe=recipe, comm=Comm(), clock=SimpleNamespace(seconds={"generation": 0.0})
+    )
+    source = SynchronousSource(parts, RunState())
+    generated = source.take(1, lambda: False)
+    assert len(slept) == sleeps and len(generated) == (2 if survive else 6)
+    assert sampled == ([(0, 2, False)] if survive else [(0, 2, False), (2, 2, False), (4, 2, True)])
+
+
 def test_a_sampler_in_step_gets_the_policy_and_needs_no_copy(tmp_path, monkeypatch):
     pushed = []
     monkeypatch.setattr(synchronous, "read_pushed_weights", lambda _: pytest.fail("no lag"))
