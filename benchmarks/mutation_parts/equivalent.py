@@ -24,7 +24,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     (
         "grpo_replay/replay/replay_buffer.py",
         '(np.isfinite(self._columns["priority"]) & (self._columns["priority"] >= 0)).all()',
-        "(np.isfinite(self._columns['priority']) & ((self._columns['priority'] > 0))).all()",
+        '(np.isfinite(self._columns["priority"]) & ((self._columns[\'priority\'] > 0))).all()',
         "every priority has EPSILON added",
     ),
     (
