@@ -10,8 +10,9 @@ In the recipe:
       time_limit_seconds: 70        # for a completion; above ATTEMPTS times TIMEOUT_SECONDS
       max_failed_share: 0.5         # above this share without a verdict, the run stops
 
-The completions of a prompt are judged at once. A judge that is late, fails ATTEMPTS times or
-answers neither yes nor no gives no verdict: the completion has no reward, and leaves its group.
+The completions of a prompt are judged at once. A judge that is late or fails ATTEMPTS times (an
+error, whose reason the screen shows), or answers neither yes nor no, gives no verdict: the
+completion has no reward, and leaves its group.
 """
 
 import asyncio
@@ -49,12 +50,13 @@ async def judged(completion: str, answer: str, messages: list, truncated: bool) 
     problem = messages[-1]["content"]
     question = QUESTION.format(problem=problem, answer=answer, completion=completion)
     reply = await ask(question)
-    words = re.findall(r"\b(yes|no)\b", (reply or "").lower())
+    words = re.findall(r"\b(yes|no)\b", reply.lower())
     return None if not words else 1.0 if words[-1] == "yes" else -1.0
 
 
-async def ask(question: str) -> str | None:
-    """The judge's reply; None if there is none after all attempts."""
+async def ask(question: str) -> str:
+    """The judge's reply. Raises ConnectionError if there is none after all attempts."""
+    reason = ""
     if not _open:  # a worker has one event loop for the whole run
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
         _open["session"] = aiohttp.ClientSession(timeout=timeout, headers=HEADERS)
@@ -71,5 +73,6 @@ async def ask(question: str) -> str | None:
                 response.raise_for_status()
                 return (await response.json())["choices"][0]["message"]["content"]
         except (aiohttp.ClientError, TimeoutError) as error:
-            print(f"judge, attempt {attempt + 1} of {ATTEMPTS}: {error!r}")  # goes to log/
-    return None
+            reason = str(error).partition(", url=")[0] or type(error).__name__
+            print(f"judge, attempt {attempt + 1} of {ATTEMPTS}: {reason}")  # goes to log/
+    raise ConnectionError(f"no answer of {URL} in {ATTEMPTS} attempts: {reason}")

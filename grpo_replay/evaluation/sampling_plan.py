@@ -17,7 +17,7 @@ from grpo_replay.evaluation.benchmarks import (
     local_file,
 )
 from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, CONFIDENCE
-from grpo_replay.prompts.prompt_set import render_prompt
+from grpo_replay.prompts.prompt_set import prompt_messages, render_prompt
 from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
     EvalSection,
@@ -28,7 +28,7 @@ from grpo_replay.recipe import (
 )
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import TRIED_ROWS, Sample, try_rewards
-from grpo_replay.types import GenerationRequest, RequestKey, completion_seed
+from grpo_replay.types import GenerationRequest, Prompt, RequestKey, completion_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +127,20 @@ def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
     verifier = plan.settings.verifier
     if verifier in BUILTIN_VERIFIERS:
         return []
-    problems = {each.problem.problem_id: each.problem for each in plan.samples}
-    sample = Sample(list(problems.values())[:TRIED_ROWS], len(problems), "eval.benchmarks")
+    planned = {each.problem.problem_id: each for each in plan.samples}
+    tried = [_as_prompt(plan.prompts, each) for each in list(planned.values())[:TRIED_ROWS]]
+    sample = Sample(tried, len(planned), "eval.benchmarks")
     section = limits.alone(verifier).model_copy(update={"workers": 1})
     with RewardScorer.open(section, as_verdicts=True) as scorer:
         return try_rewards(section, scorer, sample)
+
+
+def _as_prompt(prompts: PromptsSection, planned: PlannedSample) -> Prompt:
+    problem = planned.problem
+    return Prompt(
+        problem.problem_id, problem.text, planned.request.prompt_token_ids, problem.answer,
+        problem.row, prompt_messages(prompts, problem.problem),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

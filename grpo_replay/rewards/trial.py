@@ -6,13 +6,12 @@ itself, would let a run train on nothing until its last step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.types import FAILED, Row, Verdict
+from grpo_replay.types import FAILED, Prompt, Verdict
 
 TRIED_ROWS = 4
 CHECKED_ANSWERS = 100
@@ -20,22 +19,11 @@ SHOWN_CHARACTERS = 30
 USUAL_WORKERS_PER_CORE = 4
 
 
-class Answered(Protocol):
-    """A problem with its reference answer, its row, and the text of its prompt."""
-
-    @property
-    def answer(self) -> str: ...
-    @property
-    def row(self) -> Row: ...
-    @property
-    def text(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """Some problems of a set of `total`, and the key of the recipe that names the set."""
 
-    problems: Sequence[Answered]
+    problems: Sequence[Prompt]
     total: int
     place: str
 
@@ -79,11 +67,14 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
 
 
 def _try_calls(
-    function: str, section: RewardSection, scorer: RewardScorer, problems: Sequence[Answered]
+    function: str, section: RewardSection, scorer: RewardScorer, problems: Sequence[Prompt]
 ) -> list[str]:
     for place, each in enumerate(problems):
         completion = right_completion(each.answer)
-        scorer.submit(place, completion, each.answer, each.row, prompt=each.text, step=1)
+        scorer.submit(
+            place, completion, each.answer, each.row, prompt=each.text, messages=each.messages,
+            step=1, group=f"trial {place}",
+        )  # fmt: skip
     verdicts = list(scorer.results().values())
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
@@ -96,8 +87,8 @@ def _try_calls(
         ]
     raise RecipeError(
         f"reward function {function} failed on all {len(verdicts)} rows that it was tried on: "
-        f"{reason}. It must return a finite number for each completion. If it is meant to fail on "
-        "completions that end in a box, set reward.max_failed_share 1"
+        f"{reason}. It must return a finite number for each completion (they end in the reference "
+        "answer, in a box). To train though nearly all have no reward: reward.max_failed_share 1"
     )
 
 

@@ -6,11 +6,14 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
+from grpo_replay.rewards.trial import Sample, try_rewards
+from grpo_replay.types import Prompt
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 CASES = {
@@ -53,7 +56,11 @@ def judge():
             await asyncio.sleep(60 if "late" in text else 0)
             return web.Response(status=500)
         reply = (
-            "hm" if "mumble" in text else "Yes." if "judge:\n4" in text else "<think>yes</think> No"
+            "hm"
+            if "mumble" in text
+            else "Yes."
+            if re.search(r"judge:\n(4|.*boxed.4)", text)
+            else "<think>yes</think> No"
         )
         return web.json_response({"choices": [{"message": {"content": reply}}]})
 
@@ -89,10 +96,15 @@ def test_the_judge_gives_rewards_or_none_and_tries_again(judge, tmp_path, monkey
     section = RewardSection(function=f"{tmp_path}/judge_reward.py:judged", workers=1)
     expected = {"4": 1.0, "5": -1.0, "mumble": None, "late": None, "fail": None, "cut": -1.0}
     messages = [{"role": "user", "content": "2+2"}]
+    prompt = Prompt("p", "2+2=", np.array([1]), "4", {}, messages)
     with RewardScorer.open(section) as scorer:
+        assert try_rewards(section, scorer, Sample([prompt], 1, "prompts.source")) == []
+        assert "boxed{4}" in asked[1]
         for text in expected:
             scorer.submit(text, text, "4", {}, messages=messages, truncated=text == "cut",
                           group="0.0", of=len(expected))  # fmt: skip
         found = {text: verdict.reward for text, verdict in scorer.results().items()}
+        assert "no answer of http://127.0.0.1" in scorer.first_error
+        assert "in 2 attempts: " in scorer.first_error
     assert found == expected
     assert len(asked) >= 8 and "2+2" in asked[0], "two attempts where the first fails"

@@ -2,9 +2,9 @@
 
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grpo_replay.errors import DatasetError, RecipeError
@@ -12,19 +12,18 @@ from grpo_replay.recipe import RewardSection
 from grpo_replay.rewards import trial
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import Sample, notices_of_workers, try_rewards
+from grpo_replay.types import Prompt
 
 FILE = Path(__file__).parents[1] / "support" / "judge_rewards_file.py"
 
 
-@dataclass
-class Problem:
-    answer: str
-    row: dict = field(default_factory=dict)
-    text: str = "1+1="
+def problem(answer: str) -> Prompt:
+    messages = [{"role": "user", "content": "1+1"}]
+    return Prompt("p", "1+1=", np.array([1]), answer, {}, messages)
 
 
 def tried(section: RewardSection, *answers: str) -> list[str]:
-    sample = Sample([Problem(answer) for answer in answers], 1000, "prompts.source")
+    sample = Sample([problem(answer) for answer in answers], 1000, "prompts.source")
     with RewardScorer.open(section) as scorer:
         return try_rewards(section, scorer, sample)
 
