@@ -13,19 +13,24 @@ from typing import Any
 
 from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
+    DecodeFloor,
     Expected,
     Known,
     Pace,
     Speed,
     assumed_speed,
+    busiest,
     describe_replay,
     describe_step,
     describe_storage,
     describe_time,
+    expected_longest,
     expected_of,
+    known_gpu,
 )
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
 from grpo_replay.lab.dry_run.planner import (
+    DTYPE_BYTES,
     Advice,
     Findings,
     Machines,
@@ -197,12 +202,31 @@ def _figures(
     speed = _choose_speed(known, expected, plan, recipe.model.dtype, machines)
     findings.assumptions += _assumptions(expected, sampling, machines)
     findings.assumptions.append(_describe_speed(speed, machines, sampling))
-    recomputes = recipe.loss.behavior_logprobs == "trainer"
-    time = describe_time(
-        _pace(recipe.run, sampling, recomputes), step, stored["first_replay_step"], expected, speed,
-        machines.total_ranks, machines.on_cuda,
-    )  # fmt: skip
+    time = _time(
+        recipe, step, stored["first_replay_step"], expected, plan, speed, machines, findings
+    )
     return {"step": step, "replay": stored, "storage": storage, "time": time}
+
+
+def _time(
+    recipe: Recipe, step: dict[str, Any], first_replay_step: int | None, expected: Expected,
+    plan: MemoryPlan | None, speed: Speed | None, machines: Machines, findings: Findings,
+) -> dict[str, Any]:  # fmt: skip
+    """The section of hours, and a finding if the longest completion decides them."""
+    pace = _pace(recipe.run, recipe.sampling, recipe.loss.behavior_logprobs == "trainer")
+    floor = None
+    if plan is not None and speed is not None:
+        dtype = recipe.sampled_dtype
+        floor = _decode_floor(recipe.sampling, dtype, pace, expected, plan, speed, machines)
+    ranks = machines.total_ranks
+    time = describe_time(
+        pace, step, first_replay_step, expected, speed, ranks, machines.on_cuda, floor
+    )
+    seconds = [time.get(f"generation_seconds_{which}") for which in ("per_step", "at_least")]
+    if floor is not None and seconds[0] == seconds[1]:
+        share = busiest(pace, step["generated_rollouts"], ranks)
+        findings.assumptions.append(floor.describe(share))
+    return time
 
 
 def _has_gpus(machines: Machines) -> bool:
@@ -252,6 +276,32 @@ def _choose_speed(
     if machines.gpu is None and machines.capacity < SMALLEST_DEFAULT_GIB * GIB:
         return None
     return assumed_speed(plan.shape, expected, dtype, machines.gpu)
+
+
+def _decode_floor(
+    sampling: SamplingSection, dtype: str, pace: Pace, expected: Expected, plan: MemoryPlan,
+    speed: Speed, machines: Machines,
+) -> DecodeFloor | None:  # fmt: skip
+    """The least time of a step's generation; None where the speed is stated or measured on as many
+    GPUs, where the GPU is not known, and where no step waits for its own completions."""
+    gpus = pace.servers * pace.gpus_per_server or machines.total_ranks
+    small = machines.gpu is None and machines.capacity < SMALLEST_DEFAULT_GIB * GIB
+    waits = not (pace.overlaps or pace.repeats_journal)
+    if speed.holds_for(gpus) or not machines.on_cuda or small or not waits:
+        return None
+    shape, each = plan.shape, DTYPE_BYTES[dtype]
+    quantized = sampling.backend != "hf" and "quantization" in (sampling.vllm.model_extra or {})
+    split = 1 if sampling.backend == "hf" else sampling.vllm.tensor_parallel_size
+    return DecodeFloor(
+        longest=expected_longest(
+            expected.completion_tokens, sampling.max_completion_length, sampling.rollouts_per_step
+        ),
+        weight_bytes=(1 if quantized else each)
+        * (shape.active_parameters or shape.parameters)
+        / split,
+        gpu=known_gpu(machines.gpu),
+        rounds=1 + sampling.max_refills,
+    )
 
 
 def _pace(run: RunSection, sampling: SamplingSection, recomputes: bool) -> Pace:
@@ -318,7 +368,10 @@ def _describe_speed(speed: Speed | None, machines: Machines, sampling: SamplingS
     what = "GPU" if machines.on_cuda else "process"
     gpus = sampling.servers_used * sampling.gpus_per_server
     servers = f", {gpus} more for servers" if gpus else ""
+    number = gpus or machines.total_ranks
+    linear = "" if speed.holds_for(number) else f", however many {what}s there are"
     return (
         f"hours: {speed.generated:,.0f} tokens generated and {speed.trained:,.0f} trained a second "
-        f"by each {what} ({speed.source}){servers}; evaluations and checkpoints are not counted"
+        f"by each {what}{linear} ({speed.source}){servers}; evaluations and checkpoints are not "
+        "counted"
     )

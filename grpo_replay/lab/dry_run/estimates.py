@@ -7,7 +7,8 @@ finished run measured instead.
 
 Hours are the tokens of all steps over the speed of one GPU: stated, measured or assumed. Counted
 are generation, by the rank or server that samples most, the updates and the pass that recomputes
-log-probs; not evaluation, weight pushes and checkpoints.
+log-probs; not evaluation, weight pushes and checkpoints. More GPUs do not make one completion
+faster: a step lasts at least as long as its longest one, token by token (`DecodeFloor`).
 """
 
 import math
@@ -59,6 +60,19 @@ PEAK_FLOPS = {
 """Dense floating-point operations per second in bfloat16 and float32, from NVIDIA's data sheets, by
 a part of the GPU's name; the first that fits."""
 DEFAULT_GPU = "H100"
+BANDWIDTH = {
+    "B200": 8.0e12,
+    "H100": 3.35e12,
+    "H200": 4.8e12,
+    "H800": 3.35e12,
+    "A100": 2.04e12,
+    "L40S": 0.864e12,
+    "RTX 4090": 1.01e12,
+    "A10": 0.6e12,
+    "L4": 0.3e12,
+    "RTX 3090": 0.936e12,
+}
+"""Bytes per second of their memory (of the SXM form, and of the A100 with 80 GB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +247,18 @@ def _mib(size: float) -> float:
 class Speed:
     """Completion tokens per second of one GPU (on a CPU, of one rank or server), and where they
     come from. `other_seconds` is the rest of a step; None: only the log-prob pass, a third of an
-    update."""
+    update. `measured_on` is the number of GPUs that generated where it was measured, if known."""
 
     generated: float
     trained: float
     source: str
     other_seconds: float | None = None
     assumed: bool = False
+    measured_on: int | None = None
+
+    def holds_for(self, samplers: int) -> bool:
+        """Whether so many GPUs generate as fast as this says: it is stated, or measured on them."""
+        return not self.assumed and self.measured_on in (None, samplers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +292,7 @@ def assumed_speed(
     shape: ModelShape, expected: Expected, dtype: str, gpu: str | None = None
 ) -> Speed:
     """The speed of a GPU of which the name is known, or of `DEFAULT_GPU`."""
-    known = next((name for name in PEAK_FLOPS if gpu is not None and name in gpu), DEFAULT_GPU)
+    known = known_gpu(gpu)
     peak = PEAK_FLOPS[known][dtype == "float32"]
     trained = expected.completion_tokens * UTILISATION * peak / update_flops(shape, expected)
     return Speed(
@@ -283,6 +302,54 @@ def assumed_speed(
         f"{expected.mu:.3g}",
         assumed=True,
     )
+
+
+def known_gpu(gpu: str | None) -> str:
+    """The key of `PEAK_FLOPS` and `BANDWIDTH` for the name of a GPU; `DEFAULT_GPU` for others."""
+    return next((name for name in PEAK_FLOPS if gpu is not None and name in gpu), DEFAULT_GPU)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFloor:
+    """The least time that a step's generation can take: its longest completion is decoded token by
+    token, and every token reads all weights that it goes through from the memory of the GPU.
+
+    `longest` is the expected length of that completion, in tokens. `weight_bytes` are those of one
+    GPU. A refill is another round.
+    """
+
+    longest: float
+    weight_bytes: float
+    gpu: str  # key of `BANDWIDTH`
+    rounds: int = 1
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.weight_bytes / BANDWIDTH[self.gpu]
+
+    @property
+    def seconds(self) -> float:
+        return self.rounds * self.longest * self.seconds_per_token
+
+    def describe(self, rollouts: float) -> str:
+        """A sentence for where it decides the hours, with `rollouts` on each GPU."""
+        return (
+            f"generation lasts at least {self.seconds:.3g} s a step: the longest completion, about "
+            f"{self.longest:,.0f} tokens, takes {1e3 * self.seconds_per_token:.3g} ms a token on "
+            f"one {self.gpu} ({self.weight_bytes / 1e9:.3g} GB of weights at "
+            f"{BANDWIDTH[self.gpu] / 1e12:.3g} TB/s). At {rollouts:,.3g} rollouts on each GPU, "
+            "more GPUs do not generate faster"
+        )
+
+
+def expected_longest(mean: float, limit: int, rollouts: float) -> float:
+    """Expected tokens of the longest of some completions, at most `limit`. Lengths are taken for
+    exponentially distributed: the mean times 1 + 1/2 + … + 1/rollouts.
+
+    >>> expected_longest(100, 1000, 4)  # 1 + 1/2 + 1/3 + 1/4 = 2.083
+    208.33333333333331
+    """
+    return min(limit, mean * sum(1 / each for each in range(1, max(1, round(rollouts)) + 1)))
 
 
 def update_flops(shape: ModelShape, expected: Expected) -> float:
@@ -315,14 +382,18 @@ def describe_time(
     speed: Speed | None,
     ranks: int,
     on_gpus: bool,
+    floor: DecodeFloor | None = None,
 ) -> dict[str, Any]:
-    """Seconds of a step and hours of the run; None where no speed is known."""
+    """Seconds of a step and hours of the run; None where no speed is known. `floor`: generation
+    takes at least so long."""
     steps = pace.steps
     if speed is None:
         return {"steps": steps, "hours": None, "gpu_hours": None, "speed_is": None}
-    generation = _busiest(pace, step["generated_rollouts"], ranks) * (
+    generation = busiest(pace, step["generated_rollouts"], ranks) * (
         expected.completion_tokens / speed.generated
     )
+    at_least = None if floor is None else floor.seconds
+    generation = max(generation, at_least or 0.0)
     per_trained = expected.completion_tokens / speed.trained / ranks
     survivors, trained = step["surviving_rollouts_expected"], step["trained_rollouts_expected"]
     other = speed.other_seconds
@@ -340,6 +411,7 @@ def describe_time(
         "hours": _significant(hours),
         "gpu_hours": _significant(hours * gpus) if on_gpus else None,
         "generation_seconds_per_step": _significant(generation),
+        "generation_seconds_at_least": None if at_least is None else _significant(at_least),
         "training_seconds_per_step": _significant(trained * per_trained),
         "other_seconds_per_step": _significant(other),
         "generated_tokens_per_second": _significant(speed.generated),
@@ -348,7 +420,7 @@ def describe_time(
     }
 
 
-def _busiest(pace: Pace, generated: float, ranks: int) -> float:
+def busiest(pace: Pace, generated: float, ranks: int) -> float:
     """Rollouts of a step per GPU of the rank or server that samples most: each takes whole ones.
     Servers of an asynchronous run do not wait for a step, so they share evenly."""
     if pace.repeats_journal:

@@ -90,7 +90,7 @@ def measured_speed(source: Source) -> Speed | None:
             seconds = max(generating, training)
     return Speed(
         generated / generating / samplers, trained / training / ranks, f"measured in {source.path}",
-        max(0.0, whole - seconds) / len(lines),
+        max(0.0, whole - seconds) / len(lines), measured_on=samplers,
     )  # fmt: skip
 
 

@@ -204,7 +204,26 @@ def test_four_nodes_shard_and_sample_over_all_their_ranks():
     parts = ("parameters_gib", "optimizer_gib")
     for part in parts:
         assert four["memory"][part] == pytest.approx(one["memory"][part] / 4, abs=2e-3)
-    assert four["time"]["hours"] == pytest.approx(one["time"]["hours"] / 4, rel=0.01)
+    training = [report["time"]["training_seconds_per_step"] for report in (one, four)]
+    assert training[1] == pytest.approx(training[0] / 4, rel=0.01)
+
+
+def test_generation_is_never_faster_than_one_completion_token_by_token(capsys):
+    """2 bytes of each of 4,022,468,096 parameters at 3.35 TB/s are 2.40 ms a token. Of 256
+    completions with a mean of 2,458 tokens the longest has all 8,192: 19.7 s."""
+    seconds, notices = [], []
+    for processes, nodes in ((1, 1), (8, 1), (8, 4), (8, 16), (8, 64)):
+        one = f"engine.num_processes={processes}"
+        report = report_of("qwen3-4b", one, gpu=80, nodes=nodes)
+        seconds.append(report["time"]["generation_seconds_per_step"])
+        notices += [each for each in report["assumptions"] if "generation lasts" in each]
+        assert report["time"]["generation_seconds_at_least"] == 19.7
+    assert seconds == [338, 42.3, 19.7, 19.7, 19.7]
+    assert len(notices) == 3 and "8,192 tokens, takes 2.4 ms a token on one H100" in notices[0]
+    assert "At 8 rollouts on each GPU, more GPUs do not generate faster" in notices[0]
+    assert "by each GPU, however many GPUs there are" in str(report["assumptions"])
+    display.run(load_recipe("qwen3-4b"), gpu_memory_gib=80.0, ranks_of_nodes=[8] * 4)
+    assert "generation lasts at least 19.7 s a step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks, advised", [(8, ["engine.num_processes=1"]), (1, None)])

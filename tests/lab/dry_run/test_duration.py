@@ -2,18 +2,21 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_replay.lab.dry_run import estimates
-from grpo_replay.lab.dry_run.dry_run_report import _choose_speed, _pace
+from grpo_replay.lab.dry_run.dry_run_report import _choose_speed, _decode_floor, _pace
 from grpo_replay.lab.dry_run.estimates import (
+    DecodeFloor,
     Known,
     Speed,
     assumed_speed,
     describe_replay,
     describe_step,
     describe_time,
+    expected_longest,
     update_flops,
 )
 from grpo_replay.lab.dry_run.memory import ModelShape
@@ -124,6 +127,7 @@ def test_an_asynchronous_run_predicts_its_own_duration(tmp_path, training, gpus)
     (tmp_path / "recipe.yaml").write_text(recipe_to_yaml(recipe))
     speed = measured_speed(open_source(tmp_path))
     assert speed.generated == 320 / gpus  # of one GPU of one server
+    assert speed.measured_on == 2 * gpus
     two = Machines("cpu", (2,), 8 * GIB)
     found = time_of(recipe, two, speed, completion_tokens=10.0)
     assert found["hours"] == pytest.approx(240 * 4 / 3600, rel=0.01)
@@ -148,6 +152,38 @@ def test_a_sampler_whose_logprobs_are_used_saves_the_pass():
     # A measured run says how long the rest of a step takes.
     measured = Speed(2000, 5000, "measured", other_seconds=12)
     assert time_of(sampled, FOUR_GPUS, measured)["other_seconds_per_step"] == 12
+
+
+def test_the_floor_is_that_of_the_longest_completion_and_every_gpu_has_a_bandwidth():
+    assert estimates.BANDWIDTH.keys() == estimates.PEAK_FLOPS.keys()
+    # 1 + 1/2 + 1/3 + 1/4 = 25/12 of the mean, and never more than the limit
+    assert expected_longest(120, 1000, 4) == pytest.approx(250)
+    assert expected_longest(120, 200, 4) == 200 and expected_longest(120, 200, 1) == 120
+    # two rounds of 250 tokens of 2.04 GB at 2.04 TB/s: 1 ms each
+    assert DecodeFloor(250, 2.04e9, "A100", rounds=2).seconds == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "speed", "bytes_each"),
+    [
+        ([], Speed(2000, 5000, "assumed", assumed=True), 2),
+        ([], Speed(2000, 5000, "measured", measured_on=1), 2),
+        (["sampling.vllm.quantization=fp8_per_tensor"], Speed(1, 1, "", assumed=True), 1),
+        (["sampling.vllm.tensor_parallel_size=2"], Speed(1, 1, "", assumed=True), 1),
+        ([], Speed(2000, 5000, "measured", measured_on=4), None),
+        ([], Speed(2000, 5000, "stated"), None),
+        ([*SERVERS, "run.mode=async", "sampling.servers.launch=1"],
+         Speed(1, 1, "", assumed=True), None),
+    ],
+)  # fmt: skip
+def test_what_is_measured_at_this_size_or_stated_has_no_floor(overrides, speed, bytes_each):
+    recipe = load_recipe("qwen3-1.7b", overrides)
+    plan = SimpleNamespace(shape=SHAPE)
+    pace = _pace(recipe.run, recipe.sampling, True)
+    found = _decode_floor(
+        recipe.sampling, recipe.sampled_dtype, pace, expected_of(recipe), plan, speed, FOUR_GPUS
+    )
+    assert (found and found.weight_bytes) == (bytes_each and bytes_each * 10**9)
 
 
 def test_the_assumed_speed_is_a_share_of_the_peak_and_the_cost_ratio_of_the_plan():
