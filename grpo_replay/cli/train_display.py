@@ -282,6 +282,7 @@ def _change(before: float | None, after: float | None) -> str:
 def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
     """Totals of the run, and commands to continue with."""
     missing = summary["means"]["reward/missing_fraction"]
+    file = "" if summary["final"] else " --benchmark NAME_OR_FILE"
     return (
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
         f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
@@ -290,7 +291,7 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         + "\n\n"
         "next:\n"
         f"  grpo-replay inspect-buffer {run_dir}\n"
-        f"  grpo-replay eval --ckpt {run_dir}/checkpoints/latest\n"
+        f"  grpo-replay eval --ckpt {run_dir}/checkpoints/latest{file}\n"
         f"  grpo-replay plan --from-run {run_dir}\n"
         f"  tensorboard --logdir {run_dir}/tensorboard"
     )

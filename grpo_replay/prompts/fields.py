@@ -149,7 +149,7 @@ def count_marked(values: Sequence[Any], marker: str | None) -> int:
     )
 
 
-SHOWN_CHARACTERS = 10
+SHOWN_CHARACTERS, SHOWN_CONTENT = 10, 60
 
 
 def statement_text(problem: ProblemStatement) -> str:
@@ -176,6 +176,24 @@ def notices_of_reading(problems: Sequence[ProblemStatement], answers: Sequence[A
             "after the last one is the reference answer"
         )
     return notices
+
+
+def notices_of_template(
+    texts: Sequence[str], chats: Iterable[Sequence[Mapping[str, Any]]]
+) -> list[str]:
+    """What the chat template left out of the prompts `texts`, so that the model never sees it."""
+    lost = [
+        [each for each in chat if each["content"].strip() not in text]
+        for text, chat in zip(texts, chats, strict=True)
+    ]
+    first = next((messages[0] for messages in lost if messages), None)
+    if first is None:
+        return []
+    shown = first["content"][:SHOWN_CONTENT]
+    return [
+        f"the chat template leaves messages out of {sum(map(bool, lost))} of {len(texts)} prompts; "
+        f"the first is of the {first['role']}: {shown!r}. The model does not see them"
+    ]
 
 
 def notices_of_duplicates(fingerprints: Sequence[int], answers: Sequence[str]) -> list[str]:

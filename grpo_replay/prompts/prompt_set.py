@@ -23,6 +23,7 @@ from grpo_replay.prompts.fields import (
     notices_of_characters,
     notices_of_duplicates,
     notices_of_reading,
+    notices_of_template,
     notices_of_use,
     problem_statement,
     statement_text,
@@ -200,6 +201,7 @@ def load_prompts(
             f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
             f"{shortest}: raise the limit or shorten prompts.user_template"
         )
+    notices += notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
     notices += notices_of_characters(tokenizer, kept.texts, kept.answers)
     return PromptSet(kept, skipped, seed, notices)

@@ -246,6 +246,20 @@ def test_bad_messages_and_nested_fields_are_refused(jsonl, tokenizer, changes, m
     refused(jsonl(VERL_ROW | changes), tokenizer, match, template="chat", **fields)
 
 
+def test_messages_that_the_template_leaves_out_are_told(jsonl):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
+    path = jsonl({"messages": chat, "answer": "2"}, {"messages": chat[1:], "answer": "2"})
+    fields = {"problem_field": "messages", "template": "chat"}
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1].content }}="  # as that of the tiny models
+    prompts = load_prompts(section(path, **fields), tokenizer, 0)
+    (notice,) = [each for each in prompts.notices if "leaves" in each]
+    assert notice == (
+        "the chat template leaves messages out of 1 of 2 prompts; the first is of the system: "
+        "'Be brief.'. The model does not see them"
+    )
+
+
 def test_message_lists_need_the_chat_template(jsonl, tokenizer):
     fields = {"problem_field": "prompt", "answer_field": "solution", "template": "plain"}
     refused(jsonl(TRL_ROW), tokenizer, "set prompts.template chat", RecipeError, **fields)

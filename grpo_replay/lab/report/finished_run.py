@@ -186,8 +186,9 @@ def _final(path: Path, steps: int) -> EvaluationReport:
     if not file.exists():
         raise EvaluationFileError(
             f"{path}: no evaluation of its last step ({file.name} is not there; eval.benchmarks "
-            f"was empty): evaluate it with grpo-replay eval --ckpt {path}, "
-            "and give that file"
+            "was empty): a report compares accuracies. Name held-out problems in eval.benchmarks "
+            "before training, or evaluate it and give that file: "
+            f"grpo-replay eval --ckpt {path} --benchmark NAME_OR_FILE"
         )
     return _without_texts(file)
 
