@@ -58,6 +58,7 @@ def run(
         return found.exit_code
     console = open_console(markup=True, soft_wrap=True)
     _print_sentences(console, report, "problems", "red")
+    _print_sentences(console, report, "warnings", "yellow")
     for line in _headline(report):
         console.print(line)
     if report["memory"] is not None:
@@ -212,7 +213,8 @@ def _sampler_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     sampler = report["sampler"]
     if sampler is not None and sampler["kv_cache_tokens"] is not None:
         yield "vLLM's KV cache, tokens per engine", f"{sampler['kv_cache_tokens']:,}"
-        yield "longest rollouts at once, per engine", f"{sampler['longest_rollouts_at_once']:,}"
+        longest = f"sequences of {sampler['model_length_tokens']:,} tokens at once, per engine"
+        yield longest, f"{sampler['longest_rollouts_at_once']:,}"
 
 
 def _pair(section: Mapping[str, Any], name: str) -> str:
@@ -241,6 +243,9 @@ def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
         yield from (f"[bold red]would not start[/]: {each}" for each in reasons)
     elif report["fits"] is None or memory is None:
         yield "[bold yellow]cannot say whether it fits[/]: see what is unchecked"
+    elif memory["tight"]:
+        left = memory["capacity_gib"] - memory["peak_gib"]
+        yield f"[bold yellow]fits, tight[/]: only {left:.1f} GiB are left: {peak}"
     else:
         yield f"[bold green]fits[/]: {peak}"
 
@@ -253,4 +258,5 @@ def _advice(advice: Mapping[str, Any]) -> str:
     lora = any(each.startswith("model.lora.r=") for each in advice["set"])
     needs = lora and importlib.util.find_spec("peft") is None
     peft = "; needs pip install 'grpo-replay[lora]'" if needs else ""
-    return f"[bold]with these it fits[/]: {words} ({advice['peak_gib']:.1f} GiB){peft}"
+    how = ", tightly" if advice["tight"] else ""
+    return f"[bold]with these it fits{how}[/]: {words} ({advice['peak_gib']:.1f} GiB){peft}"

@@ -140,7 +140,8 @@ def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
     console = open_console()
     print_table(console, estimate_table(document))
     console.print(_describe_totals(document["totals"]), soft_wrap=True)
-    for title, style in (("problems", "red"), ("unchecked", "yellow"), ("assumptions", "dim")):
+    kinds = {"problems": "red", "warnings": "yellow", "unchecked": "yellow", "assumptions": "dim"}
+    for title, style in kinds.items():
         for sentence in document[title]:
             console.print(f"{title.rstrip('s')}: {sentence}", style=style)
 
@@ -164,6 +165,7 @@ def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
         "cells": cells,
         "totals": _totals(cells),
         "problems": _unique(found.problems for found in findings),
+        "warnings": _unique(found.warnings for found in findings),
         "unchecked": _unique(found.unchecked for found in findings),
         "assumptions": _unique(found.assumptions for found in findings),
     }

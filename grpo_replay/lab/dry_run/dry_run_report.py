@@ -31,6 +31,7 @@ from grpo_replay.lab.dry_run.estimates import (
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
 from grpo_replay.lab.dry_run.planner import (
     DTYPE_BYTES,
+    ROOM,
     Advice,
     Findings,
     Machines,
@@ -38,6 +39,7 @@ from grpo_replay.lab.dry_run.planner import (
     advise,
     find_machines,
     plan_memory,
+    warning_of_rounds,
     with_known_model,
 )
 from grpo_replay.recipe import ModelSection, Recipe, RunSection, SamplingSection
@@ -46,8 +48,6 @@ from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, to_gib
 DEFAULT_OUTPUT = Path("runs")
 SMALLEST_DEFAULT_GIB = 75
 """From this size on, a GPU whose name is not known is taken for an H100."""
-ROOM = 0.05
-"""Share of an assumed GPU below which what is left is remarked on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class DryRunReport:
     def to_json(self) -> dict[str, Any]:
         document = {name: getattr(self, name) for name in self.__dataclass_fields__}
         found = document.pop("findings")
-        sentences = ("problems", "unchecked", "assumptions")
+        sentences = ("problems", "warnings", "unchecked", "assumptions")
         return {**document, **{name: getattr(found, name) for name in sentences}}
 
 
@@ -146,22 +146,27 @@ def _advice(
     if plan is None:
         return None
     advice = None if plan.fits and _has_gpus(machines) else advise(recipe, machines)
-    peak = plan.peak if plan.fits or advice is None or not advice.fits else advice.peak
-    findings.assumptions += _notice_of_room(peak, machines)
+    proposed = not plan.fits and advice is not None and advice.fits
+    peak = advice.peak if proposed and advice is not None else plan.peak
+    findings.assumptions += _notice_of_room(peak, proposed, machines)
+    prompt = recipe.prompts.max_prompt_length
+    slow = warning_of_rounds(plan, recipe.sampling, prompt, machines)
+    findings.warnings += [] if slow is None else [slow]
     if not plan.fits:
         findings.exit_code = findings.exit_code or 2
     return advice
 
 
-def _notice_of_room(peak: int, machines: Machines) -> list[str]:
+def _notice_of_room(peak: int, proposed: bool, machines: Machines) -> list[str]:
     """A sentence if little of an assumed GPU is left, which may be smaller than its name says."""
     left = machines.capacity - peak
     if not machines.elsewhere or not 0 <= left < ROOM * machines.capacity:
         return []
+    whose = "with the overrides that are proposed below, " if proposed else ""
     return [
-        f"{to_gib(left):.1f} of {to_gib(machines.capacity):g} GiB are left. A GPU shows less than "
-        "it is sold with (24 GB: 22.5 to 23.6 GiB): plan with --gpu-memory-gib and what nvidia-smi "
-        "shows, MiB / 1024"
+        f"{whose}{to_gib(left):.1f} of {to_gib(machines.capacity):g} GiB are left. A GPU "
+        "shows less than it is sold with (24 GB: 22.5 to 23.6 GiB): plan with --gpu-memory-gib and "
+        "what nvidia-smi shows, MiB / 1024"
     ]
 
 

@@ -337,8 +337,8 @@ class DecodeFloor:
             f"generation lasts at least {self.seconds:.3g} s a step: the longest completion, about "
             f"{self.longest:,.0f} tokens, takes {1e3 * self.seconds_per_token:.3g} ms a token on "
             f"one {self.gpu} ({self.weight_bytes / 1e9:.3g} GB of weights at "
-            f"{BANDWIDTH[self.gpu] / 1e12:.3g} TB/s). At {rollouts:,.3g} rollouts on each GPU, "
-            "more GPUs do not generate faster"
+            f"{BANDWIDTH[self.gpu] / 1e12:.3g} TB/s). Each GPU has {rollouts:,.3g} of the "
+            "rollouts: more GPUs do not generate faster"
         )
 
 

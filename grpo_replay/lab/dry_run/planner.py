@@ -38,6 +38,12 @@ LORA_RATE = 10
 SHARES = [round(0.05 * twentieths, 2) for twentieths in range(2, 19)]
 """Shares of a GPU for vLLM that are tried."""
 
+ROOM = 0.05
+"""Share of the memory that advice leaves free. A plan that leaves less fits, but tightly: memory in
+pieces, or a GPU that shows less than it is sold with, may use it up."""
+FEW_AT_ONCE, MANY_ROUNDS = 8, 4
+"""Generation is slow if fewer of the longest rollouts fit in vLLM's cache, in so many rounds."""
+
 PUBLISHED = {
     f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
     for size in ("0.6b", "1.7b", "4b")
@@ -51,10 +57,12 @@ CHAT_POSITIONS = 40_960
 
 @dataclass(slots=True)
 class Findings:
-    """Sentences of the report by kind: a problem stops the run, unchecked is what cannot be seen
-    from this machine. `exit_code` is that of the first problem, which the run would end with."""
+    """Sentences of the report by kind: a problem stops the run, a warning does not, unchecked is
+    what cannot be seen from this machine. `exit_code` is that of the first problem, which the run
+    would end with."""
 
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
     exit_code: int = 0
@@ -180,6 +188,11 @@ class MemoryPlan:
             return False  # vLLM refuses to start
         return self.peak <= self.capacity
 
+    @property
+    def tight(self) -> bool:
+        """Whether it fits with less than `ROOM` left."""
+        return self.fits and self.capacity - self.peak < ROOM * self.capacity
+
     def describe(self) -> dict[str, Any]:
         phases = self.phases()
         parts = {f"{name}_gib": to_gib(value) for name, value in self.engine.to_json().items()}
@@ -192,7 +205,33 @@ class MemoryPlan:
             "peak_gib": to_gib(self.peak),
             "capacity_gib": to_gib(self.capacity),
             "fits": self.fits,
+            "tight": self.tight,
         }
+
+
+def warning_of_rounds(
+    plan: MemoryPlan, sampling: SamplingSection, longest_prompt: int, machines: Machines
+) -> str | None:
+    """A sentence if vLLM's cache holds so few of the longest rollouts that generation is slow."""
+    tokens, tensor = plan.sampler.cache_tokens, sampling.vllm.tensor_parallel_size
+    if tokens is None or not plan.fits:
+        return None
+    completion = sampling.max_completion_length
+    longest = min(longest_prompt + completion, plan.model_length)
+    rollouts = -(-sampling.rollouts_per_step * tensor // machines.total_ranks)
+    at_once = tokens // longest
+    rounds = -(-rollouts // at_once)
+    if at_once >= FEW_AT_ONCE or rounds < MANY_ROUNDS:
+        return None
+    shorter = completion
+    while shorter > 1 and tokens // (longest_prompt + shorter) < FEW_AT_ONCE:
+        shorter //= 2
+    return (
+        f"generation is very slow: vLLM's cache holds {at_once} rollouts of the longest "
+        f"{longest:,} tokens at once, of {rollouts} on an engine in a step: {rounds} rounds. "
+        f"Shorter completions help: with sampling.max_completion_length={shorter} it holds "
+        f"{tokens // (longest_prompt + shorter)}"
+    )
 
 
 def plan_memory(recipe: Recipe, machines: Machines) -> MemoryPlan:
@@ -278,14 +317,27 @@ class Advice:
     overrides: tuple[str, ...]
     peak: int
     fits: bool
+    tight: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it fits with `ROOM` to spare."""
+        return self.fits and not self.tight
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Lower is better among those without room."""
+        return not self.fits, self.peak
 
     def describe(self) -> dict[str, Any]:
-        return {"set": list(self.overrides), "peak_gib": to_gib(self.peak), "fits": self.fits}
+        return {"set": list(self.overrides), "peak_gib": to_gib(self.peak), "fits": self.fits,
+                "tight": self.tight}  # fmt: skip
 
 
 def advise(recipe: Recipe, machines: Machines) -> Advice | None:
-    """The first overrides of `rungs`, taken together, with which the recipe fits; None if none can
-    be tried. Those that turn out not to be needed are left out."""
+    """The first overrides of `rungs`, taken together, with which the recipe fits with `ROOM` to
+    spare; if none do, those that leave most; None if none can be tried. Those that turn out not to
+    be needed are left out."""
     given = recipe.model_dump(mode="json")
     chosen: list[str] = []
     best: Advice | None = None
@@ -296,9 +348,9 @@ def advise(recipe: Recipe, machines: Machines) -> Advice | None:
         if tried is None:
             continue  # it contradicts another setting
         chosen = wanted
-        if tried.fits:
+        if tried.has_room:
             return _without_needless(given, tried, machines)
-        if best is None or tried.peak < best.peak:
+        if best is None or tried.rank < best.rank:
             best = tried
     return best
 
@@ -312,17 +364,21 @@ def _attempt(given: dict[str, Any], overrides: Sequence[str], machines: Machines
         plan = plan_memory(recipe, there)
     except RecipeError:
         return None
-    if plan.fits or not (recipe.sampling.vllm_in_ranks and machines.on_cuda):
-        return Advice(tuple(overrides), plan.peak, plan.fits)
+    best = Advice(tuple(overrides), plan.peak, plan.fits, plan.tight)
+    if best.has_room or not (recipe.sampling.vllm_in_ranks and machines.on_cuda):
+        return best
     share = recipe.sampling.vllm.gpu_memory_utilization
     for other in sorted(SHARES, key=lambda each: abs(each - share)):
         words = (*overrides, f"sampling.vllm.gpu_memory_utilization={other}")
         with suppress(RecipeError):
             changed = resolve_recipe([given, parse_overrides(list(words))])
             found = plan_memory(changed, there)
-            if found.fits:
-                return Advice(words, found.peak, True)
-    return Advice(tuple(overrides), plan.peak, False)
+            tried = Advice(words, found.peak, found.fits, found.tight)
+            if tried.has_room:
+                return tried
+            if tried.fits and tried.rank < best.rank:
+                best = tried
+    return best
 
 
 def _sets_ranks(overrides: Sequence[str]) -> bool:
@@ -336,7 +392,7 @@ def _without_needless(given: dict[str, Any], found: Advice, machines: Machines) 
             continue
         fewer = [each for each in found.overrides if each != word]
         tried = _attempt(given, fewer, machines)
-        if tried is not None and tried.fits and len(tried.overrides) < len(found.overrides):
+        if tried is not None and tried.has_room and len(tried.overrides) < len(found.overrides):
             found = tried
     return found
 

@@ -13,11 +13,12 @@ from grpo_replay.cli import dry_run_display as display
 from grpo_replay.cli.app import app
 from grpo_replay.cli.dry_run_display import _measured
 from grpo_replay.errors import RecipeError
+from grpo_replay.lab.dry_run import dry_run_report
 from grpo_replay.lab.dry_run import start_checks as checks
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.lab.dry_run.estimates import Known
 from grpo_replay.lab.dry_run.memory import ModelShape, SamplerMemory
-from grpo_replay.lab.dry_run.planner import Findings, Machines, advise, plan_sampler, rungs
+from grpo_replay.lab.dry_run.planner import Advice, Findings, Machines, advise, plan_sampler, rungs
 from grpo_replay.lab.dry_run.start_checks import (
     check_devices,
     check_disk_space,
@@ -220,7 +221,7 @@ def test_generation_is_never_faster_than_one_completion_token_by_token(capsys):
         assert report["time"]["generation_seconds_at_least"] == 19.7
     assert seconds == [338, 42.3, 19.7, 19.7, 19.7]
     assert len(notices) == 3 and "8,192 tokens, takes 2.4 ms a token on one H100" in notices[0]
-    assert "At 8 rollouts on each GPU, more GPUs do not generate faster" in notices[0]
+    assert "Each GPU has 8 of the rollouts: more GPUs do not generate faster" in notices[0]
     assert "by each GPU, however many GPUs there are" in str(report["assumptions"])
     display.run(load_recipe("qwen3-4b"), gpu_memory_gib=80.0, ranks_of_nodes=[8] * 4)
     assert "generation lasts at least 19.7 s a step" in capsys.readouterr().out
@@ -621,12 +622,62 @@ def test_hours_of_an_unnamed_gpu_are_those_of_an_h100_and_only_from_its_size_on(
     assert "no hours: the speed of GPUs of 24 GiB (from 75 GiB" in str(report["assumptions"])
 
 
-def test_little_room_on_an_assumed_gpu_is_remarked_on():
-    one = ["engine.num_processes=1"]
-    for overrides in (one, [*one, "model.lora.r=16", "optimizer.learning_rate=1e-5"]):
-        said = str(report_of("qwen3-4b", *overrides, gpu=24)["assumptions"])
-        assert "0.7 of 24 GiB are left" in said and "22.5 to 23.6 GiB" in said
-    assert "are left" not in str(report_of("qwen3-4b", gpu=80)["assumptions"])
+LORA = ["engine.num_processes=1", "model.lora.r=16", "optimizer.learning_rate=1e-5"]
+
+
+def test_little_room_on_an_assumed_gpu_is_remarked_on(capsys):
+    report = report_of("qwen3-4b", *LORA, gpu=24)
+    said = str(report["assumptions"])
+    assert "'0.7 of 24 GiB are left" in said and "22.5 to 23.6 GiB" in said
+    assert report["fits"] is True and report["memory"]["tight"] is True
+    display.run(load_recipe("qwen3-4b", LORA), gpu_memory_gib=24.0)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "fits, tight: only 0.7 GiB are left: 23.3 of 24.0 GiB at the peak (generation)"
+    roomy = report_of("qwen3-4b", gpu=80)
+    assert "are left" not in str(roomy["assumptions"]) and roomy["memory"]["tight"] is False
+
+
+def test_what_is_left_with_a_proposal_is_said_of_the_proposal(monkeypatch):
+    tight = Advice(("model.lora.r=16",), int(23.5 * GIB), fits=True, tight=True)
+    monkeypatch.setattr(dry_run_report, "advise", lambda *_: tight)
+    said = report_of("qwen3-4b", "engine.num_processes=1", gpu=24)["assumptions"]
+    assert any(
+        each.startswith("with the overrides that are proposed below, 0.5 of 24 GiB")
+        for each in said
+    )
+
+
+def test_advice_leaves_five_percent_and_no_less_on_a_larger_card():
+    left = []
+    for size in (22.5, 23.5, 24, 40, 80):
+        advice = report_of("qwen3-4b", "engine.num_processes=1", gpu=size)["advice"]
+        assert advice["fits"] and not advice["tight"]
+        left.append(size - advice["peak_gib"])
+        assert left[-1] >= 0.05 * size
+    assert left == sorted(left)
+
+
+def test_advice_without_room_is_the_one_that_leaves_most():
+    """A card on which only the smallest rung fits, and that tightly."""
+    recipe = load_recipe("tiny")
+    smallest = min(
+        advise(recipe, Machines("cpu", (1,), capacity)).peak for capacity in (1, GIB // 2)
+    )
+    found = advise(recipe, Machines("cpu", (1,), int(1.01 * smallest)))
+    assert found.fits and found.tight and found.peak == smallest
+
+
+def test_few_rollouts_at_once_are_warned_about(capsys):
+    """38,288 tokens of cache are 4 rollouts of 1,024 + 8,192 tokens: 64 rounds for 256. Completions
+    of 2,048 would make 12 at once."""
+    report = report_of("qwen3-4b", *LORA, gpu=24)
+    (said,) = report["warnings"]
+    assert "4 rollouts of the longest 9,216 tokens at once, of 256 on an engine" in said
+    assert "64 rounds" in said and "sampling.max_completion_length=2048 it holds 12" in said
+    display.run(load_recipe("qwen3-4b", LORA), gpu_memory_gib=24.0)
+    assert capsys.readouterr().out.startswith("warning: generation is very slow")
+    shorter = report_of("qwen3-4b", *LORA, "sampling.max_completion_length=2048", gpu=24)
+    assert shorter["warnings"] == [] == report_of("qwen3-4b", gpu=80)["warnings"]
 
 
 def test_tokens_of_a_prompt_are_those_of_the_prompts_that_were_read(tmp_path):
