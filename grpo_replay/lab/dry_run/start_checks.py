@@ -145,22 +145,30 @@ def _attempt(
 def check_disk_space(
     storage: Mapping[str, Any], output_dir: Path, machines: Machines, findings: Findings
 ) -> None:
-    """Compare the size of checkpoints with the free space where the run would write them."""
+    """Compare the size of checkpoints with the free space where the run would write them. Of a run
+    on other machines, what this one has is only an assumption."""
     one, most = storage["checkpoint_gib"], storage["checkpoints_gib_most"]
     if one is None:
         return
     free = to_gib(free_bytes(output_dir))
+    has = f"{output_dir} has {_one_digit(free)} GiB free"
     if free < one:
-        _missing(
-            f"disk space: a checkpoint takes {one} GiB, {output_dir} has {free} GiB free",
-            machines, findings,
-        )  # fmt: skip
+        takes, ends = f"a checkpoint takes {_one_digit(one)} GiB", "its first checkpoint"
     elif free < most:
-        tight = findings.unchecked if machines.elsewhere else findings.assumptions
-        tight.append(
-            f"disk space: all kept checkpoints and the one being written take {most} GiB, "
-            f"{output_dir} has {free} GiB free"
-        )
+        takes = f"all kept checkpoints and the one being written take {_one_digit(most)} GiB"
+        ends = f"checkpoint {int(free // one) + 1}, unless space is freed"
+    else:
+        return
+    if machines.elsewhere or len(machines.ranks) > 1:
+        findings.assumptions.append(f"disk space: {takes}; on this machine {has}")
+    elif free < one:
+        findings.refuse(f"disk space: {takes}, {has}: the run would stop at {ends}")
+    else:
+        findings.warnings.append(f"disk space: {takes}, {has}: the run will stop at {ends}")
+
+
+def _one_digit(gib: float) -> str:
+    return f"{gib:,.1f}" if gib >= 0.05 else "< 0.1"
 
 
 def check_devices(

@@ -748,15 +748,29 @@ def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(checks, "free_bytes", lambda path: asked.append(path) or int(100 * GIB))
     place = tmp_path / "not" / "yet"
-    for one, most, kind in ((120, 480, "problems"), (60, 240, "assumptions"), (20, 80, None)):
-        findings = Findings()
-        check_disk_space(storage_of(one, most), place, HERE, findings)
-        said = {name: getattr(findings, name) for name in ("problems", "assumptions", "unchecked")}
-        assert [name for name, found in said.items() if found] == ([kind] if kind else [])
+    none, some = "the run would stop at its first checkpoint", "the run will stop at checkpoint 2"
+    kinds = ("problems", "warnings", "assumptions", "unchecked")
+    far = Machines("cuda", (8,), GIB, 8, elsewhere=True), Machines("cpu", (1, 1), GIB)
+    for one, most, kind, words in (
+        (120.04, 480.16, "problems", f"takes 120.0 GiB, {place} has 100.0 GiB free: {none}"),
+        (60, 239.756, "warnings", f"take 239.8 GiB, {place} has 100.0 GiB free: {some}"),
+        (20, 80, None, ""),
+    ):
+        for machines in (HERE, *far):
+            findings = Findings()
+            check_disk_space(storage_of(one, most), place, machines, findings)
+            said = {name: getattr(findings, name) for name in kinds}
+            expected = kind and (kind if machines is HERE else "assumptions")
+            assert [name for name, found in said.items() if found] == [expected] * bool(kind)
+            if machines is HERE:
+                assert findings.exit_code == (2 if kind == "problems" else 0)
+            else:
+                words = "GiB; on this machine"
+            assert kind is None or words in said[expected][0]
     findings = Findings()
     check_disk_space(storage_of(None, None), place, HERE, findings)
     assert findings == Findings()
-    assert asked == [place] * 3
+    assert asked == [place] * 9
 
 
 def test_free_space_is_that_of_the_nearest_existing_folder(tmp_path):
