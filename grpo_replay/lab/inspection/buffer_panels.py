@@ -17,6 +17,7 @@ from grpo_replay.lab.inspection.buffer_summary import (
     Bin,
     CountRow,
     Inspection,
+    StalenessRow,
     first_and_last,
     plural,
 )
@@ -93,7 +94,7 @@ def _panel(title: str, body: RenderableType, width: int = PANEL_WIDTH) -> Panel:
 
 def _panels(inspection: Inspection) -> Iterable[Panel | None]:
     yield _occupancy(inspection)
-    yield staleness_panel(inspection)
+    yield staleness_panel(inspection.staleness, inspection.age_unit)
     yield _populations(inspection)
     yield _magnitude(inspection)
     yield _reuse(inspection)
@@ -182,21 +183,21 @@ def _number_or_dash(value: float | None, format_spec: str) -> str:
     return "–" if value is None else format(value, format_spec)
 
 
-def staleness_panel(inspection: Inspection) -> Panel | None:
+def staleness_panel(staleness: Sequence[StalenessRow], unit: str) -> Panel | None:
     """Ages of stored rollouts next to ages at use; None if nothing was stored or replayed."""
-    if not inspection.staleness:
+    if not staleness:
         return None
-    rows = merge_rows([(r.age, r.stored, r.replayed) for r in inspection.staleness], _ROWS)
-    replayed = sum(row.replayed for row in inspection.staleness)
-    stored = sum(row.stored for row in inspection.staleness)
+    rows = merge_rows([(row.age, row.stored, row.replayed) for row in staleness], _ROWS)
+    stored, replayed = (
+        sum(row.stored for row in staleness),
+        sum(row.replayed for row in staleness),
+    )
     means = []
     if stored:
-        mean = sum(r.age * r.stored for r in inspection.staleness) / stored
-        means.append(f"{mean:.1f} stored")
+        means.append(f"{sum(row.age * row.stored for row in staleness) / stored:.1f} stored")
     if replayed:
-        mean = sum(r.age * r.replayed for r in inspection.staleness) / replayed
-        means.append(f"{mean:.1f} at use")
-    title = f"staleness, {inspection.age_unit}" + (f": mean {', '.join(means)}" if means else "")
+        means.append(f"{sum(row.age * row.replayed for row in staleness) / replayed:.1f} at use")
+    title = f"staleness, {unit}" + (f": mean {', '.join(means)}" if means else "")
     return _panel(title, paired_bars("age", rows, ("stored", "replayed")))
 
 

@@ -8,14 +8,16 @@ rules of thumb (docs/buffer.md, "Healthy ranges").
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_replay.errors import RecipeError, SnapshotError
-from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.storage.recipe_history import read_history
+
+if TYPE_CHECKING:
+    from grpo_replay.lab.inspection.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,26 @@ class Inspection:
         return "steps" if self.updates_per_step == 1 else "updates"
 
 
+def staleness_rows(
+    births: np.ndarray, replayed_ages: np.ndarray, step: int, updates: int = 1
+) -> tuple[StalenessRow, ...]:
+    """The ages after `step` of the rollouts born in `births`, next to `replayed_ages`: one row per
+    age from 0 to the largest; empty if there are no rollouts. Ages are in steps, or, if a step
+    counts several `updates`, in these."""
+    stored_ages = updates * (step - births) + updates - 1
+    if stored_ages.size + replayed_ages.size == 0:
+        return ()
+    rows = 1 + max(int(ages.max()) for ages in (stored_ages, replayed_ages) if ages.size)
+    stored = np.bincount(stored_ages, minlength=rows)
+    replayed = np.bincount(replayed_ages, minlength=rows)
+    return tuple(
+        StalenessRow(
+            age // updates, int(stored[age]), int(replayed[age]), age if updates > 1 else None
+        )
+        for age in range(rows)
+    )
+
+
 TREND_LABELS = {
     "reward": "reward, mean",
     "frac_reward_zero_std": "groups without signal",
@@ -329,7 +351,7 @@ def _missing_rewards(inspection: Inspection) -> Iterator[str]:
         )
 
 
-def find_gaps(source: Source) -> Iterator[str]:
+def find_gaps(source: "Source") -> Iterator[str]:
     """One warning for each kind of file that lacks steps up to the inspected one."""
     if source.run_dir is None or source.recipe is None or source.step is None:
         return

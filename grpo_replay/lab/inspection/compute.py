@@ -21,11 +21,10 @@ from grpo_replay.lab.inspection.buffer_summary import (
     Population,
     Quantiles,
     RunUses,
-    StalenessRow,
     find_gaps,
     find_warnings,
+    staleness_rows,
 )
-from grpo_replay.lab.inspection.rebuild import rebuild_stored
 from grpo_replay.lab.inspection.rollout_columns import (
     DrawColumns,
     RolloutColumns,
@@ -58,7 +57,6 @@ def summarise(source: Source) -> Inspection:
     replay_draws = draws.take(draws.age > 0) if settings.pools_fresh else draws
     replayed = _of_draws(log, stored, replay_draws)
     updates = updates_of_a_step(source.recipe, source.draw_files)
-    ages = updates * (step - stored.birth_step) + updates - 1
     inspection = Inspection(
         path=str(source.path),
         kind=source.kind,
@@ -69,7 +67,7 @@ def summarise(source: Source) -> Inspection:
         replays=settings.replays,
         rebuilt=rebuilt,
         occupancy=_occupancy(stored, log, settings, step, facts),
-        staleness=staleness_rows(ages, replay_draws.age, updates),
+        staleness=staleness_rows(stored.birth_step, replay_draws.age, step, updates),
         abs_advantage=magnitude_bins(
             *(np.abs(rows.advantage) for rows in (log.take(log.kept), stored, replayed))
         ),
@@ -131,6 +129,8 @@ def _stored(
         return read_stored(source.snapshot), False
     if not settings.replays:
         return no_rollouts(), False
+    from grpo_replay.lab.inspection.rebuild import rebuild_stored
+
     return rebuild_stored(source, settings, group_size), True
 
 
@@ -182,24 +182,6 @@ def occupancy_limits(
     held = total - np.concatenate([np.zeros(horizon, total.dtype), total])[: len(total)]
     limits = np.minimum(held, settings.capacity_rollouts)
     return tuple((at, int(limits[at])) for at in range(1, step + 1))
-
-
-def staleness_rows(
-    stored_ages: np.ndarray, replayed_ages: np.ndarray, updates: int = 1
-) -> tuple[StalenessRow, ...]:
-    """One row per age from 0 to the largest age; empty if there are no rollouts. Ages are in steps,
-    or, if a step counts several `updates`, in these."""
-    if stored_ages.size + replayed_ages.size == 0:
-        return ()
-    rows = 1 + max(int(ages.max()) for ages in (stored_ages, replayed_ages) if ages.size)
-    stored = np.bincount(stored_ages, minlength=rows)
-    replayed = np.bincount(replayed_ages, minlength=rows)
-    return tuple(
-        StalenessRow(
-            age // updates, int(stored[age]), int(replayed[age]), age if updates > 1 else None
-        )
-        for age in range(rows)
-    )
 
 
 def magnitude_bins(kept: np.ndarray, stored: np.ndarray, replayed: np.ndarray) -> tuple[Bin, ...]:
