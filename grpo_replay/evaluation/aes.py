@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_replay.errors import EvaluationFileError, GrpoReplayError, UsageError
-from grpo_replay.evaluation.comparison import refuse_incomparable, resampled_means
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.comparison import resampled_means
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, refuse_incomparable
 from grpo_replay.evaluation.statistics import Interval, interval
 
 GAIN, LOSS = 3.0, 5.0

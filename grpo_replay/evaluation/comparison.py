@@ -9,7 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import (
+    VERIFIER_PACKAGES,
+    EvaluationReport,
+    refuse_incomparable,
+)
 from grpo_replay.evaluation.statistics import (
     BenchmarkResult,
     Interval,
@@ -21,15 +25,6 @@ from grpo_replay.evaluation.statistics import (
     resampled_mean,
     sign_flip_p_value,
 )
-
-SAME_SETTINGS = (
-    *("temperature", "top_p", "max_completion_length", "reward", "template"),
-    *("system_prompt", "user_template", "max_problems", "stop_tokens"),
-    *("chat_template_kwargs", "correct_score"),
-)
-"""Settings that must agree, so that a difference can only come from the models."""
-
-VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,44 +110,6 @@ def compare(
     return {**results, "mean": mean}
 
 
-def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
-    """Raises EvaluationFileError unless problems and `SAME_SETTINGS` agree."""
-    ours, theirs = set(a.sampled.benchmarks), set(b.sampled.benchmarks)
-    if ours != theirs:
-        raise EvaluationFileError(
-            f"{name_a} evaluates {_listed(ours)}, but {name_b} {_listed(theirs)}: means over "
-            "different benchmarks cannot be compared; evaluate both on the same (--benchmark)"
-        )
-    for key in SAME_SETTINGS:
-        if a.settings.get(key) != b.settings.get(key):
-            raise EvaluationFileError(
-                f"{name_a} has {key} {a.settings.get(key)!r}, but {name_b} "
-                f"{b.settings.get(key)!r}: evaluate both under the same settings"
-            )
-    for benchmark, result in a.sampled.benchmarks.items():
-        if result.n != b.sampled.benchmarks[benchmark].n:
-            raise EvaluationFileError(
-                f"{benchmark} has {result.n} problems in {name_a}, but "
-                f"{b.sampled.benchmarks[benchmark].n} in {name_b}: evaluate both on the same"
-            )
-        if a.samples is not None and b.samples is not None:
-            _refuse_other_problems(benchmark, name_a, a.samples, name_b, b.samples)
-        if _problems_digest(a, benchmark) != _problems_digest(b, benchmark):
-            raise EvaluationFileError(
-                f"{benchmark} has other problems or answers in {name_a} than in {name_b}, under "
-                "the same ids: evaluate both on the same"
-            )
-
-
-def are_comparable(a: EvaluationReport, b: EvaluationReport) -> bool:
-    """True if both evaluate the same problems under the same settings."""
-    try:
-        refuse_incomparable("A", a, "B", b)
-    except EvaluationFileError:
-        return False
-    return True
-
-
 def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
     """Sentences on other differences that may affect a comparison; empty if there are none."""
     found = []
@@ -178,10 +135,6 @@ def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
                 f"{b.versions.get(package)} in B"
             )
     return found
-
-
-def _problems_digest(report: EvaluationReport, benchmark: str) -> str | None:
-    return report.settings.get("benchmarks", {}).get(benchmark, {}).get("problems_sha256")
 
 
 def resampled_means(a: EvaluationReport, b: EvaluationReport) -> Resampled:
@@ -277,19 +230,3 @@ def _correct(samples: pa.Table, benchmark: str) -> dict[tuple[int, int], bool]:
     rows = samples.filter((pc.field("benchmark") == benchmark) & ~pc.field("greedy"))
     columns = [rows[name].to_pylist() for name in ("problem_index", "sample", "correct")]
     return {(problem, sample): correct for problem, sample, correct in zip(*columns, strict=True)}
-
-
-def _refuse_other_problems(
-    benchmark: str, name_a: str, a: pa.Table, name_b: str, b: pa.Table
-) -> None:
-    ours, theirs = (problem_table(rows, benchmark).problem_ids for rows in (a, b))
-    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if one != other:
-            raise EvaluationFileError(
-                f"{benchmark}: problem {index + 1} is {one!r} in {name_a}, but {other!r} in "
-                f"{name_b}: evaluate both on the same problems"
-            )
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names))

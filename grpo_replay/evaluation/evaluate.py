@@ -14,26 +14,20 @@ report does not depend on the number of ranks.
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.cache import (
-    Generation,
-    GenerationWriter,
-    read_generations,
-    request_digest,
-)
-from grpo_replay.evaluation.comparison import VERIFIER_PACKAGES
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import VERIFIER_PACKAGES, EvaluationReport
 from grpo_replay.evaluation.sample_table import (
     SAMPLE_SCHEMA,
     graded_by,
@@ -49,7 +43,7 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
-from grpo_replay.types import Verdict
+from grpo_replay.types import Completion, GenerationRequest, Verdict
 
 VERSIONED_PACKAGES = ("torch", "transformers", *VERIFIER_PACKAGES)
 
@@ -145,10 +139,10 @@ class _Grading:
         self._last_report = 0.0
         self._sizes = Counter(each.request.key.prompt_index for each in plan.samples)
 
-    def submit(self, index: int, generation: Generation) -> None:
+    def submit(self, index: int, token_ids: np.ndarray, finish_reason: str) -> None:
         """Grade the completion of `plan.samples[index]`; returns at once."""
-        text = self._tokenizer.decode(generation.token_ids.tolist(), skip_special_tokens=True)
-        self._decoded[index] = _Decoded(text, len(generation.token_ids), generation.finish_reason)
+        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        self._decoded[index] = _Decoded(text, len(token_ids), finish_reason)
         planned = self.plan.samples[index]
         problem, prompt, messages = planned.problem, "", list[ChatMessage]()
         if self.plan.settings.verifier not in BUILTIN_VERIFIERS:
@@ -157,7 +151,7 @@ class _Grading:
         number = planned.request.key.prompt_index
         self._scorer.submit(
             index, text, problem.answer, problem.row, prompt=prompt, messages=messages,
-            truncated=generation.finish_reason == "length",
+            truncated=finish_reason == "length",
             group=str(number), of=self._sizes[number],
         )  # fmt: skip
         self._report_progress()
@@ -203,11 +197,13 @@ class _Grading:
 
 def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
     """Submit the planned samples `mine` that are cached in `folder`; returns the others."""
+    from grpo_replay.evaluation.cache import read_generations, request_digest
+
     digests = {index: request_digest(grading.plan.samples[index].request) for index in mine}
     cached = read_generations(folder, digests.values())
     for index, digest in digests.items():
         if digest in cached:
-            grading.submit(index, cached[digest])
+            grading.submit(index, cached[digest].token_ids, cached[digest].finish_reason)
     return [index for index, digest in digests.items() if digest not in cached]
 
 
@@ -227,16 +223,29 @@ def _generate(
     by_key = {grading.plan.samples[index].request.key: index for index in missing}
     requests = [grading.plan.samples[index].request for index in missing]
     with ExitStack() as stack:
-        writer = stack.enter_context(GenerationWriter(folder)) if folder else None
+        keep = stack.enter_context(_kept_in(folder)) if folder else None
         finished = sampler.generate(requests)
         for completion in comm.position.each("completion", finished, len(requests)):
             index = by_key[completion.key]
-            generation = Generation(completion.token_ids, completion.finish_reason)
-            if writer is not None:
-                writer.add(request_digest(grading.plan.samples[index].request), generation)
-            grading.submit(index, generation)
+            if keep is not None:
+                keep(grading.plan.samples[index].request, completion)
+            grading.submit(index, completion.token_ids, completion.finish_reason)
             if should_stop():
                 break
+
+
+@contextmanager
+def _kept_in(folder: Path) -> Iterator[Callable[[GenerationRequest, Completion], None]]:
+    """Adds completions to the cache in `folder`."""
+    from grpo_replay.evaluation.cache import Generation, GenerationWriter, request_digest
+
+    with GenerationWriter(folder) as writer:
+
+        def keep(request: GenerationRequest, completion: Completion) -> None:
+            generation = Generation(completion.token_ids, completion.finish_reason)
+            writer.add(request_digest(request), generation)
+
+        yield keep
 
 
 def _rank_of(planned: PlannedSample, comm: Comm) -> int:

@@ -1,4 +1,5 @@
-"""The evaluation report: results and settings as JSON, per-sample rows as Parquet.
+"""The evaluation report: results and settings as JSON, per-sample rows as Parquet; and whether two
+reports can be compared.
 
 Output files are checked before anything is sampled, and only files of an earlier evaluation are
 replaced.
@@ -45,6 +46,16 @@ REPORT_VERSION = 3
 
 READABLE_VERSIONS = (2, REPORT_VERSION)
 """Version 2 has no `other_gradings` and does not name the stop tokens."""
+
+
+SAME_SETTINGS = (
+    *("temperature", "top_p", "max_completion_length", "reward", "template"),
+    *("system_prompt", "user_template", "max_problems", "stop_tokens"),
+    *("chat_template_kwargs", "correct_score"),
+)
+"""Settings that must agree, so that a difference can only come from the models."""
+
+VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
 @pydantic_dataclass
@@ -376,3 +387,61 @@ def _check_means(name: str, result: BenchmarkResult, problems: ProblemTable) -> 
     for key, (stated, counted) in found.items():
         if not isclose(stated, counted, rel_tol=1e-9):
             raise ValueError(f"{name}.{key} is {stated} in the report, {counted} in the rows")
+
+
+def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
+    """Raises EvaluationFileError unless problems and `SAME_SETTINGS` agree."""
+    ours, theirs = set(a.sampled.benchmarks), set(b.sampled.benchmarks)
+    if ours != theirs:
+        raise EvaluationFileError(
+            f"{name_a} evaluates {_listed(ours)}, but {name_b} {_listed(theirs)}: means over "
+            "different benchmarks cannot be compared; evaluate both on the same (--benchmark)"
+        )
+    for key in SAME_SETTINGS:
+        if a.settings.get(key) != b.settings.get(key):
+            raise EvaluationFileError(
+                f"{name_a} has {key} {a.settings.get(key)!r}, but {name_b} "
+                f"{b.settings.get(key)!r}: evaluate both under the same settings"
+            )
+    for benchmark, result in a.sampled.benchmarks.items():
+        if result.n != b.sampled.benchmarks[benchmark].n:
+            raise EvaluationFileError(
+                f"{benchmark} has {result.n} problems in {name_a}, but "
+                f"{b.sampled.benchmarks[benchmark].n} in {name_b}: evaluate both on the same"
+            )
+        if a.samples is not None and b.samples is not None:
+            _refuse_other_problems(benchmark, name_a, a.samples, name_b, b.samples)
+        if _problems_digest(a, benchmark) != _problems_digest(b, benchmark):
+            raise EvaluationFileError(
+                f"{benchmark} has other problems or answers in {name_a} than in {name_b}, under "
+                "the same ids: evaluate both on the same"
+            )
+
+
+def are_comparable(a: EvaluationReport, b: EvaluationReport) -> bool:
+    """True if both evaluate the same problems under the same settings."""
+    try:
+        refuse_incomparable("A", a, "B", b)
+    except EvaluationFileError:
+        return False
+    return True
+
+
+def _problems_digest(report: EvaluationReport, benchmark: str) -> str | None:
+    return report.settings.get("benchmarks", {}).get(benchmark, {}).get("problems_sha256")
+
+
+def _refuse_other_problems(
+    benchmark: str, name_a: str, a: pa.Table, name_b: str, b: pa.Table
+) -> None:
+    ours, theirs = (problem_table(rows, benchmark).problem_ids for rows in (a, b))
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if one != other:
+            raise EvaluationFileError(
+                f"{benchmark}: problem {index + 1} is {one!r} in {name_a}, but {other!r} in "
+                f"{name_b}: evaluate both on the same problems"
+            )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))

@@ -15,9 +15,8 @@ from commands import plan_of
 from grpo_replay.cli.eval_command import print_report
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.evaluation.cache import request_digest
-from grpo_replay.evaluation.comparison import SAME_SETTINGS
 from grpo_replay.evaluation.evaluate import EvaluationPlan, Progress, evaluate
-from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
+from grpo_replay.evaluation.evaluation_report import SAME_SETTINGS, EvaluationReport, read_report
 from grpo_replay.evaluation.session import model_sha256
 from grpo_replay.recipe import load_recipe
 from grpo_replay.rewards.scorer import RewardScorer

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import DataError, EvaluationFileError, UsageError, did_you_mean
-from grpo_replay.evaluation.comparison import differences, refuse_incomparable
+from grpo_replay.evaluation.comparison import differences
+from grpo_replay.evaluation.evaluation_report import refuse_incomparable
 from grpo_replay.lab.report.finished_run import (
     FinishedRun,
     UnfinishedRun,

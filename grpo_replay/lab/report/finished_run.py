@@ -11,8 +11,12 @@ import numpy as np
 
 from grpo_replay import __version__
 from grpo_replay.errors import DataError, EvaluationFileError
-from grpo_replay.evaluation.comparison import are_comparable
-from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_curve, read_report
+from grpo_replay.evaluation.evaluation_report import (
+    EvaluationReport,
+    are_comparable,
+    read_curve,
+    read_report,
+)
 from grpo_replay.lab.inspection.source import read_metrics, read_run_recipe
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import CHANGES_FOLDER, differences, read_history
