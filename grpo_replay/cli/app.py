@@ -1,19 +1,53 @@
 """The command line. Each command is a class of options in `cli.options` and a module here with
 `run(options)`, which is imported when the command runs.
 
-Errors become messages and exit codes in `cli.error_boundary`.
+Errors become messages and exit codes in `cli.error_boundary`, which is loaded with the first.
 """
 
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from grpo_replay import __version__
 from grpo_replay.cli import options
-from grpo_replay.cli.error_boundary import CommandGroup
+from grpo_replay.errors import INTERRUPTED
+
+
+class CommandGroup(TyperGroup):
+    """A Typer group that reports every error of its commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The options of the group. A flag that is not given is False, not None: Typer loads
+        pydantic to convert anything but a bool, which would cost the help of every command."""
+        params = super().get_params(ctx)
+        for parameter in params:
+            if getattr(parameter, "is_flag", False) and parameter.default is None:
+                parameter.default = False
+        return params
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            from grpo_replay.cli.error_boundary import exit_code_of, meant_by
+
+            if type(error).__module__.startswith(("typer.", "click.")):
+                if name := getattr(error, "option_name", ""):
+                    error.message += meant_by(name)  # type: ignore[attr-defined]
+                raise  # a wrong option, or the exit code of a command
+            sys.exit(exit_code_of(error))
+
 
 app = typer.Typer(
     name="grpo-replay",

@@ -1,7 +1,5 @@
-"""The one place where the errors of a command become messages and exit codes.
-
-Imported with the command line, so it loads nothing heavy before an error occurs.
-"""
+"""The one place where the errors of a command become messages and exit codes. Loaded when one
+occurs."""
 
 import errno
 import logging
@@ -10,12 +8,8 @@ import re
 import select
 import sys
 import traceback
-from typing import Any
-
-from typer.core import TyperGroup
 
 from grpo_replay.errors import (
-    INTERRUPTED,
     DataError,
     GrpoReplayError,
     OutputDirectoryError,
@@ -25,38 +19,14 @@ from grpo_replay.errors import (
 _BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
-class CommandGroup(TyperGroup):
-    """A Typer group that reports every error of its commands."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """The options of the group. A flag that is not given is False, not None: Typer loads
-        pydantic to convert anything but a bool, which would cost the help of every command."""
-        params = super().get_params(ctx)
-        for parameter in params:
-            if getattr(parameter, "is_flag", False) and parameter.default is None:
-                parameter.default = False
-        return params
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            try:
-                return super().invoke(ctx)
-            finally:
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(INTERRUPTED)
-        except Exception as error:
-            if isinstance(error, BrokenPipeError) and _reader_is_gone():
-                sys.exit(_end_quietly(error))
-            if type(error).__module__.startswith(("typer.", "click.")):
-                if name := getattr(error, "option_name", ""):
-                    error.message += _meant_by(name)  # type: ignore[attr-defined]
-                raise  # a wrong option, or the exit code of a command
-            sys.exit(report_error(error))
+def exit_code_of(error: Exception) -> int:
+    """Report what a command raised; returns the exit code."""
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        return _end_quietly(error)
+    return report_error(error)
 
 
-def _meant_by(option: str) -> str:
+def meant_by(option: str) -> str:
     """What to write instead of an unknown option that other trainers have, or that is a key."""
     from grpo_replay.recipe.retired import what_it_is_here
 

@@ -27,7 +27,6 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.weights import is_adapter
 from grpo_replay.errors import CheckpointError
 from grpo_replay.recipe import Recipe
-from grpo_replay.recipe.retired import modernised
 from grpo_replay.storage.checkpoint import read_json
 
 ENGINE_TAG = "state"
@@ -62,6 +61,8 @@ def has_other_layout(recipe: Recipe, comm: Comm, folder: Path) -> bool:
     CheckpointError if its adapters are others than the recipe's."""
     saved = read_json(folder / LAYOUT, "no layout of an engine state")
     if "lora" in saved:  # with the keys of today
+        from grpo_replay.recipe.retired import modernised
+
         lora = modernised({"model": {"lora": saved["lora"]}}, str(folder))["model"]["lora"]
         saved["lora"] = recipe.model.lora.model_validate(lora).model_dump()
     layout = _layout(recipe, comm.world_size)

@@ -18,7 +18,6 @@ from grpo_replay.errors import RecipeError, did_you_mean
 from grpo_replay.recipe.base import Passthrough, Section
 from grpo_replay.recipe.grpo_sections import REPLAY_PRESETS
 from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.recipe.retired import is_retired, modernised, what_became_of, what_it_is_here
 from grpo_replay.recipe.yaml_text import (
     DEEPEST,
     is_number,
@@ -87,6 +86,8 @@ def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
     if not isinstance(layer, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {_kind(layer)}")
     if saved:
+        from grpo_replay.recipe.retired import modernised
+
         layer = modernised(layer, str(path))
     anchor_paths(layer, path.parent)
     return layer
@@ -192,17 +193,9 @@ def _check_keys(
     fields = section.model_fields
     for key, value in layer.items():
         place = ".".join((*at, str(key)))
-        if is_retired(place):
-            raise RecipeError(f"{source}: {what_became_of(place)}")
-        if key not in fields and issubclass(section, Passthrough):
-            continue
         if key not in fields:
-            theirs = what_it_is_here(place, value)
-            hint = f" ({theirs})" if theirs else did_you_mean(str(key), fields)
-            where = f"section {'.'.join(at)}" if at else "the recipe"
-            raise RecipeError(
-                f"{source}: unknown key {shown(place)}{hint}; {where} has: {', '.join(fields)}"
-            )
+            _check_unknown(str(key), value, section, at, source)
+            continue
         inner = fields[key].annotation
         if isinstance(inner, type) and issubclass(inner, Section):
             if not isinstance(value, Mapping):
@@ -215,6 +208,27 @@ def _check_keys(
                 f"{source}: {place}: expected a number, found {str(value).lower()} (YAML reads "
                 "yes, no, on and off as true and false)"
             )
+
+
+def _check_unknown(
+    key: str, value: Any, section: type[BaseModel], at: tuple[str, ...], source: str
+) -> None:
+    """Raises RecipeError for a key that is no field, unless it is another library's setting."""
+    if issubclass(section, Passthrough) and key in section.DEFAULTS:
+        return
+    from grpo_replay.recipe.retired import is_retired, what_became_of, what_it_is_here
+
+    place, fields = ".".join((*at, key)), section.model_fields
+    if is_retired(place):
+        raise RecipeError(f"{source}: {what_became_of(place)}")
+    if issubclass(section, Passthrough):
+        return
+    theirs = what_it_is_here(place, value)
+    hint = f" ({theirs})" if theirs else did_you_mean(key, fields)
+    where = f"section {'.'.join(at)}" if at else "the recipe"
+    raise RecipeError(
+        f"{source}: unknown key {shown(place)}{hint}; {where} has: {', '.join(fields)}"
+    )
 
 
 def _explain(error: ValidationError, origins: Sequence[tuple[Mapping[str, Any], str]]) -> str:

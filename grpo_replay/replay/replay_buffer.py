@@ -18,7 +18,6 @@ import numpy as np
 
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
-from grpo_replay.replay.group import rollouts_of_group
 from grpo_replay.replay.insertion import (
     ColumnQueue,
     check_insertable,
@@ -143,6 +142,8 @@ class ReplayBuffer:
     def new_group(self, **group: Any) -> list[Rollout]:
         """The rollouts of one group for the next `step`: `rollouts_of_group` with the next ids and
         step. If all rewards are equal, it is empty or kept, as `replay.drop_zero_variance` says."""
+        from grpo_replay.replay.group import rollouts_of_group
+
         rollouts = rollouts_of_group(
             first_rollout_id=self.next_rollout_id,
             group_id=self.next_group_id,

@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import ReplayConfig
-from grpo_replay.recipe.retired import modernised
 from grpo_replay.replay.replay_buffer import NEVER_USED, ReplayBuffer
 from grpo_replay.storage.parquet import open_parquet, write_parquet
 from grpo_replay.storage.rollout_log import (
@@ -205,6 +204,8 @@ def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
         raise SnapshotError(
             f"{path}: its metadata lacks {', '.join(sorted(missing))}; restore the file from a copy"
         )
+    from grpo_replay.recipe.retired import modernised
+
     facts["settings"] = modernised({"replay": facts["settings"]}, str(path))["replay"]
     return facts
 

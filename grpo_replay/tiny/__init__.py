@@ -4,12 +4,11 @@ ones base models and tokenizers. Imports nothing else of the package; torch and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-
-from grpo_replay.tiny import long_problems, problems, text_problems
+from types import ModuleType
 
 BASE_DIR: Path = Path(__file__).parent / "base"
 """The shipped base model of `train tiny`, a Hugging Face folder."""
@@ -20,36 +19,39 @@ LONG_BASE_DIR: Path = Path(__file__).parent / "long_base"
 
 @dataclass(frozen=True)
 class Task:
-    """A base model (None: any language model), training problems by seed, and held-out problems by
-    benchmark."""
+    """A base model (None: any language model), its benchmarks, and the module of this folder that
+    makes the problems, loaded with the first of them. `arguments` say which problems it makes, if
+    it has those of several tasks."""
 
     base_dir: Path | None
     benchmarks: tuple[str, ...]
-    train_problems: Callable[[int], list[dict[str, str]]]
-    benchmark_problems: Callable[[str], list[dict[str, str]]]
+    module: str
+    arguments: tuple[str, ...] = ()
+
+    def train_problems(self, seed: int = 0) -> list[dict[str, str]]:
+        """The training problems of a seed."""
+        problems: list[dict[str, str]] = self._loaded().train_problems(*self.arguments, seed)
+        return problems
+
+    def benchmark_problems(self, name: str) -> list[dict[str, str]]:
+        """The held-out problems of one of its benchmarks. Raises ValueError for another name."""
+        problems: list[dict[str, str]] = self._loaded().benchmark_problems(name)
+        return problems
+
+    def _loaded(self) -> ModuleType:
+        return import_module(f"{__name__}.{self.module}")
 
 
 TASKS: Mapping[str, Task] = {
     "tiny": Task(
-        BASE_DIR,
-        problems.BENCHMARKS,
-        problems.train_problems,
-        problems.benchmark_problems,
+        BASE_DIR, ("tiny_add", "tiny_sub", "tiny_mul", "tiny_order", "tiny_pair"), "problems"
     ),
     "tiny-long": Task(
-        LONG_BASE_DIR,
-        long_problems.BENCHMARKS,
-        long_problems.train_problems,
-        long_problems.benchmark_problems,
+        LONG_BASE_DIR, ("tiny_long_10", "tiny_long_14", "tiny_long_18"), "long_problems"
     ),
 } | {
-    name.replace("_", "-"): Task(
-        None,
-        (name,),
-        partial(text_problems.train_problems, name),
-        text_problems.benchmark_problems,
-    )
-    for name in text_problems.TASKS
+    name.replace("_", "-"): Task(None, (name,), "text_problems", (name,))
+    for name in ("additions", "step_sums", "word_problems")
 }
 """The tasks by name. All benchmarks of one together have its name, with `_` for `-`."""
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_replay.tiny import long_problems, problems
+from grpo_replay.tiny import TASKS, long_problems, problems, text_problems
 
 FIRST_TRAINED = {
     problems: ["81+48", "23*8", "5*8-9*4"],
@@ -44,3 +44,15 @@ def test_an_unknown_benchmark_is_refused_with_the_names_that_are_allowed(task):
     allowed = ", ".join(task.BENCHMARKS)
     with pytest.raises(ValueError, match=f"'tiny_div'; allowed: {allowed}$"):
         task.benchmark_problems("tiny_div")
+
+
+def test_every_task_names_the_benchmarks_that_its_module_makes():
+    named = {name: task.benchmarks for name, task in TASKS.items()}
+    of_text = {name.replace("_", "-"): (name,) for name in text_problems.TASKS}
+    assert named == {
+        "tiny": problems.BENCHMARKS, "tiny-long": long_problems.BENCHMARKS, **of_text,
+    }  # fmt: skip
+    for task in TASKS.values():
+        for name in task.benchmarks:
+            assert {row["benchmark"] for row in task.benchmark_problems(name)} == {name}
+        assert {row["benchmark"] for row in task.train_problems(1)} == set(task.benchmarks)
