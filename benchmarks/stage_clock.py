@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import STAGES, Stopwatch
 
 ALL_STAGES = (*STAGES, "other")

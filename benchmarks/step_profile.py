@@ -24,7 +24,7 @@ from typing import Any
 
 from stage_clock import ALL_STAGES, clocked_run, random_model, request_of_rank, train_clocked
 
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 
 HEADS = {"head_dim": 64}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -177,7 +177,7 @@ class Marks:
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from grpo_replay.recipe import load_recipe
     from grpo_replay.terminal.quiet import loading_libraries, quiet_libraries
-    from grpo_replay.training.observer import Observer
+    from grpo_replay.training import Observer
 
     task = options.task
     recipe = load_recipe("tiny", [

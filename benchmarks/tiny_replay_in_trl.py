@@ -45,7 +45,7 @@ def train_here(arm: str, seed: int, steps: int, folder: Path) -> Path:
     preset = "ours" if arm.endswith("replay") else "grpo"
     if arm.startswith("trl"):
         return _train_in_trl(preset, seed, steps, folder)
-    from grpo_replay.training.observer import Observer
+    from grpo_replay.training import Observer
     from grpo_replay.training.run import run_training
 
     recipe = load_recipe("tiny", [

@@ -266,7 +266,7 @@ def _observer(
     on_step: Callable[[Mapping[str, Any]], object] | None,
     on_evaluation: Callable[[int, "EvaluationReport"], object] | None,
 ) -> Any:
-    from grpo_replay.training.observer import Observer
+    from grpo_replay.training import Observer
 
     observer: Any = Observer()
     if on_step is not None:

@@ -14,7 +14,7 @@ from gpu_parts.record import Context, Record, Skipped
 from gpu_parts.runner import missing_modules
 from gpu_parts.sizes import make_recipe
 from gpu_parts.workload import with_random_weights, write_problems
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 
 if TYPE_CHECKING:
     from grpo_replay.recipe import Recipe

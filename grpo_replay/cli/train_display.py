@@ -17,7 +17,7 @@ from rich.text import Text
 from grpo_replay.errors import DataError
 from grpo_replay.terminal.console import GuardedStream, guarded_stderr, open_console
 from grpo_replay.terminal.quiet import without_secrets
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 
 if TYPE_CHECKING:
     from grpo_replay.evaluation.evaluation_report import EvaluationReport

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.engine.engine_protocol import UpdateResult
+from grpo_replay.engine import UpdateResult
 from grpo_replay.engine.shared_prompts import Layout, deal, sequences_of, tokens_of
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.loss import ROW_STATISTICS

@@ -1,4 +1,40 @@
-"""Algorithm 1 (`trainer`) and a whole run of it: metrics, weight sync, summary, model card.
+"""Algorithm 1 (`trainer`) and a whole run of it: metrics, weight sync, summary, model card; and the
+observer of its progress.
 
 Imports the rest of the core, never the laboratory or `cli`; torch only inside functions.
 """
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_replay.evaluation.evaluation_report import EvaluationReport
+    from grpo_replay.recipe import Recipe
+    from grpo_replay.storage.checkpoint import RunState
+
+
+class Observer:
+    """Receives progress events. This one ignores them, as on the ranks other than 0."""
+
+    def on_start(
+        self, recipe: "Recipe", run_dir: Path, state: "RunState", notices: list[str]
+    ) -> None:
+        """Everything is loaded. `notices` are messages for the user."""
+
+    def on_evaluation(self, step: int, report: "EvaluationReport") -> None: ...
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Some completions of the step (`samples.sample_rows`)."""
+
+    def on_notice(self, text: str) -> None:
+        """A message for the user."""
+
+    def on_status(self, text: str) -> None:
+        """Long work begins."""
+
+    def lost_reader(self) -> bool:
+        """Whether nobody reads the output any more: its pipe or terminal was closed."""
+        return False

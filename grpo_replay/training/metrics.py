@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.engine.engine_protocol import UpdateResult
+from grpo_replay.engine import UpdateResult
 from grpo_replay.recipe import LossSection, Machines, RewardSection
 from grpo_replay.replay import BufferStats
 from grpo_replay.replay.batch import sampler_weights

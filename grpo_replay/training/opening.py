@@ -10,10 +10,15 @@ from typing import Any
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively, run_on_main
-from grpo_replay.engine.deepspeed_config import notices_of_precision
-from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-from grpo_replay.engine.model_settings import drop_unwritable_settings, float32_warning
-from grpo_replay.engine.models import load_config, load_policy, load_tokenizer, resolve_model_path
+from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine, notices_of_precision
+from grpo_replay.engine.models import (
+    drop_unwritable_settings,
+    float32_warning,
+    load_config,
+    load_policy,
+    load_tokenizer,
+    resolve_model_path,
+)
 from grpo_replay.engine.sampling_limits import check_training_room
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
@@ -26,7 +31,7 @@ from grpo_replay.rewards.trial import notices_of_workers
 from grpo_replay.sampling.sampler_protocol import Sampler, open_sampler, sampler_class
 from grpo_replay.storage.checkpoint import RunState, checkpoint_bytes
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.resuming import (
     StartingPoint,
     go_back,

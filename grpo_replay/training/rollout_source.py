@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_replay.distributed.comm import Comm, Position
-from grpo_replay.engine.engine_protocol import Engine, UpdateResult
+from grpo_replay.engine import Engine, UpdateResult
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay import ReplayBuffer

@@ -20,7 +20,7 @@ from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.opening import OpenedRun, RunOpener
 from grpo_replay.training.resuming import MODEL_CARD, write_checkpoint
 from grpo_replay.training.run_evaluation import (

@@ -19,7 +19,7 @@ from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.storage.recipe_history import shareable, shareable_yaml
 from grpo_replay.storage.step_files import mean_over_steps
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.weight_sync import sync_weights
 

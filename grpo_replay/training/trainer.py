@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.engine.engine_protocol import UpdateResult
+from grpo_replay.engine import UpdateResult
 from grpo_replay.replay.batch import logprob_row, train_rows, update_indices
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
 from grpo_replay.replay.replay_buffer import DRAW_STREAM

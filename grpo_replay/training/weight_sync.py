@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grpo_replay.engine.engine_protocol import Engine
+from grpo_replay.engine import Engine
 from grpo_replay.errors import LogprobGapError
 from grpo_replay.sampling.sampler_protocol import SYNC_BUCKET_BYTES, Sampler
 from grpo_replay.types import NamedTensors, Rollout

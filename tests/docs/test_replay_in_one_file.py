@@ -30,7 +30,7 @@ from grpo_replay.replay.compose import compose_batch, insert_after_update, inser
 from grpo_replay.replay.loss import token_loss
 from grpo_replay.replay.priorities import EPSILON
 from grpo_replay.rewards.math_verify import SymbolicGrader
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 from grpo_replay.types import Rollout, stream
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from core_engine import SCALED, engine_recipe, make_rows, open_engine, tiny_model
 
-from grpo_replay.engine.deepspeed_config import deepspeed_config
+from grpo_replay.engine.deepspeed_engine import deepspeed_config
 from grpo_replay.engine.engine_state import param_groups
 from grpo_replay.recipe import ZeroSection
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from grpo_replay.engine.model_settings import float32_warning, has_whole_scores
-from grpo_replay.engine.models import load_config
+from grpo_replay.engine.models import float32_warning, has_whole_scores, load_config
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory
 from grpo_replay.recipe import Recipe, load_recipe

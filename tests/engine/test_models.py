@@ -8,11 +8,11 @@ import torch
 from naive_sampler import qwen3
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_replay.engine.model_settings import drop_unwritable_settings
 from grpo_replay.engine.models import (
     EOS_ID,
     PAD_ID,
     byte_tokenizer,
+    drop_unwritable_settings,
     eos_token_ids,
     load_config,
     load_policy,

@@ -31,7 +31,7 @@ from grpo_replay.evaluation.session import find_model, model_sha256, used_revisi
 from grpo_replay.recipe import EvalSection, load_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.terminal.console import print_table
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.run_evaluation import RunEvaluation
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from small_runs.trained import small_recipe
 
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
 

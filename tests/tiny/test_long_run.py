@@ -6,7 +6,7 @@ from small_runs.trained import FinishedRun
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run
 from grpo_replay.recipe import load_recipe
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
 SHORT = ["run.steps=6", "eval.benchmarks=[]", "reward.workers=1"]

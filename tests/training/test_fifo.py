@@ -11,7 +11,7 @@ from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
 from grpo_replay.replay.compose import relative_compute
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
 QUICK = [

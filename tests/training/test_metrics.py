@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_runs.trained import train_small_run
 
-from grpo_replay.engine.engine_protocol import UpdateResult
+from grpo_replay.engine import UpdateResult
 from grpo_replay.lab.planning.design import PlanInputs, design_at
 from grpo_replay.lab.planning.theory import PowerGrowth
 from grpo_replay.training.asynchronous import sampled_by

@@ -22,7 +22,7 @@ from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.tiny import BASE_DIR
 from grpo_replay.tiny.problems import train_problems
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
 FILE = Path(__file__).parents[1] / "support" / "judge_rewards_file.py"

@@ -5,7 +5,7 @@ import torch
 from core_engine import make_rows, open_engine, plain_logprobs, relative, tiny_model, weighted
 from small_runs.trained import small_recipe
 
-from grpo_replay.engine.deepspeed_config import deepspeed_config, notices_of_precision
+from grpo_replay.engine.deepspeed_engine import deepspeed_config, notices_of_precision
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import LossSection
 
@@ -46,7 +46,7 @@ def test_the_stages_that_sum_in_bf16_are_told_and_the_others_sum_in_fp32(stage, 
 
 def test_deepspeed_refuses_an_fp32_sum_at_stage_0(processes, monkeypatch):
     """If this fails, DeepSpeed has learnt it: use it."""
-    monkeypatch.setattr("grpo_replay.engine.deepspeed_config.sums_in_bf16", lambda *_: False)
+    monkeypatch.setattr("grpo_replay.engine.deepspeed_engine.sums_in_bf16", lambda *_: False)
     with (
         pytest.raises(NotImplementedError, match="unsupported mix"),
         open_engine(processes, model={"dtype": "bfloat16"}, engine={"zero_stage": 0}),

@@ -20,8 +20,7 @@ from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import file_facts, find_checkpoint, verify_checkpoint
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import resuming
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer, resuming
 from grpo_replay.training.run import RunResult, run_training
 
 OURS = {"run": {"steps": 12}, "checkpoint": {"every_steps": 3, "keep": 100}}

@@ -29,7 +29,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    from grpo_replay.training.observer import Observer
+    from grpo_replay.training import Observer
     from grpo_replay.training.run import run_training
 
     path = tmp_path_factory.mktemp("run") / "tiny"
@@ -179,7 +179,7 @@ def test_a_run_directory_belongs_to_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_capacity_that_binds_is_said_once(tmp_path):
-    from grpo_replay.training.observer import Observer
+    from grpo_replay.training import Observer
     from grpo_replay.training.run import run_training
 
     class Listener(Observer):

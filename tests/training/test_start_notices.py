@@ -9,8 +9,7 @@ from small_runs.trained import small_recipe
 
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import opening, run
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer, opening, run
 
 
 class Listener(Observer):

@@ -34,8 +34,7 @@ from grpo_replay.storage.checkpoint import (
     verify_checkpoint,
 )
 from grpo_replay.terminal.console import GuardedStream
-from grpo_replay.training import run_evaluation
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer, run_evaluation
 from grpo_replay.training.resuming import MODEL_CARD
 from grpo_replay.training.run import RunResult, run_training
 from grpo_replay.training.run_evaluation import NOT_EVALUATED, RunEvaluation

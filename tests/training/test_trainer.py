@@ -25,7 +25,7 @@ from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
 from grpo_replay.recipe import load_recipe, shipped_recipes_folder
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.batch import TrainRow, mini_batch_indices
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 from grpo_replay.training.trainer import DRAW_STREAM, SPLIT_STREAM
 from grpo_replay.types import stream

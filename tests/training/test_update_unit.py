@@ -16,7 +16,7 @@ from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import inspection_document
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import load_recipe
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 
 QUICK = ["eval.benchmarks=[]", "tracking.report_to=[]", "reward.function=minerva",

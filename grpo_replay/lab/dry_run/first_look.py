@@ -94,7 +94,7 @@ def _throwaway_step(recipe: Recipe) -> tuple[Sequence[Rollout], Mapping[str, Any
     from grpo_replay.distributed.rendezvous import initialize_processes
     from grpo_replay.storage.run_directory import RunDirectory
     from grpo_replay.terminal.quiet import quiet_libraries
-    from grpo_replay.training.observer import Observer
+    from grpo_replay.training import Observer
     from grpo_replay.training.opening import RunOpener
     from grpo_replay.training.trainer import Trainer
 

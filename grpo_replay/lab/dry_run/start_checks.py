@@ -85,7 +85,7 @@ def check_parts(
 ) -> "PromptSet | None":
     """Check every part of the recipe. `known_model` is its model, or the shipped configuration
     that stands for it. Returns the prompts if they could be read."""
-    from grpo_replay.engine.deepspeed_config import notices_of_precision
+    from grpo_replay.engine.deepspeed_engine import notices_of_precision
     from grpo_replay.engine.sampling_limits import find_stop_tokens
     from grpo_replay.sampling.sampler_protocol import sampler_class
 
@@ -247,8 +247,7 @@ def _check_model(
     findings: Findings,
 ) -> None:
     """Attention, weights, and whole copies of the model in host memory."""
-    from grpo_replay.engine.model_settings import float32_warning
-    from grpo_replay.engine.models import check_attention, load_config
+    from grpo_replay.engine.models import check_attention, float32_warning, load_config
 
     _attempt(lambda: check_attention(model), findings, model.path, "attention")
     _check_weights(model, findings)

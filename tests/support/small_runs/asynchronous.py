@@ -17,7 +17,7 @@ import psutil
 
 from grpo_replay.collection.arrivals import CATEGORIES
 from grpo_replay.recipe import Recipe, resolve_recipe
-from grpo_replay.training.observer import Observer
+from grpo_replay.training import Observer
 from grpo_replay.training.run import run_training
 from small_runs.trained import SMALL, FinishedRun, same_weights
 

@@ -19,8 +19,8 @@ from grpo_replay.recipe import Recipe, resolve_recipe
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.snapshot import Snapshot, read_snapshot
 from grpo_replay.tiny.problems import train_problems
+from grpo_replay.training import Observer
 from grpo_replay.training.metrics import depends_on_time
-from grpo_replay.training.observer import Observer
 from grpo_replay.training.run import run_training
 from grpo_replay.types import stream
 
