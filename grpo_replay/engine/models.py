@@ -1,6 +1,7 @@
 """Models and tokenizers: shipped ones, local folders, the hub, and random initialisations; and the
 settings of their own files that training cannot keep.
 
+Nothing here touches the network for a local folder or a `builtin:` name.
 """
 
 import json

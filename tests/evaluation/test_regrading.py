@@ -17,9 +17,8 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import EvaluationFileError, RecipeError, UsageError
 from grpo_replay.evaluation.evaluate import add_gradings, evaluate
-from grpo_replay.evaluation.evaluation_report import read_report, samples_path
+from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, read_report, samples_path
 from grpo_replay.evaluation.evaluation_tables import terminal_tables
-from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.recipe import load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.types import Completion

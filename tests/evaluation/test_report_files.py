@@ -13,12 +13,12 @@ from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluate import Progress
 from grpo_replay.evaluation.evaluation_report import (
+    SAMPLE_SCHEMA,
     EvaluationReport,
     check_output,
     read_report,
     samples_path,
 )
-from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.evaluation.sampling_plan import _digest
 from grpo_replay.evaluation.statistics import summarise
 from grpo_replay.recipe import EvalSection

@@ -22,13 +22,12 @@ from grpo_replay.cli.aes_command import print_scores
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aes import point_of, score_reports
 from grpo_replay.evaluation.comparison import LengthChange, compare, differences
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, EvaluationReport
 from grpo_replay.evaluation.evaluation_tables import (
     comparison_table,
     length_table,
     terminal_tables,
 )
-from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
 from grpo_replay.evaluation.statistics import summarise
 
 # A word is one completion: verdict, tokens, and ! if it reached the length limit.

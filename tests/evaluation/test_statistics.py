@@ -11,8 +11,7 @@ from share_bounds import beta_bounds
 
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.comparison import compare
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
+from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, EvaluationReport
 from grpo_replay.evaluation.statistics import (
     accuracy_interval,
     bootstrap_draws,

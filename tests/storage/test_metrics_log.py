@@ -7,8 +7,8 @@ import pytest
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, SnapshotError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage.recipe_history import record_recipe
+from grpo_replay.storage.rollout_log import first_steps, read_metrics
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.storage.step_files import first_steps, read_metrics
 
 LINES = [json.dumps({"step": step, "reward": 0.5}) for step in (1, 2, 3, 4)]
 

@@ -11,7 +11,7 @@ from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, step_of
 from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
-from grpo_replay.storage.step_files import read_metrics
+from grpo_replay.storage.rollout_log import read_metrics
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
 

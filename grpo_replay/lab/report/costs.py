@@ -18,7 +18,7 @@ from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.lab.planning.estimate import measured_mu
 from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
 from grpo_replay.lab.report.report_findings import Spread
-from grpo_replay.storage.step_files import mean_over_steps
+from grpo_replay.storage.rollout_log import mean_over_steps
 
 Pairs = Sequence[tuple[FinishedRun, FinishedRun]]
 """(the arm's run, the baseline's run) of every common seed."""

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ from grpo_replay.errors import DataError, EvaluationFileError
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
     are_comparable,
-    read_curve,
     read_report,
 )
 from grpo_replay.lab.inspection.source import read_metrics, read_run_recipe
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import CHANGES_FOLDER, differences, read_history
 from grpo_replay.storage.run_directory import LOCK, is_locked, newer_version
+
+_EVALUATION_FILE = re.compile(r"step_(\d+)\.json")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +156,7 @@ def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: fl
     final = _final(path, len(log))
     evaluations = {
         step: report
-        for step, report in read_curve(path / "eval").items()
+        for step, report in _read_curve(path / "eval").items()
         if step <= len(log) and are_comparable(report, final)
     }
     return FinishedRun(
@@ -167,6 +169,17 @@ def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: fl
         wall_seconds=wall_seconds,
         recipe_changes=_recipe_changes(path),
     )
+
+
+def _read_curve(folder: Path) -> dict[int, EvaluationReport]:
+    """The evaluations in a run's `eval/` by training step, in order, without per-sample rows.
+    Raises EvaluationFileError for a damaged file."""
+    found = {
+        int(match.group(1)): path
+        for path in folder.glob("step_*.json")
+        if (match := _EVALUATION_FILE.fullmatch(path.name))
+    }
+    return {step: read_report(found[step], with_samples=False) for step in sorted(found)}
 
 
 def _recipe_changes(path: Path) -> tuple[str, ...]:

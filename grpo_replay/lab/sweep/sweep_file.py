@@ -19,7 +19,7 @@ from pydantic import (
 
 from grpo_replay.errors import SweepFileError, did_you_mean
 from grpo_replay.recipe import Section
-from grpo_replay.recipe.yaml_text import parse_yaml, problem_of, shown
+from grpo_replay.recipe.layers import parse_yaml, problem_of, shown
 from grpo_replay.shipped_recipes import shipped_sweeps
 
 FORMAT = 1

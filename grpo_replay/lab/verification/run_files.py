@@ -20,10 +20,10 @@ from grpo_replay.storage.recipe_history import RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import (
     UPDATE_COLUMNS,
     read_draw_table,
+    read_metrics,
     read_rollout_table,
     step_path,
 )
-from grpo_replay.storage.step_files import read_metrics
 
 _COLUMNS = (
     *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "reward"),

@@ -15,8 +15,7 @@ import pyarrow as pa
 import yaml
 
 from grpo_replay import __version__
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.sample_table import SAMPLE_SCHEMA
+from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, EvaluationReport
 from grpo_replay.evaluation.statistics import summarise_both
 from grpo_replay.recipe import Recipe, parse_overrides, recipe_to_yaml, resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
