@@ -109,7 +109,7 @@ def plan_evaluation(
 def plan_that_fits(tokenizer: Any, recipe: Recipe) -> EvaluationPlan:
     """The plan of `recipe.eval`. As `plan_evaluation`, and raises RecipeError if the model has no
     room for a prompt and its longest completion."""
-    from grpo_replay.engine.sampling_limits import check_evaluation_room
+    from grpo_replay.sampling.sampler_protocol import check_evaluation_room
 
     plan = plan_evaluation(
         tokenizer, recipe.eval, recipe.prompts, recipe.sampling, recipe.reward.correct

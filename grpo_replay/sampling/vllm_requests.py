@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.engine.models import load_config, resolve_model_path
-from grpo_replay.engine.sampling_limits import model_length
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import ModelSection, SamplingSection, VllmSection
 from grpo_replay.recipe.sampling_sections import LEAST_VLLM_TEMPERATURE
-from grpo_replay.sampling.sampler_protocol import refuse_impossible
+from grpo_replay.sampling.sampler_protocol import model_length, refuse_impossible
 from grpo_replay.types import Completion, GenerationRequest
 
 NO_LOGPROB = -9999.0

@@ -19,7 +19,6 @@ from grpo_replay.engine.models import (
     load_tokenizer,
     resolve_model_path,
 )
-from grpo_replay.engine.sampling_limits import check_training_room
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import Recipe
@@ -28,7 +27,12 @@ from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import load_priority
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import notices_of_workers
-from grpo_replay.sampling.sampler_protocol import Sampler, open_sampler, sampler_class
+from grpo_replay.sampling.sampler_protocol import (
+    Sampler,
+    check_training_room,
+    open_sampler,
+    sampler_class,
+)
 from grpo_replay.storage.checkpoint import RunState, checkpoint_bytes
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer

@@ -8,11 +8,11 @@ from commands import folder_of_generations, run_comparison
 from grpo_replay.cli.eval_command import run
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.engine.models import byte_tokenizer, load_tokenizer
-from grpo_replay.engine.sampling_limits import find_stop_tokens
 from grpo_replay.errors import EvaluationFileError, RecipeError
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.recipe import ModelSection, load_recipe, resolve_recipe
+from grpo_replay.sampling.sampler_protocol import find_stop_tokens
 
 QWEN = ModelSection(path="builtin:qwen3-0.6b", tokenizer="builtin:bytes", random_init=True)
 FAST = ("eval.max_problems=20", "eval.samples=2", "eval.greedy=false")

@@ -20,10 +20,9 @@ from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_policy, section_at
 from grpo_replay.engine.policy_module import Fp32Head, find_head
-from grpo_replay.engine.sampling_limits import model_length
 from grpo_replay.engine.weights import CheckedWeights, expected_weights
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
-from grpo_replay.sampling.sampler_protocol import SamplerOpening
+from grpo_replay.sampling.sampler_protocol import SamplerOpening, model_length
 from grpo_replay.sampling.server import guard as server_guard
 from grpo_replay.sampling.server import server_process as server_process
 from grpo_replay.sampling.server.checks import read_outline

@@ -241,8 +241,8 @@ def plan_memory(recipe: Recipe, machines: Machines) -> MemoryPlan:
     token and the longest completion fit in the positions of the model.
     """
     from grpo_replay.engine.models import load_config
-    from grpo_replay.engine.sampling_limits import check_training_room, model_length
     from grpo_replay.lab.dry_run import trace
+    from grpo_replay.sampling.sampler_protocol import check_training_room, model_length
 
     known = recipe.model_copy(update={"model": with_known_model(recipe.model)})
     shape = trace.model_shape(load_config(known.model), known.model.lora)

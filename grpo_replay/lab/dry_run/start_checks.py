@@ -86,8 +86,7 @@ def check_parts(
     """Check every part of the recipe. `known_model` is its model, or the shipped configuration
     that stands for it. Returns the prompts if they could be read."""
     from grpo_replay.engine.deepspeed_engine import notices_of_precision
-    from grpo_replay.engine.sampling_limits import find_stop_tokens
-    from grpo_replay.sampling.sampler_protocol import sampler_class
+    from grpo_replay.sampling.sampler_protocol import find_stop_tokens, sampler_class
 
     stage = recipe.zero_stage(machines.total_ranks)
     findings.assumptions += notices_of_precision(recipe.model.dtype, stage)
@@ -383,7 +382,7 @@ def _check_hub_columns(section: PromptsSection, findings: Findings) -> None:
 def _check_room(known: Recipe, longest_prompt: int | None, findings: Findings) -> None:
     """Whether prompts and completions fit in the model, by the rule that a run applies when it
     starts. `longest_prompt` is None if the prompts were not read."""
-    from grpo_replay.engine.sampling_limits import (
+    from grpo_replay.sampling.sampler_protocol import (
         check_evaluation_room,
         check_training_room,
         model_length,
