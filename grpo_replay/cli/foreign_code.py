@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_replay.errors import UsageError
+from grpo_replay.recipe.input_sections import VllmSection
 from grpo_replay.recipe.layers import parse_overrides
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, SAMPLERS, VERIFIERS
 from grpo_replay.recipe.recipe import Recipe
-from grpo_replay.recipe.sampling_sections import VllmSection
 from grpo_replay.terminal.console import printable
 
 

@@ -6,23 +6,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from grpo_replay.errors import DatasetError, RecipeError, did_you_mean
-from grpo_replay.prompts.fields import (
+from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
     PROBLEM_FIELDS,
+    MappingRows,
+    ProblemRows,
     ProblemStatement,
     answer_after,
     checked_column,
+    column_of,
     known_field,
     problem_statement,
-    statement_text,
-    unique_ids,
-)
-from grpo_replay.prompts.sources import (
-    MappingRows,
-    ProblemRows,
-    column_of,
     read_hub_rows,
     read_local_rows,
+    statement_text,
+    unique_ids,
 )
 from grpo_replay.recipe import EvalSection, PromptsSection
 from grpo_replay.recipe.input_sections import ANSWER_MARKER

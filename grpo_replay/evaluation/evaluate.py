@@ -38,8 +38,8 @@ from grpo_replay.evaluation.evaluation_report import (
 )
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample
 from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, OtherGrading, summarise_both
-from grpo_replay.prompts.fields import ChatMessage
 from grpo_replay.prompts.prompt_set import prompt_messages
+from grpo_replay.prompts.sources import ChatMessage
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.prompts.fields import (
+from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
     PROBLEM_FIELDS,
     ChatMessage,
+    MappingRows,
+    ProblemRows,
     ProblemStatement,
     answer_after,
     checked_column,
+    column_of,
     fingerprint,
+    is_local_source,
     known_field,
     notices_of_characters,
     notices_of_duplicates,
@@ -26,16 +30,10 @@ from grpo_replay.prompts.fields import (
     notices_of_template,
     notices_of_use,
     problem_statement,
-    statement_text,
-    unique_ids,
-)
-from grpo_replay.prompts.sources import (
-    MappingRows,
-    ProblemRows,
-    column_of,
-    is_local_source,
     read_hub_rows,
     read_local_rows,
+    statement_text,
+    unique_ids,
 )
 from grpo_replay.recipe import PromptsSection
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
@@ -88,7 +86,7 @@ class PromptSet:
     def notices_of_use(
         self, prompts_per_step: int, held_out: Iterable[tuple[str, str]]
     ) -> list[str]:
-        """As `fields.notices_of_use`."""
+        """As `sources.notices_of_use`."""
         return notices_of_use(self._prompts.fingerprints, prompts_per_step, held_out)
 
     def take(self, cursor: int, count: int) -> tuple[Prompt, ...]:

@@ -17,7 +17,15 @@ from grpo_replay.recipe.grpo_sections import (
     RewardSection,
     WeightedReward,
 )
-from grpo_replay.recipe.input_sections import LoraSection, ModelSection, PromptsSection
+from grpo_replay.recipe.input_sections import (
+    CollectionSection,
+    LoraSection,
+    ModelSection,
+    PromptsSection,
+    SamplingSection,
+    ServersSection,
+    VllmSection,
+)
 from grpo_replay.recipe.layers import (
     find_recipe,
     load_recipe,
@@ -37,12 +45,6 @@ from grpo_replay.recipe.run_sections import (
     RunSection,
     TrackingSection,
     ZeroSection,
-)
-from grpo_replay.recipe.sampling_sections import (
-    CollectionSection,
-    SamplingSection,
-    ServersSection,
-    VllmSection,
 )
 from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
 

@@ -1,7 +1,7 @@
 """The complete recipe: all sections in data order, and the values derived from several of them; and
 the replay section of a trainer that has no recipe. Both are checked for contradictions.
 
-The sections themselves: `input_sections`, `sampling_sections`, `grpo_sections`, `run_sections`.
+The sections themselves: `input_sections`, `grpo_sections`, `run_sections`.
 """
 
 import re
@@ -18,7 +18,12 @@ from grpo_replay.recipe.grpo_sections import (
     ReplaySection,
     RewardSection,
 )
-from grpo_replay.recipe.input_sections import ModelSection, PromptsSection
+from grpo_replay.recipe.input_sections import (
+    LEAST_VLLM_TEMPERATURE,
+    ModelSection,
+    PromptsSection,
+    SamplingSection,
+)
 from grpo_replay.recipe.run_sections import (
     CheckpointSection,
     EngineSection,
@@ -27,7 +32,6 @@ from grpo_replay.recipe.run_sections import (
     RunSection,
     TrackingSection,
 )
-from grpo_replay.recipe.sampling_sections import LEAST_VLLM_TEMPERATURE, SamplingSection
 
 CHUNK_LOGITS_BYTES = 160 * 2**20
 """fp32 logits of a chunk of the output head, if the recipe has no number of tokens."""

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_replay.engine.models import load_config, resolve_model_path
 from grpo_replay.errors import ModelError, RecipeError, SamplerError
 from grpo_replay.recipe import ModelSection, SamplingSection, VllmSection
-from grpo_replay.recipe.sampling_sections import LEAST_VLLM_TEMPERATURE
+from grpo_replay.recipe.input_sections import LEAST_VLLM_TEMPERATURE
 from grpo_replay.sampling.sampler_protocol import model_length, refuse_impossible
 from grpo_replay.types import Completion, GenerationRequest
 

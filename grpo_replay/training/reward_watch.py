@@ -10,7 +10,7 @@ from grpo_replay.errors import RecipeError, RewardError
 from grpo_replay.evaluation.sampling_plan import EvaluationPlan, try_verifier
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
-from grpo_replay.recipe.sampling_sections import SamplingSection
+from grpo_replay.recipe.input_sections import SamplingSection
 from grpo_replay.replay.snapshot import count_stored
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, try_rewards
