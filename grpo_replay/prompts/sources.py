@@ -1,5 +1,5 @@
-"""Rows of problems from local files and folders, the hub, or a built-in set; their values (problems,
-reference answers, ids), checked and converted; and what a run says about them at the start.
+"""Rows of problems from local files and folders, the hub, or a built-in set; their values, checked
+and converted (problems, reference answers, ids); and what a run says about them at the start.
 
 Reading does not check values. A conversion raises ValueError with the value found;
 `checked_column` adds the place of the row.

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from grpo_replay.cli.train_display import RunDisplay
+from grpo_replay.cli.train_command import RunDisplay
 from grpo_replay.terminal.console import PlainConsole, open_console, printable, tracked
 
 RED = "\x1b[31mred\x1b[0m"

@@ -21,7 +21,7 @@ from small_runs.trained import (
     train_small_run,
 )
 
-from grpo_replay.cli.train_display import RunDisplay, describe_end
+from grpo_replay.cli.train_command import RunDisplay, describe_end
 from grpo_replay.errors import RewardError
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.lab.inspection.compute import summarise

@@ -14,7 +14,7 @@ from small_runs.trained import SMALL, FinishedRun, train_small_run
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.cli.train_display import RunDisplay
+from grpo_replay.cli.train_command import RunDisplay
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe

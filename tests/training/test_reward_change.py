@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from small_runs.trained import FinishedRun, interrupted, small_recipe, train_small_run
 
-from grpo_replay.cli.train_display import RunDisplay
+from grpo_replay.cli.train_command import RunDisplay
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import RewardSection

@@ -6,7 +6,7 @@ import numpy as np
 from buffer_makers import make_rollout
 from small_runs.trained import FinishedRun, small_recipe
 
-from grpo_replay.cli.train_display import samples_table, shortened
+from grpo_replay.cli.train_command import samples_table, shortened
 from grpo_replay.training import run as run_module
 from grpo_replay.training.run import run_training, sample_rows, samples_are_due
 

@@ -21,7 +21,7 @@ from slow_tests import slow_except
 from small_runs.experiments import Size, evaluation
 from small_runs.trained import FinishedRun, small_recipe
 
-from grpo_replay.cli.train_display import RunDisplay, describe_stop, result_table
+from grpo_replay.cli.train_command import RunDisplay, describe_stop, result_table
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import Interruption
 from grpo_replay.distributed.launch import _conclude
