@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import EvaluationFileError
+from grpo_replay.evaluation.benchmarks import EvaluationPlan, PlannedSample
 from grpo_replay.evaluation.evaluation_report import (
     SAMPLE_SCHEMA,
     VERIFIER_PACKAGES,
@@ -36,7 +37,6 @@ from grpo_replay.evaluation.evaluation_report import (
     to_bytes,
     with_verdicts,
 )
-from grpo_replay.evaluation.sampling_plan import EvaluationPlan, PlannedSample
 from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, OtherGrading, summarise_both
 from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage

@@ -16,10 +16,10 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.errors import CheckpointError, UsageError
+from grpo_replay.evaluation.benchmarks import plan_that_fits, try_verifier
 from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.evaluate import Progress, add_gradings, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
-from grpo_replay.evaluation.sampling_plan import plan_that_fits, try_verifier
 from grpo_replay.recipe import (
     Recipe,
     find_recipe,

@@ -19,7 +19,7 @@ from grpo_replay.engine.models import (
     load_tokenizer,
     resolve_model_path,
 )
-from grpo_replay.evaluation.sampling_plan import EvaluationPlan, plan_that_fits
+from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import Recipe
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import RecipeError, RewardError
-from grpo_replay.evaluation.sampling_plan import EvaluationPlan, try_verifier
+from grpo_replay.evaluation.benchmarks import EvaluationPlan, try_verifier
 from grpo_replay.prompts.prompt_set import PromptSet
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.recipe.input_sections import SamplingSection

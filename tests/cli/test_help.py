@@ -1,4 +1,4 @@
-"""`--help`, `--version` and completion import no heavy library."""
+"""`--help`, `--version` and completion import no heavy library, and a run no more than it needs."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from small_runs.experiments import write_run
 from typer.testing import CliRunner
 
+import grpo_replay
 from grpo_replay import __version__
 from grpo_replay.cli.app import app
 from grpo_replay.shipped_recipes import shipped_recipes
@@ -57,6 +58,7 @@ def test_a_run_starts_its_verifiers_before_it_loads_torch(tmp_path):
 
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(grpo_replay.__file__).parent
 READING = runpy.run_path(str(ROOT / ".ci/check_base.py"))["READING"]
 
 WITHOUT = """
@@ -92,6 +94,34 @@ def test_a_synchronous_run_loads_no_clients_of_servers_nor_tensorboard():
     imported = _imported_by("import grpo_replay.training.run")
     assert "transformers" in imported
     assert not imported & {"aiohttp", "zmq", "msgspec", "tensorboard", "matplotlib", "datasets"}
+
+
+COUNTED_RUN = """
+import atexit, sys
+def show():
+    own = {name: m.__file__ for name, m in sys.modules.items() if name.startswith("grpo_replay")}
+    print("files:", *sorted(set(filter(None, own.values()))), file=sys.stderr)
+atexit.register(show)
+from grpo_replay.cli.app import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_whole_run_of_train_tiny_executes_at_most_90_files_of_the_package(tmp_path):
+    """With the evaluation before and after, a checkpoint, and the tables at the end."""
+    changes = {"run.steps": 2, "replay.warmup_steps": 1, "eval.samples": 1}
+    words = ["train", "tiny", "--output-dir", str(tmp_path / "run")]
+    words += [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED_RUN, *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stderr.splitlines() if line.startswith("files: "))
+    files = [Path(word).relative_to(PACKAGE) for word in line.split()[1:]]
+    assert {Path("training/trainer.py"), Path("evaluation/evaluate.py")} < set(files)
+    assert "staleness, steps" in done.stdout
+    assert len(files) <= 90, "\n".join(map(str, files))
 
 
 def test_the_light_modules_do_not_import_torch():

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_replay.cli.app import app
 from grpo_replay.errors import DatasetError, EvaluationFileError, RecipeError
-from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
+from grpo_replay.evaluation.benchmarks import _digest, find_benchmarks, load_problems
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluate import Progress
 from grpo_replay.evaluation.evaluation_report import (
@@ -19,7 +19,6 @@ from grpo_replay.evaluation.evaluation_report import (
     read_report,
     samples_path,
 )
-from grpo_replay.evaluation.sampling_plan import _digest
 from grpo_replay.evaluation.statistics import summarise
 from grpo_replay.recipe import EvalSection
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from grpo_replay.cli.app import COMMANDS
 from grpo_replay.cli.eval_command import resolved
+from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_evaluation
 from grpo_replay.evaluation.cache import generations_folder
-from grpo_replay.evaluation.sampling_plan import EvaluationPlan, plan_evaluation
 from grpo_replay.evaluation.session import find_model
 from grpo_replay.recipe import Recipe
 
