@@ -374,11 +374,15 @@ def samples_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def shortened(text: str, limit: int = 300) -> str:
-    """The text on one line, without control characters; its middle left out beyond `limit`."""
+SHOWN_CHARACTERS = 300
+
+
+def shortened(text: str) -> str:
+    """The text on one line, without control characters; its middle left out beyond
+    `SHOWN_CHARACTERS`."""
     line = "".join(c if c.isprintable() else " " for c in text)
-    half = limit // 2
-    return line if len(line) <= limit else f"{line[:half]} … {line[-half:]}"
+    half = SHOWN_CHARACTERS // 2
+    return line if len(line) <= SHOWN_CHARACTERS else f"{line[:half]} … {line[-half:]}"
 
 
 def asynchronous_parts(metrics: Mapping[str, Any]) -> list[str]:

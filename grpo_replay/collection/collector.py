@@ -340,7 +340,6 @@ class Collector:
             running=sum(len(server.running) for server in servers),
             waiting=len(self._dispatcher.waiting) if self._dispatcher else 0,
             grading=sum(group.grading for group in self._open.values()),
-            unacknowledged=len(self._unacknowledged),
             idle_seconds=sum(server.idle_seconds for server in servers),
             server_seconds=sum(server.used_seconds for server in servers),
             down=self._dispatcher.unused() if self._dispatcher else {},

@@ -86,7 +86,7 @@ async def _collect(settings: dict[str, Any], commands: zmq.asyncio.Socket, send:
         await _until_the_first_ends(
             collector.run(),
             _take_commands(collector, commands),
-            _stop_without_parent(collector, settings["parent"]),
+            _stop_without_parent(settings["parent"]),
         )
 
 
@@ -108,7 +108,7 @@ async def _take_commands(collector: Collector, commands: zmq.asyncio.Socket) -> 
         collector.handle(decode_command(await commands.recv()))
 
 
-async def _stop_without_parent(collector: Collector, parent: int) -> None:
+async def _stop_without_parent(parent: int) -> None:
     """Not the kernel's death signal: that follows the thread that spawned us, which may end."""
     while os.getppid() == parent:
         await asyncio.sleep(PARENT_POLL_SECONDS)

@@ -102,7 +102,6 @@ class Intake:
         """`journal` is None for a run that only replays."""
         self.recipe = recipe
         self.arrivals = Arrivals(arrival_rules(recipe.sampling, recipe.replay))
-        self.restarts = 0
         self.newest_report = Report()
         self._journal = journal
         self._pending = iter(records)
@@ -265,7 +264,6 @@ class Intake:
                 f"the collector ended {self._fruitless_restarts} times without delivering a group, "
                 f"last because {gone}"
             ) from gone
-        self.restarts += 1
         logger.warning("the collector is replaced: %s", gone)
         self._link.close()
         self._start_collector(version)

@@ -116,10 +116,10 @@ class Report(msgspec.Struct, frozen=True):
     """The state of a collector when it sent a message. Counts are since it started.
 
     `held_*`: finished completions that are in no message yet. `running` and `waiting` are requests,
-    `grading` completions without a verdict, `unacknowledged` groups. `idle_seconds` is the time
-    without a request running, summed over the servers that are up, and `server_seconds` the time
-    that they were up. `down` maps the URL of a server that gets no requests to the reason: it is
-    not up, or its weights are too old. `sent` is `time.monotonic()`.
+    `grading` completions without a verdict. `idle_seconds` is the time without a request running,
+    summed over the servers that are up, and `server_seconds` the time that they were up. `down`
+    maps the URL of a server that gets no requests to the reason: it is not up, or its weights are
+    too old. `sent` is `time.monotonic()`.
     """
 
     generated_rollouts: int = 0
@@ -130,7 +130,6 @@ class Report(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     grading: int = 0
-    unacknowledged: int = 0
     idle_seconds: float = 0.0
     server_seconds: float = 0.0
     down: dict[str, str] = {}

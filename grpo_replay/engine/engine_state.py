@@ -320,7 +320,7 @@ def restore_engine(engine: Any, stage: int, saved: SavedState) -> None:
         if saved.step:
             values |= {kind: saved.full(name, kind, parameter) for kind in MOMENTS}
         if stage == 0:
-            _set_unsharded(optimizer, base, index, parameter, values)
+            _set_unsharded(base, index, parameter, values)
         elif stage == 3:
             _set_sharded(parameter, values)
         else:
@@ -348,9 +348,7 @@ def _begin_adam_state(base: Any, parameters: Sequence[torch.Tensor], step: float
         }
 
 
-def _set_unsharded(
-    optimizer: Any, base: Any, index: int, parameter: Any, values: dict[str, torch.Tensor]
-) -> None:
+def _set_unsharded(base: Any, index: int, parameter: Any, values: dict[str, torch.Tensor]) -> None:
     known = base.param_groups[0]["params"][index]
     parameter.data.copy_(values[MASTER])
     known.data.copy_(values[MASTER])

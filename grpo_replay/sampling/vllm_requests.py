@@ -129,19 +129,12 @@ def _is_token(value: Any, vocabulary: int) -> bool:
     return is_whole and 0 <= value < vocabulary
 
 
-def read_spans(labels: Sequence[Any], place: str, prefix: str = "") -> Spans:
-    """First and last policy version of the weight labels of one completion, in token order. A
-    label is `prefix` and the version.
+def read_spans(labels: Sequence[Any], place: str) -> Spans:
+    """First and last policy version of the weight labels of one completion, in token order.
 
     Raises SamplerError for any other label: the weights are not this run's.
     """
-    versions = [
-        int(version)
-        for label in labels
-        if isinstance(label, str)
-        and label.startswith(prefix)
-        and (version := label.removeprefix(prefix)).isdecimal()
-    ]
+    versions = [int(label) for label in labels if isinstance(label, str) and label.isdecimal()]
     if not versions or len(versions) < len(labels):
         raise SamplerError(
             f"{place}: sampled by weights labelled {list(labels)}, not by a policy version of "

@@ -200,7 +200,11 @@ def learning_rate_factor(step: int, warm_up: WarmUp) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - rise) / (warm_up.steps - rise)))
 
 
-def make_base(maker: Maker, report_every: int = 250) -> Qwen3ForCausalLM:
+REPORT_STEPS = 250
+"""Steps between two reports of the loss."""
+
+
+def make_base(maker: Maker) -> Qwen3ForCausalLM:
     """The model after the warm-up, in evaluation mode."""
     warm_up = maker.warm_up
     torch.manual_seed(warm_up.seed)
@@ -221,7 +225,7 @@ def make_base(maker: Maker, report_every: int = 250) -> Qwen3ForCausalLM:
         torch.nn.utils.clip_grad_norm_(model.parameters(), warm_up.gradient_clip)
         optimizer.step()
         schedule.step()
-        if step % report_every == 0:
+        if step % REPORT_STEPS == 0:
             seconds = time.process_time() - started
             print(f"step {step:5d}  loss {loss.item():.4f}  {seconds:.0f} s of CPU", flush=True)
     return model.eval()

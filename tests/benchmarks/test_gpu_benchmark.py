@@ -214,7 +214,7 @@ def test_rows_with_different_columns_share_one_table(tmp_path):
 
 def test_the_operations_of_a_training_step_by_hand():
     shape = ModelShape(
-        parameters=1_000 + 10 * 20, parameters_in_files=0, largest_parameter=0, tied_head=True,
+        parameters=1_000 + 10 * 20, largest_parameter=0, tied_head=True,
         layers=3, hidden=10, vocabulary=20, kv_elements_per_token=0, attention_width=16,
         max_positions=None,
     )  # fmt: skip

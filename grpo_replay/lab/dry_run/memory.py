@@ -53,14 +53,12 @@ class ForwardMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model, in elements. `parameters` counts tied weights once,
-    `parameters_in_files` under each of their names; `kv_elements_per_token` is over all layers;
-    `attention_width` is heads · head_dim and `active_parameters` those that one token goes through
-    (None: all), for counts of floating-point operations. `adapters` are the parameters of LoRA,
-    which are in none of these; 0 if all parameters train."""
+    """Sizes of a model, in elements. `parameters` counts tied weights once; `kv_elements_per_token`
+    is over all layers; `attention_width` is heads · head_dim and `active_parameters` those that one
+    token goes through (None: all), for counts of floating-point operations. `adapters` are the
+    parameters of LoRA, which are in none of these; 0 if all parameters train."""
 
     parameters: int
-    parameters_in_files: int
     largest_parameter: int
     tied_head: bool
     layers: int

@@ -129,11 +129,8 @@ _shapes: dict[tuple[str, str | None], ModelShape] = {}
 
 def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelShape:
     model = _meta_model(config, torch.float32, "eager")
-    names = dict(model.named_parameters(remove_duplicate=False))
     head = find_head(model)
-    total, in_files = (
-        sum(each.numel() for each in weights) for weights in (model.parameters(), names.values())
-    )
+    total = sum(each.numel() for each in model.parameters())
     largest = max(p.numel() for p in model.parameters())
     active = sum(_active(name, each, config) for name, each in model.named_parameters())
     adapters = _attach(model, lora)
@@ -143,7 +140,6 @@ def _model_shape(config: PreTrainedConfig, lora: LoraSection | None) -> ModelSha
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return ModelShape(
         parameters=total,
-        parameters_in_files=in_files,
         largest_parameter=largest,
         tied_head=head.weight is model.get_input_embeddings().weight,
         layers=config.num_hidden_layers,

@@ -171,7 +171,7 @@ class _Trained:
     stored: Sequence[float]
 
 
-def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
+def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     """The comparison for `key=value` changes to the replay section.
 
     Raises UsageError for a key that is not a replay setting, and for a longer age limit with which
@@ -191,9 +191,9 @@ def what_if(source: Source, changes: Sequence[str], seed: int = 0) -> WhatIf:
     own = updates_of_a_step(recipe, source.draw_files)
     changed_to = recipe.model_copy(update={"replay": other}).draws_per_step
     plan = [
-        (*each, seed + i)
+        (*each, seed)
         for each in ((recipe.replay, own), (other, changed_to))
-        for i in range(REPEATS)
+        for seed in range(REPEATS)
     ]
     group_size = recipe.sampling.group_size
     results = [

@@ -42,16 +42,14 @@ def schema_of(kind: Kind) -> pa.Schema:
     return _FORMATS[kind][1]
 
 
-def iter_columns(
-    path: Path, kind: Kind, names: Sequence[str], batch_rows: int = BATCH_ROWS
-) -> Iterator[pa.RecordBatch]:
+def iter_columns(path: Path, kind: Kind, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Record batches of the named columns, with columns in this order and rows in file order.
 
     Raises SnapshotError if the file is missing, empty, truncated, damaged or of another kind.
     """
     version, schema = _FORMATS[kind]
     with open_parquet(path, kind, version, schema) as file:
-        for batch in file.iter_batches(batch_size=batch_rows, columns=list(names)):
+        for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(names)):
             # Parquet returns columns in file order.
             yield batch.select(list(names))
 

@@ -540,7 +540,7 @@ def test_without_peft_a_recipe_with_lora_still_gets_its_report(monkeypatch):
 def test_the_dtype_of_the_sampler_decides_what_it_holds_on_a_cpu_too(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     shape = ModelShape(
-        parameters=2**30, parameters_in_files=2**30, largest_parameter=1, tied_head=True, layers=1,
+        parameters=2**30, largest_parameter=1, tied_head=True, layers=1,
         hidden=8, vocabulary=50, kv_elements_per_token=64, attention_width=8, max_positions=128,
     )  # fmt: skip
 

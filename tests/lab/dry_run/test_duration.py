@@ -29,7 +29,7 @@ from grpo_replay.storage.checkpoint import GIB
 FOUR_GPUS = Machines("cuda", (4,), 80 * GIB, 4, elsewhere=True)
 CPU = Machines("cpu", (1,), 8 * GIB)
 SHAPE = ModelShape(
-    parameters=10**9, parameters_in_files=10**9, largest_parameter=1, tied_head=True, layers=10,
+    parameters=10**9, largest_parameter=1, tied_head=True, layers=10,
     hidden=8, vocabulary=50, kv_elements_per_token=64, attention_width=1000, max_positions=None,
 )  # fmt: skip
 
