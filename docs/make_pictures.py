@@ -43,7 +43,8 @@ def end_of_training(run: Path) -> str:
     screen = {"record": True, "file": io.StringIO(), "force_terminal": True}
     console = PlainConsole(width=96, highlight=False, **screen)
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    print_result(run, summary, read_recipe_file(run / "recipe.yaml"), console)
+    recipe = read_recipe_file(run / "recipe.yaml")
+    print_result(run, summary, recipe.replay.pools_fresh, recipe.draws_per_step, console)
     own_fonts = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title="grpo-replay train tiny", code_format=own_fonts)
 

@@ -25,7 +25,7 @@ from grpo_replay.cli.options import TrainOptions
 from grpo_replay.errors import DataError, LaunchError, SnapshotError, UsageError
 from grpo_replay.evaluation.benchmarks import find_benchmarks
 from grpo_replay.lab.sweep.cell_processes import ENTRY
-from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.recipe import EvalSection, Recipe, load_recipe
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.terminal.console import open_console, printable
 
@@ -45,9 +45,9 @@ class _Wanted:
     replays: bool
 
     @classmethod
-    def of(cls, recipe: Recipe) -> "_Wanted":
-        steps = (0, 2, 3) if recipe.eval.at_start else (2, 3)
-        return cls(steps if recipe.eval.benchmarks else (), recipe.replays)
+    def of(cls, evaluation: EvalSection, replays: bool) -> "_Wanted":
+        steps = (0, 2, 3) if evaluation.at_start else (2, 3)
+        return cls(steps if evaluation.benchmarks else (), replays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def run(options: TrainOptions) -> int:
         seconds.append(time.monotonic() - started)
         if code != 0:
             break
-    stages = list(_stages(_Wanted.of(recipe), folder, seconds))
+    stages = list(_stages(_Wanted.of(recipe.eval, recipe.replays), folder, seconds))
     failed = code or any(stage.missing for stage in stages)
     _print(stages, options.recipe)
     if failed or options.output_dir is not None:

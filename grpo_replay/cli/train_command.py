@@ -21,7 +21,7 @@ from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import TrainOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import INTERRUPTED, CheckpointError, DataError, UsageError
-from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.recipe import Recipe, TrackingSection, load_recipe
 from grpo_replay.storage.recipe_history import recipe_to_resume
 from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 from grpo_replay.storage.tracking import missing_trackers
@@ -52,7 +52,7 @@ def run(options: TrainOptions) -> int:
     _consider_code(recipe, options)
     if options.dry_run:
         return _dry_run(recipe, options)
-    _check_options(recipe, options)
+    _check_options(recipe.tracking, options)
     environment = rank_environment()
     run_dir = Path(options.output_dir) if options.output_dir else _default_directory(recipe.name)
     if not options.resume and not environment.is_launched:
@@ -131,13 +131,13 @@ def _consider_code(recipe: Recipe, options: TrainOptions) -> None:
     consider_code(code, whose, options.no_code, own and rank_environment().rank == 0)
 
 
-def _check_options(recipe: Recipe, options: TrainOptions) -> None:
+def _check_options(tracking: TrackingSection, options: TrainOptions) -> None:
     for name in _OF_DRY_RUNS[:-1]:
         if getattr(options, name) is not None:
             raise UsageError(f"{_spelled(name)} needs --dry-run; a run uses the machine it finds")
     if options.as_json:
         raise UsageError("--json needs --dry-run; the numbers of a run are in its metrics.jsonl")
-    if missing := missing_trackers(recipe):
+    if missing := missing_trackers(tracking):
         raise UsageError("; ".join(missing))
 
 
@@ -199,7 +199,7 @@ class RunDisplay(Observer):
         self._task = self._progress.add_task("starting", total=None)
         self._line = ""
         self._steps = 0
-        self._recipe: Recipe | None = None
+        self._draws = (False, 1)
         self._held_out: float | None = None
         self._tokens_per_second: float | None = None
 
@@ -229,7 +229,8 @@ class RunDisplay(Observer):
     def on_start(
         self, recipe: Recipe, run_dir: Path, state: "RunState", notices: list[str]
     ) -> None:
-        self._steps, self._recipe = recipe.run.steps, recipe
+        self._steps = recipe.run.steps
+        self._draws = recipe.replay.pools_fresh, recipe.draws_per_step
         self._console.print(
             describe_run(recipe, run_dir, state.step), highlight=False, soft_wrap=True
         )
@@ -297,14 +298,14 @@ class RunDisplay(Observer):
         if result.interrupted:
             self._console.print(describe_stop(result), highlight=False, soft_wrap=True)
             return
-        assert result.summary is not None and self._recipe is not None
+        assert result.summary is not None
         out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
-        if reason := print_result(result.run_dir, result.summary, self._recipe, out):
+        if reason := print_result(result.run_dir, result.summary, *self._draws, out):
             self.on_notice(reason)
 
 
 def print_result(
-    run_dir: Path, summary: Mapping[str, Any], recipe: Recipe, out: Console
+    run_dir: Path, summary: Mapping[str, Any], pools_fresh: bool, draws_per_step: int, out: Console
 ) -> str | None:
     """Print the accuracies, the ages and the totals of a run. Returns why its ages cannot be shown,
     None if they can."""
@@ -312,7 +313,7 @@ def print_result(
     if summary["base"] or summary["final"]:
         out.print(result_table(summary))
     try:
-        _print_staleness(run_dir, summary["steps"], recipe, out)
+        _print_staleness(run_dir, summary["steps"], pools_fresh, draws_per_step, out)
     except DataError as error:  # the training went well
         reason = f"the ages of the rollouts cannot be shown: {error}"
     out.print(describe_end(run_dir, summary), soft_wrap=True)
@@ -328,8 +329,11 @@ def describe_stop(result: "RunResult") -> str:
     return f"interrupted {saved}. Continue with: {resume}"
 
 
-def _print_staleness(run_dir: Path, step: int, recipe: Recipe, out: Console) -> None:
-    """Print the ages of what is stored after the last `step` and of what was replayed."""
+def _print_staleness(
+    run_dir: Path, step: int, pools_fresh: bool, draws_per_step: int, out: Console
+) -> None:
+    """Print the ages of what is stored after the last `step` and of what was replayed. Of a draw
+    that `pools_fresh` rollouts, those of age 0 are fresh."""
     from grpo_replay.lab.inspection.buffer_panels import staleness_panel
     from grpo_replay.lab.inspection.buffer_summary import staleness_rows
     from grpo_replay.lab.inspection.rollout_columns import (
@@ -346,9 +350,9 @@ def _print_staleness(run_dir: Path, step: int, recipe: Recipe, out: Console) -> 
     with no_progress():  # between two tables
         draws = read_draws(files)
         stored = read_stored(run_dir / "checkpoints" / checkpoint_name(step) / "buffer.parquet")
-    if recipe.replay.pools_fresh:
+    if pools_fresh:
         draws = draws.take(draws.age > 0)
-    updates = updates_of_a_step(recipe, files)
+    updates = updates_of_a_step(draws_per_step, files)
     rows = staleness_rows(stored.birth_step, draws.age, step, updates)
     panel = staleness_panel(rows, "steps" if updates == 1 else "updates")
     if panel is not None:

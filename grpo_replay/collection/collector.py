@@ -242,7 +242,8 @@ class Collector:
         self._started += 1
         place, prompt = self._next_prompt()
         group = OpenGroup(place, prompt, time.time())
-        requests = group_requests({place[1]: prompt}, place[0], self._parts.recipe)
+        recipe = self._parts.recipe
+        requests = group_requests({place[1]: prompt}, place[0], recipe.sampling, recipe.run.seed)
         group.members = [
             Member(each, group=group, index=index) for index, each in enumerate(requests)
         ]

@@ -16,6 +16,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
 from grpo_replay.engine.engine_state import (
     has_other_layout,
+    layout_of,
     leave_base_out,
     load_other_layout,
     load_same_layout,
@@ -38,7 +39,7 @@ from grpo_replay.engine.policy_module import PolicyModule
 from grpo_replay.engine.shared_prompts import Layout, pairs_per_token
 from grpo_replay.engine.weights import LoraAdapters, full_adapters, full_tensors, tied_names
 from grpo_replay.errors import NonFiniteError
-from grpo_replay.recipe import OptimizerSection, Recipe, ZeroSection
+from grpo_replay.recipe import EngineSection, OptimizerSection, Recipe, ZeroSection
 from grpo_replay.replay.batch import TrainRow, logprob_row
 from grpo_replay.replay.loss import kl_to_reference, row_statistics, token_loss
 from grpo_replay.types import stream
@@ -90,6 +91,7 @@ class DeepSpeedEngine:
     def _open_deepspeed(self, model: PreTrainedModel) -> Any:
         import deepspeed
 
+        recipe, on_cuda = self._recipe, self._device.type == "cuda"
         module = self._wrap(model)
         module.train()
         if self._adapters is not None:
@@ -98,7 +100,9 @@ class DeepSpeedEngine:
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
-            config=deepspeed_config(self._recipe, self._stage, self._device.type == "cuda"),
+            config=deepspeed_config(
+                recipe.optimizer, recipe.engine, recipe.model.dtype, self._stage, on_cuda
+            ),
         )
         undo_first_step(engine.optimizer)
         if self._reduces_nothing:  # DeepSpeed would sum copies of all gradients over one rank
@@ -332,15 +336,17 @@ class DeepSpeedEngine:
         self._comm.barrier()
 
     def save(self, folder: Path) -> None:
-        save_state(self._engine, self._recipe, self._comm, folder)
+        layout = layout_of(self._recipe, self._comm.world_size)
+        save_state(self._engine, layout, self._comm, folder)
 
     def load(self, folder: Path) -> None:
-        if has_other_layout(self._recipe, self._comm, folder):
+        layout = layout_of(self._recipe, self._comm.world_size)
+        if has_other_layout(layout, folder):
             self._forward_once()
             load_other_layout(self._engine, self._stage, folder)
             self._comm.barrier()
         else:
-            load_same_layout(self._engine, self._recipe, folder)
+            load_same_layout(self._engine, layout, self._recipe.optimizer, folder)
 
     def begin_step(self, step: int) -> None:
         self._step, self._updates_of_step = step, 0
@@ -372,17 +378,18 @@ def learning_rate(settings: OptimizerSection, steps: int, step: int) -> float:
     return highest * remaining
 
 
-def deepspeed_config(recipe: Recipe, stage: int, on_cuda: bool) -> dict[str, Any]:
+def deepspeed_config(
+    optimizer: OptimizerSection, engine: EngineSection, dtype: str, stage: int, on_cuda: bool
+) -> dict[str, Any]:
     """DeepSpeed's configuration at a ZeRO stage. Accumulation is ours: micro-batches vary from
     update to update, and the loss already has its global denominator."""
-    optimizer, engine = recipe.optimizer, recipe.engine
     zero = {"stage": stage, **_thresholds(engine.zero)}
     if engine.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if engine.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    bf16 = recipe.model.dtype == "bfloat16"
-    accumulation = "fp32" if bf16 and not sums_in_bf16(recipe.model.dtype, stage) else None
+    bf16 = dtype == "bfloat16"
+    accumulation = "fp32" if bf16 and not sums_in_bf16(dtype, stage) else None
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

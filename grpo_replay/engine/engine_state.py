@@ -26,11 +26,14 @@ from torch import nn
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.weights import is_adapter
 from grpo_replay.errors import CheckpointError
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import LoraSection, OptimizerSection, Recipe
 from grpo_replay.storage.checkpoint import read_json
 
 ENGINE_TAG = "state"
 LAYOUT = "layout.json"
+
+FileLayout = dict[str, Any]
+"""What `layout_of` gives, as JSON."""
 
 
 def leave_base_out(module: nn.Module) -> None:
@@ -43,20 +46,19 @@ def leave_base_out(module: nn.Module) -> None:
     module.register_state_dict_post_hook(keep_adapters)
 
 
-def save_state(engine: Any, recipe: Recipe, comm: Comm, folder: Path) -> None:
+def save_state(engine: Any, layout: FileLayout, comm: Comm, folder: Path) -> None:
     """Write parameters, optimizer state and layout. Collective."""
     engine.save_checkpoint(
         str(folder),
         tag=ENGINE_TAG,
         save_latest=False,
-        exclude_frozen_parameters=recipe.model.lora.rank is not None,
+        exclude_frozen_parameters="lora" in layout,
     )
     if comm.is_main:
-        layout = json.dumps(_layout(recipe, comm.world_size), indent=2)
-        (folder / LAYOUT).write_text(layout + "\n")
+        (folder / LAYOUT).write_text(json.dumps(layout, indent=2) + "\n")
 
 
-def has_other_layout(recipe: Recipe, comm: Comm, folder: Path) -> bool:
+def has_other_layout(layout: FileLayout, folder: Path) -> bool:
     """Whether a saved state is split into files otherwise than this run's would be. Raises
     CheckpointError if its adapters are others than the recipe's."""
     saved = read_json(folder / LAYOUT, "no layout of an engine state")
@@ -64,8 +66,7 @@ def has_other_layout(recipe: Recipe, comm: Comm, folder: Path) -> bool:
         from grpo_replay.recipe.retired import modernised
 
         lora = modernised({"model": {"lora": saved["lora"]}}, str(folder))["model"]["lora"]
-        saved["lora"] = recipe.model.lora.model_validate(lora).model_dump()
-    layout = _layout(recipe, comm.world_size)
+        saved["lora"] = LoraSection.model_validate(lora).model_dump()
     then, now = (each.get("lora", "null") for each in (saved, layout))
     if then != now:
         raise CheckpointError(
@@ -76,14 +77,16 @@ def has_other_layout(recipe: Recipe, comm: Comm, folder: Path) -> bool:
     return bool(saved != layout)
 
 
-def load_same_layout(engine: Any, recipe: Recipe, folder: Path) -> None:
-    """Restore a state of this run's layout, with the recipe's optimizer settings."""
-    complete = recipe.model.lora.rank is None
+def load_same_layout(
+    engine: Any, layout: FileLayout, settings: OptimizerSection, folder: Path
+) -> None:
+    """Restore a state of this run's `layout`, with the recipe's optimizer `settings`."""
+    complete = "lora" not in layout
     with only_data(folder):
         path, _ = engine.load_checkpoint(str(folder), tag=ENGINE_TAG, load_module_strict=complete)
     if path is None:
         raise CheckpointError(f"{folder}: DeepSpeed found no engine state {ENGINE_TAG!r} there")
-    _apply_optimizer_settings(engine, recipe)
+    _apply_optimizer_settings(engine, settings)
 
 
 def load_other_layout(engine: Any, stage: int, folder: Path) -> None:
@@ -114,7 +117,7 @@ def param_groups(engine: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def _layout(recipe: Recipe, ranks: int) -> dict[str, Any]:
+def layout_of(recipe: Recipe, ranks: int) -> FileLayout:
     """The settings that decide how DeepSpeed splits a state into files, and LoRA's."""
     stage, lora = recipe.zero_stage(ranks), recipe.model.lora
     sub_group = recipe.engine.zero.sub_group_size if stage == 3 else None
@@ -127,9 +130,9 @@ def _layout(recipe: Recipe, ranks: int) -> dict[str, Any]:
     return layout if lora.rank is None else {**layout, "lora": lora.model_dump()}
 
 
-def _apply_optimizer_settings(engine: Any, recipe: Recipe) -> None:
+def _apply_optimizer_settings(engine: Any, settings: OptimizerSection) -> None:
     """Train on with the recipe's settings: DeepSpeed restores those of the saved state."""
-    settings, optimizer = recipe.optimizer, engine.optimizer
+    optimizer = engine.optimizer
     for group in param_groups(engine):
         group["lr"] = settings.learning_rate
         group["betas"] = (settings.beta1, settings.beta2)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import Recipe, RewardSection, SamplingSection
 from grpo_replay.replay.advantages import estimate_advantages
 from grpo_replay.types import (
     Completion,
@@ -19,21 +19,22 @@ from grpo_replay.types import (
 
 
 def group_requests(
-    prompts: Mapping[int, Prompt], step: int, recipe: Recipe
+    prompts: Mapping[int, Prompt], step: int, sampling: SamplingSection, seed: int
 ) -> list[GenerationRequest]:
-    """G requests per prompt, each with its own seed. `prompts` maps the index within the step."""
+    """G requests per prompt, each with its own seed, from the run's `seed`. `prompts` maps the
+    index within the step."""
     return [
         GenerationRequest(
             key=key,
             prompt_token_ids=prompt.token_ids,
-            seed=completion_seed(recipe.run.seed, key),
-            max_tokens=recipe.sampling.max_completion_length,
-            temperature=recipe.sampling.temperature,
+            seed=completion_seed(seed, key),
+            max_tokens=sampling.max_completion_length,
+            temperature=sampling.temperature,
         )
         for prompt_index, prompt in prompts.items()
         for key in (
             RequestKey(step, prompt_index, completion_index)
-            for completion_index in range(recipe.sampling.group_size)
+            for completion_index in range(sampling.group_size)
         )
     ]
 
@@ -58,15 +59,16 @@ def assemble_rollouts(
     rollout `first_rollout_id + prompt_index * G + completion_index`. Behaviour log-probs are not
     known yet.
     """
-    group_size = recipe.sampling.group_size
+    group_size, reward = recipe.sampling.group_size, recipe.reward
+    longest = recipe.sampling.max_completion_length
     rollouts = []
     for prompt_index, prompt in sorted(prompts.items()):
         keys = [RequestKey(step, prompt_index, index) for index in range(group_size)]
-        of_group = [_with_length(verdicts[key], completions[key], recipe) for key in keys]
+        of_group = [_with_length(verdicts[key], completions[key], reward, longest) for key in keys]
         group = _score_group(of_group, recipe)
         rollouts += [
             _rollout(
-                prompt, completions[key], texts[key], verdict, group, recipe,
+                prompt, completions[key], texts[key], verdict, group, reward,
                 rollout_id=first_rollout_id + prompt_index * group_size + key.completion_index,
                 group_id=first_group_id + prompt_index,
             )
@@ -75,16 +77,14 @@ def assemble_rollouts(
     return rollouts
 
 
-def _with_length(verdict: Verdict, completion: Completion, recipe: Recipe) -> Verdict:
+def _with_length(
+    verdict: Verdict, completion: Completion, section: RewardSection, longest_tokens: int
+) -> Verdict:
     """The verdict with the length penalty among its scores, if the recipe has one."""
-    section = recipe.reward
     if section.overlong_buffer_tokens is None or verdict.reward is None:
         return verdict
-    score = overlong_score(
-        len(completion.token_ids),
-        recipe.sampling.max_completion_length,
-        section.overlong_buffer_tokens,
-    )
+    length, buffer = len(completion.token_ids), section.overlong_buffer_tokens
+    score = overlong_score(length, longest_tokens, buffer)
     return replace(verdict, reward=verdict.reward + score, scores=(*verdict.scores, score))
 
 
@@ -128,12 +128,12 @@ def _rollout(
     text: str,
     verdict: Verdict,
     group: _ScoredGroup,
-    recipe: Recipe,
+    section: RewardSection,
     rollout_id: int,
     group_id: int,
 ) -> Rollout:
-    advantage = _advantage(completion, verdict, group, recipe.reward.mask_truncated)
-    scores = verdict.scores if recipe.reward.is_combined else ()
+    advantage = _advantage(completion, verdict, group, section.mask_truncated)
+    scores = verdict.scores if section.is_combined else ()
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,

@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from grpo_replay import __version__
 from grpo_replay.errors import CheckpointError, DataError, OutputDirectoryError, RecipeError
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.storage.atomic import (
     flush_files,
     named_if_unwritable,
@@ -205,7 +205,7 @@ class RunDirectory:
             changes = record_recipe(self.path, recipe, step)
             cut_back_seal(self.path, step)
             remove_later(self.path, step)
-            if step == 0 and _is_another_model(recipe, changes):
+            if step == 0 and _is_another_model(recipe.model, changes):
                 for suffix in ("json", "parquet"):
                     (self.path / "eval" / f"step_000000.{suffix}").unlink(missing_ok=True)
             for leftover in leftovers(self.checkpoints):
@@ -342,11 +342,11 @@ def environment_facts(world_size: int) -> dict[str, Any]:
     }
 
 
-def _is_another_model(recipe: Recipe, changes: Sequence[str]) -> bool:
+def _is_another_model(model: ModelSection, changes: Sequence[str]) -> bool:
     """Whether the base model is another than before the changes of the recipe."""
     keys = ("path", "revision", "tokenizer", "dtype", "random_init")
     names = tuple(f"model.{key}" for key in keys)
-    names += ("run.seed",) if recipe.model.random_init else ()
+    names += ("run.seed",) if model.random_init else ()
     return any(change.startswith(names) for change in changes)
 
 

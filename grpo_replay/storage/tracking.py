@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import Recipe, TrackingSection
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -104,12 +104,12 @@ def _run_id(file: Path) -> str:
     return file.read_text()
 
 
-def missing_trackers(recipe: Recipe) -> list[str]:
+def missing_trackers(tracking: TrackingSection) -> list[str]:
     """One message per tracker that the recipe names and that is not installed."""
     return [
         f"tracking.report_to names {name!r}, which is not installed: "
         f"pip install 'grpo-replay[{name}]', or remove it from the list"
-        for name in recipe.tracking.report_to
+        for name in tracking.report_to
         if name != "tensorboard" and importlib.util.find_spec(name) is None
     ]
 

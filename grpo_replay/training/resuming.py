@@ -222,7 +222,7 @@ def _find_start(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> Starting
         return StartingPoint(None, notices=notices)
     refuse_missing(run_dir.path)
     refuse_other_rules(recipe, run_dir.path)
-    refuse_other_unit(recipe, run_dir.path)
+    refuse_other_unit(recipe.draws_per_step, run_dir.path)
     run_dir.lock()
     adopt_latest(run_dir.checkpoints)
     checkpoint = find_checkpoint(run_dir.checkpoints)
@@ -252,18 +252,18 @@ def refuse_other_rules(recipe: Recipe, run_dir: Path) -> None:
         )
 
 
-def refuse_other_unit(recipe: Recipe, run_dir: Path) -> None:
-    """Raises RecipeError if a step would make another number of draws than the steps so far: ages
-    and last uses count draws."""
+def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
+    """Raises RecipeError if the steps so far made another number of draws than `draws_per_step`:
+    ages and last uses count draws."""
     recorded = recipe_file(run_dir)
     if not recorded.exists():
         return
-    before, now = read_recipe_file(recorded).draws_per_step, recipe.draws_per_step
-    if before != now:
+    before = read_recipe_file(recorded).draws_per_step
+    if before != draws_per_step:
         raise RecipeError(
-            f"a step of {run_dir} made {before} draws, and would make {now} by this recipe "
-            "(batch.updates_per_step, replay.ratio, replay.preset): ages count draws. Leave these "
-            "keys as they were, or start a new run from the last checkpoint's model (--set "
+            f"a step of {run_dir} made {before} draws, and would make {draws_per_step} by this "
+            "recipe (batch.updates_per_step, replay.ratio, replay.preset): ages count draws. Leave "
+            "these keys as they were, or start a new run from the last checkpoint's model (--set "
             "model.path=…)"
         )
 

@@ -92,13 +92,12 @@ class SynchronousSource:
     def _sample_prompts(self, step: int, first: int, count: int, is_last: bool) -> list[Rollout]:
         """The rollouts of the step's prompts `first` … `first + count - 1`, on rank 0. The sampler
         sleeps after the last ones."""
-        parts, comm = self.parts, self.comm
+        parts, comm, run = self.parts, self.comm, self.recipe.run
         taken = parts.prompts.take(self.state.prompt_cursor + first, count)
         prompts = dict(enumerate(taken, start=first))
         with parts.clock.stage("generation"):
-            requests = share_of_rank(
-                group_requests(prompts, step, self.recipe), comm.rank, comm.world_size
-            )
+            requests = group_requests(prompts, step, self.recipe.sampling, run.seed)
+            requests = share_of_rank(requests, comm.rank, comm.world_size)
             sampled = list(self._sample(requests, prompts))
             if is_last:
                 self._sleep()

@@ -8,7 +8,7 @@ from core_engine import SCALED, engine_recipe, make_rows, open_engine, tiny_mode
 
 from grpo_replay.engine.deepspeed_engine import deepspeed_config
 from grpo_replay.engine.engine_state import param_groups
-from grpo_replay.recipe import ZeroSection
+from grpo_replay.recipe import Recipe, ZeroSection
 
 LEAVES = list(ZeroSection.DEFAULTS)
 
@@ -16,8 +16,12 @@ LEAVES = list(ZeroSection.DEFAULTS)
 def read_by_deepspeed(engine: dict[str, Any]) -> Any:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    config = deepspeed_config(engine_recipe(engine=engine), engine["zero_stage"], on_cuda=False)
+    config = config_of(engine_recipe(engine=engine), engine["zero_stage"], on_cuda=False)
     return DeepSpeedZeroConfig(**config["zero_optimization"])
+
+
+def config_of(recipe: Recipe, stage: int, on_cuda: bool) -> dict[str, Any]:
+    return deepspeed_config(recipe.optimizer, recipe.engine, recipe.model.dtype, stage, on_cuda)
 
 
 def test_every_threshold_is_tested():
@@ -41,7 +45,7 @@ def test_a_threshold_reaches_deepspeed(leaf):
 def test_a_cpu_steps_with_the_fused_adamw_and_a_gpu_with_torch_s_choice(processes, stage):
     with open_engine(processes, engine={"zero_stage": stage}) as engine:
         assert all(group["fused"] for group in param_groups(engine._engine))
-    on_gpu = deepspeed_config(engine_recipe(), stage, on_cuda=True)
+    on_gpu = config_of(engine_recipe(), stage, on_cuda=True)
     assert on_gpu["optimizer"]["params"]["fused"] is False
     asked = {"optimizer": {"adamw": {"foreach": True}}, "engine": {"zero_stage": stage}}
     with open_engine(processes, **asked) as engine:

@@ -99,7 +99,7 @@ def test_every_completion_of_a_prompt_is_requested_with_its_own_seed():
     prompts = {2: Prompt("a", "", np.array([5], np.int32), "2", {}),
                4: Prompt("b", "", np.array([6], np.int32), "3", {})}  # fmt: skip
     recipe = recipe_of()
-    requests = group_requests(prompts, 9, recipe)
+    requests = group_requests(prompts, 9, recipe.sampling, recipe.run.seed)
     keys = [request.key for request in requests]
     assert keys == [RequestKey(9, prompt, index) for prompt in (2, 4) for index in range(4)]
     assert [request.seed for request in requests] == [

@@ -39,7 +39,7 @@ def test_the_stages_that_sum_in_bf16_are_told_and_the_others_sum_in_fp32(stage, 
     notices = notices_of_precision(recipe.model.dtype, stage)
     assert len(notices) == told
     assert [each for each in said if "in bfloat16" in each] == notices
-    config = deepspeed_config(recipe, stage, on_cuda=False)
+    config = deepspeed_config(recipe.optimizer, recipe.engine, "bfloat16", stage, on_cuda=False)
     assert (config["data_types"]["grad_accum_dtype"] == "fp32") is not told
     assert notices_of_precision("float32", stage) == []
 

@@ -28,7 +28,9 @@ def test_every_completion_is_sampled_once_and_ranks_differ_by_at_most_one(prompt
     """Groups of 8: with one prompt a step every rank samples, not the first alone."""
     recipe = small_recipe(sampling={"group_size": 8})
     prompt = Prompt("p", "", np.zeros(1, np.int32), "", {})
-    requests = group_requests(dict.fromkeys(range(prompts), prompt), 1, recipe)
+    requests = group_requests(
+        dict.fromkeys(range(prompts), prompt), 1, recipe.sampling, recipe.run.seed
+    )
     shares = [share_of_rank(requests, rank, ranks) for rank in range(ranks)]
     assert [request for share in shares for request in share] == requests
     found = [len(share) for share in shares]

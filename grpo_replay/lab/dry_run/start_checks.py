@@ -92,7 +92,7 @@ def check_parts(
     findings.assumptions += notices_of_precision(recipe.model.dtype, stage)
     check_devices(recipe.model, recipe.sampling, machines, findings)
     _check_engine(recipe.engine, recipe.model, recipe.sampling, machines, findings)
-    for sentence in missing_trackers(recipe):
+    for sentence in missing_trackers(recipe.tracking):
         _missing(sentence, machines, findings)
     _check_packing(recipe.batch, recipe.model.attn_implementation, findings)
     _attempt(lambda: load_priority(recipe.replay.priority), findings)

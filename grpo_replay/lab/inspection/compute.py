@@ -56,7 +56,8 @@ def summarise(source: Source) -> Inspection:
     draws = read_draws(source.draw_files)
     replay_draws = draws.take(draws.age > 0) if settings.pools_fresh else draws
     replayed = _of_draws(log, stored, replay_draws)
-    updates = updates_of_a_step(source.recipe, source.draw_files)
+    draws_per_step = source.recipe.draws_per_step if source.recipe else 1
+    updates = updates_of_a_step(draws_per_step, source.draw_files)
     inspection = Inspection(
         path=str(source.path),
         kind=source.kind,

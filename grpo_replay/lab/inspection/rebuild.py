@@ -188,7 +188,7 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     log = read_log(source.rollout_files)
     refuse_what_was_not_kept(log, recipe.replay, other)
     steps = steps_of(log, recipe.rollouts_per_step if recipe.run.is_async else None)
-    own = updates_of_a_step(recipe, source.draw_files)
+    own = updates_of_a_step(recipe.draws_per_step, source.draw_files)
     changed_to = recipe.model_copy(update={"replay": other}).draws_per_step
     plan = [
         (*each, seed)

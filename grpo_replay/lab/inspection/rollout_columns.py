@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import SnapshotError
-from grpo_replay.recipe import Recipe
 from grpo_replay.replay import snapshot
 from grpo_replay.storage.parquet import open_parquet
 from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA, ROLLOUT_LOG_VERSION
@@ -228,11 +227,10 @@ def counts_updates(path: Path) -> tuple[str, str] | None:
     return ("age_updates", "update") if "update" in found else None
 
 
-def updates_of_a_step(recipe: Recipe | None, files: Sequence[tuple[int, Path]]) -> int:
-    """Optimizer updates per step in which a run counts ages; 1 if it counts them in steps."""
-    if recipe is None or (files and counts_updates(files[-1][1]) is None):
-        return 1
-    return recipe.draws_per_step
+def updates_of_a_step(draws_per_step: int, files: Sequence[tuple[int, Path]]) -> int:
+    """Optimizer updates per step in which a run counts ages, of which a step makes
+    `draws_per_step`; 1 if it counts them in steps."""
+    return 1 if files and counts_updates(files[-1][1]) is None else draws_per_step
 
 
 def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:

@@ -19,7 +19,7 @@ from grpo_replay.lab.report.finished_run import (
     read_json,
     read_run,
 )
-from grpo_replay.recipe import REPLAY_PRESETS, Recipe, read_recipe_layer
+from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection, read_recipe_layer
 from grpo_replay.storage.recipe_history import flatten
 from grpo_replay.terminal.console import tracked
 
@@ -386,8 +386,8 @@ def name_recipes(recipes: Sequence[Recipe | None]) -> list[str]:
     """A name for each recipe: its preset, and in which keys it differs from others with it."""
     names = []
     for recipe in recipes:
-        preset = _preset(recipe)
-        peers = [settings_of(other) for other in recipes if _preset(other) == preset]
+        preset = recipe.replay.preset if recipe else ""
+        peers = [settings_of(other) for other in recipes if other and other.replay.preset == preset]
         own = settings_of(recipe)
         words = [f"{key.split('.')[-1]}={own[key]}" for key in differing_keys(peers)]
         names.append(" ".join([preset, *words]))
@@ -404,22 +404,18 @@ def chosen_keys(arms: Sequence[Arm]) -> list[str]:
     """The keys in which arms differ by choice: not those that only follow from the preset."""
     recipes = [arm.recipe for arm in arms if arm.recipe is not None]
     keys = differing_keys([settings_of(recipe) for recipe in recipes])
-    return [key for key in keys if not all(_follows(recipe, key) for recipe in recipes)]
+    return [key for key in keys if not all(_follows(recipe.replay, key) for recipe in recipes)]
 
 
-def _follows(recipe: Recipe, key: str) -> bool:
+def _follows(replay: ReplaySection, key: str) -> bool:
     """True if the value of a replay key is that of the preset, or if it has no effect."""
     section, _, name = key.partition(".")
     if section != "replay" or name == "preset":
         return False
-    preset = REPLAY_PRESETS[recipe.replay.preset]
+    preset = REPLAY_PRESETS[replay.preset]
     if name in preset:
-        return bool(getattr(recipe.replay, name) == preset[name])
-    return not recipe.replay.replays
-
-
-def _preset(recipe: Recipe | None) -> str:
-    return recipe.replay.preset if recipe else ""
+        return bool(getattr(replay, name) == preset[name])
+    return not replay.replays
 
 
 def choose_baseline(arms: Sequence[Arm], wanted: str | None) -> str:

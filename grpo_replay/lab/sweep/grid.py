@@ -15,7 +15,7 @@ from typing import Any
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.evaluation.benchmarks import find_benchmarks
 from grpo_replay.lab.sweep.sweep_file import SweepFile, read_sweep_file, sweep_to_yaml
-from grpo_replay.recipe import Recipe, find_recipe, load_recipe
+from grpo_replay.recipe import EvalSection, Recipe, find_recipe, load_recipe
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 from grpo_replay.storage.recipe_history import flatten
 from grpo_replay.storage.run_directory import RunDirectory
@@ -173,7 +173,7 @@ def _check_recipes(comparison: Comparison, source: Path) -> None:
         seen: dict[str, str] = {}
         for cells in arm.tuning.values() or [arm.comparison]:
             recipe = cells[0].resolved_recipe()
-            _check_metric(comparison.file, recipe, source)
+            _check_metric(comparison.file, recipe.eval, source)
             same = seen.setdefault(recipe.model_dump_json(), str(cells[0].value))
             if same != str(cells[0].value):
                 raise SweepFileError(
@@ -182,11 +182,11 @@ def _check_recipes(comparison: Comparison, source: Path) -> None:
                 )
 
 
-def _check_metric(sweep: SweepFile, recipe: Recipe, source: Path) -> None:
+def _check_metric(sweep: SweepFile, evaluation: EvalSection, source: Path) -> None:
     """Tuning needs an entry of summary.json that the runs will write."""
     if sweep.tune is None:
         return
-    evaluation, metric = recipe.eval, sweep.tune.metric
+    metric = sweep.tune.metric
     kind, _, benchmark = metric.partition(".")
     if not evaluation.benchmarks:
         raise SweepFileError(
