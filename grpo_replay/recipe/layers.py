@@ -14,6 +14,7 @@ YAML is PyYAML's, with these differences:
 """
 
 import contextlib
+import copy
 import os
 import re
 import reprlib
@@ -179,13 +180,7 @@ def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(target.get(key), dict):
             _deep_update(target[key], value)
         else:
-            target[key] = _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return list(value) if isinstance(value, list) else value
+            target[key] = copy.deepcopy(value)
 
 
 def _check_keys(

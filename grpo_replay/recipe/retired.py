@@ -5,6 +5,7 @@ earlier version saved in a run has all of them: its values are moved, and it is 
 is no longer possible.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -159,7 +160,7 @@ def what_became_of(key: str) -> str:
 def modernised(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
     """The recipe that an earlier version saved, with its values under today's keys. Raises
     RecipeError for values that are no longer possible."""
-    recipe = _copied(saved)
+    recipe = copy.deepcopy(dict(saved))
     for key, (value, _) in FIXED.items():
         found = _pop(recipe, key, value)
         if found != value:
@@ -219,9 +220,3 @@ def _pop(recipe: dict[str, Any], key: str, default: Any = None) -> Any:
     for part in parents:
         node = node.get(part, {}) if isinstance(node, dict) else {}
     return node.pop(leaf, default) if isinstance(node, dict) else default
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return list(value) if isinstance(value, list) else value
