@@ -313,7 +313,7 @@ def print_result(
     if summary["base"] or summary["final"]:
         out.print(result_table(summary))
     try:
-        _print_staleness(run_dir, summary["steps"], pools_fresh, draws_per_step, out)
+        print_staleness(run_dir, summary["steps"], pools_fresh, draws_per_step, out)
     except DataError as error:  # the training went well
         reason = f"the ages of the rollouts cannot be shown: {error}"
     out.print(describe_end(run_dir, summary), soft_wrap=True)
@@ -329,7 +329,7 @@ def describe_stop(result: "RunResult") -> str:
     return f"interrupted {saved}. Continue with: {resume}"
 
 
-def _print_staleness(
+def print_staleness(
     run_dir: Path, step: int, pools_fresh: bool, draws_per_step: int, out: Console
 ) -> None:
     """Print the ages of what is stored after the last `step` and of what was replayed. Of a draw

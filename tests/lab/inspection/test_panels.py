@@ -12,7 +12,13 @@ from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe, write_
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
-from grpo_replay.lab.inspection.buffer_panels import merge_rows, print_inspection, thin_ages
+from grpo_replay.cli.train_command import print_staleness
+from grpo_replay.lab.inspection.buffer_panels import (
+    merge_rows,
+    print_inspection,
+    staleness_panel,
+    thin_ages,
+)
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.terminal.console import bar, sparkline, tracked
@@ -52,6 +58,21 @@ def test_the_screen_shows_occupancy_and_ages(runs):
     assert "100.0% of τ_max·B' ≈ 92" in text
     assert "staleness, steps: mean 2.1 stored, 2.9 at use" in text
     assert "step 24" in text and "✓ no warnings" in text
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_end_of_train_shows_the_ages_that_inspect_buffer_shows(runs, preset):
+    seen = summarise(open_source(runs[preset]))
+    recipe = synthetic_recipe(preset)
+    shown, ended = (Console(width=60, record=True, file=io.StringIO()) for _ in range(2))
+    if panel := staleness_panel(seen.staleness, seen.age_unit):
+        shown.print(panel)
+    print_staleness(
+        runs[preset], seen.step, recipe.replay.pools_fresh, recipe.draws_per_step, ended
+    )
+    text = ended.export_text()
+    assert text == shown.export_text()
+    assert ("at use" in text) == (preset != "grpo")
 
 
 def test_the_limit_of_the_occupancy_is_that_of_the_step(runs):
