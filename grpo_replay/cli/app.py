@@ -40,12 +40,14 @@ class CommandGroup(TyperGroup):
             print("interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
         except Exception as error:
+            if isinstance(error, typer.Exit):  # the exit code of a command
+                raise
             from grpo_replay.cli.error_boundary import exit_code_of, meant_by
 
             if type(error).__module__.startswith(("typer.", "click.")):
                 if name := getattr(error, "option_name", ""):
                     error.message += meant_by(name)  # type: ignore[attr-defined]
-                raise  # a wrong option, or the exit code of a command
+                raise  # a wrong option
             sys.exit(exit_code_of(error))
 
 

@@ -96,8 +96,8 @@ class SynchronousSource:
         taken = parts.prompts.take(self.state.prompt_cursor + first, count)
         prompts = dict(enumerate(taken, start=first))
         with parts.clock.stage("generation"):
-            requests = group_requests(prompts, step, self.recipe.sampling, run.seed)
-            requests = share_of_rank(requests, comm.rank, comm.world_size)
+            of_all = group_requests(prompts, step, self.recipe.sampling, run.seed)
+            requests = share_of_rank(of_all, comm.rank, comm.world_size)
             sampled = list(self._sample(requests, prompts))
             if is_last:
                 self._sleep()
