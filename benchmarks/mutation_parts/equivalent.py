@@ -28,11 +28,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "every priority has EPSILON added",
     ),
     (
-        "grpo_replay/collection/messages.py",
-        "unacknowledged: int = 0", "unacknowledged: int = (1)",
-        "a collector's report says the number, and nobody reads it in the empty one",
-    ),
-    (
         "grpo_replay/collection/journal.py",
         "SEGMENT_BYTES = 64 * 2**20", "SEGMENT_BYTES = 64 * (3)**20",
         "where one file ends and the next begins",
