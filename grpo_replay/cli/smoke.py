@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ PROBLEMS = 8
 """Evaluated problems, over all benchmarks; at least one of each."""
 
 _ANY_LENGTH = "run.steps=1000000000"  # a file whose steps are fewer than its warm-up may be tried
+_SEE = "see the message above"
 _TIMED = re.compile(r": (evaluation|checkpoint) of step (\d+): ([\d.]+) s$", re.MULTILINE)
 
 
@@ -52,12 +53,23 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One row of the result. `missing` says what did not work; None if it did."""
+    """One row of the result. `missing` says what did not work; None if it did. `reached` is False
+    for what did not even begin, `skipped` True for what the recipe does not ask for."""
 
     name: str
     seconds: float | None
     outcome: str = ""
     missing: str | None = None
+    reached: bool = True
+    skipped: bool = False
+
+    @property
+    def state(self) -> str:
+        if self.skipped:
+            return "skipped"
+        if not self.reached:
+            return "not reached"
+        return "failed" if self.missing else "ok"
 
 
 def run(options: TrainOptions) -> int:
@@ -82,13 +94,23 @@ def run(options: TrainOptions) -> int:
         if code != 0:
             break
     stages = list(_stages(_Wanted.of(recipe.eval, recipe.replays), folder, seconds))
-    failed = code or any(stage.missing for stage in stages)
+    stages = with_cause(stages)
+    failed = code or any(stage.state in ("failed", "not reached") for stage in stages)
     _print(stages, options.recipe)
     if failed or options.output_dir is not None:
         open_console(stderr=True, soft_wrap=True).print(f"the run is in {folder}")
     else:
         shutil.rmtree(folder.parent)
     return code or (DataError.exit_code if failed else 0)
+
+
+def with_cause(stages: list[Stage]) -> list[Stage]:
+    """The stages, of which the first that did not work is the one that failed: where it left no
+    trace, it counts as reached."""
+    first = next((s for s in stages if s.state in ("failed", "not reached")), None)
+    if first is None or first.reached:
+        return stages
+    return [replace(s, missing=_SEE, reached=True) if s is first else s for s in stages]
 
 
 def smoke_settings(recipe: Recipe) -> list[str]:
@@ -149,13 +171,16 @@ def _stages(wanted: _Wanted, folder: Path, seconds: Sequence[float]) -> Iterator
         return seconds[process] - named - sum(steps[s]["step_time"] for s in own if s in steps)
 
     begun = bool(steps) or ("evaluation", 0) in timed
-    yield Stage("start", rest(0, (0, 1, 2)), missing=None if begun else "began no step")
+    none = f"completed no step: {_SEE}"
+    yield Stage("start", rest(0, (0, 1, 2)), missing=None if begun else none)
     yield _evaluation(wanted, timed, steps)
     yield _step(wanted, steps, 1, "warm-up")
     yield _step(wanted, steps, 2, "replay")
     saved = timed.get(("checkpoint", 2))
-    yield Stage("checkpoint", saved, _size(folder), None if saved is not None else "not written")
-    yield Stage("resume", rest(1, (3,)), missing=None if 3 in steps else "did not come to step 3")
+    lost = None if saved is not None else "not written"
+    yield Stage("checkpoint", saved, _size(folder), lost, reached=2 in steps)
+    stuck = None if 3 in steps else f"did not come to step 3: {_SEE}"
+    yield Stage("resume", rest(1, (3,)), missing=stuck, reached=len(seconds) > 1)
     yield _step(wanted, steps, 3, "resumed")
     if 3 in steps:
         yield _verified(folder)
@@ -174,22 +199,24 @@ def _evaluation(
     steps: Mapping[int, Mapping[str, Any]],
 ) -> Stage:
     if not wanted.evaluations:
-        return Stage("evaluation", None, "eval.benchmarks is empty")
+        return Stage("evaluation", None, "eval.benchmarks is empty", skipped=True)
     taken = [seconds for (what, _), seconds in timed.items() if what == "evaluation"]
-    absent = [str(step) for step in wanted.evaluations if ("evaluation", step) not in timed]
+    absent = [step for step in wanted.evaluations if ("evaluation", step) not in timed]
+    due = [step for step in absent if step in steps or (step == 0 and steps)]
     accuracy = steps.get(3, {}).get("eval/mean")
     return Stage(
         "evaluation",
         sum(taken) if taken else None,
         f"{len(taken)} times" + ("" if accuracy is None else f", at last {100 * accuracy:.0f} %"),
-        f"none of step {', '.join(absent)}" if absent else None,
+        f"none of step {', '.join(map(str, due))}" if due else None,
+        reached=bool(taken or due),
     )
 
 
 def _step(wanted: _Wanted, steps: Mapping[int, Mapping[str, Any]], step: int, what: str) -> Stage:
     name, row = f"step {step}, {what}", steps.get(step)
     if row is None:
-        return Stage(name, None, missing="not reached")
+        return Stage(name, None, reached=False)
     fresh, replayed = row["fresh/rollouts"], row["replay/rollouts"]
     missing = None
     if not fresh and not replayed:
@@ -237,5 +264,5 @@ def _print(stages: Sequence[Stage], recipe: str) -> None:
     for stage in stages:
         taken = "" if stage.seconds is None else f"{stage.seconds:.1f}"
         told = "; ".join(part for part in (stage.missing, stage.outcome) if part)
-        table.add_row(stage.name, "failed" if stage.missing else "ok", taken, printable(told))
+        table.add_row(stage.name, stage.state, taken, printable(told))
     open_console().print(table)

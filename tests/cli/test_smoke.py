@@ -1,5 +1,6 @@
 """`train --smoke`: what it changes in a recipe, what it runs, and when it fails."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,8 +9,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from grpo_replay.cli import smoke as smoke_module
 from grpo_replay.cli.app import app
-from grpo_replay.cli.smoke import PROBLEMS, smoke_settings
+from grpo_replay.cli.smoke import PROBLEMS, _Wanted, smoke_settings, with_cause
 from grpo_replay.evaluation.benchmarks import find_benchmarks
 from grpo_replay.recipe import load_recipe
 from grpo_replay.shipped_recipes import shipped_recipes
@@ -66,7 +68,7 @@ def test_code_that_a_run_refuses_is_refused_in_three_steps(tmp_path):
 
 
 def smoke(folder, *words):
-    """The exit code, and what it prints of every stage: `ok` or `failed`."""
+    """The exit code, and what it prints of every stage."""
     done = subprocess.run(
         [sys.executable, "-m", "grpo_replay", "train", "--smoke", *words],
         cwd=folder, capture_output=True, text=True, env=os.environ | {"TMPDIR": str(folder)},
@@ -74,7 +76,9 @@ def smoke(folder, *words):
     cells = [line.split() for line in done.stdout.splitlines()]
     found = {}
     for line in cells:
-        for state in {"ok", "failed"} & set(line[:5]):
+        if line[-2:] == ["not", "reached"]:
+            found[" ".join(line[:-2])] = "not reached"
+        for state in {"ok", "failed", "skipped"} & set(line[:5]):
             found[" ".join(line[: line.index(state)])] = state
     return done, found
 
@@ -111,4 +115,44 @@ def test_a_run_that_does_not_start_ends_with_its_own_code(tmp_path):
     done, found = smoke(tmp_path, "tiny", "--set", "prompts.source=absent.jsonl")
     assert done.returncode == 3
     assert found["start"] == "failed" and "absent.jsonl" in done.stderr
-    assert "files" not in found
+    assert set(found.values()) == {"failed", "not reached"} and "files" not in found
+
+
+TIMED = {("evaluation", 0): 0.1, ("evaluation", 2): 0.1, ("checkpoint", 2): 0.2}
+
+
+def line_of(step: int) -> dict:
+    spent = {f"cost/{each}_seconds": 0.1 for each in ("generation", "reward", "training")}
+    return {"step": step, "fresh/rollouts": 4, "replay/rollouts": 4, "step_time": 1.0, **spent}
+
+
+OK, FAILED, NOT_REACHED = "ok", "failed", "not reached"
+
+
+@pytest.mark.parametrize(
+    ("done", "timed", "processes", "states"),
+    [
+        ((), {}, 1, [FAILED, *[NOT_REACHED] * 6]),
+        # in step 1, which wrote nothing; the evaluation before it worked
+        ((), {("evaluation", 0): 0.1}, 1, [OK, OK, FAILED, *[NOT_REACHED] * 4]),
+        ((1, 2), {("evaluation", 0): 0.1}, 1, [OK, FAILED, OK, OK, FAILED, *[NOT_REACHED] * 2]),
+        ((1, 2), TIMED, 2, [OK, OK, OK, OK, OK, FAILED, NOT_REACHED]),
+    ],
+)
+def test_the_cause_belongs_to_the_first_stage_that_failed(
+    tmp_path, monkeypatch, done, timed, processes, states
+):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line_of(s)) + "\n" for s in done))
+    monkeypatch.setattr(smoke_module, "_timed", lambda _: timed)
+    found = smoke_module._stages(_Wanted((0, 2, 3), True), tmp_path, [5.0] * processes)
+    stages = with_cause(list(found))
+    assert [(stage.name, stage.state) for stage in stages] == list(
+        zip(STAGES[:7], states, strict=True)
+    )
+    first = next(stage for stage in stages if stage.state == FAILED)
+    assert first.missing and not any(each.missing for each in stages if each.state == OK)
+
+
+def test_what_the_recipe_does_not_ask_for_is_skipped(tmp_path):
+    stages = list(smoke_module._stages(_Wanted((), True), tmp_path, [5.0]))
+    assert [stage.state for stage in stages[:3]] == ["failed", "skipped", "not reached"]
