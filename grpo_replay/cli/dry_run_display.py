@@ -179,10 +179,11 @@ def _step_table(report: Mapping[str, Any]) -> Table:
         ("rollouts stored, expected / most", _pair(replay, "stored_rollouts")),
         ("buffer in host memory, GiB, expected / most", _pair(storage, "buffer_memory_gib")),
         ("disk per step, MiB, expected / most", _pair(storage, "disk_per_step_mib")),
-        ("one checkpoint / all kept, GiB",
-         f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"),
     ):  # fmt: skip
         table.add_row(label, str(value))
+    if storage["checkpoint_gib"] is not None:
+        sizes = f"{storage['checkpoint_gib']} / {storage['checkpoints_gib_most']}"
+        table.add_row("one checkpoint / all kept, GiB", sizes)
     for label, value in _time_rows(report["time"], report["hardware"]):
         table.add_row(label, value)
     for key, label in (

@@ -263,6 +263,7 @@ def _print(stages: Sequence[Stage], recipe: str) -> None:
     table.add_column("")
     for stage in stages:
         taken = "" if stage.seconds is None else f"{stage.seconds:.1f}"
-        told = "; ".join(part for part in (stage.missing, stage.outcome) if part)
+        missing = stage.missing if stage.state == "failed" else None
+        told = "; ".join(part for part in (missing, stage.outcome) if part)
         table.add_row(stage.name, stage.state, taken, printable(told))
     open_console().print(table)

@@ -61,13 +61,16 @@ class PromptSet:
         skipped_too_long: int,
         seed: int,
         notices: Sequence[str] = (),
+        warnings: Sequence[str] = (),
     ) -> None:
         self._prompts = prompts
         self._seed = seed
         self._cached_order: tuple[int, np.ndarray] | None = None
         self.skipped_too_long = skipped_too_long
-        self.notices = tuple(notices)
+        self.notices = (*warnings, *notices)
         """Messages for the user on how the rows were read."""
+        self.warnings = tuple(warnings)
+        """Those of them after which nothing is likely to be learnt."""
 
     def __len__(self) -> int:
         """The prompts of an epoch."""
@@ -201,8 +204,21 @@ def load_prompts(
         )
     notices += notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
-    notices += notices_of_characters(tokenizer, kept.texts, kept.answers)
-    return PromptSet(kept, skipped, seed, notices)
+    statements = (statement_text(problem) for _, problem in kept.problems)
+    unknown, is_all = notices_of_characters(
+        tokenizer, kept.texts, kept.answers, statements, _surroundings(section)
+    )
+    if is_all:
+        return PromptSet(kept, skipped, seed, notices, unknown)
+    return PromptSet(kept, skipped, seed, notices + unknown)
+
+
+def _surroundings(section: PromptsSection) -> dict[str, str]:
+    """The texts that a prompt has besides its problem, by their keys."""
+    texts = {"prompts.user_template": section.user_template.format(problem="")}
+    if section.in_chat and section.system_prompt is not None:
+        texts["prompts.system_prompt"] = section.system_prompt
+    return texts
 
 
 def read_problems(section: PromptsSection, seed: int) -> dict[str, tuple[str, str]]:

@@ -314,8 +314,8 @@ def check_training_room(
         section.path,
         longest_prompt,
         sampling.max_completion_length,
-        "sampling.max_completion_length, or prompts.max_prompt_length (longer prompts are left "
-        "out)",
+        "sampling.max_completion_length",
+        ", or prompts.max_prompt_length (longer prompts are left out)",
     )
 
 
@@ -335,14 +335,20 @@ def check_evaluation_room(
         section.path,
         longest_prompt,
         of_eval or sampling.max_completion_length,
-        f"{key}.max_completion_length for the evaluation",
+        f"{key}.max_completion_length",
+        " for the evaluation",
     )
 
 
-def _check_room(room: int, path: str, prompt: int, completion: int, remedy: str) -> None:
+def _check_room(room: int, path: str, prompt: int, completion: int, key: str, more: str) -> None:
+    has = f"{path} has room for {room} (its positions, or sampling.vllm.max_model_len)"
+    if completion >= room:
+        raise RecipeError(
+            f"{key} {completion} leaves no room for a prompt: {has}: lower it to "
+            f"{max(1, room - prompt)} or less"
+        )
     if prompt + completion > room:
         raise RecipeError(
             f"a prompt of {prompt} tokens and a completion of up to {completion} are "
-            f"{prompt + completion} tokens; {path} has room for {room} (its positions, or "
-            f"sampling.vllm.max_model_len): lower {remedy}"
+            f"{prompt + completion} tokens; {has}: lower {key}{more}"
         )

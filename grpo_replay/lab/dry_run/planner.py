@@ -235,25 +235,25 @@ def warning_of_rounds(
 
 
 def plan_memory(recipe: Recipe, machines: Machines) -> MemoryPlan:
-    """The engine and sampler in memory, for the largest micro-batch that the budget allows.
+    """The engine and sampler in memory, for the largest micro-batch that the budget allows and the
+    positions of the model have room for.
 
-    Raises ModelError if the configuration cannot be read, RecipeError if not even a prompt of one
-    token and the longest completion fit in the positions of the model.
+    Raises ModelError if the configuration cannot be read, RecipeError if vLLM is to have room for
+    more than the positions.
     """
     from grpo_replay.engine.models import load_config
     from grpo_replay.lab.dry_run import trace
-    from grpo_replay.sampling.sampler_protocol import check_training_room, model_length
+    from grpo_replay.sampling.sampler_protocol import model_length
 
     known = recipe.model_copy(update={"model": with_known_model(recipe.model)})
     shape = trace.model_shape(load_config(known.model), known.model.lora)
     limits = known.sampling, known.model, known.longest_sequence
-    check_training_room(*limits, 1)
     prompt, completion = known.prompts.max_prompt_length, known.sampling.max_completion_length
     longest = min(prompt + completion, shape.max_positions or prompt + completion)
     batch = trace.Microbatch(
         rows=max(1, known.batch.max_tokens_per_microbatch // longest),
         length=longest,
-        completion=completion,
+        completion=min(completion, longest - 1),
         chunk_tokens=known.logprob_chunk_tokens(shape.vocabulary),
         temperature=known.sampling.temperature,
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from grpo_replay.errors import GrpoReplayError
+from grpo_replay.errors import GrpoReplayError, OutputDirectoryError
 from grpo_replay.lab.dry_run.planner import Findings, Machines
 from grpo_replay.prompts.sources import column_of
 from grpo_replay.recipe import (
@@ -152,7 +152,7 @@ def check_disk_space(
     free = to_gib(free_bytes(output_dir))
     has = f"{output_dir} has {_one_digit(free)} GiB free"
     if free < one:
-        takes, ends = f"a checkpoint takes {_one_digit(one)} GiB", "its first checkpoint"
+        takes, ends = f"a checkpoint takes {_one_digit(one)} GiB", ""
     elif free < most:
         takes = f"all kept checkpoints and the one being written take {_one_digit(most)} GiB"
         ends = f"checkpoint {int(free // one) + 1}, unless space is freed"
@@ -161,7 +161,8 @@ def check_disk_space(
     if machines.elsewhere or len(machines.ranks) > 1:
         findings.assumptions.append(f"disk space: {takes}; on this machine {has}")
     elif free < one:
-        findings.refuse(f"disk space: {takes}, {has}: the run would stop at {ends}")
+        refused = f"disk space: {takes}, {has}: the run would not begin"
+        findings.refuse(refused, OutputDirectoryError.exit_code)
     else:
         findings.warnings.append(f"disk space: {takes}, {has}: the run will stop at {ends}")
 
@@ -329,7 +330,9 @@ def _check_prompts(
             f"{len(prompts)} prompts; {prompts.skipped_too_long} longer than "
             "prompts.max_prompt_length are left out"
         )
-    findings.assumptions += [] if prompts is None else prompts.notices
+    if prompts is not None:
+        findings.warnings += prompts.warnings
+        findings.assumptions += [each for each in prompts.notices if each not in prompts.warnings]
     return prompts
 
 
@@ -394,15 +397,17 @@ def _check_room(known: Recipe, longest_prompt: int | None, findings: Findings) -
     except GrpoReplayError:
         return  # reported with the sizes of the model
     completion = known.sampling.max_completion_length
-    if longest_prompt is not None:
-        _attempt(lambda: check_training_room(*parts, longest_prompt), findings)
+    if longest_prompt is not None or completion >= room:
+        prompt = 1 if longest_prompt is None else longest_prompt
+        _attempt(lambda: check_training_room(*parts, prompt), findings)
     elif known.prompts.max_prompt_length + completion > room > completion:
         findings.unchecked.append(
             f"prompts of more than {room - completion} tokens: with a completion of {completion} "
             f"they would exceed the {room} tokens that {known.model.path} has room for, and the "
             "run would stop at its start"
         )
-    if known.eval.benchmarks:
+    same = known.eval.max_completion_length is None and completion >= room  # said of training
+    if known.eval.benchmarks and not same:
         _attempt(lambda: check_evaluation_room(*parts, 1, known.eval), findings)
 
 

@@ -440,6 +440,58 @@ def test_benchmark_files_are_read_and_compared_with_the_prompts(tmp_path):
     assert any("none.csv does not exist" in problem for problem in report["problems"])
 
 
+def own_additions(tmp_path, question: str) -> list[str]:
+    file = tmp_path / "train.csv"
+    rows = [f"{question.format(a=a, b=a + 7)},{2 * a + 7}" for a in range(20, 80)]
+    file.write_text("\n".join(["question,solution", *rows]) + "\n")
+    return [f"prompts.source={file}", "prompts.problem_field=question",
+            "prompts.answer_field=solution", "prompts.id_field=null",
+            f"eval.benchmarks=[{file}]", "prompts.max_prompt_length=128",
+            "batch.max_tokens_per_microbatch=16384"]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", [None, 40])
+def test_a_completion_that_leaves_no_room_is_one_problem(tmp_path, monkeypatch, capsys, prompt):
+    """Of 128 positions, `What is 20 + 27?` takes 17 tokens with a beginning token and `=`."""
+    own = own_additions(tmp_path, "What is {a} + {b}?")
+    if prompt is None:  # prompts that cannot be read from here
+        monkeypatch.setattr(checks, "_check_prompts", lambda *_: None)
+    recipe = load_recipe("tiny", [*own, "sampling.max_completion_length=8192"])
+    report = dry_run(recipe).to_json()
+    (problem,) = report["problems"]
+    assert "sampling.max_completion_length 8192 leaves no room for a prompt" in problem
+    longest = 1 if prompt is None else 17
+    assert f"room for 128 (its positions, or sampling.vllm.max_model_len): lower it to " \
+        f"{128 - longest} or less" in problem  # fmt: skip
+    assert report["exit_code"] == 2 and report["memory"]["fits"]
+    display.run(recipe)
+    shown = capsys.readouterr().out
+    assert "None" not in shown and shown.count("no room for a prompt") == 2  # first and last
+
+
+def test_prompts_of_unknown_characters_are_among_the_first_lines(tmp_path, capsys):
+    own = own_additions(tmp_path, "What is {a} + {b}?")
+    recipe = load_recipe("tiny", own)
+    report = dry_run(recipe).to_json()
+    (said,) = report["warnings"]
+    assert said.startswith("60 of 60 prompts and 0 reference answers have characters that the")
+    assert said.endswith("W a h i s t. The model cannot read or write them") and ": ? W" in said
+    assert said not in report["assumptions"] and report["exit_code"] == 0
+    display.run(recipe)
+    assert capsys.readouterr().out.startswith("warning: 60 of 60 prompts")
+
+
+def test_unknown_characters_of_the_template_are_not_blamed_on_the_data(tmp_path):
+    own = own_additions(tmp_path, "{a}+{b}")
+    report = report_of("tiny", *own, "prompts.user_template='Add {problem}='")
+    (said,) = report["warnings"]
+    assert said.endswith("them; A d come from prompts.user_template, not from the data")
+    file = tmp_path / "train.csv"
+    file.write_text(file.read_text().replace("20+27", "20 plus 27"))
+    report = report_of("tiny", *own)
+    assert report["warnings"] == [] and "1 of 60 prompts and 0" in str(report["assumptions"])
+
+
 def test_settings_that_cannot_work_are_problems():
     report = report_of("tiny", "engine.offload=optimizer", "engine.zero_stage=3")
     assert any("offloading needs a GPU" in problem for problem in report["problems"])
@@ -476,7 +528,7 @@ def test_a_run_accepts_the_lengths_that_its_dry_run_accepts(tmp_path):
     ("override", "problem"),
     [
         ("sampling.max_completion_length=126", "lower sampling.max_completion_length, or prompts"),
-        ("eval.max_completion_length=128", "lower eval.max_completion_length for the evaluation"),
+        ("eval.max_completion_length=128", "eval.max_completion_length 128 leaves no room"),
     ],
 )
 def test_a_completion_without_room_is_a_problem_before_the_run_refuses_it(override, problem):
@@ -748,7 +800,7 @@ def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(checks, "free_bytes", lambda path: asked.append(path) or int(100 * GIB))
     place = tmp_path / "not" / "yet"
-    none, some = "the run would stop at its first checkpoint", "the run will stop at checkpoint 2"
+    none, some = "the run would not begin", "the run will stop at checkpoint 2"
     kinds = ("problems", "warnings", "assumptions", "unchecked")
     far = Machines("cuda", (8,), GIB, 8, elsewhere=True), Machines("cpu", (1, 1), GIB)
     for one, most, kind, words in (
@@ -763,7 +815,7 @@ def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch):
             expected = kind and (kind if machines is HERE else "assumptions")
             assert [name for name, found in said.items() if found] == [expected] * bool(kind)
             if machines is HERE:
-                assert findings.exit_code == (2 if kind == "problems" else 0)
+                assert findings.exit_code == (3 if kind == "problems" else 0)
             else:
                 words = "GiB; on this machine"
             assert kind is None or words in said[expected][0]
