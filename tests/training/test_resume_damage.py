@@ -147,11 +147,11 @@ def test_a_finished_run_is_resumed_by_its_directory_alone(ours_run, tmp_path, pr
 
 
 def test_damage_to_an_old_file_does_not_fail_a_run_that_trained_well(run, capsys):
-    (run / "rollouts" / "step_000002.parquet").write_bytes(b"PAR1")
+    (run / "draws" / "step_000004.parquet").write_bytes(b"PAR1")
     errors = io.StringIO()
     summary = json.loads((run / "summary.json").read_text())
     RunDisplay(Console(file=errors, width=200)).conclude(RunResult(run, 12, False, summary))
-    assert "step_000002.parquet" in errors.getvalue()
+    assert "draws/step_000004.parquet" in errors.getvalue()
     assert "12 steps in" in capsys.readouterr().out
 
 
