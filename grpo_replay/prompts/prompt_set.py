@@ -176,8 +176,7 @@ def load_prompts(
     read; only reward functions written by the user need the others.
 
     Raises DatasetError for a source that cannot be read, a row without problem or answer, a
-    duplicate id, or if all prompts are over the length limit, and RecipeError for a template that
-    cannot be rendered.
+    duplicate id, or if all prompts are over the length limit; RecipeError for a faulty template.
     """
     kept, skipped, shortest, notices = _TokenisedPrompts(), 0, np.inf, list[str]()
     for prefix, one, weight in _each_source(section):
