@@ -463,6 +463,16 @@ class SamplingSection(Section):
         return self.backend == "vllm_server"
 
     @property
+    def gpus_per_model(self) -> int:
+        """GPUs over which the sampler splits one copy of the model."""
+        return 1 if self.backend == "hf" else self.vllm.tensor_parallel_size
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if vLLM quantizes the weights that it samples with."""
+        return self.backend != "hf" and "quantization" in (self.vllm.model_extra or {})
+
+    @property
     def longest_asked(self) -> int | None:
         """Tokens of prompt and completion that vLLM is to have room for; None to derive them."""
         return None if self.backend == "hf" else self.vllm.max_model_len

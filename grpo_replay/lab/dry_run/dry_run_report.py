@@ -295,15 +295,13 @@ def _decode_floor(
     if speed.holds_for(gpus) or not machines.on_cuda or small or not waits:
         return None
     shape, each = plan.shape, DTYPE_BYTES[dtype]
-    quantized = sampling.backend != "hf" and "quantization" in (sampling.vllm.model_extra or {})
-    split = 1 if sampling.backend == "hf" else sampling.vllm.tensor_parallel_size
     return DecodeFloor(
         longest=expected_longest(
             expected.completion_tokens, sampling.max_completion_length, sampling.rollouts_per_step
         ),
-        weight_bytes=(1 if quantized else each)
+        weight_bytes=(1 if sampling.is_quantized else each)
         * (shape.active_parameters or shape.parameters)
-        / split,
+        / sampling.gpus_per_model,
         gpu=known_gpu(machines.gpu),
         rounds=1 + sampling.max_refills,
     )

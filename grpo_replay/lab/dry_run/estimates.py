@@ -389,16 +389,12 @@ def describe_time(
     steps = pace.steps
     if speed is None:
         return {"steps": steps, "hours": None, "gpu_hours": None, "speed_is": None}
-    generation = busiest(pace, step["generated_rollouts"], ranks) * (
-        expected.completion_tokens / speed.generated
-    )
+    rollouts = busiest(pace, step["generated_rollouts"], ranks)
     at_least = None if floor is None else floor.seconds
-    generation = max(generation, at_least or 0.0)
+    generation = max(rollouts * (expected.completion_tokens / speed.generated), at_least or 0.0)
     per_trained = expected.completion_tokens / speed.trained / ranks
     survivors, trained = step["surviving_rollouts_expected"], step["trained_rollouts_expected"]
-    other = speed.other_seconds
-    if other is None:
-        other = survivors * per_trained / 3 if pace.recomputes else 0.0
+    other = _other_seconds(pace, speed, survivors * per_trained)
     early = steps if first_replay_step is None else min(steps, first_replay_step - 1)
     both = max if pace.overlaps else sum
     seconds = sum(
@@ -418,6 +414,14 @@ def describe_time(
         "trained_tokens_per_second": _significant(speed.trained),
         "speed_is": speed.source,
     }
+
+
+def _other_seconds(pace: Pace, speed: Speed, training_seconds: float) -> float:
+    """What a step takes beside generation and updates: as measured, or a forward pass over the
+    survivors, a third of their training, if log-probs are recomputed."""
+    if speed.other_seconds is not None:
+        return speed.other_seconds
+    return training_seconds / 3 if pace.recomputes else 0.0
 
 
 def busiest(pace: Pace, generated: float, ranks: int) -> float:
