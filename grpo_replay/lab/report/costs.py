@@ -58,8 +58,11 @@ class Axis:
     total: Callable[[FinishedRun], np.ndarray]
 
 
-def axes(measured: float | None, given: Sequence[float]) -> list[Axis]:
-    """Steps, generated tokens, compute at each μ, and time of the training steps."""
+def axes(
+    measured: float | None, given: Sequence[float], of_machines: float | None = None
+) -> list[Axis]:
+    """Steps, generated tokens, compute at each μ and at γ(W, T), and time of the training steps.
+    `of_machines` is the μ of the recipes that name workers and trainers."""
     found = [
         Axis("steps", "training steps", lambda run: np.arange(len(run.log) + 1.0)),
         Axis(
@@ -71,7 +74,9 @@ def axes(measured: float | None, given: Sequence[float]) -> list[Axis]:
     if measured is not None:
         found.append(_compute_axis("compute_measured", measured, "measured"))
     found += [_compute_axis(f"compute_{mu:g}", mu, "given") for mu in given]
-    found.append(Axis("compute_machines", "compute at γ of (W, T), rollouts", _charged))
+    if of_machines is not None:
+        label = "compute at γ of (W, T), rollouts"
+        found.append(Axis("compute_machines", label, lambda run: _charged(run, of_machines)))
     found.append(
         Axis("seconds", "training time, s", lambda run: run.log.running_total("step_time"))
     )
@@ -88,14 +93,15 @@ def compute(run: FinishedRun, mu: float) -> np.ndarray:
     return run.log.running_total("cost/trained_rollouts") + mu * _generated_rollouts(run)
 
 
-def _charged(run: FinishedRun) -> np.ndarray:
-    """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T), or 1 without a buffer;
-    NaN with a buffer and no (W, T)."""
+def _charged(run: FinishedRun, mu: float) -> np.ndarray:
+    """float64 [T + 1]: Σ γB up to each step, with γ of the recipe's (W, T); NaN with a buffer and
+    no (W, T). Without a buffer Σ (B + μR)/(1 + μ): 1 for a rollout that is generated and trained
+    on, μ/(1 + μ) for one that is dropped."""
     assert run.recipe is not None
     replay = run.recipe.replay
-    gamma = 1.0
-    if replay.replays:
-        gamma = math.nan if replay.machines is None else replay.machines.gamma
+    if not replay.replays:
+        return compute(run, mu) / (1 + mu)
+    gamma = math.nan if replay.machines is None else replay.machines.gamma
     return gamma * run.log.running_total("cost/trained_rollouts")
 
 

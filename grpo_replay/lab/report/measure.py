@@ -132,13 +132,12 @@ def measured_mu_of(experiment: Experiment) -> float | None:
 def usable_axes(experiment: Experiment, given_mu: Sequence[float]) -> list[Axis]:
     """The costs that every run logged."""
     trained = [run for run in experiment.runs if run.recipe is not None]
-    charged = any(run.recipe.replay.machines for run in trained if run.recipe)
+    machines = [run.recipe.replay.machines for run in trained if run.recipe]
+    of_machines = median(mu) if (mu := [each.mu for each in machines if each]) else None
     return [
         axis
-        for axis in axes(measured_mu_of(experiment), given_mu)
-        if trained
-        and (charged or axis.key != "compute_machines")
-        and all(np.isfinite(axis.total(run)[-1]) for run in trained)
+        for axis in axes(measured_mu_of(experiment), given_mu, of_machines)
+        if trained and all(np.isfinite(axis.total(run)[-1]) for run in trained)
     ]
 
 
