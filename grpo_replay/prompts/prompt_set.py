@@ -201,15 +201,21 @@ def load_prompts(
             f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
             f"{shortest}: raise the limit or shorten prompts.user_template"
         )
-    notices += notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
+    of_all, warnings = _notices_of(kept, section, tokenizer)
+    return PromptSet(kept, skipped, seed, notices + of_all, warnings)
+
+
+def _notices_of(
+    kept: "_TokenisedPrompts", section: PromptsSection, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[list[str], list[str]]:
+    """Notices about the prompts of all sources, and warnings."""
+    notices = notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
     statements = (statement_text(problem) for _, problem in kept.problems)
     unknown, is_all = notices_of_characters(
         tokenizer, kept.texts, kept.answers, statements, _surroundings(section)
     )
-    if is_all:
-        return PromptSet(kept, skipped, seed, notices, unknown)
-    return PromptSet(kept, skipped, seed, notices + unknown)
+    return (notices, unknown) if is_all else (notices + unknown, [])
 
 
 def _surroundings(section: PromptsSection) -> dict[str, str]:
