@@ -1,6 +1,7 @@
 """`grpo-replay train --dry-run`: print the plan as tables or as one JSON document."""
 
 import importlib.util
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from grpo_replay.lab.dry_run.estimates import DEFAULT_GPU, Known
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_speed
 from grpo_replay.recipe import Recipe
-from grpo_replay.terminal.console import open_console, print_json
+from grpo_replay.terminal.console import open_console, print_json, printable
 
 _MEMORY_ROWS = (
     ("base_gib", "process, CUDA context"),
@@ -32,6 +33,10 @@ _MEMORY_ROWS = (
     ("sampler_awake_gib", "sampler, while generating"),
     ("sampler_asleep_gib", "sampler, while training"),
 )
+
+
+EXCERPT_CHARACTERS = 300
+"""Longest text of a prompt or completion that is shown in full."""
 
 
 def run(
@@ -64,8 +69,12 @@ def run(
     if report["memory"] is not None:
         console.print(_memory_table(report["memory"], report["hardware"]["device"]))
     console.print(_step_table(report))
+    if report["prompt"] is not None:
+        console.print(f"[bold]first prompt[/]: {_excerpt(report['prompt'])}")
     if report["first_look"] is not None:
         console.print(_look_table(report["first_look"], report["time"]))
+        for line in _example(report["first_look"]["example"]):
+            console.print(line)
     _print_sentences(console, report, "unchecked", "yellow")
     _print_sentences(console, report, "assumptions", "dim")
     for line in _hints(report):
@@ -78,6 +87,27 @@ def run(
 def _print_sentences(console: Console, report: Mapping[str, Any], kind: str, style: str) -> None:
     for sentence in report[kind]:
         console.print(f"[{style}]{kind.rstrip('s')}[/]: {escape(sentence)}")
+
+
+def _excerpt(text: str) -> str:
+    """The text in one line, escaped as in JSON; of a long one, the beginning and the end."""
+    if len(text) > EXCERPT_CHARACTERS:
+        end = EXCERPT_CHARACTERS // 3
+        cut = len(text) - EXCERPT_CHARACTERS
+        head, tail = text[: EXCERPT_CHARACTERS - end], text[-end:]
+        return f"{_quoted(head)} … {cut:,} characters … {_quoted(tail)}"
+    return _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return escape(printable(json.dumps(text, ensure_ascii=False)))
+
+
+def _example(example: Mapping[str, Any]) -> Iterable[str]:
+    yield f"[bold]a prompt[/]: {_excerpt(example['prompt'])}"
+    yield f"[bold]its completion[/]: {_excerpt(example['completion'])}"
+    reward = "no reward" if example["reward"] is None else f"reward {example['reward']:+.2f}"
+    yield f"[bold]its verdict[/]: {example['verdict']}, {reward}"
 
 
 def _hints(report: Mapping[str, Any]) -> Iterable[str]:

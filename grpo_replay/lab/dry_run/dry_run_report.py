@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
     DecodeFloor,
@@ -36,6 +37,7 @@ from grpo_replay.lab.dry_run.planner import (
     Findings,
     Machines,
     MemoryPlan,
+    advice_on_threads,
     advise,
     find_machines,
     plan_memory,
@@ -55,7 +57,8 @@ class DryRunReport:
     """All results of a dry run. Sections hold JSON values; None means unknown.
 
     `fits` is True if nothing was found that would stop the run, False if something was, and None
-    if its memory could not be counted. `advice` has overrides for one that does not fit.
+    if its memory could not be counted. `advice` has overrides for one that does not fit. `prompt`
+    is the first one as the model sees it, if the prompts were read.
     """
 
     recipe: str
@@ -71,6 +74,7 @@ class DryRunReport:
     replay: dict[str, Any]
     storage: dict[str, Any]
     time: dict[str, Any]
+    prompt: str | None
     first_look: dict[str, Any] | None
 
     def to_json(self) -> dict[str, Any]:
@@ -133,6 +137,7 @@ def _report(
         model=None if plan is None else _describe_model(recipe.model, plan),
         memory=None if plan is None else plan.describe(),
         sampler=None if plan is None else _describe_sampler(sampling.backend, plan),
+        prompt=None if prompts is None else prompts.sample(1)[0].text,
         first_look=None if look is None else look.describe(),
         **figures,
     )
@@ -149,6 +154,8 @@ def _advice(
     proposed = not plan.fits and advice is not None and advice.fits
     peak = advice.peak if proposed and advice is not None else plan.peak
     findings.assumptions += _notice_of_room(peak, proposed, machines)
+    threads = advice_on_threads(recipe.engine, plan.shape.parameters, machines, available_cores())
+    findings.assumptions += [] if threads is None else [threads]
     prompt = recipe.prompts.max_prompt_length
     slow = warning_of_rounds(plan, recipe.sampling, prompt, machines)
     findings.warnings += [] if slow is None else [slow]

@@ -7,7 +7,7 @@ step sees exactly what the run's first step sees.
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,22 @@ import numpy as np
 from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.statistics import accuracy_interval
 from grpo_replay.lab.dry_run.estimates import Known, Speed
-from grpo_replay.recipe import Recipe
+from grpo_replay.recipe import ModelSection, Recipe
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.types import Rollout
 
 OFTEN_CUT = 0.2
 """Share of completions cut off at the limit that a first look warns about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One rollout as text, with its verdict; `reward` is None if it did not come."""
+
+    prompt: str
+    completion: str
+    verdict: str
+    reward: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class FirstLook:
     cut_off: float
     can_learn: bool
     verdict: str
+    example: Example | None = None
 
     def describe(self) -> dict[str, Any]:
         """JSON values."""
@@ -64,7 +75,7 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
         )
     share = groups / recipe.sampling.prompts_per_step
     rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
-    look = judge(rollouts)
+    look = replace(judge(rollouts), example=_example(recipe.model, rollouts[0]))
     survivors = sum(rollout.kept for rollout in rollouts)
     known = {"completion_tokens": look.completion_tokens, "prompt_tokens": look.prompt_tokens}
     if survivors:
@@ -72,6 +83,13 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     if mu := metrics["cost/mu"]:
         known["mu"] = mu
     return look, Known(measured=known, speed=_speed(metrics, share))
+
+
+def _example(model: ModelSection, rollout: Rollout) -> Example:
+    from grpo_replay.engine.models import load_tokenizer
+
+    prompt = load_tokenizer(model).decode(rollout.prompt_token_ids)
+    return Example(str(prompt), rollout.completion_text, rollout.verdict, rollout.reward)
 
 
 def _for_a_look(recipe: Recipe, groups: int) -> Recipe:

@@ -44,6 +44,9 @@ pieces, or a GPU that shows less than it is sold with, may use it up."""
 FEW_AT_ONCE, MANY_ROUNDS = 8, 4
 """Generation is slow if fewer of the longest rollouts fit in vLLM's cache, in so many rounds."""
 
+TINY_PARAMETERS = 5_000_000
+"""Below this, one thread of a CPU is usually faster than several."""
+
 PUBLISHED = {
     f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
     for size in ("0.6b", "1.7b", "4b")
@@ -231,6 +234,19 @@ def warning_of_rounds(
         f"{longest:,} tokens at once, of {rollouts} on an engine in a step: {rounds} rounds. "
         f"Shorter completions help: with sampling.max_completion_length={shorter} it holds "
         f"{tokens // (longest_prompt + shorter)}"
+    )
+
+
+def advice_on_threads(
+    engine: EngineSection, parameters: int, machines: Machines, cores: int
+) -> str | None:
+    """A sentence if a tiny model is computed by several threads of a CPU, which slows it down."""
+    threads = engine.threads_per_process or max(1, cores // max(machines.ranks))
+    if machines.on_cuda or threads == 1 or parameters >= TINY_PARAMETERS:
+        return None
+    return (
+        f"each process computes with {threads} threads; a model of {parameters:,} parameters is "
+        "usually much faster with engine.threads_per_process=1"
     )
 
 

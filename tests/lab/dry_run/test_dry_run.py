@@ -18,7 +18,15 @@ from grpo_replay.lab.dry_run import start_checks as checks
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.lab.dry_run.estimates import Known
 from grpo_replay.lab.dry_run.memory import ModelShape, SamplerMemory
-from grpo_replay.lab.dry_run.planner import Advice, Findings, Machines, advise, plan_sampler, rungs
+from grpo_replay.lab.dry_run.planner import (
+    Advice,
+    Findings,
+    Machines,
+    advice_on_threads,
+    advise,
+    plan_sampler,
+    rungs,
+)
 from grpo_replay.lab.dry_run.start_checks import (
     check_devices,
     check_disk_space,
@@ -490,6 +498,33 @@ def test_unknown_characters_of_the_template_are_not_blamed_on_the_data(tmp_path)
     file.write_text(file.read_text().replace("20+27", "20 plus 27"))
     report = report_of("tiny", *own)
     assert report["warnings"] == [] and "1 of 60 prompts and 0" in str(report["assumptions"])
+
+
+def test_one_prompt_is_shown_as_the_model_sees_it(tmp_path, capsys):
+    own = own_additions(tmp_path, "{a}+{b}")
+    recipe = load_recipe("tiny", [*own, 'prompts.user_template="[b]\\n{problem}="'])
+    assert dry_run(recipe).to_json()["prompt"] == "[b]\n20+27="
+    display.run(recipe)
+    assert 'first prompt: "[b]\\n20+27="' in capsys.readouterr().out
+    assert report_of("qwen3-4b", gpu=80)["prompt"] is None  # its prompts cannot be read here
+    assert display._excerpt("a" * 200 + "b" * 2000 + "c" * 100) == (
+        f'"{"a" * 200}" … 2,000 characters … "{"c" * 100}"'
+    )
+
+
+def test_several_threads_for_a_tiny_model_are_remarked_on(monkeypatch):
+    monkeypatch.setattr(dry_run_report, "available_cores", lambda: 8)
+    said = "each process computes with {} threads; a model of 161,920 parameters"
+    own = "engine.threads_per_process"
+    for given, ranks, threads in (("null", 1, 8), ("null", 2, 4), ("3", 1, 3), ("null", 8, 0)):
+        words = [f"{own}={given}", f"engine.num_processes={ranks}", "engine.device=cpu"]
+        found = [e for e in report_of("tiny", *words)["assumptions"] if "threads;" in e]
+        assert [said.format(threads) in each for each in found] == [True] * (threads > 0)
+    assert "threads;" not in str(report_of("tiny"))  # its recipe sets 1
+    large, cpu = load_recipe("smollm2").engine, Machines("cpu", (1,), GIB)
+    assert advice_on_threads(large, 5_000_000, cpu, 8) is None
+    assert advice_on_threads(large, 4_999_999, cpu, 8) is not None
+    assert advice_on_threads(large, 1000, Machines("cuda", (1,), GIB, 1), 8) is None
 
 
 def test_settings_that_cannot_work_are_problems():

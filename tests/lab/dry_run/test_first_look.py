@@ -1,7 +1,7 @@
 """The first look: the run's own first step, and what it says about learning."""
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from buffer_makers import make_rollout
@@ -23,6 +23,10 @@ def test_a_look_at_all_prompts_of_a_step_is_the_first_step_of_the_run(ours_run):
     assert look.cut_off == pytest.approx(first["completions/clipped_ratio"])
     assert look.signal == round(6 * (1 - first["frac_reward_zero_std"])) > 0
     assert look.can_learn and f"{look.signal} of 6 groups have signal" in look.verdict
+    names = ("completion_text", "verdict", "reward")
+    prompt, *rest = astuple(look.example)
+    assert tuple(rest) in {tuple(row[name] for name in names) for row in rows}
+    assert prompt.endswith("=") and look.example.verdict in {"correct", "incorrect", "unparsable"}
     assert known.measured["survival"] == first["fresh/rollouts"] / 24
     assert known.speed.generated > 0 and known.speed.trained > 0
 
@@ -72,7 +76,11 @@ def test_the_dry_run_plans_with_what_the_look_saw(processes, tmp_path):
     assert report["time"]["hours"] > 0
     tokens = report["first_look"]["completion_tokens"]
     assert f"{tokens:,.0f} tokens a completion (measured" in str(report["assumptions"])
+    example = report["first_look"]["example"]
+    assert set(example) == {"prompt", "completion", "verdict", "reward"}
     shown = look_of(tmp_path)
+    assert f"its completion: {json.dumps(example['completion'])}" in shown.output
+    assert f"its verdict: {example['verdict']}, reward {example['reward']:+.2f}" in shown.output
     assert "groups have signal: it can learn" in shown.output
     assert shown.output.index("First look") < shown.output.index("fits")
 
