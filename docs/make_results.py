@@ -1,4 +1,5 @@
-"""Write the parts of README.md, docs/tiny.md and docs/planning.md that quote docs/results.yaml.
+"""Write the parts of README.md, docs/tiny.md and docs/planning.md that quote docs/results.yaml and
+docs/records/, and draw docs/images/tiny-buffers.svg.
 
     python docs/make_results.py
 
@@ -6,10 +7,13 @@ A part stands between `<!-- results: NAME -->` and `<!-- end -->`. A test fails 
 what this writes.
 """
 
+import csv
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from grpo_replay.cli.plan_command import DEFAULT_GROWTH, DEFAULT_RHO
@@ -22,6 +26,7 @@ from grpo_replay.lab.planning.theory import (
     Verdict,
     objective,
 )
+from grpo_replay.lab.report.costs import OWN_BEST, first_crossing
 from grpo_replay.recipe import load_recipe
 
 DOCS = Path(__file__).resolve().parent
@@ -35,7 +40,8 @@ def results() -> dict[str, Any]:
 
 def with_results(page: str) -> str:
     """The text of a page with its marked parts written anew."""
-    parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts}
+    parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
+             "tiny-buffers": tiny_buffers}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
 
@@ -81,6 +87,75 @@ def tiny_long() -> str:
               for mu, row in found["compute"].items()}  # fmt: skip
     lines += [f"| {name} | {row['ours']} × | {row['fifo']} × |" for name, row in costs.items()]
     return "\n".join(lines) + "\n"
+
+
+BUFFERS = {
+    "no-buffer": "none",
+    **{f"fifo,capacity_rollouts={n}": f"{n:,}" for n in (64, 320, 1600)},
+}
+"""The arms of `tiny-buffers`, and what N is called."""
+
+
+def courses(arm: str) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [seeds, evaluations] each: compute and accuracy in % of an arm of `tiny-buffers`."""
+    with (DOCS / "records" / "tiny-buffers.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["arm"] == arm]
+    seeds = len({row["seed"] for row in rows})
+    table = np.array([[float(row["compute"]), 100 * float(row["accuracy"])] for row in rows])
+    cost_SE, accuracy_SE = table.reshape(seeds, -1, 2).transpose(2, 0, 1)
+    return cost_SE, accuracy_SE
+
+
+def tiny_buffers() -> str:
+    """Medians over seeds; compute in thousands of rollouts."""
+    found = results()["tiny-buffers"]
+    levels = found["reach"]
+    heads = [
+        "N, rollouts", "learning rate", "after 20 % of the run", "final",
+        "final − none, 95 %, seeds ahead", "spread of final", "peak",
+        *(f"compute to {level} %" for level in levels), "to 98 % of own best", "of the run",
+    ]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm, name in BUFFERS.items():
+        costs, accuracies = courses(arm)
+        final = accuracies[:, -1]
+        spread = np.subtract(*np.percentile(final, [75, 25]))
+
+        def reached(targets: Sequence[float], costs=costs, accuracies=accuracies) -> str:
+            each = map(first_crossing, costs.tolist(), accuracies.tolist(), targets)
+            return f"{np.median(list(each)) / 1000:.2f}"
+
+        own_best = (OWN_BEST * accuracies.max(axis=1)).tolist()
+        cells = [
+            name, f"{found['rate'][arm]:.0e}", f"{np.median(accuracies[:, 2]):.1f}",
+            f"{final.mean():.1f}",
+            difference(found["difference"][arm]) if arm in found["difference"] else "",
+            f"{spread:.1f}", f"{np.median(accuracies, axis=0).max():.1f}",
+            *(reached([level] * len(final)) for level in levels), reached(own_best),
+            f"{np.median(costs[:, -1]) / 1000:.2f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_buffers() -> None:
+    """docs/images/tiny-buffers.svg: every seed, and the median."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "tiny-buffers"
+    figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
+    for color, (arm, name) in zip(("0.35", "C0", "C1", "C3"), BUFFERS.items(), strict=True):
+        costs, accuracies = courses(arm)
+        axes.plot(costs.T / 1000, accuracies.T, color=color, linewidth=0.5, alpha=0.5)
+        median = np.median(costs, axis=0) / 1000, np.median(accuracies, axis=0)
+        axes.plot(*median, color=color, linewidth=2, label=name)
+    axes.set(xlabel="compute at γ of (W, T) = (3, 1), thousand rollouts", ylim=(35, 100),
+             ylabel="held-out accuracy, %")  # fmt: skip
+    axes.legend(title="stored rollouts, N", frameon=False, loc="lower right")
+    figure.savefig(DOCS / "images" / "tiny-buffers.svg", metadata={"Date": None})
 
 
 def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, tuple[Verdict, float]]]]:
@@ -136,5 +211,6 @@ def verdicts() -> str:
 
 
 if __name__ == "__main__":
+    draw_buffers()
     for path in PAGES:
         path.write_text(with_results(path.read_text()))
