@@ -211,7 +211,7 @@ TREND_LABELS = {
     "fresh/clip_fraction": "clip fraction, fresh",
     "replay/clip_fraction": "clip fraction, replayed",
     "replay/approx_kl": "KL of replayed, nats",
-    "replay/age_mean": "age at use, steps",
+    "replay/age_mean": "age at use, mean",
     "replay/ess": "effective sample size",
     "replay/draw_entropy": "draw entropy, nats",
     "replay/ratio": "replayed per fresh",

@@ -72,8 +72,8 @@ OVERLAYS = (
             "clipped tokens, %",
             (("replay/clip_fraction", "-", "replayed"), ("fresh/clip_fraction", ":", "fresh")),
             unit=100),
-    Overlay("staleness", "Staleness", "Mean age of the replayed rollouts, in training steps.",
-            "age at use, steps", (("replay/age_mean", "-", ""),)),
+    Overlay("staleness", "Staleness", "Mean age of the replayed rollouts.",
+            "age at use, steps (buffer_only: updates)", (("replay/age_mean", "-", ""),)),
     Overlay("length", "Length", "Mean length of the completions generated in training.", "tokens",
             (("completions/mean_length", "-", ""),), from_zero=False),
 )  # fmt: skip
