@@ -64,6 +64,17 @@ def run(
     console = open_console(markup=True, soft_wrap=True)
     _print_sentences(console, report, "problems", "red")
     _print_sentences(console, report, "warnings", "yellow")
+    _print_tables(console, report)
+    _print_sentences(console, report, "unchecked", "yellow")
+    _print_sentences(console, report, "assumptions", "dim")
+    for line in _hints(report):
+        console.print(f"[dim]hint[/]: {line}")
+    for line in _verdict(report):
+        console.print(line)
+    return found.exit_code
+
+
+def _print_tables(console: Console, report: Mapping[str, Any]) -> None:
     for line in _headline(report):
         console.print(line)
     if report["memory"] is not None:
@@ -75,13 +86,6 @@ def run(
         console.print(_look_table(report["first_look"], report["time"]))
         for line in _example(report["first_look"]["example"]):
             console.print(line)
-    _print_sentences(console, report, "unchecked", "yellow")
-    _print_sentences(console, report, "assumptions", "dim")
-    for line in _hints(report):
-        console.print(f"[dim]hint[/]: {line}")
-    for line in _verdict(report):
-        console.print(line)
-    return found.exit_code
 
 
 def _print_sentences(console: Console, report: Mapping[str, Any], kind: str, style: str) -> None:
