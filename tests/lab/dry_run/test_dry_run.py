@@ -537,7 +537,7 @@ def test_settings_that_cannot_work_are_problems():
 def test_lengths_beyond_the_models_positions_are_a_problem():
     longer = ["sampling.max_completion_length=38976", "batch.max_tokens_per_microbatch=40000"]
     report = report_of("qwen3-4b", *longer)
-    said = "completion of up to 38976"
+    said = "max_completion_length 38976 leaves no room for a prompt"
     assert any(said in each and "room for 17408" in each for each in report["problems"])
     assert (report["fits"], report["exit_code"]) == (False, 2)
 
