@@ -146,6 +146,18 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     wait_until(lambda: not any(alive(pid) for pid in pids), 20)
 
 
+def test_ranks_do_not_wait_for_a_rank_0_that_was_killed_while_it_started(tmp_path):
+    """The launcher ends them: by themselves they would wait for `engine.timeout_seconds`."""
+    started = time.monotonic()
+    done = run_program("launch", 3, "killed-starting-on-0", tmp_path, RANKS_TIMEOUT="600")
+    assert done.returncode == 4, done.stderr
+    (line,) = errors_in(done.stderr)
+    assert "rank 0 was killed by SIGKILL" in line
+    assert time.monotonic() - started < 60
+    pids = [int(file.read_text()) for file in tmp_path.glob("pid_*")]
+    assert len(pids) == 3 and not any(alive(pid) for pid in pids)
+
+
 @pytest.mark.slow
 def test_single_processes_share_a_machine_without_fighting_for_a_port():
     code = (

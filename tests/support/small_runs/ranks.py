@@ -61,6 +61,12 @@ def run_mode(mode: str, argument: str = "") -> int:
     rank = environment.rank
     if argument:
         Path(argument, f"pid_{rank}").write_text(str(os.getpid()))
+    if mode == "killed-starting-on-0" and rank == 0:
+        others = [Path(argument, f"pid_{each}") for each in range(1, environment.world_size)]
+        while not all(path.exists() for path in others):
+            time.sleep(0.05)
+        time.sleep(1.0)  # they wait for it
+        os.kill(os.getpid(), signal.SIGKILL)
     facts = {"recipe": {"replay": {"ratio": 0.5}}, "version": "1"}
     failure = None
     if mode == "disagree" and rank == 1:
