@@ -59,6 +59,7 @@ class HfSampler:
         model = model.to(device).eval().requires_grad_(False)
         self._way = first_that_works(model, lambda way: gives_own_logprobs(model, way, pad_id))
         self._model: PreTrainedModel | None = model
+        self._expected = weights_of(model, model.dtype)
         self.stop_token_ids = tuple(eos_ids)
         self._pad_id = pad_id
         self._max_batch_rollouts = max_batch_rollouts
@@ -166,22 +167,26 @@ class HfSampler:
         generate until a complete update.
         """
         self._weights.begin(version, self.policy_version)
-        model = self._open_model()
-        own = dict(named_weights(model))
-        checked = CheckedWeights(named_tensors, weights_of(model, model.dtype), any_name=True)
+        own = dict(named_weights(self._open_model()))
+        checked = CheckedWeights(named_tensors, self._expected, any_name=True)
         for name, tensor in checked:
+            if own[name].numel() != tensor.numel():  # it was freed
+                own[name].data = own[name].new_empty(tensor.shape, device=self._device)
             own[name].copy_(tensor)
         checked.drain()
         refuse_problems(checked.problems, version)
         self.policy_version = self._weights.complete()
 
     def sleep(self, keep_weights: bool = True) -> None:
-        """Move the weights to host memory if they are on a GPU."""
+        """Free the weights, or if they are kept move them from a GPU to host memory."""
         model = self._open_model()
         if not keep_weights:
             self._weights.discard()
-        if self._device.type == "cuda":
+            for _, tensor in named_weights(model):
+                tensor.data = tensor.new_empty(0)
+        elif self._device.type == "cuda":
             model.to("cpu")
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def close(self) -> None:
