@@ -149,13 +149,15 @@ def test_a_sleeping_sampler_wakes_and_a_closed_one_refuses(model):
     sampler.sleep()
     assert completions(sampler) == before
     sampler.sleep(keep_weights=False)
+    assert sum(parameter.numel() for parameter in sampler._model.parameters()) == 0, "freed"
     with pytest.raises(SamplerError, match="discarded"):
         sampler.generate(make_requests())
-    sampler.load_weights(all_names(model), 1)
+    with pytest.raises(SamplerError, match="missing tensor"):
+        sampler.load_weights(all_names(model)[2:], 1)
+    sampler.load_weights(all_names(model), 2)
     assert completions(sampler) == before
-    sampler.close()
     sampler.close()
     with pytest.raises(SamplerError, match="closed"):
         sampler.generate(make_requests())
     with pytest.raises(SamplerError, match="closed"):
-        sampler.load_weights(all_names(model), 2)
+        sampler.load_weights(all_names(model), 3)
