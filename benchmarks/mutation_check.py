@@ -2,29 +2,35 @@
 
     python benchmarks/mutation_check.py                                # 80 mutants, seed 0
     python benchmarks/mutation_check.py --folders replay --count 200 --seed 3
-    python benchmarks/mutation_check.py --again build/mutation/results.jsonl   # only its survivors
+    python benchmarks/mutation_check.py --all --quick 5 --results all.jsonl    # 5 s of tests each
+    python benchmarks/mutation_check.py --again --results all.jsonl            # those not killed
     python benchmarks/mutation_check.py --known                        # the list in known.py
 
 A mutant is one change of a comparison, operator, constant, condition, return, slice or call
 (`mutation_parts/mutants.py`). A random sample of those of the folders is tested, each against the
 tests in the default suite of its own folder that run the changed line (found once by tracing, kept
-in `--output` while the sources are the same), the quickest file first, until one fails. Prints the
+in `--output` while the sources are the same), the quickest first, until one fails. Prints the
 survivors and the share killed; a time limit that ends a mutant counts as killed. Mutants that
 change no behaviour are named with a reason in `mutation_parts/equivalent.py` and left out. The
 exit code is 1 if less than 95 % were killed. `--known` plants the bugs of `mutation_parts/known.py`
 instead: the one test that each names must fail, and pass without it.
+
+Outcomes are appended to `--results`. A mutant that has one there is not tested again while the
+package and the tests of its folder are the same, so a check that was cut off goes on where it was.
+With `--quick`, a mutant that its quickest tests let live is undecided.
 """
 
 import argparse
 import fcntl
-import json
+import math
 import os
 import random
 import re
+import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mutation_parts.covering import (
@@ -39,6 +45,7 @@ from mutation_parts.covering import (
 from mutation_parts.equivalent import EQUIVALENT
 from mutation_parts.known import KNOWN, Known
 from mutation_parts.mutants import Mutant, mutants_of
+from mutation_parts.results import Results
 from mutation_parts.running import FAILED, Outcome, Task, load_libraries, make_copies, run_tasks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +53,7 @@ FOLDERS = ("training", "replay", "collection")
 LEAST_KILLED = 0.95
 SPARE_SECONDS = 90.0
 """Added to three times the tests' own time, as the time limit of a mutant."""
+QUICK_SPARE_SECONDS = 30.0
 KNOWN_SECONDS = 600.0
 UNCHANGED = "no mutant at all"
 
@@ -87,38 +95,55 @@ def killer_of(outcome: Outcome) -> str:
     return failed[0] if failed else f"exit code {outcome.code}"
 
 
-def try_mutants(
-    mutants: Sequence[Mutant], output: Path, copies: list[Path], results: Path
-) -> Counter[str]:
-    """Test the mutants, append each outcome to `results`, and count them."""
-    folders = {each.path.split("/")[1] for each in mutants}
-    covers: dict[str, list[FileCover]] = {f: read_covers(output, test_files(f)) for f in folders}
-    tasks: list[Task] = []
-    by_name = {str(each): each for each in mutants}
-    counts: Counter[str] = Counter()
-
-    def note(mutant: Mutant, outcome: str, **facts: object) -> None:
-        counts[outcome] += 1
-        line = {"path": mutant.path, "old": mutant.old, "new": mutant.new, "outcome": outcome}
-        with results.open("a") as file:
-            file.write(json.dumps({**line, "line": mutant.lines[0], **facts}) + "\n")
-        if outcome != "killed":
-            print(f"{outcome}: {mutant}", flush=True)
-
+def mutant_tasks(
+    mutants: Sequence[Mutant], options: argparse.Namespace, output: Path
+) -> Iterator[tuple[Mutant, Task | None, bool]]:
+    """Each mutant, the task that tests it if a test runs it, and whether that runs all such
+    tests."""
+    covers: dict[str, list[FileCover]] = {}
+    quick, tests = options.quick, options.tests
     for number, mutant in enumerate(mutants):
-        tests, seconds = tests_of(mutant, covers[mutant.path.split("/")[1]])
-        if tests:
-            log = output / f"mutant{number}.log"
-            tasks.append(mutant_task(mutant, tests, SPARE_SECONDS + 3 * seconds, log))
+        chosen, seconds, complete = tests, KNOWN_SECONDS, False
+        if not tests:
+            if mutant.folder not in covers:
+                covers[mutant.folder] = read_covers(output, test_files(mutant.folder))
+            most = math.inf if quick is None else quick
+            chosen, seconds, complete = tests_of(mutant, covers[mutant.folder], most)
+        limit = 3 * seconds + (SPARE_SECONDS if quick is None else QUICK_SPARE_SECONDS)
+        log = output / f"mutant{number}.log"
+        yield mutant, mutant_task(mutant, chosen, limit, log) if chosen else None, complete
+
+
+def try_mutants(
+    mutants: Sequence[Mutant],
+    options: argparse.Namespace,
+    output: Path,
+    copies: list[Path],
+    results: Results,
+) -> None:
+    """Test the mutants that are not settled, and note each outcome."""
+    waiting = [each for each in mutants if not results.is_settled(each, options.quick)]
+    planned: dict[str, tuple[Mutant, bool]] = {}
+    tasks: list[Task] = []
+    for mutant, task, complete in mutant_tasks(waiting, options, output):
+        planned[str(mutant)] = mutant, complete
+        if task:
+            tasks.append(task)
         else:
-            note(mutant, "survived", killer="no default test of its folder runs it")
+            results.note(mutant, "survived", killer="no default test of its folder runs it")
     for outcome in run_tasks(tasks, copies):
         if outcome.code == FAILED:
             sys.exit(f"{outcome.task.name} could not be tested: see {outcome.task.log}")
-        state = "survived" if outcome.code in (0, 5) else "killed"
-        killer = killer_of(outcome) if state == "killed" else ""
-        note(by_name[outcome.task.name], state, killer=killer, seconds=round(outcome.seconds, 1))
-    return counts
+        shutil.rmtree(outcome.task.log.with_suffix(".tmp"), ignore_errors=True)
+        mutant, complete = planned[outcome.task.name]
+        if outcome.code not in (0, 5):
+            state, killer = "killed", killer_of(outcome)
+        else:
+            state, killer = "survived" if complete else "undecided", ""
+        seconds = round(outcome.seconds, 1)
+        results.note(mutant, state, killer=killer, seconds=seconds, quick=options.quick)
+        if state != "killed":
+            print(f"{state}: {mutant}", flush=True)
 
 
 def known_task(known: Known, output: Path) -> Task:
@@ -150,26 +175,35 @@ def try_known(output: Path, copies: list[Path]) -> int:
     return missed
 
 
-def chosen_mutants(options: argparse.Namespace) -> list[Mutant]:
-    """The sample, or the survivors of an earlier one."""
+def chosen_mutants(options: argparse.Namespace, results: Results) -> list[Mutant]:
+    """All mutants, a sample of them, or those that the results say were not killed."""
     mutants = all_mutants(options.folders)
-    if options.again is None:
-        return random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
-    lines = [json.loads(line) for line in options.again.read_text().splitlines()]
-    survivors = {(e["path"], e["old"], e["new"]) for e in lines if e["outcome"] == "survived"}
-    return [each for each in mutants if (each.path, each.old, each.new) in survivors]
+    if options.files:
+        mutants = [m for m in mutants if any(part in m.path for part in options.files)]
+    if options.again:
+        return [m for m in mutants if results.outcome(m) in ("survived", "undecided")]
+    if options.all:
+        return mutants
+    return random.Random(options.seed).sample(mutants, min(options.count, len(mutants)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folders", nargs="+", default=list(FOLDERS), choices=FOLDERS)
+    parser.add_argument("--files", nargs="+", help="only files with one of these in their path")
     parser.add_argument("--count", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--all", action="store_true", help="all mutants, in place of a sample")
+    parser.add_argument("--again", action="store_true", help="those of --results not killed")
+    parser.add_argument("--quick", type=float, help="try at most so many seconds of tests each")
+    parser.add_argument("--tests", nargs="+", help="try these test files alone, without tracing")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "mutation")
-    parser.add_argument("--again", type=Path, help="results of which to test the survivors")
+    parser.add_argument("--results", type=Path, help="file of outcomes; a new one by default")
     parser.add_argument("--known", action="store_true", help="plant the bugs of known.py instead")
     options = parser.parse_args()
+    if options.again and options.results is None:
+        parser.error("--again needs --results")
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     lock = (output / "lock").open("w")
@@ -182,12 +216,15 @@ def main() -> int:
     copies = make_copies(ROOT, output, options.jobs)
     if options.known:
         return int(try_known(output, copies) > 0)
-    mutants = chosen_mutants(options)
-    record(sorted({each.path.split("/")[1] for each in mutants}), output, copies)
-    results = output / f"results-{time.strftime('%H%M%S')}.jsonl"
-    counts = try_mutants(mutants, output, copies, results)
+    path = options.results or output / f"results-{time.strftime('%H%M%S')}.jsonl"
+    results = Results(path.resolve(), ROOT)
+    mutants = chosen_mutants(options, results)
+    if not options.tests:
+        record(sorted({each.folder for each in mutants}), output, copies)
+    try_mutants(mutants, options, output, copies, results)
+    counts = Counter(results.outcome(each) for each in mutants)
     share = counts["killed"] / max(len(mutants), 1)
-    print(f"{counts['killed']} of {len(mutants)} mutants killed ({share:.1%}); see {results}")
+    print(f"{counts['killed']} of {len(mutants)} mutants killed ({share:.1%}); see {path}")
     return int(share < LEAST_KILLED)
 
 

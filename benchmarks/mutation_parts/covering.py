@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from mutation_parts.mutants import Mutant
 from mutation_parts.running import Task
 
 PYTEST = ["-n", "0", "-q", "-p", "no:cacheprovider", "--durations=0", "--no-header", "--tb=line"]
+LENGTHS = (0.1, 0.5, 2.0, 8.0)
+"""Bounds, in seconds, between quick tests and long ones."""
 RECORDING_SECONDS = 1200
 """Time limit of a test file while its lines are recorded."""
 
@@ -23,15 +26,19 @@ RECORDING_SECONDS = 1200
 class FileCover:
     """The lines that the tests of a file run, as "path:line". `by_file` are those of its fixtures,
     its imports and the processes it starts, which count for all of its tests. `fingerprint` is that
-    of the sources which it is true of."""
+    of the test file and of the sources that it runs."""
 
     path: str
     fingerprint: str = ""
-    seconds: float = 0.0
     by_file: set[str] = field(default_factory=set)
     by_test: dict[str, set[str]] = field(default_factory=dict)
+    setup_seconds: dict[str, float] = field(default_factory=dict)
     test_seconds: dict[str, float] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
+
+    def sources(self) -> set[str]:
+        lines = self.by_file.union(*self.by_test.values())
+        return {line.rpartition(":")[0] for line in lines}
 
     def chosen(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Tests that run a line of the mutant, and those whose fixtures do."""
@@ -41,6 +48,25 @@ class FileCover:
             [test for test in self.by_test if test not in direct] if self.by_file & keys else []
         )
         return direct, others
+
+    def groups(self, mutant: Mutant) -> Iterator[tuple[float, float, dict[str, float]]]:
+        """Tests of a like length, with the seconds of each; before them their rank, and what it
+        takes to begin with them: the fixtures of the file, taken for its longest setup. Tests whose
+        fixtures run the mutant wait twice as long as those that run it themselves; those of the
+        file that is named after the mutant's come early."""
+        named = Path(mutant.path).stem in Path(self.path).stem
+        fixtures = max(self.setup_seconds.values(), default=0.0)
+        for weight, tests in zip((1.0, 2.0), self.chosen(mutant)):
+            weight /= 3.0 if named else 1.0
+            by_length: dict[int, dict[str, float]] = {}
+            for test in tests:
+                setup = self.setup_seconds.get(test, 0.0)
+                seconds = self.test_seconds.get(test, 0.0) + (setup if setup < fixtures else 0.0)
+                length = sum(seconds > limit for limit in LENGTHS)
+                if test not in self.failed:
+                    by_length.setdefault(length, {})[test] = seconds
+            for group in by_length.values():
+                yield weight * (fixtures + sum(group.values())), fixtures, group
 
 
 class _Recording:
@@ -61,8 +87,9 @@ class _Recording:
             self.cover.by_test[item.nodeid] = self._taken()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.cover.seconds += report.duration
-        if report.when == "call":
+        if report.when == "setup":
+            self.cover.setup_seconds[report.nodeid] = report.duration
+        elif report.when == "call":
             self.cover.test_seconds[report.nodeid] = report.duration
         if report.failed and report.nodeid not in self.cover.failed:
             self.cover.failed.append(report.nodeid)
@@ -71,19 +98,19 @@ class _Recording:
         self.cover.by_file |= self._taken()
 
 
-def fingerprint(root: Path, test_file: str) -> str:
-    """Changes with the test file and with any file of the package."""
-    total = hashlib.sha256((root / test_file).read_bytes())
-    for path in sorted((root / "grpo_replay").rglob("*.py")):
-        total.update(path.read_bytes())
+def fingerprint(root: Path, files: Iterable[str]) -> str:
+    """Changes with any of the files, and if one is gone."""
+    total = hashlib.sha256()
+    for path in sorted(files):
+        total.update((root / path).read_bytes() if (root / path).exists() else b"gone")
     return total.hexdigest()
 
 
 def is_recorded(root: Path, test_file: str, output: Path) -> bool:
-    path = output / f"{test_file.replace('/', '.')}.json"
-    return path.exists() and json.loads(path.read_text()).get("fingerprint") == fingerprint(
-        root, test_file
-    )
+    if not (output / f"{test_file.replace('/', '.')}.cover.json").exists():
+        return False
+    [cover] = read_covers(output, [test_file])
+    return cover.fingerprint == fingerprint(root, {test_file, *cover.sources()})
 
 
 def record_task(test_file: str, output: Path) -> Task:
@@ -95,14 +122,15 @@ def record_task(test_file: str, output: Path) -> Task:
         by_processes.unlink(missing_ok=True)
         os.environ[LINES_VARIABLE] = str(by_processes)
         recorder = LineRecorder(copy / "grpo_replay")
-        cover = FileCover(test_file, fingerprint(copy, test_file))
+        cover = FileCover(test_file)
         recorder.start()
         base = ["--basetemp", str(output / f"{name}.tmp"), "--timeout=900"]
         pytest.main([*PYTEST, *base, test_file], plugins=[_Recording(cover, recorder, copy)])
         if by_processes.exists():
             lines = by_processes.read_text().splitlines()
             cover.by_file |= {line.removeprefix(f"{copy}{os.sep}") for line in lines}
-        (output / f"{name}.json").write_text(json.dumps(vars(cover), default=sorted))
+        cover.fingerprint = fingerprint(copy, {test_file, *cover.sources()})
+        (output / f"{name}.cover.json").write_text(json.dumps(vars(cover), default=sorted))
         return 0
 
     return Task(test_file, work, RECORDING_SECONDS, output / f"{name}.log")
@@ -111,7 +139,7 @@ def record_task(test_file: str, output: Path) -> Task:
 def read_covers(output: Path, test_files: Iterable[str]) -> list[FileCover]:
     covers = []
     for test_file in test_files:
-        path = output / f"{test_file.replace('/', '.')}.json"
+        path = output / f"{test_file.replace('/', '.')}.cover.json"
         facts: dict[str, Any] = json.loads(path.read_text())
         cover = FileCover(**facts)
         cover.by_file = set(facts["by_file"])
@@ -121,30 +149,40 @@ def read_covers(output: Path, test_files: Iterable[str]) -> list[FileCover]:
 
 
 class _Chosen:
-    """A pytest plugin that keeps the chosen tests, in the order in which they were chosen."""
+    """A pytest plugin that keeps the chosen tests, in the order in which they were chosen; a file
+    stands for all of its tests."""
 
     def __init__(self, tests: Sequence[str]) -> None:
         self._place = {test: place for place, test in enumerate(tests)}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        kept = [item for item in items if item.nodeid in self._place]
-        items[:] = sorted(kept, key=lambda item: self._place[item.nodeid])
+        kept = [item for item in items if self._place_of(item) is not None]
+        items[:] = sorted(kept, key=self._place_of)
+
+    def _place_of(self, item: pytest.Item) -> int | None:
+        return self._place.get(item.nodeid, self._place.get(item.nodeid.split("::")[0]))
 
 
-def tests_of(mutant: Mutant, covers: Sequence[FileCover]) -> tuple[list[str], float]:
-    """Tests that can notice a mutant, the quickest files first, and their seconds. Tests that fail
-    without a mutant are left out."""
-    choices = []
-    for cover in covers:
-        direct, others = cover.chosen(mutant)
-        tests = [test for test in (*direct, *others) if test not in cover.failed]
-        if tests:
-            fixtures = max(cover.seconds - sum(cover.test_seconds.values()), 0.0)
-            seconds = fixtures + sum(cover.test_seconds.get(test, 0.0) for test in tests)
-            choices.append((seconds, tests))
-    choices.sort()
-    return [test for _, tests in choices for test in tests], sum(s for s, _ in choices)
+def tests_of(
+    mutant: Mutant, covers: Sequence[FileCover], most_seconds: float = math.inf
+) -> tuple[list[str], float, bool]:
+    """Tests that can notice a mutant, in at most so many seconds (at least one test), the quickest
+    first; their seconds; and whether they are all. Tests that fail without a mutant are left
+    out."""
+    groups = sorted(
+        (group for cover in covers for group in cover.groups(mutant)), key=lambda group: group[0]
+    )
+    tests: list[str] = []
+    total = 0.0
+    for _, fixtures, group in groups:
+        total += fixtures
+        for test, seconds in group.items():
+            total += seconds
+            if tests and total > most_seconds:
+                return tests, total - seconds, False
+            tests.append(test)
+    return tests, total, True
 
 
 def named_tests(tests: Sequence[str], log: Path) -> Callable[[Path], int]:

@@ -31,6 +31,10 @@ class Mutant:
     new: str
     source: str
 
+    @property
+    def folder(self) -> str:
+        return self.path.split("/")[1]
+
     def __str__(self) -> str:
         return f"{self.path}:{self.lines[0]}: {self.old}  →  {self.new}"
 
