@@ -43,6 +43,7 @@ from mutation_parts.covering import (
     tests_of,
 )
 from mutation_parts.equivalent import EQUIVALENT
+from mutation_parts.hosting import Trial, host_task
 from mutation_parts.known import KNOWN, Known
 from mutation_parts.mutants import Mutant, mutants_of
 from mutation_parts.results import Results
@@ -95,23 +96,21 @@ def killer_of(outcome: Outcome) -> str:
     return failed[0] if failed else f"exit code {outcome.code}"
 
 
-def mutant_tasks(
+def trials_of(
     mutants: Sequence[Mutant], options: argparse.Namespace, output: Path
-) -> Iterator[tuple[Mutant, Task | None, bool]]:
-    """Each mutant, the task that tests it if a test runs it, and whether that runs all such
-    tests."""
+) -> Iterator[Trial]:
     covers: dict[str, list[FileCover]] = {}
-    quick, tests = options.quick, options.tests
-    for number, mutant in enumerate(mutants):
-        chosen, seconds, complete = tests, KNOWN_SECONDS, False
-        if not tests:
-            if mutant.folder not in covers:
-                covers[mutant.folder] = read_covers(output, test_files(mutant.folder))
-            most = math.inf if quick is None else quick
-            chosen, seconds, complete = tests_of(mutant, covers[mutant.folder], most)
-        limit = 3 * seconds + (SPARE_SECONDS if quick is None else QUICK_SPARE_SECONDS)
-        log = output / f"mutant{number}.log"
-        yield mutant, mutant_task(mutant, chosen, limit, log) if chosen else None, complete
+    quick = options.quick
+    spare = SPARE_SECONDS if quick is None else QUICK_SPARE_SECONDS
+    for mutant in mutants:
+        if options.tests:
+            yield Trial(mutant, options.tests, KNOWN_SECONDS, False)
+            continue
+        if mutant.folder not in covers:
+            covers[mutant.folder] = read_covers(output, test_files(mutant.folder))
+        most = math.inf if quick is None else quick
+        tests, seconds, complete = tests_of(mutant, covers[mutant.folder], most)
+        yield Trial(mutant, tests, spare + 3 * seconds, complete)
 
 
 def try_mutants(
@@ -123,27 +122,35 @@ def try_mutants(
 ) -> None:
     """Test the mutants that are not settled, and note each outcome."""
     waiting = [each for each in mutants if not results.is_settled(each, options.quick)]
-    planned: dict[str, tuple[Mutant, bool]] = {}
-    tasks: list[Task] = []
-    for mutant, task, complete in mutant_tasks(waiting, options, output):
-        planned[str(mutant)] = mutant, complete
-        if task:
-            tasks.append(task)
+
+    def note(mutant: Mutant, outcome: str, **facts: object) -> None:
+        results.note(mutant, outcome, quick=options.quick, **facts)
+
+    in_functions: dict[str, list[Trial]] = {}
+    alone: dict[str, Trial] = {}
+    for trial in trials_of(waiting, options, output):
+        if not trial.tests:
+            note(trial.mutant, "survived", killer="no default test of its folder runs it")
+        elif trial.mutant.in_function:
+            in_functions.setdefault(trial.mutant.folder, []).append(trial)
         else:
-            results.note(mutant, "survived", killer="no default test of its folder runs it")
+            alone[str(trial.mutant)] = trial
+    tasks = [
+        host_task(f"{folder}{number}", trials[number :: len(copies)], output, note)
+        for folder, trials in in_functions.items()
+        for number in range(min(len(copies), len(trials)))
+    ]
+    for number, trial in enumerate(alone.values()):
+        log = output / f"mutant{number}.log"
+        tasks.append(mutant_task(trial.mutant, trial.tests, trial.limit_seconds, log))
     for outcome in run_tasks(tasks, copies):
         if outcome.code == FAILED:
             sys.exit(f"{outcome.task.name} could not be tested: see {outcome.task.log}")
-        shutil.rmtree(outcome.task.log.with_suffix(".tmp"), ignore_errors=True)
-        mutant, complete = planned[outcome.task.name]
-        if outcome.code not in (0, 5):
-            state, killer = "killed", killer_of(outcome)
-        else:
-            state, killer = "survived" if complete else "undecided", ""
-        seconds = round(outcome.seconds, 1)
-        results.note(mutant, state, killer=killer, seconds=seconds, quick=options.quick)
-        if state != "killed":
-            print(f"{state}: {mutant}", flush=True)
+        if trial := alone.get(outcome.task.name):
+            shutil.rmtree(outcome.task.log.with_suffix(".tmp"), ignore_errors=True)
+            killer = killer_of(outcome) if outcome.code not in (0, 5) else ""
+            state = "killed" if killer else "survived" if trial.complete else "undecided"
+            note(trial.mutant, state, killer=killer, seconds=round(outcome.seconds, 1))
 
 
 def known_task(known: Known, output: Path) -> Task:
@@ -222,6 +229,10 @@ def main() -> int:
     if not options.tests:
         record(sorted({each.folder for each in mutants}), output, copies)
     try_mutants(mutants, options, output, copies, results)
+    results = Results(results.path, ROOT)  # with what other processes noted
+    for mutant in mutants:
+        if (outcome := results.outcome(mutant)) != "killed":
+            print(f"{outcome}: {mutant}")
     counts = Counter(results.outcome(each) for each in mutants)
     share = counts["killed"] / max(len(mutants), 1)
     print(f"{counts['killed']} of {len(mutants)} mutants killed ({share:.1%}); see {path}")

@@ -82,9 +82,9 @@ def run_tasks(tasks: Iterable[Task], copies: list[Path]) -> Iterator[Outcome]:
             return
         for pid, code in _ended(running):
             task, copy, started = running.pop(pid)
-            _end_group(pid)  # what its tests started
+            end_group(pid)  # what its tests started
             if task.changed:
-                _write(copy / task.changed[0], (copy / f"{task.changed[0]}.kept").read_text())
+                write(copy / task.changed[0], (copy / f"{task.changed[0]}.kept").read_text())
             free.append(copy)
             yield Outcome(task, code, time.monotonic() - started)
         time.sleep(POLL_SECONDS)
@@ -97,13 +97,13 @@ def _ended(running: dict[int, tuple[Task, Path, float]]) -> list[tuple[int, int 
         if found:
             ended.append((pid, os.waitstatus_to_exitcode(status)))
         elif time.monotonic() - started > task.limit_seconds:
-            _end_group(pid)
+            end_group(pid)
             os.waitpid(pid, 0)
             ended.append((pid, None))
     return ended
 
 
-def _end_group(pid: int) -> None:
+def end_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -112,7 +112,7 @@ def _fork(task: Task, copy: Path) -> int:
     if task.changed:
         path, text = task.changed
         shutil.copy(copy / path, copy / f"{path}.kept")
-        _write(copy / path, text)
+        write(copy / path, text)
     sys.stdout.flush()
     pid = os.fork()
     if pid:
@@ -136,5 +136,5 @@ def _fork(task: Task, copy: Path) -> int:
         os._exit(code)
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
