@@ -77,8 +77,19 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "grpo_replay/replay/priorities.py",
-        "return np.minimum(indices, last).astype(np.int64, copy=False)",
-        "return np.minimum(indices, last).astype(np.int64, copy=(True))",
-        "a copy has the same values",
+        "finite = np.where(self.weight_N > 0, self.log_weight_N, 0.0)",
+        "finite = np.where(self.weight_N > 0, self.log_weight_N, (1.0))",
+        "it is multiplied by a weight of 0",
+    ),
+    (
+        "grpo_replay/replay/replay_buffer.py",
+        "if excess <= 0:", "if (excess < 0):",
+        "dropping the oldest 0 rollouts drops none",
+    ),
+    (
+        "grpo_replay/replay/replay_buffer.py",
+        "group_id, size = Counter(rollout.group_id for rollout in fresh).most_common(1)[0]",
+        "group_id, size = Counter(rollout.group_id for rollout in fresh).most_common((2))[0]",
+        "the first of the two most common is the most common one",
     ),
 )  # fmt: skip

@@ -170,7 +170,7 @@ def draw_without_replacement(law: DrawLaw, count: int, rng: np.random.Generator)
     with np.errstate(divide="ignore", invalid="ignore"):
         key_N = np.log(rng.standard_exponential(law.log_weight_N.size)) - law.log_weight_N
     first = np.argpartition(key_N, count - 1)[:count]
-    return first[np.argsort(key_N[first], kind="stable")].astype(np.int64, copy=False)
+    return first[np.argsort(key_N[first], kind="stable")].astype(np.int64)
 
 
 def draw_with_replacement(law: DrawLaw, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -182,7 +182,7 @@ def draw_with_replacement(law: DrawLaw, count: int, rng: np.random.Generator) ->
     indices = np.searchsorted(cumulative_N, targets, side="right")
     # Rounding can place a target at the end of the range.
     last = int(np.flatnonzero(law.weight_N)[-1])
-    return np.minimum(indices, last).astype(np.int64, copy=False)
+    return np.minimum(indices, last).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_replay.errors import NonFiniteError
-from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.errors import NonFiniteError, RecipeError
+from grpo_replay.recipe import AdvantageSection
+from grpo_replay.replay.advantages import estimate_advantages, group_advantages
 
 GROUP_SIZES = (2, 3, 4, 5, 8, 16)
 CASES = [(G, k) for G in GROUP_SIZES for k in range(1, G)]
@@ -18,7 +19,7 @@ def test_every_k_is_covered():
 
 @pytest.mark.parametrize(("G", "k"), CASES)
 def test_closed_forms_hold_up_to_epsilon(G, k):
-    group = group_advantages([1.0] * k + [-1.0] * (G - k), epsilon=1e-6)
+    group = group_advantages([1.0] * k + [-1.0] * (G - k))  # ε_σ is 1e-6
     sigma = 2 * math.sqrt(k * (G - k)) / G
     shrink = sigma / (sigma + 1e-6)  # what ε_σ costs
     expected = [math.sqrt((G - k) / k) * shrink] * k + [-math.sqrt(k / (G - k)) * shrink] * (G - k)
@@ -102,6 +103,21 @@ def test_a_reward_that_is_not_finite_stops_the_run(bad):
 def test_rewards_of_the_wrong_shape_are_refused(shape):
     with pytest.raises(ValueError, match="shape"):
         group_advantages(np.ones(shape))
+
+
+def one_short(rewards_G, settings):
+    return rewards_G[1:]
+
+
+def divided_by_zero(rewards_G, settings):
+    return [math.inf, *rewards_G[1:]]
+
+
+@pytest.mark.parametrize("estimator", [one_short, divided_by_zero])
+def test_an_estimator_that_returns_too_few_or_infinite_numbers_is_refused(estimator):
+    settings = AdvantageSection(estimator=f"{__name__}:{estimator.__name__}")
+    with pytest.raises(RecipeError, match=r"estimator .*return one finite number for each"):
+        estimate_advantages([1.0, -1.0, 0.0], settings)
 
 
 def test_an_unknown_std_is_refused():

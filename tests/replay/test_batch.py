@@ -103,3 +103,4 @@ def test_train_rows_of_asymre_are_reward_minus_shifted_group_mean():
 def test_a_row_for_log_probs_alone_trains_nothing():
     row = logprob_row(np.array([1], np.int32), np.array([2, 3], np.int32))
     assert (row.coefficient, row.token_weight, row.length_tokens) == (0.0, 0.0, 3)
+    assert (row.rollout_id, row.sampler_weights.tolist()) == (-1, [])

@@ -178,8 +178,11 @@ def test_buffer_only_inserts_before_it_draws_and_draws_without_survivors():
     assert history[3][0][:4] == [304, 305, 306, 307]  # the newest 20 of 8 + 8 + 16
 
 
-def test_a_step_of_several_draws_makes_them_one_after_the_other_and_splits_the_batch_evenly():
-    buffer, twin = (ReplayBuffer(fifo(ratio=1.0), G) for _ in range(2))
+@pytest.mark.parametrize("changes", [{}, {"with_replacement": False, "unused_first": True}])
+def test_a_step_of_several_draws_makes_them_one_after_the_other_and_splits_the_batch_evenly(
+    changes,
+):
+    buffer, twin = (ReplayBuffer(fifo(ratio=1.0, **changes), G) for _ in range(2))
     for each in (buffer, twin):
         each.insert(fresh_of(1, 3), 1)
     batch = compose_batch(buffer, [], 2, 10, np.random.default_rng(0), draws=3)
@@ -192,8 +195,17 @@ def test_a_step_of_several_draws_makes_them_one_after_the_other_and_splits_the_b
     np.testing.assert_array_equal(
         batch.draw.probabilities, np.concatenate([draw.probabilities for draw in draws])
     )
-    assert batch.draw.effective_sample_size == draws[0].effective_sample_size
+    assert batch.draw.effective_sample_size == draws[0].effective_sample_size == 12
     np.testing.assert_array_equal(buffer.column("times_used"), twin.column("times_used"))
+
+
+@pytest.mark.parametrize(("draws", "update_N"), [(1, None), (2, [0, 0, 1, 1])])
+def test_a_step_of_one_draw_leaves_its_split_to_chance(draws, update_N):
+    buffer = ReplayBuffer(fifo(ratio=1.0), G)
+    buffer.insert(fresh_of(1, 1), 1)
+    draw = compose_batch(buffer, [], 1, G, np.random.default_rng(0), draws=draws).draw
+    assert draw.updates == draws
+    assert (draw.update_N if update_N is None else draw.update_N.tolist()) == update_N
 
 
 def test_buffer_only_with_an_age_limit_still_uses_that_age():

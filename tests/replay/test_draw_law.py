@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from scipy.stats import chisquare
 from grpo_replay.errors import RecipeError
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import (
+    COLUMNS,
     EPSILON,
     draw_law,
     draw_with_replacement,
@@ -57,6 +59,49 @@ def test_priorities_by_hand():
         1 / 3 + EPSILON,
         1 / 8 + EPSILON,
     ]
+
+
+def every_column(columns):
+    return np.stack([np.asarray(values, float) for values in columns.values()]).sum(axis=0)
+
+
+every_column.columns = tuple(COLUMNS)
+
+
+def test_a_priority_may_use_every_column_that_is_logged():
+    rollout = make_rollout(
+        7, group_id=50, birth_step=900, reward=0.25, advantage=-0.5, group_reward_std=0.125,
+        group_correct=3000, tokens=20_000,
+    )  # fmt: skip
+    cut = replace(rollout, finish_reason="length")
+    found = rollout_priorities(f"{__name__}:every_column", [rollout, cut])
+    assert found.tolist() == [23_956.875 + EPSILON, 23_957.875 + EPSILON]
+
+
+def nearly_relative(columns):
+    return columns["reward"] / columns["reward"].mean()
+
+
+def last_is_nan(columns):
+    return np.where(columns["rollout_id"] == 9, np.nan, columns["reward"])
+
+
+def rewards_as_they_are(columns):
+    return columns["reward"]
+
+
+for function in (nearly_relative, last_is_nan, rewards_as_they_are):
+    function.columns = ("reward", "rollout_id")
+
+
+def test_a_priority_of_zero_is_one_and_what_is_none_is_named():
+    rollouts = [make_rollout(7, reward=0.0), make_rollout(8, reward=0.5), make_rollout(9)]
+    found = rollout_priorities(f"{__name__}:rewards_as_they_are", rollouts)
+    assert found.tolist() == [EPSILON, 0.5 + EPSILON, 1.0 + EPSILON]
+    with pytest.raises(RecipeError, match="nan for rollout 9: return finite numbers of 0 or more"):
+        rollout_priorities(f"{__name__}:last_is_nan", rollouts)
+    with pytest.raises(RecipeError, match="which depends on that row only"):
+        rollout_priorities(f"{__name__}:nearly_relative", rollouts[1:])
 
 
 @pytest.mark.parametrize(
@@ -123,6 +168,7 @@ def test_a_zero_priority_is_never_drawn():
     for _ in range(200):
         assert sorted(draw_without_replacement(law, 4, rng).tolist()) == [1, 3]
     assert set(draw_with_replacement(law, 2000, rng).tolist()) == {1, 3}
+    assert draw_law(np.array([0.0, 1.0, 0.0, 1.0]), 0.5).entropy == pytest.approx(math.log(2))
 
 
 def test_all_zero_priorities_are_an_error_that_says_what_to_return():
@@ -132,8 +178,8 @@ def test_all_zero_priorities_are_an_error_that_says_what_to_return():
 
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf])
 def test_negative_and_non_finite_priorities_are_refused(bad):
-    with pytest.raises(ValueError, match="priority 1 is"):
-        draw_law(np.array([1.0, bad, 2.0]), 0.5)
+    with pytest.raises(ValueError, match="priority 2 is"):
+        draw_law(np.array([0.0, 0.5, bad, 2.0]), 0.5)
 
 
 def test_a_draw_without_candidates_is_empty():
@@ -143,6 +189,15 @@ def test_a_draw_without_candidates_is_empty():
     assert law.entropy == 0.0
     assert draw_without_replacement(law, 3, rng).size == 0
     assert draw_with_replacement(law, 3, rng).size == 0
+
+
+@pytest.mark.parametrize("draw", [draw_without_replacement, draw_with_replacement])
+def test_a_draw_of_nothing_is_empty_and_one_of_one_takes_one(draw):
+    law, rng = draw_law(np.array([1e-9, 1.0, 1e-9]), 20.0), np.random.default_rng(0)
+    state = rng.bit_generator.state
+    for count in (0, -1):
+        assert (draw(law, count, rng).tolist(), rng.bit_generator.state) == ([], state)
+    assert [draw(law, 1, rng).tolist() for _ in range(20)] == [[1]] * 20
 
 
 def test_with_replacement_frequencies_match_the_probabilities():

@@ -15,7 +15,7 @@ from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection, load_recipe, resolve_recipe
 from grpo_replay.replay import replay_buffer
 from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
-from grpo_replay.replay.insertion import LARGEST_LOGPROB
+from grpo_replay.replay.insertion import LARGEST_LOGPROB, extra_problem
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.snapshot import restore_snapshot, write_snapshot
 from grpo_replay.types import stream
@@ -208,6 +208,7 @@ def test_extras_are_named_arrays_of_one_dimension_or_more(extras, problem):
     buffer = ReplayBuffer(config_of("fifo"), G)
     rollout = replace(make_rollout(1), extras=extras)
     if not problem:
+        assert [extra_problem(*each) for each in extras.items()] == [""] * len(extras)
         assert buffer.step([rollout]).rollouts[0].extras is extras
         return
     with pytest.raises(ValueError, match=problem):
@@ -221,6 +222,8 @@ def test_the_capacity_counts_rollouts_and_the_group_size_completions():
     small = ReplayBuffer(ReplayConfig.preset("ours", capacity_rollouts=8), G)
     with pytest.raises(ValueError, match=r"capacity_rollouts 8 is less than .* one step, 32"):
         small.step(groups)
+    with pytest.raises(ValueError, match=r"the rollouts of one step, 9:"):
+        small.step(groups[:4], generated=9)
     with pytest.raises(ValueError, match="group 0 has 4 rollouts, more than group_size 2"):
         ReplayBuffer(config_of("ours"), 2).step(groups)
 
@@ -253,15 +256,22 @@ def handles(step, count=4):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("capacity", [10, 100])  # the age limit binds in the larger one
-@pytest.mark.parametrize("preset", sorted(CHANGES.keys() - {"grpo"}))
+# Where 100 rollouts have room, the age limit binds.
+LIMITS = [(preset, room, 0.0) for preset in sorted(CHANGES.keys() - {"grpo"}) for room in (10, 100)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "capacity", "fraction"), [*LIMITS, ("ours", 10, 0.5), ("fifo", 10, 0.5)]
+)
 def test_handles_are_told_once_when_they_left_and_never_before_their_batch_is_done(
-    preset, capacity
+    preset, capacity, fraction
 ):
-    config = ReplayConfig.preset(preset, **CHANGES[preset] | {"capacity_rollouts": capacity})
+    changes = {"capacity_rollouts": capacity, "positive_fraction": fraction}
+    config = ReplayConfig.preset(preset, **CHANGES[preset] | changes)
     held, told = set(), []
 
     def forget(gone):
+        assert gone
         told.extend(rollout.payload for rollout in gone)
         held.difference_update(rollout.payload for rollout in gone)
 

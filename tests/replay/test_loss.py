@@ -172,14 +172,15 @@ def test_kl_k3_is_unbiased_for_the_kl_of_two_distributions():
     assert estimate.item() == pytest.approx(exact.item())
 
 
-def test_token_loss_adds_beta_times_kl_to_every_token_clipped_ones_too():
+@pytest.mark.parametrize("beta", [0.04, 1.0])
+def test_token_loss_adds_beta_times_kl_to_every_token_clipped_ones_too(beta):
     logprobs = torch.tensor([0.5, -0.1], dtype=torch.float64)
     behavior = torch.zeros(2, dtype=torch.float64)
     reference = torch.tensor([0.0, -0.4], dtype=torch.float64)
     advantages = torch.tensor([1.0, 1.0], dtype=torch.float64)
     plain = token_loss(logprobs, behavior, reference, advantages, PAPER)
-    with_kl = token_loss(logprobs, behavior, reference, advantages, LossSection(beta=0.04))
-    penalty = 0.04 * kl_to_reference(logprobs, reference)
+    with_kl = token_loss(logprobs, behavior, reference, advantages, LossSection(beta=beta))
+    penalty = beta * kl_to_reference(logprobs, reference)
     assert torch.allclose(with_kl.losses_C, plain.losses_C + penalty, atol=1e-15)
     assert plain.clipped_C.tolist() == with_kl.clipped_C.tolist() == [True, False]
 
@@ -294,3 +295,12 @@ def test_row_statistics_match_a_plain_loop():
         assert set(expected) == set(ROW_STATISTICS)
         for name, value in expected.items():
             assert table[row, ROW_STATISTICS.index(name)].item() == pytest.approx(value), name
+
+
+def test_the_mean_ratio_of_impossible_tokens_is_huge_but_finite():
+    """A token that the behaviour policy all but excluded: e^700 in place of infinity."""
+    zeros = torch.zeros(1, dtype=torch.float64)
+    result = token_loss(zeros, zeros - 1000, zeros, zeros, PAPER)
+    table = row_statistics(result, zeros, zeros, zeros, torch.zeros(1, dtype=torch.int64), rows=1)
+    assert table[0, ROW_STATISTICS.index("ratio")].item() == pytest.approx(math.exp(700))
+    assert table[0, ROW_STATISTICS.index("log_ratio_max")].item() == 1000

@@ -337,6 +337,29 @@ def test_check_valid_names_the_violated_invariant():
     buffer._columns["last_used_step"][1] = 2
     buffer._columns["rollout_id"][0] = 3
     assert buffer.check_valid() == (False, "a rollout is stored twice")
+    for bad in (np.nan, np.inf, -1.0):
+        buffer = filled(replay_settings(), births=[1, 2, 3])
+        buffer._columns["priority"][1] = bad
+        assert buffer.check_valid() == (False, "a priority is negative or not finite")
+
+
+def test_a_new_buffer_has_evicted_nothing_and_takes_nothing_in_or_out():
+    buffer = ReplayBuffer(replay_settings(), 4)
+    assert (buffer.insert([], 1), buffer.evict(1), buffer.stats(1).evicted) == (0, 0, 0)
+    state = ReplayBuffer(replay_settings(), 4).get_state()
+    counters = [state[name] for name in ("evicted_by_age", "evicted_by_capacity", "evicted_at")]
+    assert counters == [0, 0, (0, 0)]
+
+
+def test_a_draw_of_nothing_from_a_full_buffer_is_the_empty_draw():
+    draw = filled(replay_settings(), births=[1, 2, 3]).draw(0, 4, np.random.default_rng(0))
+    assert (draw.rollouts, draw.effective_sample_size, draw.entropy) == ((), 0.0, 0.0)
+
+
+def test_the_next_ids_follow_those_of_the_rollouts():
+    buffer = ReplayBuffer(replay_settings(), 4)
+    buffer.count_ids([make_rollout(5, group_id=9), make_rollout(3, group_id=2)])
+    assert (buffer.next_rollout_id, buffer.next_group_id) == (6, 10)
 
 
 def test_a_million_rows_pass_through_in_bounded_memory():
@@ -347,6 +370,14 @@ def test_a_million_rows_pass_through_in_bounded_memory():
             queue.drop_oldest(len(queue) - 30_000)
         assert len(queue._arrays["x"]) <= 2 * 31_000
     np.testing.assert_array_equal(queue["x"], np.arange(970_000, 1_000_000))
+
+
+def test_columns_grow_to_twice_the_rows_when_these_do_not_fit():
+    queue = ColumnQueue({"x": np.int64})
+    queue.append({"x": np.arange(1024)})
+    assert len(queue._arrays["x"]) == 1024
+    queue.append({"x": np.arange(1)})
+    assert len(queue._arrays["x"]) == 2 * 1025
 
 
 def test_rows_are_kept_in_order_while_the_columns_grow():
@@ -401,5 +432,5 @@ def test_correct_is_a_positive_advantage_or_a_group_that_is_all_correct():
     assert is_correct(make_rollout(0, advantage=0.5))
     assert not is_correct(make_rollout(0, advantage=-0.5))
     assert not is_correct(make_rollout(0, advantage=0.0))
-    assert is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=4))
+    assert is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=1))
     assert not is_correct(make_rollout(0, advantage=0.0, group_reward_std=0.0, group_correct=0))

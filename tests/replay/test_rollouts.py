@@ -117,3 +117,25 @@ def test_survivors_alone_get_behaviour_log_probs_each_its_own():
     assert [rollout.rollout_id for rollout in found] == [0, 2, 3]
     assert all(rollout.behavior_logprobs is logprobs[rollout.rollout_id] for rollout in found)
     assert all(rollout.behavior_logprobs is None for rollout in rollouts)
+
+
+def test_the_rollouts_of_a_step_are_numbered_by_prompt_and_by_completion():
+    prompts = {index: Prompt(f"p{index}", "", np.array([5], np.int32), "2", {}) for index in (2, 1)}
+    keys = [RequestKey(7, prompt, index) for prompt in (2, 1) for index in range(4)]
+    masked = {RequestKey(7, 2, 3): [False, False], RequestKey(7, 2, 1): [False, True]}
+    completions = {
+        key: Completion(
+            key, np.full(2, 7, np.int32), np.zeros(2, np.float32), "stop", 6, 6,
+            completion_mask=np.array(masked[key]) if key in masked else None,
+        )
+        for key in keys
+    }  # fmt: skip
+    verdicts = {key: RIGHT if key.completion_index else WRONG for key in keys}
+    found = assemble_rollouts(
+        prompts, completions, dict.fromkeys(keys, ""), verdicts, 7, recipe_of(), 100, 50
+    )
+    assert [(r.group_id, r.prompt_id) for r in found] == [(51, "p1")] * 4 + [(52, "p2")] * 4
+    assert [r.rollout_id for r in found] == list(range(104, 112))
+    assert [r.completion_index for r in found] == [0, 1, 2, 3] * 2
+    # A mask that leaves no token to train leaves nothing to keep.
+    assert [r.kept for r in found] == [True] * 7 + [False]
