@@ -35,12 +35,12 @@ from pathlib import Path
 
 from mutation_parts.covering import (
     FileCover,
+    chosen_tests,
     is_recorded,
     mutant_task,
     named_tests,
     read_covers,
     record_task,
-    tests_of,
 )
 from mutation_parts.equivalent import EQUIVALENT
 from mutation_parts.hosting import Trial, host_task
@@ -109,7 +109,7 @@ def trials_of(
         if mutant.folder not in covers:
             covers[mutant.folder] = read_covers(output, test_files(mutant.folder))
         most = math.inf if quick is None else quick
-        tests, seconds, complete = tests_of(mutant, covers[mutant.folder], most)
+        tests, seconds, complete = chosen_tests(mutant, covers[mutant.folder], most)
         yield Trial(mutant, tests, spare + 3 * seconds, complete)
 
 

@@ -164,7 +164,7 @@ class _Chosen:
         return self._place.get(item.nodeid, self._place.get(item.nodeid.split("::")[0]))
 
 
-def tests_of(
+def chosen_tests(
     mutant: Mutant, covers: Sequence[FileCover], most_seconds: float = math.inf
 ) -> tuple[list[str], float, bool]:
     """Tests that can notice a mutant, in at most so many seconds (at least one test), the quickest
@@ -176,12 +176,12 @@ def tests_of(
     tests: list[str] = []
     total = 0.0
     for _, fixtures, group in groups:
-        total += fixtures
+        begin = fixtures
         for test, seconds in group.items():
-            total += seconds
-            if tests and total > most_seconds:
-                return tests, total - seconds, False
+            if tests and total + begin + seconds > most_seconds:
+                return tests, total, False
             tests.append(test)
+            total, begin = total + begin + seconds, 0.0
     return tests, total, True
 
 

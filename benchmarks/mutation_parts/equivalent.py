@@ -82,6 +82,11 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "it is multiplied by a weight of 0",
     ),
     (
+        "grpo_replay/replay/priorities.py",
+        "if count <= 0 or law.total == 0:", "if (count < 0) or law.total == 0:",
+        "0 random numbers find 0 rollouts",
+    ),
+    (
         "grpo_replay/replay/replay_buffer.py",
         "if excess <= 0:", "if (excess < 0):",
         "dropping the oldest 0 rollouts drops none",

@@ -224,7 +224,7 @@ def pick(
     Without replacement at most as many units are drawn as there are candidates. The priority of a
     query is the mean over its rollouts.
     """
-    if settings.unit == "rollout" or candidates.group_id_N.size == 0:
+    if settings.unit == "rollout":
         return _pick_units(candidates.priority_N, candidates.used_N, count, settings, rng)
     starts_Q, sizes_Q = query_spans(candidates.group_id_N)
     priority_Q = np.add.reduceat(candidates.priority_N, starts_Q) / sizes_Q

@@ -193,11 +193,13 @@ def test_a_draw_without_candidates_is_empty():
 
 @pytest.mark.parametrize("draw", [draw_without_replacement, draw_with_replacement])
 def test_a_draw_of_nothing_is_empty_and_one_of_one_takes_one(draw):
-    law, rng = draw_law(np.array([1e-9, 1.0, 1e-9]), 20.0), np.random.default_rng(0)
+    priorities = np.full(100, 1e-9)
+    priorities[57] = 1.0
+    law, rng = draw_law(priorities, 20.0), np.random.default_rng(0)
     state = rng.bit_generator.state
     for count in (0, -1):
         assert (draw(law, count, rng).tolist(), rng.bit_generator.state) == ([], state)
-    assert [draw(law, 1, rng).tolist() for _ in range(20)] == [[1]] * 20
+    assert [draw(law, 1, rng).tolist() for _ in range(20)] == [[57]] * 20
 
 
 def test_with_replacement_frequencies_match_the_probabilities():

@@ -86,7 +86,8 @@ def test_a_step_is_the_trainers_calls(preset, seed):
 def test_draws_have_the_random_stream_of_a_run():
     from grpo_replay.training import trainer
 
-    assert trainer.DRAW_STREAM == DRAW_STREAM
+    assert trainer.DRAW_STREAM == DRAW_STREAM == 1  # another one would change every run's draws
+    assert ReplayBuffer(config_of("ours"), G).seed == 0
 
 
 @pytest.mark.parametrize("preset", CHANGES)
@@ -224,6 +225,8 @@ def test_the_capacity_counts_rollouts_and_the_group_size_completions():
         small.step(groups)
     with pytest.raises(ValueError, match=r"the rollouts of one step, 9:"):
         small.step(groups[:4], generated=9)
+    small.step(groups[:8])
+    assert len(small) == 8
     with pytest.raises(ValueError, match="group 0 has 4 rollouts, more than group_size 2"):
         ReplayBuffer(config_of("ours"), 2).step(groups)
 

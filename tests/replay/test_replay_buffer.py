@@ -351,6 +351,14 @@ def test_a_new_buffer_has_evicted_nothing_and_takes_nothing_in_or_out():
     assert counters == [0, 0, (0, 0)]
 
 
+def test_what_was_evicted_by_age_is_counted():
+    buffer = filled(replay_settings(max_age_steps=2), births=[1, 2, 3, 4])
+    buffer.evict(4)
+    buffer.evict(5)
+    state = buffer.get_state()
+    assert (state["evicted_by_age"], state["evicted_at"]) == (2, (5, 1))
+
+
 def test_a_draw_of_nothing_from_a_full_buffer_is_the_empty_draw():
     draw = filled(replay_settings(), births=[1, 2, 3]).draw(0, 4, np.random.default_rng(0))
     assert (draw.rollouts, draw.effective_sample_size, draw.entropy) == ((), 0.0, 0.0)

@@ -59,6 +59,12 @@ def test_a_snapshot_has_null_for_rollouts_never_drawn(tmp_path):
     assert last_used == [2 if i == drawn else None for i in range(3)]
 
 
+def test_a_snapshot_names_its_version(tmp_path):
+    """A change of it would refuse the checkpoints of earlier runs."""
+    write_snapshot(tmp_path / "b.parquet", drawn_buffer(), 10)
+    assert pq.read_schema(tmp_path / "b.parquet").metadata[b"grpo_replay.schema_version"] == b"1"
+
+
 def test_masks_and_extra_arrays_stand_in_a_snapshot(tmp_path):
     mask, experts = np.array([True, False, True]), np.arange(6.0).reshape(3, 2)
     buffer = ReplayBuffer(replay_settings(), 2)
