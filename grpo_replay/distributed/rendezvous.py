@@ -71,6 +71,9 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
     ranks_here = environment.local_world_size
     torch.set_num_threads(settings.threads_per_process or max(1, available_cores() // ranks_here))
     backend = "nccl" if device.type == "cuda" else "gloo"
+    if environment.world_size == 1:
+        # torch would keep its last 2,000 collectives with their stacks, for ranks that hang: 5 MB.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if not torch.distributed.is_initialized():
         form_process_group(environment, _join(recipe), backend, settings.timeout_seconds)
     if device.type == "cpu":

@@ -8,6 +8,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from outside_ranks import environment
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.environment import RankEnvironment, first_slurm_host, rank_environment
@@ -37,6 +38,27 @@ SLURM = {
     "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
     "SLURM_STEP_NODELIST": "gpu[017-018]", "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
 }  # fmt: skip
+
+
+ALONE = """
+import json, torch
+from core_engine import engine_recipe
+from torch._C._distributed_c10d import _dump_fr_trace_json
+from grpo_replay.distributed.rendezvous import initialize_processes
+initialize_processes(engine_recipe())
+torch.distributed.all_reduce(torch.ones(1))
+print(len(json.loads(_dump_fr_trace_json()).get("entries", [])))
+"""
+
+
+def test_a_rank_alone_keeps_no_record_of_its_collectives():
+    """torch's has their stacks: memory that grows over the first 2,000."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120,
+        env={**environment(), "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["0"], done.stderr
 
 
 def test_a_process_without_a_launcher_is_rank_0_of_1():

@@ -100,6 +100,17 @@ def test_equal_pairs_of_a_builtin_are_graded_once(symbolic, monkeypatch):
     assert len(put) == 2
 
 
+def test_equal_verdicts_of_a_builtin_are_one_object():
+    """The cache holds 20,000 of them."""
+    with scorer("minerva", workers=1) as opened:
+        pairs = [(f"\\boxed{{{n}}}", str(n + n % 2), None) for n in range(40)]
+        verdicts = opened.score([*pairs, ("no box", "1", None)])
+        answers = [each.answers for each in opened._cache.values()]
+    statuses = [verdict.status for verdict in verdicts]
+    assert statuses == ["correct", "incorrect"] * 20 + ["unparsable"]
+    assert len(answers) == 41 and len({id(each) for each in answers}) == 3
+
+
 def test_a_users_function_sees_the_row_and_is_called_every_time():
     with scorer("judge_rewards:half_for_hint") as opened:
         row = {"hint": "key", "n": np.int64(3), "v": np.arange(2)}
