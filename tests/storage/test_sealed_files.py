@@ -9,6 +9,7 @@ import pytest
 from grpo_replay.errors import SnapshotError
 from grpo_replay.storage.sealed_files import (
     SEAL,
+    changed_files,
     cut_back_seal,
     read_seal,
     reseal,
@@ -62,6 +63,31 @@ def test_a_changed_a_cut_and_a_missing_file_are_found(run, name):
     assert list(problems(run)) == [name]
     (run / name).unlink()
     assert problems(run) == {name: "is missing"}
+
+
+def test_what_a_resume_would_list_anew_is_compared_first(run):
+    assert changed_files(run) == []
+    for name in FILES:
+        (run / name).write_text(f"What is in {name}")  # of the same size
+    digests = {line.partition(" ")[0] for line in changed_files(run)}
+    assert digests == {
+        *("recipe.yaml", "recipes/step_000002.yaml", "metrics.jsonl", "eval/step_000000.json"),
+        *("eval/step_000002.json", "checkpoints/step_000002/manifest.json"),
+    }
+    assert {line.partition(" ")[0] for line in changed_files(run, step=1)} == {
+        "recipe.yaml", "metrics.jsonl", "eval/step_000000.json"
+    }  # fmt: skip
+    for name in FILES:
+        (run / name).unlink()
+    (run / "checkpoints/step_000002/state.json").unlink()
+    (run / "checkpoints/step_000002").rmdir()  # kept no longer
+    missing = {line.partition(" is missing")[0] for line in changed_files(run)}
+    assert missing == (digests | {"eval/step_000002.parquet"}) - {
+        "checkpoints/step_000002/manifest.json"
+    }
+    (run / SEAL).write_text('{"files": {')
+    (damaged,) = changed_files(run)
+    assert damaged.startswith(f"{SEAL}: damaged")
 
 
 def test_only_what_grows_may_be_longer(run):

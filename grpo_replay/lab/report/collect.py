@@ -21,6 +21,7 @@ from grpo_replay.lab.report.finished_run import (
 )
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection, read_recipe_layer
 from grpo_replay.storage.recipe_history import flatten
+from grpo_replay.storage.sealed_files import changed_files
 from grpo_replay.terminal.console import tracked
 
 SWEEP_FILE = "sweep.yaml"
@@ -283,7 +284,8 @@ def _refuse_other_base(name_a: str, a: FinishedRun, name_b: str, b: FinishedRun)
 
 
 def _notes(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
-    """Recipes that changed at a resume, and other differences from the first run, each once."""
+    """Files that are not what their run wrote, recipes that changed at a resume, and other
+    differences from the first run, each once."""
     name, first = runs[0]
     found = {
         change: f"{each}: its recipe changed at a resume: {change}"
@@ -293,7 +295,10 @@ def _notes(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
     for other_name, other in runs[1:]:
         for sentence in differences(first.final, other.final):
             found.setdefault(sentence, f"A = {name}, B = {other_name}: {sentence}")
-    return list(found.values())
+    altered = [
+        f"{each}: {problem}" for each, run in runs if run.log for problem in changed_files(run.path)
+    ]
+    return [*altered, *found.values()]
 
 
 def add_run(runs: dict[int | None, FinishedRun], run: FinishedRun, arm: str) -> None:

@@ -1,16 +1,21 @@
-"""A campaign: every kind of file of a run, damaged in every way, is named by --verify."""
+"""A campaign: every kind of file of a run, damaged in every way, is named by --verify; no damage
+ends a resume, an evaluation or a report in a traceback, changes their result without a word, or
+costs a file."""
 
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import Result
 from small_runs.fixtures import made_once
 from typer.testing import CliRunner
 
@@ -144,25 +149,120 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def verify(run: Path):
-    return CliRunner().invoke(app, ["inspect-buffer", str(run), "--verify"])
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "300"})
 
 
-def campaign(whole: Path, folder: Path, cases: list[tuple[str, str]]) -> int:
-    """Verify one damage after the other; returns how many there were."""
-    run, unreported, done = folder / "run", [], 0
+def verify(run: Path) -> Result:
+    return call("inspect-buffer", run, "--verify")
+
+
+def resume(run: Path) -> Result:
+    return call("train", "--resume", "--output-dir", run)
+
+
+def evaluate(run: Path) -> Result:
+    few = ("--set", "eval.max_problems=4", "--set", "eval.samples=1", "--set", "eval.greedy=false")
+    return call("eval", "--ckpt", run, "--benchmark", "tiny_add", *few, "--output", evaluated(run))
+
+
+def evaluated(run: Path) -> Path:
+    return run.with_name("evaluated.json")
+
+
+def report(run: Path) -> Result:
+    return call("report", run, "--json")
+
+
+def files_of(run: Path) -> dict[str, bytes]:
+    """Every file but the log and what names this attempt."""
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.parent.name != "log"
+        and path.name not in (".lock", "environment.json")
+    }  # fmt: skip
+
+
+@dataclass
+class Case:
+    """A damaged run, and the same command on the whole run."""
+
+    run: Path
+    kind: str
+    damage: str
+    result: Result
+    before: dict[str, bytes]
+    whole: Result
+    whole_accuracies: Any
+
+    @property
+    def named(self) -> bool:
+        return KINDS[self.kind] in self.result.output
+
+    def problem_of_verify(self) -> bool:
+        said = (self.kind, self.damage) in NAMED_ONLY
+        return not (said and "there is no files.json" in self.result.output)
+
+    def problem_of_resume(self) -> bool:
+        """A resume of a whole run makes summary.json, files.json and `latest` anew; what it does
+        not read is told by --verify, before as after."""
+        there = {name for name in self.before if not name.startswith("checkpoints/latest/")}
+        if not there <= files_of(self.run).keys():
+            return True
+        intact = verify(self.run).exit_code == 0
+        return intact and not self.named and self.kind not in MADE_ANEW
+
+    def problem_of_evaluate(self) -> bool:
+        """A manifest that was changed with its files is told by --verify alone."""
+        same = accuracies(self.run) == self.whole_accuracies
+        return not same and not self.named and self.damage != "forged manifest"
+
+    def problem_of_report(self) -> bool:
+        return self.result.stdout != self.whole.stdout and not self.named
+
+
+def accuracies(run: Path) -> Any:
+    path = evaluated(run)
+    return json.loads(path.read_text())["benchmarks"] if path.exists() else None
+
+
+COMMANDS = {
+    verify: Case.problem_of_verify, resume: Case.problem_of_resume,
+    evaluate: Case.problem_of_evaluate, report: Case.problem_of_report,
+}  # fmt: skip
+MADE_ANEW = ("summary", "list of files", "latest")
+READ_BY_EVAL = (
+    *("recipe", "newest manifest", "state", "weights", "optimizer", "engine layout"),
+    *("model configuration", "tokenizer", "model card", "latest"),
+)
+
+
+def campaign(
+    command: Callable[[Path], Result], whole: Path, folder: Path, cases: list[tuple[str, str]]
+) -> int:
+    """Run a command on one damage after the other; returns how many there were."""
+    run, problems = folder / "run", []
+    shutil.copytree(whole, run, symlinks=True)
+    unharmed = command(run)
+    assert unharmed.exit_code == 0, unharmed.output
+    expected = accuracies(run)
     for kind, name in cases:
-        shutil.rmtree(run, ignore_errors=True)
+        shutil.rmtree(run)
+        evaluated(run).unlink(missing_ok=True)
         shutil.copytree(whole, run, symlinks=True)
         DAMAGES[name](place(run, kind))
-        result = verify(run)
-        traceback = result.exception is not None and not isinstance(result.exception, SystemExit)
-        said = (kind, name) in NAMED_ONLY and "there is no files.json" in result.output
-        if traceback or (result.exit_code == 0 and not said):
-            unreported.append((kind, name, result.exit_code, repr(result.exception)))
-        done += 1
-    assert unreported == []
-    return done
+        before = files_of(run)
+        result = command(run)
+        case = Case(run, kind, name, result, before, unharmed, expected)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            problems.append((kind, name, repr(result.exception)))
+        elif result.exit_code == 0 and COMMANDS[command](case):
+            problems.append((kind, name, "no word"))
+        elif result.exit_code != 0 and files_of(run) != before:
+            problems.append((kind, name, "refused, and changed files"))
+    assert problems == []
+    return len(cases)
 
 
 CASES = list(product(KINDS, DAMAGES))
@@ -188,13 +288,34 @@ def test_every_file_of_a_run_is_of_a_kind_of_the_campaign_or_named_as_unread(who
     assert compared["summary"] == 11
 
 
-def test_damage_of_each_sort_is_named(whole, tmp_path):
-    """Every damage, and the kinds that matter most, in turn."""
-    cases = [pair for i, pair in enumerate(product(QUICK, DAMAGES)) if i % 3 == 0]
+def some(kinds: Sequence[str], every: int) -> list[tuple[str, str]]:
+    """Every damage, and these kinds, in turn."""
+    cases = [pair for i, pair in enumerate(product(kinds, DAMAGES)) if i % every == 0]
     assert {name for _, name in cases} == set(DAMAGES)
-    assert campaign(whole, tmp_path, cases) == 19
+    return cases
+
+
+def test_damage_of_each_sort_is_named(whole, tmp_path):
+    assert campaign(verify, whole, tmp_path, some(QUICK, 3)) == 19
+
+
+def test_damage_of_each_sort_costs_no_resume_and_no_report_a_file(whole, tmp_path, processes):
+    (tmp_path / "report").mkdir()
+    listed_anew = [("metrics", "flip at 0.5"), ("weights", "forged manifest")]
+    assert campaign(resume, whole, tmp_path, some(QUICK, 5) + listed_anew) == 14
+    assert campaign(report, whole, tmp_path / "report", some(READ_BY_REPORT, 1)) == 40
+
+
+READ_BY_REPORT = ("recipe", "metrics", "base evaluation", "rows of an evaluation", "summary")
 
 
 @pytest.mark.slow
-def test_every_damage_to_every_kind_of_file_is_named(whole, tmp_path):
-    assert campaign(whole, tmp_path, CASES) == len(KINDS) * len(DAMAGES) == 160
+@pytest.mark.parametrize("command", [verify, resume, report])
+def test_every_damage_to_every_kind_of_file_is_named(whole, tmp_path, processes, command):
+    assert campaign(command, whole, tmp_path, CASES) == len(KINDS) * len(DAMAGES) == 160
+
+
+@pytest.mark.slow
+def test_no_damage_changes_an_evaluation_without_a_word(whole, tmp_path, processes):
+    cases = list(product(READ_BY_EVAL, DAMAGES))
+    assert campaign(evaluate, whole, tmp_path, cases) == 80
