@@ -7,9 +7,10 @@
 All trainers get the same base model, its training problems, 32 prompts of 8 completions a step, two
 updates, the same clipped token-mean loss, AdamW, reward function and temperature, in fp32 on one
 thread. `ours` drops groups without a signal, `ours-all` trains on them as TRL does, `ours-replay`
-also replays as many rollouts. With `--smollm2`, the folder that `make_smollm2.py` makes, the model
-is SmolLM2-135M, a step has 16 prompts, sums of two digits after four worked examples (45 tokens,
-answers of up to 6, which end with their line), and all cores work.
+also replays as many rollouts; `trl-16` is TRL with micro-batches of 16 rows instead of all of an
+update. With `--smollm2`, the folder that `make_smollm2.py` makes, the model is SmolLM2-135M, a step
+has 16 prompts, sums of two digits after four worked examples (45 tokens, answers of up to 6, which
+end with their line), and all cores work.
 
 A run is a process of its own; rounds alternate the order; the first steps of a run are not timed.
 CPU seconds count the reward worker; memory is the most that the trainer's process had resident at
@@ -40,7 +41,9 @@ OURS = {
     "ours-all": ["replay.preset=grpo", "replay.drop_zero_variance=false"],
     "ours-replay": [],  # as the recipe
 }
-CONTENDERS = (*OURS, "trl")
+TRL = {"trl-16": 16}
+"""Rows of a micro-batch; `trl` has all of an update in one."""
+CONTENDERS = (*OURS, "trl", *TRL)
 GROUP, UPDATES, BETA2 = 8, 2, 0.99
 WORKED = "2 + 3 = 5\n7 + 6 = 13\n14 + 21 = 35\n52 + 39 = 91\n"
 LINE_END = "Ċ"  # the token of SmolLM2 that ends a line
@@ -234,6 +237,7 @@ def task_settings(options: argparse.Namespace, folder: Path) -> list[str]:
         "prompts.user_template={problem}", "prompts.max_prompt_length=64",
         f"sampling.max_completion_length={task.longest}",
         f"engine.threads_per_process={task.threads}", "replay.warmup_steps=1",
+        "batch.max_tokens_per_microbatch=1024",  # as the recipe smollm2
     ]  # fmt: skip
 
 
@@ -267,13 +271,16 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with marks.left_out():
                 super()._save_checkpoint(*arguments)
 
+    of_update = task.prompts * GROUP // UPDATES
+    parts = of_update // TRL.get(options.contender, of_update)  # micro-batches of an update
     config = GRPOConfig(
         output_dir=str(folder / "run"), use_cpu=True, bf16=False, report_to=[], logging_steps=1,
         disable_tqdm=True, seed=options.seed, max_steps=UPDATES * options.steps,
         save_strategy="steps" if options.save_every else "no", save_only_model=True,
         save_steps=UPDATES * (options.save_every or options.steps), gradient_checkpointing=False,
-        per_device_train_batch_size=task.prompts * GROUP // UPDATES, gradient_accumulation_steps=1,
-        steps_per_generation=UPDATES, num_generations=GROUP, max_completion_length=task.longest,
+        per_device_train_batch_size=of_update // parts, gradient_accumulation_steps=parts,
+        steps_per_generation=UPDATES * parts, num_generations=GROUP,
+        max_completion_length=task.longest,
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", epsilon=0.2,
         epsilon_high=0.28, learning_rate=options.rate, adam_beta2=BETA2, weight_decay=0.01,
         lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=1.0,
@@ -293,7 +300,7 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def run_here(options: argparse.Namespace) -> dict[str, Any]:
-    train = trl if options.contender == "trl" else ours
+    train = ours if options.contender in OURS else trl
     result = train(options, options.folder)
     if options.save_every:
         saved = sorted(result["saved"].items())
