@@ -8,8 +8,9 @@
 
 A mutant is one change of a comparison, operator, constant, condition, return, slice or call
 (`mutation_parts/mutants.py`). A random sample of those of the folders is tested, each against the
-tests in the default suite of its own folder that run the changed line (found once by tracing, kept
-in `--output` while the sources are the same), the quickest first, until one fails. Prints the
+tests in the default suite of its own folder that run the changed line, the quickest first, until
+one fails. Which tests these are is traced once for each test file and kept in `--output`; in a
+source that changed since, each test that ran a line of it counts. Prints the
 survivors and the share killed; a time limit that ends a mutant counts as killed. Mutants that
 change no behaviour are named with a reason in `mutation_parts/equivalent.py` and left out. The
 exit code is 1 if less than 95 % were killed. `--known` plants the bugs of `mutation_parts/known.py`
@@ -107,7 +108,7 @@ def trials_of(
             yield Trial(mutant, options.tests, KNOWN_SECONDS, False)
             continue
         if mutant.folder not in covers:
-            covers[mutant.folder] = read_covers(output, test_files(mutant.folder))
+            covers[mutant.folder] = read_covers(ROOT, output, test_files(mutant.folder))
         most = math.inf if quick is None else quick
         tests, seconds, complete = chosen_tests(mutant, covers[mutant.folder], most)
         yield Trial(mutant, tests, spare + 3 * seconds, complete)

@@ -25,11 +25,13 @@ RECORDING_SECONDS = 1200
 @dataclass
 class FileCover:
     """The lines that the tests of a file run, as "path:line". `by_file` are those of its fixtures,
-    its imports and the processes it starts, which count for all of its tests. `fingerprint` is that
-    of the test file and of the sources that it runs."""
+    its imports and the processes it starts, which count for all of its tests. `fingerprints` are
+    those of the test file and of each source that it runs. In a source that is another now
+    (`changed`), each test that ran a line of it counts as running all of it."""
 
     path: str
-    fingerprint: str = ""
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
     by_file: set[str] = field(default_factory=set)
     by_test: dict[str, set[str]] = field(default_factory=dict)
     setup_seconds: dict[str, float] = field(default_factory=dict)
@@ -43,11 +45,13 @@ class FileCover:
     def chosen(self, mutant: Mutant) -> tuple[list[str], list[str]]:
         """Tests that run a line of the mutant, and those whose fixtures do."""
         keys = {f"{mutant.path}:{line}" for line in mutant.lines}
+        if mutant.path in self.changed:
+            prefix = f"{mutant.path}:"
+            ran = self.by_file.union(*self.by_test.values())
+            keys = {line for line in ran if line.startswith(prefix)}
         direct = [test for test, lines in self.by_test.items() if lines & keys]
-        others = (
-            [test for test in self.by_test if test not in direct] if self.by_file & keys else []
-        )
-        return direct, others
+        others = [test for test in self.by_test if test not in direct]
+        return direct, others if self.by_file & keys else []
 
     def groups(self, mutant: Mutant) -> Iterator[tuple[float, float, dict[str, float]]]:
         """Tests of a like length, with the seconds of each; before them their rank, and what it
@@ -107,10 +111,11 @@ def fingerprint(root: Path, files: Iterable[str]) -> str:
 
 
 def is_recorded(root: Path, test_file: str, output: Path) -> bool:
+    """Whether the tests of a file were traced as they are now."""
     if not (output / f"{test_file.replace('/', '.')}.cover.json").exists():
         return False
-    [cover] = read_covers(output, [test_file])
-    return cover.fingerprint == fingerprint(root, {test_file, *cover.sources()})
+    [cover] = read_covers(root, output, [test_file])
+    return test_file not in cover.changed
 
 
 def record_task(test_file: str, output: Path) -> Task:
@@ -129,19 +134,23 @@ def record_task(test_file: str, output: Path) -> Task:
         if by_processes.exists():
             lines = by_processes.read_text().splitlines()
             cover.by_file |= {line.removeprefix(f"{copy}{os.sep}") for line in lines}
-        cover.fingerprint = fingerprint(copy, {test_file, *cover.sources()})
+        ran = {test_file, *cover.sources()}
+        cover.fingerprints = {path: fingerprint(copy, [path]) for path in ran}
         (output / f"{name}.cover.json").write_text(json.dumps(vars(cover), default=sorted))
         return 0
 
     return Task(test_file, work, RECORDING_SECONDS, output / f"{name}.log")
 
 
-def read_covers(output: Path, test_files: Iterable[str]) -> list[FileCover]:
+def read_covers(root: Path, output: Path, test_files: Iterable[str]) -> list[FileCover]:
     covers = []
     for test_file in test_files:
         path = output / f"{test_file.replace('/', '.')}.cover.json"
         facts: dict[str, Any] = json.loads(path.read_text())
         cover = FileCover(**facts)
+        cover.changed = {
+            each for each, was in cover.fingerprints.items() if fingerprint(root, [each]) != was
+        }
         cover.by_file = set(facts["by_file"])
         cover.by_test = {test: set(lines) for test, lines in facts["by_test"].items()}
         covers.append(cover)

@@ -71,6 +71,11 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "limits memory alone",
     ),
     (
+        "grpo_replay/collection/collector.py",
+        "self._cursor = 0", "self._cursor = (1)",
+        "Hello sets it before anything is sampled",
+    ),
+    (
         "grpo_replay/collection/collector_process.py",
         "context.term()", "pass",
         "the process ends right after it",

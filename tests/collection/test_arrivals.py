@@ -69,6 +69,15 @@ def test_a_second_copy_of_a_group_is_recognised():
         queue.take_in(group((0, 1)))
 
 
+def test_a_group_that_will_not_come_is_counted_and_written_off():
+    queue = arrivals()
+    counted = [queue.records, queue.arrived_groups, queue.stale_groups, queue.dropped_groups]
+    assert counted == [0, 0, 0, 0]
+    queue.take_in(Drop(0, 1, "cancelled", 2, 30))
+    assert (queue.records, queue.arrived_groups, queue.dropped_groups) == (1, 0, 1)
+    assert queue.ledger.settled["cancelled"] == Amount(2, 30)
+
+
 def test_a_resume_goes_on_with_the_outstanding_places_not_the_smallest():
     """trl#7274: one dropped group made a resume train everything after it again."""
     queue = arrivals()

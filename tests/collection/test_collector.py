@@ -146,6 +146,20 @@ def test_groups_come_scored_in_the_order_of_the_prompts_with_their_own_seeds(ser
     harness.check_balance()
 
 
+def test_nothing_is_sampled_without_credit(server):
+    harness = Harness([server])
+
+    async def scenario():
+        harness.collector.handle(Hello("run", [], 0, 0))
+        await harness.until(lambda: not harness.collector.report().down)
+        harness.collector.handle(Version(server.url, 0))
+        assert harness.collector.report().started_groups == 0
+        harness.collector.handle(Credit(1))
+        await harness.until(lambda: len(harness.groups()) == 1)
+
+    harness.run(scenario)
+
+
 def test_outstanding_prompts_come_first_and_the_epoch_goes_on(server):
     harness = Harness([server])
 

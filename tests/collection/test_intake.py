@@ -126,6 +126,13 @@ def test_credit_stays_one_step_ahead_of_the_trainer(server, tmp_path):
     run.close()
 
 
+def test_buffer_only_is_never_gated(server, tmp_path):
+    run = Run(recipe(server, replay={"preset": "fifo", "warmup_steps": 0}), tmp_path)
+    run.step()
+    assert set(credits_sent()) == {None}
+    run.close()
+
+
 def test_a_group_that_is_lost_or_cancelled_is_replaced_once(server, tmp_path):
     """One was lost before the collector began; it starts with two steps' credit all the same."""
     run = Run(recipe(server), tmp_path)
