@@ -1,20 +1,27 @@
 """Steps of opening a run that only long runs take: by hand."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from grpo_replay.distributed.comm import Comm
 from grpo_replay.recipe import resolve_recipe
+from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training import Observer, opening
 from grpo_replay.training.opening import RunOpener
-from grpo_replay.training.resuming import open_other_logs
+from grpo_replay.training.resuming import StartingPoint, open_other_logs
 
 
-def opener(folder: Path, **sections) -> SimpleNamespace:
-    return SimpleNamespace(
-        recipe=resolve_recipe([sections]), run_dir=SimpleNamespace(path=folder), notices=[]
-    )
+def opener(folder: Path, **sections) -> RunOpener:
+    """Of one rank, with an observer that writes down what it is told."""
+    observer, told = Observer(), []
+    observer.on_status, observer.told = told.append, told
+    device = SimpleNamespace(type="cpu")
+    recipe = resolve_recipe([sections])
+    return RunOpener(recipe, Comm(), device, RunDirectory(folder), observer, ExitStack())
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -28,7 +35,7 @@ def test_vllm_opens_a_random_model_from_the_folder_of_its_first_weights(tmp_path
     folder = tmp_path / "initial_model"
     if resumed:
         folder.mkdir()
-    found = RunOpener._model_path(opener(tmp_path, **sections), engine, resumed)
+    found = opener(tmp_path, **sections)._model_path(engine, resumed)
     assert (found, saved) == (str(folder), [] if resumed else [folder])
 
 
@@ -46,3 +53,132 @@ def test_every_other_rank_logs_beside_rank_0(tmp_path, rank, logs):
     )  # fmt: skip
     open_other_logs(RunDirectory(tmp_path), comm)
     assert sorted(path.name for path in folder.glob("*rank*")) == logs
+
+
+def test_a_sampler_in_the_trainers_process_reads_no_model_and_a_trained_one_has_its_own_folder(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(opening, "resolve_model_path", lambda path: f"found {path}")
+    model = {"path": "builtin:qwen3-0.6b", "random_init": True, "tokenizer": "builtin:bytes"}
+    assert opener(tmp_path, model=model)._model_path(None, False) == "builtin:qwen3-0.6b"
+    assert opener(tmp_path, model={"path": "some/model"})._model_path(None, False) == (
+        "found some/model"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "told"),
+    [
+        (1, 2, []),
+        (3, 2, ["restoring the engine state of 3 ranks at ZeRO 2 on 1 at ZeRO 2"]),
+        (1, 0, ["restoring the engine state of 1 ranks at ZeRO 0 on 1 at ZeRO 2"]),
+    ],
+)
+def test_an_engine_state_of_other_ranks_or_another_stage_is_named(tmp_path, ranks, stage, told):
+    opened = opener(tmp_path, engine={"zero_stage": 2})
+    opened._say_if_resharded(RunState(world_size=ranks, zero_stage=stage))
+    assert opened.observer.told == told
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_the_buffer_of_a_checkpoint_is_restored_unless_the_recipe_empties_it(
+    tmp_path, monkeypatch, restore
+):
+    restored = []
+    monkeypatch.setattr(opening, "restore_buffer", lambda *words: restored.append(words))
+    opened = opener(tmp_path, checkpoint={"restore_buffer": restore})
+    opened._restore_buffer(StartingPoint(None), "buffer")
+    assert (restored, opened.notices) == ([], [])
+    opened._restore_buffer(StartingPoint(tmp_path, RunState(step=4)), "buffer")
+    empties = "checkpoint.restore_buffer is false: the replay buffer starts empty"
+    assert restored == ([(tmp_path, 4, "buffer")] if restore else [])
+    assert opened.notices == ([] if restore else [empties])
+
+
+class Prompts:
+    """Ten that remain, the longest of 21 tokens."""
+
+    longest_prompt, notices = 21, ["of the prompts"]
+
+    def __init__(self, skipped: int) -> None:
+        self.skipped_too_long = skipped
+
+    def __len__(self) -> int:
+        return 10
+
+    def notices_of_use(self, per_step: int, held_out: set[str]) -> list[str]:
+        return [f"{per_step} a step", *sorted(held_out)]
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_prompts_that_were_left_out_are_counted(tmp_path, monkeypatch, skipped):
+    asked, rooms = [], []
+    monkeypatch.setattr(
+        opening, "load_prompts", lambda *words: asked.append(words) or Prompts(skipped)
+    )
+    monkeypatch.setattr(opening, "check_training_room", lambda *words: rooms.append(words))
+    opened = opener(tmp_path, prompts={"max_prompt_length": 30}, run={"seed": 8})
+    recipe = opened.recipe
+    assert len(opened._load_prompts("tokenizer")) == 10
+    assert asked == [(recipe.prompts, "tokenizer", 8, recipe.reward.reads_rows)]
+    assert rooms == [(recipe.sampling, recipe.model, recipe.longest_sequence, 21)]
+    longer = "1 prompts are longer than prompts.max_prompt_length 30 and were left out; 10 remain"
+    assert opened.notices == [longer, "of the prompts"][1 - skipped :]
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_what_is_noticed_of_the_rewards_is_said_once(tmp_path, monkeypatch, evaluated):
+    monkeypatch.setattr(opening, "notices_of_workers", lambda *words: [f"workers {words}"])
+    monkeypatch.setattr(opening, "notices_of_rewards", lambda *_: ["odd function"])
+    monkeypatch.setattr(
+        opening, "notices_of_verifier", lambda name, *_: ["odd function", f"verifier {name}"]
+    )
+    opened = opener(tmp_path, reward={"workers": 3}, sampling={"prompts_per_step": 7})
+    plan = SimpleNamespace(problem_texts={"1+1"}) if evaluated else None
+    opened._try_rewards("scorer", Prompts(0), plan)
+    verifier = f"verifier {opened.recipe.eval.verifier}"
+    of_evaluation = [["1+1"], [verifier]] if evaluated else [[], []]
+    assert opened.notices == [
+        "7 a step", *of_evaluation[0], "workers (3, 1)", "odd function", *of_evaluation[1],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_the_limits_of_a_run_are_noticed(tmp_path, monkeypatch, is_main):
+    asked = []
+    monkeypatch.setattr(opening, "load_config", lambda model: "config")
+    monkeypatch.setattr(opening, "float32_warning", lambda *words: asked.append(words) or "large")
+    monkeypatch.setattr(opening, "notices_of_room", lambda *words: asked.append(words) or ["full"])
+    monkeypatch.setattr(opening, "notices_of_precision", lambda *words: [f"precision {words}"])
+    opened = opener(
+        tmp_path, prompts={"max_prompt_length": 100}, sampling={"max_completion_length": 50},
+        batch={"max_tokens_per_microbatch": 1000}, checkpoint={"keep": 4}, engine={"zero_stage": 2},
+    )  # fmt: skip
+    opened.checkpoint_bytes = 77
+    if not is_main:
+        opened.comm.rank = 1
+    opened._note_limits()
+    room = (opened.run_dir.checkpoints, 4, 77)
+    assert asked == [(opened.recipe.model, "config", 150, False), room][: 1 + is_main]
+    precision = f"precision {(opened.recipe.model.dtype, 2)}"
+    assert opened.notices == ["large", *["full"][: int(is_main)], precision]
+    monkeypatch.setattr(opening, "float32_warning", lambda *_: "")
+    opened.notices.clear()
+    opened._note_limits()
+    assert opened.notices[-1] == precision and "large" not in opened.notices
+
+
+def test_the_tokens_that_end_a_completion_are_named():
+    sampler = SimpleNamespace(stop_token_ids=(2, 9))
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda ids: [f"<{each}>" for each in ids])
+    assert opening._describe_stop_tokens(sampler, tokenizer) == (
+        "completions end at <2> (2) or <9> (9); sampling.stop_tokens chooses others"
+    )
+
+
+def test_nothing_is_planned_without_benchmarks(tmp_path, monkeypatch):
+    monkeypatch.setattr(opening, "plan_that_fits", lambda tokenizer, recipe: f"with {tokenizer}")
+    assert opener(tmp_path, eval={"benchmarks": []})._plan_evaluation("words") is None
+    assert opener(tmp_path, eval={"benchmarks": ["aime24"]})._plan_evaluation("words") == (
+        "with words"
+    )
