@@ -1,6 +1,8 @@
 """Pieces of an asynchronous step by hand: shares of time, undrawn evictions, what is waited for."""
 
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ from small_runs.trained import GROUP, PROMPTS, small_recipe
 
 from grpo_replay.collection.arrivals import Arrivals, TakenRollouts, rollouts_to_insert
 from grpo_replay.collection.intake import arrival_rules
+from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Drop, Report
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import SamplerError
@@ -26,6 +29,7 @@ from grpo_replay.training.asynchronous import (
     ServerShare,
     ServerTimes,
     UndrawnEvictions,
+    lateness,
     mean_lengths,
 )
 from grpo_replay.training.rollout_source import StepRecord, StepRollouts, Stopwatch
@@ -52,6 +56,7 @@ def test_another_collector_counts_from_zero_and_pauses_go_on():
 def test_without_a_server_in_use_there_is_no_share_and_no_more_than_all_is_idle():
     times = ServerTimes(gpus_per_rank=1)
     assert times.step(Report(), 0.0) == ServerShare(0.0, None)
+    assert times.step(Report(server_seconds=0.5), 0.0) == ServerShare(0.5, 0.0)
     assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, 1.0)
     assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, None)
 
@@ -270,3 +275,158 @@ def test_a_checkpoint_has_the_journal_on_the_disk_first_and_the_end_ends_the_col
     source.intake = None  # a rank other than 0
     source.save(tmp_path)
     source.close()
+
+
+def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
+    """It waited 6 of its 12 seconds, in which two servers worked 3 seconds for one rank."""
+    source, intake = collector_source(async_recipe(URLS))
+    now = [100.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(asynchronous, "time", clock)
+    monkeypatch.setattr(source, "_go_live", lambda: intake.went_live())
+    monkeypatch.setattr(source, "_wait", lambda *_: now.append(now.pop() + 6) or True)
+    arrived = TakenRollouts((make_rollout(8, birth_step=3), make_rollout(9, birth_step=2)), 2)
+    intake.cut = lambda *words: intake.done.append(("cut", *words)) or arrived
+    intake.newest_report = Report(idle_seconds=1.0, server_seconds=4.0)
+    taken = source.take(3, lambda: False)
+    assert intake.done == [("went_live",), ("poll", 2), ("cut", 3, 2, 2)]
+    assert (taken.generated, taken.generation_seconds) == (arrived.generated, 3.0)
+    source.parts.clock = SimpleNamespace(read=lambda: {"step": 12.0})
+    draw = Draw.empty()
+    batch = ComposedBatch(arrived.generated, np.zeros(2, bool), draw.ages, draw)
+    found = source.metrics(StepRecord(3, taken, arrived.generated, None, batch, [], []))
+    assert (found["async/trainer_idle"], found["async/sampler_idle"]) == (0.5, 0.25)
+    assert (found["async/straddlers"], found["async/outstanding_groups"]) == (2, 7)
+    assert (found["sampler/policy_version"], found["async/undrawn_evicted"]) == (2, 2)
+    assert found["ledger/generated_rollouts"] == 0
+    assert (found["async/age_mean"], found["async/age_max"]) == (0.5, 1)
+    source.parts.clock = SimpleNamespace(read=lambda: {"step": 0.0})
+    assert source.metrics(StepRecord(3, taken, (), None, batch, [], []))[
+        "async/trainer_idle"
+    ] == pytest.approx(6e9)
+
+
+def test_another_rank_waits_with_rank_0_and_takes_nothing(monkeypatch):
+    source, intake = collector_source(async_recipe(URLS))
+    source.intake = None
+    monkeypatch.setattr(asynchronous, "run_on_main", lambda comm, action: True)
+    taken = source.take(3, lambda: False)
+    assert (taken.generated, taken.measured, taken.generation_seconds) == ((), (), None)
+    assert intake.done == []
+
+
+def test_a_recorded_step_is_repeated_without_waiting(monkeypatch):
+    for kind in (JournalSource, CollectorSource):
+        source, intake = collector_source(async_recipe(URLS), kind)
+        intake.replaying = True
+        intake.take_recorded = lambda step: TakenRollouts((make_rollout(step),), 0)
+        taken = source.take(3, lambda: False)
+        assert [rollout.rollout_id for rollout in taken.generated] == [3]
+        assert taken.generation_seconds is None
+        source.parts.clock = SimpleNamespace(read=lambda: {"step": 2.0})
+        draw = Draw.empty()
+        batch = ComposedBatch((), np.zeros(0, bool), draw.ages, draw)
+        found = source.metrics(StepRecord(3, taken, (), None, batch, [], []))
+        assert (found["async/trainer_idle"], found["async/sampler_idle"]) == (0.0, None)
+
+
+@pytest.mark.parametrize(("replay", "limit"), [({}, None), (BUFFER_ONLY, 25)])
+def test_a_collector_is_started_with_the_servers_and_what_may_wait(
+    tmp_path, monkeypatch, replay, limit
+):
+    """Of a buffer for 97 rollouts, 25 groups of four; of groups that steps wait for, any number."""
+    changes = {"replay": {**replay, "capacity_rollouts": 97}}
+    source, intake = collector_source(async_recipe(URLS, changes))
+    source.parts.run_dir, source.parts.prompts = SimpleNamespace(path=tmp_path), range(11)
+    servers = [SimpleNamespace(prefix="run-7/", url=url) for url in ("a", "b")]
+    monkeypatch.setattr(RollingServerSampler, "servers", servers)
+    source.sampler.stop_token_ids = (1, 5)
+    source._go_live()
+    settings = CollectorSettings(
+        source.recipe, "run-7", ["a", "b"], (1, 5), limit, tmp_path / "log" / "collector.log"
+    )
+    assert intake.done == [("go_live", settings, 11, 2)]
+    source.sampler.on_switch("a", 3)
+    assert intake.done[1:] == [("announce", "a", 3)]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("is_main", [False, True])
+def test_a_source_opens_the_journal_that_it_repeats_or_goes_on_with(
+    tmp_path, monkeypatch, resumed, repeats, is_main
+):
+    """The intake is closed before its journal. Servers of a resumed run get its policy first."""
+    done: list[tuple] = []
+    monkeypatch.setattr(asynchronous, "_push", lambda _, version: done.append(("push", version)))
+    monkeypatch.setattr(asynchronous.JournalRecords, "of", lambda folder: folder)
+    journal = SimpleNamespace(close=lambda: done.append(("journal closed",)))
+    monkeypatch.setattr(asynchronous.Journal, "open", lambda folder: (journal, folder))
+
+    class Opened:
+        def __init__(self, recipe, journal, records, step) -> None:
+            self.journal, self.records, self.step = journal, records, step
+
+        def close(self) -> None:
+            done.append(("intake closed",))
+
+    monkeypatch.setattr(asynchronous, "Intake", Opened)
+    recipe, stack = async_recipe(URLS), ExitStack()
+    recipe.sampling.collection.__dict__["replay_journal"] = "before" if repeats else None
+    parts = SimpleNamespace(
+        recipe=recipe, comm=Comm(int(not is_main)), run_dir=SimpleNamespace(path=tmp_path),
+        sampler=object.__new__(RollingServerSampler),
+    )  # fmt: skip
+    monkeypatch.setattr(asynchronous, "run_collectively", lambda _, action: action())
+    checkpoint = tmp_path if resumed else None
+    state = RunState(step=3, policy_version=4)
+    source = asynchronous.open_collected(parts, state, checkpoint, stack)
+    assert done == [("push", 4)] * resumed
+    assert type(source) is (JournalSource if repeats else CollectorSource)
+    if is_main:
+        folder = Path("before") if repeats else tmp_path
+        assert source.intake.records == folder / "journal" and source.intake.step == 3
+        assert source.intake.journal is (None if repeats else journal)
+    else:
+        assert source.intake is None
+    done.clear()
+    stack.close()
+    closes = is_main and not repeats
+    assert done == ([("intake closed",), ("journal closed",)] if closes else [])
+
+
+def test_a_push_is_gathered_as_its_version_and_timed(monkeypatch):
+    pushed, comm = [], Comm()
+    monkeypatch.setattr(asynchronous, "sync_weights", lambda *words: pushed.append(words))
+    stages = []
+    parts = SimpleNamespace(
+        engine="engine", sampler="sampler",
+        clock=SimpleNamespace(stage=lambda name: stages.append(name) or comm.position.stage(name)),
+    )  # fmt: skip
+    asynchronous._push(parts, 3)
+    assert (pushed, stages) == ([("engine", "sampler", 3)], ["sync"])
+
+
+@pytest.mark.parametrize(("update_N", "updates"), [(None, 1), ([0, 1], 2)])
+def test_lags_are_counted_from_the_versions_that_sampled(update_N, updates):
+    """Step 9 trains on a rollout of step 5, sampled by versions 5 and 6, and one of step 9, by 8.
+    In the unit of two updates a step these are 8, and 1 of the second update."""
+    first = replace(make_rollout(1, birth_step=5, tokens=3), policy_version=5, policy_version_end=6)
+    trained = (first, make_rollout(2, birth_step=9))
+    draw = replace(Draw.empty(), updates=updates, update_N=update_N and np.array(update_N))
+    batch = ComposedBatch(trained, np.zeros(2, bool), draw.ages, draw)
+    taken = StepRollouts(trained, (), 0, 0, 0, None)
+    found = lateness(StepRecord(9, taken, (), None, batch, [], []))
+    ages, first_lags, last_lags = [4, 0], [3, 0], [2, 0]
+    if updates == 2:
+        ages, first_lags, last_lags = [8, 1], [6, 1], [4, 1]
+    assert found == {
+        "async/age_mean": np.mean(ages), "async/age_max": max(ages),
+        "async/first_token_lag_mean": np.mean(first_lags),
+        "async/last_token_lag_mean": np.mean(last_lags),
+        "async/kept_mean_length": 3.0, "async/dropped_mean_length": None,
+    }  # fmt: skip
+    nothing = ComposedBatch((), np.zeros(0, bool), draw.ages, Draw.empty())
+    none_taken = StepRollouts((), (), 0, 0, 0, None)
+    found = lateness(StepRecord(9, none_taken, (), None, nothing, [], []))
+    assert set(found.values()) == {None}
