@@ -1,5 +1,6 @@
 """What a step reports: definitions by hand, and the page that documents every name."""
 
+import math
 import re
 from pathlib import Path
 
@@ -10,19 +11,26 @@ from small_runs.trained import train_small_run
 from grpo_replay.engine import UpdateResult
 from grpo_replay.lab.planning.design import PlanInputs, design_at
 from grpo_replay.lab.planning.theory import PowerGrowth
+from grpo_replay.recipe import LossSection
+from grpo_replay.replay import BufferStats
 from grpo_replay.training.asynchronous import sampled_by
 from grpo_replay.training.metrics import (
     GENERATION,
     VERDICTS,
     age_bin,
+    batch_metrics,
+    buffer_metrics,
     cost_metrics,
     depends_on_time,
+    gap_metrics,
     generation_metrics,
     null_where_not_finite,
+    sampler_weight_metrics,
+    score_metrics,
     update_metrics,
 )
-from grpo_replay.training.weight_sync import gap_sample, measure_gap
-from grpo_replay.types import Rollout
+from grpo_replay.training.weight_sync import LogprobGap, gap_sample, measure_gap
+from grpo_replay.types import ComposedBatch, Draw, Rollout, RolloutOutcome
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
@@ -93,11 +101,12 @@ def test_rewards_that_did_not_come_count_only_in_their_share():
 def test_update_metrics_by_hand():
     results = [
         UpdateResult((), 0.5, 2.0, 0.1, 3, 0.2, 1e-3),
-        UpdateResult((), -0.1, 4.0, 0.3, 3, 0.4, 1e-3),
+        UpdateResult((), -0.4, 1.0, 0.3, 2, 0.4, 2e-3),
+        UpdateResult((), 0.2, 6.0, 0.2, 4, 0.0, 3e-3),
     ]
     assert update_metrics(results, beta=0.04) == {
-        "updates": 2, "micro_batches": 6, "loss": pytest.approx(0.2), "grad_norm": 3.0,
-        "kl": pytest.approx(0.2), "padding_share": pytest.approx(0.3), "learning_rate": 1e-3,
+        "updates": 3, "micro_batches": 9, "loss": pytest.approx(0.1), "grad_norm": 3.0,
+        "kl": pytest.approx(0.2), "padding_share": pytest.approx(0.2), "learning_rate": 3e-3,
     }  # fmt: skip
     assert update_metrics(results, beta=0.0)["kl"] is None
     assert update_metrics([], beta=0.04) == {
@@ -169,9 +178,129 @@ def test_without_survivors_there_is_no_gamma():
     assert found["cost/mu"] is not None and found["cost/gamma"] is None
 
 
-def test_without_training_there_is_no_mu():
-    found = cost_metrics(SECONDS, SECONDS["generation"], [make_rollout(0, 3)], [])
+def test_one_survivor_has_a_gamma():
+    """μ: 2 generated in 12 s, 1 trained in half a second -> 6 s / 0.5 s = 12."""
+    made = [make_rollout(0, 3), make_rollout(1, 3, std=0.0)]
+    found = cost_metrics({**SECONDS, "training": 0.5}, 12.0, made, made[:1])
+    assert found["cost/mu"] == pytest.approx(12.0)
+    assert found["cost/gamma"] == pytest.approx((1 + 24) / (1 + 24))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "generation", "generated", "trained"),
+    [(SECONDS, 12.0, 1, 0), (SECONDS, 12.0, 0, 1), (SECONDS, None, 1, 1),
+     ({**SECONDS, "training": 0.0}, 12.0, 1, 1)],
+    ids=["nothing trained", "nothing generated", "unknown", "no time"],
+)  # fmt: skip
+def test_without_its_parts_there_is_no_mu(seconds, generation, generated, trained):
+    rollouts = [make_rollout(0, 3)]
+    found = cost_metrics(seconds, generation, rollouts[:generated], rollouts[:trained])
     assert found["cost/mu"] is found["cost/gamma"] is None
+
+
+def outcome(tokens: int, number: float) -> RolloutOutcome:
+    """Whose quantities are the number, and parts of it."""
+    return RolloutOutcome(
+        tokens=tokens, clip_fraction=number / 2, log_ratio_mean=0.0, log_ratio_var=0.0,
+        approx_kl=number / 4, ratio_mean=number, ratio_max=2 * number, entropy=3 * number,
+    )  # fmt: skip
+
+
+def test_batch_metrics_by_hand():
+    """One fresh rollout of one token, and three replayed ones of 1, 3 and 1 tokens, of ages 4, 2
+    and 3; token means are over tokens."""
+    rollouts = [make_rollout(i, 3, advantage=a) for i, a in enumerate([1.0, 0.5, -1.0, 0.0])]
+    draw = Draw(tuple(rollouts[1:]), np.ones(3), np.array([4, 2, 3]), 2.5, 0.7)
+    batch = ComposedBatch(
+        tuple(rollouts), np.array([False, True, True, True]), np.array([0, 4, 2, 3]), draw
+    )
+    outcomes = [outcome(1, 1.0), outcome(1, 8.0), outcome(3, 4.0), outcome(1, 2.0)]
+    found = batch_metrics(batch, outcomes, fresh_rollouts=2)
+    assert found == {
+        "entropy": pytest.approx(3 * 23 / 6),
+        "fresh/rollouts": 2, "fresh/clip_fraction": 0.5, "fresh/ratio_mean": 1.0,
+        "fresh/ratio_max": 2.0, "fresh/approx_kl": 0.25,
+        "replay/rollouts": 3, "replay/ratio": 1.5, "replay/clip_fraction": pytest.approx(2.2),
+        "replay/ratio_mean": pytest.approx(4.4), "replay/ratio_max": 16.0,
+        "replay/approx_kl": pytest.approx(1.1), "replay/age_mean": 3.0, "replay/age_max": 4,
+        "replay/ess": 2.5, "replay/draw_entropy": 0.7,
+        "replay/positive_fraction": pytest.approx(1 / 3),
+        "replay/age_2/clip_fraction": 2.0, "replay/age_2/ratio_mean": 4.0,
+        "replay/age_2/approx_kl": 1.0,
+        "replay/age_3-4/clip_fraction": 2.5, "replay/age_3-4/ratio_mean": 5.0,
+        "replay/age_3-4/approx_kl": 1.25,
+    }  # fmt: skip
+    assert list(found).index("replay/age_2/approx_kl") < list(found).index(
+        "replay/age_3-4/clip_fraction"
+    )
+
+
+def test_batch_metrics_of_one_that_was_drawn_and_of_none():
+    rollout = make_rollout(0, 3, advantage=0.5)
+    draw = Draw((rollout,), np.ones(1), np.array([1]), 1.0, 0.0)
+    alone = ComposedBatch((rollout,), np.ones(1, bool), draw.ages, draw)
+    found = batch_metrics(alone, [outcome(1, 8.0)], fresh_rollouts=0)
+    assert (found["replay/ess"], found["replay/draw_entropy"], found["entropy"]) == (1.0, 0.0, 24.0)
+    assert (found["replay/ratio"], found["fresh/ratio_max"]) == (None, None)
+    nothing = ComposedBatch((), np.zeros(0, bool), np.zeros(0, int), Draw.empty())
+    found = batch_metrics(nothing, [], fresh_rollouts=3)
+    assert {name: value for name, value in found.items() if value is not None} == {
+        "fresh/rollouts": 3, "replay/rollouts": 0, "replay/ratio": 0.0,
+    }  # fmt: skip
+
+
+def test_ages_in_the_buffer_are_counted_at_the_last_draw():
+    """Ages of 2 and 4 steps; in a step of three draws the last one is 6 + 2 and 12 + 2 later."""
+    stats = BufferStats(
+        rollouts=9,
+        age_mean=2.0,
+        age_max=4,
+        evicted=5,
+        priority_mean=0.5,
+        times_used_mean=1.5,
+        evicted_by_capacity=0,
+    )
+    shared = {
+        "buffer/rollouts": 9, "buffer/evicted": 5, "buffer/priority_mean": 0.5,
+        "buffer/times_used_mean": 1.5,
+    }  # fmt: skip
+    assert buffer_metrics(stats) == {**shared, "buffer/age_mean": 2.0, "buffer/age_max": 4}
+    assert buffer_metrics(stats, 3) == {**shared, "buffer/age_mean": 8.0, "buffer/age_max": 14}
+    empty = buffer_metrics(BufferStats(0, None, None, 0, None, None, 0), 3)
+    assert (empty["buffer/age_mean"], empty["buffer/age_max"]) == (None, None)
+
+
+def test_scores_of_the_rollouts_whose_reward_came():
+    rollouts = [
+        make_rollout(0, 3, reward_scores=(1.0, 0.5)),
+        make_rollout(1, 3, reward=None, reward_scores=()),
+        make_rollout(2, 3, reward_scores=(-1.0, 0.1)),
+    ]
+    assert score_metrics(rollouts, ["a", "b"]) == {
+        "rewards/a/mean": 0.0, "rewards/a/std": 1.0,
+        "rewards/b/mean": pytest.approx(0.3), "rewards/b/std": pytest.approx(0.2),
+    }  # fmt: skip
+    assert score_metrics(rollouts[1:2], ["a", "b"]) == score_metrics([], ["a", "b"]) == {}
+    assert score_metrics([make_rollout(0, 3)], ["a"]) == {}
+
+
+def test_weights_of_the_sampler_by_hand():
+    """Two tokens, e^0.5 and e^2: the second is capped at 2."""
+    rollout = make_rollout(0, 2, behavior_logprobs=np.array([-0.5, 1.0], np.float32))
+    capped = LossSection(sampler_ratio_cap=2.0)
+    assert sampler_weight_metrics([rollout], capped) == {
+        "sampler/weight_mean": pytest.approx((math.exp(0.5) + 2) / 2, rel=1e-6),
+        "sampler/weight_capped_fraction": 0.5,
+    }
+    assert set(sampler_weight_metrics([], capped).values()) == {None}
+    assert sampler_weight_metrics([rollout], LossSection()) == {}
+
+
+def test_a_gap_that_was_not_measured_is_null():
+    assert gap_metrics(None) == {"sampler/logprob_gap_mean": None, "sampler/logprob_gap_max": None}
+    assert gap_metrics(LogprobGap(0.5, 2.0, 7)) == {
+        "sampler/logprob_gap_mean": 0.5, "sampler/logprob_gap_max": 2.0,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
