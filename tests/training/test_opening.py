@@ -5,8 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
@@ -33,10 +35,11 @@ def test_vllm_opens_a_random_model_from_the_folder_of_its_first_weights(tmp_path
     saved: list[Path] = []
     engine = SimpleNamespace(save_model=saved.append)
     folder = tmp_path / "initial_model"
-    if resumed:
-        folder.mkdir()
-    found = opener(tmp_path, **sections)._model_path(engine, resumed)
-    assert (found, saved) == (str(folder), [] if resumed else [folder])
+    assert opener(tmp_path, **sections)._model_path(engine, resumed) == str(folder)
+    assert saved.pop() == folder and saved == []
+    folder.mkdir()  # left by an attempt that was cut off, or there since the run began
+    assert opener(tmp_path, **sections)._model_path(engine, resumed) == str(folder)
+    assert saved == ([] if resumed else [folder])
 
 
 @pytest.mark.parametrize(("rank", "logs"), [(0, []), (2, ["attempt_004.rank_2.log"])])
@@ -182,3 +185,168 @@ def test_nothing_is_planned_without_benchmarks(tmp_path, monkeypatch):
     assert opener(tmp_path, eval={"benchmarks": ["aime24"]})._plan_evaluation("words") == (
         "with words"
     )
+
+
+class Told(list):
+    """Writes down what is done with it."""
+
+    def __getattr__(self, name: str):
+        return lambda *words: self.append((name, *words))
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_opens_its_parts_in_this_order(tmp_path, monkeypatch, resume):
+    """What a wrong recipe names is refused before anything is created, a resume removes what comes
+    after its checkpoint last of all."""
+    done = Told()
+    opened = opener(tmp_path, engine={"zero_stage": 2})
+    recipe, comm = opened.recipe, opened.comm
+    start = StartingPoint(None, RunState(step=3), ["of the start"])
+    monkeypatch.setattr(
+        opening, "take_directory", lambda *words: done.take_directory(*words) or start
+    )
+    monkeypatch.setattr(opening, "load_tokenizer", lambda model: "words")
+    monkeypatch.setattr(
+        opening, "sampler_class", lambda _: SimpleNamespace(refuse_model=done.refuse_model)
+    )
+    monkeypatch.setattr(opening, "open_source", lambda *words: "source")
+    monkeypatch.setattr(opening, "go_back", lambda *words: done.go_back(*words) or ["of going"])
+    monkeypatch.setattr(comm.position, "note", done.note)
+    for name, part in [
+        ("load_named_functions", None), ("open_scorer", "scorer"), ("load_prompts", "prompts"),
+        ("plan_evaluation", "plan"), ("try_rewards", None), ("open_engine", "engine"),
+        ("note_limits", None), ("open_sampler", "sampler"), ("restore_buffer", None),
+    ]:  # fmt: skip
+        step = lambda *words, name=name, part=part: done.append((name, *words)) or part  # noqa: E731
+        monkeypatch.setattr(opened, f"_{name}", step)
+    opened.checkpoint_bytes = 77
+    found = opened.open(resume)
+    buffer = found.parts.buffer
+    assert done == [
+        ("load_named_functions",),
+        ("take_directory", recipe, opened.run_dir, comm, resume, opened.stack),
+        ("refuse_model", recipe.model),
+        ("open_scorer", start),
+        ("note", "prompts"), ("load_prompts", "words"), ("plan_evaluation", "words"),
+        ("note", "rewards"), ("try_rewards", "scorer", "prompts", "plan"),
+        ("note", "engine"), ("open_engine", start, "words"), ("note_limits",),
+        ("note", "sampler"), ("open_sampler", start, "engine", "words"),
+        ("restore_buffer", start, buffer),
+        *[("go_back", recipe, opened.run_dir, start)] * resume,
+    ]  # fmt: skip
+    assert found.notices == ["of the start", *["of going"] * resume]
+    assert (found.state, found.source, found.evaluation) == (start.state, "source", "plan")
+    assert found.checkpoint_bytes == 77
+    assert (start.state.world_size, start.state.zero_stage) == (1, 2)
+    assert (buffer.settings, buffer.group_size) == (recipe.replay, recipe.sampling.group_size)
+    parts = found.parts
+    assert (parts.engine, parts.sampler, parts.scorer, parts.tokenizer) == (
+        "engine", "sampler", "scorer", "words",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"replay": {"priority": "no_such:f"}}, "replay.priority"),
+        ({"advantage": {"estimator": "no_such:f"}}, "advantage.estimator"),
+        ({"loss": {"kind": "no_such:f"}}, "loss.kind"),
+    ],
+)
+def test_functions_that_are_not_there_are_refused_first(tmp_path, section, message):
+    with pytest.raises(RecipeError, match=message):
+        opener(tmp_path, **section)._load_named_functions()
+    opener(tmp_path)._load_named_functions()
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("section", "kept"),
+    [({}, True), ({"replay": {"preset": "grpo"}}, False),
+     ({"checkpoint": {"restore_buffer": False}}, False)],
+)  # fmt: skip
+def test_the_rewards_are_compared_with_those_of_the_checkpoint(
+    tmp_path, monkeypatch, given, section, kept
+):
+    """The scorer of the caller is used, and not closed."""
+    done = Told()
+
+    class Scorer:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_) -> None:
+            done.close(self.name)
+
+        def sources(self):
+            return {"f": "1"}
+
+    monkeypatch.setattr(opening.RewardScorer, "open", lambda reward: Scorer("own"))
+    monkeypatch.setattr(opening, "reward_facts", lambda reward, sources: {"now": sources})
+    monkeypatch.setattr(
+        opening, "notices_of_change", lambda *words: done.compared(*words) or ["it changed"]
+    )
+    opened = opener(tmp_path, **section)
+    opened.scorer = Scorer("given") if given else None
+    state = RunState(reward={"before": 1})
+    new = StartingPoint(None, RunState())
+    assert opened._open_scorer(new).name == ("given" if given else "own")
+    assert (done, opened.notices, new.state.reward) == ([], [], {"now": {"f": "1"}})
+    opened._open_scorer(StartingPoint(tmp_path, state))
+    assert done == [("compared", tmp_path, {"before": 1}, {"now": {"f": "1"}}, kept)]
+    assert (opened.notices, state.reward) == (["it changed"], {"now": {"f": "1"}})
+    opened.stack.close()
+    assert done[1:] == [] if given else [("close", "own")] * 2
+
+
+@pytest.mark.parametrize("adapters", [0, 2500])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_engine_is_closed_with_the_run_and_loads_its_checkpoint(
+    tmp_path, monkeypatch, adapters, resumed
+):
+    done = Told()
+    model = torch.nn.Linear(1000, 3, bias=False)
+    model.dtype = torch.bfloat16
+    engine = SimpleNamespace(
+        notices=["of the engine"], adapter_parameters=adapters, load=done.load, close=done.close
+    )
+    made = []
+    monkeypatch.setattr(opening, "load_policy", lambda *words: done.load_policy(*words) or model)
+    monkeypatch.setattr(opening, "drop_unwritable_settings", lambda _: ["dropped"])
+    monkeypatch.setattr(opening, "DeepSpeedEngine", lambda *words: made.append(words) or engine)
+    monkeypatch.setattr(opening, "checkpoint_bytes", lambda *words: words)
+    opened = opener(tmp_path, engine={"zero_stage": 2}, model={"path": "some/model"})
+    start = StartingPoint(tmp_path if resumed else None, RunState(world_size=4, zero_stage=2))
+    assert opened._open_engine(start, "words") is engine
+    assert made == [(opened.recipe, model, "words", opened.comm, opened.device)]
+    assert done[0] == ("load_policy", opened.recipe.model, opened.recipe.run.seed)
+    assert done[1:] == [("load", tmp_path / "engine")] * resumed
+    assert len(opened.observer.told) == resumed
+    assert opened.checkpoint_bytes == (3000, 2, 2, adapters)
+    lora = "LoRA: 2,500 parameters of adapters train, the 3,000 of some/model are frozen"
+    assert opened.notices == ["dropped", "of the engine", *[lora] * bool(adapters)]
+    opened.stack.close()
+    assert done[-1] == ("close",)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_sampler_is_closed_with_the_run(tmp_path, monkeypatch, resumed):
+    done = Told()
+    sampler = SimpleNamespace(close=done.close)
+    opened = opener(tmp_path)
+    monkeypatch.setattr(
+        opening, "open_sampler", lambda *words: done.open_sampler(*words) or sampler
+    )
+    monkeypatch.setattr(opening, "_describe_stop_tokens", lambda *words: f"ends of {words[1]}")
+    monkeypatch.setattr(opened, "_model_path", lambda engine, resumed: f"{engine} {resumed}")
+    start = StartingPoint(tmp_path if resumed else None)
+    assert opened._open_sampler(start, "engine", "words") is sampler
+    assert done == [
+        ("open_sampler", opened.recipe, f"engine {resumed}", opened.comm, tmp_path / "log")
+    ]
+    assert opened.notices == ["ends of words"]
+    opened.stack.close()
+    assert done[-1] == ("close",)
