@@ -198,7 +198,11 @@ class Case:
 
     @property
     def named(self) -> bool:
-        return KINDS[self.kind] in self.result.output
+        """The file is; or its checkpoint's manifest, where that was changed with it."""
+        path = KINDS[self.kind]
+        manifest = re.sub(r"(checkpoints/step_\d{6}/).*", r"\1manifest.json", path)
+        forged = self.damage == "forged manifest"
+        return path in self.result.output or (forged and manifest in self.result.output)
 
     def problem_of_verify(self) -> bool:
         said = (self.kind, self.damage) in NAMED_ONLY
