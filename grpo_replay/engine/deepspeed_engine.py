@@ -187,7 +187,7 @@ class DeepSpeedEngine:
             batch = batch.lengthened(self._pack_multiple, self._segments_packs)
         arrays = (
             batch.input_ids_SL, batch.positions_C, batch.target_ids_C, batch.position_ids_SL,
-            batch.bounds, batch.segments_2SL,
+            batch.bounds, batch.segments_3SL,
         )  # fmt: skip
         *tensors, segments = (None if each is None else self._tensor(each) for each in arrays)
         return (*tensors, int(batch.widths_S.max()), segments)
@@ -266,7 +266,9 @@ class DeepSpeedEngine:
     def _refuse_non_finite(self, table: np.ndarray | None, rows: Sequence[TrainRow]) -> None:
         bad = []
         if table is not None:
-            bad = [rows[row].rollout_id for row in np.flatnonzero(~np.isfinite(table[:, 0]))]
+            bad = [
+                rows[row].rollout_id for row in np.flatnonzero(~np.isfinite(table[:, 0])).tolist()
+            ]
         bad = self._comm.broadcast_json(bad)
         if bad:
             raise NonFiniteError(

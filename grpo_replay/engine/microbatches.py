@@ -8,12 +8,20 @@ Every rank gets the same number of micro-batches.
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
-from grpo_replay.engine.shared_prompts import Layout, deal, sequences_of, tokens_of
+from grpo_replay.engine.shared_prompts import (
+    Layout,
+    common_prefix,
+    deal,
+    distinct_prompts,
+    sequences_of,
+    tokens_of,
+)
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.loss import ROW_STATISTICS
 from grpo_replay.types import RolloutOutcome
@@ -33,23 +41,23 @@ class MicroBatch:
     """S sequences, padded on the right to one length, or packed end to end into one [1, L], and
     the C trained completion tokens of their R rows, flattened row by row.
 
-    A sequence is a row, or several rows of one prompt: the prompt, then every completion.
-    `positions_C` are indices into the flattened positions, whose hidden states predict
-    `target_ids_C`; the first tokens of completions that share a prompt have the same. `rows_R` are
-    indices into the mini-batch. A rank without rows runs a micro-batch with `rows_R == [-1]` and
-    weight 0.
+    A sequence is a row, or several rows: what their prompts begin with, then for every prompt the
+    rest of it and its completions. `positions_C` are indices into the flattened positions, whose
+    hidden states predict `target_ids_C`; the first tokens of completions that share a prompt have
+    the same. `rows_R` are indices into the mini-batch. A rank without rows runs a micro-batch with
+    `rows_R == [-1]` and weight 0.
 
-    `position_ids_SL` and `segments_2SL` are None where each sequence is one row: causal attention
-    never looks right, so padding needs no mask. `segments_2SL` holds for every position the segment
-    that it belongs to (a prompt or a completion) and the segment of its prompt. A position sees
-    both, up to itself.
+    `position_ids_SL` and `segments_3SL` are None where each sequence is one row: causal attention
+    never looks right, so padding needs no mask. `segments_3SL` holds for every position the segment
+    that it belongs to (the common prefix, the rest of a prompt, a completion), that of the rest of
+    its prompt, and that of the common prefix. A position sees the three, up to itself.
     """
 
     rows_R: np.ndarray  # int64
     widths_S: np.ndarray  # int64, positions that a sequence takes up, padding included
     input_ids_SL: np.ndarray  # int64
     position_ids_SL: np.ndarray | None  # int64
-    segments_2SL: np.ndarray | None  # int64
+    segments_3SL: np.ndarray | None  # int64
     tokens: int
     positions_C: np.ndarray  # int64
     target_ids_C: np.ndarray  # int64
@@ -64,7 +72,7 @@ class MicroBatch:
     def bounds(self) -> np.ndarray | None:
         """int32 [S + 1]: where each row of a pack begins, and L; None if every row is a sequence.
         Flash attention takes a pack apart by them."""
-        if self.position_ids_SL is None or self.segments_2SL is not None:
+        if self.position_ids_SL is None or self.segments_3SL is not None:
             return None
         return np.concatenate([[0], np.cumsum(self.widths_S)]).astype(np.int32)
 
@@ -75,16 +83,16 @@ class MicroBatch:
         more = -length % multiple
         places = [np.arange(width) for width in self.widths_S.tolist()]
         own = np.repeat(np.arange(len(places)), self.widths_S)
-        places_SL, segments = self.position_ids_SL, self.segments_2SL
+        places_SL, segments = self.position_ids_SL, self.segments_3SL
         places_SL = np.concatenate(places)[None] if places_SL is None else places_SL
         if segmented and segments is None:
-            segments = np.stack([own[None], own[None]])
+            segments = np.stack([own[None]] * 3)
         pad = ((0, 0), (0, more))
         return replace(
             self,
             input_ids_SL=np.pad(self.input_ids_SL, pad),
             position_ids_SL=np.concatenate([places_SL, np.arange(more)[None]], axis=1),
-            segments_2SL=(
+            segments_3SL=(
                 None if segments is None
                 else np.pad(segments, ((0, 0), *pad), constant_values=PADDING)
             ),
@@ -170,22 +178,23 @@ def micro_batch(
     packing: bool,
 ) -> MicroBatch:
     """The micro-batch of the rows `chosen`, whose indices in the mini-batch are `indices`.
-    Neighbouring rows share a prompt: `sizes` are the numbers of rows of each sequence."""
+    `sizes` are the numbers of neighbouring rows of each sequence (`sequences_of`)."""
     if not chosen:
         return _empty_micro_batch()
-    sequences = np.split(np.arange(len(chosen)), np.cumsum(sizes)[:-1])
+    ends = np.cumsum(sizes).tolist()
+    sequences = [range(start, end) for start, end in pairwise([0, *ends])]
     lengths_S = np.array([tokens_of(sequence, chosen) for sequence in sequences])
     widths_S = lengths_S if packing else np.full(len(sequences), lengths_S.max())
     trained = [row.trained_C for row in chosen]
     flat, positions_C = _lay_out(chosen, trained, sequences, widths_S)
-    ids_SL, places_SL, *segments = flat.reshape(4, 1 if packing else len(sequences), -1)
+    ids_SL, places_SL, *segments = flat.reshape(5, 1 if packing else len(sequences), -1)
     shares = len(sequences) < len(chosen)
     return MicroBatch(
         rows_R=np.asarray(indices, dtype=np.int64),
         widths_S=widths_S,
         input_ids_SL=ids_SL,
         position_ids_SL=places_SL if shares or len(sequences) > len(ids_SL) else None,
-        segments_2SL=np.stack(segments) if shares else None,
+        segments_3SL=np.stack(segments) if shares else None,
         tokens=int(lengths_S.sum()),
         positions_C=positions_C,
         **_columns(chosen, trained),
@@ -195,28 +204,33 @@ def micro_batch(
 def _lay_out(
     chosen: Sequence[TrainRow],
     trained: Sequence[np.ndarray],
-    sequences: Sequence[np.ndarray],
+    sequences: Sequence[range],
     widths_S: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [4, positions]: token id, position id, own segment and the prompt's; padding is in
-    segment -1. And `positions_C`."""
-    flat = np.zeros((4, widths_S.sum()), dtype=np.int64)
+    """int64 [5, positions]: token id, position id, own segment, that of the rest of the prompt and
+    that of the common prefix; padding is in segment -1. And `positions_C`."""
+    flat = np.zeros((5, widths_S.sum()), dtype=np.int64)
     flat[2:] = PADDING
-    ids, places, segments, prompts = flat
-    predicting = []
+
+    def put(start: int, ids: np.ndarray, first_place: int, *segments: int) -> int:
+        here = slice(start, start + len(ids))
+        flat[:2, here] = ids, first_place + np.arange(len(ids))
+        flat[2:, here] = np.array(segments)[:, None]
+        return here.stop
+
+    count, predicting = len(chosen), []
     for s, (sequence, end) in enumerate(zip(sequences, np.cumsum(widths_S), strict=True)):
-        prompt_ids, start = chosen[sequence[0]].prompt_token_ids, end - widths_S[s]
-        last_of_prompt, after = start + len(prompt_ids) - 1, start + len(prompt_ids)
-        ids[start:after], places[start:after] = prompt_ids, np.arange(len(prompt_ids))
-        segments[start:after] = len(chosen) + s
+        start, prompt, shared = end - widths_S[s], None, count + s
+        prefix = common_prefix(distinct_prompts(sequence, chosen))
+        prefix_ids = chosen[sequence[0]].prompt_token_ids[:prefix]
+        after = put(start, prefix_ids, 0, shared, shared, shared)
         for r in sequence:
-            completion_ids = chosen[r].completion_token_ids
+            if prompt is None or not np.array_equal(chosen[r].prompt_token_ids, prompt):
+                prompt, rest = chosen[r].prompt_token_ids, 2 * count + r
+                after = put(after, prompt[prefix:], prefix, rest, rest, shared)
+                last_of_prompt = (after if len(prompt) > prefix else start + prefix) - 1
             predicting.append(np.where(trained[r] == 0, last_of_prompt, after + trained[r] - 1))
-            here = slice(after, after + len(completion_ids))
-            ids[here], segments[here] = completion_ids, r
-            places[here] = len(prompt_ids) + np.arange(len(completion_ids))
-            after = here.stop
-        prompts[start:after] = len(chosen) + s
+            after = put(after, chosen[r].completion_token_ids, len(prompt), r, rest, shared)
     return flat, np.concatenate(predicting).astype(np.int64)
 
 
@@ -248,7 +262,7 @@ def _empty_micro_batch() -> MicroBatch:
         widths_S=np.array([2]),
         input_ids_SL=np.zeros((1, 2), dtype=np.int64),
         position_ids_SL=None,
-        segments_2SL=None,
+        segments_3SL=None,
         tokens=0,
         positions_C=zero,
         target_ids_C=zero,

@@ -6,8 +6,8 @@
 - Packing: transformers finds the rows of a pack where position ids begin again: flash attention
   gets their lengths, the other attentions a block-diagonal mask (5.19: masking_utils.py,
   `find_packed_sequence_indices`; modeling_flash_attention_utils.py, `_is_packed_sequence`).
-- Shared prompts: completions lie one behind the other after their prompt, and a mask keeps them
-  apart (`policy_module.segment_mask`).
+- Shared prompts: completions lie one behind the other after their prompt, prompts after what they
+  begin with, and a mask keeps them apart (`policy_module.segment_mask`).
 
 Layers that carry a state along the sequence (linear attention, state spaces, convolutions) and
 models that do not pass their position ids on mix rows. A window that is set in the mask of the
@@ -90,23 +90,23 @@ def can_share(
 ) -> bool:
     """Whether completions can share their prompt: by rank 0's result for all ranks. Collective.
 
-    A completion behind a sibling must have the same log-probs behind another sibling, and those of
-    a row of its own. The prompt is longer than a window of the model, if sequences of up to
-    `longest` tokens are.
+    A completion behind a sibling, and behind a prompt that begins with the same tokens, must have
+    the same log-probs behind another sibling, and those of a row of its own. What prompts begin
+    with is longer than a window of the model, if sequences of up to `longest` tokens are.
     """
     sizes = [size for size in _windows(config) if size < longest]
     prompt, row, *others = _random_tokens(config, _TOKENS + max(sizes, default=0), *[_TOKENS] * 3)
-    alone = logprob_row(prompt, row)
+    other_prompt, prompt = np.append(prompt, others[0]), np.append(prompt, others[1])
+    alone, found = logprob_row(prompt, row), []
     try:
         own_C = forward(_batch([alone]))
-        first_C, second_C = (
-            forward(_batch([logprob_row(prompt, other), alone], sizes=[2]))[_TOKENS:]
-            for other in others
-        )
+        for other in others:
+            before = [logprob_row(other_prompt, other), logprob_row(prompt, other)]
+            found.append(forward(_batch([*before, alone], sizes=[3]))[2 * _TOKENS :])
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return False
-    apart = _close(second_C, first_C, LARGEST_DIFFERENCE)
-    return bool(comm.broadcast_json(apart and _close(first_C, own_C, OTHER_SHAPE[dtype])))
+    apart = _close(found[1], found[0], LARGEST_DIFFERENCE)
+    return bool(comm.broadcast_json(apart and _close(found[0], own_C, OTHER_SHAPE[dtype])))
 
 
 def _windows(config: PreTrainedConfig) -> list[int]:

@@ -154,13 +154,13 @@ class PolicyModule(nn.Module):
         position_ids_RL: torch.Tensor | None = None,
         bounds: torch.Tensor | None = None,
         longest: int | None = None,
-        segments_2RL: torch.Tensor | None = None,
+        segments_3RL: torch.Tensor | None = None,
         through_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs_C, entropies_C) under the sampling distribution, both fp32; the entropies
         have no gradient. Rows are padded on the right, so causal attention needs no mask, or packed
-        into one, which the model takes apart by the position ids (`engine.model_trials`). Rows of
-        one prompt share it if `segments_2RL` says what each position sees (`MicroBatch`).
+        into one, which the model takes apart by the position ids (`engine.model_trials`). They
+        share prompts if `segments_3RL` says what each position sees (`MicroBatch`).
 
         Flash attention gets the `bounds` of packed rows and the `longest` one; it would look for
         them in the position ids in every layer, and wait for the GPU each time. With
@@ -171,9 +171,9 @@ class PolicyModule(nn.Module):
             if bounds is not None and self._takes_bounds:
                 given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
                 given |= {"max_length_q": longest, "max_length_k": longest}
-        if segments_2RL is not None:
+        if segments_3RL is not None:
             attention = str(self.model.config._attn_implementation)
-            given["attention_mask"] = segment_mask(segments_2RL, attention, self.model.dtype)
+            given["attention_mask"] = segment_mask(segments_3RL, attention, self.model.dtype)
         if through_logits:
             logits_CV = self.model(**given).logits.flatten(0, 1)[positions_C].float()
             return _chunk_logprobs(logits_CV / self.head.temperature, target_ids_C)[:2]
@@ -181,18 +181,18 @@ class PolicyModule(nn.Module):
         return self.head(hidden_RLH.flatten(0, 1)[positions_C], target_ids_C)
 
 
-def segment_mask(segments_2RL: torch.Tensor, attention: str, dtype: torch.dtype) -> Any:
+def segment_mask(segments_3RL: torch.Tensor, attention: str, dtype: torch.dtype) -> Any:
     """What transformers' attention takes as a mask of [R, 1, L, L]: each position sees its own
-    segment and that of its prompt, up to itself.
+    segment, that of the rest of its prompt and that of the common prefix, up to itself.
 
     A mask of blocks for flex attention, of booleans for sdpa; for eager, what is added to scores.
     """
-    own_RL, prompt_RL = segments_2RL
+    own_RL, prompt_RL, prefix_RL = segments_3RL
 
     def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
         seen = own_RL[row, key]
-        its_own, its_prompt = seen == own_RL[row, query], seen == prompt_RL[row, query]
-        return (its_own | its_prompt) & (key <= query)
+        its_prompt = (seen == prompt_RL[row, query]) | (seen == prefix_RL[row, query])
+        return ((seen == own_RL[row, query]) | its_prompt) & (key <= query)
 
     rows, length = own_RL.shape
     if attention == "flex_attention":

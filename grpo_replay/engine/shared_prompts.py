@@ -1,13 +1,19 @@
-"""Which rollouts of a mini-batch are computed behind one copy of their prompt.
+"""Which rollouts of a mini-batch are computed behind one copy of their prompt, or of the tokens
+with which their prompts begin.
 
 P prompt tokens and n completions of T tokens are P + n·T positions in one sequence, and n·(P + T)
-in sequences of their own. Each completion sees the prompt and itself, at the positions it would
-have alone, so both are the same function. numpy only.
+in sequences of their own. Prompts that begin with the same F tokens (examples, instructions,
+tools) are F + n·(P - F + T) behind them. Each completion sees its prompt and itself, at the
+positions it would have alone, so all are the same function. numpy only.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain, pairwise
+
+import numpy as np
 
 from grpo_replay.replay.batch import TrainRow
 
@@ -43,7 +49,8 @@ def pairs_per_token(attention: str, packing: bool, hidden_size: int) -> float | 
 
 
 def sequences_of(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[list[int]]:
-    """The rows of each sequence: one row, or several of one prompt.
+    """The rows of each sequence: one row, or several whose prompts begin with the same tokens.
+    Rows of the same prompt are neighbours.
 
     Prompts are shared where that saves `LEAST_SAVING` of the whole mini-batch's cost. A sequence
     of several rows is no longer than `max_tokens`, and is split where that balances the ranks.
@@ -53,15 +60,15 @@ def sequences_of(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[l
         return alone
     groups = _rows_by_prompt(rows)
     total = sum(row.length_tokens for row in rows)
-    repeated = total - sum(tokens_of(group, rows) for group in groups)
-    if repeated < LEAST_SAVING * total:
+    if total - _fewest_tokens(groups, rows) < LEAST_SAVING * total:
         return alone
-    pairs = layout.pairs_per_token
-    shared: list[list[int]] = []
-    for group in groups:
-        splits = _splits(group, rows, layout.max_tokens)
-        cheapest: list[list[int]] = min(splits, key=lambda parts: _costs(parts, rows, pairs))
-        shared += cheapest
+    pairs, limit = layout.pairs_per_token, layout.max_tokens
+
+    def cheapest(ways: Iterable[list[list[int]]]) -> list[list[int]]:
+        return min(ways, key=lambda sequences: _costs(sequences, rows, pairs))
+
+    of_prompts = [part for group in groups for part in cheapest(_splits(group, rows, limit))]
+    shared = cheapest(_joins(of_prompts, rows, limit, ranks))
     if _costs(shared, rows, pairs) > (1 - LEAST_SAVING) * _costs(alone, rows, pairs):
         return alone
     return _balanced(shared, rows, ranks)
@@ -70,8 +77,8 @@ def sequences_of(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[l
 def deal(sequences: Sequence[list[int]], rows: Sequence[TrainRow], ranks: int) -> list[list[int]]:
     """Indices of each rank's sequences, the longest first.
 
-    Single rows go round in snake order, so that all ranks get similar lengths; sequences that share
-    a prompt differ more, and each goes to the rank with the fewest tokens so far.
+    Single rows go round in snake order, so that all ranks get similar lengths; sequences of several
+    rows differ more, and each goes to the rank with the fewest tokens so far.
     """
     lengths = [tokens_of(sequence, rows) for sequence in sequences]
     order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], sequences[i][0]))
@@ -101,19 +108,38 @@ def _balanced(sequences: list[list[int]], rows: Sequence[TrainRow], ranks: int) 
         if len(longest) == 1:
             break
         others = [sequence for sequence in sequences if sequence is not longest]
-        halved = [*others, longest[::2], longest[1::2]]
+        halved = [*others, *_halves(longest, rows)]
         if busiest(halved) >= busiest(sequences):
             break
         sequences = halved
     return sequences
 
 
+def _halves(sequence: list[int], rows: Sequence[TrainRow]) -> tuple[list[int], list[int]]:
+    """Rows of several prompts are cut in the middle; those of one prompt, the longest first, are
+    dealt in turn."""
+    if len(distinct_prompts(sequence, rows)) > 1:
+        middle = len(sequence) // 2
+        return sequence[:middle], sequence[middle:]
+    return sequence[::2], sequence[1::2]
+
+
 def _rows_by_prompt(rows: Sequence[TrainRow]) -> list[list[int]]:
-    """Row indices of each distinct prompt, the longest row first."""
+    """Row indices of each distinct prompt, the longest row first. Prompts that begin alike are
+    neighbours."""
     groups: dict[bytes, list[int]] = {}
     for index in sorted(range(len(rows)), key=lambda i: (-rows[i].length_tokens, i)):
         groups.setdefault(rows[index].prompt_token_ids.tobytes(), []).append(index)
-    return list(groups.values())
+    return [groups[prompt] for prompt in sorted(groups)]
+
+
+def _fewest_tokens(groups: Sequence[Sequence[int]], rows: Sequence[TrainRow]) -> int:
+    """Positions if every token that prompts begin with were computed once (the nodes of their
+    prefix tree), and every completion."""
+    prompts = [rows[group[0]].prompt_token_ids for group in groups]
+    shared = sum(_same_tokens(one, other) for one, other in pairwise(prompts))
+    completions = sum(len(row.completion_token_ids) for row in rows)
+    return sum(map(len, prompts)) - shared + completions
 
 
 def _splits(
@@ -121,19 +147,64 @@ def _splits(
 ) -> Iterator[list[list[int]]]:
     """Ways to spread a prompt's rows over sequences of at most `limit` tokens: over 1, 2, 3, 4, 6,
     9, …, and over as many as there are rows."""
-    count = 1
-    while count < len(group):
+    for count in _counts(len(group)):
         parts = [list(group[start::count]) for start in range(count)]
         if all(len(part) == 1 or tokens_of(part, rows) <= limit for part in parts):
             yield parts
-        count += max(1, count // 2)
     yield [[index] for index in group]
 
 
+def _joins(
+    sequences: list[list[int]], rows: Sequence[TrainRow], limit: int, ranks: int
+) -> Iterator[list[list[int]]]:
+    """Ways to join neighbours to sequences of at most `limit` tokens: as they are, and to 1, 2, 3,
+    4, 6, 9, … for each rank, with about the same number of completion tokens."""
+    yield sequences
+    ends = np.cumsum(
+        [sum(len(rows[index].completion_token_ids) for index in each) for each in sequences]
+    )
+    for each_rank in _counts(-(-len(sequences) // ranks)):
+        count = each_rank * ranks
+        cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count, side="right")
+        bounds = [0, *cuts.tolist(), len(sequences)]
+        runs = (sequences[start:end] for start, end in pairwise(bounds) if start < end)
+        joined = [list(chain.from_iterable(run)) for run in runs]
+        if all(len(each) == 1 or tokens_of(each, rows) <= limit for each in joined):
+            yield joined
+
+
+def _counts(most: int) -> Iterator[int]:
+    count = 1
+    while count < most:
+        yield count
+        count += max(1, count // 2)
+
+
 def tokens_of(sequence: Sequence[int], rows: Sequence[TrainRow]) -> int:
-    """Positions of a sequence: the prompt once, and every completion."""
-    prompt = len(rows[sequence[0]].prompt_token_ids)
-    return prompt + sum(len(rows[index].completion_token_ids) for index in sequence)
+    """Positions of a sequence: what its prompts begin with once, the rest of each prompt once, and
+    every completion."""
+    prompts = distinct_prompts(sequence, rows)
+    shared = common_prefix(prompts) * (len(prompts) - 1)
+    completions = sum(len(rows[index].completion_token_ids) for index in sequence)
+    return sum(map(len, prompts)) - shared + completions
+
+
+def distinct_prompts(sequence: Sequence[int], rows: Sequence[TrainRow]) -> list[np.ndarray]:
+    """int32 [P] of each prompt, in the order of the rows."""
+    prompts = (rows[index].prompt_token_ids for index in sequence)
+    return list({prompt.tobytes(): prompt for prompt in prompts}.values())
+
+
+def common_prefix(prompts: Sequence[np.ndarray]) -> int:
+    """Number of tokens with which all prompts begin; all of them if there is one prompt."""
+    first = prompts[0]
+    return reduce(lambda least, other: min(least, _same_tokens(first, other)), prompts, len(first))
+
+
+def _same_tokens(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 def _costs(

@@ -1,4 +1,5 @@
-"""Decode one batch: prefill each distinct prompt once, then sample one token per row and step.
+"""Decode one batch: prefill each distinct prompt once, and once what all of them begin with; then
+sample one token per row and step.
 
 Tokens are sampled from logits by inverse transform sampling, with one uniform number per token. The
 tokens of a row depend only on its own logits and seed, not on the other rows of the batch (up to
@@ -14,6 +15,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
+from grpo_replay.engine.shared_prompts import common_prefix
 from grpo_replay.sampling.decode_ways import DecodeWay, OwnCache, expanded_cache
 from grpo_replay.types import GenerationRequest, RequestKey
 
@@ -157,6 +159,9 @@ def _nucleus(logp_RV: torch.Tensor, top_p_R1: torch.Tensor) -> torch.Tensor:
 PREFILL_TOKENS = 16_384
 """Prompt tokens, including padding, of one forward pass of the prefill."""
 
+LEAST_PREFIX = 16
+"""Tokens that all prompts of a batch begin with, from which on they are prefilled once."""
+
 INITIAL_CAPACITY = 512
 """Completion tokens that fit the initial cache."""
 
@@ -207,28 +212,47 @@ class DecodingBatch:
         device = self._model.device
         prompts, prompt_of_row = _distinct_prompts(requests)
         lengths = np.array([len(prompt) for prompt in prompts])
-        width = int(lengths.max())
-        padded, real = _left_padded(prompts, width, pad_id)
+        width, prefix = int(lengths.max()), self._prefix_of(prompts)
+        padded, real = _left_padded(prompts, width, prefix, pad_id)
         ids, mask = torch.from_numpy(padded).to(device), torch.from_numpy(real).to(device)
         positions = (mask.cumsum(-1) - 1).clamp_(min=0)
         # An index copies the last hidden states. A slice would leave them strided, and bfloat16
         # matrix products of strided tensors are a hundred times slower on a CPU (torch 2.13).
-        last = torch.tensor([width - 1], device=device)
-        keep = {"logits_to_keep": last} if "logits_to_keep" in self._way.takes else {}
+        keep = {"logits_to_keep": torch.tensor([-1], device=device)}
+        keep = keep if "logits_to_keep" in self._way.takes else {}
+        begun = self._empty_cache()
+        if prefix:
+            first = self._way.inputs(ids[:1, :prefix], begun, positions[:1, :prefix], None)
+            self._model(**first, **keep)
         caches, logits = [], []
         step = len(prompts) if self._way.own_cache else max(1, PREFILL_TOKENS // width)
         for start in range(0, len(prompts), step):
             part = slice(start, start + step)
             some_mask = None if real[part].all() else mask[part]
-            caches.append(self._empty_cache())
-            given = self._way.inputs(ids[part], caches[-1], positions[part], some_mask)
-            logits.append(self._model(**given, **keep).logits[:, -1])
+            caches.append(self._repeated(begun, len(ids[part])) if prefix else self._empty_cache())
+            rest = (ids[part, prefix:], caches[-1], positions[part, prefix:], some_mask)
+            logits.append(self._model(**self._way.inputs(*rest), **keep).logits[:, -1])
         rows = torch.from_numpy(prompt_of_row).to(device)
         self._cache = self._expanded(caches, rows)
         self._logits = torch.cat(logits)[rows]
         self._positions = torch.from_numpy(lengths).to(device)[rows]
         self._width = width
         self._mask = None if real.all() else self._decode_mask(mask[rows])
+
+    def _prefix_of(self, prompts: Sequence[np.ndarray]) -> int:
+        """Number of tokens to prefill once for all prompts. Each prompt has one more at least,
+        whose logits choose the first token of its completions."""
+        shortest = min(len(prompt) for prompt in prompts)
+        prefix = min(common_prefix(prompts), shortest - 1)
+        worth_it = len(prompts) > 1 and prefix >= LEAST_PREFIX and not self._way.own_cache
+        return prefix if worth_it else 0
+
+    def _repeated(self, cache: DynamicCache, rows: int) -> DynamicCache:
+        repeated = self._empty_cache()
+        for index, layer in enumerate(cache.layers):
+            keys, values = (states.repeat(rows, 1, 1, 1) for states in (layer.keys, layer.values))
+            repeated.update(keys, values, index)
+        return repeated
 
     def _empty_cache(self) -> DynamicCache:
         return OwnCache(config=self._model.config) if self._way.own_cache else DynamicCache()
@@ -364,20 +388,25 @@ def _distinct_prompts(
 
 
 def _left_padded(
-    prompts: Sequence[np.ndarray], width: int, pad_id: int
+    prompts: Sequence[np.ndarray], width: int, prefix: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, int64 [N, width], and their mask, bool [N, width]: False on padding."""
+    """Token ids, int64 [N, width], and their mask, bool [N, width]: False on padding, which follows
+    the first `prefix` tokens."""
     padded = np.full((len(prompts), width), pad_id, dtype=np.int64)
     real = np.zeros((len(prompts), width), dtype=bool)
     for row, prompt in enumerate(prompts):
-        padded[row, width - len(prompt) :] = prompt
-        real[row, width - len(prompt) :] = True
+        for here, ids in (
+            (slice(0, prefix), prompt[:prefix]),
+            (slice(width - len(prompt) + prefix, width), prompt[prefix:]),
+        ):
+            padded[row, here], real[row, here] = ids, True
     return padded, real
 
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest difference, relative to the spread of the log-probs or to 0.1 nats."""
 _PROMPTS = (3, 6, 6)
+"""Tokens behind the `LEAST_PREFIX` with which all begin."""
 _TOKENS = (3, 5, 2)
 _NO_TOKEN = -1
 
@@ -386,10 +415,15 @@ def gives_own_logprobs(model: PreTrainedModel, way: DecodeWay, pad_id: int) -> b
     """Whether completions of random prompts, of two lengths and ending one after the other, have
     the log-probs of a forward pass over each row alone. True where those are not finite."""
     random = np.random.default_rng(0)
+
+    def ids(tokens: int) -> np.ndarray:
+        return random.integers(model.config.vocab_size, size=tokens).astype(np.int32)
+
+    prefix = ids(LEAST_PREFIX)
     requests = [
         GenerationRequest(
             RequestKey(0, index, 0),
-            random.integers(model.config.vocab_size, size=prompt).astype(np.int32),
+            np.concatenate([prefix, ids(prompt)]),
             seed=index,
             max_tokens=tokens,
         )

@@ -1,6 +1,7 @@
 """The hf sampler against an obvious twin: one row at a time, no cache, no padding."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -133,6 +134,37 @@ def test_a_prefill_in_several_parts_changes_nothing(model, monkeypatch):
     whole = by_key(sampler_of(model).generate(requests))
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 24)
     assert_same(whole, by_key(sampler_of(model).generate(requests)), atol=1e-5)
+
+
+def beginning_alike(prefix: int) -> list[GenerationRequest]:
+    """Prompts of several lengths behind the same tokens, and one that ends with them."""
+    requests = make_requests(prompts=5, group=3)
+    first = np.random.default_rng(9).integers(5, VOCABULARY, prefix).astype(np.int32)
+    longer = [np.concatenate([first, r.prompt_token_ids]) for r in requests[:-1]] + [first]
+    return [
+        dataclasses.replace(request, prompt_token_ids=prompt)
+        for request, prompt in zip(requests, longer, strict=True)
+    ]
+
+
+def test_what_all_prompts_begin_with_is_prefilled_once(model, monkeypatch):
+    requests = beginning_alike(decoding.LEAST_PREFIX + 4)
+    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 60)  # several parts behind the one prefix
+    seen = []
+    forward = type(model).forward
+    counted = lambda self, *a, **k: seen.append(k["input_ids"].numel()) or forward(self, *a, **k)  # noqa: E731
+    monkeypatch.setattr(type(model), "forward", functools.wraps(forward)(counted))
+    sampler = sampler_of(model)
+    seen.clear()
+    completions = by_key(sampler.generate(requests))
+    assert seen[0] == decoding.LEAST_PREFIX + 3  # the shortest prompt has one token more
+    monkeypatch.undo()
+    for request in requests:
+        tokens, logprobs, _ = naive_completion(model, request, BOTH_EOS)
+        assert completions[request.key].token_ids.tolist() == tokens
+        np.testing.assert_allclose(
+            completions[request.key].sampler_logprobs, logprobs, rtol=0, atol=2e-5
+        )
 
 
 def test_logprobs_are_those_of_a_teacher_forced_forward(model):

@@ -93,6 +93,10 @@ def share_prompts(engine: DeepSpeedEngine) -> None:
     engine._layout = replace(engine._layout, pairs_per_token=math.inf)
 
 
+def keep_rows_apart(engine: DeepSpeedEngine) -> None:
+    engine._layout = replace(engine._layout, pairs_per_token=None)
+
+
 def tiny_model() -> nn.Module:
     return load_policy(engine_recipe().model, 0)
 
@@ -110,19 +114,21 @@ def plain_logprobs(
 
 
 def make_rows(
-    count: int, seed: int = 3, temperature: float = 1.0, per_prompt: int = 1
+    count: int, seed: int = 3, temperature: float = 1.0, per_prompt: int = 1, prefix: int = 0
 ) -> list[TrainRow]:
     """Completions, up to `per_prompt` of each prompt, that the tiny model sampled, with behaviour
     log-probs that put their ratios on every side of every clip, none so near an edge that rounding
-    could carry it across."""
+    could carry it across. All prompts begin with the same `prefix` random tokens."""
     rng = np.random.default_rng(seed)
     model, recipe = tiny_model(), engine_recipe()
     tokenizer = load_tokenizer(recipe.model)
     section = recipe.prompts.model_copy(update={"max_prompt_length": 16})
     prompts = load_prompts(section, tokenizer, seed).take(0, 3 * count)
+    first = rng.integers(5, 15, prefix).astype(np.int32) if prefix else np.zeros(0, np.int32)
+    begun = [np.concatenate([first, prompt.token_ids]) for prompt in prompts]
     requests = [
-        GenerationRequest(RequestKey(1, i, j), prompt.token_ids, draw, 20, temperature)
-        for i, prompt in enumerate(prompts)
+        GenerationRequest(RequestKey(1, i, j), prompt_ids, draw, 20, temperature)
+        for i, prompt_ids in enumerate(begun)
         for j, draw in enumerate(range(1000 * seed + i, 10**6, 10**6 // per_prompt))
     ]
     sampler = HfSampler.from_model(model, eos_token_ids(recipe.model, tokenizer), 0)
