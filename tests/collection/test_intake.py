@@ -14,7 +14,17 @@ from grpo_replay.collection.arrivals import Amount
 from grpo_replay.collection.intake import Intake
 from grpo_replay.collection.journal import Journal, JournalRecords, read_journal
 from grpo_replay.collection.link import CollectorSettings
-from grpo_replay.collection.messages import Cancel, Credit, Drop, Group, Restart, Step, Version
+from grpo_replay.collection.messages import (
+    Ack,
+    Cancel,
+    Credit,
+    Drop,
+    Group,
+    Report,
+    Restart,
+    Step,
+    Version,
+)
 from grpo_replay.errors import CollectorError, JournalError, SamplerError
 from grpo_replay.recipe import Recipe, resolve_recipe
 
@@ -105,6 +115,7 @@ def test_every_step_gets_its_groups_and_the_last_none_too_many(server, tmp_path)
     run.intake.finish()
     assert time.monotonic() - started < intake_module.DRAIN_SECONDS / 2, "the books were closed"
     assert run.intake.newest_report.drained and not run.intake.live
+    assert run.intake.outstanding_groups() == 0
     assert ThreadedLink.made[0].closed
     assert [len(ids) for ids in run.taken.values()] == [PER_STEP * 2] * STEPS
     assert len(places(tmp_path)) == len(set(places(tmp_path))) == PER_STEP * STEPS
@@ -123,6 +134,18 @@ def test_credit_stays_one_step_ahead_of_the_trainer(server, tmp_path):
     run.step()
     credits = credits_sent()
     assert (credits[0], credits[-1]) == (2 * PER_STEP, 3 * PER_STEP)
+    run.close()
+
+
+def test_every_group_is_acknowledged_once_it_is_in_the_journal(server, tmp_path):
+    """What is not acknowledged the collector keeps, and sends again."""
+    assert not Report().drained, "an empty report says nothing about the collector"
+    run = Run(recipe(server), tmp_path)
+    for _ in range(STEPS):
+        run.step()
+    run.intake.finish()
+    acknowledged = [c.seq for c in ThreadedLink.made[0].commands if isinstance(c, Ack)]
+    assert acknowledged == list(range(1, PER_STEP * STEPS + 1))
     run.close()
 
 

@@ -233,3 +233,10 @@ def test_a_resume_with_another_learning_rate_follows_the_schedule_of_the_new_one
     assert [line["learning_rate"] for line in run.metrics] == pytest.approx(
         [1e-3, 7.5e-4, 5e-5, 2.5e-5]
     )
+
+
+def test_a_run_with_a_reference_reports_how_far_the_policy_moved_from_it(tmp_path, processes):
+    """The reference is the initial policy, which the second of a step's two updates is no more."""
+    run = train_small_run(tmp_path / "run", loss={"beta": 0.05}, eval={"benchmarks": []},
+                          run={"steps": 3})  # fmt: skip
+    assert all(0 < line["kl"] < 1 for line in run.metrics) and len(run.metrics) == 3
