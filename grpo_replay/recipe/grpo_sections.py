@@ -213,7 +213,7 @@ class ReplaySection(Section):
     capacity_rollouts: Positive = 30_000
     """Maximum number of stored rollouts. The oldest are evicted first."""
     with_replacement: bool = False
-    """Draw with replacement within a step."""
+    """Draw with replacement within a draw: one a step, for `buffer_only` one an update."""
     unused_first: bool = False
     """Draw rollouts that were never drawn before all others (paper B). Needs
     `with_replacement: false`."""

@@ -27,7 +27,7 @@ class Observer:
     def on_step(self, metrics: Mapping[str, Any]) -> None: ...
 
     def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Some completions of the step (`samples.sample_rows`)."""
+        """Some completions of the step (`run.sample_rows`)."""
 
     def on_notice(self, text: str) -> None:
         """A message for the user."""

@@ -1,7 +1,6 @@
-"""What one training step leaves: its metrics, its files and the counters of the run.
+"""The metrics of a training step: one flat mapping of names to numbers (see docs/metrics.md).
 
-Metrics are one flat mapping of names to numbers (see docs/metrics.md). Undefined is None, never
-NaN. Token means are over tokens, not over rollouts.
+Undefined is None, never NaN. Token means are over tokens, not over rollouts.
 """
 
 import math

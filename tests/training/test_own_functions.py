@@ -29,7 +29,7 @@ def sections(tmp_path_factory):
     (folder / "short.py").write_text(PRIORITY)
     (folder / "ranks.py").write_text(ESTIMATOR)
     (folder / "plain_loss.py").write_text(LOSS)
-    (folder / "longest_first.py").write_text(SAMPLER)
+    (folder / "only_the_end.py").write_text(SAMPLER)
     (folder / "ends_in_answer.py").write_text(VERIFIER)
     return {
         "replay": {
@@ -38,7 +38,7 @@ def sections(tmp_path_factory):
         },
         "advantage": {"estimator": f"{folder}/ranks.py:ranks"},
         "loss": {"kind": f"{folder}/plain_loss.py:plain"},
-        "sampling": {"backend": f"{folder}/longest_first.py:LongestFirst"},
+        "sampling": {"backend": f"{folder}/only_the_end.py:OnlyTheEndTrains"},
         "reward": {"function": f"{folder}/ends_in_answer.py:ends_in_answer"},
         "optimizer": {"learning_rate": 2e-4},
         "run": {"steps": STEPS, "seed": 5},
@@ -78,11 +78,12 @@ def test_the_loss_trains_without_a_clip(run):
 
 
 def test_the_sampler_and_the_verifier_are_the_users(run):
-    assert (
-        type(run.recipe.sampling.backend) is str and "LongestFirst" in run.recipe.sampling.backend
-    )
+    """Of every completion the last four tokens train, as the sampler says."""
     for row in run.rollouts(1):
+        tokens = len(row["completion_token_ids"])
+        assert row["completion_mask"] == [index >= tokens - 4 for index in range(tokens)]
         assert row["verdict"] == "scored" and row["reward"] in (1.0, -1.0)
+    assert any(len(row["completion_token_ids"]) > 4 for row in run.rollouts(1))
 
 
 def test_every_example_is_short():
