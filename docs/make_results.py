@@ -1,5 +1,5 @@
-"""Write the parts of README.md, docs/tiny.md and docs/planning.md that quote docs/results.yaml and
-docs/records/, and draw docs/images/tiny-buffers.svg.
+"""Write the parts of README.md and pages of docs/ that quote docs/results.yaml and docs/records/,
+and draw docs/images/tiny-buffers.svg and smollm2.svg.
 
     python docs/make_results.py
 
@@ -30,7 +30,7 @@ from grpo_replay.lab.report.costs import OWN_BEST, first_crossing
 from grpo_replay.recipe import load_recipe
 
 DOCS = Path(__file__).resolve().parent
-PAGES = (DOCS.parent / "README.md", DOCS / "tiny.md", DOCS / "planning.md")
+PAGES = (DOCS.parent / "README.md", DOCS / "tiny.md", DOCS / "planning.md", DOCS / "evidence.md")
 _PART = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -41,7 +41,7 @@ def results() -> dict[str, Any]:
 def with_results(page: str) -> str:
     """The text of a page with its marked parts written anew."""
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
-             "tiny-buffers": tiny_buffers}  # fmt: skip
+             "tiny-buffers": tiny_buffers, "smollm2": smollm2}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
 
@@ -54,6 +54,7 @@ def difference(each: dict[str, Any]) -> str:
 def does_replay_pay() -> str:
     found = results()
     main, long, clock = found["tiny-main"], found["tiny-long"], found["async"]
+    real = found["smollm2"]
     measured = next(iter(long["compute"].values()))
     fifo, once = clock["fifo_to_use_once"], clock["use_once_to_sync"]
     less = round(100 * (1 - long["steps"]["fifo"]))
@@ -63,6 +64,7 @@ def does_replay_pay() -> str:
 | `tiny`, rates tuned per method | {main["mu"]:.1f} | {difference(main["difference"]["ours"])} | – |
 | `tiny-long`, one rate | {long["mu"]} | {difference(long["difference"]["ours"])} | \
 {difference(long["difference"]["fifo"])} |
+| `smollm2`, a real model, rates tuned per method | {real["mu"]} | {difference(real["difference"]["ours"])} | – |
 
 Points with 95 % intervals over seeds and problems, and the seeds that are ahead. To the same {long["reach"]:.0f} % on
 `tiny-long`, `ours` needs {measured["ours"]} times the compute of `grpo` at the measured μ and `fifo` {measured["fifo"]} \
@@ -71,8 +73,9 @@ times (it generates
 each (μ {clock["mu"]}), an asynchronous `fifo` run needs {fifo["ratio"]} times the seconds of an asynchronous `grpo` run \
 to 70 %, and
 that {once["ratio"]} times those of a synchronous one: medians of five seeds; those of `fifo` range from {fifo["low"]} to
-{fifo["high"]} ([docs/async.md](docs/async.md)). A real
-model was trained with one seed only, which decides nothing ([docs/performance.md](docs/performance.md#measured-on-one-h100)).
+{fifo["high"]} ([docs/async.md](docs/async.md)). On the
+real model four seeds leave it undecided; at equal seconds `ours` is at {difference(real["equal_seconds"]["ours"])}
+([docs/evidence.md](docs/evidence.md)).
 """  # noqa: E501
 
 
@@ -96,12 +99,12 @@ BUFFERS = {
 """The arms of `tiny-buffers`, and what N is called."""
 
 
-def courses(arm: str) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [seeds, evaluations] each: compute and accuracy in % of an arm of `tiny-buffers`."""
-    with (DOCS / "records" / "tiny-buffers.csv").open(encoding="utf-8") as file:
+def courses(record: str, arm: str, cost: str) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [seeds, evaluations] each: cost and accuracy in % of an arm in records/."""
+    with (DOCS / "records" / f"{record}.csv").open(encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["arm"] == arm]
     seeds = len({row["seed"] for row in rows})
-    table = np.array([[float(row["compute"]), 100 * float(row["accuracy"])] for row in rows])
+    table = np.array([[float(row[cost]), 100 * float(row["accuracy"])] for row in rows])
     cost_SE, accuracy_SE = table.reshape(seeds, -1, 2).transpose(2, 0, 1)
     return cost_SE, accuracy_SE
 
@@ -117,7 +120,7 @@ def tiny_buffers() -> str:
     ]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, name in BUFFERS.items():
-        costs, accuracies = courses(arm)
+        costs, accuracies = courses("tiny-buffers", arm, "compute")
         final = accuracies[:, -1]
         spread = np.subtract(*np.percentile(final, [75, 25]))
 
@@ -138,24 +141,42 @@ def tiny_buffers() -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw_buffers() -> None:
-    """docs/images/tiny-buffers.svg: every seed, and the median."""
+def smollm2() -> str:
+    found = results()["smollm2"]
+    heads = ["", "learning rate", "after 4 steps", "after 8", "after 12, mean and every seed",
+             "− `grpo`, 95 %, seeds ahead", "at equal seconds", "seconds of 12 steps"]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm, rate in found["rate"].items():
+        seconds, accuracies = courses("smollm2", arm, "seconds")
+        means = [f"{mean:.1f}" for mean in accuracies.mean(axis=0)[1:]]
+        means[-1] += f" ({', '.join(f'{final:.1f}' for final in accuracies[:, -1])})"
+        compared = [difference(found[name][arm]) if arm in found[name] else ""
+                    for name in ("difference", "equal_seconds")]  # fmt: skip
+        spent = f"{seconds[:, -1].mean():.0f}"
+        lines.append(f"| {' | '.join([f'`{arm}`', f'{rate:.0e}', *means, *compared, spent])} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_courses(
+    record: str, names: dict[str, str], cost: str, scale: float, legend: str, **labels: Any
+) -> None:
+    """docs/images/RECORD.svg: every seed, and the median."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
 
-    plt.rcParams["svg.hashsalt"] = "tiny-buffers"
+    plt.rcParams["svg.hashsalt"] = record
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
-    for color, (arm, name) in zip(("0.35", "C0", "C1", "C3"), BUFFERS.items(), strict=True):
-        costs, accuracies = courses(arm)
-        axes.plot(costs.T / 1000, accuracies.T, color=color, linewidth=0.5, alpha=0.5)
-        median = np.median(costs, axis=0) / 1000, np.median(accuracies, axis=0)
+    for color, (arm, name) in zip(("0.35", "C0", "C1", "C3"), names.items(), strict=False):
+        costs, accuracies = courses(record, arm, cost)
+        axes.plot(costs.T / scale, accuracies.T, color=color, linewidth=0.5, alpha=0.5)
+        median = np.median(costs, axis=0) / scale, np.median(accuracies, axis=0)
         axes.plot(*median, color=color, linewidth=2, label=name)
-    axes.set(xlabel="compute at γ of (W, T) = (3, 1), thousand rollouts", ylim=(35, 100),
-             ylabel="held-out accuracy, %")  # fmt: skip
-    axes.legend(title="stored rollouts, N", frameon=False, loc="lower right")
-    figure.savefig(DOCS / "images" / "tiny-buffers.svg", metadata={"Date": None})
+    axes.set(ylabel="held-out accuracy, %", **labels)
+    axes.legend(title=legend, frameon=False, loc="lower right")
+    figure.savefig(DOCS / "images" / f"{record}.svg", metadata={"Date": None})
+    plt.close(figure)
 
 
 def cases() -> list[tuple[str, str, float, tuple[float, ...], dict[str, tuple[Verdict, float]]]]:
@@ -211,6 +232,13 @@ def verdicts() -> str:
 
 
 if __name__ == "__main__":
-    draw_buffers()
+    draw_courses(
+        "tiny-buffers", BUFFERS, "compute", 1000, "stored rollouts, N", ylim=(35, 100),
+        xlabel="compute at γ of (W, T) = (3, 1), thousand rollouts",
+    )  # fmt: skip
+    draw_courses(
+        "smollm2", {arm: arm for arm in results()["smollm2"]["rate"]}, "seconds", 60,
+        "SmolLM2-135M, additions", xlabel="minutes of training on two cores", ylim=(10, 80),
+    )  # fmt: skip
     for path in PAGES:
         path.write_text(with_results(path.read_text()))
