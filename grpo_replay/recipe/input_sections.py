@@ -463,9 +463,13 @@ class SamplingSection(Section):
         return self.backend == "vllm_server"
 
     @property
+    def uses_vllm(self) -> bool:
+        return self.vllm_in_ranks or self.over_http
+
+    @property
     def gpus_per_model(self) -> int:
         """GPUs over which the sampler splits one copy of the model."""
-        return 1 if self.backend == "hf" else self.vllm.tensor_parallel_size
+        return self.vllm.tensor_parallel_size if self.uses_vllm else 1
 
     @property
     def is_quantized(self) -> bool:

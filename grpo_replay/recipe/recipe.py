@@ -413,7 +413,7 @@ def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
 
 def _temperature_contradictions(recipe: RecipeSections) -> Iterable[str]:
     sampling, evaluation = recipe.sampling, recipe.eval
-    if sampling.backend == "hf":
+    if not sampling.uses_vllm:
         return
     used = {"sampling.temperature": sampling.temperature}
     if evaluation.benchmarks:

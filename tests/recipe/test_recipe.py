@@ -308,6 +308,12 @@ def test_comments_beside_text_stay_comments_in_a_file(tmp_path):
     assert (prompts.user_template, prompts.id_field) == ("Solve {problem}", None)
 
 
+def test_a_sampler_of_ones_own_is_not_taken_for_vllm():
+    sampling = {"backend": "mine.py:Sampler", "temperature": 0.005}
+    recipe = resolve_recipe([{"sampling": sampling | {"vllm": {"tensor_parallel_size": 4}}}])
+    assert recipe.sampling.gpus_per_model == 1
+
+
 SAME = {
     "optimizer.learning_rate": ("1e-4", 1e-4),
     "loss.beta": ("1.5e-7", 1.5e-7),
