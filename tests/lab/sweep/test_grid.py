@@ -65,11 +65,12 @@ def test_a_list_of_recipes_is_one_comparison_each():
 
 
 @pytest.mark.parametrize("name", shipped_sweeps())
-def test_a_shipped_sweep_loads_with_five_seeds_or_more(name):
+def test_a_shipped_sweep_loads_with_enough_seeds_for_an_interval(name):
+    """Five or more; four where a run takes minutes on two cores."""
     path = shipped_sweeps()[name]
     file = read_sweep_file(path)
     comparisons = expand(file, path, Path("out"))
-    assert file.name == name and len(file.seeds) >= 5
+    assert file.name == name and len(file.seeds) >= (4 if "smollm2" in name else 5)
     recipes = {cell.resolved_recipe().model_dump_json() for cell in all_cells(comparisons)}
     # Comparison cells of a tuned arm have no values yet: they are the same as nothing else.
     assert len(recipes) == len(list(all_cells(comparisons)))
