@@ -168,7 +168,8 @@ def draw_courses(
 
     plt.rcParams["svg.hashsalt"] = record
     figure, axes = plt.subplots(figsize=(7, 3.8), layout="constrained")
-    for color, (arm, name) in zip(("0.35", "C0", "C1", "C3"), names.items(), strict=False):
+    colors = ("0.35", "C0", "C1", "C3")[: len(names)]
+    for color, (arm, name) in zip(colors, names.items(), strict=True):
         costs, accuracies = courses(record, arm, cost)
         axes.plot(costs.T / scale, accuracies.T, color=color, linewidth=0.5, alpha=0.5)
         median = np.median(costs, axis=0) / scale, np.median(accuracies, axis=0)
