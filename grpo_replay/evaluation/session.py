@@ -29,7 +29,7 @@ from grpo_replay.recipe import (
     resolve_recipe,
 )
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.storage.checkpoint import checkpoint_name, list_checkpoints, step_of
 from grpo_replay.storage.recipe_history import recipe_file
 from grpo_replay.terminal.quiet import quiet_libraries
 from grpo_replay.tiny import BASES
@@ -139,7 +139,11 @@ def _latest(checkpoints: Path) -> ModelSource:
     source = _checkpoint(chosen)
     run = checkpoints.resolve().parent
     name = checkpoint_name(source.step or 0)
-    return replace(source, notice=f"evaluating {name}, the latest checkpoint of {run}")
+    notice = f"evaluating {name}, the latest checkpoint of {run}"
+    for other in list_checkpoints(checkpoints):
+        if (step_of(other) or 0) > (source.step or 0):
+            notice = f"evaluating {name}, which {latest} names, though {other.name} is newer"
+    return replace(source, notice=notice)
 
 
 def _checkpoint(checkpoint: Path) -> ModelSource:

@@ -74,6 +74,14 @@ def test_a_run_is_evaluated_at_its_latest_checkpoint_under_its_own_recipe(
     assert not output.with_suffix(".md").exists()
 
 
+def test_a_link_to_an_older_checkpoint_is_said(run_folder):
+    checkpoints = run_folder / "checkpoints"
+    (checkpoints / "step_000003").mkdir()
+    notice = find_model(str(run_folder)).notice
+    expected = f"evaluating step_000002, which {checkpoints}/latest names, though step_000003 is newer"
+    assert notice == expected
+
+
 @pytest.mark.parametrize(
     "place",
     [
