@@ -186,8 +186,7 @@ KNOWN = (
     # Composition
     Known(
         "fresh-anchored inserts before it draws", COMPOSE,
-        'buffer.settings.replays and buffer.settings.composition == "buffer_only"',
-        "buffer.settings.replays",
+        'stores_first = settings.composition == "buffer_only"', "stores_first = True",
         "tests/replay/test_compose.py::test_fresh_anchored_step_by_step",
     ),
     Known(
@@ -250,8 +249,8 @@ KNOWN = (
     ),
     Known(
         "behaviour log-probs that are not the sampler's", TRAINER,
-        "{r.rollout_id: r.sampler_logprobs for r in taken.generated}",
-        "{r.rollout_id: 0 * r.sampler_logprobs for r in taken.generated}",
+        "{rollout.rollout_id: rollout.sampler_logprobs for rollout in generated}",
+        "{rollout.rollout_id: 0 * rollout.sampler_logprobs for rollout in generated}",
         "tests/training/test_async_runs.py::"
         "test_behaviour_logprobs_are_the_samplers_and_never_recomputed",
     ),

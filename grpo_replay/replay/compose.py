@@ -1,13 +1,5 @@
-"""The batch of a training step (paper A, Algorithm 1, steps 2 to 5; paper B, section 4).
-
-The trainer calls these functions in this order, for every composition, and `ReplayBuffer.step` does
-so for another trainer:
-
-    buffer.evict(step)
-    insert_before_draw(buffer, fresh, step)                 # acts for buffer_only
-    batch = compose_batch(buffer, fresh, step, generated, rng)
-    ...                                                     # optimizer updates
-    insert_after_update(buffer, fresh, step, batch)         # acts for the other compositions
+"""What a training step does with the buffer, and the batch that comes of it (paper A, Algorithm 1,
+steps 2 to 5; paper B, section 4). `buffer_step` is all of it, in one order for every composition:
 
 | composition    | trains on                                   | drawn units                  |
 |----------------|---------------------------------------------|------------------------------|
@@ -41,10 +33,34 @@ if TYPE_CHECKING:
     from grpo_replay.replay.replay_buffer import ReplayBuffer
 
 
-def insert_before_draw(buffer: "ReplayBuffer", fresh: Sequence[Rollout], step: int) -> None:
-    """Store the fresh survivors before the draw if the composition is buffer_only."""
-    if buffer.settings.replays and buffer.settings.composition == "buffer_only":
+def buffer_step(
+    buffer: "ReplayBuffer",
+    fresh: Sequence[Rollout],
+    step: int,
+    generated: int,
+    rng: np.random.Generator,
+    draws: int = 1,
+) -> ComposedBatch:
+    """All that a step does with the buffer; returns what the step trains on.
+
+    Rollouts that are too old leave; the draw; the fresh survivors are stored, with their uses in
+    this step, because a pool draw also draws fresh ones (buffer_only stores them before the draw);
+    rollouts that would be too old at the next step leave. Optimizer updates change nothing that is
+    stored, so a trainer makes them after this. Arguments as in `compose_batch`.
+    """
+    settings = buffer.settings
+    stores_first = settings.composition == "buffer_only"
+    buffer.evict(step)
+    if settings.replays and stores_first:
         buffer.insert(fresh, step)
+    batch = compose_batch(buffer, fresh, step, generated, rng, draws)
+    if settings.replays and not stores_first:
+        uses = Counter(rollout.rollout_id for rollout in batch.draw.rollouts)
+        times_used_N = np.array([uses[rollout.rollout_id] for rollout in fresh], dtype=np.int32)
+        buffer.insert(fresh, step, times_used_N)
+    if settings.replays:
+        buffer.evict_ahead(step)
+    return batch
 
 
 def compose_batch(
@@ -93,20 +109,6 @@ def _draw_for_updates(
         updates=updates,
         update_N=np.repeat(np.arange(updates), [len(draw.rollouts) for draw in draws]),
     )
-
-
-def insert_after_update(
-    buffer: "ReplayBuffer", fresh: Sequence[Rollout], step: int, batch: ComposedBatch
-) -> None:
-    """Store the fresh survivors unless buffer_only already has, then evict rollouts that would be
-    too old at the next step. A pool draw also draws fresh rollouts; they enter with these uses."""
-    if not buffer.settings.replays:
-        return
-    if buffer.settings.composition != "buffer_only":
-        uses = Counter(rollout.rollout_id for rollout in batch.draw.rollouts)
-        times_used_N = np.array([uses[rollout.rollout_id] for rollout in fresh], dtype=np.int32)
-        buffer.insert(fresh, step, times_used_N)
-    buffer.evict_ahead(step)
 
 
 def draw_count(settings: ReplaySection, group_size: int, base: int) -> int:

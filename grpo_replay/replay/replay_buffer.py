@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.insertion import (
     ColumnQueue,
     check_insertable,
@@ -169,11 +169,8 @@ class ReplayBuffer:
         generated = len(fresh) if generated is None else generated
         if fresh:
             self._check_fresh(fresh, step, generated)
-        self.evict(step)
-        insert_before_draw(self, fresh, step)
         rng = stream(self.seed, step, DRAW_STREAM)
-        batch = compose_batch(self, fresh, step, generated, rng)
-        insert_after_update(self, fresh, step, batch)
+        batch = buffer_step(self, fresh, step, generated, rng)
         self.last_step = step
         self.count_ids(fresh)
         return batch

@@ -177,7 +177,7 @@ def with_behavior_logprobs(
     rollouts: Sequence[Rollout], logprobs: Mapping[int, np.ndarray]
 ) -> list[Rollout]:
     """The survivors with their behaviour log-probs, which `logprobs` maps by rollout id. They never
-    change afterwards."""
+    change afterwards. Raises KeyError for a survivor without."""
     return [
         replace(rollout, behavior_logprobs=logprobs[rollout.rollout_id])
         for rollout in rollouts

@@ -92,8 +92,9 @@ class StepRollouts:
     """By rollout id, whole groups; `kept` is False for those that are neither trained on nor
     stored. Behaviour log-probs are not known yet."""
     measured: Sequence[Rollout]
-    """Those whose log-probs the trainer computes, to compare them with the sampler's: all that are
-    kept if `loss.behavior_logprobs` is trainer. May be empty."""
+    """Those whose log-probs the trainer computes, to compare them with the sampler's. All that are
+    kept are among them if `loss.behavior_logprobs` is trainer, which freezes these log-probs. May
+    be empty."""
     nominal_rollouts: int
     """R, from which `buffer_only` takes the size of its draw (`replay.compose`)."""
     prompts: int

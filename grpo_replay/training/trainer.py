@@ -11,7 +11,7 @@ Rank 0 owns the buffer, the draw and the files. On the other ranks, which train 
 lists of rollouts are empty.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_replay.engine import UpdateResult
 from grpo_replay.replay.batch import logprob_row, train_rows, update_indices
-from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.rollouts import with_behavior_logprobs
 from grpo_replay.storage.checkpoint import RunState
@@ -31,7 +31,7 @@ from grpo_replay.training.reward_watch import (
     MissingWatch,
     refuse_failed_verdicts,
 )
-from grpo_replay.training.rollout_source import Parts, RolloutSource, StepRecord, StepRollouts
+from grpo_replay.training.rollout_source import Parts, RolloutSource, StepRecord
 from grpo_replay.training.weight_sync import LogprobGap, measure_gap, refuse_gap
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome, stream
 
@@ -70,46 +70,52 @@ class Trainer:
         taken = self.source.take(step, stop_requested)
         if taken is None:
             return None
-        fresh, gap = self.freeze_behavior(taken, step)
-        self.buffer.evict(step)
-        insert_before_draw(self.buffer, fresh, step)
+        refuse_failed_verdicts(
+            taken.generated, step, self.recipe.reward, self.parts.scorer.first_error
+        )
+        logprobs = self.trainer_logprobs(taken.measured)
+        gap = self.check_sampler(taken.measured, logprobs, step)
+        fresh = self.freeze_behavior(taken.generated, logprobs)
         rng, draws = stream(seed, step, DRAW_STREAM), self.recipe.draws_per_step
-        batch = compose_batch(self.buffer, fresh, step, taken.nominal_rollouts, rng, draws)
+        batch = buffer_step(self.buffer, fresh, step, taken.nominal_rollouts, rng, draws)
         results, outcomes = self.update(batch, step)
-        insert_after_update(self.buffer, fresh, step, batch)
         self.advance()
         record = StepRecord(step, taken, fresh, gap, batch, results, outcomes)
         count_step(self.state, record, self.recipe.sampling.group_size)
         return self._report(record) if self.comm.is_main else {}
 
-    def freeze_behavior(
-        self, taken: StepRollouts, step: int
-    ) -> tuple[list[Rollout], LogprobGap | None]:
-        """Give the survivors their behaviour log-probs, once and for all: the trainer's, under the
-        policy that sampled, or the sampler's. Check that sampler and trainer hold the same policy,
-        where the present one has sampled. Returns the survivors and the gap on rank 0."""
-        refuse_failed_verdicts(
-            taken.generated, step, self.recipe.reward, self.parts.scorer.first_error
-        )
-        measured, logprobs = taken.measured, self._logprobs(taken.measured)
-        gap = measure_gap(measured, logprobs) if measured else None
-        version = self.state.policy_version
-        sampled_by = {v for r in measured for v in (r.policy_version, r.policy_version_end)}
-        if gap is not None and sampled_by == {version}:
-            refuse_gap(gap, self.recipe.logprob_gap_limit, step, version)
-        if self.recipe.loss.behavior_logprobs == "trainer":
-            frozen = {r.rollout_id: lp for r, lp in zip(measured, logprobs, strict=True)}
-        else:
-            frozen = {r.rollout_id: r.sampler_logprobs for r in taken.generated}
-        return with_behavior_logprobs(taken.generated, frozen), gap
-
-    def _logprobs(self, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """The trainer's log-probs of completions, on rank 0."""
+    def trainer_logprobs(self, rollouts: Sequence[Rollout]) -> dict[int, np.ndarray]:
+        """float32 [T] of each completion under the trainer's weights, by rollout id, on rank 0."""
         if not self.comm.broadcast_json(len(rollouts)):
-            return []
+            return {}
         with self.parts.clock.stage("logprob"):
             rows = [logprob_row(r.prompt_token_ids, r.completion_token_ids) for r in rollouts]
-            return self.parts.engine.logprobs(rows if self.comm.is_main else None)
+            computed = self.parts.engine.logprobs(rows if self.comm.is_main else None)
+        return {r.rollout_id: lp for r, lp in zip(rollouts, computed, strict=True)}
+
+    def check_sampler(
+        self, measured: Sequence[Rollout], logprobs: Mapping[int, np.ndarray], step: int
+    ) -> LogprobGap | None:
+        """The gap between the sampler's and the trainer's log-probs of `measured`; None if that is
+        empty. Raises LogprobGapError if it is too large although the present policy sampled all."""
+        if not measured:
+            return None
+        gap = measure_gap(measured, [logprobs[rollout.rollout_id] for rollout in measured])
+        version = self.state.policy_version
+        if {v for r in measured for v in (r.policy_version, r.policy_version_end)} == {version}:
+            refuse_gap(gap, self.recipe.logprob_gap_limit, step, version)
+        return gap
+
+    def freeze_behavior(
+        self, generated: Sequence[Rollout], trainer_logprobs: Mapping[int, np.ndarray]
+    ) -> list[Rollout]:
+        """The survivors with their behaviour log-probs, once and for all: the trainer's, under the
+        policy that sampled, or the sampler's."""
+        if self.recipe.loss.behavior_logprobs == "trainer":
+            return with_behavior_logprobs(generated, trainer_logprobs)
+        return with_behavior_logprobs(
+            generated, {rollout.rollout_id: rollout.sampler_logprobs for rollout in generated}
+        )
 
     def update(
         self, batch: ComposedBatch, step: int

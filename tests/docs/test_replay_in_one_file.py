@@ -26,7 +26,7 @@ from grpo_replay.recipe import Recipe, ReplaySection, load_recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.advantages import group_advantages
 from grpo_replay.replay.batch import token_weights, train_rows
-from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.loss import token_loss
 from grpo_replay.replay.priorities import EPSILON
 from grpo_replay.rewards.math_verify import SymbolicGrader
@@ -265,11 +265,8 @@ def test_every_step_trains_on_and_stores_what_the_packages_does(story):
             make_rollout(100 * step + i, birth_step=step, advantage=float(a))
             for i, a in enumerate(advantages)
         ]
-        theirs.evict(step)
-        insert_before_draw(theirs, fresh, step)
         generator = stream(settings.seed, step, DRAW_STREAM)
-        batch = compose_batch(theirs, fresh, step, 16, generator)
-        insert_after_update(theirs, fresh, step, batch)
+        batch = buffer_step(theirs, fresh, step, 16, generator)
         ours.script[step] = fresh
         before = len(ours.buffer.rollouts)
         report = ours.train_step(step)

@@ -1,5 +1,6 @@
 """Each composition, worked by hand over the trainer's own sequence of calls."""
 
+import copy
 import math
 from collections import Counter
 
@@ -9,10 +10,9 @@ from buffer_makers import ids, make_group, make_rollout, replay_settings
 
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import (
+    buffer_step,
     compose_batch,
     draw_count,
-    insert_after_update,
-    insert_before_draw,
 )
 
 G = 4
@@ -34,10 +34,11 @@ def run(settings, survivors_by_step, seed=0):
     for step, survivors in enumerate(survivors_by_step, start=1):
         fresh = fresh_of(step, survivors)
         buffer.evict(step)
-        insert_before_draw(buffer, fresh, step)
-        stored = ids(buffer.rollouts())
-        batch = compose_batch(buffer, fresh, step, GENERATED, rng)
-        insert_after_update(buffer, fresh, step, batch)
+        twin = copy.deepcopy(buffer)
+        if settings.composition == "buffer_only":
+            twin.insert(fresh, step)
+        stored = ids(twin.rollouts())
+        batch = buffer_step(buffer, fresh, step, GENERATED, rng)
         assert buffer.check_valid() == (True, "")
         assert len(batch.rollouts) == len(batch.replayed_N) == len(batch.ages_N)
         ages = [step - rollout.birth_step for rollout in batch.rollouts]
@@ -112,8 +113,7 @@ def test_pool_counts_a_draw_in_the_birth_step_as_a_use():
     last = {}
     for step in range(1, 6):
         fresh = fresh_of(step, 2)
-        batch = compose_batch(buffer, fresh, step, GENERATED, rng)
-        insert_after_update(buffer, fresh, step, batch)
+        batch = buffer_step(buffer, fresh, step, GENERATED, rng)
         uses.update(ids(batch.draw.rollouts))
         last |= dict.fromkeys(ids(batch.draw.rollouts), step)
     stored = buffer.column("rollout_id").tolist()
@@ -223,9 +223,7 @@ def test_without_replay_nothing_is_stored_drawn_or_random(off, composition):
     before = rng.bit_generator.state
     for step in (1, 2, 3):
         fresh = fresh_of(step, 2)
-        insert_before_draw(buffer, fresh, step)
-        batch = compose_batch(buffer, fresh, step, GENERATED, rng)
-        insert_after_update(buffer, fresh, step, batch)
+        batch = buffer_step(buffer, fresh, step, GENERATED, rng)
         assert ids(batch.rollouts) == ids(fresh)
     assert len(buffer) == 0
     assert rng.bit_generator.state == before

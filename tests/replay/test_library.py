@@ -14,7 +14,7 @@ from grpo_replay import ReplayBuffer, ReplayConfig, Rollout
 from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection, load_recipe, resolve_recipe
 from grpo_replay.replay import replay_buffer
-from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.compose import compose_batch
 from grpo_replay.replay.insertion import LARGEST_LOGPROB, extra_problem
 from grpo_replay.replay.replay_buffer import DRAW_STREAM
 from grpo_replay.replay.snapshot import restore_snapshot, write_snapshot
@@ -63,7 +63,7 @@ def test_presets_of_the_tests_are_all():
 
 @pytest.mark.parametrize("preset", CHANGES)
 @pytest.mark.parametrize("seed", [0, 7])
-def test_a_step_is_the_trainers_calls(preset, seed):
+def test_a_step_is_these_calls(preset, seed):
     config = config_of(preset)
     buffer, explicit = ReplayBuffer(config, G, seed), ReplayBuffer(config, G)
     drawn = evicted = 0
@@ -72,10 +72,13 @@ def test_a_step_is_the_trainers_calls(preset, seed):
         assert buffer.next_step == step
         batch = buffer.step(fresh, generated=16)
         explicit.evict(step)
-        insert_before_draw(explicit, fresh, step)
-        rng = stream(seed, step, DRAW_STREAM)
-        other = compose_batch(explicit, fresh, step, 16, rng)
-        insert_after_update(explicit, fresh, step, other)
+        if config.composition == "buffer_only":
+            explicit.insert(fresh, step)
+        other = compose_batch(explicit, fresh, step, 16, stream(seed, step, DRAW_STREAM))
+        if config.replays and config.composition != "buffer_only":
+            uses = [ids(other.draw.rollouts).count(i) for i in ids(fresh)]
+            explicit.insert(fresh, step, np.array(uses))
+        explicit.evict_ahead(step)
         assert seen(buffer, batch) == seen(explicit, other)
         assert buffer.check_valid() == (True, "")
         drawn += len(batch.draw.rollouts)

@@ -28,11 +28,9 @@ from grpo_replay.recipe import (
     resolve_recipe,
 )
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.compose import buffer_step
 from grpo_replay.terminal.console import tracked
-from grpo_replay.types import ComposedBatch, Draw, Rollout
-
-_NOTHING_DRAWN = ComposedBatch((), np.zeros(0, bool), np.zeros(0, np.int64), Draw.empty())
+from grpo_replay.types import ComposedBatch, Rollout
 
 
 def rollouts_without_tokens(columns: RolloutColumns) -> list[Rollout]:
@@ -97,8 +95,9 @@ def replay_storage(
     for step in steps:
         fresh = rollouts_without_tokens(survivors.take(survivors.logged_step == step))
         buffer.evict(step)
-        insert_before_draw(buffer, fresh, step)
-        insert_after_update(buffer, fresh, step, _NOTHING_DRAWN)
+        if buffer.settings.replays:
+            buffer.insert(fresh, step)
+            buffer.evict_ahead(step)
         yield step
 
 
@@ -257,10 +256,7 @@ def simulate(
     for step, count in steps:
         first, last = np.searchsorted(survivors.logged_step, [step, step + 1])
         fresh = rollouts[first:last]
-        buffer.evict(step)
-        insert_before_draw(buffer, fresh, step)
-        batches.append(compose_batch(buffer, fresh, step, count, rng, draws_per_step))
-        insert_after_update(buffer, fresh, step, batches[-1])
+        batches.append(buffer_step(buffer, fresh, step, count, rng, draws_per_step))
         stored.append(len(buffer))
     ids = [rollout.rollout_id for batch in batches for rollout in batch.rollouts]
     draws = [batch.draw for batch in batches if batch.draw.rollouts]

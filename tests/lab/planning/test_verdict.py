@@ -20,7 +20,7 @@ from grpo_replay.lab.planning.theory import (
 )
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import ReplayBuffer
-from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.compose import buffer_step
 
 R, STEPS = 25, 300
 FLAT, GROWING = PowerGrowth(0.0), PowerGrowth(0.2)
@@ -46,8 +46,7 @@ def simulated_bracket(growth, rho, **settings):
     for step in range(STEPS):
         fresh = [make_rollout(next_id + i, birth_step=step) for i in range(R)]
         next_id += R
-        insert_before_draw(buffer, fresh, step)
-        batch = compose_batch(buffer, fresh, step, R, rng)
+        batch = buffer_step(buffer, fresh, step, R, rng)
         if step >= 20:
             ages = np.array([step - each.birth_step for each in batch.rollouts])
             ids = [each.rollout_id for each in batch.rollouts]
@@ -57,7 +56,6 @@ def simulated_bracket(growth, rho, **settings):
             pairs = len(batch.rollouts) ** 2 - (of_step**2).sum()
             total = (times**2 * variances).sum() + pairs * rho / R
             found.append(R * total / len(batch.rollouts) ** 2)
-        insert_after_update(buffer, fresh, step, batch)
     return np.mean(found)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from grpo_replay.recipe import Recipe, recipe_to_yaml, resolve_recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.advantages import group_advantages
-from grpo_replay.replay.compose import compose_batch, insert_after_update, insert_before_draw
+from grpo_replay.replay.compose import buffer_step
 from grpo_replay.replay.snapshot import write_snapshot
 from grpo_replay.storage.checkpoint import (
     RunState,
@@ -114,10 +114,7 @@ class SyntheticRun:
     def step(self, step: int) -> dict:
         generated = self.generate(step)
         fresh = [rollout for rollout in generated if rollout.kept]
-        self.buffer.evict(step)
-        insert_before_draw(self.buffer, fresh, step)
-        batch = compose_batch(self.buffer, fresh, step, len(generated), self.rng)
-        insert_after_update(self.buffer, fresh, step, batch)
+        batch = buffer_step(self.buffer, fresh, step, len(generated), self.rng)
         outcomes = [
             outcome_of(rollout, int(age), self.rng)
             for rollout, age in zip(batch.rollouts, batch.ages_N, strict=True)
