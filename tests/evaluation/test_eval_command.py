@@ -78,7 +78,9 @@ def test_a_link_to_an_older_checkpoint_is_said(run_folder):
     checkpoints = run_folder / "checkpoints"
     (checkpoints / "step_000003").mkdir()
     notice = find_model(str(run_folder)).notice
-    expected = f"evaluating step_000002, which {checkpoints}/latest names, though step_000003 is newer"
+    expected = (
+        f"evaluating step_000002, which {checkpoints}/latest names, though step_000003 is newer"
+    )
     assert notice == expected
 
 
