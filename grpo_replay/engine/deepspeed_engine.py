@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
@@ -77,13 +78,7 @@ class DeepSpeedEngine:
         self._reference = self._frozen_copy(model) if has_copy else None
         self._engine = self._open_deepspeed(model)
         self._gather_needs_forward = self._stage == 3
-        self._segments_packs, self._pack_multiple = False, None
-        if recipe.packs(device.type == "cuda"):
-            budget = recipe.batch.max_tokens_per_microbatch
-            self._pack_multiple = pack_multiple(recipe.model.attn_implementation, budget)
-        forward = partial(self._logprobs_of, self._engine)
-        refuse_other_logprobs(model, recipe.model.dtype, forward, comm)
-        self._layout = self._layout_of(model.config, forward)
+        self._layout = self._try_out(model)
         if self._stage == 3:  # a state that is loaded next must find no gathered parameters
             self._engine.optimizer.empty_partition_cache()
         self._step = self._updates_of_step = 0
@@ -114,25 +109,32 @@ class DeepSpeedEngine:
         """Gradients are whole, and those of one rank."""
         return self._stage == 0 and self._comm.world_size == 1
 
-    def _layout_of(self, config: PreTrainedConfig, forward: Forward) -> Layout:
-        """What the recipe asks for, as far as the model can: tried out. Collective."""
-        recipe, comm = self._recipe, self._comm
-        packing = recipe.packs(self._device.type == "cuda") and can_pack(
-            recipe.batch.packing, config, forward, comm
+    def _try_out(self, model: PreTrainedModel) -> Layout:
+        """The layout that the recipe asks for, as far as the model can: each trial runs in the
+        layout that it decides on. Collective. Raises ModelError for a head that is not the model's
+        own, RecipeError if `batch.packing` is true and rows of a pack mix."""
+        recipe, comm, dtype = self._recipe, self._comm, self._recipe.model.dtype
+        attention, budget = recipe.model.attn_implementation, recipe.batch.max_tokens_per_microbatch
+        packs = recipe.packs(self._device.type == "cuda")
+
+        def forward_in(layout: Layout) -> Forward:
+            return partial(self._logprobs_of, self._engine, layout)
+
+        padded = Layout(budget)
+        packed = Layout(budget, packing=True, pack_multiple=pack_multiple(attention, budget))
+        refuse_other_logprobs(model, dtype, forward_in(packed if packs else padded), comm)
+        packs = packs and can_pack(recipe.batch.packing, model.config, forward_in(packed), comm)
+        layout = packed if packs else padded
+        pairs = pairs_per_token(attention, packs, model.config.hidden_size)
+        if pairs is None:
+            return layout
+        if can_share(model.config, dtype, recipe.longest_sequence, forward_in(layout), comm):
+            return replace(layout, pairs_per_token=pairs)
+        self.notices.append(
+            f"shared prompts: a model of type {model.config.model_type} does not keep "
+            "completions behind one prompt apart, so every rollout computes its own prompt"
         )
-        if not packing:
-            self._pack_multiple = None
-        pairs = pairs_per_token(recipe.model.attn_implementation, packing, config.hidden_size)
-        if pairs and not can_share(
-            config, recipe.model.dtype, recipe.longest_sequence, forward, comm
-        ):
-            pairs = None
-            self.notices.append(
-                f"shared prompts: a model of type {config.model_type} does not keep "
-                "completions behind one prompt apart, so every rollout computes its own prompt"
-            )
-        self._segments_packs = pairs is not None
-        return Layout(recipe.batch.max_tokens_per_microbatch, packing, pairs)
+        return layout
 
     @property
     def adapter_parameters(self) -> int:
@@ -162,7 +164,7 @@ class DeepSpeedEngine:
 
     def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
         microbatches = self._in_turn(self._microbatches(rows))
-        parts = [(each, self._logprobs_of(module, each)) for each in microbatches]
+        parts = [(each, self._logprobs_of(module, self._layout, each)) for each in microbatches]
         lengths, values = pack_tokens(parts)
         all_lengths, all_values = self._comm.gather(lengths), self._comm.gather(values)
         if all_lengths is None or all_values is None or rows is None:
@@ -171,9 +173,13 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def _logprobs_of(
-        self, module: nn.Module, microbatch: MicroBatch, through_logits: bool = False
+        self,
+        module: nn.Module,
+        layout: Layout,
+        microbatch: MicroBatch,
+        through_logits: bool = False,
     ) -> np.ndarray:
-        logprobs_C, _ = module(*self._inputs(microbatch), through_logits=through_logits)
+        logprobs_C, _ = module(*self._inputs(microbatch, layout), through_logits=through_logits)
         return logprobs_C.float().cpu().numpy()
 
     def _microbatches(self, rows: Sequence[TrainRow] | None) -> list[MicroBatch]:
@@ -182,9 +188,10 @@ class DeepSpeedEngine:
     def _in_turn(self, microbatches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
         return self._comm.position.each("micro-batch", microbatches, len(microbatches))
 
-    def _inputs(self, batch: MicroBatch) -> tuple[torch.Tensor | int | None, ...]:
-        if self._pack_multiple is not None and len(batch.input_ids_SL) == 1:
-            batch = batch.lengthened(self._pack_multiple, self._segments_packs)
+    def _inputs(self, batch: MicroBatch, layout: Layout) -> tuple[torch.Tensor | int | None, ...]:
+        if layout.pack_multiple is not None and len(batch.input_ids_SL) == 1:
+            segmented = layout.pairs_per_token is not None
+            batch = batch.lengthened(layout.pack_multiple, segmented)
         arrays = (
             batch.input_ids_SL, batch.positions_C, batch.target_ids_C, batch.position_ids_SL,
             batch.bounds, batch.segments_3SL,
@@ -237,7 +244,7 @@ class DeepSpeedEngine:
     def _backward(self, microbatch: MicroBatch) -> np.ndarray:
         """float64 [R, K] row statistics."""
         settings = self._recipe.loss
-        logprobs_C, entropies_C = self._engine(*self._inputs(microbatch))
+        logprobs_C, entropies_C = self._engine(*self._inputs(microbatch, self._layout))
         behavior_C = self._tensor(microbatch.behavior_logprobs_C)
         reference_C = self._tensor(microbatch.reference_logprobs_C)
         row_of_C = self._tensor(microbatch.row_of_C)

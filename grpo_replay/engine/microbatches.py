@@ -208,7 +208,19 @@ def _lay_out(
     widths_S: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """int64 [5, positions]: token id, position id, own segment, that of the rest of the prompt and
-    that of the common prefix; padding is in segment -1. And `positions_C`."""
+    that of the common prefix; padding is in segment -1. And `positions_C`.
+
+    Rows 0 to 2 in one sequence: prompt 7 8 1 with completions 5 and 6 6, prompt 7 8 2 with 4.
+
+        token id         7 8   1   5   6 6   2   4
+        position id      0 1   2   3   3 4   2   3
+        own segment      3 3   6   0   1 1   8   2
+        rest of prompt   3 3   6   6   6 6   8   8
+        common prefix    3 3   3   3   3 3   3   3
+
+    The completion of row r is segment r; of N rows, the common prefix of sequence s is N + s, and
+    the rest of a prompt 2·N + its first row. `positions_C` are 2, 2 4, 6: what predicts 5, 6 6, 4.
+    """
     flat = np.zeros((5, widths_S.sum()), dtype=np.int64)
     flat[2:] = PADDING
 

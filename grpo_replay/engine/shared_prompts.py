@@ -28,12 +28,14 @@ class Layout:
     With `packing`, sequences lie end to end without padding. Prompts are shared if
     `pairs_per_token` is set: the number of pairs of positions that attention compares at the cost
     of one token in all other layers; infinite where attention skips the pairs that its mask leaves
-    out.
+    out. A pack is padded to a multiple of `pack_multiple` positions
+    (`microbatches.pack_multiple`).
     """
 
     max_tokens: int
     packing: bool = False
     pairs_per_token: float | None = None
+    pack_multiple: int | None = None
 
 
 def pairs_per_token(attention: str, packing: bool, hidden_size: int) -> float | None:
