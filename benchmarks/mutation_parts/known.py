@@ -227,7 +227,7 @@ KNOWN = (
     ),
     Known(
         "birth a step too early", ARRIVALS,
-        "return self.group.policy_version + 1", "return self.group.policy_version",
+        "return self.group.oldest_version + 1", "return self.group.oldest_version",
         "tests/collection/test_arrivals.py::test_the_age_limit_is_on_the_oldest_version_of_a_group",
     ),
     Known(

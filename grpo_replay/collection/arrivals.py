@@ -133,7 +133,7 @@ class Arrived:
     def birth_step(self) -> int:
         """The step whose policy is the oldest that sampled a token of the group: version v is the
         policy after v steps, with which a synchronous run samples step v + 1."""
-        return self.group.policy_version + 1
+        return self.group.oldest_version + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class TakenRollouts:
 def take_rollouts(selection: Selection, recipe: Recipe, ledger: Ledger) -> TakenRollouts:
     """Rollouts of a selection, each settled in the ledger: as stale if its group is too old or it
     straddles an update that the recipe drops it for, as no_reward if its reward did not come, as
-    zero_variance if its group has no signal, else as inserted."""
+    zero_variance if it is not kept (no signal in its group, or masked), else as inserted."""
     stale = {each.number for each in selection.stale}
     generated: list[Rollout] = []
     drops = recipe.sampling.collection.straddlers == "drop"

@@ -61,7 +61,7 @@ class Group(msgspec.Struct, frozen=True, tag="group"):
         return sum(row.tokens for row in self.rows)
 
     @property
-    def policy_version(self) -> int:
+    def oldest_version(self) -> int:
         """The oldest version that sampled a token of the group."""
         return min(row.spans[0][0] for row in self.rows)
 

@@ -53,7 +53,7 @@ class OpenList:
                 ) from error
             if not callable(function):
                 raise RecipeError(
-                    f"{self.key} {value} is a {type(function).__name__}: name a function"
+                    f"{self.key} {value} is a {type(function).__name__}: name a function or class"
                 )
             self._loaded[value] = function
         return self._loaded[value]

@@ -1,8 +1,8 @@
 """The training loop: paper A's Algorithm 1, one line per stage (see `Trainer.train_step`).
 
-Departures from textbook GRPO: the behaviour log-probs of a rollout are computed once, at birth;
-a batch is composed of fresh and stored rollouts; nothing about a rollout is recomputed when it is
-replayed. docs/algorithm.md names the function and the test of every equation.
+Departures from textbook GRPO: the behaviour log-probs of a rollout are fixed once, in the step that
+takes it; a batch is composed of fresh and stored rollouts; nothing about a rollout is recomputed
+when it is replayed. docs/algorithm.md names the function and the test of every equation.
 
 Where rollouts come from, and how the sampler gets new weights, is the source's
 (`rollout_source.RolloutSource`): synchronous and asynchronous runs have the same steps.
@@ -110,7 +110,7 @@ class Trainer:
         self, generated: Sequence[Rollout], trainer_logprobs: Mapping[int, np.ndarray]
     ) -> list[Rollout]:
         """The survivors with their behaviour log-probs, once and for all: the trainer's, under the
-        policy that sampled, or the sampler's."""
+        policy that sampled (every survivor is then among those measured), or the sampler's."""
         if self.recipe.loss.behavior_logprobs == "trainer":
             return with_behavior_logprobs(generated, trainer_logprobs)
         return with_behavior_logprobs(

@@ -111,7 +111,7 @@ def test_a_priority_of_zero_is_one_and_what_is_none_is_named():
         ("own_functions:misnamed", r"its columns are \('length',\)"),
         ("own_functions:negative", "-3.0 for rollout 1: return finite numbers of 0 or more"),
         ("own_functions:relative", "one number per row, which depends on that row only"),
-        ("own_functions:NUMBER", "is a int: name a function"),
+        ("own_functions:NUMBER", "is a int: name a function or class"),
         ("own_functions:missing", "AttributeError: module 'own_functions' has no attribute"),
         ("nowhere.py:f", "FileNotFoundError: no file nowhere.py"),
     ],
