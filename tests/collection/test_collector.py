@@ -304,7 +304,7 @@ def test_a_server_with_other_weights_is_not_used_until_it_has_ours(server):
         await harness.until(lambda: len(harness.groups()) == 2)
 
     harness.run(scenario)
-    assert {g.policy_version for g in harness.groups()} == {3}
+    assert {g.oldest_version for g in harness.groups()} == {3}
 
 
 def test_a_server_whose_update_failed_is_not_used(server):
@@ -324,7 +324,7 @@ def test_a_server_whose_update_failed_is_not_used(server):
         await harness.until(lambda: len(harness.groups()) == 3)
 
     harness.run(scenario)
-    assert {g.policy_version for g in harness.groups()} == {0, 1}
+    assert {g.oldest_version for g in harness.groups()} == {0, 1}
 
 
 def test_requests_of_a_server_that_is_taken_down_are_withdrawn_and_sent_again(server):
@@ -355,7 +355,7 @@ def test_spans_of_an_update_during_a_completion_are_recorded(server):
     harness.run(scenario)
     row = harness.groups()[0].rows[0]
     assert row.spans == ((4, 0, 1), (5, 1, 2))
-    assert harness.groups()[0].policy_version == 4
+    assert harness.groups()[0].oldest_version == 4
     # A reward function is told the step of the version that sampled the first token.
     assert [facts["step"] for facts in harness.scorer.asked] == [5, 5]
     assert not any(facts["truncated"] for facts in harness.scorer.asked)

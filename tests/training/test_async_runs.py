@@ -284,7 +284,7 @@ def test_another_journal_gives_other_weights(anchored, tmp_path):
     changed = tmp_path / "changed"
     journal, _ = Journal.open(changed / "journal")
     for record in read_journal(anchored.path / "journal"):
-        if isinstance(record, Group) and record.policy_version == 0:
+        if isinstance(record, Group) and record.oldest_version == 0:
             rows = tuple(reversed(record.rows))
             record = Group(*record.place, 0, record.prompt_id, record.prompt_token_ids, rows, 0, 0)
         journal.append(record)
