@@ -14,14 +14,7 @@ import numpy as np
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine import UpdateResult
-from grpo_replay.engine.shared_prompts import (
-    Layout,
-    common_prefix,
-    deal,
-    distinct_prompts,
-    sequences_of,
-    tokens_of,
-)
+from grpo_replay.engine.shared_prompts import Layout, Lengths, deal, sequences_of
 from grpo_replay.replay.batch import TrainRow
 from grpo_replay.replay.loss import ROW_STATISTICS
 from grpo_replay.types import RolloutOutcome
@@ -135,12 +128,13 @@ def _of_sequences(sequences: Sequences, rows: Sequence[TrainRow], packing: bool)
 
 def plan_sequences(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[list[Sequences]]:
     """The sequences of each micro-batch of each rank. An empty list is one without rows."""
-    sequences = sequences_of(rows, layout, ranks)
-    lengths = [tokens_of(sequence, rows) for sequence in sequences]
+    lengths = Lengths(rows)
+    sequences = sequences_of(lengths, layout, ranks)
+    tokens = list(map(lengths.of_sequence, sequences))
     group = _packs if layout.packing else _padded
     grouped = [
-        [[sequences[index] for index in batch] for batch in group(its, lengths, layout.max_tokens)]
-        for its in deal(sequences, rows, ranks)
+        [[sequences[index] for index in batch] for batch in group(its, tokens, layout.max_tokens)]
+        for its in deal(sequences, lengths, ranks)
     ]
     count = max(1, *(len(batches) for batches in grouped)) if rows else 0
     return [batches + [[] for _ in range(count - len(batches))] for batches in grouped]
@@ -183,10 +177,11 @@ def micro_batch(
         return _empty_micro_batch()
     ends = np.cumsum(sizes).tolist()
     sequences = [range(start, end) for start, end in pairwise([0, *ends])]
-    lengths_S = np.array([tokens_of(sequence, chosen) for sequence in sequences])
+    lengths = Lengths(chosen)
+    lengths_S = np.array(list(map(lengths.of_sequence, sequences)))
     widths_S = lengths_S if packing else np.full(len(sequences), lengths_S.max())
     trained = [row.trained_C for row in chosen]
-    flat, positions_C = _lay_out(chosen, trained, sequences, widths_S)
+    flat, positions_C = _lay_out(chosen, trained, sequences, widths_S, lengths)
     ids_SL, places_SL, *segments = flat.reshape(5, 1 if packing else len(sequences), -1)
     shares = len(sequences) < len(chosen)
     return MicroBatch(
@@ -206,6 +201,7 @@ def _lay_out(
     trained: Sequence[np.ndarray],
     sequences: Sequence[range],
     widths_S: np.ndarray,
+    lengths: Lengths,
 ) -> tuple[np.ndarray, np.ndarray]:
     """int64 [5, positions]: token id, position id, own segment, that of the rest of the prompt and
     that of the common prefix; padding is in segment -1. And `positions_C`.
@@ -221,29 +217,38 @@ def _lay_out(
     The completion of row r is segment r; of N rows, the common prefix of sequence s is N + s, and
     the rest of a prompt 2·N + its first row. `positions_C` are 2, 2 4, 6: what predicts 5, 6 6, 4.
     """
-    flat = np.zeros((5, widths_S.sum()), dtype=np.int64)
-    flat[2:] = PADDING
+    pieces: list[np.ndarray] = []
+    facts: list[tuple[int, ...]] = []  # of each piece: where its position 0 would lie, segments
+    after = 0
 
-    def put(start: int, ids: np.ndarray, first_place: int, *segments: int) -> int:
-        here = slice(start, start + len(ids))
-        flat[:2, here] = ids, first_place + np.arange(len(ids))
-        flat[2:, here] = np.array(segments)[:, None]
-        return here.stop
+    def put(ids: np.ndarray, first_place: int, *segments: int) -> None:
+        nonlocal after
+        pieces.append(ids)
+        facts.append((after - first_place, *segments))
+        after += len(ids)
 
-    count, predicting = len(chosen), []
-    for s, (sequence, end) in enumerate(zip(sequences, np.cumsum(widths_S), strict=True)):
-        start, prompt, shared = end - widths_S[s], None, count + s
-        prefix = common_prefix(distinct_prompts(sequence, chosen))
-        prefix_ids = chosen[sequence[0]].prompt_token_ids[:prefix]
-        after = put(start, prefix_ids, 0, shared, shared, shared)
+    count, ends_of_prompts, befores = len(chosen), [], []
+    for s, (sequence, end) in enumerate(zip(sequences, np.cumsum(widths_S).tolist(), strict=True)):
+        prefix, shared, prompt = lengths.of_prefix(sequence), count + s, None
+        put(chosen[sequence[0]].prompt_token_ids[:prefix], 0, shared, shared, shared)
+        end_of_prefix = after - 1
         for r in sequence:
-            if prompt is None or not np.array_equal(chosen[r].prompt_token_ids, prompt):
-                prompt, rest = chosen[r].prompt_token_ids, 2 * count + r
-                after = put(after, prompt[prefix:], prefix, rest, rest, shared)
-                last_of_prompt = (after if len(prompt) > prefix else start + prefix) - 1
-            predicting.append(np.where(trained[r] == 0, last_of_prompt, after + trained[r] - 1))
-            after = put(after, chosen[r].completion_token_ids, len(prompt), r, rest, shared)
-    return flat, np.concatenate(predicting).astype(np.int64)
+            ids = chosen[r].prompt_token_ids
+            if lengths.prompt_of[r] != prompt:
+                prompt, rest = lengths.prompt_of[r], 2 * count + r
+                put(ids[prefix:], prefix, rest, rest, shared)
+                end_of_prompt = after - 1 if len(ids) > prefix else end_of_prefix
+            ends_of_prompts.append(end_of_prompt)
+            befores.append(after - 1)
+            put(chosen[r].completion_token_ids, len(ids), r, rest, shared)
+        put(np.zeros(end - after, np.int32), 0, PADDING, PADDING, PADDING)
+    flat = np.empty((5, after), dtype=np.int64)
+    flat[0] = np.concatenate(pieces)
+    flat[1:] = np.repeat(np.array(facts).T, [len(piece) for piece in pieces], axis=1)
+    flat[1] = np.where(flat[2] == PADDING, 0, np.arange(after) - flat[1])
+    counts, nth_C = [len(its) for its in trained], np.concatenate(trained)
+    end_of_prompt_C, before_C = np.repeat(ends_of_prompts, counts), np.repeat(befores, counts)
+    return flat, np.where(nth_C == 0, end_of_prompt_C, before_C + nth_C).astype(np.int64)
 
 
 def _columns(chosen: Sequence[TrainRow], trained: Sequence[np.ndarray]) -> dict[str, np.ndarray]:

@@ -50,40 +50,83 @@ def pairs_per_token(attention: str, packing: bool, hidden_size: int) -> float | 
     return 3.0 * hidden_size if attention in ("sdpa", "eager") else None
 
 
-def sequences_of(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[list[int]]:
+class Lengths:
+    """Numbers of tokens of a mini-batch's rows, of their prompts, and of what prompts have in
+    common: planning asks for sums of them thousands of times."""
+
+    def __init__(self, rows: Sequence[TrainRow]) -> None:
+        prompts = {row.prompt_token_ids.tobytes(): row.prompt_token_ids for row in rows}
+        place = {prompt: index for index, prompt in enumerate(sorted(prompts))}
+        self.completions = [len(row.completion_token_ids) for row in rows]
+        self.prompt_of = [place[row.prompt_token_ids.tobytes()] for row in rows]
+        """Of each row. Prompts are sorted, so that those that begin alike are neighbours."""
+        self.prompts = [len(prompts[prompt]) for prompt in place]
+        self.common = [_same_tokens(prompts[one], prompts[other]) for one, other in pairwise(place)]
+        """With how many tokens each prompt and the next one begin alike."""
+        self.rows = [
+            self.prompts[prompt] + completion
+            for prompt, completion in zip(self.prompt_of, self.completions, strict=True)
+        ]
+
+    def of_completions(self, sequence: Sequence[int]) -> int:
+        return sum([self.completions[row] for row in sequence])
+
+    def of_prefix(self, sequence: Sequence[int]) -> int:
+        """Number of tokens with which all prompts of the rows begin; all of a single prompt."""
+        return self._of_prefix({self.prompt_of[row] for row in sequence})
+
+    def of_sequence(self, sequence: Sequence[int]) -> int:
+        """Positions of a sequence: what its prompts begin with once, the rest of each prompt once,
+        and every completion."""
+        if len(sequence) == 1:
+            return self.rows[sequence[0]]
+        prompts = {self.prompt_of[row] for row in sequence}
+        shared = self._of_prefix(prompts) * (len(prompts) - 1)
+        return (
+            sum([self.prompts[prompt] for prompt in prompts])
+            - shared
+            + self.of_completions(sequence)
+        )
+
+    def _of_prefix(self, prompts: set[int]) -> int:
+        first, last = min(prompts), max(prompts)
+        return min(self.common[first:last], default=self.prompts[first])
+
+
+def sequences_of(lengths: Lengths, layout: Layout, ranks: int) -> list[list[int]]:
     """The rows of each sequence: one row, or several whose prompts begin with the same tokens.
     Rows of the same prompt are neighbours.
 
     Prompts are shared where that saves `LEAST_SAVING` of the whole mini-batch's cost. A sequence
     of several rows is no longer than `max_tokens`, and is split where that balances the ranks.
     """
-    alone = [[index] for index in range(len(rows))]
-    if layout.pairs_per_token is None:
+    alone = [[row] for row in range(len(lengths.rows))]
+    if layout.pairs_per_token is None or not alone:
         return alone
-    groups = _rows_by_prompt(rows)
-    total = sum(row.length_tokens for row in rows)
-    if total - _fewest_tokens(groups, rows) < LEAST_SAVING * total:
+    total = sum(lengths.rows)
+    if total - _fewest_tokens(lengths) < LEAST_SAVING * total:
         return alone
     pairs, limit = layout.pairs_per_token, layout.max_tokens
 
     def cheapest(ways: Iterable[list[list[int]]]) -> list[list[int]]:
-        return min(ways, key=lambda sequences: _costs(sequences, rows, pairs))
+        return min(ways, key=lambda sequences: _costs(sequences, lengths, pairs))
 
-    of_prompts = [part for group in groups for part in cheapest(_splits(group, rows, limit))]
-    shared = cheapest(_joins(of_prompts, rows, limit, ranks))
-    if _costs(shared, rows, pairs) > (1 - LEAST_SAVING) * _costs(alone, rows, pairs):
+    groups = _rows_by_prompt(lengths)
+    of_prompts = [part for group in groups for part in cheapest(_splits(group, lengths, limit))]
+    shared = cheapest(_joins(of_prompts, lengths, limit, ranks))
+    if _costs(shared, lengths, pairs) > (1 - LEAST_SAVING) * _costs(alone, lengths, pairs):
         return alone
-    return _balanced(shared, rows, ranks)
+    return _balanced(shared, lengths, ranks)
 
 
-def deal(sequences: Sequence[list[int]], rows: Sequence[TrainRow], ranks: int) -> list[list[int]]:
+def deal(sequences: Sequence[list[int]], lengths: Lengths, ranks: int) -> list[list[int]]:
     """Indices of each rank's sequences, the longest first.
 
     Single rows go round in snake order, so that all ranks get similar lengths; sequences of several
     rows differ more, and each goes to the rank with the fewest tokens so far.
     """
-    lengths = [tokens_of(sequence, rows) for sequence in sequences]
-    order = sorted(range(len(sequences)), key=lambda i: (-lengths[i], sequences[i][0]))
+    tokens = list(map(lengths.of_sequence, sequences))
+    order = sorted(range(len(sequences)), key=lambda i: (-tokens[i], sequences[i][0]))
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     shares = any(len(sequence) > 1 for sequence in sequences)
@@ -92,86 +135,78 @@ def deal(sequences: Sequence[list[int]], rows: Sequence[TrainRow], ranks: int) -
         snake = seat if turn % 2 == 0 else ranks - 1 - seat
         rank = loads.index(min(loads)) if shares else snake
         dealt[rank].append(index)
-        loads[rank] += lengths[index]
+        loads[rank] += tokens[index]
     return dealt
 
 
-def _balanced(sequences: list[list[int]], rows: Sequence[TrainRow], ranks: int) -> list[list[int]]:
+def _balanced(sequences: list[list[int]], lengths: Lengths, ranks: int) -> list[list[int]]:
     """The sequences, the longest one halved as long as the busiest rank then has fewer tokens."""
 
     def busiest(of: list[list[int]]) -> int:
-        dealt = deal(of, rows, ranks)
-        return max(sum(tokens_of(of[index], rows) for index in its) for its in dealt)
+        dealt = deal(of, lengths, ranks)
+        return max(sum(lengths.of_sequence(of[index]) for index in its) for its in dealt)
 
     while ranks > 1:
         longest = max(
-            sequences, key=lambda sequence: (len(sequence) > 1, tokens_of(sequence, rows))
+            sequences, key=lambda sequence: (len(sequence) > 1, lengths.of_sequence(sequence))
         )
         if len(longest) == 1:
             break
         others = [sequence for sequence in sequences if sequence is not longest]
-        halved = [*others, *_halves(longest, rows)]
+        halved = [*others, *_halves(longest, lengths)]
         if busiest(halved) >= busiest(sequences):
             break
         sequences = halved
     return sequences
 
 
-def _halves(sequence: list[int], rows: Sequence[TrainRow]) -> tuple[list[int], list[int]]:
+def _halves(sequence: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
     """Rows of several prompts are cut in the middle; those of one prompt, the longest first, are
     dealt in turn."""
-    if len(distinct_prompts(sequence, rows)) > 1:
+    if len({lengths.prompt_of[row] for row in sequence}) > 1:
         middle = len(sequence) // 2
         return sequence[:middle], sequence[middle:]
     return sequence[::2], sequence[1::2]
 
 
-def _rows_by_prompt(rows: Sequence[TrainRow]) -> list[list[int]]:
-    """Row indices of each distinct prompt, the longest row first. Prompts that begin alike are
-    neighbours."""
-    groups: dict[bytes, list[int]] = {}
-    for index in sorted(range(len(rows)), key=lambda i: (-rows[i].length_tokens, i)):
-        groups.setdefault(rows[index].prompt_token_ids.tobytes(), []).append(index)
-    return [groups[prompt] for prompt in sorted(groups)]
+def _rows_by_prompt(lengths: Lengths) -> list[list[int]]:
+    """The rows of each prompt, the longest first."""
+    groups: list[list[int]] = [[] for _ in lengths.prompts]
+    for row in sorted(range(len(lengths.rows)), key=lambda row: -lengths.rows[row]):
+        groups[lengths.prompt_of[row]].append(row)
+    return groups
 
 
-def _fewest_tokens(groups: Sequence[Sequence[int]], rows: Sequence[TrainRow]) -> int:
+def _fewest_tokens(lengths: Lengths) -> int:
     """Positions if every token that prompts begin with were computed once (the nodes of their
     prefix tree), and every completion."""
-    prompts = [rows[group[0]].prompt_token_ids for group in groups]
-    shared = sum(_same_tokens(one, other) for one, other in pairwise(prompts))
-    completions = sum(len(row.completion_token_ids) for row in rows)
-    return sum(map(len, prompts)) - shared + completions
+    return sum(lengths.prompts) - sum(lengths.common) + sum(lengths.completions)
 
 
-def _splits(
-    group: Sequence[int], rows: Sequence[TrainRow], limit: int
-) -> Iterator[list[list[int]]]:
+def _splits(group: Sequence[int], lengths: Lengths, limit: int) -> Iterator[list[list[int]]]:
     """Ways to spread a prompt's rows over sequences of at most `limit` tokens: over 1, 2, 3, 4, 6,
     9, …, and over as many as there are rows."""
     for count in _counts(len(group)):
         parts = [list(group[start::count]) for start in range(count)]
-        if all(len(part) == 1 or tokens_of(part, rows) <= limit for part in parts):
+        if all(len(part) == 1 or lengths.of_sequence(part) <= limit for part in parts):
             yield parts
-    yield [[index] for index in group]
+    yield [[row] for row in group]
 
 
 def _joins(
-    sequences: list[list[int]], rows: Sequence[TrainRow], limit: int, ranks: int
+    sequences: list[list[int]], lengths: Lengths, limit: int, ranks: int
 ) -> Iterator[list[list[int]]]:
     """Ways to join neighbours to sequences of at most `limit` tokens: as they are, and to 1, 2, 3,
     4, 6, 9, … for each rank, with about the same number of completion tokens."""
     yield sequences
-    ends = np.cumsum(
-        [sum(len(rows[index].completion_token_ids) for index in each) for each in sequences]
-    )
+    ends = np.cumsum(list(map(lengths.of_completions, sequences)))
     for each_rank in _counts(-(-len(sequences) // ranks)):
         count = each_rank * ranks
         cuts = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count, side="right")
         bounds = [0, *cuts.tolist(), len(sequences)]
         runs = (sequences[start:end] for start, end in pairwise(bounds) if start < end)
         joined = [list(chain.from_iterable(run)) for run in runs]
-        if all(len(each) == 1 or tokens_of(each, rows) <= limit for each in joined):
+        if all(len(each) == 1 or lengths.of_sequence(each) <= limit for each in joined):
             yield joined
 
 
@@ -180,21 +215,6 @@ def _counts(most: int) -> Iterator[int]:
     while count < most:
         yield count
         count += max(1, count // 2)
-
-
-def tokens_of(sequence: Sequence[int], rows: Sequence[TrainRow]) -> int:
-    """Positions of a sequence: what its prompts begin with once, the rest of each prompt once, and
-    every completion."""
-    prompts = distinct_prompts(sequence, rows)
-    shared = common_prefix(prompts) * (len(prompts) - 1)
-    completions = sum(len(rows[index].completion_token_ids) for index in sequence)
-    return sum(map(len, prompts)) - shared + completions
-
-
-def distinct_prompts(sequence: Sequence[int], rows: Sequence[TrainRow]) -> list[np.ndarray]:
-    """int32 [P] of each prompt, in the order of the rows."""
-    prompts = (rows[index].prompt_token_ids for index in sequence)
-    return list({prompt.tobytes(): prompt for prompt in prompts}.values())
 
 
 def common_prefix(prompts: Sequence[np.ndarray]) -> int:
@@ -209,13 +229,11 @@ def _same_tokens(one: np.ndarray, other: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _costs(
-    sequences: Sequence[Sequence[int]], rows: Sequence[TrainRow], pairs_per_token: float
-) -> float:
+def _costs(sequences: Sequence[Sequence[int]], lengths: Lengths, pairs_per_token: float) -> float:
     """In tokens. Attention compares half of all pairs of one row, and with a mask all of them."""
     cost = 0.0
     for sequence in sequences:
-        tokens = tokens_of(sequence, rows)
+        tokens = lengths.of_sequence(sequence)
         pairs = tokens**2 if len(sequence) > 1 else tokens**2 / 2
         cost += tokens + pairs / pairs_per_token
     return cost

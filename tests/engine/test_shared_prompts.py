@@ -26,14 +26,14 @@ from grpo_replay.engine.microbatches import micro_batch, plan_microbatches, plan
 from grpo_replay.engine.policy_module import segment_mask
 from grpo_replay.engine.shared_prompts import (
     Layout,
+    Lengths,
+    common_prefix,
     deal,
-    distinct_prompts,
     pairs_per_token,
     sequences_of,
-    tokens_of,
 )
 from grpo_replay.recipe import LossSection
-from grpo_replay.replay.batch import TrainRow
+from grpo_replay.replay.batch import TrainRow, logprob_row
 
 ALL = Layout(10**6, pairs_per_token=np.inf)
 
@@ -113,8 +113,9 @@ def test_shared_prompts_give_the_update_of_separate_rows(
     shared, found, its_gradient, its_moved = two_updates(processes, rows, True, **sections)
     assert shared.micro_batches < separate.micro_batches
     if "prefix" in given:
-        joined = sequences_of(rows, replace(ALL, max_tokens=110), 1)
-        assert max(len(distinct_prompts(each, rows)) for each in joined) > 1
+        joined = sequences_of(Lengths(rows), replace(ALL, max_tokens=110), 1)
+        prompts = Lengths(rows).prompt_of
+        assert max(len({prompts[row] for row in each}) for each in joined) > 1
     assert np.abs(found - values).max() < 2e-5
     rounding = 6e-6 if "prefix" in given else 2e-6  # as separate rows in other micro-batches
     assert relative(its_gradient, gradient) < rounding
@@ -200,7 +201,7 @@ def test_prompts_lie_behind_the_tokens_that_they_begin_with():
     ]
     assert batch.position_ids_SL.tolist() == [[0, 1, 2, 3, 4, 3, 2, 3, 4, 2, 3]]
     assert batch.positions_C.tolist() == [2, 3, 2, 7, 1, 9]
-    assert batch.tokens == tokens_of(range(4), rows) == 11
+    assert batch.tokens == Lengths(rows).of_sequence(range(4)) == 11
     mask = segment_mask(torch.from_numpy(batch.segments_3SL), "sdpa", torch.float32)
     assert ["".join(str(int(seen)) for seen in line) for line in mask[0, 0]] == [
         "10000000000", "11000000000",  # what all begin with
@@ -261,23 +262,37 @@ def test_every_row_is_planned_once_within_the_budget_and_never_for_more_tokens(
 
 def test_a_group_costs_its_prompt_once_or_once_for_each_part_that_fits():
     rows = [row_of(45, 5, seed) for seed in range(8)]
-    assert [sorted(each) for each in sequences_of(rows, ALL, 1)] == [list(range(8))]
-    assert tokens_of(range(8), rows) == 85
+    assert [sorted(each) for each in sequences_of(Lengths(rows), ALL, 1)] == [list(range(8))]
+    assert Lengths(rows).of_sequence(range(8)) == 85
     (halves,) = plan_sequences(rows, replace(ALL, max_tokens=84), 1)
     assert [[len(part) for part in batch] for batch in halves] == [[4], [4]]
-    thirds = sequences_of(rows, replace(ALL, max_tokens=60), 1)
+    thirds = sequences_of(Lengths(rows), replace(ALL, max_tokens=60), 1)
     assert sorted(len(part) for part in thirds) == [2, 3, 3]
-    assert len(sequences_of(rows, replace(ALL, max_tokens=54), 1)) == 8  # a row is 50 tokens
+    assert (
+        len(sequences_of(Lengths(rows), replace(ALL, max_tokens=54), 1)) == 8
+    )  # a row is 50 tokens
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_what_prompts_have_in_common_is_found_from_neighbours(prompts):
+    rows = [logprob_row(np.array(each, np.int32), np.arange(3, dtype=np.int32)) for each in prompts]
+    lengths, distinct = Lengths(rows), [np.array(each) for each in set(map(tuple, prompts))]
+    prefix = common_prefix(distinct)
+    everything = range(len(rows))
+    assert lengths.of_prefix(everything) == prefix
+    own = sum(len(each) - prefix for each in distinct)
+    assert lengths.of_sequence(everything) == prefix + own + 3 * len(rows)
 
 
 def test_ranks_get_equal_work():
     """One prompt is split over idle ranks; groups of unequal length go to the rank with least."""
     rows = [row_of(45, 5, seed) for seed in range(8)]
-    assert [len(part) for part in sequences_of(rows, ALL, 2)] == [4, 4]
+    assert [len(part) for part in sequences_of(Lengths(rows), ALL, 2)] == [4, 4]
     unequal = [*rows, *(few_shot(0, 40 + extra, 10 - extra, 1 + extra) for extra in range(4))]
-    sequences = sequences_of(unequal, ALL, 2)
-    dealt = deal(sequences, unequal, 2)
-    loads = [sum(tokens_of(sequences[index], unequal) for index in its) for its in dealt]
+    sequences = sequences_of(Lengths(unequal), ALL, 2)
+    dealt = deal(sequences, Lengths(unequal), 2)
+    loads = [sum(Lengths(unequal).of_sequence(sequences[index]) for index in its) for its in dealt]
     assert max(loads) <= 1.2 * min(loads)
 
 
@@ -285,25 +300,27 @@ def test_prompts_that_begin_alike_are_joined_where_that_saves_work():
     """Examples of 41 tokens, a question of 4 and answers of 5: 41 + 96 · (4 + 5) = 905 tokens in
     one sequence for 96 prompts, 4,800 in rows of their own."""
     rows = [few_shot(41, 4, 5, question) for question in range(1, 97)]
-    (everything,) = sequences_of(rows, ALL, 1)
-    assert (sorted(everything), tokens_of(everything, rows)) == (list(range(96)), 905)
+    (everything,) = sequences_of(Lengths(rows), ALL, 1)
+    assert (sorted(everything), Lengths(rows).of_sequence(everything)) == (list(range(96)), 905)
     layout = Layout(1024, pairs_per_token=pairs_per_token("sdpa", False, 576))
-    sequences = sequences_of(rows, layout, 1)
+    sequences = sequences_of(Lengths(rows), layout, 1)
     assert sorted(chain.from_iterable(sequences)) == list(range(96))
     assert 2 <= len(sequences) <= 6  # in one, attention would compare too many pairs
-    assert sum(tokens_of(each, rows) for each in sequences) == 905 + 41 * (len(sequences) - 1)
-    assert all(tokens_of(each, rows) <= 100 for each in
-               sequences_of(rows, replace(layout, max_tokens=100), 1))  # fmt: skip
-    loads = [sum(tokens_of(sequences[index], rows) for index in its)
-             for sequences in [sequences_of(rows, layout, 4)]
-             for its in deal(sequences, rows, 4)]  # fmt: skip
+    assert sum(Lengths(rows).of_sequence(each) for each in sequences) == 905 + 41 * (
+        len(sequences) - 1
+    )
+    assert all(Lengths(rows).of_sequence(each) <= 100 for each in
+               sequences_of(Lengths(rows), replace(layout, max_tokens=100), 1))  # fmt: skip
+    loads = [sum(Lengths(rows).of_sequence(sequences[index]) for index in its)
+             for sequences in [sequences_of(Lengths(rows), layout, 4)]
+             for its in deal(sequences, Lengths(rows), 4)]  # fmt: skip
     assert max(loads) <= 1.2 * min(loads)
     long = [few_shot(20, 134, 2458, question) for question in range(1, 9)]
-    assert len(sequences_of(long, layout, 1)) == 8
+    assert len(sequences_of(Lengths(long), layout, 1)) == 8
     two_tasks = [few_shot(41, 4, 5, 10 * task + question) for task in (1, 2) for question in (1, 2)]
     two_tasks = [replace(row, prompt_token_ids=row.prompt_token_ids + 5 * (index > 1))
                  for index, row in enumerate(two_tasks)]  # fmt: skip
-    assert sorted(map(sorted, sequences_of(two_tasks, ALL, 1))) == [[0, 1], [2, 3]]
+    assert sorted(map(sorted, sequences_of(Lengths(two_tasks), ALL, 1))) == [[0, 1], [2, 3]]
 
 
 def test_prompts_are_shared_only_where_that_saves_work():
@@ -312,16 +329,16 @@ def test_prompts_are_shared_only_where_that_saves_work():
 
     def parts(prompt: int, completion: int) -> list[int]:
         rows = [row_of(prompt, completion, seed) for seed in range(8)]
-        return [len(each) for each in sequences_of(rows, layout, 1)]
+        return [len(each) for each in sequences_of(Lengths(rows), layout, 1)]
 
     assert parts(45, 5) == parts(1024, 16) == [8]
     assert parts(154, 2458) == parts(16, 256) == [1] * 8  # 5 % of the tokens
     assert len(parts(1024, 256)) < 8
     tiny = Layout(10**6, pairs_per_token=pairs_per_token("sdpa", False, 64))
     rows = [row_of(7, 11, seed) for seed in range(8)]
-    assert len(sequences_of(rows, tiny, 1)) == 8
+    assert len(sequences_of(Lengths(rows), tiny, 1)) == 8
     distinct = [few_shot(0, 10 + seed, 5, 1 + seed) for seed in range(8)]
-    assert len(sequences_of(distinct, ALL, 1)) == 8
+    assert len(sequences_of(Lengths(distinct), ALL, 1)) == 8
 
 
 @pytest.mark.parametrize(
