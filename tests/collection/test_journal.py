@@ -108,6 +108,21 @@ def test_segments_follow_each_other_and_a_missing_one_is_named(tmp_path, monkeyp
         list(read_journal(tmp_path))
 
 
+def test_a_full_segment_is_on_disk_before_the_next_begins(tmp_path, monkeypatch):
+    flushed, real = [], os.fsync
+
+    def fsync(descriptor):
+        flushed.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")), len(segments(tmp_path))))
+        real(descriptor)
+
+    monkeypatch.setattr(journal_module.os, "fsync", fsync)
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 200)
+    write(tmp_path)
+    paths = segments(tmp_path)
+    for count, full in enumerate(paths[:-1], start=1):
+        assert (full, count) in flushed, "flushed while it was the last"
+
+
 def test_records_of_earlier_segments_are_not_kept_in_memory(tmp_path, monkeypatch):
     """A resume reads the journal of the whole run: one segment at a time is in memory."""
     monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 200)
