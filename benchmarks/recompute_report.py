@@ -320,7 +320,7 @@ def paired(parts: list[tuple[dict, dict]], shared: list[int]) -> dict:
         of_seeds = [mean[name] for _, mean in parts]
         each |= {
             "seeds": shared,
-            "seeds_better": sum(value > 0 for value in of_seeds),
+            "seeds_better": sum(value > 1e-9 for value in of_seeds),
             "p_value": sign_flip(of_seeds),
             "smallest_p_value": 2 / 2 ** len(of_seeds),
         }

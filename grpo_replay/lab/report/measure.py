@@ -328,11 +328,21 @@ def _differences(pairs: Pairs, runs: Sequence[Accuracies]) -> dict[str, Differen
         found[name] = Difference(
             **asdict(estimate),
             seeds=tuple(a.seed for a, _ in pairs if a.seed is not None),
-            seeds_better=int((each_S > 0).sum()),
+            seeds_better=count_better(each_S),
             p_value=sign_flip_over_seeds(each_S),
             smallest_p_value=smallest_p_value(len(pairs)),
         )
     return found
+
+
+EQUAL = 1e-9
+"""Accuracies that differ by less are equal: at equal cost they lie on lines between evaluations,
+which rounds."""
+
+
+def count_better(differences_S: np.ndarray) -> int:
+    """In how many seeds the arm is better than its baseline."""
+    return int((differences_S > EQUAL).sum())
 
 
 FEWEST_EVALUATIONS = 4

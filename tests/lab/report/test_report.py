@@ -19,6 +19,7 @@ from grpo_replay.errors import DataError, EvaluationFileError, UsageError
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_mu
 from grpo_replay.lab.report.finished_run import Outcome, best_evaluation, read_run
+from grpo_replay.lab.report.measure import count_better
 
 SEEDS = (1, 2, 3)
 SMALL = Size()
@@ -87,6 +88,12 @@ def test_differences_are_paired_by_seed(sweep, capsys):
     assert ours["p_value"] >= ours["smallest_p_value"] == 2 / 8
     assert ours["interval"][0] < ours["mean"] < ours["interval"][1]
     assert ours["interval_over"] == "seeds and problems"
+
+
+def test_a_seed_is_not_better_by_rounding():
+    """At equal cost the accuracies of equal curves differ by the rounding of a straight line."""
+    assert (0.1 + 0.2) - 0.3 > 0
+    assert count_better(np.array([(0.1 + 0.2) - 0.3, 0.01, -0.01, 0.0])) == 1
 
 
 def test_costs_are_sums_over_the_metrics(sweep, capsys):
