@@ -11,7 +11,7 @@ RUN python3 -m venv /opt/grpo-replay
 ENV PATH=/opt/grpo-replay/bin:$PATH
 
 # The heavy wheels first, pinned as in pyproject.toml, so that a change of the code rebuilds little.
-RUN pip install --no-cache-dir "vllm==0.32.0" "deepspeed>=0.19.8,<0.20" "transformers>=5.16.1,<5.20"
+RUN pip install --no-cache-dir "vllm==0.32.0" "deepspeed>=0.19.8,<0.20" "transformers>=5.16.1,<5.24"
 COPY . /opt/src
 RUN pip install --no-cache-dir "/opt/src[vllm,lora]"
 
