@@ -81,12 +81,9 @@ class Lengths:
         if len(sequence) == 1:
             return self.rows[sequence[0]]
         prompts = {self.prompt_of[row] for row in sequence}
+        all_prompts = sum([self.prompts[prompt] for prompt in prompts])
         shared = self._of_prefix(prompts) * (len(prompts) - 1)
-        return (
-            sum([self.prompts[prompt] for prompt in prompts])
-            - shared
-            + self.of_completions(sequence)
-        )
+        return all_prompts - shared + self.of_completions(sequence)
 
     def _of_prefix(self, prompts: set[int]) -> int:
         first, last = min(prompts), max(prompts)

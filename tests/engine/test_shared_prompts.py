@@ -277,12 +277,13 @@ def test_a_group_costs_its_prompt_once_or_once_for_each_part_that_fits():
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_what_prompts_have_in_common_is_found_from_neighbours(prompts):
     rows = [logprob_row(np.array(each, np.int32), np.arange(3, dtype=np.int32)) for each in prompts]
-    lengths, distinct = Lengths(rows), [np.array(each) for each in set(map(tuple, prompts))]
-    prefix = common_prefix(distinct)
-    everything = range(len(rows))
-    assert lengths.of_prefix(everything) == prefix
-    own = sum(len(each) - prefix for each in distinct)
-    assert lengths.of_sequence(everything) == prefix + own + 3 * len(rows)
+    lengths = Lengths(rows)
+    for sequence in (range(len(rows)), range(0, len(rows), 2), range(len(rows) - 1, len(rows))):
+        distinct = [np.array(each) for each in {tuple(prompts[row]) for row in sequence}]
+        prefix = common_prefix(distinct)
+        assert lengths.of_prefix(sequence) == prefix
+        own = sum(len(each) - prefix for each in distinct)
+        assert lengths.of_sequence(sequence) == prefix + own + 3 * len(sequence)
 
 
 def test_ranks_get_equal_work():
