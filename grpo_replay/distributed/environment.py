@@ -166,6 +166,18 @@ def available_cores() -> int:
     return min(cores, limit)
 
 
+def threads_per_rank(asked: int | None, ranks: int) -> int:
+    """CPU threads of torch for each of `ranks` ranks of this machine: `asked`, or the cores of a rank
+    and at most OMP_NUM_THREADS (its first number). Raises LaunchError if that is not above 0."""
+    if asked is not None:
+        return asked
+    share = max(1, available_cores() // ranks)
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() or str(share)
+    if not limit.isdecimal() or int(limit) < 1:
+        raise LaunchError(f"OMP_NUM_THREADS is {limit!r}: expected at least 1, or unset it")
+    return min(share, int(limit))
+
+
 def prepare_rank(environment: RankEnvironment) -> None:
     """Set torch's variables for this rank, and silence stdout on ranks other than 0."""
     if not environment.is_launched:

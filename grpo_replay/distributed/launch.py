@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from grpo_replay import errors
-from grpo_replay.distributed.environment import available_cores
+from grpo_replay.distributed.environment import threads_per_rank
 from grpo_replay.distributed.failures import (
     LAUNCH_FOLDER_VARIABLE,
     PeerFailure,
@@ -153,7 +153,7 @@ def launch_ranks(
         return _launch_nodes(arguments, num_processes, hostfile, entry)
     if num_processes is None or num_processes < 1:
         raise UsageError(f"--num-processes {num_processes}: at least one rank is needed")
-    threads = threads_per_process or max(1, available_cores() // num_processes)
+    threads = threads_per_rank(threads_per_process, num_processes)
     return _launch_node(arguments, num_processes, threads, entry)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from grpo_replay import __version__
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.environment import RankEnvironment, available_cores, rank_environment
+from grpo_replay.distributed.environment import RankEnvironment, rank_environment, threads_per_rank
 from grpo_replay.distributed.failures import (
     PeerFailure,
     describe_disagreement,
@@ -69,7 +69,7 @@ def initialize_processes(recipe: Recipe) -> tuple[Comm, torch.device]:
         import deepspeed
 
     ranks_here = environment.local_world_size
-    torch.set_num_threads(settings.threads_per_process or max(1, available_cores() // ranks_here))
+    torch.set_num_threads(threads_per_rank(settings.threads_per_process, ranks_here))
     backend = "nccl" if device.type == "cuda" else "gloo"
     if environment.world_size == 1:
         # torch would keep its last 2,000 collectives with their stacks, for ranks that hang: 5 MB.

@@ -45,20 +45,20 @@ import json, torch
 from core_engine import engine_recipe
 from torch._C._distributed_c10d import _dump_fr_trace_json
 from grpo_replay.distributed.rendezvous import initialize_processes
-initialize_processes(engine_recipe())
+initialize_processes(engine_recipe(engine={"threads_per_process": None}))
 torch.distributed.all_reduce(torch.ones(1))
-print(len(json.loads(_dump_fr_trace_json()).get("entries", [])))
+print(len(json.loads(_dump_fr_trace_json()).get("entries", [])), torch.get_num_threads())
 """
 
 
-def test_a_rank_alone_keeps_no_record_of_its_collectives():
+def test_a_rank_alone_keeps_no_record_of_its_collectives_and_the_threads_that_are_set():
     """torch's has their stacks: memory that grows over the first 2,000."""
     paths = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
         [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120,
-        env={**environment(), "PYTHONPATH": paths},
+        env={**environment(), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert done.stdout.splitlines()[-1:] == ["0"], done.stderr
+    assert done.stdout.splitlines()[-1:] == ["0 1"], done.stderr
 
 
 def test_a_process_without_a_launcher_is_rank_0_of_1():

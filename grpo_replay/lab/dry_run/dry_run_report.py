@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.distributed.environment import available_cores
 from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
     DecodeFloor,
@@ -154,7 +153,7 @@ def _advice(
     proposed = not plan.fits and advice is not None and advice.fits
     peak = advice.peak if proposed and advice is not None else plan.peak
     findings.assumptions += _notice_of_room(peak, proposed, machines)
-    threads = advice_on_threads(recipe.engine, plan.shape.parameters, machines, available_cores())
+    threads = advice_on_threads(recipe.engine, plan.shape.parameters, machines)
     findings.assumptions += [] if threads is None else [threads]
     prompt = recipe.prompts.max_prompt_length
     slow = warning_of_rounds(plan, recipe.sampling, prompt, machines)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_replay.distributed.environment import threads_per_rank
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.lab.dry_run.memory import (
     EngineMemory,
@@ -238,10 +239,10 @@ def warning_of_rounds(
 
 
 def advice_on_threads(
-    engine: EngineSection, parameters: int, machines: Machines, cores: int
+    engine: EngineSection, parameters: int, machines: Machines
 ) -> str | None:
     """A sentence if a tiny model is computed by several threads of a CPU, which slows it down."""
-    threads = engine.threads_per_process or max(1, cores // max(machines.ranks))
+    threads = threads_per_rank(engine.threads_per_process, max(machines.ranks))
     if machines.on_cuda or threads == 1 or parameters >= TINY_PARAMETERS:
         return None
     return (

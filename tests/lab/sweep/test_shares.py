@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_replay.distributed.environment import available_cores
+from grpo_replay.distributed.environment import available_cores, threads_per_rank
 from grpo_replay.errors import LaunchError, UsageError
 from grpo_replay.lab.sweep import cell_processes as processes
 from grpo_replay.lab.sweep.cells import CellState, locked_log, note_start
@@ -36,6 +36,20 @@ def test_cores_are_divided_and_a_run_counts_on_its_share(monkeypatch):
     monkeypatch.setenv("GRPO_REPLAY_CORES", "0")
     with pytest.raises(LaunchError, match="GRPO_REPLAY_CORES is 0"):
         available_cores()
+
+
+def test_a_rank_has_its_share_of_cores_and_at_most_the_threads_that_are_set(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert [threads_per_rank(None, ranks) for ranks in (1, 2, 20)] == [9, 4, 1]
+    for limit, threads in (("1", 1), ("3,2", 3), ("40", 4), ("", 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+        assert threads_per_rank(None, 2) == threads
+        assert threads_per_rank(6, 2) == 6
+    for wrong in ("0", "two"):
+        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
+        with pytest.raises(LaunchError, match=f"OMP_NUM_THREADS is '{wrong}'"):
+            threads_per_rank(None, 2)
 
 
 @pytest.fixture
