@@ -131,12 +131,15 @@ def _row(entry: Entry) -> Iterable[str | Text]:
     yield "" if entry.accuracy is None else f"{100 * entry.accuracy:.1f}"
 
 
-def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
-    """Print the estimate as tables or as one JSON document."""
+def print_estimate(entries: Sequence[Entry], as_json: bool) -> int:
+    """Print the estimate as tables or as one JSON document; returns 0 if nothing was found that
+    would stop a cell, else the exit code that the first such cell would end with."""
     document = estimate(entries)
+    codes = (cell["exit_code"] for cell in document["cells"] if cell["state"] != "done")
+    code = next((each for each in codes if each), 0)
     if as_json:
         print_json(document)
-        return
+        return code
     console = open_console()
     print_table(console, estimate_table(document))
     console.print(_describe_totals(document["totals"]), soft_wrap=True)
@@ -144,6 +147,7 @@ def print_estimate(entries: Sequence[Entry], as_json: bool) -> None:
     for title, style in kinds.items():
         for sentence in document[title]:
             console.print(f"{title.rstrip('s')}: {sentence}", style=style)
+    return code
 
 
 def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
@@ -193,6 +197,7 @@ def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:
         "peak_gib": None if report.memory is None else report.memory["peak_gib"],
         "checkpoints_gib": report.storage["checkpoints_gib_most"],
         "fits": report.fits,
+        "exit_code": report.exit_code,
     }
 
 
@@ -303,7 +308,7 @@ def _look(chosen: Sequence[Comparison], options: SweepOptions) -> int:
         for line in command_lines(sweep_run.entries):
             print(line)
     else:
-        print_estimate(sweep_run.entries, options.as_json)
+        return print_estimate(sweep_run.entries, options.as_json)
     return 0
 
 

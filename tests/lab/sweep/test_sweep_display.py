@@ -116,6 +116,7 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
         return SimpleNamespace(
             step={"generated_tokens_expected": 1, "trained_tokens_expected": 1}, memory=None,
             time={"hours": recipe.run.steps / 10, "gpu_hours": None}, fits=None,
+            exit_code=3 if recipe.run.steps == 40 else 0,
             hardware={"processes": 1}, storage={"checkpoints_gib_most": 0}, findings=Findings(),
         )  # fmt: skip
 
@@ -128,3 +129,9 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
     cells = sweep_command.estimate(entries)["cells"]
     assert asked == [30, 40]
     assert [cell["hours"] for cell in cells] == [3.0, 3.0, 4.0, 4.0]
+    # what would stop a cell is the exit code, unless the cell is done
+    assert sweep_command.print_estimate(entries, as_json=True) == 3
+    assert sweep_command.print_estimate(entries[:2], as_json=False) == 0
+    for entry in entries[2:]:
+        entry.status = Status.DONE
+    assert sweep_command.print_estimate(entries, as_json=True) == 0
