@@ -167,8 +167,9 @@ def available_cores() -> int:
 
 
 def threads_per_rank(asked: int | None, ranks: int) -> int:
-    """CPU threads of torch for each of `ranks` ranks of this machine: `asked`, or the cores of a rank
-    and at most OMP_NUM_THREADS (its first number). Raises LaunchError if that is not above 0."""
+    """CPU threads of torch for each of `ranks` ranks of this machine: `asked`, or its cores divided
+    by ranks and at most OMP_NUM_THREADS (its first number). Raises LaunchError if that is not above
+    0."""
     if asked is not None:
         return asked
     share = max(1, available_cores() // ranks)

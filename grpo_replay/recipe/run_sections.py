@@ -99,7 +99,8 @@ class EngineSection(Section):
     If null, as many as have 160 MiB of fp32 logits, rounded down to a multiple of 64, from 64 to
     1,024: 256 for Qwen's vocabulary of 151,936, and 1,024 up to 40,960 words."""
     threads_per_process: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """CPU threads of torch per rank. If null, CPU cores divided by ranks, at most `OMP_NUM_THREADS`."""
+    """CPU threads of torch per rank. If null, CPU cores divided by ranks, at most
+    `OMP_NUM_THREADS`."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Maximum wait in a collective before the run fails. After a sixth of it without progress every
     rank logs where it waits."""

@@ -238,9 +238,7 @@ def warning_of_rounds(
     )
 
 
-def advice_on_threads(
-    engine: EngineSection, parameters: int, machines: Machines
-) -> str | None:
+def advice_on_threads(engine: EngineSection, parameters: int, machines: Machines) -> str | None:
     """A sentence if a tiny model is computed by several threads of a CPU, which slows it down."""
     threads = threads_per_rank(engine.threads_per_process, max(machines.ranks))
     if machines.on_cuda or threads == 1 or parameters >= TINY_PARAMETERS:

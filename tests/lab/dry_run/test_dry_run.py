@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from grpo_replay.cli import dry_run_display as display
 from grpo_replay.cli.app import app
 from grpo_replay.cli.dry_run_display import _measured
-from grpo_replay.errors import RecipeError
 from grpo_replay.distributed import environment
+from grpo_replay.errors import RecipeError
 from grpo_replay.lab.dry_run import dry_run_report
 from grpo_replay.lab.dry_run import start_checks as checks
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
