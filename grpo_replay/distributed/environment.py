@@ -23,6 +23,8 @@ DEFAULT_MASTER_PORT = 29500
 CORES_VARIABLE = "GRPO_REPLAY_CORES"
 """Cores that this process and its children may use, if fewer than the machine offers. A sweep sets
 it for runs that share a machine."""
+LAUNCH_FOLDER_VARIABLE = "GRPO_REPLAY_LAUNCH_FOLDER"
+"""Folder where the ranks of our launcher write their failures; the launcher prints the first."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -169,11 +171,17 @@ def available_cores() -> int:
 def threads_per_rank(asked: int | None, ranks: int) -> int:
     """CPU threads of torch for each of `ranks` ranks of this machine: `asked`, or its cores divided
     by ranks and at most OMP_NUM_THREADS (its first number). Raises LaunchError if that is not above
-    0."""
+    0.
+
+    torchrun sets OMP_NUM_THREADS to 1 where it finds none, which is nobody's wish.
+    """
     if asked is not None:
         return asked
     share = max(1, available_cores() // ranks)
-    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip() or str(share)
+    limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and LAUNCH_FOLDER_VARIABLE not in os.environ
+    if limit == "" or (limit == "1" and by_torchrun):
+        return share
     if not limit.isdecimal() or int(limit) < 1:
         raise LaunchError(f"OMP_NUM_THREADS is {limit!r}: expected at least 1, or unset it")
     return min(share, int(limit))

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.distributed.environment import rank_environment
+from grpo_replay.distributed.environment import LAUNCH_FOLDER_VARIABLE, rank_environment
 from grpo_replay.errors import GrpoReplayError, LaunchError, first_line
 from grpo_replay.terminal.quiet import without_secrets
 
@@ -112,9 +112,6 @@ def _started(action: Callable[[], _Result]) -> "Future[_Result]":
 def _is_done(future: "Future[_Result]", seconds: float) -> bool:
     return bool(wait([future], timeout=seconds).done)
 
-
-LAUNCH_FOLDER_VARIABLE = "GRPO_REPLAY_LAUNCH_FOLDER"
-"""Folder where the ranks of our launcher write their failures; the launcher prints the first."""
 
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)"

@@ -23,9 +23,8 @@ from pathlib import Path
 import psutil
 
 from grpo_replay import errors
-from grpo_replay.distributed.environment import threads_per_rank
+from grpo_replay.distributed.environment import LAUNCH_FOLDER_VARIABLE, threads_per_rank
 from grpo_replay.distributed.failures import (
-    LAUNCH_FOLDER_VARIABLE,
     PeerFailure,
     RankFailure,
     read_failures,

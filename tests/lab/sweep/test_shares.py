@@ -46,6 +46,11 @@ def test_a_rank_has_its_share_of_cores_and_at_most_the_threads_that_are_set(monk
         monkeypatch.setenv("OMP_NUM_THREADS", limit)
         assert threads_per_rank(None, 2) == threads
         assert threads_per_rank(6, 2) == 6
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # a torchrun of the user's, which sets 1
+    assert threads_per_rank(None, 2) == 4
+    monkeypatch.setenv("GRPO_REPLAY_LAUNCH_FOLDER", "folder")  # that of our launcher
+    assert threads_per_rank(None, 2) == 1
     for wrong in ("0", "two"):
         monkeypatch.setenv("OMP_NUM_THREADS", wrong)
         with pytest.raises(LaunchError, match=f"OMP_NUM_THREADS is '{wrong}'"):
