@@ -73,7 +73,6 @@ class OpenGroup:
     prompt: Prompt
     started: float
     members: list[Member] = field(default_factory=list)
-    closed: bool = False
 
     @property
     def is_sampled(self) -> bool:
@@ -274,7 +273,7 @@ class Collector:
 
     def _on_lost(self, member: Member, reason: str) -> None:
         group = member.group
-        if not group.closed:
+        if self._open.get(group.place) is group:
             logger.warning("group %s is lost: completion %d: %s", group.place, member.index, reason)
             self._give_up(group, "lost")
 
@@ -288,7 +287,6 @@ class Collector:
 
     def _give_up(self, group: OpenGroup, reason: str) -> None:
         """Stop working on a group, and tell rank 0 what of it had been generated."""
-        group.closed = True
         del self._open[group.place]
         assert self._dispatcher is not None
         self._dispatcher.withdraw(group.members)
@@ -313,7 +311,6 @@ class Collector:
                 group.members[index].verdict = verdict
                 if group.is_graded:
                     del self._open[place]
-                    group.closed = True
                     self._deliver(group.complete(time.time()))
 
     def _deliver(self, body: Group | Drop) -> None:
