@@ -82,11 +82,11 @@ def test_the_sweeps_of_the_papers_ship_with_their_tiny_versions():
     files = {name: read_sweep_file(path) for name, path in shipped_sweeps().items()}
     for paper, tiny in (("paper-a", "tiny-main"), ("paper-a-ablations", "tiny-ablations"),
                         ("paper-b", "tiny-fifo")):  # fmt: skip
-        assert files[paper].arms.keys() == files[tiny].arms.keys()
+        assert files[paper].arms.keys() <= files[tiny].arms.keys()
     assert len(files["paper-a"].recipes) == 3
     main = files["tiny-main"]
     assert main.tune and len(main.tune.seeds) == 2 and len(main.seeds) == 8
-    assert len(files) == 14
+    assert len(files) == 15
 
 
 @pytest.mark.parametrize("name", ["paper-b", "tiny-fifo"])
