@@ -46,7 +46,7 @@ def results() -> dict[str, Any]:
 def with_results(page: str) -> str:
     """The text of a page with its marked parts written anew."""
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
-             "tiny-buffers": tiny_buffers,
+             "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates,
              **{name: partial(real_model, name) for name in REAL_MODEL}}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
@@ -162,6 +162,19 @@ def real_model(name: str) -> str:
                     for kind in ("difference", "equal_seconds")]  # fmt: skip
         spent = f"{seconds[:, -1].mean():.0f}"
         lines.append(f"| {' | '.join([f'`{arm}`', f'{rate:.0e}', *means, *compared, spent])} |")
+    return "\n".join(lines) + "\n"
+
+
+def tiny_updates() -> str:
+    found = results()["tiny-updates"]
+    lines = ["| arm | learning rate | updates a step | final | − `grpo`, 95 %, seeds ahead | "
+             "− `grpo-literal` |", "|---|---|---|---|---|---|"]  # fmt: skip
+    for arm, rate in found["rate"].items():
+        compared = [difference(found[kind][arm]) if arm in found[kind] else ""
+                    for kind in ("difference", "to_literal")]  # fmt: skip
+        updates, final = found["updates"][arm], found["final"][arm]
+        cells = [f"`{arm}`", f"{rate:.0e}", f"{updates:.2f}", f"{final}", *compared]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
