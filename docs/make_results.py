@@ -67,7 +67,8 @@ def does_replay_pay() -> str:
     return f"""\
 | task | cost of generating / training a rollout (μ) | held-out accuracy, `ours` − `grpo` | `fifo` − `grpo` |
 |---|---|---|---|
-| `tiny`, rates tuned per method | {main["mu"]:.1f} | {difference(main["difference"]["ours"])} | – |
+| `tiny`, rates tuned per method | {main["mu"]:.1f} | {difference(main["difference"]["ours"])} | \
+{difference(main["difference"]["fifo"])} |
 | `tiny-long`, one rate | {long["mu"]} | {difference(long["difference"]["ours"])} | \
 {difference(long["difference"]["fifo"])} |
 | `smollm2`, a real model, rates tuned per method | {real["mu"]} | {difference(real["difference"]["ours"])} | \
