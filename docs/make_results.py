@@ -10,7 +10,6 @@ what this writes.
 import csv
 import re
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,6 @@ PAGES = (DOCS.parent / "README.md", DOCS / "tiny.md", DOCS / "planning.md", DOCS
 _PART = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
-REAL_MODEL = ("smollm2", "smollm2-steps")
-"""The sweeps of a real model."""
-
-
 def results() -> dict[str, Any]:
     return yaml.safe_load((DOCS / "results.yaml").read_text())
 
@@ -47,7 +42,7 @@ def with_results(page: str) -> str:
     """The text of a page with its marked parts written anew."""
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates,
-             **{name: partial(real_model, name) for name in REAL_MODEL}}  # fmt: skip
+             "smollm2": smollm2}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
 
@@ -150,19 +145,23 @@ def tiny_buffers() -> str:
     return "\n".join(lines) + "\n"
 
 
-def real_model(name: str) -> str:
-    found = results()[name]
+def compared(found: dict[str, Any], arm: str, *kinds: str) -> list[str]:
+    """The differences of an arm, "" where it is not compared."""
+    return [difference(found[kind][arm]) if arm in found[kind] else "" for kind in kinds]
+
+
+def smollm2() -> str:
+    found = results()["smollm2"]
     heads = ["", "learning rate", "after 4 steps", "after 8", "after 12, mean and every seed",
              "− `grpo`, 95 %, seeds ahead", "at equal seconds", "seconds of 12 steps"]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, rate in found["rate"].items():
-        seconds, accuracies = courses(name, arm, "seconds")
+        seconds, accuracies = courses("smollm2", arm, "seconds")
         means = [f"{mean:.1f}" for mean in accuracies.mean(axis=0)[1:]]
         means[-1] += f" ({', '.join(f'{final:.1f}' for final in accuracies[:, -1])})"
-        compared = [difference(found[kind][arm]) if arm in found[kind] else ""
-                    for kind in ("difference", "equal_seconds")]  # fmt: skip
         spent = f"{seconds[:, -1].mean():.0f}"
-        lines.append(f"| {' | '.join([f'`{arm}`', f'{rate:.0e}', *means, *compared, spent])} |")
+        ahead = compared(found, arm, "difference", "equal_seconds")
+        lines.append(f"| {' | '.join([f'`{arm}`', f'{rate:.0e}', *means, *ahead, spent])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -171,10 +170,9 @@ def tiny_updates() -> str:
     lines = ["| arm | learning rate | updates a step | final | − `grpo`, 95 %, seeds ahead | "
              "− `grpo-literal` |", "|---|---|---|---|---|---|"]  # fmt: skip
     for arm, rate in found["rate"].items():
-        compared = [difference(found[kind][arm]) if arm in found[kind] else ""
-                    for kind in ("difference", "to_literal")]  # fmt: skip
         updates, final = found["updates"][arm], found["final"][arm]
-        cells = [f"`{arm}`", f"{rate:.0e}", f"{updates:.2f}", f"{final}", *compared]
+        ahead = compared(found, arm, "difference", "to_literal")
+        cells = [f"`{arm}`", f"{rate:.0e}", f"{updates:.2f}", f"{final}", *ahead]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
