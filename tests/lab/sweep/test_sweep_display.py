@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from grpo_replay.cli import sweep_command
+from grpo_replay.cli.app import COMMANDS
 from grpo_replay.cli.sweep_command import SweepDisplay, cells_table, estimate_table
 from grpo_replay.lab.dry_run.planner import Findings
 from grpo_replay.lab.sweep.cells import CellState, Progress
@@ -131,7 +132,19 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
     assert [cell["hours"] for cell in cells] == [3.0, 3.0, 4.0, 4.0]
     # what would stop a cell is the exit code, unless the cell is done
     assert sweep_command.print_estimate(entries, as_json=True) == 3
+    assert sweep_command.print_estimate(entries, as_json=False) == 3
     assert sweep_command.print_estimate(entries[:2], as_json=False) == 0
     for entry in entries[2:]:
         entry.status = Status.DONE
     assert sweep_command.print_estimate(entries, as_json=True) == 0
+
+
+def test_the_dry_run_of_a_sweep_that_could_not_start_ends_with_its_exit_code(tmp_path, capsys):
+    path = tmp_path / "sweep.yaml"
+    path.write_text(
+        "{name: s, recipe: tiny, set: [prompts.max_prompt_length=1], seeds: [1],"
+        " arms: {a: [replay.preset=grpo], b: []}}"
+    )
+    options = COMMANDS["sweep"](str(path), dry_run=True, output_dir=str(tmp_path / "out"))
+    assert sweep_command.run(options) == 3
+    assert "problem: prompts.source 'builtin:tiny': none of" in capsys.readouterr().out
