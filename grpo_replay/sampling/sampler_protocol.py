@@ -19,7 +19,7 @@ SYNC_BUCKET_BYTES = 512 * 2**20
 """Weights gathered at once when a sampler gets new ones."""
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from grpo_replay.distributed.comm import Comm
 
@@ -283,8 +283,14 @@ def _encoded(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return ids if tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text else []
 
 
-def model_length(sampling: SamplingSection, section: ModelSection, longest: int) -> int:
-    """Tokens of prompt plus completion that a sampler of the model `section` has room for.
+def model_length(
+    sampling: SamplingSection,
+    section: ModelSection,
+    longest: int,
+    config: "PreTrainedConfig | None" = None,
+) -> int:
+    """Tokens of prompt plus completion that a sampler of the model `section` has room for; `config`
+    is its configuration, if it was read already.
 
     This is `sampling.longest_asked` if set. Otherwise it is `longest`, the longest sequence of
     training and evaluation, but at most the number of positions of the model.
@@ -292,7 +298,7 @@ def model_length(sampling: SamplingSection, section: ModelSection, longest: int)
     """
     from grpo_replay.engine.models import load_config
 
-    positions = getattr(load_config(section), "max_position_embeddings", None)
+    positions = getattr(config or load_config(section), "max_position_embeddings", None)
     wanted = sampling.longest_asked
     if wanted is None:
         return min(longest, positions or longest)

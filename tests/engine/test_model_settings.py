@@ -47,7 +47,8 @@ def test_the_trace_counts_the_scores():
     def peak(length: int, on_cuda: bool) -> int:
         recipe = qwen("model.dtype=float32")
         chunk = recipe.logprob_chunk_tokens(151_936)
-        return forward_memory(recipe.model, Microbatch(1, length, 16, chunk), on_cuda).peak
+        batch = Microbatch(1, length, 16, chunk)
+        return forward_memory(recipe.model, load_config(recipe.model), batch, on_cuda).peak
 
     scores = 16 * 8192**2 * 4
     assert peak(8192, on_cuda=True) - peak(8192, on_cuda=False) > 2 * scores

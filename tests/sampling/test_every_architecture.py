@@ -104,7 +104,8 @@ def dry_run(kind: str, folder: Path) -> str:
     """Whether the dry run knows the memory of its forward pass."""
     try:
         assert model_shape(random_config(kind)).parameters > 0
-        assert forward_memory(recipe_of(kind, folder).model, Microbatch(2, 32, 16, 64)).peak > 0
+        section, batch = recipe_of(kind, folder).model, Microbatch(2, 32, 16, 64)
+        assert forward_memory(section, load_config(section), batch).peak > 0
     except ModelError:
         return "unchecked"
     return "yes"

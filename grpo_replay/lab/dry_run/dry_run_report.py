@@ -39,6 +39,7 @@ from grpo_replay.lab.dry_run.planner import (
     advice_on_threads,
     advise,
     find_machines,
+    known_config,
     plan_memory,
     warning_of_rounds,
     with_known_model,
@@ -248,7 +249,7 @@ def _try_plan(recipe: Recipe, machines: Machines, findings: Findings) -> MemoryP
     """Memory of engine and sampler; None if the configuration of the model cannot be read, or the
     model cannot be traced."""
     try:
-        plan = plan_memory(recipe, machines)
+        plan = plan_memory(recipe, machines, known_config(recipe.model))
     except ModelError as error:
         findings.unchecked.append(f"sizes of the model: {error}")
         return None

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_replay.distributed.environment import threads_per_rank
 from grpo_replay.errors import GrpoReplayError, RecipeError
@@ -30,6 +30,9 @@ from grpo_replay.recipe import (
     resolve_recipe,
 )
 from grpo_replay.storage.checkpoint import GIB, to_gib
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 DEFAULT_GPU_GIB = 80.0
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -249,19 +252,27 @@ def advice_on_threads(engine: EngineSection, parameters: int, machines: Machines
     )
 
 
-def plan_memory(recipe: Recipe, machines: Machines) -> MemoryPlan:
-    """The engine and sampler in memory, for the largest micro-batch that the budget allows and the
-    positions of the model have room for.
+def known_config(model: ModelSection) -> "PreTrainedConfig":
+    """The configuration of a model, without a download if it is a published one.
 
-    Raises ModelError if the configuration cannot be read, RecipeError if vLLM is to have room for
-    more than the positions.
-    """
+    Raises ModelError if it cannot be read."""
     from grpo_replay.engine.models import load_config
+
+    return load_config(with_known_model(model))
+
+
+def plan_memory(recipe: Recipe, machines: Machines, config: "PreTrainedConfig") -> MemoryPlan:
+    """The engine and sampler in memory, for the largest micro-batch that the budget allows and the
+    positions of the model have room for. `config` is the `known_config` of the recipe's model.
+
+    Raises ModelError if a model of this configuration cannot be traced, RecipeError if vLLM is to
+    have room for more than the positions.
+    """
     from grpo_replay.lab.dry_run import trace
     from grpo_replay.sampling.sampler_protocol import model_length
 
     known = recipe.model_copy(update={"model": with_known_model(recipe.model)})
-    shape = trace.model_shape(load_config(known.model), known.model.lora)
+    shape = trace.model_shape(config, known.model.lora)
     limits = known.sampling, known.model, known.longest_sequence
     prompt, completion = known.prompts.max_prompt_length, known.sampling.max_completion_length
     longest = min(prompt + completion, shape.max_positions or prompt + completion)
@@ -276,12 +287,12 @@ def plan_memory(recipe: Recipe, machines: Machines) -> MemoryPlan:
         known.engine, known.zero_stage(machines.total_ranks), known.model,
         known.loss.beta > 0, machines,
     )  # fmt: skip
-    forward = trace.forward_memory(known.model, batch, machines.on_cuda)
+    forward = trace.forward_memory(known.model, config, batch, machines.on_cuda)
     sampler = plan_sampler(
         known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], shape, machines
     )
     return MemoryPlan(
-        shape, setting, model_length(*limits),
+        shape, setting, model_length(*limits, config),
         engine_memory(shape, forward, setting), sampler, machines.capacity,
     )  # fmt: skip
 
@@ -353,30 +364,32 @@ def advise(recipe: Recipe, machines: Machines) -> Advice | None:
     """The first overrides of `rungs`, taken together, with which the recipe fits with `ROOM` to
     spare; if none do, those that leave most; None if none can be tried. Those that turn out not to
     be needed are left out."""
-    given = recipe.model_dump(mode="json")
+    given, config = recipe.model_dump(mode="json"), known_config(recipe.model)
     chosen: list[str] = []
     best: Advice | None = None
     for rung in rungs(recipe, machines):
         keys = {word.partition("=")[0] for word in rung}
         wanted = [word for word in chosen if word.partition("=")[0] not in keys] + rung
-        tried = _attempt(given, wanted, machines)
+        tried = _attempt(given, wanted, machines, config)
         if tried is None:
             continue  # it contradicts another setting
         chosen = wanted
         if tried.has_room:
-            return _without_needless(given, tried, machines)
+            return _without_needless(given, tried, machines, config)
         if best is None or tried.rank < best.rank:
             best = tried
     return best
 
 
-def _attempt(given: dict[str, Any], overrides: Sequence[str], machines: Machines) -> Advice | None:
+def _attempt(
+    given: dict[str, Any], overrides: Sequence[str], machines: Machines, config: "PreTrainedConfig"
+) -> Advice | None:
     """The plan with these overrides, and if it helps with another share of the GPU for vLLM."""
     try:
         recipe = resolve_recipe([given, parse_overrides(list(overrides))])
         ranks = recipe.engine.num_processes
         there = machines.with_ranks(ranks) if _sets_ranks(overrides) else machines
-        plan = plan_memory(recipe, there)
+        plan = plan_memory(recipe, there, config)
     except RecipeError:
         return None
     best = Advice(tuple(overrides), plan.peak, plan.fits, plan.tight)
@@ -387,7 +400,7 @@ def _attempt(given: dict[str, Any], overrides: Sequence[str], machines: Machines
         words = (*overrides, f"sampling.vllm.gpu_memory_utilization={other}")
         with suppress(RecipeError):
             changed = resolve_recipe([given, parse_overrides(list(words))])
-            found = plan_memory(changed, there)
+            found = plan_memory(changed, there, config)
             tried = Advice(words, found.peak, found.fits, found.tight)
             if tried.has_room:
                 return tried
@@ -400,13 +413,15 @@ def _sets_ranks(overrides: Sequence[str]) -> bool:
     return any(word.startswith("engine.num_processes=") for word in overrides)
 
 
-def _without_needless(given: dict[str, Any], found: Advice, machines: Machines) -> Advice:
+def _without_needless(
+    given: dict[str, Any], found: Advice, machines: Machines, config: "PreTrainedConfig"
+) -> Advice:
     """The advice without overrides that are not needed for the run to fit."""
     for word in found.overrides:
         if word.startswith(("engine.num_processes=", "optimizer.", "model.lora.r=")):
             continue
         fewer = [each for each in found.overrides if each != word]
-        tried = _attempt(given, fewer, machines)
+        tried = _attempt(given, fewer, machines, config)
         if tried is not None and tried.has_room and len(tried.overrides) < len(found.overrides):
             found = tried
     return found

@@ -7,6 +7,7 @@ layers that compute and save what peft's do.
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from grpo_replay.engine.models import DTYPES, has_whole_scores, load_config
+from grpo_replay.engine.models import DTYPES, has_whole_scores
 from grpo_replay.engine.policy_module import PolicyModule, find_body, find_head
 from grpo_replay.engine.weights import lora_targets
 from grpo_replay.errors import ModelError, first_line
@@ -117,7 +118,7 @@ def model_shape(config: PreTrainedConfig, lora: LoraSection | None = None) -> Mo
     """Sizes of a model from its configuration alone; tied parameters count once. Remembered.
 
     Raises ModelError if its configuration does not have them."""
-    key = (config.to_json_string(), None if lora is None else lora.model_dump_json())
+    key = (config.to_json_string(use_diff=False), None if lora is None else lora.model_dump_json())
     if key not in _shapes:
         with _untraceable(config):
             _shapes[key] = _model_shape(config, lora)
@@ -211,17 +212,16 @@ class Microbatch:
 
 
 def forward_memory(
-    section: ModelSection, batch: Microbatch, on_cuda: bool = False
+    section: ModelSection, config: PreTrainedConfig, batch: Microbatch, on_cuda: bool = False
 ) -> ForwardMemory:
-    """Peak of one micro-batch.
+    """Peak of one micro-batch of the model `section`, which has the configuration `config`.
 
     Two shallow copies of the model are traced and extrapolated, because the peak is linear in the
     number of layers. Parameters and their gradients are not included: the engine holds them.
     Remembered, because most changes that a plan is tried with do not touch it.
     Raises ModelError for a model that cannot be traced.
     """
-    config = load_config(section)
-    key = (section.model_dump_json(), config.to_json_string(), batch, on_cuda)
+    key = (section.model_dump_json(), config.to_json_string(use_diff=False), batch, on_cuda)
     if key not in _traced:
         with _untraceable(config):
             _traced[key] = _forward_memory(section, config, batch, on_cuda)
@@ -311,9 +311,10 @@ def _with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 
 
 def _meta_model(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """A model without memory. transformers writes `dtype` into its configuration: a copy."""
     ALL_ATTENTION_FUNCTIONS.register(_FUSED, _fused_probe)
     ALL_ATTENTION_FUNCTIONS.register(_EAGER, _eager_probe)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            deepcopy(config), dtype=dtype, attn_implementation=attention, trust_remote_code=False
         )

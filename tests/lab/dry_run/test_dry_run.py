@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from grpo_replay.cli import dry_run_display as display
 from grpo_replay.cli.app import app
 from grpo_replay.cli.dry_run_display import _measured
 from grpo_replay.distributed import environment
+from grpo_replay.engine.models import load_config
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.dry_run import dry_run_report
 from grpo_replay.lab.dry_run import start_checks as checks
@@ -370,6 +372,14 @@ def test_what_a_run_needs_of_vllm_and_gpus_is_checked(monkeypatch, overrides, el
     said = findings.unchecked if elsewhere else findings.problems
     assert f"sampling.backend {recipe.sampling.backend}: vLLM is not installed" in said[-1]
     assert [gpus in each for each in said[:-1]] if gpus else len(said) == 1
+
+
+def test_advice_reads_the_configuration_once_whatever_it_tries(monkeypatch):
+    reads = Mock(side_effect=load_config)
+    monkeypatch.setattr("grpo_replay.engine.models.load_config", reads)
+    recipe = load_recipe("tiny", ["model.random_init={num_hidden_layers: 2}"])
+    found = advise(recipe, Machines("cpu", (1,), 1))
+    assert found is not None and len(found.overrides) > 1 and reads.call_count == 1
 
 
 def test_overrides_that_contradict_another_setting_are_not_advised():

@@ -246,13 +246,15 @@ def test_the_logits_exist_for_one_chunk_at_a_time():
 def test_extrapolation_over_layers_is_exact():
     recipe = qwen("model.random_init={num_hidden_layers: 7}")
     batch = Microbatch(1, 512, 256, recipe.logprob_chunk_tokens(151_936))
-    assert forward_memory(recipe.model, batch) == traced(recipe, 7, 1, 512, 256)
+    config = load_config(recipe.model)
+    assert forward_memory(recipe.model, config, batch) == traced(recipe, 7, 1, 512, 256)
 
 
 def test_eager_attention_is_quadratic_and_flash_is_not():
     def saved(kind: str, length: int) -> int:
         recipe = qwen(f"model.attn_implementation={kind}", "model.gradient_checkpointing=false")
-        return forward_memory(recipe.model, Microbatch(1, length, 16, 64)).saved
+        batch = Microbatch(1, length, 16, 64)
+        return forward_memory(recipe.model, load_config(recipe.model), batch).saved
 
     assert saved("sdpa", 1024) < 2.01 * saved("sdpa", 512)
     assert saved("eager", 1024) > 2.5 * saved("eager", 512)
@@ -264,7 +266,9 @@ def test_experts_are_traced_in_both_precisions_and_count_once_for_each_token():
         head_dim=16, intermediate_size=64, moe_intermediate_size=16, num_experts=8,
         num_experts_per_tok=2, vocab_size=64, tie_word_embeddings=True,
     )  # fmt: skip
+    given = config.to_dict()
     shape = model_shape(config)
+    assert config.to_dict() == given, "transformers writes the traced dtype into what it is given"
     experts = 2 * 8 * (2 * 16 * 32 + 32 * 16)  # gate, up and down of every expert and layer
     assert shape.active_parameters == shape.parameters - experts * 6 // 8
     saved = {}
