@@ -20,6 +20,16 @@ def is_place(text: str) -> bool:
     return place_is_named and all(map(str.isidentifier, name.split(".")))
 
 
+def refuse_missing_file(place: str) -> None:
+    """Raises FileNotFoundError if `place` is `file.py:function` and there is no such file."""
+    path = Path(place.rpartition(":")[0])
+    if path.suffix == ".py" and not path.is_file():
+        raise FileNotFoundError(
+            f"no file {path}; a relative path in a recipe file starts at the folder of that file, "
+            "one given with --set at the working directory"
+        )
+
+
 def load_function(place: str) -> Any:
     """What `module:function` or `file.py:function` names. Raises whatever the import raises."""
     found = load_source(place)
@@ -32,6 +42,7 @@ def load_source(place: str) -> Any:
     """The module of `module:function` or `file.py:function`. Modules are found from the working
     directory and in the environment; a file may import modules of its own folder. Raises whatever
     the import raises."""
+    refuse_missing_file(place)
     source = place.rpartition(":")[0]
     return _load_file(Path(source)) if source.endswith(".py") else _load_module(source)
 
@@ -43,11 +54,6 @@ def _load_module(name: str) -> Any:
 
 
 def _load_file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no file {path}; a relative path in a recipe file starts at the folder of that file, "
-            "one given with --set at the working directory"
-        )
     path = path.resolve()
     name = path.stem if path.stem not in sys.modules else f"user_file_{path.stem}"
     for known in (path.stem, name):

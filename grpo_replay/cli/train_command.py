@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from grpo_replay.cli.foreign_code import code_of, consider_code
+from grpo_replay.cli.foreign_code import code_of, consider_code, refuse_missing_files
 from grpo_replay.cli.options import TrainOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.errors import INTERRUPTED, CheckpointError, DataError, UsageError
@@ -53,6 +53,7 @@ def run(options: TrainOptions) -> int:
     if options.dry_run:
         return _dry_run(recipe, options)
     _check_options(recipe.tracking, options)
+    refuse_missing_files(recipe)
     environment = rank_environment()
     run_dir = Path(options.output_dir) if options.output_dir else _default_directory(recipe.name)
     if not options.resume and not environment.is_launched:

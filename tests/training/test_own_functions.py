@@ -163,5 +163,6 @@ def test_a_missing_file_is_refused_before_anything_is_loaded(tmp_path):
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "nowhere.py" in done.stderr and "no file" in done.stderr
+    assert "replay.priority" in done.stderr and "no file" in done.stderr
+    assert "nowhere.py" in done.stderr and "loading" not in done.stderr
     assert not (tmp_path / "run").exists()
