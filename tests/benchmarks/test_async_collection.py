@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import async_collection
@@ -12,6 +14,7 @@ from grpo_replay.collection.journal import read_journal
 from grpo_replay.collection.messages import Group
 
 
+@pytest.mark.slow
 def test_two_servers_are_collected_from_graded_and_journalled(tmp_path, capsys):
     options = argparse.Namespace(
         tokens=80, in_flight=8, rate=160.0, seconds=3.0, verifiers=1, tokenizer="builtin:bytes"

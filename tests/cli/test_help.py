@@ -72,6 +72,7 @@ for line in json.loads(sys.argv[2]):
 """
 
 
+@pytest.mark.slow
 def test_commands_that_only_read_need_none_of_the_packages_for_training(runs, tmp_path):
     """As `.ci/check_base.py` shows in an environment that has only the base."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -174,6 +175,7 @@ def test_the_shell_completes_shipped_recipes(command):
     assert completed(*command, "qwen3-") == ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"]
 
 
+@pytest.mark.slow
 def test_a_notebook_with_a_backend_of_its_own_gets_its_figure(runs, tmp_path):
     words = [sys.executable, "-m", "grpo_replay", "inspect-buffer", str(runs["ours"]), "--plot"]
     words.append(str(tmp_path / "p.svg"))

@@ -68,7 +68,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("ranks", slow_except([2], [2, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_of_one_node_form_one_run_and_only_rank_0_speaks(ranks):
     done = run_program("launch", ranks, "sums")
     assert done.returncode == 0, done.stderr
@@ -146,6 +147,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     wait_until(lambda: not any(alive(pid) for pid in pids), 20)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_wait_for_a_rank_0_that_was_killed_while_it_started(tmp_path):
     """The launcher ends them: by themselves they would wait for `engine.timeout_seconds`."""
     started = time.monotonic()

@@ -51,6 +51,7 @@ print(len(json.loads(_dump_fr_trace_json()).get("entries", [])), torch.get_num_t
 """
 
 
+@pytest.mark.slow
 def test_a_rank_alone_keeps_no_record_of_its_collectives_and_the_threads_that_are_set():
     """torch's has their stacks: memory that grows over the first 2,000."""
     paths = os.pathsep.join(path for path in sys.path if path)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow_tests import slow_except
 from small_runs.trained import FinishedRun, train_small_run
 
 from grpo_replay.errors import CheckpointError
@@ -42,10 +43,10 @@ def small(path: Path, stage: int, steps: int, **options) -> FinishedRun:
 
 @pytest.mark.parametrize(
     ("written", "resumed", "kind"),
-    [
+    slow_except([(2, 0, "optim_states")], [
         (0, 0, "model_states"), (2, 2, "optim_states"), (2, 0, "optim_states"),
         (0, 3, "model_states"),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_planted_call_is_refused_and_not_made(tmp_path, processes, written, resumed, kind):
     run, marker = small(tmp_path / "run", written, 3), tmp_path / "executed"

@@ -78,6 +78,7 @@ def test_verdicts_equal_those_of_direct_calls_in_any_order(grader, count, fewest
     assert fewest < sum(expected) < most
 
 
+@pytest.mark.slow
 def test_decimal_fractions_times_large_numbers_are_compared_as_math_verify_does(grader):
     equal = [
         ("0.1 \\cdot 2^{40}", "\\frac{2^{40}}{10}"),

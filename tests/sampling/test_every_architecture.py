@@ -13,7 +13,7 @@ from architectures import ARCHITECTURES, attention_of, random_config
 from core_engine import engine_recipe
 
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine
-from grpo_replay.engine.models import byte_tokenizer, load_policy
+from grpo_replay.engine.models import byte_tokenizer, load_config, load_policy
 from grpo_replay.errors import GrpoReplayError, ModelError
 from grpo_replay.lab.dry_run.trace import Microbatch, forward_memory, model_shape
 from grpo_replay.recipe import Recipe

@@ -380,7 +380,9 @@ GUARD_ENDINGS = ["guard is told to stop", "parent is killed"]
 
 
 @pytest.mark.parametrize(
-    "program", [BOTH_IGNORE_SIGTERM, CHILD_IGNORES_SIGTERM], ids=["both", "child"]
+    "program",
+    [BOTH_IGNORE_SIGTERM, pytest.param(CHILD_IGNORES_SIGTERM, marks=pytest.mark.slow)],
+    ids=["both", "child"],
 )
 @pytest.mark.parametrize("ending", slow_except(["parent is killed"], GUARD_ENDINGS))
 def test_the_guard_ends_its_whole_process_group(ending, program):

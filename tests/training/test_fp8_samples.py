@@ -25,6 +25,7 @@ def fp8_samples(monkeypatch):
     monkeypatch.setattr(HfSampler, "generate", quantized)
 
 
+@pytest.mark.slow
 def test_samples_of_fp8_weights_are_refused_unless_the_limit_allows_their_gap(
     tmp_path, monkeypatch
 ):

@@ -167,7 +167,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", slow_except(["before", "during the last"], MOMENTS))
+@pytest.mark.parametrize("moment", slow_except(["before"], MOMENTS))
 def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
     whole, tmp_path, monkeypatch, moment
 ):

@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import asdict, fields, replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,16 +31,16 @@ FIXED = ("replayed_rollouts", "replayed_per_fresh", "stored_mean", "age_p95")
 
 
 @pytest.fixture(scope="module")
-def long_runs(tmp_path_factory):
+def long_run(tmp_path_factory):
+    """The folder of a run of `STEPS` steps, made when it is first asked for."""
     folder = tmp_path_factory.mktemp("long")
-    made = {
-        preset: write_synthetic_run(folder / preset, preset, steps=STEPS, seed=3).folder
-        for preset in ("ours", "uniform", "fifo")
-    }
-    for seed in range(4):
-        made[f"tau2-{seed}"] = write_synthetic_run(
-            folder / f"tau2-{seed}", "ours", steps=STEPS, seed=50 + seed, max_age_steps=2
+
+    @cache
+    def made(preset: str, seed: int = 3, **replay: int) -> Path:
+        return write_synthetic_run(
+            folder / f"{preset}-{seed}", preset, steps=STEPS, seed=seed, **replay
         ).folder
+
     return made
 
 
@@ -68,8 +70,8 @@ def simulated(source, recipe, count: int = 24) -> dict[str, tuple[float, float]]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["ours", "uniform", "fifo"])
-def test_the_runs_own_settings_reproduce_its_draws(long_runs, preset):
-    source = open_source(long_runs[preset])
+def test_the_runs_own_settings_reproduce_its_draws(long_run, preset):
+    source = open_source(long_run(preset))
     logged = asdict(what_if(source, []).logged)
     checked = 0
     for name, (mean, deviation) in simulated(source, source.recipe).items():
@@ -81,8 +83,8 @@ def test_the_runs_own_settings_reproduce_its_draws(long_runs, preset):
     assert checked >= 12
 
 
-def test_wrong_priorities_do_not_reproduce_the_draws(long_runs):
-    source = open_source(long_runs["ours"])
+def test_wrong_priorities_do_not_reproduce_the_draws(long_run):
+    source = open_source(long_run("ours"))
     logged = asdict(what_if(source, []).logged)
     other = changed_recipe(source.recipe, ["priority_exponent=4"])
     mean, deviation = simulated(source, other)["abs_advantage_mean"]
@@ -90,20 +92,21 @@ def test_wrong_priorities_do_not_reproduce_the_draws(long_runs):
 
 
 @pytest.mark.slow
-def test_a_shorter_age_predicts_the_draws_of_real_runs(long_runs):
-    predicted = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"]).changed
-    real = [asdict(what_if(open_source(long_runs[f"tau2-{seed}"]), []).logged) for seed in range(4)]
+def test_a_shorter_age_predicts_the_draws_of_real_runs(long_run):
+    predicted = what_if(open_source(long_run("ours")), ["max_age_steps=2"]).changed
+    seeds = [long_run("ours", 50 + seed, max_age_steps=2) for seed in range(4)]
+    real = [asdict(what_if(open_source(run), []).logged) for run in seeds]
     for name in ("age_mean", "abs_advantage_mean", "never_drawn_share", "replayed_per_fresh"):
         values = [run[name] for run in real]
         spread = max(np.std(values, ddof=1), 0.02 * abs(np.mean(values)))
         assert getattr(predicted, name) == pytest.approx(np.mean(values), abs=4 * spread), name
-    unchanged = what_if(open_source(long_runs["ours"]), []).same
+    unchanged = what_if(open_source(long_run("ours")), []).same
     assert unchanged.age_mean > predicted.age_mean + 1.0
     assert predicted.age_p95 == 2.0
 
 
-def test_deterministic_statistics_have_no_error(long_runs):
-    result = what_if(open_source(long_runs["ours"]), ["max_age_steps=2"])
+def test_deterministic_statistics_have_no_error(long_run):
+    result = what_if(open_source(long_run("ours")), ["max_age_steps=2"])
     for name in FIXED:
         assert getattr(result.same_error, name) == pytest.approx(0.0, abs=1e-12), name
     assert result.same_error.age_mean > 0

@@ -357,6 +357,7 @@ def test_a_run_s_rollouts_per_step_are_counted_not_taken_from_its_recipe(runs, t
     assert plan_json(capsys, from_run=str(copy))["assumptions"]["rollouts_per_step"] == 32
 
 
+@pytest.mark.slow
 def test_the_estimated_buffer_memory_matches_the_allocated_memory():
     made = SyntheticRun.__new__(SyntheticRun)
     made.recipe = synthetic_recipe("fifo", capacity_rollouts=9000)

@@ -303,6 +303,7 @@ def test_damage_of_each_sort_is_named(whole, tmp_path):
     assert campaign(verify, whole, tmp_path, some(QUICK, 3)) == 19
 
 
+@pytest.mark.slow
 def test_damage_of_each_sort_costs_no_resume_and_no_report_a_file(whole, tmp_path, processes):
     (tmp_path / "report").mkdir()
     listed_anew = [("metrics", "flip at 0.5"), ("weights", "forged manifest")]
