@@ -79,7 +79,7 @@ class FakeServer:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     def describe(self, path: str) -> Any:
         """The answer to a GET."""
