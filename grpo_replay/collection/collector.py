@@ -273,9 +273,8 @@ class Collector:
 
     def _on_lost(self, member: Member, reason: str) -> None:
         group = member.group
-        if self._open.get(group.place) is group:
-            logger.warning("group %s is lost: completion %d: %s", group.place, member.index, reason)
-            self._give_up(group, "lost")
+        logger.warning("group %s is lost: completion %d: %s", group.place, member.index, reason)
+        self._give_up(group, "lost")
 
     def _cancel_older_than(self, version: int) -> None:
         if self._dispatcher is not None:
