@@ -202,30 +202,11 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
 Command = Hello | Credit | Version | Cancel | Drain | Stop | Ack
 """What rank 0 sends."""
 
-_encoder = msgspec.msgpack.Encoder()
-_record_decoder = msgspec.msgpack.Decoder(Record)
-_delivery_decoder = msgspec.msgpack.Decoder(Delivery)
-_command_decoder = msgspec.msgpack.Decoder(Command)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """The message as MessagePack."""
-    return _encoder.encode(message)
-
-
-def decode_record(payload: bytes) -> Record:
-    """A journal record. Raises msgspec.DecodeError (also for a record of another shape)."""
-    return _record_decoder.decode(payload)
-
-
-def decode_delivery(payload: bytes) -> Delivery:
-    """A message of the collector. Raises msgspec.DecodeError."""
-    return _delivery_decoder.decode(payload)
-
-
-def decode_command(payload: bytes) -> Command:
-    """A message of rank 0. Raises msgspec.DecodeError."""
-    return _command_decoder.decode(payload)
+encode = msgspec.msgpack.encode
+decode_record = msgspec.msgpack.Decoder(Record).decode  # a record of the journal
+decode_delivery = msgspec.msgpack.Decoder(Delivery).decode  # a message of the collector
+decode_command = msgspec.msgpack.Decoder(Command).decode  # a message of rank 0
+"""They raise msgspec.DecodeError, also for a message of another shape."""
 
 
 def pack(values: np.ndarray, dtype: np.dtype) -> bytes:

@@ -2,7 +2,6 @@
 id), its recipe, and one process of it."""
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -29,7 +28,12 @@ from grpo_replay.recipe import (
     resolve_recipe,
 )
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.storage.checkpoint import checkpoint_name, list_checkpoints, step_of
+from grpo_replay.storage.checkpoint import (
+    checkpoint_name,
+    list_checkpoints,
+    read_json,
+    step_of,
+)
 from grpo_replay.storage.recipe_history import recipe_file
 from grpo_replay.terminal.quiet import quiet_libraries
 from grpo_replay.tiny import BASES
@@ -150,8 +154,8 @@ def _checkpoint(checkpoint: Path) -> ModelSource:
     model = checkpoint / "model"
     if not (model / "config.json").is_file():
         raise CheckpointError(f"{model} does not contain a model (no config.json)")
-    manifest = _read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
-    state = _read_json(checkpoint / "state.json", "the checkpoint is incomplete")
+    manifest = read_json(checkpoint / "manifest.json", "the checkpoint is incomplete")
+    state = read_json(checkpoint / "state.json", "the checkpoint is incomplete")
     run = checkpoint.parent.parent
     try:
         files = manifest["files"].items()
@@ -192,13 +196,6 @@ def _local_folder(path: str, revision: str | None) -> Path:
     except OSError as error:
         at = f" at revision {revision!r}" if revision else ""
         raise CheckpointError(f"model {path!r}{at} is not in the local cache: {error}") from error
-
-
-def _read_json(path: Path, meaning: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {meaning} ({error})") from error
 
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,8 @@ from grpo_replay.recipe.grpo_sections import (
     Machines,
     ReplaySection,
     RewardSection,
-    WeightedReward,
 )
 from grpo_replay.recipe.input_sections import (
-    CollectionSection,
     LoraSection,
     ModelSection,
     PromptsSection,
@@ -38,7 +36,6 @@ from grpo_replay.recipe.layers import (
 from grpo_replay.recipe.open_lists import BUILTIN_VERIFIERS
 from grpo_replay.recipe.recipe import Recipe, ReplayConfig
 from grpo_replay.recipe.run_sections import (
-    CheckpointSection,
     EngineSection,
     EvalSection,
     OptimizerSection,
@@ -46,15 +43,13 @@ from grpo_replay.recipe.run_sections import (
     TrackingSection,
     ZeroSection,
 )
-from grpo_replay.shipped_recipes import shipped_recipes, shipped_recipes_folder
+from grpo_replay.shipped_recipes import shipped_recipes_folder
 
 __all__ = [
     "BUILTIN_VERIFIERS",
     "REPLAY_PRESETS",
     "AdvantageSection",
     "BatchSection",
-    "CheckpointSection",
-    "CollectionSection",
     "EngineSection",
     "EvalSection",
     "LoraSection",
@@ -73,7 +68,6 @@ __all__ = [
     "ServersSection",
     "TrackingSection",
     "VllmSection",
-    "WeightedReward",
     "ZeroSection",
     "find_recipe",
     "load_recipe",
@@ -82,6 +76,5 @@ __all__ = [
     "recipe_source",
     "recipe_to_yaml",
     "resolve_recipe",
-    "shipped_recipes",
     "shipped_recipes_folder",
 ]

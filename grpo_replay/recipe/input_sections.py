@@ -242,18 +242,6 @@ class PromptsSection(Section):
         """Variables for the chat template."""
         return self.template if isinstance(self.template, dict) else {}
 
-    @property
-    def config_name(self) -> str | None:
-        return self.dataset_options.name
-
-    @property
-    def revision(self) -> str | None:
-        return self.dataset_options.revision
-
-    @property
-    def split(self) -> str:
-        return self.dataset_options.split
-
 
 LEAST_VLLM_TEMPERATURE = 0.01
 """vLLM raises smaller positive temperatures to this one, and logs it."""

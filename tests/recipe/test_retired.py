@@ -88,7 +88,10 @@ def test_an_old_run_goes_on_with_its_values(tmp_path):
     assert (recipe.eval.verifier, recipe.eval.other_rewards) == ("math_verify", ["minerva"])
     assert recipe.prompts.template == recipe.prompts.chat_template_kwargs
     assert recipe.prompts.chat_template_kwargs == {"enable_thinking": False}
-    assert (recipe.prompts.config_name, recipe.prompts.split) == ("main", "train")
+    assert (recipe.prompts.dataset_options.name, recipe.prompts.dataset_options.split) == (
+        "main",
+        "train",
+    )
     assert recipe.sampling.vllm.enable_sleep_mode is False
     assert recipe.engine.zero.sub_group_size == 1_000_000_000
 

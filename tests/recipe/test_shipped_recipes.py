@@ -59,7 +59,7 @@ def recipe_ids_in(text: str) -> set[str]:
 
 PAPER_A = {
     "prompts.source": "agentica-org/DeepScaleR-Preview-Dataset",
-    "prompts.split": "train",
+    "prompts.dataset_options.split": "train",
     "prompts.problem_field": "problem",
     "prompts.answer_field": "answer",
     "prompts.max_prompt_length": 1024,
@@ -275,7 +275,7 @@ PAPER_B = {
     "optimizer.learning_rate": 3.37e-7,
     "optimizer.weight_decay": 0.0,
     "prompts.source": "open-r1/OpenR1-Math-220k",
-    "prompts.split": "train[:-500]",
+    "prompts.dataset_options.split": "train[:-500]",
     "loss.dual_clip": None,
     "loss.aggregation": "token_mean",
     "advantage.epsilon": 1e-6,

@@ -96,23 +96,9 @@ def dry_run(
     `output_dir`, which need not exist. `ranks_of_nodes`: one node of `engine.num_processes` if
     None. With `sample`, a run that would start takes a first look at so many groups.
     """
-    from grpo_replay.lab.dry_run.start_checks import cache_only_if_unreachable
-
-    with cache_only_if_unreachable():
-        return _report(recipe, gpu_memory_gib, output_dir, known or Known(), ranks_of_nodes, sample)
-
-
-def _report(
-    recipe: Recipe,
-    gpu_memory_gib: float | None,
-    output_dir: Path,
-    known: Known,
-    ranks_of_nodes: Sequence[int] | None,
-    sample: int | None,
-) -> DryRunReport:
     from grpo_replay.lab.dry_run.start_checks import check_disk_space, check_parts
 
-    sampling, findings = recipe.sampling, Findings()
+    sampling, findings, known = recipe.sampling, Findings(), known or Known()
     machines = find_machines(
         recipe.engine.device,
         ranks_of_nodes or [recipe.engine.num_processes],

@@ -4,15 +4,13 @@ rewards, disk. Each adds sentences to the findings.
 
 import contextlib
 import importlib.util
-import os
 import re
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlparse
 
+from grpo_replay.distributed.environment import use_cache_without_hub
 from grpo_replay.errors import GrpoReplayError, OutputDirectoryError
 from grpo_replay.lab.dry_run.planner import Findings, Machines
 from grpo_replay.prompts.sources import column_of
@@ -40,44 +38,10 @@ from grpo_replay.storage.tracking import missing_trackers
 if TYPE_CHECKING:
     from grpo_replay.prompts.prompt_set import PromptSet
 
-_HUB_SECONDS = 3.0
 _ATTENTION_PACKAGES = {
     "flash_attention_2": "flash_attn",
     "flash_attention_3": "flash_attn_interface",
 }
-
-
-def hub_is_reachable() -> bool:
-    """True if the Hugging Face hub answers within three seconds (HF_ENDPOINT, HF_HUB_OFFLINE)."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
-        return False
-    address = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = address.port or (80 if address.scheme == "http" else 443)
-    try:
-        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def cache_only_if_unreachable() -> Iterator[None]:
-    """Read only the local cache if the hub does not answer, which avoids the libraries' retries."""
-    if hub_is_reachable():
-        yield
-        return
-    import datasets.config
-    import huggingface_hub.constants
-
-    switches = [(huggingface_hub.constants, "HF_HUB_OFFLINE"), (datasets.config, "HF_HUB_OFFLINE")]
-    before = [getattr(module, name) for module, name in switches]
-    for module, name in switches:
-        setattr(module, name, True)
-    try:
-        yield
-    finally:
-        for (module, name), value in zip(switches, before, strict=True):
-            setattr(module, name, value)
 
 
 def check_parts(
@@ -353,15 +317,14 @@ def _check_benchmarks(
 
 
 def _check_hub_columns(section: PromptsSection, findings: Findings) -> None:
+    use_cache_without_hub()
     import datasets
 
     from grpo_replay.prompts.prompt_set import with_known_fields
 
-    source = str(section.source)
+    source, options = str(section.source), section.dataset_options
     try:
-        info = datasets.load_dataset_builder(
-            source, section.config_name, revision=section.revision
-        ).info
+        info = datasets.load_dataset_builder(source, options.name, revision=options.revision).info
     except (OSError, ValueError, RuntimeError) as error:
         reason = re.split(r"[\n(]", str(error))[0].strip()
         findings.unchecked.append(f"prompts of {source}: {type(error).__name__}: {reason}")
@@ -374,9 +337,9 @@ def _check_hub_columns(section: PromptsSection, findings: Findings) -> None:
         key = getattr(known, name)
         if key is not None and column_of(key, info.features) not in info.features:
             findings.refuse(f"prompts.{name} {key!r}: {source} has {', '.join(info.features)}", 3)
-    if info.splits and section.split.partition("[")[0] not in info.splits:
+    if info.splits and options.split.partition("[")[0] not in info.splits:
         findings.refuse(
-            f"prompts.dataset_options.split {section.split!r}: {source} has "
+            f"prompts.dataset_options.split {options.split!r}: {source} has "
             f"{', '.join(info.splits)}",
             3,
         )
