@@ -293,30 +293,31 @@ def run(options: SweepOptions) -> int:
     comparisons = expand(sweep, path, output_dir)
     chosen = choose_arms(comparisons, options.only)
     check_folder(output_dir, sweep)
-    if options.dry_run or options.print_commands:
-        return _look(chosen, options)
-    return _run(sweep, comparisons, chosen, output_dir, options)
-
-
-def _look(chosen: Sequence[Comparison], options: SweepOptions) -> int:
-    """Print the commands or the estimate of the cells; starts and writes nothing."""
-    console = open_console(stderr=True, soft_wrap=True)
-    launcher = Launcher(options.jobs)
-    sweep_run = SweepRun(chosen, launcher, SweepDisplay(console), StopRequests())
-    sweep_run.prepare(record=False)
-    if options.print_commands:
-        for line in command_lines(sweep_run.entries):
-            print(line)
-    else:
-        return print_estimate(sweep_run.entries, options.as_json)
+    if options.dry_run:
+        return print_estimate(_entries(chosen, options.jobs, record=False), options.as_json)
+    if not options.print_commands:
+        return _run(sweep, comparisons, chosen, output_dir, options)
+    lock = open_folder(output_dir, sweep, comparisons)  # for what the printed commands leave there
+    for line in command_lines(_entries(chosen, options.jobs, record=True)):
+        print(line)
+    lock.unlock()
     return 0
+
+
+def _entries(chosen: Sequence[Comparison], jobs: int, record: bool) -> Sequence[Entry]:
+    """The cells as they are; `record` writes what complete tuning chooses."""
+    display = SweepDisplay(open_console(stderr=True, soft_wrap=True))
+    sweep_run = SweepRun(chosen, Launcher(jobs), display, StopRequests())
+    sweep_run.prepare(record, starts=False)
+    return sweep_run.entries
 
 
 def command_lines(entries: Sequence[Entry]) -> Iterator[str]:
     """What starts each unfinished cell; a comment for those that wait for tuning."""
     for entry in entries:
-        if entry.status is Status.RUNNING:
-            yield f"# {entry.cell.name} is running: {entry.message}"
+        if entry.status in (Status.RUNNING, Status.FAILED):
+            state = "is running" if entry.status is Status.RUNNING else "cannot start"
+            yield f"# {entry.cell.name} {state}: {entry.message}"
         elif entry.status is Status.WAITING and not entry.cell.awaits_choice:
             yield shell_command(entry.cell, entry.disk)
     waiting = sum(entry.cell.awaits_choice for entry in entries)

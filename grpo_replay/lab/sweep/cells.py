@@ -129,15 +129,10 @@ def is_running(cell: Cell) -> bool:
     return is_locked(cell.log)
 
 
-def refuse_foreign_run(cell: Cell) -> None:
-    """Raises OutputDirectoryError if a process that no sweep started is in the run directory."""
+def process_in(cell: Cell) -> str | None:
+    """`process 1234` if one that no sweep started is in the run directory, as a queue's job."""
     lock = cell.folder / LOCK
-    if is_locked(lock):
-        pid = lock.read_text(encoding="utf-8").strip()
-        raise OutputDirectoryError(
-            f"{cell.folder} is in use by process {pid}, a run that this sweep did not start: wait "
-            "for it or stop it"
-        )
+    return f"process {lock.read_text(encoding='utf-8').strip()}" if is_locked(lock) else None
 
 
 _STARTED = "# process "

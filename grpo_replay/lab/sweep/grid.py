@@ -298,9 +298,9 @@ def open_folder(
     lock.lock()
     check_folder(output_dir, sweep)
     with named_if_unwritable(output_dir):
+        write_text_whole(output_dir / SWEEP, sweep_to_yaml(sweep))
         for comparison in comparisons:
             comparison.root.mkdir(parents=True, exist_ok=True)
             if comparison.root != output_dir:
                 write_text_whole(comparison.root / SWEEP, sweep_to_yaml(comparison.file))
-        write_text_whole(output_dir / SWEEP, sweep_to_yaml(sweep))
     return lock

@@ -127,7 +127,12 @@ class SweepFile(Section):
         for name, overrides in self.arms.items():
             own = [key for key in self.grid if key not in map(_key_of, (*self.set, *overrides))]
             for values in _combinations({key: self.grid[key] for key in own}):
-                arms[",".join([name, *map(_short, values)])] = [*overrides, *values]
+                full = ",".join([name, *map(_short, values)])
+                if full in arms:
+                    raise ValueError(
+                        f"arms: {full} is there twice with what grid makes: rename one"
+                    )
+                arms[full] = [*overrides, *values]
         return SweepFile.model_validate({**self.model_dump(), "arms": arms, "grid": {}})
 
     @property
@@ -202,6 +207,8 @@ def read_sweep_file(path: Path) -> SweepFile:
         return SweepFile.model_validate(document).expanded()
     except ValidationError as error:
         raise SweepFileError(_explain(error, path)) from error
+    except ValueError as error:  # of `expanded`
+        raise SweepFileError(f"{path}: {error}") from error
 
 
 def _read_yaml(path: Path) -> Any:

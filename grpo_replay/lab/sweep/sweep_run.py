@@ -19,8 +19,8 @@ from grpo_replay.lab.sweep.cells import (
     error_line,
     is_running,
     last_attempt,
+    process_in,
     read_summary,
-    refuse_foreign_run,
     state_of,
 )
 from grpo_replay.lab.sweep.grid import Arm, Cell, Comparison, all_cells, value_name
@@ -112,7 +112,7 @@ def _metric_of(cell: Cell, metric: str) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise OutputDirectoryError(
             f"{cell.folder}/summary.json has {value!r} for {metric}, so nothing can be chosen: "
-            "remove the run to repeat it, or choose another tune.metric"
+            "remove the run to repeat it, or start in another --output-dir with another tune.metric"
         )
     return float(value)
 
@@ -221,19 +221,22 @@ class SweepRun:
     entries: list[Entry] = field(default_factory=list)
     _stops_passed_on: int = 0
 
-    def prepare(self, record: bool = True) -> None:
+    def prepare(self, record: bool = True, starts: bool = True) -> None:
         """Look at every cell, before anything is started, and make the choices of tuning that is
-        complete; `record` writes them to chosen.json.
+        complete; `record` writes them to chosen.json. `starts`: cells will be started.
 
-        Raises OutputDirectoryError for a folder with something other than the cell's run, and for a
-        run that another process is working on.
+        Raises OutputDirectoryError for a folder with something other than the cell's run, for a
+        choice other than that of chosen.json, and with `starts` for a run that a process works on
+        which no sweep started.
         """
         for cell in all_cells(self.comparisons):
-            self.entries.append(self._entry(cell))
+            self.entries.append(self._entry(cell, starts))
         for comparison, arm, waiting in self._newly_tuned():
-            self._apply_choice(comparison, arm, waiting, record)
+            choice = self._choice_of(comparison, arm, waiting)
+            if choice is not None:
+                self._apply_choice(comparison, choice, waiting, record)
 
-    def _entry(self, cell: Cell) -> Entry:
+    def _entry(self, cell: Cell, starts: bool) -> Entry:
         progress = Progress(RunDirectory(cell.folder).metrics_path)
         steps = cell.resolved_recipe().run.steps
         if is_running(cell):
@@ -242,10 +245,17 @@ class SweepRun:
             entry = Entry(cell, Status.WAITING, CellState.STARTED, steps, progress, running=running)
             self._set(entry, Status.RUNNING, left)
             return entry
-        refuse_foreign_run(cell)
+        holder = process_in(cell)
+        if holder is not None and starts:
+            raise OutputDirectoryError(
+                f"{cell.folder} is in use by {holder}, a run that this sweep did not start: wait "
+                "for it or stop it"
+            )
         entry = Entry(cell, Status.WAITING, state_of(cell), steps, progress)
         progress.refresh()
-        if entry.disk is CellState.DONE:
+        if holder is not None:
+            entry.status, entry.message = Status.RUNNING, holder
+        elif entry.disk is CellState.DONE:
             entry.status, entry.accuracy = Status.DONE, final_accuracy(cell)
         return entry
 
@@ -330,12 +340,29 @@ class SweepRun:
     def _choose(self) -> None:
         """Give the comparison cells of arms that are now tuned their values."""
         for comparison, arm, waiting in self._newly_tuned():
+            choice = self._choice_of(comparison, arm, waiting)
             try:
-                self._apply_choice(comparison, arm, waiting, record=True)
+                if choice is not None:
+                    self._apply_choice(comparison, choice, waiting, record=True)
             except OutputDirectoryError as error:
-                for entry in waiting:
-                    entry.exit_code = error.exit_code
-                    self._set(entry, Status.FAILED, first_line(error))
+                self._fail(waiting, error)
+
+    def _choice_of(
+        self, comparison: Comparison, arm: Arm, waiting: Sequence[Entry]
+    ) -> Choice | None:
+        """The choice for an arm; None if its runs do not have the metric, upon which its comparison
+        fails and the other arms go on."""
+        assert comparison.file.tune is not None
+        try:
+            return choose(arm, comparison.file.tune)
+        except OutputDirectoryError as error:
+            self._fail(waiting, error)
+            return None
+
+    def _fail(self, entries: Sequence[Entry], error: OutputDirectoryError) -> None:
+        for entry in entries:
+            entry.exit_code = error.exit_code
+            self._set(entry, Status.FAILED, first_line(error))
 
     def _newly_tuned(self) -> Iterator[tuple[Comparison, Arm, list[Entry]]]:
         """Arms whose tuning runs are done and whose comparison cells have no values yet."""
@@ -351,11 +378,10 @@ class SweepRun:
         return [entry for entry in self.entries if entry.cell.folder in folders]
 
     def _apply_choice(
-        self, comparison: Comparison, arm: Arm, waiting: list[Entry], record: bool
+        self, comparison: Comparison, choice: Choice, waiting: Sequence[Entry], record: bool
     ) -> None:
         tune = comparison.file.tune
         assert tune is not None
-        choice = choose(arm, tune)
         check_choice(comparison, choice)
         for entry in waiting:
             entry.cell = entry.cell.with_choice(choice.overrides)

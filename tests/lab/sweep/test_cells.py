@@ -18,7 +18,7 @@ from grpo_replay.lab.sweep.cells import (
     is_running,
     locked_log,
     note_start,
-    refuse_foreign_run,
+    process_in,
     shell_command,
     state_of,
 )
@@ -100,9 +100,9 @@ def test_a_run_of_a_newer_version_is_refused(cell):
         state_of(cell)
 
 
-def test_a_run_that_someone_else_started_is_refused_while_it_runs(cell):
+def test_a_process_that_someone_else_started_in_a_cell_is_named_while_it_lives(cell):
     start(cell)
-    refuse_foreign_run(cell)
+    assert process_in(cell) is None
     code = (
         "import sys, pathlib\nfrom grpo_replay.storage.run_directory import RunDirectory\n"
         "run = RunDirectory(pathlib.Path(sys.argv[1])); run.lock(); print('locked', flush=True)\n"
@@ -112,10 +112,9 @@ def test_a_run_that_someone_else_started_is_refused_while_it_runs(cell):
         [sys.executable, "-c", code, cell.folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert other.stdout.readline()
-    with pytest.raises(OutputDirectoryError, match=f"in use by process {other.pid}"):
-        refuse_foreign_run(cell)
+    assert process_in(cell) == f"process {other.pid}"
     other.communicate()
-    refuse_foreign_run(cell)
+    assert process_in(cell) is None
 
 
 def test_a_cell_is_running_while_any_process_with_its_output_lives(cell):

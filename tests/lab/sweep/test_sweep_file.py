@@ -93,6 +93,14 @@ BAD = {
         ("  grpo: [replay.preset=grpo]\n  ours: [replay.preset=ours]", "  {}"),
         "arms: is empty",
     ),
+    "an arm that the grid makes too": (
+        (
+            "  ours: [replay.preset=ours]",
+            "  ours: []\n  'ours,group_size=4': [sampling.group_size=4]\n"
+            "grid: {sampling.group_size: [4, 8]}",
+        ),
+        "arms: ours,group_size=4 is there twice with what grid makes",
+    ),
     "an unknown key": (("name: two", "name: two\nseed: 3"), "unknown key 'seed' .did you mean"),
     "an unknown recipe": (("recipe: tiny", "recipe: tinny"), "no recipe 'tinny'.*did you mean"),
     "a recipe twice": (("recipe: tiny", "recipe: [tiny, tiny]"), "recipe: tiny is there twice"),

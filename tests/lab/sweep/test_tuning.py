@@ -1,14 +1,19 @@
 """The choice of tuned values from the summaries of finished runs."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from grpo_replay.cli.app import app
 from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.lab.sweep.cells import CellState
 from grpo_replay.lab.sweep.grid import expand
 from grpo_replay.lab.sweep.sweep_file import SweepFile, TuneSection
 from grpo_replay.lab.sweep.sweep_run import check_choice, choose, record_choice
+from grpo_replay.storage.run_directory import RunDirectory
 
 RATE = "optimizer.learning_rate"
 
@@ -81,3 +86,49 @@ def test_a_written_choice_is_never_changed(tuned):
     other = chosen(tuned([mean(0.5, 0.5), mean(0.1, 0.5), mean(0.9, 0.1)]))
     with pytest.raises(OutputDirectoryError, match=r"compared with .*0\.0002.* now say .*0\.0001"):
         check_choice(comparison, other)
+
+
+SWEEP = """
+name: s
+recipe: tiny
+set: [eval.greedy=true]
+arms: {a: [], b: [replay.preset=grpo]}
+tune: {seeds: [1], grid: {optimizer.learning_rate: [1.0e-4, 2.0e-4]}}
+seeds: [3]
+"""
+
+
+def test_printed_commands_continue_a_sweep_through_its_choices(tmp_path, monkeypatch):
+    """What a queue's jobs leave in the folder, and what the same line prints next."""
+    (tmp_path / "s.yaml").write_text(SWEEP)
+    out = tmp_path / "out"
+    words = ["sweep", str(tmp_path / "s.yaml"), "--print", "--output-dir", str(out)]
+
+    def printed():
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+        return done.stdout.splitlines()
+
+    first = printed()
+    assert [line.split()[1] for line in first[:4]] == ["train"] * 4 and "2 cells wait" in first[4]
+    names = [f"tune/{arm}/learning_rate={rate}/seed-1" for arm in "ab" for rate in (1e-4, 2e-4)]
+    assert all(name in line for name, line in zip(names, first, strict=False))
+
+    job = RunDirectory(out / names[0])
+    job.path.mkdir(parents=True)
+    job.lock()
+    assert printed() == [f"# {names[0]} is running: process {os.getpid()}", *first[1:]]
+    job.unlock()
+
+    monkeypatch.setattr(
+        "grpo_replay.lab.sweep.sweep_run.state_of",
+        lambda cell: CellState.DONE if "tune" in cell.folder.parts else CellState.NEW,
+    )
+    for name, final in zip(names, [0.1, 0.4, 0.2, None], strict=True):
+        (out / name).mkdir(parents=True, exist_ok=True)
+        (out / name / "summary.json").write_text(json.dumps({"final": {"mean": final}}))
+    command, lacking = printed()[:2]
+    assert "out/a/seed-3" in command and f"{RATE}=0.0002" in command
+    assert lacking.startswith("# b/seed-3 cannot start") and "has None for final.mean" in lacking
+    chosen = json.loads((out / "chosen.json").read_text())["arms"]
+    assert chosen.keys() == {"a"} and chosen["a"]["set"] == [f"{RATE}=0.0002"]
