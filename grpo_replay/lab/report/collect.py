@@ -4,7 +4,7 @@ An arm is a set of runs that differ only in their seed. All arms of a report are
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def collect(paths: Sequence[str], baseline: str | None = None) -> Experiment:
         name=_name_of(paths),
         arms=tuple(arms),
         baseline=next(arm for arm in arms if arm.name == choose_baseline(arms, baseline)),
-        notes=tuple(_notes(runs)),
+        notes=(*_notes(runs), *_same_names(arms)),
         tuned=found.tuned,
     )
 
@@ -292,6 +292,12 @@ def _notes(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
         for each, run in runs
         for change in run.recipe_changes
     }
+    for each, run in runs:
+        if run.untimed_steps:
+            found[each] = (
+                f"{each}: {run.untimed_steps} steps were repeated from the journal and waited for "
+                "no sampler: their time is unknown, and nothing is compared by seconds"
+            )
     for other_name, other in runs[1:]:
         for sentence in differences(first.final, other.final):
             found.setdefault(sentence, f"A = {name}, B = {other_name}: {sentence}")
@@ -299,6 +305,22 @@ def _notes(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
         f"{each}: {problem}" for each, run in runs if run.log for problem in changed_files(run.path)
     ]
     return [*altered, *found.values()]
+
+
+def _same_names(arms: Sequence[Arm]) -> Iterator[str]:
+    """What is taken for one file, because the runs of an arm name it alike, though in folders of
+    their own."""
+    for arm in arms:
+        runs = list(arm.runs.values())
+        for run in runs[1:]:
+            a, b = settings_of(runs[0].recipe), settings_of(run.recipe)
+            for key in differing_keys([a, b]):
+                alike = _without_folders(a.get(key)) == _without_folders(b.get(key))
+                if alike and not key.startswith(OF_THE_MACHINE):
+                    yield (
+                        f"arm {arm.name}: {key} is {a[key]!r} in {short_path(runs[0].path)} and "
+                        f"{b[key]!r} in {short_path(run.path)}: taken for the same"
+                    )
 
 
 def add_run(runs: dict[int | None, FinishedRun], run: FinishedRun, arm: str) -> None:
@@ -315,9 +337,9 @@ def add_run(runs: dict[int | None, FinishedRun], run: FinishedRun, arm: str) -> 
 
 
 def _refuse_other_method(first: FinishedRun, other: FinishedRun, arm: str) -> None:
-    a, b = _method_of(first), _method_of(other)
-    noted = {note.partition(":")[0] for run in (first, other) for note in run.recipe_changes}
-    keys = [key for key in differing_keys([a, b]) if key not in noted]
+    a, b = _method_of(first, first.recipe), _method_of(other, other.recipe)
+    began_alike = _began_alike(first, other)
+    keys = [key for key in differing_keys([a, b]) if key not in began_alike]
     if keys:
         found = ", ".join(
             f"{key} is {a.get(key)!r} in {first.path} and {b.get(key)!r} in {other.path}"
@@ -330,9 +352,19 @@ def _refuse_other_method(first: FinishedRun, other: FinishedRun, arm: str) -> No
         )
 
 
-def _method_of(run: FinishedRun) -> dict[str, Any]:
-    """The recipe without what is `OF_THE_MACHINE`, and the steps that the run trained."""
-    settings = settings_of(run.recipe)
+def _began_alike(first: FinishedRun, other: FinishedRun) -> set[str]:
+    """Keys that a resume of one of them changed, which is noted, and that were the same before."""
+    noted = {note.partition(":")[0] for run in (first, other) for note in run.recipe_changes}
+    if not noted:
+        return noted
+    return noted.difference(
+        differing_keys([_method_of(run, run.first_recipe) for run in (first, other)])
+    )
+
+
+def _method_of(run: FinishedRun, recipe: Recipe | None) -> dict[str, Any]:
+    """Its recipe without what is `OF_THE_MACHINE`, and the steps that the run trained."""
+    settings = settings_of(recipe)
     method = {
         key: _without_folders(each)
         for key, each in settings.items()

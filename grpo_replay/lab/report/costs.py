@@ -148,22 +148,31 @@ def main_axis(keys: Sequence[str]) -> str:
 
 def course(runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome) -> Columns:
     """Paper B's numbers of whole curves: the cost to `OWN_BEST` of a run's best outcome; whether it
-    collapsed, its last evaluation having lost over half of what it had gained at best (1 or 0);
+    collapsed, its last evaluation having lost over half of what it had gained at best (1 or 0; 0 if
+    the interval of its best evaluation does not lie above that of its first: nothing was gained);
     and the maximum of the median curve over seeds, one number for the arm."""
     curves = [run.curve(outcome) for run in runs]
     if any(len(steps) < 2 or steps != curves[0][0] for steps, _ in curves) or not curves:
         return {}
     values_SE = np.array([values for _, values in curves])
     best_S, first_S = values_SE.max(axis=1), values_SE[:, 0]
+    lost_S = values_SE[:, -1] < (best_S + first_S) / 2
+    gained_S = np.array([_has_gained(run, outcome) for run in runs])
     to_best = [
         first_crossing(axis.total(run)[steps].tolist(), values, OWN_BEST * max(values))
         for run, (steps, values) in zip(runs, curves, strict=True)
     ]
     return {
         "cost_to_98": to_best,
-        "collapsed": (values_SE[:, -1] < (best_S + first_S) / 2).astype(float).tolist(),
+        "collapsed": (gained_S & lost_S).astype(float).tolist(),
         "peak_of_median": [float(np.median(values_SE, axis=0).max())],
     }
+
+
+def _has_gained(run: FinishedRun, outcome: Outcome) -> bool:
+    """Whether the 95 % interval of the best evaluation lies above that of the first."""
+    reports = list(run.evaluations.values())
+    return outcome.bounds(max(reports, key=outcome.of))[0] > outcome.bounds(reports[0])[1]
 
 
 def frontier(

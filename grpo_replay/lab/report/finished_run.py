@@ -17,6 +17,7 @@ from grpo_replay.evaluation.evaluation_report import (
     are_comparable,
     read_report,
 )
+from grpo_replay.evaluation.statistics import BenchmarkResult, MeanResult
 from grpo_replay.lab.inspection.source import read_metrics, read_run_recipe
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import CHANGES_FOLDER, differences, read_history
@@ -54,9 +55,16 @@ class Outcome:
 
     def of(self, report: EvaluationReport) -> float:
         """The outcome of an evaluation, a fraction."""
+        return float(getattr(self._result(report), self.metric))
+
+    def bounds(self, report: EvaluationReport) -> tuple[float, float]:
+        """Its 95 % interval over problems; the outcome itself where there is none (one problem)."""
+        found = getattr(self._result(report), f"{self.metric}_interval")
+        return (self.of(report),) * 2 if found is None else tuple(found)
+
+    def _result(self, report: EvaluationReport) -> BenchmarkResult | MeanResult:
         sampled = report.sampled
-        found = sampled.mean if self.benchmark == "mean" else sampled.benchmarks[self.benchmark]
-        return float(getattr(found, self.metric))
+        return sampled.mean if self.benchmark == "mean" else sampled.benchmarks[self.benchmark]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,9 +72,9 @@ class FinishedRun:
     """What a report uses of a run, or of an evaluation file.
 
     `final` has per-sample rows if their file exists. `evaluations` are those that are comparable
-    with `final`, by training step. An evaluation file has no seed, recipe or log, and
-    `evaluations` is empty. `recipe` is that of the last step; `recipe_changes` are the keys that a
-    resume changed, apart from the number of steps.
+    with `final` and have as many samples, by training step. An evaluation file has no seed, recipe
+    or log, and `evaluations` is empty. `recipe` is that of the last step; `recipe_changes` are the
+    keys that a resume changed, apart from the number of steps.
     """
 
     path: Path
@@ -77,6 +85,16 @@ class FinishedRun:
     log: StepLog
     wall_seconds: float | None
     recipe_changes: tuple[str, ...] = ()
+
+    @property
+    def untimed_steps(self) -> int:
+        """Steps that were repeated from a journal."""
+        return int(np.isnan(self.log.column("step_time")).sum())
+
+    @property
+    def first_recipe(self) -> Recipe | None:
+        """The recipe of the first step."""
+        return read_history(self.path).first if self.recipe_changes else self.recipe
 
     @property
     def base(self) -> EvaluationReport | None:
@@ -132,7 +150,7 @@ def read_run(path: Path) -> FinishedRun:
         )
     recipe = read_run_recipe(path)
     assert recipe is not None
-    log = StepLog(read_metrics(path / "metrics.jsonl"))
+    log = StepLog(tuple(map(_timed, read_metrics(path / "metrics.jsonl"))))
     _refuse_unfinished(path, len(log), recipe.run.steps)
     summary = _summary(path)
     if len(log) != summary["steps"]:
@@ -141,6 +159,13 @@ def read_run(path: Path) -> FinishedRun:
             "steps: restore the two files together"
         )
     return _with_evaluations(path, recipe, log, summary["wall_seconds"])
+
+
+def _timed(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The metrics of a step. One that a resume, or a run that replays a journal, repeated from the
+    journal waited for no sampler: its time is unknown."""
+    repeated = "async/sampler_idle" in line and line.get("cost/generation_seconds") is None
+    return {**line, "step_time": None} if repeated else line
 
 
 def _refuse_unfinished(path: Path, done_steps: int, steps: int) -> None:
@@ -154,10 +179,11 @@ def _refuse_unfinished(path: Path, done_steps: int, steps: int) -> None:
 
 def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: float) -> FinishedRun:
     final = _final(path, len(log))
+    samples = _samples(final)  # a resume may change them, and pass@k with them
     evaluations = {
         step: report
         for step, report in _read_curve(path / "eval").items()
-        if step <= len(log) and are_comparable(report, final)
+        if step <= len(log) and are_comparable(report, final) and _samples(report) == samples
     }
     return FinishedRun(
         path=path,
@@ -169,6 +195,10 @@ def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: fl
         wall_seconds=wall_seconds,
         recipe_changes=_recipe_changes(path),
     )
+
+
+def _samples(report: EvaluationReport) -> dict[str, int]:
+    return {name: result.k for name, result in report.sampled.benchmarks.items()}
 
 
 def _read_curve(folder: Path) -> dict[int, EvaluationReport]:

@@ -41,6 +41,7 @@ from grpo_replay.lab.report.report_findings import (
     quantile,
 )
 from grpo_replay.lab.report.two_level import (
+    EQUAL,
     accuracy_over_problems,
     accuracy_over_seeds,
     difference_over_problems,
@@ -281,7 +282,8 @@ def score_arm(
         reports = {run: _report(run, name, outcome) for run in [*runs, *(b for _, b in pairs)]}
         if any(reports[run] is None for run in runs):
             continue
-        key = "pass_at_k" if name.endswith("pass_at_k") else "avg_at_k"
+        metrics = {"final": "avg_at_k", "final_pass_at_k": "pass_at_k", "best": outcome.metric}
+        key = metrics[name]
         own = [Accuracies.of(reports[run], key) for run in runs]
         usable = [(a, b) for a, b in pairs if reports[b] is not None]
         less = [
@@ -333,11 +335,6 @@ def _differences(pairs: Pairs, runs: Sequence[Accuracies]) -> dict[str, Differen
             smallest_p_value=smallest_p_value(len(pairs)),
         )
     return found
-
-
-EQUAL = 1e-9
-"""Accuracies that differ by less are equal: at equal cost they lie on lines between evaluations,
-which rounds."""
 
 
 def count_better(differences_S: np.ndarray) -> int:

@@ -165,7 +165,8 @@ def check_folder(folder: Path) -> None:
     """Raises OutputDirectoryError if the folder holds anything but an earlier report."""
     if folder.exists() and not folder.is_dir():
         raise OutputDirectoryError(f"--output {folder} is a file; name a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / JSON_FILE).exists():
+    ours = any((folder / name).exists() for name in (JSON_FILE, FILES))
+    if folder.is_dir() and any(folder.iterdir()) and not ours:
         raise OutputDirectoryError(
             f"--output {folder} already holds other files: choose another folder"
         )

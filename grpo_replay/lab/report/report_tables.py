@@ -33,8 +33,13 @@ FEW_SEEDS = "one or two seeds are too few for an interval and shown themselves"
 SCORE_TITLES = {
     "final": "final avg@k",
     "final_pass_at_k": "final pass@k",
-    "best": "best avg@k over the run",
 }
+
+
+def _title(findings: Findings, score: str) -> str:
+    if score == "best":  # by the metric of curves and targets
+        return f"best {findings.metric.replace('_at_', '@')} over the run"
+    return SCORE_TITLES[score]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ def _score_table(findings: Findings, score: str) -> TextTable:
     )
     if score == "best":
         legend += " The best of several evaluations is biased upwards."
-    return TextTable(score, SCORE_TITLES[score], header, rows, legend)
+    return TextTable(score, _title(findings, score), header, rows, legend)
 
 
 def _bounds(each: Estimate) -> str:
@@ -177,7 +182,7 @@ def _difference_table(findings: Findings, score: str) -> TextTable:
     if few:
         least = p_value(2.0 ** (1 - max(few)))
         legend += f" Seeds are too few for p below 0.05: {max(few)} can reach {least} at best."
-    title = f"{SCORE_TITLES[score]}: difference to {findings.baseline}"
+    title = f"{_title(findings, score)}: difference to {findings.baseline}"
     return TextTable(f"{score}_difference", title, header, rows, legend)
 
 
@@ -189,7 +194,7 @@ def _benchmark_table(findings: Findings, score: str) -> TextTable:
         if score in arm.scores
     ]
     header = ("arm", *(findings.titles.get(name, name) for name in names))
-    title = f"{SCORE_TITLES[score]} by benchmark"
+    title = f"{_title(findings, score)} by benchmark"
     return TextTable(f"{score}_benchmarks", title, header, rows, "%, mean over seeds.")
 
 

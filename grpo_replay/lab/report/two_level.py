@@ -34,6 +34,10 @@ from grpo_replay.evaluation.statistics import (
 FEWEST_SEEDS = 3
 """With fewer, the seeds are shown instead of an interval."""
 
+EQUAL = 1e-9
+"""Accuracies that differ by less are equal: at equal cost they lie on lines between evaluations,
+which rounds."""
+
 FLIPS = 20_000
 """Random sign flips of the test over seeds, with more than 14 seeds; fewer are enumerated."""
 
@@ -147,6 +151,8 @@ def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:
     """The variance of the mean over seeds, of each seed's mean over problems and benchmarks."""
     mean_S = np.mean([each.mean(axis=1) for each in values_SN], axis=0)
     seeds = len(mean_S)
+    if np.ptp(mean_S) < EQUAL:  # the variance of equal floats is not always 0
+        return Component(0.0, seeds - 1)
     return Component(float(np.var(mean_S, ddof=1)) / seeds, seeds - 1)
 
 

@@ -189,3 +189,12 @@ def test_the_interval_holds_the_truth_in_about_95_percent(of_seeds, of_problems)
         (low, high), _ = difference_over_seeds(values)
         held += low <= 0 <= high
     assert 925 <= held <= 985
+
+
+def test_equal_accuracies_of_one_problem_have_an_interval_of_no_width():
+    """The variance of seven times 0.9 is 1e-32, not 0."""
+    for count in range(1, 30):
+        for right in range(count + 1):
+            mean = right / count
+            bounds, over = accuracy_over_seeds([np.full((7, 1), mean)])
+            assert bounds == pytest.approx((mean, mean)) and over == "seeds"
