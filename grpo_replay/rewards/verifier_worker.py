@@ -62,8 +62,14 @@ def open_user_function(function: str) -> tuple[Callable[[Any], Any], bool]:
             raise ValueError(f"{function} returned {value}, expected a finite float32 number")
         return {"status": "scored", "reward": float(value)}
 
+    def each_alone(value: Any) -> dict[str, Any]:
+        try:
+            return answer(value)
+        except Exception as error:  # the other completions of the prompt have their rewards
+            return failure(error)
+
     if call.takes_many:
-        return lambda tasks: [answer(value) for value in call(tasks)], True
+        return lambda tasks: [each_alone(value) for value in call(tasks)], True
     return lambda task: answer(call([task])[0]), False
 
 

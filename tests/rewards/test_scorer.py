@@ -392,6 +392,16 @@ def test_a_batch_function_gets_the_completions_of_a_prompt_together():
     assert again.scores[0] == 0.0, "a group of one"
 
 
+def test_a_value_that_is_no_finite_number_costs_only_its_own_completion():
+    with RewardScorer.open(RewardSection(function="judge_rewards:nan_for_bad")) as opened:
+        for place, text in enumerate(["a", "bad", "text", "b"]):
+            opened.submit(place, text, "4", {}, group="g", of=4)
+        verdicts = list(opened.results().values())
+    assert [verdict.status for verdict in verdicts] == ["scored", "crash", "crash", "scored"]
+    assert [verdict.reward for verdict in verdicts] == [0.5, None, None, 0.5]
+    assert "returned nan" in opened.first_error
+
+
 def test_a_batch_comes_in_the_order_of_its_keys(tmp_path):
     (tmp_path / "own.py").write_text("def f(completions, rows):\n return [0, 1, 2]\n")
     with scorer(f"{tmp_path}/own.py:f", workers=1) as opened:
