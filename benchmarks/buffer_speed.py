@@ -59,7 +59,7 @@ def make_rollouts(step: int) -> list[Rollout]:
             behavior_logprobs=np.zeros(TOKENS, np.float32),
             sampler_logprobs=np.zeros(TOKENS, np.float32),
             reward=1.0,
-            advantage=float(advantage),
+            advantage=float(np.float32(advantage)),
             group_reward_mean=0.0,
             group_reward_std=1.0,
             group_correct=1,

@@ -8,8 +8,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from grpo_replay.errors import UsageError
 from grpo_replay.named_functions import is_place
@@ -184,11 +186,29 @@ def report(
 
 
 def _words(overrides: Overrides) -> list[str]:
+    """The words of `--set`. Raises UsageError for a value that a recipe cannot hold."""
     if isinstance(overrides, Mapping):
-        return [
-            f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in overrides.items()
-        ]
+        return [f"{key}={_written_value(key, value)}" for key, value in overrides.items()]
     return list(overrides)
+
+
+def _written_value(key: str, value: Any) -> str:
+    """The value as JSON; a path is text, a numpy scalar its number."""
+
+    def plain(found: Any) -> Any:
+        if isinstance(found, np.generic):
+            return found.item()
+        if isinstance(found, PurePath):
+            return str(found)
+        raise TypeError
+
+    try:
+        return json.dumps(value, ensure_ascii=False, default=plain)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"override {key}: {value!r} is a {type(value).__name__}: give text, a number, a bool, "
+            "None, a path, or lists and mappings of these"
+        ) from None
 
 
 def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:

@@ -75,11 +75,10 @@ class OutputFolder:
             file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
 
 
-def sections_of(args: Any, model: str) -> dict[str, Any]:
-    """The recipe of a run with TRL's GRPOConfig `args`, as far as known: steps are generation
-    batches."""
+def sections_of(args: Any, model: str, max_steps: int) -> dict[str, Any]:
+    """The recipe of a run of `max_steps` optimizer steps with TRL's GRPOConfig `args`, as far as
+    known: steps are generation batches."""
     updates = args.steps_per_generation / args.gradient_accumulation_steps
-    length = {"steps": math.ceil(args.max_steps / updates)} if args.max_steps > 0 else {}
     return {
         "name": "trl",
         "model": {"path": model},
@@ -89,10 +88,11 @@ def sections_of(args: Any, model: str) -> dict[str, Any]:
             "temperature": args.temperature,
             "max_completion_length": args.max_completion_length,
         },
+        "reward": {"mask_truncated": args.mask_truncated_completions},
         "advantage": {
             "std": "none" if args.scale_rewards == "none" else "sample",
             "epsilon": 1e-4,
         },
         "optimizer": {"learning_rate": args.learning_rate},
-        "run": {"seed": args.seed, **length},
+        "run": {"seed": args.seed, "steps": math.ceil(max_steps / updates)},
     }

@@ -14,9 +14,10 @@ A step of the buffer is a generation batch (`steps_per_generation` micro-batches
 `grpo` or ratio 0 this is TRL's own trainer, bit for bit.
 """
 
+import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,9 +50,10 @@ from grpo_replay.training.metrics import (
 from grpo_replay.types import Rollout, RolloutOutcome
 
 SNAPSHOT = "buffer.parquet"
-LOSSES = ("dapo", "cispo", "vespo", "bnpo")
-"""Losses that are sums or means over tokens. The others are means over rows, and the number of rows
-changes with replay."""
+_COUNTERS = ("last_step", "next_rollout_id", "next_group_id")
+LOSSES = ("dapo", "cispo", "vespo")
+"""Losses that are means over the tokens of the generation batch. The others are means over rows,
+whose number changes with replay, and `bnpo` is one over the tokens of a micro-batch."""
 
 _Result = TypeVar("_Result")
 _Host: Any = object  # a GRPOTrainer, for the type checker
@@ -73,19 +75,24 @@ class ReplayMixin(_Host):
             return
         _refuse(self)
         self.replay_buffer = ReplayBuffer(self.replay, self.num_generations, self.args.seed)
-        self._folder = OutputFolder(
-            Path(self.args.output_dir),
-            self.replay,
-            sections_of(self.args, self.model.config._name_or_path),
-        )
-        self._folder_open = False
+        self._folder: OutputFolder | None = None
+        if self.args.max_steps > 0:  # by epochs, the length is known when training begins
+            self._folder_of(self.args.max_steps)
         self._outcomes: dict[int, RolloutOutcome] = {}  # of this process's rows
+
+    def _folder_of(self, max_steps: int) -> OutputFolder:
+        """The folder of a run of so many optimizer steps. Raises RecipeError."""
+        sections = sections_of(self.args, self.model.config._name_or_path, max_steps)
+        return OutputFolder(Path(self.args.output_dir), self.replay, sections)
 
     # The generation batch
 
     def _generate_and_score_completions(self, inputs: Any) -> Tensors:
         if not (self.replay.replays and self.model.training):
             return super()._generate_and_score_completions(inputs)
+        if self._folder is None:
+            folder = self._folder = self._folder_of(self.state.max_steps)
+            self._from_main(lambda: folder.open(self.replay_buffer.last_step))
         self._seconds = dict.fromkeys(("generation", "reward", "logprob", "training", "sync"), 0.0)
         began = self._began = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
@@ -97,14 +104,14 @@ class ReplayMixin(_Host):
         return self._replayed(output)
 
     def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, *args: Any
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> torch.Tensor:
         began = time.perf_counter()
-        scores_NF = super()._calculate_rewards(inputs, prompts, completions, *args)
+        scores_NF = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self.replay.replays and self.model.training:
             first = self.accelerator.process_index * len(prompts)
             mine = scores_NF[first : first + len(prompts)].double().cpu().numpy()
-            self._texts = Texts(prompts, completions, mine)
+            self._texts = Texts(prompts, completions, completion_ids_list, mine)
             self._seconds["reward"] = time.perf_counter() - began
         return scores_NF
 
@@ -136,6 +143,7 @@ class ReplayMixin(_Host):
             numbers,
             output,
             _tokenizer(self).pad_token_id,
+            getattr(self, "pad_to_multiple_of", None),
         )
         tokens = max(1, sum(rollout.trained_tokens for rollout in trained))
         tensors["num_items_in_batch"] = torch.full_like(output["num_items_in_batch"], tokens)
@@ -147,9 +155,8 @@ class ReplayMixin(_Host):
         """On the main process: the step of the buffer. Returns what to train on, in order, and a
         rollout to pad with."""
         buffer = self.replay_buffer
-        if not self._folder_open:
-            self._folder.open(buffer.last_step)
-            self._folder_open = True
+        assert self._folder is not None
+        self._before = buffer.get_state(), {name: getattr(buffer, name) for name in _COUNTERS}
         rollouts = make_rollouts(
             rows,
             self.num_generations,
@@ -181,7 +188,10 @@ class ReplayMixin(_Host):
         loss = super()._compute_loss(model, inputs)
         if ROW in inputs:
             logprobs_BT, entropies_BT = self._forward
-            self._outcomes |= outcomes_of(inputs, logprobs_BT, entropies_BT, *_clip_range(self))
+            by_sequence = self.importance_sampling_level == "sequence"
+            self._outcomes |= outcomes_of(
+                inputs, logprobs_BT, entropies_BT, *_clip_range(self), by_sequence
+            )
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -201,6 +211,7 @@ class ReplayMixin(_Host):
 
     def _record(self, gathered: dict[int, RolloutOutcome], seconds: dict[str, float]) -> None:
         batch, buffer = self._batch, self.replay_buffer
+        assert self._folder is not None
         outcomes = [gathered[row] for row in range(len(batch.rollouts))]
         survivors = sum(rollout.kept for rollout in self._generated)
         ours = {
@@ -226,14 +237,17 @@ class ReplayMixin(_Host):
         super()._save_checkpoint(model, trial)
 
     def _save_buffer(self, folder: Path) -> None:
+        """The buffer after the last generation batch that was trained to its end."""
+        buffer = self.replay_buffer
         if self._micro_batches_left:
             warnings.warn(
                 f"{folder} is saved inside a generation batch: a run that resumes from it samples "
                 "the batch again, so it is not the run that was never killed",
                 stacklevel=2,
             )
+            buffer = _restored(buffer, *self._before)
         folder.mkdir(parents=True, exist_ok=True)
-        self.replay_buffer.save(folder / SNAPSHOT)
+        buffer.save(folder / SNAPSHOT)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -251,6 +265,11 @@ class ReplayMixin(_Host):
             raise CheckpointError(
                 f"{path} has other replay settings than this trainer ({buffer.settings!r}): resume "
                 "with the same"
+            )
+        if buffer.group_size != self.num_generations:
+            raise CheckpointError(
+                f"{path} has groups of {buffer.group_size}, num_generations is "
+                f"{self.num_generations}: resume with num_generations {buffer.group_size}"
             )
         self.replay_buffer = buffer
 
@@ -274,40 +293,81 @@ class ReplayGRPOTrainer(ReplayMixin, GRPOTrainer):
     """TRL's GRPOTrainer with replay; `replay` are the settings of the buffer."""
 
 
+def _restored(
+    buffer: ReplayBuffer, state: Mapping[str, Any], counters: Mapping[str, int]
+) -> ReplayBuffer:
+    """The buffer as it was when `state` and `counters` were taken."""
+    before = ReplayBuffer(buffer.settings, buffer.group_size, buffer.seed)
+    before.set_state(state)
+    for name, value in counters.items():
+        setattr(before, name, value)
+    return before
+
+
 def _refuse(trainer: Any) -> None:
     """Raises UsageError for settings of TRL under which replay would be wrong."""
     args, settings = trainer.args, trainer.replay
-    updates = args.steps_per_generation / args.gradient_accumulation_steps
-    problems = []
+    problems = [*_loss_problems(trainer), *_advantage_problems(trainer), *_save_problems(args)]
     if trainer.num_iterations > 1:
         problems.append(
             f"num_iterations {trainer.num_iterations} trains on every batch several times: set 1 "
             "and raise replay.ratio"
-        )
-    if trainer.loss_type not in LOSSES:
-        problems.append(
-            f"loss_type {trainer.loss_type!r} is a mean over rows, whose number replay changes: "
-            f"set {', '.join(LOSSES)}"
-        )
-    if getattr(trainer, "use_liger_kernel", False):
-        problems.append("use_liger_kernel hides the log-probs of the update: set False")
-    if trainer.beta != 0 and args.sync_ref_model:
-        problems.append(
-            "sync_ref_model changes the reference, whose log-probs are stored with a rollout: set "
-            "False, or beta 0"
         )
     if args.generation_batch_size > settings.capacity_rollouts:
         problems.append(
             f"a step generates {args.generation_batch_size} rollouts, replay.capacity_rollouts is "
             f"{settings.capacity_rollouts}: raise it"
         )
-    if args.save_strategy == "steps" and updates >= 1 and args.save_steps % updates:
-        problems.append(
-            f"save_steps {args.save_steps} falls inside a generation batch of {updates:g} "
-            "optimizer steps: set a multiple"
-        )
     if problems:
         raise UsageError("replay in TRL: " + "; ".join(problems))
+
+
+def _loss_problems(trainer: Any) -> Iterator[str]:
+    if trainer.loss_type not in LOSSES:
+        rows = "rows, whose number replay changes"
+        tokens = "the tokens of each micro-batch, in which replay's rows of padding have none"
+        yield (
+            f"loss_type {trainer.loss_type!r} is a mean over "
+            f"{tokens if trainer.loss_type == 'bnpo' else rows}: set {', '.join(LOSSES)}"
+        )
+    if getattr(trainer, "use_liger_kernel", False):
+        yield "use_liger_kernel hides the log-probs of the update: set False"
+    if trainer.beta != 0 and trainer.args.sync_ref_model:
+        yield (
+            "sync_ref_model changes the reference, whose log-probs are stored with a rollout: set "
+            "False, or beta 0"
+        )
+
+
+def _advantage_problems(trainer: Any) -> Iterator[str]:
+    """The recipe of the run and `--verify` know advantages that follow from the rewards of a group
+    alone."""
+    if trainer.args.scale_rewards == "batch":
+        yield (
+            "scale_rewards 'batch' divides by the deviation of the whole batch, and the rollout "
+            "log has that of a group: set 'group' or 'none'"
+        )
+    aggregation = getattr(trainer, "multi_objective_aggregation", "sum_then_normalize")
+    if aggregation != "sum_then_normalize":
+        yield (
+            f"multi_objective_aggregation {aggregation!r} normalises over the whole batch, and the "
+            "rollout log has the mean and deviation of a group: set 'sum_then_normalize'"
+        )
+
+
+def _save_problems(args: Any) -> Iterator[str]:
+    interval = args.save_steps
+    if args.save_strategy != "steps" or (interval < 1 and args.max_steps <= 0):
+        return  # by epochs, the interval of a ratio is known when training begins
+    if interval < 1:
+        interval = math.ceil(args.max_steps * interval)  # as in transformers
+    per_batch = args.steps_per_generation
+    unit = per_batch // math.gcd(per_batch, args.gradient_accumulation_steps)
+    if interval % unit:
+        yield (
+            f"save_steps {interval} falls inside a generation batch of {per_batch} micro-batches: "
+            f"set a multiple of {unit} optimizer steps"
+        )
 
 
 def _clip_range(trainer: Any) -> tuple[float, float, float | None]:

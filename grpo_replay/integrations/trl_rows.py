@@ -7,10 +7,13 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from grpo_replay.replay.advantages import group_advantages
@@ -20,9 +23,11 @@ Tensors = dict[str, torch.Tensor]
 
 EXTRAS = {
     "importance_sampling_ratio": 1.0,  # of vLLM's log-probs; [T], or [1] for a sequence ratio
-    "ref_per_token_logps": 0.0,
+    "ref_per_token_logps": -1e4,
 }
-"""Per-row tensors of TRL that are stored with a rollout, and their padding."""
+"""Per-row tensors of TRL that are stored with a rollout, and their padding. TRL computes its loss
+where no token trains, too, and multiplies it by 0: it must be finite there for every log-prob of
+the policy, exp(ref - policy) of the KL term included."""
 
 KNOWN = {
     "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "tool_mask",
@@ -36,10 +41,12 @@ ROW = "replay_row"
 @dataclass(frozen=True, slots=True)
 class Texts:
     """What the rows of a process were made from: `prompts` and `completions` are texts or lists of
-    messages, `scores_BF` the values of the reward functions (NaN where one returned None)."""
+    messages, `token_ids` the tokens of the completions without padding, `scores_BF` the values of
+    the reward functions (NaN where one returned None)."""
 
     prompts: Sequence[Any]
     completions: Sequence[Any]
+    token_ids: Sequence[Sequence[int]]
     scores_BF: np.ndarray
 
 
@@ -66,22 +73,22 @@ def rows_of(
     return [
         _row(
             {name: array[i] for name, array in arrays.items()},
-            texts.prompts[i], texts.completions[i], texts.scores_BF[i], rewards_B[i], eos_ids,
+            texts.prompts[i], texts.completions[i], texts.token_ids[i], texts.scores_BF[i],
+            rewards_B[i], eos_ids,
         )
         for i in range(len(rewards_B))
     ]  # fmt: skip
 
 
 def _row(
-    tensors: Tensors, prompt: Any, completion: Any, scores_F: np.ndarray, reward: float,
-    eos_ids: Collection[int],
+    tensors: Tensors, prompt: Any, completion: Any, token_ids: Sequence[int],
+    scores_F: np.ndarray, reward: float, eos_ids: Collection[int],
 ) -> dict[str, Any]:  # fmt: skip
-    length = int(tensors["completion_mask"].sum())
-    masked = length == 0  # `mask_truncated_completions`: its tokens do not train
-    tokens_T = tensors["completion_ids"][: length or None].numpy().astype(np.int32)
+    tokens_T = np.array(token_ids, np.int32)
+    masked = not tensors["completion_mask"].any()  # `mask_truncated_completions`: none trains
 
     def per_token(name: str) -> np.ndarray:
-        return tensors[name][: length or None].float().numpy().copy()
+        return tensors[name][: len(tokens_T)].float().numpy().copy()
 
     behavior_T = per_token("old_per_token_logps")
     sampler_T = behavior_T
@@ -90,10 +97,10 @@ def _row(
         sampler_T = np.where(np.isnan(sampler_T), behavior_T, sampler_T)
     mask_T = None
     if "tool_mask" in tensors:
-        mask_T = tensors["tool_mask"][: length or None].bool().numpy()
+        mask_T = tensors["tool_mask"][: len(tokens_T)].bool().numpy()
     prompt_P = tensors["prompt_ids"][tensors["prompt_mask"].bool()].numpy().astype(np.int32)
     came = not np.isnan(reward)
-    several = came and len(scores_F) > 1 and not np.isnan(scores_F).any()
+    scores = takewhile(np.isfinite, scores_F if came and len(scores_F) > 1 else ())
     return {
         "prompt_id": hashlib.sha256(json.dumps(prompt, default=str).encode()).hexdigest()[:16],
         "prompt_token_ids": prompt_P,
@@ -102,9 +109,9 @@ def _row(
         "behavior_logprobs": behavior_T,
         "sampler_logprobs": sampler_T,
         "reward": float(reward) if came else None,
-        "reward_scores": tuple(map(float, scores_F)) if several else (),
+        "reward_scores": tuple(map(float, scores)),
         "advantage": float(tensors["advantages"]),
-        "finish_reason": "stop" if int(tokens_T[-1]) in eos_ids else "length",
+        "finish_reason": "stop" if token_ids and token_ids[-1] in eos_ids else "length",
         "verdict": "scored" if came else "none",
         "completion_mask": mask_T,
         "extras": {name: per_token(name) for name in EXTRAS if name in tensors},
@@ -129,15 +136,16 @@ def make_rollouts(
 ) -> list[Rollout]:
     """The rollouts of a step from the rows of all processes, which are ordered by group. Dropped
     ones have `kept` False: all rewards of the group are equal or all its advantages 0 (unless
-    `keep_zero_variance`), the reward did not come, or no token trains."""
+    `keep_zero_variance`), fewer than two of the group came, its own did not come, or no token
+    trains. Of several reward functions the first decides what is correct."""
     rollouts: list[Rollout] = []
     for start in range(0, len(rows), group_size):
         group = rows[start : start + group_size]
         facts = group_advantages([row["reward"] for row in group], std)
         signal = bool(facts.std) and any(row["advantage"] for row in group if row["kept"])
-        correct = sum((row["reward"] or 0.0) >= 1.0 for row in group)
+        correct = sum(_is_correct(row) for row in group)
         for index, row in enumerate(group):
-            kept = row["kept"] and (signal or keep_zero_variance)
+            kept = row["kept"] and facts.std is not None and (signal or keep_zero_variance)
             dropped = {} if kept else {"kept": False, "advantage": None, "behavior_logprobs": None}
             rollouts.append(
                 Rollout(
@@ -156,20 +164,28 @@ def make_rollouts(
     return rollouts
 
 
-def to_tensors(
-    rollouts: Sequence[Rollout], rows: Sequence[int], like: Tensors, padding_id: int
-) -> Tensors:
-    """The rollouts as a generation batch with the keys of `like`. `rows[i]` is the row of
-    `rollouts[i]` in the composed batch; a row of -1 is padding: no token of it trains."""
-    device, real_B = like["prompt_ids"].device, torch.tensor(rows) >= 0
+def _is_correct(row: Mapping[str, Any]) -> bool:
+    """By the score of the first of several functions; by the reward if that did not come."""
+    score = next(iter(row["reward_scores"]), row["reward"])
+    return score is not None and score >= 1.0
 
-    def padded(arrays: Sequence[Any], value: float, dtype: Any, side: str = "right") -> Any:
-        tensors = [torch.tensor(array, dtype=dtype) for array in arrays]
-        return pad_sequence(tensors, True, value, side).to(device)
+
+def to_tensors(
+    rollouts: Sequence[Rollout], rows: Sequence[int], like: Tensors, padding_id: int,
+    multiple: int | None = None,
+) -> Tensors:  # fmt: skip
+    """The rollouts as a generation batch with the keys of `like`. `rows[i]` is the row of
+    `rollouts[i]` in the composed batch; a row of -1 is padding: no token of it trains. Prompts and
+    completions are padded to a multiple of `multiple` tokens."""
+    padded, real_B = partial(_padded, multiple=multiple or 1), torch.tensor(rows) >= 0
+
+    def numbers(arrays: Sequence[Any], value: float) -> torch.Tensor:
+        """Rows of padding have `value` throughout."""
+        each_real = zip(arrays, real_B, strict=True)
+        return padded([a if real else np.full_like(a, value) for a, real in each_real], value)
 
     prompts = [rollout.prompt_token_ids for rollout in rollouts]
     tokens = [rollout.completion_token_ids for rollout in rollouts]
-    logprobs = [rollout.behavior_logprobs for rollout in rollouts]
     lengths = [np.full(len(each), bool(one)) for each, one in zip(tokens, real_B, strict=True)]
     advantages_B = torch.tensor([rollout.advantage or 0.0 for rollout in rollouts])
     batch = {
@@ -177,19 +193,33 @@ def to_tensors(
         "prompt_mask": padded([np.ones_like(each) for each in prompts], 0, torch.long, "left"),
         "completion_ids": padded(tokens, padding_id, torch.long),
         "completion_mask": padded(lengths, 0, torch.long),
-        "advantages": (advantages_B * real_B).to(device),
-        "old_per_token_logps": padded(logprobs, 0.0, torch.float32),
-        ROW: torch.tensor(rows).to(device),
+        "advantages": advantages_B * real_B,
+        "old_per_token_logps": numbers([rollout.behavior_logprobs for rollout in rollouts], 0.0),
+        ROW: torch.tensor(rows),
     }
     if "tool_mask" in like:
         batch["tool_mask"] = padded([_mask(rollout) for rollout in rollouts], 1, torch.long)
     if "sampling_per_token_logps" in like:
         sampler = [rollout.sampler_logprobs for rollout in rollouts]
-        batch["sampling_per_token_logps"] = padded(sampler, 0.0, torch.float32)
+        batch["sampling_per_token_logps"] = numbers(sampler, 0.0)
     for name in EXTRAS.keys() & like.keys():
-        extras = [rollout.extras[name] for rollout in rollouts]
-        batch[name] = padded(extras, EXTRAS[name], torch.float32)
-    return batch
+        of_name = numbers([rollout.extras[name] for rollout in rollouts], EXTRAS[name])
+        of_sequence = like[name].shape != like["completion_ids"].shape  # [B, 1]
+        batch[name] = of_name[:, :1] if of_sequence else of_name
+    return {name: tensor.to(like["prompt_ids"].device) for name, tensor in batch.items()}
+
+
+def _padded(
+    arrays: Sequence[Any],
+    value: float,
+    dtype: torch.dtype = torch.float32,
+    side: str = "right",
+    multiple: int = 1,
+) -> torch.Tensor:
+    """The arrays as rows that have the length of the longest, or the next multiple."""
+    rows_BT = pad_sequence([torch.tensor(each, dtype=dtype) for each in arrays], True, value, side)
+    missing = -rows_BT.size(1) % multiple
+    return pad(rows_BT, (missing, 0) if side == "left" else (0, missing), value=value)
 
 
 def _mask(rollout: Rollout) -> np.ndarray:
@@ -198,29 +228,28 @@ def _mask(rollout: Rollout) -> np.ndarray:
 
 
 def outcomes_of(
-    batch: Mapping[str, torch.Tensor],
-    logprobs_BT: torch.Tensor,
-    entropies_BT: torch.Tensor | None,
-    low: float,
-    high: float,
-    dual: float | None,
-) -> dict[int, RolloutOutcome]:
+    batch: Mapping[str, torch.Tensor], logprobs_BT: torch.Tensor,
+    entropies_BT: torch.Tensor | None, low: float, high: float, dual: float | None,
+    by_sequence: bool = False,
+) -> dict[int, RolloutOutcome]:  # fmt: skip
     """Statistics of the rows of a micro-batch, by row of the composed batch. A token is clipped if
     its ratio is below `low` at a negative advantage, above `high` at a positive one, or above
-    `dual` at a negative one."""
+    `dual` at a negative one. With `by_sequence` that is the ratio of its row, exp of the mean
+    log-ratio: all tokens are clipped or none."""
     mask_BT = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
     tokens_B = mask_BT.sum(1)
     gap_BT = logprobs_BT.detach().double() - batch["old_per_token_logps"]
     log_ratio_BT = torch.where(mask_BT, gap_BT, 0.0)
     ratio_BT = log_ratio_BT.exp()
-    sign_BT = batch["advantages"].sign()[:, None].expand_as(ratio_BT)
-    below_BT = (ratio_BT < low) | (ratio_BT > (np.inf if dual is None else dual))
-    clipped_BT = torch.where(sign_BT < 0, below_BT, (ratio_BT > high) & (sign_BT > 0))
 
     def mean(values_BT: torch.Tensor) -> torch.Tensor:
         return torch.where(mask_BT, values_BT.double(), 0.0).sum(1) / tokens_B.clamp(min=1)
 
     mean_B = mean(log_ratio_BT)
+    weight_BT = mean_B.exp()[:, None].expand_as(ratio_BT) if by_sequence else ratio_BT
+    sign_BT = batch["advantages"].sign()[:, None].expand_as(ratio_BT)
+    below_BT = (weight_BT < low) | (weight_BT > (np.inf if dual is None else dual))
+    clipped_BT = torch.where(sign_BT < 0, below_BT, (weight_BT > high) & (sign_BT > 0))
     entropy_BT = torch.zeros_like(ratio_BT) if entropies_BT is None else entropies_BT.detach()
     columns = (
         tokens_B,

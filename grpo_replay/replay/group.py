@@ -48,10 +48,10 @@ def rollouts_of_group(
     trains is left out of the list.
 
     Advantages are those of `group_advantages` with `std`, `epsilon` and `divide_by_std`, or
-    `advantages`, rounded to float32. If all rewards are equal, or all given advantages 0, the group
-    has no signal: the list is empty, or has advantages 0 with `keep_zero_variance`. It is always
-    empty if fewer than two rewards came. Raises ValueError if lengths differ or a given advantage
-    is not finite, NonFiniteError for a reward that is not finite.
+    `advantages`, rounded to float32. If all rewards are equal (with `advantages`: if those are all
+    0, whatever the rewards), the group has no signal: the list is empty, or has advantages 0 with
+    `keep_zero_variance`. It is always empty if fewer than two rewards came. Raises ValueError if
+    lengths differ or an advantage is not finite, NonFiniteError for a reward that is not finite.
     """
     members = _members(len(rewards), completions)
     group = group_advantages(rewards, std, epsilon, divide_by_std)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from ctypes import c_float
 from dataclasses import replace
 
 import numpy as np
@@ -83,12 +84,20 @@ LARGEST_LOGPROB = 1e-3
 """Largest behaviour log-prob. Samplers and the trainer give at most 0 exactly; the rest is room for
 the rounding of a normaliser that is computed apart from its logit, up to 10^4 in float32."""
 
+_DTYPES = {
+    "prompt_token_ids": np.dtype(np.int32),
+    "completion_token_ids": np.dtype(np.int32),
+    "behavior_logprobs": np.dtype(np.float32),
+    "sampler_logprobs": np.dtype(np.float32),
+}
+
 
 def check_insertable(
     rollouts: Sequence[Rollout], step: int, stored: ColumnQueue, unit: str
 ) -> None:
     """Raises ValueError unless all rollouts are survivors with valid numbers (`number_problem`),
-    born at or before `step`, not yet stored and, if `unit` is "query", ordered by group."""
+    born at or before `step`, not yet stored, with extras like those stored and, if `unit` is
+    "query", ordered by group."""
     for rollout in rollouts:
         _check_complete(rollout)
         if rollout.birth_step > step:
@@ -96,6 +105,7 @@ def check_insertable(
                 f"rollout {rollout.rollout_id}: born at step {rollout.birth_step}, inserted at "
                 f"step {step}"
             )
+    _check_same_extras(rollouts, stored)
     ids = np.array([rollout.rollout_id for rollout in rollouts])
     if np.unique(ids).size < ids.size or _overlap(ids, stored["rollout_id"]):
         raise ValueError(f"step {step}: a rollout of {ids.min()} to {ids.max()} is stored twice")
@@ -141,16 +151,38 @@ def _check_complete(rollout: Rollout) -> None:
         raise ValueError(f"rollout {rollout.rollout_id}: {problem}")
 
 
+def _check_same_extras(rollouts: Sequence[Rollout], stored: ColumnQueue) -> None:
+    """Raises ValueError if extras of one name have several dtypes or trailing shapes, among
+    `rollouts` or with those stored: a snapshot has one column for a name."""
+    names = {name for rollout in rollouts for name in rollout.extras}
+    kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+    for rollout in reversed(stored["rollout"]):  # of each name the newest: usually the first row
+        if not names - kinds.keys():
+            break
+        new = {name: rollout.extras[name] for name in names & rollout.extras.keys() - kinds.keys()}
+        kinds |= {name: (array.dtype, array.shape[1:]) for name, array in new.items()}
+    for rollout in rollouts:
+        for name, array in rollout.extras.items():
+            kind = (array.dtype, array.shape[1:])
+            if kinds.setdefault(name, kind) != kind:
+                dtype, shape = kinds[name]
+                raise ValueError(
+                    f"rollout {rollout.rollout_id}: extras {name}: {array.dtype} {array.shape}, "
+                    f"others of this name have {dtype} and trailing shape {shape}: give every "
+                    "rollout the same"
+                )
+
+
 def number_problem(rollout: Rollout) -> str:
-    """What is wrong with the advantage, a log-prob, the mask or an extra array of a survivor; "" if
-    nothing is."""
+    """What is wrong with the reward, the advantage, a group statistic, a log-prob, the mask or an
+    extra array of a survivor; "" if nothing is. What has no problem can be saved."""
     logprobs_T, tokens_T = rollout.behavior_logprobs, rollout.completion_token_ids
     assert logprobs_T is not None and rollout.advantage is not None
     for name, array_T in (("behaviour", logprobs_T), ("sampler", rollout.sampler_logprobs)):
         if array_T.shape != tokens_T.shape:
             return f"{array_T.shape} {name} log-probs for {tokens_T.shape} completion tokens"
-    if not math.isfinite(rollout.advantage):
-        return f"its advantage is {rollout.advantage}: expected a finite number"
+    if problem := _stored_problem(rollout):
+        return problem
     valid_T = np.isfinite(logprobs_T) & (logprobs_T <= LARGEST_LOGPROB)
     mask_T = rollout.completion_mask
     if mask_T is not None:
@@ -170,12 +202,32 @@ def number_problem(rollout: Rollout) -> str:
     return next(filter(None, map(extra_problem, rollout.extras, rollout.extras.values())), "")
 
 
+def _stored_problem(rollout: Rollout) -> str:
+    """What a snapshot could not hold: a number that is None or not exact in float32, tokens or
+    log-probs of another dtype."""
+    for name in ("reward", "advantage", "group_reward_mean", "group_reward_std"):
+        value = getattr(rollout, name)
+        if value is None or not math.isfinite(value) or c_float(value).value != value:
+            advice = "leave out groups of fewer than two rewards" if value is None else "round it"
+            return (
+                f"its {name} is {value}: expected a finite number that is exact in float32, the "
+                f"stored precision; {advice}"
+            )
+    for name, dtype in _DTYPES.items():
+        found = getattr(rollout, name).dtype
+        if found != dtype:
+            return f"its {name} are {found}: expected {dtype}, the stored type; convert them"
+    return ""
+
+
 def extra_problem(name: str, array: np.ndarray) -> str:
     """What is wrong with an array of `Rollout.extras`; "" if nothing is."""
     if not name.isidentifier():
         return f"extras: {name!r} is not a name; use letters, digits and underscores"
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
         return f"extras {name}: {getattr(array, 'dtype', type(array).__name__)}: give a numpy array"
+    if not array.dtype.isnative or array.dtype.itemsize > 8:
+        return f"extras {name}: {array.dtype}: give native byte order and at most 64 bits"
     if array.ndim == 0 or 0 in array.shape[1:]:
         return f"extras {name}: shape {array.shape}: expected one dimension or more, [n] or [n, …]"
     return ""

@@ -4,8 +4,10 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from judge_rewards import half_for_hint
 from judge_rewards_file import shortness
@@ -60,6 +62,20 @@ def test_values_of_any_type_can_be_overridden():
     assert found.prompts.system_prompt == "a = b # c"
     with pytest.raises(RecipeError, match=r"replay\.rato"):
         api.load_recipe("tiny", {"replay.rato": 1})
+
+
+def test_paths_and_numpy_scalars_are_overrides_and_other_objects_are_refused():
+    changes = {
+        "model.path": Path("/a/model"), "run.steps": np.int64(30), "replay.ratio": np.float32(0.5),
+        "reward.mask_truncated": np.bool_(True), "eval.benchmarks": [np.str_("tiny_add")],
+    }  # fmt: skip
+    found = api.load_recipe("tiny", changes)
+    assert (found.model.path, found.run.steps, found.replay.ratio) == ("/a/model", 30, 0.5)
+    assert found.reward.mask_truncated is True and found.eval.benchmarks == ["tiny_add"]
+    with pytest.raises(UsageError, match=r"override run\.steps: .* is a set: give text, a number"):
+        api.load_recipe("tiny", {"run.steps": {30}})
+    with pytest.raises(UsageError, match=r"override run\.steps: .* is a ndarray"):
+        api.load_recipe("tiny", {"run.steps": np.arange(2)})
 
 
 def test_what_is_no_recipe_is_refused(tmp_path):

@@ -10,15 +10,15 @@ from grpo_replay.integrations.output_folder import OutputFolder, sections_of
 from grpo_replay.lab.inspection.source import open_source
 
 ARGS = SimpleNamespace(
-    steps_per_generation=2, gradient_accumulation_steps=1, max_steps=7, generation_batch_size=32,
+    steps_per_generation=2, gradient_accumulation_steps=1, max_steps=-1, generation_batch_size=32,
     num_generations=8, temperature=0.9, max_completion_length=20, scale_rewards="group",
-    learning_rate=1e-4, seed=3,
+    mask_truncated_completions=False, learning_rate=1e-4, seed=3,
 )  # fmt: skip
 
 
 def folder(path, **settings):
     replay = ReplayConfig.preset("ours", **{"warmup_steps": 1, **settings})
-    return OutputFolder(path, replay, sections_of(ARGS, "a/model"))
+    return OutputFolder(path, replay, sections_of(ARGS, "a/model", 7))
 
 
 def test_the_recipe_says_what_is_known_of_the_run(tmp_path):

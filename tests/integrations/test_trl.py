@@ -17,17 +17,21 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl_runs import PRESETS, make, preset, weights_of
 
-from grpo_replay import ReplayConfig
+from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.api import inspect
-from grpo_replay.errors import CheckpointError, OutputDirectoryError, UsageError
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError, UsageError
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run
+from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import LossSection
 from grpo_replay.replay.loss import clipped_surrogate
 from grpo_replay.training.metrics import depends_on_time
 
 RUNS = Path(__file__).parents[1] / "support" / "trl_runs.py"
+THREE_OF_FOUR = {"steps_per_generation": 3, "gradient_accumulation_steps": 4,
+                 "per_device_train_batch_size": 8}  # fmt: skip
+"""Generation batches that end inside an optimizer step."""
 
 
 class Watched(ReplayGRPOTrainer):
@@ -174,10 +178,23 @@ def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
     "changes, replay, words",
     [
         ({"num_iterations": 2}, {}, "num_iterations 2"),
-        ({"loss_type": "grpo"}, {}, "loss_type 'grpo'"),
+        ({"loss_type": "grpo"}, {}, "loss_type 'grpo' is a mean over rows"),
+        ({"loss_type": "bnpo"}, {}, "loss_type 'bnpo' is a mean over the tokens of each micro-b"),
+        ({"scale_rewards": "batch"}, {}, "scale_rewards 'batch' divides by"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, {}, "aggregation 'normalize_then"),
         ({"beta": 0.1, "sync_ref_model": True}, {}, "sync_ref_model"),
         ({}, {"capacity_rollouts": 31}, "replay.capacity_rollouts is 31"),
-        ({"save_strategy": "steps", "save_steps": 3}, {}, "save_steps 3"),
+        ({"save_strategy": "steps", "save_steps": 3}, {}, "save_steps 3 .* multiple of 2"),
+        ({"save_strategy": "steps", "save_steps": 0.3}, {}, "save_steps 3 "),  # of 8, rounded up
+        (
+            {
+                "save_strategy": "steps",
+                "save_steps": 4,
+                **THREE_OF_FOUR,
+            },
+            {},
+            "save_steps 4 .* of 3 micro-batches: set a multiple of 3",
+        ),
         ({}, {"warmup_steps": 4}, "replay.warmup_steps 4"),
     ],
 )
@@ -185,6 +202,80 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path, changes, replay
     settings = ReplayConfig.preset("ours", **{"warmup_steps": 1, **replay})
     with pytest.raises(UsageError, match=words):
         make(tmp_path, settings, **changes)
+
+
+def test_a_save_interval_that_is_a_ratio_is_of_the_steps_of_the_run(tmp_path):
+    make(tmp_path, preset("ours"), save_strategy="steps", save_steps=0.45)  # 4 of 8
+    epochs = {"max_steps": -1, "num_train_epochs": 1}
+    make(tmp_path, preset("ours"), save_strategy="steps", save_steps=0.3, **epochs)
+
+
+class EightPrompts(ReplayGRPOTrainer):
+    """Two generation batches in an epoch."""
+
+    def __init__(self, model, reward, args, dataset, **others):
+        super().__init__(model, reward, args, dataset.select(range(8)), **others)
+
+
+def test_a_run_by_epochs_has_its_own_length_in_the_recipe(tmp_path):
+    epochs = {"max_steps": -1, "num_train_epochs": 1}
+    with pytest.raises(RecipeError, match=r"warmup_steps 2 is not less than run\.steps 2"):
+        make(tmp_path / "a", ReplayConfig.preset("ours", warmup_steps=2), EightPrompts,
+             **epochs).train()  # fmt: skip
+    make(tmp_path / "b", preset("ours"), EightPrompts, **epochs).train()
+    assert open_source(tmp_path / "b").recipe.run.steps == len(metrics(tmp_path / "b")) == 2
+    # A warm-up above the default length of a recipe.
+    make(tmp_path / "c", ReplayConfig.preset("ours", warmup_steps=250), **epochs)
+
+
+class TwoRewards(ReplayGRPOTrainer):
+    """Seven completions of the first group get no reward. Of the others every third has none of
+    the second function, whose weight is larger."""
+
+    def __init__(self, model, reward, args, dataset, **others):
+        def first(**given):
+            scores = enumerate(reward(**given))
+            return [score if i == 0 or i >= 8 else None for i, score in scores]
+
+        def second(completions, **_):
+            return [float(len(each) % 3) if i >= 8 and i % 3 else None
+                    for i, each in enumerate(completions)]  # fmt: skip
+
+        super().__init__(model, [first, second], args, dataset, **others)
+
+
+def test_rewards_that_do_not_come_and_several_functions_are_logged_as_verify_counts(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 8}
+    make(tmp_path, preset("fifo"), TwoRewards, reward_weights=[0.7, 1.0], **saves).train()
+    report = verify_run(tmp_path)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    assert len(ReplayBuffer.load(tmp_path / "checkpoint-8" / "buffer.parquet")) == 64
+    assert any(row["reward"] is not None and not row["kept"] for row in logged(tmp_path))
+
+
+class Shapes(ReplayGRPOTrainer):
+    """Keeps the number of tokens of prompts and completions of every micro-batch."""
+
+    def _compute_loss(self, model, inputs):
+        self.shapes |= {inputs["prompt_ids"].size(1), inputs["completion_ids"].size(1)}
+        return super()._compute_loss(model, inputs)
+
+
+def test_truncated_completions_padding_and_ratios_of_sequences_are_those_of_trl(tmp_path):
+    trainer = make(
+        tmp_path, preset("ours"), Shapes, mask_truncated_completions=True, max_completion_length=12,
+        pad_to_multiple_of=16, importance_sampling_level="sequence", learning_rate=1e-3,
+    )  # fmt: skip
+    trainer.shapes = set()
+    trainer.processing_class.pad_token = trainer.processing_class.eos_token
+    trainer.train()
+    assert trainer.shapes == {16}
+    cut_off = [row for row in logged(tmp_path) if row["finish_reason"] == "length"]
+    assert cut_off and not any(row["kept"] for row in cut_off)
+    assert {len(row["completion_token_ids"]) for row in cut_off} == {12}
+    assert verify_run(tmp_path).passed
+    clipped = {row["clip_fraction"] for row in logged(tmp_path, "draws")}
+    assert clipped == {0.0, 1.0}  # a sequence is clipped as a whole
 
 
 def test_another_runs_folder_is_refused(tmp_path):
@@ -225,6 +316,35 @@ def test_every_preset_and_a_killed_and_resumed_run_is_the_one_never_killed(tmp_p
     assert metrics(tmp_path / "killed", False) == metrics(tmp_path / "whole", False)
     for kind in ("rollouts", "draws"):
         assert logged(tmp_path / "killed", kind) == logged(tmp_path / "whole", kind)
+
+
+@pytest.mark.parametrize("changes, ends", [({"save_steps": 4}, 7), (THREE_OF_FOUR, 8)])
+def test_a_run_saved_inside_a_generation_batch_repeats_that_batch(tmp_path, changes, ends):
+    """The last checkpoint is of five updates, two in a generation batch; or of 20 micro-batches,
+    three in a generation batch."""
+    changes = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5, **changes}
+    stopped = make(tmp_path, preset("ours"), **changes)
+    with pytest.warns(UserWarning, match="checkpoint-5 is saved inside a generation batch"):
+        stopped.train()
+    before, lines = logged(tmp_path), metrics(tmp_path)
+    assert stopped.replay_buffer.last_step == len(lines) + 1
+    changes |= {"max_steps": ends, "save_strategy": "no"}
+    resumed = make(tmp_path, preset("ours"), Watched, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    after, more = logged(tmp_path), metrics(tmp_path)
+    assert after[: len(before)] == before and more[: len(lines)] == lines
+    assert [line["step"] for line in more] == list(range(1, len(more) + 1))
+    assert len(more) > len(lines)
+    assert [row["rollout_id"] for row in after] == list(range(len(after)))
+    assert any(birth <= len(lines) for _, _, _, birth, _, _ in resumed.seen)
+
+
+def test_another_number_of_completions_is_refused_at_a_resume(tmp_path):
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    make(tmp_path, preset("ours"), **saves).train()
+    other = make(tmp_path, preset("ours"), num_generations=4, **saves)
+    with pytest.raises(CheckpointError, match="groups of 8, num_generations is 4"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
 @pytest.mark.slow

@@ -1,9 +1,12 @@
 """TRL tensors and rollouts: nothing of a row is lost, and only what trains trains."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.integrations.trl_rows import (
     ROW,
     Texts,
@@ -14,6 +17,7 @@ from grpo_replay.integrations.trl_rows import (
 )
 
 PAD, EOS = 0, 9
+TOKENS = [[7, 8, EOS], [EOS], [7, EOS], [7, 7]]
 
 
 def batch(**changes):
@@ -32,7 +36,7 @@ def batch(**changes):
 
 def rows(output, rewards=(1.0, -1.0, 1.0, -1.0)):
     scores_BF = np.array(rewards, dtype=float).reshape(4, -1)
-    texts = Texts(["4+5", "4+5", "6", "6"], list("abcd"), scores_BF)
+    texts = Texts(["4+5", "4+5", "6", "6"], list("abcd"), TOKENS, scores_BF)
     return rows_of(output, texts, np.ones(scores_BF.shape[1]), [EOS])
 
 
@@ -91,6 +95,35 @@ def test_a_row_of_padding_trains_on_nothing():
     assert back["advantages"].tolist() == [0.75, 0.0]
 
 
+@pytest.mark.parametrize("logprob", [-1e-9, -400.0])
+def test_where_no_token_trains_the_loss_is_finite_for_every_log_prob(logprob):
+    """TRL multiplies it by 0 there, so it may not be infinite or NaN (rows of padding, and the
+    padding behind a completion)."""
+    given = batch(ref_per_token_logps=torch.full((4, 3), -0.5))
+    given["old_per_token_logps"][1] = -400.0  # the row of padding is a copy of this
+    composed = to_tensors(rollouts(given)[:2], [0, -1], given, PAD, multiple=4)
+    idle = ~composed["completion_mask"].bool()
+    now = torch.full(idle.shape, logprob)
+    ratio = torch.exp(now - composed["old_per_token_logps"])[idle]
+    gap = (composed["ref_per_token_logps"] - now)[idle]
+    assert idle.sum() == 5 and ratio.isfinite().all()
+    assert (torch.exp(gap) - gap - 1).isfinite().all()
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_prompts_and_completions_are_padded_to_the_multiple(width):
+    given = batch(
+        importance_sampling_ratio=torch.full((4, width), 0.5), tool_mask=torch.ones(4, 3).long()
+    )
+    back = to_tensors(rollouts(given), range(4), given, PAD, multiple=4)
+    plain = to_tensors(rollouts(given), range(4), given, PAD)
+    assert back["importance_sampling_ratio"].shape == (4, 4 if width == 3 else 1)
+    for name in ("completion_ids", "completion_mask", "old_per_token_logps", "tool_mask"):
+        assert back[name].shape == (4, 4) and torch.equal(back[name][:, :3], plain[name])
+    assert back["prompt_ids"].tolist()[2] == [PAD, PAD, PAD, 6]
+    assert back["prompt_mask"].tolist()[0] == [0, 0, 1, 1]
+
+
 def test_a_log_prob_that_vllm_does_not_have_is_the_trainers():
     sampler = torch.full((4, 3), -0.25)
     sampler[0, 1] = torch.nan
@@ -113,14 +146,45 @@ def test_a_reward_that_did_not_come_and_a_truncated_row_leave_the_batch():
     found = rollouts(masked, (1.0, np.nan, 1.0, -1.0))
     assert [each.kept for each in found] == [False, False, True, False]  # one reward is no group
     assert found[1].reward is None and found[1].verdict == "none"
+    assert found[3].completion_token_ids.tolist() == [7, 7]  # without padding
+    assert found[3].finish_reason == "length"
+
+
+def test_a_group_of_one_reward_is_dropped_also_if_groups_without_signal_are_kept(tmp_path):
+    found = rollouts(batch(), (1.0, np.nan, 1.0, -1.0), keep_zero_variance=True)
+    assert [each.kept for each in found] == [False, False, True, True]
+    assert found[0].group_reward_std is None and found[0].advantage is None
+    buffer = ReplayBuffer(ReplayConfig.preset("fifo"), 2)
+    fresh = [replace(each, birth_step=1) for each in found if each.kept]
+    buffer.step(fresh, generated=4)
+    buffer.save(tmp_path / "buffer.parquet")
+    assert len(ReplayBuffer.load(tmp_path / "buffer.parquet")) == 2
 
 
 def test_several_rewards_are_summed_with_their_weights():
     scores_BF = np.array([[1.0, 0.5], [0.0, 0.5], [1.0, np.nan], [0.0, 1.0]])
-    texts = Texts(["p"] * 4, ["c"] * 4, scores_BF)
+    texts = Texts(["p"] * 4, ["c"] * 4, TOKENS, scores_BF)
     found = rows_of(batch(), texts, np.array([1.0, 2.0]), [EOS])
     assert [row["reward"] for row in found] == [2.0, 1.0, 1.0, 2.0]
-    assert found[0]["reward_scores"] == (1.0, 0.5) and found[2]["reward_scores"] == ()
+    assert found[0]["reward_scores"] == (1.0, 0.5) and found[2]["reward_scores"] == (1.0,)
+
+
+@pytest.mark.parametrize(
+    "scores, correct",
+    [
+        ([[1.0, 0.0], [0.5, 1.0]], 1),  # sums 0.7 and 1.35
+        ([[1.0, np.nan], [0.5, np.nan]], 1),  # sums 0.7 and 0.35
+        ([[np.nan, 2.0], [np.nan, 0.5]], 1),  # the first gave none: by the reward
+        ([[0.0, 2.0], [np.nan, np.nan]], 0),
+    ],
+)
+def test_of_several_functions_the_first_decides_what_is_correct(scores, correct):
+    """As `inspect-buffer --verify` counts from the log."""
+    scores_BF = np.array([*scores, [0.0, 0.0], [0.0, 0.0]])
+    texts = Texts(["p"] * 4, ["c"] * 4, TOKENS, scores_BF)
+    first = make_rollouts(rows_of(batch(), texts, np.array([0.7, 1.0]), [EOS]), 2, 1, 0, 0, False)
+    assert first[0].group_correct == correct
+    assert not any(np.isnan(each.reward_scores).any() for each in first)
 
 
 def test_images_and_advantages_per_token_are_refused():
@@ -145,3 +209,19 @@ def test_outcomes_count_the_tokens_that_train():
     assert found[0].log_ratio_mean == pytest.approx(logratios.mean())
     assert found[0].log_ratio_var == pytest.approx(logratios.var())
     assert found[0].approx_kl == pytest.approx(np.mean([0.5, -0.5] - logratios))
+
+
+def test_the_clip_of_a_sequence_is_that_of_its_mean_log_ratio():
+    """Rows of ratios (3.375, 1, 1) and (0.7) are clipped as a whole, (1.5, 1) and (1, 1) are not:
+    their mean log-ratios are those of 1.5, 0.7, 1.22 and 1."""
+    given = batch()
+    composed = to_tensors(rollouts(given), range(4), given, PAD)
+    logs = torch.log(torch.tensor([[1.5**3, 1.0, 1.0], [0.7, 1, 1], [1.5, 1.0, 9], [1, 1, 9]]))
+    logprobs = composed["old_per_token_logps"] + logs
+    tokens, sequence = (
+        outcomes_of(composed, logprobs, None, 0.8, 1.28, 10.0, by_sequence)
+        for by_sequence in (False, True)
+    )
+    assert [tokens[row].clip_fraction for row in (0, 2)] == pytest.approx([1 / 3, 1 / 2])
+    assert [sequence[row].clip_fraction for row in range(4)] == [1.0, 1.0, 0.0, 0.0]
+    assert sequence[0].ratio_mean == tokens[0].ratio_mean

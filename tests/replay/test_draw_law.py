@@ -240,8 +240,8 @@ def stored(settings, advantages, groups=None):
         [
             make_rollout(
                 i,
-                advantage=a,
-                group_reward_std=abs(a),
+                advantage=float(np.float32(a)),
+                group_reward_std=float(np.float32(abs(a))),
                 group_id=None if groups is None else groups[i],
             )
             for i, a in enumerate(advantages)

@@ -184,13 +184,19 @@ def test_a_stored_log_prob_that_is_nan_is_not_valid():
     assert not valid and reason.startswith("rollout 3: the behaviour log-prob of token 1 is nan")
 
 
-def test_other_lengths_and_an_advantage_without_value_are_refused():
+def test_other_lengths_types_and_numbers_that_cannot_be_saved_are_refused():
     buffer = ReplayBuffer(config_of("fifo"), G)
     whole = make_rollout(1)
     for changes, message in [
         ({"sampler_logprobs": np.zeros(2, np.float32)}, r"rollout 1: \(2,\) sampler log-probs"),
         ({"behavior_logprobs": np.zeros(2, np.float32)}, r"rollout 1: \(2,\) behaviour log-probs"),
         ({"advantage": np.nan}, "rollout 1: its advantage is nan"),
+        ({"advantage": 1 / 3}, "rollout 1: its advantage is 0.333.* exact in float32"),
+        ({"group_reward_mean": None}, "rollout 1: its group_reward_mean is None"),
+        ({"group_reward_std": None}, "std is None: .* fewer than two rewards"),
+        ({"reward": 1e300}, r"rollout 1: its reward is 1e\+300"),
+        ({"completion_token_ids": np.zeros(3, np.int64)}, "token_ids are int64: expected int32"),
+        ({"sampler_logprobs": np.zeros(3)}, "sampler_logprobs are float64: expected float32"),
     ]:
         with pytest.raises(ValueError, match=message):
             buffer.step([replace(whole, **changes)])
@@ -206,6 +212,8 @@ def test_other_lengths_and_an_advantage_without_value_are_refused():
         ({"weight": np.array(["a"])}, "extras weight: <U1: give a numpy array"),
         ({"weight": np.array(1.0)}, r"extras weight: shape \(\): expected one dimension"),
         ({"weight": np.zeros((3, 0))}, r"extras weight: shape \(3, 0\): expected one dimension"),
+        ({"weight": np.ones(3, ">i4")}, "extras weight: >i4: give native byte order"),
+        ({"weight": np.ones(3, np.longdouble)}, "weight: float128: .* at most 64 bits"),
     ],
 )
 def test_extras_are_named_arrays_of_one_dimension_or_more(extras, problem):
@@ -218,6 +226,21 @@ def test_extras_are_named_arrays_of_one_dimension_or_more(extras, problem):
     with pytest.raises(ValueError, match=problem):
         buffer.step([rollout])
     assert len(buffer) == 0
+
+
+@pytest.mark.parametrize("array", [np.zeros(3), np.zeros((3, 2), np.float32)])
+def test_extras_of_one_name_have_one_type_and_shape_so_that_they_can_be_saved(tmp_path, array):
+    buffer = ReplayBuffer(config_of("fifo"), G)
+    given = replace(make_rollout(1), extras={"weight": np.zeros(3, np.float32)})
+    other = replace(make_rollout(3), extras={"weight": array, "more": np.zeros(1)})
+    with pytest.raises(ValueError, match=r"rollout 3: extras weight: float.* have float32"):
+        buffer.step([given, other])
+    buffer.step([given, make_rollout(2)])
+    with pytest.raises(ValueError, match=r"rollout 3: extras weight: float.* have float32"):
+        buffer.step([other])
+    buffer.step([replace(make_rollout(3), extras={"more": np.zeros((1, 2), np.int8)})])
+    buffer.save(tmp_path / "buffer.parquet")
+    assert len(ReplayBuffer.load(tmp_path / "buffer.parquet")) == 3
 
 
 def test_the_capacity_counts_rollouts_and_the_group_size_completions():
