@@ -10,6 +10,7 @@ what this writes.
 import csv
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,9 @@ def with_results(page: str) -> str:
     """The text of a page with its marked parts written anew."""
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates,
-             "smollm2": smollm2}  # fmt: skip
+             "tiny-ablations": tiny_ablations, "tiny-robustness": tiny_robustness,
+             "smollm2": partial(real_model, "smollm2"),
+             "smollm2-steps": partial(real_model, "smollm2-steps")}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
 
 
@@ -55,7 +58,7 @@ def difference(each: dict[str, Any]) -> str:
 def does_replay_pay() -> str:
     found = results()
     main, long, clock = found["tiny-main"], found["tiny-long"], found["async"]
-    real = found["smollm2"]
+    real, steps = found["smollm2"], found["smollm2-steps"]
     measured = next(iter(long["compute"].values()))
     fifo, once = clock["fifo_to_use_once"], clock["use_once_to_sync"]
     less = round(100 * (1 - long["steps"]["fifo"]))
@@ -77,8 +80,9 @@ each (μ {clock["mu"]}), an asynchronous `fifo` run needs {fifo["ratio"]} times 
 to 70 %, and
 that {once["ratio"]} times those of a synchronous one: medians of five seeds; those of `fifo` range from {fifo["low"]} to
 {fifo["high"]} ([docs/async.md](docs/async.md)). On the
-real model four seeds leave `ours` undecided, at equal seconds too ({difference(real["equal_seconds"]["ours"])}), where \
-`fifo` loses:
+real model four seeds leave `ours` undecided, at equal seconds too ({difference(real["equal_seconds"]["ours"])}; on a \
+second
+task {difference(steps["difference"]["ours"])} and {difference(steps["equal_seconds"]["ours"])}), where `fifo` loses:
 {difference(real["equal_seconds"]["fifo"])} ([docs/evidence.md](docs/evidence.md)).
 """  # noqa: E501
 
@@ -150,14 +154,14 @@ def compared(found: dict[str, Any], arm: str, *kinds: str) -> list[str]:
     return [difference(found[kind][arm]) if arm in found[kind] else "" for kind in kinds]
 
 
-def smollm2() -> str:
-    found = results()["smollm2"]
+def real_model(sweep: str) -> str:
+    found = results()[sweep]
     heads = ["", "learning rate", "after 4 steps", "after 8", "after 12, mean and every seed",
              "− `grpo`, 95 %, seeds ahead", "at equal seconds", "seconds of 12 steps"]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, rate in found["rate"].items():
-        seconds, accuracies = courses("smollm2", arm, "seconds")
-        means = [f"{mean:.1f}" for mean in accuracies.mean(axis=0)[1:]]
+        seconds, accuracies = courses(sweep, arm, "seconds")
+        means = [f"{mean:.1f}" for mean in accuracies.mean(axis=0)[-3:]]
         means[-1] += f" ({', '.join(f'{final:.1f}' for final in accuracies[:, -1])})"
         spent = f"{seconds[:, -1].mean():.0f}"
         ahead = compared(found, arm, "difference", "equal_seconds")
@@ -175,6 +179,36 @@ def tiny_updates() -> str:
         cells = [f"`{arm}`", f"{rate:.0e}", f"{updates:.2f}", f"{final}", *ahead]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def tiny_ablations() -> str:
+    found = results()["tiny-ablations"]
+    lines = ["| arm | final | − `grpo`, 95 %, seeds ahead | − `ours` | replayed clipped, % |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for arm, final in found["final"].items():
+        ahead = compared(found, arm, "difference", "to_ours")
+        lines.append(
+            f"| {' | '.join([f'`{arm}`', f'{final}', *ahead, clipped_share(found, arm)])} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def tiny_robustness() -> str:
+    found = results()["tiny-robustness"]
+    lines = ["| condition | `grpo` | arm | final | − `grpo`, 95 %, seeds ahead | clipped, % |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for name, arms in found["conditions"].items():
+        for arm in arms["difference"]:
+            cells = [name, f"{arms['grpo']}", f"`{arm}`", f"{arms['final'][arm]}",
+                     *compared(arms, arm, "difference"), clipped_share(arms, arm)]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def clipped_share(found: dict[str, Any], arm: str) -> str:
+    """Of replayed tokens, in %; "" for an arm without replay."""
+    share = found["clipped"].get(arm)
+    return "" if share is None else f"{share:.1f}"
 
 
 def draw_courses(
