@@ -15,6 +15,7 @@ from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, CONFIDENCE
 from grpo_replay.prompts.prompt_set import prompt_messages, render_prompt
 from grpo_replay.prompts.sources import (
     ANSWER_FIELDS,
+    NO_OPTIONS,
     PROBLEM_FIELDS,
     MappingRows,
     ProblemRows,
@@ -22,6 +23,8 @@ from grpo_replay.prompts.sources import (
     answer_after,
     checked_column,
     column_of,
+    data_kind,
+    is_local_source,
     known_field,
     problem_statement,
     read_hub_rows,
@@ -55,9 +58,11 @@ logger = logging.getLogger(__name__)
 class Benchmark:
     """A set of problems with verifiable answers, and its source.
 
-    `source` is a hub dataset, a file, or "builtin". `samples` is k, the completions per problem;
-    `problems` is the size of the published set. A `temperature` here overrides the recipe's. The
-    name of its file in `eval.data_folder` is `file_stem` if given, else the benchmark's name.
+    `source` is a hub dataset, a file or folder of the user, or "builtin". `samples` is k, the
+    completions per problem; `problems` is the size of the published set. A `temperature` here
+    overrides the recipe's. The name of its file in `eval.data_folder` is `file_stem` if given, else
+    the benchmark's name. `options` are those of reading a file or folder of the user; None for
+    others.
     """
 
     name: str
@@ -72,6 +77,7 @@ class Benchmark:
     temperature: float | None = None
     file_stem: str | None = None
     answer_marker: str | None = None
+    options: Mapping[str, Any] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ _PAPER = (
 )
 
 
-def _paper_b(name: str, title: str, source: str, split: str, **fields: str) -> Sequence[Benchmark]:
+def _paper_b(name: str, title: str, source: str, split: str, **fields: Any) -> Sequence[Benchmark]:
     """One set under both settings of paper B: pass@1 at T = 0.1 and pass@k at T = 1."""
     settings = (("pass1", "T 0.1", 1, 0.1), ("passk", "T 1", 16, 1.0))
     return [
@@ -178,7 +184,7 @@ def load_problems(benchmark: Benchmark, settings: EvalSection) -> tuple[Problem,
     rows = _open(benchmark, settings)
     if len(rows) == 0:
         raise DatasetError(f"benchmark {benchmark.name!r}: {benchmark.source} has no problems")
-    if benchmark.source.endswith(DATA_SUFFIXES):
+    if benchmark.options is not None:
         benchmark = _with_columns_of(rows, benchmark)
     problems = checked_column(rows, benchmark.problem_field, problem_statement)
     as_answer = answer_after(benchmark.answer_marker)
@@ -210,21 +216,39 @@ def _named(word: str, prompts: PromptsSection) -> Sequence[Benchmark]:
         return [BENCHMARKS[name] for name in GROUPS[word]]
     if word in BENCHMARKS:
         return [BENCHMARKS[word]]
-    if word.endswith(DATA_SUFFIXES):
-        name = Path(word).stem
+    path = Path(word).expanduser()
+    is_folder = "/" in word and path.is_dir()
+    if is_folder or word.endswith(DATA_SUFFIXES):
+        name = path.name if is_folder else path.stem
         if name == "mean":
             raise RecipeError(
                 f"eval.benchmarks: {word} would appear as 'mean' in the report, the name of the "
-                "mean over all benchmarks: rename the file"
+                "mean over all benchmarks: rename it"
             )
         fields = (prompts.problem_field, prompts.answer_field, prompts.id_field)
-        marker = ANSWER_MARKER
-        return [Benchmark(name, name, word, WAVE_SAMPLES, *fields, answer_marker=marker)]
+        marker, options = ANSWER_MARKER, _reading_options(path, prompts)
+        return [
+            Benchmark(
+                name, name, word, WAVE_SAMPLES, *fields, answer_marker=marker, options=options
+            )
+        ]
     known = dict.fromkeys([*GROUPS, *BENCHMARKS])
     raise RecipeError(
         f"eval.benchmarks: no benchmark {word!r}{did_you_mean(word, known)}; use one of "
-        f"{', '.join(known)}, or a file (.jsonl, .csv, .parquet, …)"
+        f"{', '.join(known)}, or a file (.jsonl, .csv, .parquet, …), or a folder of such files "
+        "(./NAME)"
     )
+
+
+def _reading_options(path: Path, prompts: PromptsSection) -> Mapping[str, Any]:
+    """The options with which the training prompts of the same kind are read, but for the split."""
+    for each in prompts.sources:
+        source = Path(str(each.source)).expanduser()
+        if is_local_source(str(each.source)) and data_kind(source) == data_kind(path):
+            given = each.dataset_options.model_dump()
+            of_hub = ("name", "revision", "split")
+            return {**NO_OPTIONS, **{k: v for k, v in given.items() if k not in of_hub}}
+    return NO_OPTIONS
 
 
 def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
@@ -232,7 +256,7 @@ def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
     if benchmark.source == "builtin":
         return MappingRows(benchmark_problems(benchmark.name)[:limit], benchmark.name)
     if (file := local_file(benchmark, settings)) is not None:
-        return read_local_rows(str(file), limit)
+        return read_local_rows(str(file), limit, options=benchmark.options or NO_OPTIONS)
     try:
         return read_hub_rows(benchmark.source, limit, options={"split": benchmark.split})
     except DatasetError as error:
@@ -244,13 +268,14 @@ def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
 
 
 def local_file(benchmark: Benchmark, settings: EvalSection) -> Path | None:
-    """The file that a benchmark is read from; None if it comes from the hub or is built in.
+    """The file or folder that a benchmark is read from; None if it comes from the hub or is built
+    in.
 
     Raises DatasetError if the data folder does not contain it.
     """
     if benchmark.source == "builtin":
         return None
-    if benchmark.source.endswith(DATA_SUFFIXES):
+    if benchmark.options is not None:
         return Path(benchmark.source)
     if settings.data_folder is None:
         return None

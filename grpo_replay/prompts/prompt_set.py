@@ -3,7 +3,7 @@
 The order depends only on (seed, cursor), so that a run resumes from the cursor alone.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
@@ -319,7 +319,7 @@ def _open_source(
             f"prompts.source {source!r}: no such builtin; there are: {', '.join(BUILTIN_SOURCES)}"
         )
 
-    def of_fields(names: Iterable[str]) -> Container[str]:
+    def of_fields(names: Iterable[str]) -> Collection[str]:
         """The columns with our fields; all if one is missing, for the error."""
         listed = list(names)
         known = with_known_fields(section, listed)
@@ -330,7 +330,8 @@ def _open_source(
     select = None if whole_rows else of_fields
     options = section.dataset_options.model_dump()
     if is_local_source(source):
-        given = {name: value for name, value in options.items() if value is not None}
+        unset = {name for name in ("name", "revision") if options[name] is None}
+        given = {name: value for name, value in options.items() if name not in unset}
         return read_local_rows(source, None, select, given), section.id_field
     return read_hub_rows(source, None, select, options), section.id_field
 

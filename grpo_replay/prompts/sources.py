@@ -5,10 +5,11 @@ Reading does not check values. A conversion raises ValueError with the value fou
 `checked_column` adds the place of the row.
 """
 
+import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -20,17 +21,24 @@ import pyarrow.parquet as pq
 from grpo_replay.distributed.environment import use_cache_without_hub
 from grpo_replay.errors import DatasetError, did_you_mean, first_line
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
-from grpo_replay.recipe.layers import DATA_SUFFIXES, short_path
+from grpo_replay.recipe.layers import DATA_SUFFIXES, short_path, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-BUILDERS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow", ".json": "json"}
+BUILDERS = {
+    **{".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json"},
+    **{".parquet": "parquet", ".arrow": "arrow"},
+}
 """The reader of `datasets` for a suffix."""
+NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
+"""Files of a folder that `datasets` does not take for data."""
+NOT_OF_A_HEADER = ("skipfooter", "chunksize", "iterator")
+"""Options of `pandas.read_csv` that do not go with `nrows`."""
 NAMED = "a .csv, .tsv, .json, .jsonl or .parquet file (or .jsonl.gz …), a folder of such files"
 
-Select = Callable[[Iterable[str]], Container[str]] | None
+Select = Callable[[Iterable[str]], Collection[str]] | None
 """Chooses columns among those that there are."""
 Options = Mapping[str, Any]
 """Arguments of `datasets.load_dataset`, with the split."""
@@ -142,6 +150,27 @@ def is_local_source(source: str) -> bool:
     return local or source.endswith(DATA_SUFFIXES)
 
 
+def data_files(folder: Path) -> list[Path]:
+    """The data files in a folder and below, without hidden ones."""
+    found = (each for each in folder.rglob("*") if each.name.endswith(DATA_SUFFIXES))
+    return sorted(
+        each
+        for each in found
+        if each.name not in NOT_DATA
+        and not any(part.startswith((".", "__")) for part in each.relative_to(folder).parts)
+        and each.is_file()
+    )
+
+
+def data_kind(path: Path) -> str | None:
+    """The suffix of a data file, without that of its packing; of a folder, that of its first file.
+    None if it is not data."""
+    if path.is_dir():
+        return next(map(data_kind, data_files(path)), None)
+    suffixes = reversed(path.suffixes[-2:]) if path.name.endswith(DATA_SUFFIXES) else ()
+    return next((each for each in suffixes if each in BUILDERS), None)
+
+
 def read_local_rows(
     source: str, limit: int | None = None, select: Select = None, options: Options = NO_OPTIONS
 ) -> ProblemRows:
@@ -222,7 +251,7 @@ def _folder(path: Path, options: Options) -> Any:
     import datasets
 
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return datasets.load_dataset(str(path), **options)
+        return datasets.load_dataset(str(path), **_folder_options(path, options))
     found = datasets.load_from_disk(str(path))
     if isinstance(found, datasets.Dataset):
         return found
@@ -231,20 +260,94 @@ def _folder(path: Path, options: Options) -> Any:
     return found[options["split"]]
 
 
+def _folder_options(path: Path, options: Options) -> Options:
+    """The options with those of CSV files, if a folder has such files with the same columns.
+
+    Raises DatasetError for data files of two kinds: `datasets` would leave one of them out.
+    """
+    if _files_are_chosen(path, options):
+        return options
+    files = data_files(path)
+    kinds = {str(data_kind(each)).replace(".jsonl", ".json"): each for each in files}
+    if len(kinds) > 1:
+        one, other, *_ = (each.relative_to(path) for each in kinds.values())
+        raise DatasetError(
+            f"{short_path(str(path))} has files of two kinds, {one} and {other}, of which one would"
+            " be left out: move one kind to another folder; prompts.source can list several"
+        )
+    if not {".csv", ".tsv"} & set(kinds):
+        return options
+    read = [_csv_options(each, options) for each in files]
+    return read[0] if all(each == read[0] for each in read) else options
+
+
+def _files_are_chosen(path: Path, options: Options) -> bool:
+    """Whether the options or the card of a dataset say which files of its folder are read."""
+    card = path / "README.md"
+    in_card = card.is_file() and "data_files" in card.read_text("utf-8", errors="replace")
+    return in_card or "data_files" in options or "data_dir" in options
+
+
 def _file(path: Path, options: Options) -> Any:
-    """A file, by its suffix. Every value of a CSV file is text, as it is written: 1.50 and 007 are
-    not the numbers 1.5 and 7."""
+    """A file, by its suffix."""
     import datasets
 
-    kind = next(each for each in (*BUILDERS, ".jsonl") if each in path.suffixes)
+    kind = data_kind(path)
     given = {k: v for k, v in options.items() if k not in ("name", "revision")}
-    if BUILDERS.get(kind) == "csv":
-        import pandas
+    if kind in (".csv", ".tsv"):
+        given = _csv_options(path, given)
+    return datasets.load_dataset(BUILDERS[str(kind)], data_files=str(path), **given)
 
-        given = {"sep": "\t" if kind == ".tsv" else ",", "keep_default_na": False, **given}
-        columns = pandas.read_csv(path, sep=given["sep"], nrows=0).columns
-        given["features"] = datasets.Features({name: datasets.Value("string") for name in columns})
-    return datasets.load_dataset(BUILDERS.get(kind, "json"), data_files=str(path), **given)
+
+def _csv_options(path: Path, options: Options) -> dict[str, Any]:
+    """The options with those by which every value of a CSV file is text, as it is written: 1.50 and
+    007 are not the numbers 1.5 and 7. Raises DatasetError if its header does not fit its rows."""
+    import datasets
+    import pandas
+
+    given = {"keep_default_na": False, **options}
+    if "delimiter" not in given:
+        given.setdefault("sep", "\t" if data_kind(path) == ".tsv" else ",")
+    if given.get("header", 0) is None and not given.get("names"):
+        raise DatasetError(
+            f"{short_path(str(path))}: header: null needs the names of the columns: set "
+            "prompts.dataset_options to {header: null, names: [problem, answer]}"
+        )
+    if in_python := _is_for_python_engine(given):
+        given.setdefault("engine", "python")
+    known = set(inspect.signature(pandas.read_csv).parameters).difference(NOT_OF_A_HEADER)
+    of_header = {key: value for key, value in given.items() if key in known}
+    first = pandas.read_csv(path, **of_header | {"nrows": 1, "dtype": str})
+    if given.get("index_col") is None and not isinstance(first.index, pandas.RangeIndex):
+        _refuse_more_values(path, first)
+    if in_python:
+        given.setdefault("converters", dict.fromkeys(first, _as_written))
+    else:
+        given["features"] = datasets.Features(dict.fromkeys(first, datasets.Value("string")))
+    return given
+
+
+def _is_for_python_engine(options: Options) -> bool:
+    """Whether pandas reads with its engine in Python, which ignores the types of columns."""
+    separator = options.get("delimiter") or options.get("sep")
+    several = len(str(separator).encode()) > 1 and separator != r"\s+"  # so has None, to guess
+    return several or options.get("engine") == "python"
+
+
+def _as_written(value: Any) -> Any:
+    """A value of a CSV file as text: pandas converts it no further."""
+    return value
+
+
+def _refuse_more_values(path: Path, first: Any) -> None:
+    """Refuse a table whose first row has more values than columns: pandas makes an index of those
+    at its beginning."""
+    row, columns = first.reset_index().iloc[0].tolist(), list(first.columns)
+    raise DatasetError(
+        f"{short_path(str(path))} row 0: {len(row)} values, {shown(row)}, for {len(columns)} "
+        f"columns, {shown(columns)}: put values that contain the separator in quotes, or name every"
+        " column in the header"
+    )
 
 
 def _parquet_rows(path: Path, source: str, limit: int | None, select: Select) -> TableRows:
@@ -262,6 +365,7 @@ def _parquet_rows(path: Path, source: str, limit: int | None, select: Select) ->
 def _jsonl_rows(path: Path, source: str, limit: int | None, select: Select) -> MappingRows:
     rows: list[Mapping[str, Any]] = []
     lines: list[int] = []
+    wanted: Collection[str] | None = None
     for number, text in _numbered_lines(path, source):
         if limit is not None and len(rows) == limit:
             break
@@ -277,9 +381,10 @@ def _jsonl_rows(path: Path, source: str, limit: int | None, select: Select) -> M
             raise DatasetError(
                 f"{source}:{number}: found a {type(row).__name__}; every line is one JSON object"
             )
-        if select is not None:
+        if select is not None and wanted is None:
             wanted = select(row)
-            row = {column: value for column, value in row.items() if column in wanted}
+        if wanted is not None and all(column in row for column in wanted):
+            row = {column: row[column] for column in row if column in wanted}
         rows.append(row)
         lines.append(number)
     return MappingRows(rows, source, lines)

@@ -274,9 +274,10 @@ DATA_SUFFIXES = tuple(
 def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
     """Make the relative paths of a recipe layer absolute, in place.
 
-    These are files of prompts and benchmarks, `eval.data_folder`, `file.py:function`, and models
-    and tokenizers that begin with a dot: `owner/name` is a hub id. Values of a wrong type are left
-    for the validation.
+    These are files and folders of prompts and benchmarks, `eval.data_folder`, `file.py:function`,
+    and models and tokenizers that begin with a dot: `owner/name` is a hub id. So it is for prompts,
+    unless there is such a folder; the name of a benchmark stays one. Values of a wrong type are
+    left for the validation.
     """
 
     def absolute(path: str) -> str:
@@ -285,7 +286,12 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
         return os.path.abspath(folder / path)
 
     def of_data(path: str) -> str:
-        return absolute(path) if path.endswith(DATA_SUFFIXES) or path.startswith(".") else path
+        is_local = path.endswith(DATA_SUFFIXES) or path.startswith(".")
+        is_folder = path != "" and os.path.isdir(folder / path)
+        return absolute(path) if is_local or is_folder else path
+
+    def of_benchmark(path: str) -> str:
+        return of_data(path) if "/" in path or path.endswith((".", *DATA_SUFFIXES)) else path
 
     def of_model(path: str) -> str:
         return absolute(path) if path.startswith(".") else path
@@ -306,7 +312,7 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
     _change(layer, "eval", "reward", of_function)
     for each in _listed(layer, "reward", "function"):
         _change({"reward": each}, "reward", "function", of_function)
-    _change(layer, "eval", "benchmarks", of_data)
+    _change(layer, "eval", "benchmarks", of_benchmark)
     _change(layer, "eval", "data_folder", absolute)
 
 

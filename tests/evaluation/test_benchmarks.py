@@ -6,7 +6,12 @@ import pytest
 from stand_ins import SIZES, write_benchmarks
 
 from grpo_replay.errors import DatasetError, RecipeError
-from grpo_replay.evaluation.benchmarks import BENCHMARKS, find_benchmarks, load_problems
+from grpo_replay.evaluation.benchmarks import (
+    BENCHMARKS,
+    find_benchmarks,
+    load_problems,
+    local_file,
+)
 from grpo_replay.recipe import EvalSection, PromptsSection
 
 
@@ -68,6 +73,47 @@ def test_a_users_file_may_have_other_field_names(tmp_path):
     assert [p.answer for p in problems] == ["2", "4"]
     assert [p.problem_id for p in load(str(path), **fields, id_field="k")] == ["x", "y"]
     assert names(str(path)) == ["mine"]
+
+
+def test_a_folder_is_read_as_one_of_prompts(tmp_path, monkeypatch):
+    folder = tmp_path / "held.out"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl").write_text(f'{{"question": "{name}", "answer": "1 #### 2"}}\n')
+    monkeypatch.chdir(tmp_path)
+    for word in (str(folder), "./held.out", "../" + tmp_path.name + "/held.out"):
+        assert names(word) == ["held.out"]
+        problems = load(word)
+        assert [(p.problem_id, p.text, p.answer) for p in problems] == [
+            ("0", "a", "2"), ("1", "b", "2"),
+        ]  # fmt: skip
+    wanted = settings(str(folder))
+    (benchmark,) = find_benchmarks(wanted)
+    assert local_file(benchmark, wanted) == folder
+    (tmp_path / "math500").mkdir()
+    assert find_benchmarks(settings("math500"))[0].source == "HuggingFaceH4/MATH-500"
+    with pytest.raises(RecipeError, match=r"no benchmark './none'.*, or a file .*, or a folder"):
+        names("./none")
+    with pytest.raises(RecipeError, match="'mean' in the report"):
+        (tmp_path / "mean").mkdir()
+        names("./mean")
+
+
+def test_a_file_is_read_as_the_training_file_of_its_kind(tmp_path):
+    path = tmp_path / "test.csv"
+    path.write_bytes("frage;lösung\n1+1, or 2?;007\n".encode("latin-1"))
+    (tmp_path / "plain.jsonl").write_text('{"frage": "1+1", "lösung": "2"}\n')
+    (tmp_path / "tabs.tsv").write_text("frage\tlösung\n1+1\t2\n")
+    options = {"sep": ";", "encoding": "latin-1", "split": "train[:-1]"}
+    fields = {"problem_field": "frage", "answer_field": "lösung"}
+    one = PromptsSection(source="train.csv", dataset_options=options, **fields)
+    listed = [{"source": "owner/name"}, {"source": "train.csv", "dataset_options": options}]
+    for prompts in (one, PromptsSection(source=listed, **fields)):
+        for name, answer in (("test.csv", "007"), ("plain.jsonl", "2"), ("tabs.tsv", "2")):
+            wanted = settings(str(tmp_path / name))
+            (benchmark,) = find_benchmarks(wanted, prompts)
+            (problem,) = load_problems(benchmark, wanted)
+            assert problem.answer == answer
 
 
 def test_two_files_with_the_same_name_are_refused(tmp_path):

@@ -407,6 +407,59 @@ def test_columns_of_open_instruct_are_found_and_unknown_ones_are_named(jsonl, to
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("whole_rows", [True, False])
+def test_the_columns_of_the_first_row_are_those_of_every_row(jsonl, tokenizer, whole_rows):
+    rows = [
+        {"question": "1+1", "answer": "2"},
+        {"question": "2+2", "prompt": "ignored", "answer": "4"},
+    ]
+    path = jsonl(*rows)
+    chosen = section(path, user_template="{problem}")
+    prompts = load_prompts(chosen, tokenizer, 0, whole_rows).sample(2)
+    assert [(p.text, p.answer) for p in prompts] == [("1+1", "2"), ("2+2", "4")]
+    refused(jsonl(*rows, {"prompt": "3+3", "ask": "x", "answer": "6"}), tokenizer,
+            r"jsonl:3: no field 'question'; there are: prompt, ask, answer$")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("frage;lösung\n1+1, or 2?;007\nNA;1.50\n", {"sep": ";", "encoding": "latin-1"}),
+        ("frage|lösung\n1+1, or 2?|007\nNA|1.50\n", {"delimiter": "|"}),
+        ('"1+1, or 2?",007\nNA,1.50\n', {"header": None, "names": ["frage", "lösung"]}),
+        ('# made by hand\nfrage,lösung\n"1+1, or 2?",007\nNA,1.50\n', {"skiprows": 1}),
+        ("frage;lösung\n1+1, or 2?;007\nNA;1.50\n", {"sep": None, "engine": "python"}),
+        ("frage; lösung\n1+1, or 2?; 007\nNA; 1.50\n", {"sep": "; "}),
+    ],
+)
+def test_a_csv_file_is_read_with_the_options_of_pandas(tmp_path, tokenizer, text, options):
+    path = tmp_path / "own.csv"
+    path.write_text(text, encoding=options.get("encoding", "utf-8"))
+    chosen = section(str(path), problem_field="frage", answer_field="lösung",
+                     user_template="{problem}", dataset_options=options)  # fmt: skip
+    prompts = load_prompts(chosen, tokenizer, 0).sample(9)
+    assert [(p.text, p.answer) for p in prompts] == [("1+1, or 2?", "007"), ("NA", "1.50")]
+
+
+def test_a_csv_file_without_names_of_columns_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "own.csv"
+    path.write_text("1+1,2\n")
+    refused(str(path), tokenizer, r"own\.csv: header: null needs the names .*names: \[problem,",
+            dataset_options={"header": None})  # fmt: skip
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_commas_without_quotes_are_refused(tmp_path, tokenizer, in_folder):
+    """pandas would take "What is 1" for the name of the row."""
+    path = tmp_path / "own.csv"
+    path.write_text("question,answer\nWhat is 1,000+1?,1001\nWhat is 2,000+1?,2001\n")
+    refused(str(tmp_path if in_folder else path), tokenizer,
+            r"own\.csv row 0: 3 values, \['What is 1', '000\+1\?', '1001'\], for 2 columns, "
+            r"\['question', 'answer'\]: put values that contain the separator in ")  # fmt: skip
+    path.write_text("question,answer\n1+1,2\nWhat is 2,000+1?,2001\n")
+    refused(str(path), tokenizer, "own.csv: cannot be read: .*Expected 2 fields in line 3, saw 3")
+
+
 def test_duplicates_and_characters_without_a_token_are_counted(jsonl, tokenizer):
     rows = [("What is 1+1?", "2"), ("what is 1 + 1?", "2"), ("What  is 1+1?", "3"), ("é+1", "ü")]
     path = jsonl(*({"problem": problem, "answer": answer} for problem, answer in rows))
@@ -467,6 +520,29 @@ def test_parquet_with_bad_rows_names_file_and_row(tokenizer, tmp_path):
     refused(path, tokenizer, r"no column 'solution'; there are", answer_field="solution")
     (tmp_path / "text.parquet").write_text("not parquet")
     refused(str(tmp_path / "text.parquet"), tokenizer, "not a readable Parquet file")
+
+
+def test_values_of_csv_files_in_a_folder_are_text(tmp_path, tokenizer):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.csv").write_text(f"problem;answer\n{name};007\n")
+    chosen = section(str(tmp_path), dataset_options={"sep": ";"})
+    prompts = load_prompts(chosen, tokenizer, 0).sample(2)
+    assert sorted(p.answer for p in prompts) == ["007", "007"]
+
+
+def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.json").write_text('[{"problem": "2+1", "answer": "3"}]')
+    (tmp_path / "config.json").write_text("{}")
+    assert len(load_prompts(section(str(tmp_path)), tokenizer, 0)) == 2
+    (tmp_path / "b.csv").write_text("problem,answer\n1+2,3\n")
+    refused(str(tmp_path), tokenizer, r"has files of two kinds, more/a\.json and b\.csv, of which "
+            "one would be left out: move one kind to another folder; prompts")  # fmt: skip
+    card = "---\nconfigs:\n- config_name: default\n  data_files: b.csv\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1, or\\n2, or 3", "answer": "2"}\n')
+    assert len(load_prompts(section(str(tmp_path)), tokenizer, 0)) == 1
 
 
 def test_missing_sources_are_reported(tokenizer, tmp_path, jsonl):

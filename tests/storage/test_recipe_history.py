@@ -85,3 +85,16 @@ def test_two_changes_are_both_kept(run):
     history = read_history(run)
     assert [history.at(step).run.steps for step in (6, 7, 10)] == [30, 40, 40]
     assert [history.at(step).replay.ratio for step in (9, 10)] == [1.0, 0.2]
+
+
+def test_relative_paths_after_set_start_at_the_working_directory(run, monkeypatch):
+    folder = run / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    words = ["eval.benchmarks=[test.jsonl]", "reward.function=x/r.py:f"]
+    resumed = recipe_to_resume(run, None, words)
+    assert resumed.eval.benchmarks == [f"{folder}/test.jsonl"]
+    record_recipe(run, resumed, 6)
+    assert recipe_to_resume(run, None, []) == resumed
+    assert resumed.reward.main_function == f"{folder}/x/r.py:f"
+    assert recipe_to_resume(run, "tiny", [*STARTED_WITH, *words]) == resumed
