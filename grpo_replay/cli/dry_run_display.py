@@ -49,14 +49,17 @@ def run(
     trained_tokens_per_second: float | None = None,
     ranks_of_nodes: Sequence[int] | None = None,
     sample: int | None = None,
+    resume: bool = False,
 ) -> int:
     """Print what the recipe needs; returns 0 if nothing was found that would stop the run, else
-    the exit code that it would end with, 2 or 3."""
+    the exit code that it would end with, 2 or 3. With an `output_dir`, whether the run may begin
+    there, or go on, is checked too."""
     place = Path(output_dir) if output_dir else DEFAULT_OUTPUT
     known = Known(generated_tokens_per_second, trained_tokens_per_second)
     if from_run is not None:
         known = replace(known, **_measured(from_run))
-    found = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample)
+    of_folder = resume if output_dir else None
+    found = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample, of_folder)
     report = found.to_json()
     if as_json:
         print_json(report)
@@ -268,7 +271,8 @@ def _verdict(report: Mapping[str, Any]) -> Iterable[str]:
             yield f"[red]does not fit[/]: {peak}{text}"
     if report["first_look"] is not None:
         look = report["first_look"]
-        yield f"[bold {'green' if look['can_learn'] else 'yellow'}]first look[/]: {look['verdict']}"
+        good = look["can_learn"] and look["correct"]
+        yield f"[bold {'green' if good else 'yellow'}]first look[/]: {look['verdict']}"
     if report["advice"] is not None:
         yield _advice(report["advice"])
     if report["fits"] is False:

@@ -87,7 +87,7 @@ def _dry_run(recipe: Recipe, options: TrainOptions) -> int:
     return report(
         recipe, options.as_json, options.gpu_memory_gib, options.output_dir, options.from_run,
         options.generated_tokens_per_second, options.trained_tokens_per_second,
-        _ranks_of_nodes(recipe.engine.num_processes, options), options.sample,
+        _ranks_of_nodes(recipe.engine.num_processes, options), options.sample, options.resume,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -54,17 +55,10 @@ class LoraAdapters:
         Raises RecipeError if peft is not installed, or for a target that the model does not have.
         """
         try:
-            from peft import LoraConfig, get_peft_model
+            from peft import get_peft_model
         except ImportError as error:
             raise RecipeError(MISSING_PEFT) from error
-        config = LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,
-            target_modules=lora_targets(model, settings.targets),
-            lora_dropout=settings.dropout,
-            task_type="CAUSAL_LM",
-            **settings.others,
-        )
+        config = lora_config(settings, lora_targets(model, settings.targets))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # The engine decides the precision: DeepSpeed holds fp32 master weights of bf16 ones.
@@ -107,6 +101,34 @@ class LoraAdapters:
         the model."""
         state = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         self._wrapped.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
+
+
+@contextmanager
+def refused_as(section: str) -> Iterator[None]:
+    """Within, what a library says against its settings becomes a RecipeError of that section."""
+    try:
+        yield
+    except ValidationError as error:
+        each = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise RecipeError(f"{section}: {'; '.join(each)}; correct or remove it") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RecipeError(f"{section}: {error}; correct or remove it") from error
+
+
+def lora_config(settings: LoraSection, targets: Sequence[str] | None) -> Any:
+    """peft's configuration of adapters on the layers `targets`. Raises RecipeError for settings
+    that peft does not take."""
+    from peft import LoraConfig
+
+    with refused_as("model.lora"):
+        return LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules=targets,
+            lora_dropout=settings.dropout,
+            task_type="CAUSAL_LM",
+            **settings.others,
+        )
 
 
 def is_adapter(name: str) -> bool:

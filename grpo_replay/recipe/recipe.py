@@ -338,6 +338,14 @@ def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
     if lora.rank is None:
         for name, value in given.items():
             yield f"model.lora.{name} {value} without model.lora.r: set the rank, for example r: 16"
+        return
+    targets: Any = lora.targets
+    is_list = isinstance(targets, list) and all(isinstance(each, str) for each in targets)
+    if targets is not None and not is_list:
+        yield (
+            f"model.lora.target_modules {targets!r}: a list of names is expected, such as "
+            "[q_proj, v_proj], or null for all linear layers but the output head"
+        )
 
 
 def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:

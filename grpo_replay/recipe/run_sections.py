@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo_replay.recipe.base import GIVEN, Passthrough, Positive, Section
 from grpo_replay.recipe.open_lists import VERIFIERS
@@ -22,6 +22,13 @@ class AdamwOptions(Passthrough):
         betas: list[float] = GIVEN
         eps: float = GIVEN
         weight_decay: float = GIVEN
+
+    @model_validator(mode="after")
+    def _has_two_betas(self) -> "AdamwOptions":
+        numbers = [each for each in self.betas if type(each) in (int, float)]
+        if len(numbers) != 2 or numbers != self.betas:
+            raise ValueError(f"betas {self.betas!r}: two numbers are expected, as [0.9, 0.999]")
+        return self
 
 
 class ZeroSection(Passthrough):

@@ -19,6 +19,7 @@ from grpo_replay.engine.models import (
     load_tokenizer,
     resolve_model_path,
 )
+from grpo_replay.engine.passed_settings import check_passed_settings
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import Recipe
@@ -89,6 +90,7 @@ class RunOpener:
         is resumed. What comes after the checkpoint is removed only then. Collective."""
         recipe, comm, position = self.recipe, self.comm, self.comm.position
         self._load_named_functions()
+        check_passed_settings(recipe, self.stage, self.device.type == "cuda")
         start = take_directory(recipe, self.run_dir, comm, resume, self.stack)
         self.notices += start.notices
         tokenizer = load_tokenizer(recipe.model)

@@ -481,6 +481,24 @@ def test_relative_paths_of_a_file_start_at_its_folder_and_of_set_at_the_working_
     assert load_recipe(str(saved)).model_dump() == recipe.model_dump()
 
 
+def test_a_folder_of_data_beside_a_recipe_is_made_absolute(tmp_path, monkeypatch):
+    """A hub id with the name of such a folder means the folder, and names of benchmarks stay."""
+    for name in ("data/test", "tiny"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "own.yaml").write_text(
+        "prompts: {source: [data, {source: data/test}, openai/gsm8k]}\n"
+        "eval: {benchmarks: [tiny, data/test, ./data]}\n"
+    )
+    recipe = load_recipe(str(tmp_path / "own.yaml"))
+    assert recipe.prompts.source_names == (
+        *(f"{tmp_path}/data", f"{tmp_path}/data/test"),
+        "openai/gsm8k",
+    )
+    assert recipe.eval.benchmarks == ["tiny", f"{tmp_path}/data/test", f"{tmp_path}/data"]
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("own.yaml", ["prompts.source=data"]).prompts.source == f"{tmp_path}/data"
+
+
 @pytest.mark.parametrize("source", ["owner/name", "builtin:tiny", "/data/x.jsonl", "~/x.jsonl"])
 def test_hub_ids_and_absolute_paths_are_left_as_they_are(tmp_path, source):
     (tmp_path / "own.yaml").write_text(f"prompts: {{source: '{source}'}}\nname: own\n")
@@ -508,3 +526,21 @@ def test_a_file_of_data_is_no_recipe_and_lr_is_the_learning_rate(tmp_path):
         load_recipe(str(path))
     with pytest.raises(RecipeError, match=r"optimizer\.lr is optimizer\.learning_rate here"):
         load_recipe("tiny", ["optimizer.lr=1e-5"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["optimizer.adamw.betas=[0.9]"], r"betas \[0.9\]: two numbers are expected"),
+        (["optimizer.adamw.betas=[0.9,high]"], "two numbers are expected"),
+        (
+            ["model.lora.r=4", "model.lora.target_modules=q_proj"],
+            "model.lora.target_modules 'q_proj': a list of names is expected",
+        ),
+        (["model.lora={r: 4, target_modules: [1]}"], "a list of names is expected"),
+        (["model.lora={r: 4, target_modules: 3}"], "target_modules 3: a list of names is expected"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_the_recipe_is_read(overrides, told):
+    with pytest.raises(RecipeError, match=told):
+        load_recipe("tiny", overrides)

@@ -9,7 +9,7 @@ at the parts of the recipe, `planner` at the device of one rank, `estimates` at 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_replay.errors import GrpoReplayError, ModelError, RecipeError
 from grpo_replay.lab.dry_run.estimates import (
@@ -28,7 +28,7 @@ from grpo_replay.lab.dry_run.estimates import (
     expected_of,
     known_gpu,
 )
-from grpo_replay.lab.dry_run.first_look import FirstLook, first_look
+from grpo_replay.lab.dry_run.first_look import FirstLook, first_look, no_look_at
 from grpo_replay.lab.dry_run.planner import (
     DTYPE_BYTES,
     ROOM,
@@ -46,6 +46,9 @@ from grpo_replay.lab.dry_run.planner import (
 )
 from grpo_replay.recipe import ModelSection, Recipe, RunSection, SamplingSection
 from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, to_gib
+
+if TYPE_CHECKING:
+    from grpo_replay.prompts.prompt_set import PromptSet
 
 DEFAULT_OUTPUT = Path("runs")
 SMALLEST_DEFAULT_GIB = 75
@@ -91,12 +94,14 @@ def dry_run(
     known: Known | None = None,
     ranks_of_nodes: Sequence[int] | None = None,
     sample: int | None = None,
+    resume: bool | None = None,
 ) -> DryRunReport:
     """The report. With `gpu_memory_gib`, assume GPUs of that size. The free disk space is that of
     `output_dir`, which need not exist. `ranks_of_nodes`: one node of `engine.num_processes` if
-    None. With `sample`, a run that would start takes a first look at so many groups.
+    None. With `sample`, a run that would start takes a first look at so many groups. `resume` is
+    whether the run goes on in `output_dir` or begins there; if None, it is given another folder.
     """
-    from grpo_replay.lab.dry_run.start_checks import check_disk_space, check_parts
+    from grpo_replay.lab.dry_run.start_checks import check_disk_space
 
     sampling, findings, known = recipe.sampling, Findings(), known or Known()
     machines = find_machines(
@@ -105,7 +110,7 @@ def dry_run(
         sampling.servers_launched * sampling.vllm.tensor_parallel_size,
         gpu_memory_gib,
     )
-    prompts = check_parts(recipe, with_known_model(recipe.model), machines, findings)
+    prompts = _check_start(recipe, output_dir, resume, machines, findings)
     if prompts is not None:
         known = replace(known, prompt_tokens=prompts.mean_prompt)
     plan = _try_plan(recipe, machines, findings)
@@ -127,6 +132,17 @@ def dry_run(
         first_look=None if look is None else look.describe(),
         **figures,
     )
+
+
+def _check_start(
+    recipe: Recipe, output_dir: Path, resume: bool | None, machines: Machines, findings: Findings
+) -> "PromptSet | None":
+    """What is found before memory, in the order of a run: the first problem has its exit code."""
+    from grpo_replay.lab.dry_run.start_checks import check_output_directory, check_parts
+
+    if resume is not None:
+        check_output_directory(recipe, output_dir, resume, machines, findings)
+    return check_parts(recipe, with_known_model(recipe.model), machines, findings)
 
 
 def _advice(
@@ -171,6 +187,9 @@ def _try_look(
         return None, known
     if findings.exit_code or (plan is not None and not plan.fits):
         findings.unchecked.append("the first look: the run would not start")
+        return None, known
+    if (reason := no_look_at(recipe)) is not None:
+        findings.unchecked.append(f"the first look: {reason}")
         return None, known
     try:
         look, seen = first_look(recipe, sample)

@@ -68,11 +68,8 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     The time includes what only a first step does, so that later steps are rather faster. Needs the
     memory of the run. Raises UsageError for a recipe of several ranks, and what a run raises.
     """
-    ranks = recipe.engine.num_processes
-    if ranks > 1:
-        raise UsageError(
-            f"--sample looks in one process, engine.num_processes is {ranks}: add --num-processes 1"
-        )
+    if (reason := no_look_at(recipe)) is not None:
+        raise UsageError(reason)
     share = groups / recipe.sampling.prompts_per_step
     rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
     look = replace(judge(rollouts), example=_example(recipe.model, rollouts[0]))
@@ -83,6 +80,14 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     if mu := metrics["cost/mu"]:
         known["mu"] = mu
     return look, Known(measured=known, speed=_speed(metrics, share))
+
+
+def no_look_at(recipe: Recipe) -> str | None:
+    """Why there is no first look at a recipe; None if there is one."""
+    ranks = recipe.engine.num_processes
+    if ranks == 1:
+        return None
+    return f"--sample looks in one process, engine.num_processes is {ranks}: add --num-processes 1"
 
 
 def _example(model: ModelSection, rollout: Rollout) -> Example:
@@ -152,6 +157,7 @@ def judge(rollouts: Sequence[Rollout]) -> FirstLook:
         groups.setdefault(rollout.group_id, []).append(rollout)
     rates = np.array([group[0].group_correct / len(group) for group in groups.values()])
     correct = sum(group[0].group_correct for group in groups.values())
+    mixed = any(0 < group[0].group_correct < _rewarded(group) for group in groups.values())
     signal = sum(any(r.group_reward_std for r in group) for group in groups.values())
     cut_off = float(np.mean([r.finish_reason == "length" for r in rollouts]))
     return FirstLook(
@@ -165,13 +171,33 @@ def judge(rollouts: Sequence[Rollout]) -> FirstLook:
         prompt_tokens=float(np.mean([len(r.prompt_token_ids) for r in rollouts])),
         cut_off=cut_off,
         can_learn=signal > 0,
-        verdict=_verdict(len(rollouts), correct, len(groups), signal, cut_off),
+        verdict=_verdict(rollouts, correct, len(groups), signal, mixed, cut_off),
     )
 
 
-def _verdict(rollouts: int, correct: int, groups: int, signal: int, cut_off: float) -> str:
-    if signal:
+def _rewarded(rollouts: Sequence[Rollout]) -> int:
+    return sum(each.reward is not None for each in rollouts)
+
+
+def _verdict(
+    seen: Sequence[Rollout], correct: int, groups: int, signal: int, mixed: bool, cut_off: float
+) -> str:
+    """`mixed` is whether a group has both right and wrong rollouts."""
+    rollouts = len(seen)
+    if signal and mixed:
         text = f"{signal} of {groups} groups have signal: it can learn"
+    elif signal:
+        text = (
+            f"{correct} of {rollouts} succeed, and no group has both right and wrong rollouts: in "
+            f"{signal} of {groups} groups only other rewards than correctness differ, and it can "
+            "learn only those"
+        )
+    elif not _rewarded(seen):
+        verdicts = ", ".join(sorted({each.verdict for each in seen}))
+        text = (
+            f"no reward came for any of {rollouts} rollouts (verdict: {verdicts}): nothing to "
+            "learn from; mend the reward function"
+        )
     elif correct == 0:
         text = (
             f"no success in {rollouts}: it cannot learn; try an easier task, examples in "

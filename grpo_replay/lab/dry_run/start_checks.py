@@ -5,7 +5,7 @@ rewards, disk. Each adds sentences to the findings.
 import contextlib
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from grpo_replay.recipe import (
     RewardSection,
     SamplingSection,
 )
+from grpo_replay.recipe.input_sections import PromptSource
 from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.recipe import PACKING_ATTENTION
@@ -32,10 +33,13 @@ from grpo_replay.replay.priorities import load_priority
 from grpo_replay.rewards.scorer import RewardScorer, check_workers
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, notices_of_workers, try_rewards
 from grpo_replay.storage.atomic import free_bytes
-from grpo_replay.storage.checkpoint import to_gib
+from grpo_replay.storage.checkpoint import list_checkpoints, read_state, to_gib
+from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
+from grpo_replay.terminal.quiet import quiet_libraries
 
 if TYPE_CHECKING:
+    from grpo_replay.evaluation.benchmarks import Benchmark, EvaluationPlan
     from grpo_replay.prompts.prompt_set import PromptSet
 
 _ATTENTION_PACKAGES = {
@@ -50,6 +54,7 @@ def check_parts(
     """Check every part of the recipe. `known_model` is its model, or the shipped configuration
     that stands for it. Returns the prompts if they could be read."""
     from grpo_replay.engine.deepspeed_engine import notices_of_precision
+    from grpo_replay.engine.passed_settings import check_passed_settings
     from grpo_replay.sampling.sampler_protocol import find_stop_tokens, sampler_class
 
     stage = recipe.zero_stage(machines.total_ranks)
@@ -59,9 +64,9 @@ def check_parts(
     for sentence in missing_trackers(recipe.tracking):
         _missing(sentence, machines, findings)
     _check_packing(recipe.batch, recipe.model.attn_implementation, findings)
-    _attempt(lambda: load_priority(recipe.replay.priority), findings)
-    _attempt(lambda: ADVANTAGES.load(recipe.advantage.estimator), findings)
-    _attempt(lambda: LOSSES.load(recipe.loss.kind), findings)
+    _check_named_functions(recipe, findings)
+    with quiet_libraries():
+        _attempt(lambda: check_passed_settings(recipe, stage, machines.on_cuda), findings)
     tokenizer = _check_tokenizer(recipe.model, findings)
     if tokenizer is not None and recipe.sampling.stop_tokens is not None:
         stop_tokens = recipe.sampling.stop_tokens
@@ -69,16 +74,25 @@ def check_parts(
     _check_model(recipe.model, known_model, recipe.longest_sequence, machines, findings)
     sampler = sampler_class(recipe.sampling)
     _attempt(lambda: sampler.refuse_model(recipe.model), findings, recipe.model.path, "sampler")
-    prompts = _check_prompts(recipe.prompts, recipe.run.seed, tokenizer, findings)
-    held_out = _check_benchmarks(recipe.eval, recipe.prompts, findings)
+    prompts = _check_prompts(
+        recipe.prompts, recipe.run.seed, recipe.reward.reads_rows, tokenizer, findings
+    )
+    evaluation, held_out = _plan_evaluation(recipe, tokenizer, findings)
     if prompts is not None:
         notices = prompts.notices_of_use(recipe.sampling.prompts_per_step, held_out)
         findings.assumptions += notices
     known = recipe.model_copy(update={"model": known_model})
-    _check_room(known, None if prompts is None else prompts.longest_prompt, findings)
+    longest = None if prompts is None else prompts.longest_prompt
+    _check_room(known, longest, 1 if evaluation is None else evaluation.longest_prompt, findings)
     own = recipe.reward, recipe.eval.verifier if recipe.eval.benchmarks else None
-    check_rewards(*own, prompts, machines, findings)
+    check_rewards(*own, prompts, evaluation, machines, findings)
     return prompts
+
+
+def _check_named_functions(recipe: Recipe, findings: Findings) -> None:
+    _attempt(lambda: load_priority(recipe.replay.priority), findings)
+    _attempt(lambda: ADVANTAGES.load(recipe.advantage.estimator), findings)
+    _attempt(lambda: LOSSES.load(recipe.loss.kind), findings)
 
 
 def _missing(sentence: str, machines: Machines, findings: Findings) -> None:
@@ -103,6 +117,43 @@ def _attempt(
         else:
             findings.refuse(error)
         return None
+
+
+def check_output_directory(
+    recipe: Recipe, folder: Path, resume: bool, machines: Machines, findings: Findings
+) -> None:
+    """Whether the run may begin in the folder, or go on there with this recipe. A new run on
+    another machine may find that machine's own folder there."""
+    run_dir = RunDirectory(folder)
+    if resume and not run_dir.is_unborn:
+        notices = _attempt(lambda: _notices_of_resume(recipe, run_dir), findings)
+        findings.assumptions += notices or []
+        return
+    try:
+        run_dir.refuse_occupied()
+    except OutputDirectoryError as error:
+        if machines.elsewhere:
+            findings.unchecked.append(f"on this machine: {error}")
+        else:
+            findings.refuse(error)
+
+
+def _notices_of_resume(recipe: Recipe, run_dir: RunDirectory) -> list[str]:
+    """Notices if the reward is another than at the last checkpoint. Raises RecipeError for a recipe
+    with which the run in the directory cannot go on. Files are not verified."""
+    from grpo_replay.training.resuming import refuse_other_rules, refuse_other_unit
+    from grpo_replay.training.reward_watch import notices_of_change, reward_facts
+
+    refuse_other_rules(recipe, run_dir.path)
+    refuse_other_unit(recipe.draws_per_step, run_dir.path)
+    checkpoints = list_checkpoints(run_dir.checkpoints)
+    if not checkpoints:
+        return []
+    with RewardScorer.open(recipe.reward.model_copy(update={"workers": 1})) as scorer:
+        now = reward_facts(recipe.reward, scorer.sources())
+    before = read_state(checkpoints[-1]).reward
+    kept = recipe.replays and recipe.checkpoint.restore_buffer
+    return notices_of_change(checkpoints[-1], before, now, kept)
 
 
 def check_disk_space(
@@ -273,22 +324,25 @@ def _weights_are_cached(path: str, revision: str | None) -> bool:
 
 
 def _check_prompts(
-    section: PromptsSection, seed: int, tokenizer: Any, findings: Findings
+    section: PromptsSection, seed: int, whole_rows: bool, tokenizer: Any, findings: Findings
 ) -> "PromptSet | None":
     """Read local prompts in full, as the run would; None if they cannot be read. Of a hub dataset,
-    check only the columns."""
+    check only the columns; if other sources are local, their rows are read too."""
+    from grpo_replay.prompts.prompt_set import load_prompts, read_problems
+
     names = ", ".join(section.source_names)
     on_hub = [each for each in section.sources if is_on_hub(str(each.source))]
     for each in on_hub:
         _check_hub_columns(each, findings)
     if on_hub:
+        if local := _local_sources(section):
+            rows_of = section.model_copy(update={"source": local})
+            _attempt(lambda: read_problems(rows_of, seed), findings)
         return None
     if tokenizer is None:
         findings.unchecked.append(f"prompts of {names}: reading them needs the tokenizer")
         return None
-    from grpo_replay.prompts.prompt_set import load_prompts
-
-    prompts = _attempt(lambda: load_prompts(section, tokenizer, seed), findings)
+    prompts = _attempt(lambda: load_prompts(section, tokenizer, seed, whole_rows), findings)
     if prompts is not None and prompts.skipped_too_long:
         findings.assumptions.append(
             f"{len(prompts)} prompts; {prompts.skipped_too_long} longer than "
@@ -300,17 +354,43 @@ def _check_prompts(
     return prompts
 
 
-def _check_benchmarks(
-    settings: EvalSection, prompts: PromptsSection, findings: Findings
+def _local_sources(section: PromptsSection) -> list[PromptSource]:
+    """Those of a list of sources that are not on the hub."""
+    listed = section.source if isinstance(section.source, list) else []
+    return [each for each in listed if not is_on_hub(each.source)]
+
+
+def _plan_evaluation(
+    recipe: Recipe, tokenizer: Any, findings: Findings
+) -> "tuple[EvaluationPlan | None, set[tuple[str, str]]]":
+    """The plan of the run's evaluations, None if a benchmark or the tokenizer is not here; and
+    (benchmark, text) of the problems that are."""
+    from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file, plan_evaluation
+
+    settings, prompts, sampling = recipe.eval, recipe.prompts, recipe.sampling
+    benchmarks = _attempt(lambda: find_benchmarks(settings, prompts), findings) or ()
+    local = [
+        each
+        for each in benchmarks
+        if each.source == "builtin" or _attempt(partial(local_file, each, settings), findings)
+    ]
+    plan = None
+    if local and len(local) == len(benchmarks) and tokenizer is not None:
+        whole = tokenizer, settings, prompts, sampling, recipe.reward.correct
+        plan = _attempt(lambda: plan_evaluation(*whole), findings)
+    if plan is None:
+        return None, _local_problems(local, settings, findings)
+    return plan, plan.problem_texts
+
+
+def _local_problems(
+    benchmarks: "Sequence[Benchmark]", settings: EvalSection, findings: Findings
 ) -> set[tuple[str, str]]:
-    """(benchmark, text) of the problems of benchmarks that are not on the hub."""
-    from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems, local_file
+    """(benchmark, text) of their problems, which are read alone."""
+    from grpo_replay.evaluation.benchmarks import load_problems
 
     found: set[tuple[str, str]] = set()
-    for each in _attempt(lambda: find_benchmarks(settings, prompts), findings) or ():
-        here = each.source == "builtin" or _attempt(partial(local_file, each, settings), findings)
-        if not here:
-            continue
+    for each in benchmarks:
         problems = _attempt(partial(load_problems, each, settings), findings)
         found |= {(each.name, problem.text) for problem in problems or ()}
     return found
@@ -345,9 +425,12 @@ def _check_hub_columns(section: PromptsSection, findings: Findings) -> None:
         )
 
 
-def _check_room(known: Recipe, longest_prompt: int | None, findings: Findings) -> None:
+def _check_room(
+    known: Recipe, longest_prompt: int | None, longest_evaluated: int, findings: Findings
+) -> None:
     """Whether prompts and completions fit in the model, by the rule that a run applies when it
-    starts. `longest_prompt` is None if the prompts were not read."""
+    starts. `longest_prompt` is None if the prompts were not read; `longest_evaluated` is that of
+    the benchmarks, 1 if they were not read."""
     from grpo_replay.sampling.sampler_protocol import (
         check_evaluation_room,
         check_training_room,
@@ -359,7 +442,7 @@ def _check_room(known: Recipe, longest_prompt: int | None, findings: Findings) -
         room = model_length(*parts)
     except GrpoReplayError:
         return  # reported with the sizes of the model
-    completion = known.sampling.max_completion_length
+    completion, before = known.sampling.max_completion_length, len(findings.problems)
     if longest_prompt is not None or completion >= room:
         prompt = 1 if longest_prompt is None else longest_prompt
         _attempt(lambda: check_training_room(*parts, prompt), findings)
@@ -369,21 +452,25 @@ def _check_room(known: Recipe, longest_prompt: int | None, findings: Findings) -
             f"they would exceed the {room} tokens that {known.model.path} has room for, and the "
             "run would stop at its start"
         )
-    same = known.eval.max_completion_length is None and completion >= room  # said of training
-    if known.eval.benchmarks and not same:
-        _attempt(lambda: check_evaluation_room(*parts, 1, known.eval), findings)
+    said = known.eval.max_completion_length is None and len(findings.problems) > before
+    if known.eval.benchmarks and not said:
+        _attempt(lambda: check_evaluation_room(*parts, longest_evaluated, known.eval), findings)
 
 
 def check_rewards(
     section: RewardSection,
     of_eval: str | None,
     prompts: "PromptSet | None",
+    evaluation: "EvaluationPlan | None",
     machines: Machines,
     findings: Findings,
 ) -> None:
     """Load and try the reward functions in a worker process, as a run does, and that of evaluations
-    (None: nothing is evaluated). Without prompts, which only the run will read, functions are only
-    loaded. The number of workers is only compared with the cores of the machine of the run."""
+    (None: nothing is evaluated). Without prompts and without a plan of the evaluations, which only
+    the run will read, functions are only loaded. The number of workers is only compared with the
+    cores of the machine of the run."""
+    from grpo_replay.training.reward_watch import notices_of_verifier
+
     sampled = () if prompts is None else prompts.sample(CHECKED_ANSWERS)
     total = 0 if prompts is None else len(prompts)
     try:
@@ -391,7 +478,10 @@ def check_rewards(
             findings.assumptions += notices_of_workers(section.workers, max(machines.ranks))
             check_workers(section.workers)
         _try_rewards(section, Sample(sampled, total, "prompts.source"), findings)
-        if of_eval is not None and of_eval not in BUILTIN_VERIFIERS:
+        if of_eval is not None and evaluation is not None:
+            notices = notices_of_verifier(of_eval, section, evaluation)
+            findings.assumptions += [each for each in notices if each not in findings.assumptions]
+        elif of_eval is not None and of_eval not in BUILTIN_VERIFIERS:
             _try_rewards(section.alone(of_eval), Sample((), 0, "eval.benchmarks"), findings)
     except GrpoReplayError as error:
         findings.refuse(error)

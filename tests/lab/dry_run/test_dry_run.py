@@ -27,6 +27,7 @@ from grpo_replay.lab.dry_run.planner import (
     Machines,
     advice_on_threads,
     advise,
+    find_machines,
     plan_sampler,
     rungs,
 )
@@ -458,6 +459,70 @@ def test_benchmark_files_are_read_and_compared_with_the_prompts(tmp_path):
     assert any("none.csv does not exist" in problem for problem in report["problems"])
 
 
+def benchmark_of(tmp_path, terms: int) -> str:
+    file = tmp_path / "held_out.jsonl"
+    rows = [("1+2", "3"), ("+".join("1" * terms), str(terms))]
+    file.write_text("".join(json.dumps({"problem": p, "answer": a}) + "\n" for p, a in rows))
+    return f"eval.benchmarks=[{file}]"
+
+
+def test_a_problem_of_a_benchmark_that_is_too_long_stops_the_run(tmp_path):
+    """`1+…+1=` of 30 ones takes 60 tokens, of 16 allowed."""
+    report = report_of("tiny", benchmark_of(tmp_path, 30), "prompts.max_prompt_length=16")
+    (problem,) = report["problems"]
+    assert "benchmark 'held_out', problem '1': its prompt has 60 tokens, more than" in problem
+    assert report["exit_code"] == 3 and report["fits"] is False
+    assert report_of("tiny", benchmark_of(tmp_path, 4))["problems"] == []
+
+
+def test_an_evaluation_that_is_greedy_twice_stops_the_run():
+    report = report_of("tiny", "eval.greedy=true", "eval.temperature=0")
+    (problem,) = report["problems"]
+    assert "evaluates greedily twice: set only one" in problem and report["exit_code"] == 2
+    assert report_of("tiny", "eval.greedy=false", "eval.temperature=0")["problems"] == []
+
+
+def test_an_evaluated_prompt_and_its_completion_need_room_in_the_model(tmp_path):
+    """`1+…+1=` of 50 ones takes 100 tokens: of 128 positions, a completion has 28."""
+    own = [benchmark_of(tmp_path, 50), "prompts.max_prompt_length=110",
+           "batch.max_tokens_per_microbatch=400"]  # fmt: skip
+    assert report_of("tiny", *own, "eval.max_completion_length=28")["problems"] == []
+    (problem,) = report_of("tiny", *own, "eval.max_completion_length=29")["problems"]
+    assert "a prompt of 100 tokens and a completion of up to 29 are 129 tokens" in problem
+    assert "lower eval.max_completion_length for the evaluation" in problem
+
+
+def test_local_sources_beside_one_on_the_hub_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = report_of("tiny", "prompts.source=[./nothere.jsonl, openai/gsm8k]")
+    (problem,) = report["problems"]
+    assert "nothere.jsonl does not exist" in problem and report["exit_code"] == 3
+    Path("here.jsonl").write_text('{"problem": "1+1"}\n')
+    report = report_of("tiny", "prompts.source=[./here.jsonl, openai/gsm8k]")
+    assert any("here.jsonl:1" in each and "'answer'" in each for each in report["problems"])
+    Path("here.jsonl").write_text(f'{{"problem": "{"1+" * 300}1", "answer": "301"}}\n')
+    report = report_of(
+        "tiny", "prompts.source=[./here.jsonl, openai/gsm8k]", "prompts.id_field=null"
+    )
+    assert report["problems"] == [], "the other source may have shorter ones"
+    assert any("openai/gsm8k" in each for each in report["unchecked"])
+
+
+@pytest.mark.parametrize(("function", "columns"), [
+    ("minerva", {"problem", "answer"}), ("own.py:score", {"problem", "answer", "level"}),
+])  # fmt: skip
+def test_rows_are_read_as_by_the_run(tmp_path, monkeypatch, function, columns):
+    """A built-in verifier reads no column of its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text("def score(completion, answer, row):\n    return 1.0\n")
+    Path("rows.jsonl").write_text('{"problem": "1+1", "answer": "2", "level": 3}\n')
+    own = ["prompts.source=rows.jsonl", "prompts.id_field=null", f"reward.function={function}"]
+    recipe = load_recipe("tiny", own)
+    machines = find_machines("cpu", [1], 0, None)
+    prompts = checks.check_parts(recipe, recipe.model, machines, Findings())
+    assert set(prompts.sample(1)[0].row) == columns
+
+
 def own_additions(tmp_path, question: str) -> list[str]:
     file = tmp_path / "train.csv"
     rows = [f"{question.format(a=a, b=a + 7)},{2 * a + 7}" for a in range(20, 80)]
@@ -691,6 +756,13 @@ def test_json_is_one_document_on_stdout_and_the_exit_code_says_that_it_does_not_
     assert report["fits"] is False
     assert {"problems", "unchecked", "assumptions", "memory", "step", "replay", "storage", "time",
             "sampler", "model", "hardware", "advice", "exit_code"} <= set(report)  # fmt: skip
+
+
+def test_what_deepspeed_says_when_it_is_loaded_is_not_in_the_document():
+    """It is loaded for settings of its own, and would look for a GPU aloud."""
+    done = run_cli("tiny", "--dry-run", "--json", "--set", "engine.zero.overlap_comm=true",
+                   "--set", "eval.benchmarks=[]", CUDA_VISIBLE_DEVICES="")  # fmt: skip
+    assert json.loads(done.stdout)["fits"] is True and "Setting accelerator" not in done.stderr
 
 
 def test_the_screen_begins_with_the_problems_and_ends_with_the_answer():

@@ -55,3 +55,25 @@ def test_reward_functions_are_called_and_answers_graded(tmp_path, monkeypatch):
     assert "minerva can read none of 1 reference answers checked" in problem
     (problem,) = report_of("tiny", "reward.workers=100000")["problems"]
     assert "reward.workers 100000: this machine has" in problem
+
+
+def test_the_function_that_grades_evaluations_is_called_on_their_problems(tmp_path, monkeypatch):
+    (tmp_path / "graders.py").write_text(
+        "def graded(completion, answer):\n    raise ValueError('no grade for ' + answer)\n"
+        "def half(completion, answer):\n    return 0.5\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    report = report_of("tiny", "eval.reward=graders.py:graded")
+    (problem,) = report["problems"]
+    assert "graders.py:graded failed on all 4 rows that it was tried on" in problem
+    assert "ValueError: no grade for" in problem and report["exit_code"] == 2
+    report = report_of("tiny", "eval.reward=graders.py:half")
+    assert report["problems"] == []
+    assert sum("half gives 0.5 at most" in each for each in report["assumptions"]) == 1
+
+
+def test_how_evaluations_are_graded_is_said_as_at_the_start(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("def score(completion, answer):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    said = report_of("tiny", "reward.function=own.py:score")["assumptions"]
+    assert any("evaluations are graded by math_verify" in each for each in said)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.errors import UsageError
-from grpo_replay.lab.dry_run.first_look import first_look, judge
+from grpo_replay.lab.dry_run.first_look import FirstLook, first_look, judge
 from grpo_replay.recipe import recipe_to_yaml
 
 
@@ -60,6 +60,35 @@ def test_no_success_is_no_proof_of_none():
     assert judge(rollouts[:8]).success_interval is None
 
 
+def looked_at(correct: list[int], signal: float, reward: float | None = 0.0) -> FirstLook:
+    """Groups of four with so many correct rollouts each, and rewards that differ by `signal`."""
+    return judge([
+        replace(
+            make_rollout(4 * group + i, group_id=group), group_correct=right, reward=reward,
+            group_reward_std=signal, verdict="incorrect" if reward is not None else "crash",
+        )
+        for group, right in enumerate(correct)
+        for i in range(4)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("correct", [[0, 0], [4, 4], [0, 4]])
+def test_signal_of_other_rewards_than_correctness_is_said_to_be_that(correct):
+    """A term of style differs, and correctness differs in no group."""
+    look = looked_at(correct, signal=0.1)
+    assert (look.signal, look.can_learn) == (2, True)
+    assert f"{sum(correct)} of 8 succeed" in look.verdict
+    assert "in 2 of 2 groups only other rewards than correctness differ" in look.verdict
+    assert "2 of 2 groups have signal: it can learn" in looked_at([0, 1], signal=0.1).verdict
+
+
+def test_rewards_that_did_not_come_are_no_failures_of_the_model():
+    look = looked_at([0, 0], signal=0.0, reward=None)
+    assert look.can_learn is False and "easier task" not in look.verdict
+    assert "no reward came for any of 8 rollouts (verdict: crash)" in look.verdict
+    assert "no success in 8: it cannot learn" in looked_at([0, 0], signal=0.0).verdict
+
+
 def look_of(tmp_path, *options: str):
     file = tmp_path / "small.yaml"
     file.write_text(recipe_to_yaml(small_recipe()))
@@ -91,6 +120,15 @@ def test_a_run_that_would_not_start_is_not_looked_at(tmp_path):
     report = json.loads(done.stdout)
     assert report["first_look"] is None
     assert "the first look: the run would not start" in report["unchecked"]
+
+
+def test_several_ranks_are_not_looked_at_and_the_run_would_start_all_the_same(tmp_path):
+    done = look_of(tmp_path, "--json", "--num-processes", "2")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["fits"] is True and report["first_look"] is None and report["problems"] == []
+    (said,) = [each for each in report["unchecked"] if "the first look" in each]
+    assert "engine.num_processes is 2: add --num-processes 1" in said
 
 
 def test_several_ranks_are_refused():

@@ -1,0 +1,42 @@
+"""Settings that a recipe passes on to torch, DeepSpeed and peft are tried before a model is loaded:
+these libraries know which names and values they take.
+"""
+
+import importlib.util
+import os
+import sys
+from contextlib import redirect_stdout
+from typing import Any
+
+import torch
+
+from grpo_replay.engine.deepspeed_engine import deepspeed_config
+from grpo_replay.engine.weights import lora_config, refused_as
+from grpo_replay.recipe import LoraSection, Recipe, ZeroSection
+
+
+def check_passed_settings(recipe: Recipe, stage: int, on_cuda: bool) -> None:
+    """Give each library its settings, as the engine does at a ZeRO stage. Raises RecipeError with
+    what the library said. peft is not tried where it is not installed."""
+    config = deepspeed_config(recipe.optimizer, recipe.engine, recipe.model.dtype, stage, on_cuda)
+    arguments = dict(config["optimizer"]["params"])
+    del arguments["torch_adam"]  # DeepSpeed's own
+    with refused_as("optimizer.adamw"):
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], **arguments)
+    if recipe.engine.zero != ZeroSection():
+        _check_zero(config["zero_optimization"], on_cuda)
+    _check_lora(recipe.model.lora)
+
+
+def _check_zero(arguments: dict[str, Any], on_cuda: bool) -> None:
+    if not (on_cuda and torch.cuda.is_available()):  # when imported, DeepSpeed looks for a GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with redirect_stdout(sys.stderr):  # its logger writes to the stdout that it finds
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    with refused_as("engine.zero"):
+        DeepSpeedZeroConfig(**arguments)
+
+
+def _check_lora(settings: LoraSection) -> None:
+    if settings.rank is not None and importlib.util.find_spec("peft") is not None:
+        lora_config(settings, settings.targets)

@@ -1,0 +1,64 @@
+"""What a library does not take of its settings is refused before a model is loaded: by a run at its
+start, and by the dry run with the same words."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_replay.distributed.comm import Comm
+from grpo_replay.errors import RecipeError
+from grpo_replay.lab.dry_run import start_checks
+from grpo_replay.lab.dry_run.dry_run_report import dry_run
+from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.training import Observer
+from grpo_replay.training.opening import RunOpener
+
+REFUSED = {
+    "optimizer.adamw.nonsense=1": "optimizer.adamw: .*unexpected keyword argument 'nonsense'",
+    "optimizer.adamw.betas=[0.9,1.5]": "optimizer.adamw: Invalid beta parameter at index 1: 1.5",
+    "optimizer.adamw.eps=-1": "optimizer.adamw: Invalid epsilon value: -1",
+    "engine.zero.nonsense=3": "engine.zero: nonsense: Extra inputs are not permitted",
+    "engine.zero.reduce_bucket_size=-1": "engine.zero: reduce_bucket_size: .* greater than 0",
+    "model.lora={r: 4, nonsense: 1}": "model.lora: .*unexpected keyword argument 'nonsense'",
+}
+TAKEN = [
+    "optimizer.adamw.amsgrad=true", "optimizer.adamw.foreach=true", "engine.zero.overlap_comm=true",
+    "model.lora={r: 4, use_rslora: true}",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(start_checks, "check_rewards", lambda *_: None)
+
+
+def start(recipe: Recipe, folder: Path) -> None:
+    with ExitStack() as stack:
+        device = SimpleNamespace(type="cpu")
+        RunOpener(recipe, Comm(), device, RunDirectory(folder), Observer(), stack).open(False)
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_a_library_refuses_stops_the_start_and_is_a_problem_of_the_dry_run(override, tmp_path):
+    recipe = load_recipe("tiny", [override])
+    folder = tmp_path / "run"
+    with pytest.raises(RecipeError, match=REFUSED[override]) as refused:
+        start(recipe, folder)
+    assert not folder.exists(), "nothing was created"
+    found = dry_run(recipe)
+    assert found.findings.problems == [str(refused.value)] and found.exit_code == 2
+
+
+@pytest.mark.parametrize("override", TAKEN)
+def test_what_a_library_takes_of_its_own_settings_fits(override):
+    assert dry_run(load_recipe("tiny", [override])).findings.problems == []
+
+
+def test_a_library_that_refuses_adapters_only_matters_where_they_are_trained(monkeypatch):
+    """Without peft, the dry run says that it is missing, and nothing else."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "peft" else name)
+    problems = dry_run(load_recipe("tiny", ["model.lora={r: 4, nonsense: 1}"])).findings.problems
+    assert len(problems) == 1 and "which is not installed" in problems[0]

@@ -1,0 +1,48 @@
+"""The dry run looks at the folder that --output-dir names, as the run does before it begins."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_replay.cli.app import app
+from grpo_replay.lab.dry_run import start_checks
+
+
+@pytest.fixture(autouse=True)
+def no_verifier(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(start_checks, "check_rewards", lambda *_: None)
+
+
+def report_of(*words: object) -> dict:
+    done = CliRunner().invoke(app, ["train", *map(str, words), "--dry-run", "--json"])
+    report = json.loads(done.stdout)
+    assert done.exit_code == report["exit_code"]
+    return report
+
+
+def test_an_occupied_folder_stops_a_new_run(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    report = report_of("tiny", "--output-dir", tmp_path)
+    (problem,) = report["problems"]
+    assert f"output directory {tmp_path} already holds another run" in problem
+    assert report["exit_code"] == 3 and report["fits"] is False
+    assert report_of("tiny", "--output-dir", tmp_path / "new")["problems"] == []
+    planned = report_of("tiny", "--output-dir", tmp_path, "--gpu-memory-gib", 80)
+    assert planned["problems"] == [], "the run is for another machine"
+    assert any("on this machine: output directory" in each for each in planned["unchecked"])
+
+
+def test_a_run_goes_on_in_its_own_folder_with_its_own_reward(ours_run):
+    own = "--resume", "--output-dir", ours_run.path
+    assert report_of(*own)["problems"] == []
+    report = report_of(*own, "--set", "reward.correct=0.5")
+    (problem,) = report["problems"]
+    assert "the reward is another than before step 13: reward.correct 0.5, was 1.0" in problem
+    assert report["exit_code"] == 2
+    emptied = report_of(
+        *own, "--set", "reward.correct=0.5", "--set", "checkpoint.restore_buffer=false"
+    )
+    assert emptied["problems"] == []
+    assert any("the reward is another than" in each for each in emptied["assumptions"])
