@@ -39,7 +39,6 @@ from grpo_replay.lab.dry_run.planner import (
     advice_on_threads,
     advise,
     find_machines,
-    known_config,
     plan_memory,
     warning_of_rounds,
     with_known_model,
@@ -254,7 +253,7 @@ def _try_plan(recipe: Recipe, machines: Machines, findings: Findings) -> MemoryP
     """Memory of engine and sampler; None if the configuration of the model cannot be read, or the
     model cannot be traced."""
     try:
-        plan = plan_memory(recipe, machines, known_config(recipe.model))
+        plan = plan_memory(recipe, machines)
     except ModelError as error:
         findings.unchecked.append(f"sizes of the model: {error}")
         return None

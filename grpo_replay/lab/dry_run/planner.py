@@ -261,17 +261,21 @@ def known_config(model: ModelSection) -> "PreTrainedConfig":
     return load_config(with_known_model(model))
 
 
-def plan_memory(recipe: Recipe, machines: Machines, config: "PreTrainedConfig") -> MemoryPlan:
+def plan_memory(
+    recipe: Recipe, machines: Machines, config: "PreTrainedConfig | None" = None
+) -> MemoryPlan:
     """The engine and sampler in memory, for the largest micro-batch that the budget allows and the
-    positions of the model have room for. `config` is the `known_config` of the recipe's model.
+    positions of the model have room for. `config` is the `known_config` of the recipe's model, if
+    it was read already.
 
-    Raises ModelError if a model of this configuration cannot be traced, RecipeError if vLLM is to
-    have room for more than the positions.
+    Raises ModelError if the configuration cannot be read or the model not be traced, RecipeError if
+    vLLM is to have room for more than the positions.
     """
     from grpo_replay.lab.dry_run import trace
     from grpo_replay.sampling.sampler_protocol import model_length
 
     known = recipe.model_copy(update={"model": with_known_model(recipe.model)})
+    config = config or known_config(recipe.model)
     shape = trace.model_shape(config, known.model.lora)
     limits = known.sampling, known.model, known.longest_sequence
     prompt, completion = known.prompts.max_prompt_length, known.sampling.max_completion_length
