@@ -41,6 +41,10 @@ def read_run(folder: Path) -> dict:
         "lines": [json.loads(line) for line in lines],
         "summary": json.loads((folder / "summary.json").read_text()),
         "evaluations": {step: read_rows(steps[step]) for step in sorted(steps)},
+        "intervals": {
+            step: json.loads(file.with_suffix(".json").read_text())["mean"]["avg_at_k_interval"]
+            for step, file in sorted(steps.items())
+        },
     }
 
 
@@ -84,6 +88,12 @@ def means(evaluation: dict, kind: str) -> dict[str, float]:
 
 def accuracy(evaluation: dict) -> float:
     return means(evaluation, "avg")["mean"]
+
+
+def has_gained(run: dict, curve: list[float]) -> bool:
+    """Whether the interval of the best evaluation lies above that of the first."""
+    intervals = list(run["intervals"].values())
+    return intervals[curve.index(max(curve))][0] > intervals[0][1]
 
 
 def last_step(run: dict) -> int:
@@ -393,7 +403,10 @@ def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> 
         crossing(run, 0.98 * max(curve), lambda run, step: compute(run, step, mu))
         for run, curve in zip(runs, curves)
     ]
-    found["collapsed"] = [float(curve[-1] < (max(curve) + curve[0]) / 2) for curve in curves]
+    found["collapsed"] = [
+        float(curve[-1] < (max(curve) + curve[0]) / 2 and has_gained(run, curve))
+        for run, curve in zip(runs, curves)
+    ]
     found["peak_of_median"] = [max(median(values) for values in zip(*curves))]
     found["aes_base"] = [aes(final(run), run["evaluations"][0]) for run in runs]
     found["aes_baseline"] = [aes(final(a), final(b)) for a, b in pairs]
