@@ -43,7 +43,7 @@ def with_results(page: str) -> str:
     """The text of a page with its marked parts written anew."""
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates,
-             "tiny-ablations": tiny_ablations, "tiny-robustness": tiny_robustness,
+             "tiny-ablations": tiny_ablations,
              "smollm2": partial(real_model, "smollm2"),
              "smollm2-steps": partial(real_model, "smollm2-steps")}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
@@ -190,18 +190,6 @@ def tiny_ablations() -> str:
         lines.append(
             f"| {' | '.join([f'`{arm}`', f'{final}', *ahead, clipped_share(found, arm)])} |"
         )
-    return "\n".join(lines) + "\n"
-
-
-def tiny_robustness() -> str:
-    found = results()["tiny-robustness"]
-    lines = ["| condition | `grpo` | arm | final | − `grpo`, 95 %, seeds ahead | clipped, % |",
-             "|---|---|---|---|---|---|"]  # fmt: skip
-    for name, arms in found["conditions"].items():
-        for arm in arms["difference"]:
-            cells = [name, f"{arms['grpo']}", f"`{arm}`", f"{arms['final'][arm]}",
-                     *compared(arms, arm, "difference"), clipped_share(arms, arm)]  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
