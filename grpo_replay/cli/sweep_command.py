@@ -313,7 +313,8 @@ def _entries(chosen: Sequence[Comparison], jobs: int, record: bool) -> Sequence[
 
 
 def command_lines(entries: Sequence[Entry]) -> Iterator[str]:
-    """What starts each unfinished cell; a comment for those that wait for tuning."""
+    """What starts each unfinished cell; a comment for one that runs or cannot start, and for those
+    that wait for tuning."""
     for entry in entries:
         if entry.status in (Status.RUNNING, Status.FAILED):
             state = "is running" if entry.status is Status.RUNNING else "cannot start"
