@@ -238,10 +238,13 @@ class Dispatcher(Generic[J]):
 
     async def settle(self) -> None:
         """Look at the servers that failed a request and were not looked at since. Raises
-        SamplerError if the run stops for one."""
+        SamplerError if the run stops for one, also if a watcher has just found that out."""
         for server in self.servers.values():
             if server.down is not None and not server.lost:
                 await self._look_at(server)
+        for watcher in self._watchers:
+            if watcher.done():
+                watcher.result()
 
     async def close(self) -> None:
         """Cancel everything."""

@@ -9,6 +9,7 @@ from fake_server import FakeServer
 from tiny_policy import make_requests
 
 from grpo_replay.errors import SamplerError
+from grpo_replay.sampling.server.dispatcher import Dispatcher
 from grpo_replay.sampling.server.routes import (
     HttpClient,
     Refused,
@@ -204,6 +205,26 @@ def test_a_server_that_is_gone_stops_or_is_dropped(fakes):
     servers[1].stop()
     with pytest.raises(SamplerError, match=f"the last vLLM server, {servers[1].url}, is lost"):
         list(pool.run(make_requests(count=8), STOP, 0))
+
+
+def test_the_last_look_raises_what_a_watcher_found_meanwhile(fakes):
+    """Both ask a server at the same time, and the watcher is the first to have the answer."""
+    (server,) = fakes(1)
+    server.label = "other/0"
+    pool = make_pool([server])
+
+    async def look() -> None:
+        dispatcher = Dispatcher(pool, STOP, tuple, print, print, version=0)
+        dispatcher.servers[server.url].down = "a request failed"
+        await asyncio.wait([dispatcher.failure])
+        assert dispatcher.failure.exception() is not None
+        try:
+            await dispatcher.settle()
+        finally:
+            await dispatcher.close()
+
+    with pytest.raises(SamplerError, match="labelled 'other/0', not of this run"):
+        block_on(look())
 
 
 @pytest.mark.timeout(30)
