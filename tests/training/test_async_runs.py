@@ -150,7 +150,6 @@ def test_the_cost_of_generating_counts_the_gpus_of_a_server(servers, busy):
     assert share == ServerShare(busy_seconds=busy, idle=5 / 8)
 
 
-@pytest.mark.slow
 def test_groups_too_old_for_the_next_step_are_cancelled(fake_server, tmp_path, monkeypatch):
     """After v steps the next is v + 1, and with an age limit of 2 it trains on version v - 2 and
     newer ones: before the first step, and after every step but the last."""
