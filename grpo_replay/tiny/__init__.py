@@ -1,6 +1,6 @@
 """The built-in tasks, `builtin:NAME` as a source of prompts: arithmetic problems, and for the tiny
-ones base models and tokenizers. Imports nothing else of the package; torch and transformers only in
-`make_base`."""
+ones base models and tokenizers (made by benchmarks/make_tiny_base.py). Imports nothing else of the
+package, nor torch or transformers."""
 
 from __future__ import annotations
 

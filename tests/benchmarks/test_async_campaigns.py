@@ -1,15 +1,10 @@
 """The judgements of the campaigns on asynchronous runs: each can fail."""
 
 import random
-import sys
 import time
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import async_soak
+import pytest
 from async_parts.run_process import RunProcess, balances
 
 

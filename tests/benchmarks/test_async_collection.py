@@ -1,14 +1,9 @@
 """The toy form of the benchmark of one collector: what it counts is there."""
 
 import argparse
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import async_collection
+import pytest
 
 from grpo_replay.collection.journal import read_journal
 from grpo_replay.collection.messages import Group

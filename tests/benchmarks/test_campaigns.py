@@ -2,15 +2,10 @@
 
 import json
 import random
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import hostile_completions
 import kills
+import pytest
 import soak
 
 

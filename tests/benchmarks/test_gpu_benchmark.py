@@ -18,7 +18,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
 from gpu_parts import devices, environment, sampling, training, whole_runs, workload  # noqa: E402
 from gpu_parts.catalogue import PARTS, Part, find_part  # noqa: E402

@@ -7,9 +7,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from mutation_parts.covering import FileCover, chosen_tests
 from mutation_parts.equivalent import EQUIVALENT
 from mutation_parts.hosting import changed_functions

@@ -1,12 +1,6 @@
 """When a run reached an accuracy, as the benchmark beside TRL counts it."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from tiny_to_accuracy import seconds_to
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiny_pupil import LongHabits, LongPupil
 
 from grpo_replay.tiny.long_problems import BENCHMARKS, draw_operands, entries_of, problem_row
-from grpo_replay.tiny.pupil import LongHabits, LongPupil
 
 FAULTLESS = LongHabits(forgotten_carry=0, forgotten_ten=0, slip=0)
 

@@ -5,10 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-from grpo_replay.tiny import BASES, TASKS, Task
-from grpo_replay.tiny.make_base import (
+from make_tiny_base import (
     BOX,
     EOS,
     MAKERS,
@@ -22,6 +19,9 @@ from grpo_replay.tiny.make_base import (
     save_base,
     weights_sha256,
 )
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from grpo_replay.tiny import BASES, TASKS, Task
 from grpo_replay.tiny.problems import PROMPT_TEMPLATE
 
 SOLVED = {"tiny": (5, 25), "tiny-long": (12, 28)}

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiny_pupil import Habits, Pupil, misremembered_products
 
 from grpo_replay.tiny.problems import BENCHMARKS, operand_pool, problem_row
-from grpo_replay.tiny.pupil import Habits, Pupil, misremembered_products
 
 FAULTLESS = Habits(
     forgotten_carry=0,

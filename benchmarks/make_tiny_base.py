@@ -1,9 +1,9 @@
 """Make the base model of a tiny task.
 
-    python -m grpo_replay.tiny.make_base --output DIR [--task tiny-long]
+    python benchmarks/make_tiny_base.py --output DIR [--task tiny-long]
 
 Trains a model from scratch, with a fixed seed, on the worked answers of an imperfect pupil
-(`pupil.py`) to problems that are not held out. Takes minutes on one thread. The
+(`tiny_pupil.py`) to problems that are not held out. Takes minutes on one thread. The
 output folder loads with `AutoModelForCausalLM.from_pretrained`; its `recipe.json` records all
 constants and the SHA-256 of the weights. The same machine gives the same bits. Another type of
 processor may round differently, and the weights then differ in their last digits.
@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tiny_pupil import Habits, LongHabits, LongPupil, Pupil
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -34,7 +35,6 @@ from transformers import (
 )
 
 from grpo_replay.tiny.problems import PROMPT_TEMPLATE
-from grpo_replay.tiny.pupil import Habits, LongHabits, LongPupil, Pupil
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 BOX = "\\boxed{"
@@ -234,7 +234,7 @@ def make_base(maker: Maker) -> Qwen3ForCausalLM:
 def model_card(model: Qwen3ForCausalLM, maker: Maker) -> str:
     """The README of the model folder."""
     parameters = sum(p.numel() for p in model.parameters())
-    command = "python -m grpo_replay.tiny.make_base --output DIR"
+    command = "python benchmarks/make_tiny_base.py --output DIR"
     if maker.recipe != "tiny":
         command += f" --task {maker.recipe}"
     prompt, completion = maker.example
