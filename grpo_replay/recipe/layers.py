@@ -56,9 +56,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     path = find_recipe(name_or_path)
     layer = read_recipe_layer(path)
     layer.setdefault("name", path.stem)
-    given = parse_overrides(overrides)
-    anchor_paths(given, Path.cwd())
-    return resolve_recipe([layer, given], (recipe_source(path), "--set"))
+    return resolve_recipe([layer, parse_overrides(overrides)], (recipe_source(path), "--set"))
 
 
 def recipe_source(path: Path) -> str:
@@ -97,7 +95,8 @@ def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """The nested mapping of `--set section.key=value` overrides. Values are YAML, as in a file;
-    those of text settings are text (`parse_text`)."""
+    those of text settings are text (`parse_text`). Relative paths (`anchor_paths`) start at the
+    working directory."""
     layer: dict[str, Any] = {}
     for word in overrides:
         key, separator, text = word.partition("=")
@@ -112,6 +111,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 raise RecipeError(f"--set {shown(word)}: {parent} was already set to a value")
         node[leaf] = _override_value(word, key.strip(), text)
+    anchor_paths(layer, Path.cwd())
     return layer
 
 

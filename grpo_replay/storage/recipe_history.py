@@ -26,7 +26,6 @@ from grpo_replay.recipe import (
     recipe_to_yaml,
     resolve_recipe,
 )
-from grpo_replay.recipe.layers import anchor_paths
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.terminal.quiet import without_secrets
 
@@ -93,9 +92,7 @@ def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) 
             f"{run_dir} cannot be resumed: its recipe is no longer valid: {error}"
         ) from error
     source = f"{path} with --set" if overrides else str(path)
-    given = parse_overrides(overrides)
-    anchor_paths(given, Path.cwd())
-    resumed = resolve_recipe([stored, given], source=source)
+    resumed = resolve_recipe([stored, parse_overrides(overrides)], source=source)
     if name is not None:
         _refuse_another(load_recipe(name, overrides), resumed, name, run_dir)
     return resumed

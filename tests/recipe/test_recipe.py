@@ -3,7 +3,9 @@
 import pytest
 import yaml
 
+from grpo_replay import api
 from grpo_replay.errors import RecipeError
+from grpo_replay.evaluation.session import find_model, resolve_evaluation
 from grpo_replay.recipe import (
     BUILTIN_VERIFIERS,
     REPLAY_PRESETS,
@@ -13,6 +15,7 @@ from grpo_replay.recipe import (
     resolve_recipe,
     shipped_recipes_folder,
 )
+from grpo_replay.tiny import BASE_DIR
 
 SHIPPED = sorted(path.stem for path in shipped_recipes_folder().glob("*.yaml"))
 
@@ -476,6 +479,10 @@ def test_relative_paths_of_a_file_start_at_its_folder_and_of_set_at_the_working_
     assert (recipe.model.path, recipe.model.tokenizer) == (f"{folder}/model", "owner/name")
     given = load_recipe("configs/own.yaml", ["prompts.source=data/mine.jsonl"])
     assert given.prompts.source == f"{tmp_path}/data/mine.jsonl"
+    words = ["reward.function=up.py:f"]
+    assert api.load_recipe(recipe, words).reward.main_function == f"{tmp_path}/up.py:f"
+    measured = resolve_evaluation(find_model(str(BASE_DIR)), recipe, ["eval.reward=up.py:f"])
+    assert measured.eval.reward == f"{tmp_path}/up.py:f"
     saved = folder.parent / "recipe.yaml"
     saved.write_text(recipe_to_yaml(recipe))
     assert load_recipe(str(saved)).model_dump() == recipe.model_dump()
