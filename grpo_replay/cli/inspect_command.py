@@ -19,7 +19,7 @@ from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter_rows, open_rows
 from grpo_replay.lab.inspection.source import Source, open_source, read_run_recipe
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
-from grpo_replay.storage.atomic import named_if_unwritable
+from grpo_replay.storage.atomic import json_values, named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
 from grpo_replay.storage.recipe_history import read_history
 from grpo_replay.terminal.console import open_console, print_json
@@ -83,7 +83,7 @@ def _consider_code(source: Source, options: InspectOptions) -> None:
 
 
 def _print_json(document: Any) -> None:
-    print_json(views.json_values(document))
+    print_json(json_values(document))
 
 
 def _screen(source: Source, plot: str | None, console: Console, as_json: bool) -> None:

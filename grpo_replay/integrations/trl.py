@@ -40,12 +40,12 @@ from grpo_replay.integrations.trl_rows import (
 )
 from grpo_replay.recipe.recipe import ReplayConfig
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.storage.atomic import json_values
 from grpo_replay.training.metrics import (
     batch_metrics,
     buffer_metrics,
     cost_metrics,
     generation_metrics,
-    null_where_not_finite,
 )
 from grpo_replay.types import Rollout, RolloutOutcome
 
@@ -219,7 +219,7 @@ class ReplayMixin(_Host):
             **buffer_metrics(buffer.stats(buffer.last_step)),
             **cost_metrics(seconds, seconds["generation"], self._generated, batch.rollouts),
         }
-        ours = null_where_not_finite(ours)
+        ours = json_values(ours)
         whole = {**generation_metrics(self._generated, self.num_generations), **ours}
         self._folder.write(buffer.last_step, self._generated, batch, outcomes, whole)
         for name, value in ours.items():

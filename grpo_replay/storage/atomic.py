@@ -2,10 +2,11 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,15 @@ def write_text_whole(path: Path, text: str) -> None:
 def write_json_whole(path: Path, value: Any) -> None:
     """Write indented ASCII JSON atomically. Raises ValueError for numbers that are not finite."""
     write_text_whole(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def json_values(value: Any) -> Any:
+    """The value with tuples as lists, and null for every number that is not finite."""
+    if isinstance(value, Mapping):
+        return {key: json_values(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rename_folder(folder: Path, name: Path) -> None:

@@ -16,6 +16,7 @@ from grpo_replay.recipe import LossSection, Machines, RewardSection
 from grpo_replay.replay import BufferStats
 from grpo_replay.replay.batch import sampler_weights
 from grpo_replay.replay.compose import relative_compute
+from grpo_replay.storage.atomic import json_values
 from grpo_replay.training.rollout_source import STAGES, Metrics, StepRecord
 from grpo_replay.training.weight_sync import LogprobGap
 from grpo_replay.types import FAILED, ComposedBatch, Rollout, RolloutOutcome
@@ -37,7 +38,7 @@ def step_metrics(
     """The step's part of a row of metrics.jsonl (see docs/metrics.md). `seconds` are by stage,
     `of_source` the metrics of the source of rollouts."""
     generated, trained = record.generated, record.batch.rollouts
-    return null_where_not_finite(
+    return json_values(
         {
             "step": record.step,
             **generation_metrics(generated, group_size),
@@ -242,14 +243,6 @@ TIME_DEPENDENT = ("step_time", "cost/mu", "cost/gamma")
 def depends_on_time(name: str) -> bool:
     """Whether a metric differs between two runs that are otherwise the same."""
     return name in TIME_DEPENDENT or name.endswith("_seconds")
-
-
-def null_where_not_finite(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The metrics, with what is not finite made None."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in metrics.items()
-    }
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float | None:

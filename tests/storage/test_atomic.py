@@ -107,3 +107,10 @@ def test_file_systems_that_cannot_flush_folders_are_supported(tmp_path, monkeypa
     else:
         with pytest.raises(OSError, match="no"):
             atomic.write_text_whole(tmp_path / "a.txt", "text")
+
+
+def test_what_json_has_no_word_for_is_null_at_any_depth():
+    nan, inf = float("nan"), float("inf")
+    value = {"a": nan, "b": (inf, 1.0, [-inf, 3]), "c": None, "d": "nan"}
+    found = atomic.json_values(value)
+    assert found == {"a": None, "b": [None, 1.0, [None, 3]], "c": None, "d": "nan"}

@@ -24,7 +24,6 @@ from grpo_replay.training.metrics import (
     depends_on_time,
     gap_metrics,
     generation_metrics,
-    null_where_not_finite,
     sampler_weight_metrics,
     score_metrics,
     update_metrics,
@@ -310,11 +309,6 @@ def test_a_gap_that_was_not_measured_is_null():
 )  # fmt: skip
 def test_age_bins_double(age, name):
     assert age_bin(age) == name
-
-
-def test_what_is_not_finite_becomes_null():
-    metrics = {"a": float("nan"), "b": float("inf"), "c": 1.0, "d": None, "e": 3}
-    assert null_where_not_finite(metrics) == {"a": None, "b": None, "c": 1.0, "d": None, "e": 3}
 
 
 def test_time_dependent_names_are_those_of_clocks(ours_run):

@@ -1,7 +1,6 @@
 """The other outputs of inspect-buffer: JSON, and --what-if, --where, --show, --verify."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from grpo_replay.lab.inspection.rebuild import DrawStatistics, WhatIf, replay_st
 from grpo_replay.lab.inspection.rollout_columns import Kind, iter_columns, schema_of
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.storage.atomic import json_values
 from grpo_replay.terminal.console import print_table, printable
 
 _MEMBER = ("rollout_id", "completion_index", "reward", "advantage", "verdict")
@@ -223,17 +223,6 @@ def inspection_document(inspection: Inspection) -> dict[str, Any]:
         for name, points in document["trends"].items()
     }
     return {**first, **document}
-
-
-def json_values(value: Any) -> Any:
-    """The value with tuples as lists and non-finite numbers as None."""
-    if isinstance(value, Mapping):
-        return {key: json_values(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_values(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def print_what_if(result: WhatIf, console: Console) -> None:

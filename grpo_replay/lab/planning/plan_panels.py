@@ -16,8 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.lab.planning.design import Design, Plan, replay_settings
-from grpo_replay.lab.planning.theory import Verdict, balanced_replay_ratio
+from grpo_replay.lab.planning.theory import balanced_replay_ratio
 from grpo_replay.replay.compose import relative_compute
+from grpo_replay.storage.atomic import json_values
 
 THEORY_MEANS = (
     "J is the compute to a given bound on the mean squared gradient; it does not predict accuracy. "
@@ -132,18 +133,18 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     a FIFO buffer; `recommended` is that buffer, always finite."""
     has_optimum = plan.optimum.kind != "fresh_only"
     inputs = plan.inputs
-    return {
-        "x": _finite(plan.optimum.x) if has_optimum else None,
-        "y": _finite(plan.optimum.y) if has_optimum else None,
+    document = {
+        "x": plan.optimum.x if has_optimum else None,
+        "y": plan.optimum.y if has_optimum else None,
         "kind": plan.optimum.kind,
-        "recommended": _finite_fields(plan.recommended),
-        "verdict": _finite_fields(plan.verdict),
+        "recommended": asdict(plan.recommended),
+        "verdict": asdict(plan.verdict),
         "replay_settings": {
             "fifo": replay_settings(inputs, plan.recommended.x, plan.recommended.y)
         },
-        "current": _finite_fields(plan.current) if plan.current else None,
-        "current_verdict": _finite_fields(plan.current_verdict) if plan.current_verdict else None,
-        "no_replay": _finite_fields(plan.no_replay),
+        "current": asdict(plan.current) if plan.current else None,
+        "current_verdict": asdict(plan.current_verdict) if plan.current_verdict else None,
+        "no_replay": asdict(plan.no_replay),
         "assumptions": {
             "mu": inputs.mu,
             "mu_per_survivor": inputs.effective_mu,
@@ -158,15 +159,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         },
         "notes": list(plan.notes),
     }
-
-
-def _finite_fields(record: Design | Verdict) -> dict[str, Any]:
-    fields = asdict(record)
-    return {k: _finite(v) if isinstance(v, float) else v for k, v in fields.items()}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return json_values(document)
 
 
 @dataclass(frozen=True, slots=True)

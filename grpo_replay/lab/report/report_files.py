@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from grpo_replay.lab.report.measure import usable_axes
 from grpo_replay.lab.report.report_figures import Figure, drawn, report_figures
 from grpo_replay.lab.report.report_findings import ArmFindings, Findings
 from grpo_replay.lab.report.report_tables import TextTable, facts_of, report_tables, warnings_of
-from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
+from grpo_replay.storage.atomic import json_values, named_if_unwritable, write_text_whole
 from grpo_replay.terminal.plot_style import page_environment, save_figure, svg_element, svg_text
 
 FORMAT = 1
@@ -76,21 +75,12 @@ def _arm(arm: ArmFindings) -> dict[str, Any]:
         found[f"difference{suffix}"] = score.difference and _plain(score.difference)
     found["quantities"] = _plain(arm.quantities)
     found["equal_cost"] = _plain(arm.equal_cost)
-    found["reach"] = [finite(asdict(target)) for target in arm.targets]
+    found["reach"] = [json_values(asdict(target)) for target in arm.targets]
     return found
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: asdict(value) for name, value in values.items()}
-
-
-def finite(value: Any) -> Any:
-    """The value with null for every number that is not finite."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def curve_rows(experiment: Experiment, axes: Sequence[Axis]) -> Iterator[tuple[Any, ...]]:
@@ -100,7 +90,7 @@ def curve_rows(experiment: Experiment, axes: Sequence[Axis]) -> Iterator[tuple[A
         for axis in axes:
             total = axis.total(run)
             for step, report in run.evaluations.items():
-                cost = finite(float(total[step]))
+                cost = json_values(float(total[step]))
                 for name in ("mean", *report.sampled.benchmarks):
                     outcomes = (Outcome(name, key) for key in ("avg_at_k", "pass_at_k"))
                     scores = [outcome.of(report) for outcome in outcomes]
