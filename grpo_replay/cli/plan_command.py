@@ -83,7 +83,8 @@ def run(options: PlanOptions) -> int:
 def _plan(options: PlanOptions) -> None:
     _check_options(options)
     recipe, estimates = _read(options)
-    plan = make_plan(_inputs(recipe, estimates, options), recipe.replay if recipe else None)
+    sections = (recipe.replay, recipe.batch) if recipe else (None, None)
+    plan = make_plan(_inputs(recipe, estimates, options), *sections)
     if options.as_json:
         print_json(plan_document(plan))
     else:

@@ -27,7 +27,7 @@ from grpo_replay.lab.planning.theory import (
     relative_cost,
     without_replacement_objective,
 )
-from grpo_replay.recipe import ReplaySection
+from grpo_replay.recipe import BatchSection, ReplaySection
 from grpo_replay.replay.compose import relative_compute
 from grpo_replay.storage.checkpoint import stored_bytes
 
@@ -54,6 +54,11 @@ class PlanInputs:
     @property
     def survivors_per_step(self) -> float:
         return self.survival * self.rollouts_per_step
+
+    @property
+    def unit(self) -> str:
+        """What x and ages count."""
+        return "steps" if self.updates_per_step == 1 else "updates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +99,10 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
-    """The plan for these assumptions. `replay` has the settings of the recipe, if there is one.
+def make_plan(
+    inputs: PlanInputs, replay: ReplaySection | None, batch: BatchSection | None = None
+) -> Plan:
+    """The plan for these assumptions. `replay` and `batch` are the recipe's, if there is one.
 
     Raises UsageError for assumptions out of range.
     """
@@ -104,6 +111,8 @@ def make_plan(inputs: PlanInputs, replay: ReplaySection | None) -> Plan:
     best = optimum(mu, rho, growth)
     x, y = recommended_design(mu, rho, growth)
     notes = explain(inputs, best, x, y)
+    if batch is not None and not (replay and replay.replays and replay.stores_first):
+        notes += explain_unit(inputs, batch, x, y)
     current = current_verdict = None
     if replay is not None:
         current = current_design(inputs, replay)
@@ -278,7 +287,26 @@ def explain(inputs: PlanInputs, best: Optimum, x: float, y: float) -> list[str]:
         notes.append(
             f"y* = {y:.2g} < 1: train on fewer rollouts than are generated; some are never used."
         )
+    step = inputs.rollouts_per_step
+    if _stored_at(inputs, x) <= step - 1:
+        kept = step * inputs.updates_per_step / inputs.survivors_per_step
+        notes.append(
+            f"A buffer has room for the {step} rollouts of a step at least, even if few of them "
+            f"survive: it keeps them for {kept:.3g} {inputs.unit}, not {x:.3g}."
+        )
     return notes
+
+
+def explain_unit(inputs: PlanInputs, batch: BatchSection, x: float, y: float) -> list[str]:
+    """A note if FIFO makes several draws in a step of a recipe whose x counts steps."""
+    settings = replay_settings(inputs, x, y)
+    draws = batch.updates_of(settings["ratio"] * inputs.rollouts_per_step)
+    if draws < 2:
+        return []
+    return [
+        f"x counts steps here, as the ages of this recipe do. With the settings above it makes "
+        f"{draws} updates a step with a draw each, and plans its x in updates: {x * draws:.3g}."
+    ]
 
 
 def explain_current(

@@ -38,7 +38,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"[bold]This recipe {plan.current_verdict.describe()}[/bold]", soft_wrap=True)
     console.print(f"  {THEORY_MEANS}", soft_wrap=True)
     console.print(
-        f"  FIFO: keep rollouts for x = {best.x:.3g} steps and train on each y = {best.y:.3g} times"
+        f"  FIFO: keep rollouts for x = {best.x:.3g} {plan.inputs.unit} and train on each y = "
+        f"{best.y:.3g} times"
     )
     if plan.optimum.kind == "interior":
         console.print(f"  optimum of J: x* = {plan.optimum.x:.4g}, y* = {plan.optimum.y:.4g}")
@@ -86,7 +87,7 @@ def _setting(value: Any) -> str:
 
 
 _ROWS: tuple[tuple[str, Callable[[Design], str]], ...] = (
-    ("staleness horizon x, steps", lambda d: f"{d.x:.3g}"),
+    ("staleness horizon x, {unit}", lambda d: f"{d.x:.3g}"),
     ("replay ratio y, uses per rollout", lambda d: f"{d.y:.3g}"),
     ("replay.max_age_steps", lambda d: "none" if d.max_age_steps is None else f"{d.max_age_steps}"),
     ("replay.ratio", lambda d: f"{d.ratio:.3g}"),
@@ -124,7 +125,7 @@ def _design_table(plan: Plan) -> Table:
             cells = ["–" if name == "no replay" else cell(design) for name, design in columns]
         else:
             cells = [cell(design) for _, design in columns]
-        table.add_row(label, *cells)
+        table.add_row(label.format(unit=plan.inputs.unit), *cells)
     return table
 
 

@@ -235,6 +235,30 @@ def test_the_screen_shows_settings_and_assumptions(monkeypatch, capsys):
     assert max(map(len, in_columns)) <= 80
 
 
+def test_the_unit_of_the_horizon_is_said(capsys):
+    """Two updates a step: N = x·B' where ages are in steps, and the same N is 2x in updates."""
+    planned = plan_json(capsys, recipe="tiny")
+    x, settings = planned["recommended"]["x"], planned["replay_settings"]["fifo"]
+    (note,) = [note for note in planned["notes"] if "counts steps here" in note]
+    assert f"2 updates a step with a draw each, and plans its x in updates: {2 * x:.3g}." in note
+    words = tuple(f"replay.{key}={json.dumps(value)}" for key, value in settings.items())
+    again = plan_json(capsys, recipe="tiny", overrides=words)
+    assert again["current"]["x"] == pytest.approx(2 * x, abs=0.05)
+    assert not [note for note in again["notes"] if "counts steps here" in note]
+    run(recipe="tiny", overrides=words)
+    text = capsys.readouterr().out
+    assert "staleness horizon x, updates" in text and " updates and train on each" in text
+
+
+def test_a_buffer_with_room_for_more_than_its_horizon_says_so(capsys):
+    """x = 1 with a survival of 0.44 is 113 rollouts; a buffer has room for the step's 256."""
+    notes = plan_json(capsys, recipe="qwen3-1.7b", growth=0.5)["notes"]
+    (note,) = [note for note in notes if "has room for the 256 rollouts" in note]
+    assert "it keeps them for 2.27 steps, not 1." in note
+    for recipe in ("fifo-tiny", "tiny"):
+        assert not [n for n in plan_json(capsys, recipe=recipe)["notes"] if "has room for" in n]
+
+
 def test_a_fresh_anchored_batch_has_its_own_ages(capsys):
     """r = 0.5: two thirds are fresh."""
     document = plan_json(capsys, recipe="qwen3-1.7b")
