@@ -158,6 +158,7 @@ def test_a_part_for_two_gpus_is_skipped_beside_one(tmp_path, monkeypatch):
     assert [part.number for part in PARTS if part.gpus > 1] == [16, 17, 18, 19]
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_parts_asked_for_and_writes_the_report(tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--output", str(tmp_path)]
     done = subprocess.run(

@@ -4,7 +4,9 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 from mutation_parts.covering import FileCover, chosen_tests
@@ -117,12 +119,25 @@ def test_a_known_bug_can_be_planted(known):
 
 def test_every_known_bug_names_a_default_test():
     """Not one that was renamed, or marked slow."""
-    names = {known.test for known in KNOWN}
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run([*command, *names], cwd=ROOT, capture_output=True, text=True, check=False)
-    found = done.stdout.splitlines()
-    missing = {name for name in names if not any(each.startswith(name) for each in found)}
-    assert not missing, done.stdout + done.stderr
+    for file in {known.test.partition("::")[0] for known in KNOWN}:
+        module = run_path(str(ROOT / file))
+        for known in KNOWN:
+            named, _, name = known.test.partition("::")
+            if named == file:
+                function, _, case = name.partition("[")
+                assert not is_slow(module[function], case.rstrip("]")), known.test
+
+
+def is_slow(function: Callable, case: str) -> bool:
+    """Whether the test is marked so, or its case, whose name is the values of its parameters."""
+    marks = getattr(function, "pytestmark", [])
+    cases = [case for mark in marks if mark.name == "parametrize" for case in mark.args[1]]
+    slow = {
+        "-".join(map(str, each.values)): any(mark.name == "slow" for mark in each.marks)
+        for each in cases
+        if hasattr(each, "marks")
+    }
+    return any(mark.name == "slow" for mark in marks) or slow.get(case, False)
 
 
 @pytest.mark.slow

@@ -104,6 +104,7 @@ def watches() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hang watch"]
 
 
+@pytest.mark.slow
 def test_a_wait_is_reported_once_by_every_rank_and_again_at_twice_the_time(caplog):
     """Rank 0 waits for 3.4 s, rank 1 moves all the while; reports are due after 1 and 2 s."""
     caplog.set_level(logging.INFO, "grpo_replay")

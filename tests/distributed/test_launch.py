@@ -113,9 +113,8 @@ def test_a_failure_is_printed_once_keeps_its_exit_code_and_ends_every_rank(mode,
     assert len(pids) == 2 and not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize(
-    "number", slow_except([signal.SIGUSR1], [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_reaches_each_rank_once_and_lets_it_finish(number, tmp_path):
     """SIGUSR1, Slurm's usual warning, reaches them as SIGTERM. Meanwhile nobody outside can."""
     process = start_program("launch", 2, "until-signal", tmp_path)

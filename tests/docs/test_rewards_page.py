@@ -84,6 +84,7 @@ def judge():
     thread.join()
 
 
+@pytest.mark.slow
 def test_the_judge_gives_rewards_or_none_and_tries_again(judge, tmp_path, monkeypatch):
     url, asked = judge
     monkeypatch.setenv("JUDGE_URL", url)

@@ -55,6 +55,7 @@ def test_the_trace_counts_the_scores():
     assert peak(16384, on_cuda=True) > 3.5 * peak(8192, on_cuda=True)
 
 
+@pytest.mark.slow
 def test_the_dry_run_says_and_counts_it(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     report = dry_run(qwen("model.dtype=float32", "engine.num_processes=8"), 80).to_json()

@@ -57,6 +57,7 @@ def test_a_planted_call_is_refused_and_not_made(tmp_path, processes, written, re
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_torch_load_is_as_before_once_a_checkpoint_is_read(tmp_path, processes):
     load = torch.load
     small(tmp_path / "run", 2, 3)

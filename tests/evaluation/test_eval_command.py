@@ -271,7 +271,8 @@ def test_a_function_of_the_user_grades_with_the_row_and_the_marked_answer(tmp_pa
     )  # fmt: skip
     assert run(options) == 0
     report = read_report(tmp_path / "eval.json")
-    assert report.verifier == "judge.py:half" and report.settings["correct_score"] == 1.0
+    assert report.verifier == f"{tmp_path}/judge.py:half"
+    assert report.settings["correct_score"] == 1.0
     assert report.samples["answer"].to_pylist() == ["1", "2", "3", "4"]
     assert report.samples["verdict"].to_pylist() == ["incorrect", "correct"] * 2
     assert report.accuracies()["mean"] == 0.5

@@ -176,6 +176,7 @@ def test_the_model_digest_covers_file_names_and_no_unrelated_files(tmp_path):
     assert model_sha256(str(tmp_path), {}) != before
 
 
+@pytest.mark.slow
 def test_two_ranks_report_their_totals_and_name_unparsable_answers(tmp_path, capsys):
     """Rank 0 takes problems p0 and p2, and what is remembered; rank 1 takes p1, whose reference
     answer cannot be parsed."""

@@ -318,7 +318,10 @@ def test_every_preset_and_a_killed_and_resumed_run_is_the_one_never_killed(tmp_p
         assert logged(tmp_path / "killed", kind) == logged(tmp_path / "whole", kind)
 
 
-@pytest.mark.parametrize("changes, ends", [({"save_steps": 4}, 7), (THREE_OF_FOUR, 8)])
+@pytest.mark.parametrize(
+    "changes, ends",
+    [({"save_steps": 4}, 7), pytest.param(THREE_OF_FOUR, 8, marks=pytest.mark.slow)],
+)
 def test_a_run_saved_inside_a_generation_batch_repeats_that_batch(tmp_path, changes, ends):
     """The last checkpoint is of five updates, two in a generation batch; or of 20 micro-batches,
     three in a generation batch."""

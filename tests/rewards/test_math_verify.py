@@ -60,14 +60,8 @@ def directly(pairs: list[tuple[str, str]]) -> list[bool]:
     return json.loads(text)
 
 
-@pytest.mark.parametrize(
-    ("count", "fewest", "most"),
-    [
-        (100, 1, 60),
-        pytest.param(250, 5, 150, marks=pytest.mark.slow),
-        pytest.param(700, 20, 300, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "fewest", "most"), [(100, 1, 60), (250, 5, 150), (700, 20, 300)])
 def test_verdicts_equal_those_of_direct_calls_in_any_order(grader, count, fewest, most):
     pairs = [(frame.format(a), b) for frame in FRAMES for a in PIECES for b in PIECES]
     random.Random(0).shuffle(pairs)

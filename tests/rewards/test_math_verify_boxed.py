@@ -62,7 +62,8 @@ def test_a_box_must_lie_entirely_within_the_last_500_characters():
         assert grader.grade(completion, "5") == (status, True)
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [50, 200])
 def test_the_box_is_graded_as_math_verify_grades_it_in_a_math_environment(count):
     grader = SymbolicGrader(boxed=True)
     pieces = [piece for piece in PIECES if piece not in ("(", "")]

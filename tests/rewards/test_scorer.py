@@ -136,11 +136,8 @@ def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(c
     assert "no such answer" in caplog.text or "returned nan" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "leaves",
-    [pytest.param(False, marks=pytest.mark.slow), True],
-    ids=["its group", "a session of its own"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("leaves", [False, True], ids=["its group", "a session of its own"])
 def test_programs_that_a_function_started_end_with_its_worker(tmp_path, leaves):
     texts = ("hang", "die", "fine")
     files = {text: tmp_path / text for text in texts}

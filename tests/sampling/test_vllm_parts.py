@@ -14,7 +14,6 @@ import torch
 from architectures import random_config
 from safetensors.torch import load_file
 from server_helpers import free_ports
-from slow_tests import slow_except
 from tiny_policy import STOP_TOKENS, changed, named_tensors, tiny_recipe
 
 from grpo_replay.distributed.comm import Comm
@@ -379,12 +378,11 @@ CHILD_IGNORES_SIGTERM = STUBBORN.format(then="signal.signal(signal.SIGTERM, sign
 GUARD_ENDINGS = ["guard is told to stop", "parent is killed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "program",
-    [BOTH_IGNORE_SIGTERM, pytest.param(CHILD_IGNORES_SIGTERM, marks=pytest.mark.slow)],
-    ids=["both", "child"],
+    "program", [BOTH_IGNORE_SIGTERM, CHILD_IGNORES_SIGTERM], ids=["both", "child"]
 )
-@pytest.mark.parametrize("ending", slow_except(["parent is killed"], GUARD_ENDINGS))
+@pytest.mark.parametrize("ending", GUARD_ENDINGS)
 def test_the_guard_ends_its_whole_process_group(ending, program):
     """The guarded process, or only its child, ignores SIGTERM."""
     guarded = [sys.executable, server_guard.__file__, "PARENT", sys.executable, "-c", program]

@@ -40,11 +40,26 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def anchored(fake_server, tmp_path_factory, processes) -> FinishedRun:
+def cancelled() -> list[int]:
+    """`older_than` of what the run `anchored` had cancelled."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def anchored(fake_server, tmp_path_factory, processes, cancelled) -> FinishedRun:
     """Paper A's batches; ends with a checkpoint."""
-    return train_async_run(
-        async_recipe([fake_server.url]), tmp_path_factory.mktemp("anchored") / "run"
-    )
+    send = Link.send
+
+    def spy(link: Link, command: Command) -> None:
+        if isinstance(command, Cancel):
+            cancelled.append(command.older_than)
+        send(link, command)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Link, "send", spy)
+        return train_async_run(
+            async_recipe([fake_server.url]), tmp_path_factory.mktemp("anchored") / "run"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -150,20 +165,11 @@ def test_the_cost_of_generating_counts_the_gpus_of_a_server(servers, busy):
     assert share == ServerShare(busy_seconds=busy, idle=5 / 8)
 
 
-def test_groups_too_old_for_the_next_step_are_cancelled(fake_server, tmp_path, monkeypatch):
-    """After v steps the next is v + 1, and with an age limit of 2 it trains on version v - 2 and
+def test_groups_too_old_for_the_next_step_are_cancelled(anchored, cancelled):
+    """After v steps the next is v + 1, and with an age limit of a it trains on version v - a and
     newer ones: before the first step, and after every step but the last."""
-    cancelled, send = [], Link.send
-
-    def spy(link: Link, command: Command) -> None:
-        if isinstance(command, Cancel):
-            cancelled.append(command.older_than)
-        send(link, command)
-
-    monkeypatch.setattr(Link, "send", spy)
-    sections = {"run": {"steps": 4}, "replay": {"max_age_steps": 2, "warmup_steps": 1}}
-    train_async_run(async_recipe([fake_server.url], sections), tmp_path / "run")
-    assert cancelled == [-2, -1, 0, 1]
+    limit = anchored.recipe.replay.max_age_steps
+    assert cancelled == [steps - limit for steps in range(len(anchored.metrics))]
 
 
 def test_behaviour_logprobs_are_the_samplers_and_never_recomputed(anchored):

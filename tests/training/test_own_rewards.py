@@ -215,6 +215,7 @@ def test_a_function_that_fails_on_what_the_model_writes_stops_the_run_with_exit_
     assert e.value.exit_code == 4
 
 
+@pytest.mark.slow
 def test_a_run_without_signal_says_so_on_screen_and_in_its_log(tmp_path, processes, caplog):
     recipe = small_recipe(
         reward={"function": "core_rewards:always_wrong"}, run={"steps": 6},

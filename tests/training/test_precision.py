@@ -54,6 +54,7 @@ def test_deepspeed_refuses_an_fp32_sum_at_stage_0(processes, monkeypatch):
         raise AssertionError("opened")
 
 
+@pytest.mark.slow
 def test_at_stage_2_an_update_does_not_depend_on_its_number_of_micro_batches(processes):
     """The same rows, once and eight times over, have the same mean gradient."""
     norms = []

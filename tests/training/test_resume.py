@@ -92,6 +92,7 @@ def test_a_resumed_run_passes_the_independent_recomputation(runs):
     assert verify_run(runs[1].path).passed
 
 
+@pytest.mark.slow
 def test_a_run_told_to_start_with_an_empty_buffer_says_so_and_does(tmp_path, processes):
     sections = {"run": {"steps": 6}, "checkpoint": {"every_steps": 3}}
     train_small_run(tmp_path / "run", run={"steps": 3}, checkpoint={"every_steps": 3})

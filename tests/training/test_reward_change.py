@@ -50,6 +50,7 @@ def resumed(folder: Path, **checkpoint) -> tuple[FinishedRun, str]:
     return FinishedRun(folder / "run", recipe), screen.file.getvalue()
 
 
+@pytest.mark.slow
 def test_the_same_source_resumes_without_a_word_wherever_it_lies(folder, processes):
     _, screen = resumed(folder)
     assert "reward is another" not in screen

@@ -81,6 +81,7 @@ def test_a_resume_beside_the_run_itself_is_refused(tmp_path, processes):
         run.run_training(recipe, tmp_path / "run", True, Listener())
 
 
+@pytest.mark.slow
 def test_a_resume_on_other_ranks_or_another_stage_says_what_it_restores(tmp_path, processes):
     """And one on the same ranks, at the same stage, says nothing."""
     sections = {"replay": {"preset": "grpo"}, "eval": {"benchmarks": []}}

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rich.console import Console
-from slow_tests import slow_except
 from small_runs.experiments import Size, evaluation
 from small_runs.trained import FinishedRun, small_recipe
 
@@ -167,7 +166,8 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", slow_except(["before"], MOMENTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
     whole, tmp_path, monkeypatch, moment
 ):

@@ -34,7 +34,7 @@ from grpo_replay.types import stream
 # --- what is drawn --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ours_run", "one_update_run"])
+@pytest.mark.parametrize("name", slow_except(["ours_run"], ["ours_run", "one_update_run"]))
 def test_ages_at_use_never_exceed_the_maximum_and_reach_it(name, request):
     """Ages count training steps, whatever the number of mini-batches in a step."""
     run = request.getfixturevalue(name)

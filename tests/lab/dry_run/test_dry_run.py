@@ -238,7 +238,10 @@ def test_generation_is_never_faster_than_one_completion_token_by_token(capsys):
     assert "generation lasts at least 19.7 s a step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("ranks, advised", [(8, ["engine.num_processes=1"]), (1, None)])
+@pytest.mark.parametrize(
+    "ranks, advised",
+    [pytest.param(8, ["engine.num_processes=1"], marks=pytest.mark.slow), (1, None)],
+)
 def test_no_more_gpus_are_used_or_advised_than_there_are(monkeypatch, ranks, advised):
     import torch
 
@@ -340,6 +343,7 @@ def test_hub_components_that_cannot_be_checked_are_listed():
     )
 
 
+@pytest.mark.slow
 def test_chat_models_of_qwen3_have_more_positions_than_base_models():
     settings = (
         "sampling.max_completion_length=32768", "sampling.vllm.max_model_len=null",
@@ -587,6 +591,7 @@ def test_one_prompt_is_shown_as_the_model_sees_it(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_several_threads_for_a_tiny_model_are_remarked_on(monkeypatch):
     monkeypatch.setattr(environment, "available_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS")
@@ -758,6 +763,7 @@ def test_json_is_one_document_on_stdout_and_the_exit_code_says_that_it_does_not_
             "sampler", "model", "hardware", "advice", "exit_code"} <= set(report)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_deepspeed_says_when_it_is_loaded_is_not_in_the_document():
     """It is loaded for settings of its own, and would look for a GPU aloud."""
     done = run_cli("tiny", "--dry-run", "--json", "--set", "engine.zero.overlap_comm=true",

@@ -57,6 +57,7 @@ def test_reward_functions_are_called_and_answers_graded(tmp_path, monkeypatch):
     assert "reward.workers 100000: this machine has" in problem
 
 
+@pytest.mark.slow
 def test_the_function_that_grades_evaluations_is_called_on_their_problems(tmp_path, monkeypatch):
     (tmp_path / "graders.py").write_text(
         "def graded(completion, answer):\n    raise ValueError('no grade for ' + answer)\n"

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from commands import run_inspect as run
 from rich.console import Console
-from slow_tests import slow_except
 from small_runs.synthetic import PRESETS, write_synthetic_run
 
 from grpo_replay.lab.inspection.buffer_figures import panels_of
@@ -21,7 +20,8 @@ from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.source import open_source
 
 
-@pytest.mark.parametrize("preset", slow_except(["ours"], PRESETS))
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
 def test_png_is_one_column_wide_at_300_dpi(runs, tmp_path, preset, capsys):
     path = tmp_path / "figure.png"
     run(str(runs[preset]), plot=str(path))

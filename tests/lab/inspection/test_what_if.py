@@ -83,6 +83,7 @@ def test_the_runs_own_settings_reproduce_its_draws(long_run, preset):
     assert checked >= 12
 
 
+@pytest.mark.slow
 def test_wrong_priorities_do_not_reproduce_the_draws(long_run):
     source = open_source(long_run("ours"))
     logged = asdict(what_if(source, []).logged)

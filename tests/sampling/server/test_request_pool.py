@@ -227,6 +227,7 @@ def test_the_last_look_raises_what_a_watcher_found_meanwhile(fakes):
         block_on(look())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(30)
 def test_a_completion_may_take_as_long_as_the_server_generates(fakes):
     servers = fakes(2)

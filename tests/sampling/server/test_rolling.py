@@ -173,6 +173,7 @@ def test_on_failure_stop_ends_the_run_at_an_update(servers, policy, tmp_path):
         opened.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_back_during_an_update_gets_the_new_version(sampler, servers, policy):
     """It still has the label of the version that the sampler holds until the update is complete."""
     old, port = servers[0].label, int(servers[0].url.rsplit(":", 1)[1])
