@@ -44,6 +44,7 @@ def with_results(page: str) -> str:
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates,
              "tiny-ablations": tiny_ablations,
+             "tiny-robustness": tiny_robustness,
              "smollm2": partial(real_model, "smollm2"),
              "smollm2-steps": partial(real_model, "smollm2-steps")}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
@@ -190,6 +191,26 @@ def tiny_ablations() -> str:
         lines.append(
             f"| {' | '.join([f'`{arm}`', f'{final}', *ahead, clipped_share(found, arm)])} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+CONDITIONS = {
+    "careful": "2.5e-5 (a quarter)", "bold": "4e-4 (four times)", "small": "4 prompts a step (a quarter)",
+    "starved": "64 groups of 2", "lag": "weights every 4th step",
+}  # fmt: skip
+"""The conditions of `tiny-robustness`, and what they change."""
+
+
+def tiny_robustness() -> str:
+    found = results()["tiny-robustness"]
+    lines = ["| condition | arm | final | − `grpo` of the condition, 95 %, seeds ahead | "
+             "replayed clipped, % |", "|---|---|---|---|---|"]  # fmt: skip
+    for arm, final in found["final"].items():
+        condition, name = arm.split("-", 1)
+        what = CONDITIONS[condition] if name == "grpo" else ""
+        ahead = compared(found, arm, "difference")
+        cells = [what, f"`{arm}`", f"{final}", *ahead, clipped_share(found, arm)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
