@@ -195,8 +195,9 @@ def tiny_ablations() -> str:
 
 
 CONDITIONS = {
-    "careful": "2.5e-5 (a quarter)", "bold": "4e-4 (four times)", "small": "4 prompts a step (a quarter)",
-    "starved": "64 groups of 2", "lag": "weights every 4th step",
+    "careful": "2.5e-5 (a quarter)", "bold": "4e-4 (four times)",
+    "small": "4 prompts a step (a quarter)", "starved": "64 groups of 2",
+    "lag": "weights every 4th step",
 }  # fmt: skip
 """The conditions of `tiny-robustness`, and what they change."""
 

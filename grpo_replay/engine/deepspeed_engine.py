@@ -72,7 +72,7 @@ class DeepSpeedEngine:
             )
         self._model = model
         self._adapters: LoraAdapters | None = None
-        if recipe.model.lora.rank is not None:
+        if recipe.model.lora.r is not None:
             self._adapters = LoraAdapters.attach(model, recipe.model.lora, recipe.run.seed)
         has_copy = recipe.loss.beta > 0 and self._adapters is None
         self._reference = self._frozen_copy(model) if has_copy else None
@@ -235,7 +235,7 @@ class DeepSpeedEngine:
         """Within, LoRA's dropout is active. Its masks are a function of seed, step, update and
         rank, so that a resumed run has the same."""
         self._updates_of_step += 1
-        if self._adapters is None or self._recipe.model.lora.dropout == 0:
+        if self._adapters is None or self._recipe.model.lora.lora_dropout == 0:
             return nullcontext()
         place = (self._step, self._updates_of_step, self._comm.rank)
         randomness = stream(self._recipe.run.seed, DROPOUT_STREAM, *place)
@@ -452,9 +452,6 @@ def _adamw_parameters(optimizer: OptimizerSection, on_cuda: bool) -> dict[str, A
     return {
         "fused": not on_cuda and "foreach" not in optimizer.adamw.others,
         "lr": optimizer.learning_rate,  # of no update: `begin_step` sets that of each step
-        "betas": [optimizer.beta1, optimizer.beta2],
-        "eps": optimizer.epsilon,
-        "weight_decay": optimizer.weight_decay,
-        **optimizer.adamw.others,
+        **optimizer.adamw.model_dump(),
         "torch_adam": True,
     }

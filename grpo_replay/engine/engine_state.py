@@ -127,7 +127,7 @@ def layout_of(recipe: Recipe, ranks: int) -> FileLayout:
         "dtype": recipe.model.dtype,
         "sub_group_size": sub_group,
     }
-    return layout if lora.rank is None else {**layout, "lora": lora.model_dump()}
+    return layout if lora.r is None else {**layout, "lora": lora.model_dump()}
 
 
 def _apply_optimizer_settings(engine: Any, settings: OptimizerSection) -> None:
@@ -135,9 +135,9 @@ def _apply_optimizer_settings(engine: Any, settings: OptimizerSection) -> None:
     optimizer = engine.optimizer
     for group in param_groups(engine):
         group["lr"] = settings.learning_rate
-        group["betas"] = (settings.beta1, settings.beta2)
-        group["eps"] = settings.epsilon
-        group["weight_decay"] = settings.weight_decay
+        group["betas"] = tuple(settings.adamw.betas)
+        group["eps"] = settings.adamw.eps
+        group["weight_decay"] = settings.adamw.weight_decay
     if hasattr(optimizer, "clip_grad"):
         optimizer.clip_grad = settings.max_grad_norm
 

@@ -38,5 +38,5 @@ def _check_zero(arguments: dict[str, Any], on_cuda: bool) -> None:
 
 
 def _check_lora(settings: LoraSection) -> None:
-    if settings.rank is not None and importlib.util.find_spec("peft") is not None:
-        lora_config(settings, settings.targets)
+    if settings.r is not None and importlib.util.find_spec("peft") is not None:
+        lora_config(settings, settings.target_modules)

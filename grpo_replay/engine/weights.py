@@ -58,7 +58,7 @@ class LoraAdapters:
             from peft import get_peft_model
         except ImportError as error:
             raise RecipeError(MISSING_PEFT) from error
-        config = lora_config(settings, lora_targets(model, settings.targets))
+        config = lora_config(settings, lora_targets(model, settings.target_modules))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             # The engine decides the precision: DeepSpeed holds fp32 master weights of bf16 ones.
@@ -122,12 +122,7 @@ def lora_config(settings: LoraSection, targets: Sequence[str] | None) -> Any:
 
     with refused_as("model.lora"):
         return LoraConfig(
-            r=settings.rank,
-            lora_alpha=settings.alpha,
-            target_modules=targets,
-            lora_dropout=settings.dropout,
-            task_type="CAUSAL_LM",
-            **settings.others,
+            **{**settings.model_dump(), "target_modules": targets, "task_type": "CAUSAL_LM"}
         )
 
 

@@ -41,30 +41,19 @@ class LoraSection(Passthrough):
     }
     TAKEN: ClassVar[frozenset[str]] = frozenset({"task_type", "inference_mode", "modules_to_save"})
 
+    if TYPE_CHECKING:
+        r: int | None = GIVEN  # None if all parameters train
+        lora_alpha: int = GIVEN
+        lora_dropout: float = GIVEN
+        target_modules: list[str] | None = GIVEN
+
     @model_validator(mode="after")
     def _is_possible(self) -> "LoraSection":
-        if self.rank is not None and (type(self.rank) is not int or self.rank < 1):
-            raise ValueError(f"r {self.rank!r}: an integer of 1 or more, or null")
-        if not (self.alpha > 0 and 0 <= self.dropout < 1 and self.targets != []):
+        if self.r is not None and (type(self.r) is not int or self.r < 1):
+            raise ValueError(f"r {self.r!r}: an integer of 1 or more, or null")
+        if not (self.lora_alpha > 0 and 0 <= self.lora_dropout < 1 and self.target_modules != []):
             raise ValueError("lora_alpha is above 0, lora_dropout in [0, 1), target_modules a list")
         return self
-
-    @property
-    def rank(self) -> int | None:
-        """None if all parameters train."""
-        return self.model_extra["r"]  # type: ignore[index]
-
-    @property
-    def alpha(self) -> int:
-        return self.model_extra["lora_alpha"]  # type: ignore[index]
-
-    @property
-    def dropout(self) -> float:
-        return self.model_extra["lora_dropout"]  # type: ignore[index]
-
-    @property
-    def targets(self) -> list[str] | None:
-        return self.model_extra["target_modules"]  # type: ignore[index]
 
 
 class DatasetOptions(Passthrough):

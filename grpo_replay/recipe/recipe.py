@@ -335,11 +335,11 @@ def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
 def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
     lora = recipe.model.lora
     given = {k: v for k, v in (lora.model_extra or {}).items() if v != lora.DEFAULTS.get(k)}
-    if lora.rank is None:
+    if lora.r is None:
         for name, value in given.items():
             yield f"model.lora.{name} {value} without model.lora.r: set the rank, for example r: 16"
         return
-    targets: Any = lora.targets
+    targets: Any = lora.target_modules
     is_list = isinstance(targets, list) and all(isinstance(each, str) for each in targets)
     if targets is not None and not is_list:
         yield (

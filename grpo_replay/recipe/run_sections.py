@@ -71,22 +71,6 @@ class OptimizerSection(Section):
     """Maximum global L2 norm of the gradient; larger gradients are scaled down (TRL:
     max_grad_norm)."""
 
-    @property
-    def beta1(self) -> float:
-        return self.adamw.betas[0]
-
-    @property
-    def beta2(self) -> float:
-        return self.adamw.betas[1]
-
-    @property
-    def epsilon(self) -> float:
-        return self.adamw.eps
-
-    @property
-    def weight_decay(self) -> float:
-        return self.adamw.weight_decay
-
 
 class EngineSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"

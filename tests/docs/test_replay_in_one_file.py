@@ -113,14 +113,14 @@ def test_presets_are_the_settings_of_the_recipes(preset):
         dual_clip=loss.dual_clip,
         updates_per_step=recipe.batch.updates_per_step,
         learning_rate=optimizer.learning_rate,
-        weight_decay=optimizer.weight_decay,
+        weight_decay=optimizer.adamw.weight_decay,
     )
     assert settings == of_recipe
     assert uniform or replay.priority == "abs_advantage"
     assert (recipe.loss.kind, recipe.loss.aggregation, recipe.loss.beta) == (
         "clipped", "token_mean", 0.0,
     )  # fmt: skip
-    assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.99, 1e-8)
+    assert (optimizer.adamw.betas, optimizer.adamw.eps) == ([0.9, 0.99], 1e-8)
     assert (optimizer.max_grad_norm, optimizer.schedule) == (1.0, "constant")
     assert EPSILON == recipe.advantage.epsilon == one.EPSILON
     assert recipe.advantage.std == "population"

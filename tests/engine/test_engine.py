@@ -160,8 +160,8 @@ class TorchAdamW:
         self.masters = {name: p.detach().float().clone() for name, p in named}
         o = recipe.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.masters.values(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon,
-            weight_decay=o.weight_decay,
+            self.masters.values(), lr=o.learning_rate, betas=tuple(o.adamw.betas), eps=o.adamw.eps,
+            weight_decay=o.adamw.weight_decay,
         )  # fmt: skip
 
     def update(self, gradients: dict[str, torch.Tensor]) -> float:

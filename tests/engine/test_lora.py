@@ -45,8 +45,8 @@ class PlainLora(PlainTraining):
         o = recipe.optimizer
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.trained, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon,
-            weight_decay=o.weight_decay,
+            self.trained, lr=o.learning_rate, betas=tuple(o.adamw.betas), eps=o.adamw.eps,
+            weight_decay=o.adamw.weight_decay,
         )  # fmt: skip
 
     def adapters(self) -> dict[str, torch.Tensor]:

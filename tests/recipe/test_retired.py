@@ -77,8 +77,8 @@ def test_an_old_run_goes_on_with_its_values(tmp_path):
     recipe = read_recipe_file(tmp_path / "recipe.yaml")
     assert recipe == recipe_to_resume(tmp_path, None, ())
     assert (recipe.replay.preset, recipe.replay.composition) == ("fifo", "buffer_only")
-    assert (recipe.optimizer.beta1, recipe.optimizer.beta2) == (0.8, 0.99)
-    assert (recipe.optimizer.epsilon, recipe.optimizer.weight_decay) == (1e-8, 0.3)
+    adamw = recipe.optimizer.adamw
+    assert (adamw.betas, adamw.eps, adamw.weight_decay) == ([0.8, 0.99], 1e-8, 0.3)
     assert (recipe.engine.offload_optimizer, recipe.engine.offload_parameters) == (True, False)
     assert [(each.function, each.weight) for each in recipe.reward.functions] == [
         ("math_verify", 0.5), ("minerva", 2.0),

@@ -178,7 +178,7 @@ def first_gradient(engine: DeepSpeedEngine) -> torch.Tensor:
     optimizer = engine._engine.optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)
     moments = [state["exp_avg"].float().flatten() for state in optimizer.state.values()]
-    return torch.cat(moments) / (1 - engine._recipe.optimizer.beta1)
+    return torch.cat(moments) / (1 - engine._recipe.optimizer.adamw.betas[0])
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -218,8 +218,8 @@ class PlainTraining:
         self.model = load_policy(recipe.model, 0)
         o = recipe.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon,
-            weight_decay=o.weight_decay,
+            self.model.parameters(), lr=o.learning_rate, betas=tuple(o.adamw.betas),
+            eps=o.adamw.eps, weight_decay=o.adamw.weight_decay,
         )  # fmt: skip
 
     def update(self, rows: Sequence[TrainRow]) -> tuple[float, float]:

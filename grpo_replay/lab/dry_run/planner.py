@@ -313,7 +313,7 @@ def _engine_setting(
         live_elements=engine.zero.max_live_parameters,
         offload_optimizer=engine.offload_optimizer,
         offload_parameters=engine.offload_parameters,
-        reference_copy=has_reference and model.lora.rank is None,
+        reference_copy=has_reference and model.lora.r is None,
     )
 
 
@@ -453,10 +453,10 @@ def rungs(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
         yield ["engine.zero_stage=3"]
     if model.dtype == "float32":
         yield ["model.dtype=bfloat16"]
-    if model.lora.rank is None and recipe.loss.beta == 0:
+    if model.lora.r is None and recipe.loss.beta == 0:
         rate = f"optimizer.learning_rate={LORA_RATE * recipe.optimizer.learning_rate:g}"
         yield [f"model.lora.r={LORA_RANK}", rate]
-    offloads = machines.on_cuda and not engine.offload_optimizer and model.lora.rank is None
+    offloads = machines.on_cuda and not engine.offload_optimizer and model.lora.r is None
     yield from _last_rungs(recipe.sampling, recipe.prompts.max_prompt_length, offloads)
 
 

@@ -204,7 +204,7 @@ def check_devices(
     if (sampling.vllm_in_ranks or launched) and importlib.util.find_spec("vllm") is None:
         text = f"sampling.backend {sampling.backend}: vLLM is not installed here"
         _missing(f"{text}: pip install 'grpo-replay[vllm]'", machines, findings)
-    if model.lora.rank is not None and importlib.util.find_spec("peft") is None:
+    if model.lora.r is not None and importlib.util.find_spec("peft") is None:
         from grpo_replay.engine.weights import MISSING_PEFT
 
         _missing(MISSING_PEFT, machines, findings)

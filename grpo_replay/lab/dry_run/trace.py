@@ -182,10 +182,10 @@ class _AdaptedLinear(nn.Module):
 
 def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
     """Freeze a model on the meta device and put LoRA's adapters on it. Returns their sizes."""
-    if lora is None or lora.rank is None:
+    if lora is None or lora.r is None:
         return []
     model.requires_grad_(False)
-    targets, head = lora_targets(model, lora.targets), model.get_output_embeddings()
+    targets, head = lora_targets(model, lora.target_modules), model.get_output_embeddings()
     chosen = [
         (name, layer)
         for name, layer in model.named_modules()
@@ -194,7 +194,7 @@ def _attach(model: PreTrainedModel, lora: LoraSection | None) -> list[int]:
     ]  # fmt: skip
     for name, layer in chosen:
         parent, _, leaf = name.rpartition(".")
-        adapted = _AdaptedLinear(layer, lora.rank, lora.dropout)
+        adapted = _AdaptedLinear(layer, lora.r, lora.lora_dropout)
         setattr(model.get_submodule(parent), leaf, adapted)
     return [p.numel() for p in model.parameters() if p.requires_grad]
 
