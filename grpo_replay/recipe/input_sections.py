@@ -407,7 +407,8 @@ class SamplingSection(Section):
     EOS tokens of generation_config.json and config.json, and `<|endoftext|>` and `<|im_end|>` if
     the tokenizer has them."""
     max_batch_rollouts: Positive = 1024
-    """Maximum number of completions that the `hf` backend decodes at once."""
+    """Maximum number of completions that the `hf` backend decodes at once, in evaluations too. A
+    smaller one needs less memory for their keys and values."""
     logprob_gap_limit: Annotated[float, Field(gt=0.0)] | None = None
     """Maximum tolerated mean |sampler - trainer| log-prob after a weight sync, in nats. A larger
     gap stops the run. If null, 0.01 when both sides compute in fp32 and 0.1 otherwise. Measured:

@@ -34,6 +34,7 @@ from grpo_replay.lab.dry_run.planner import (
     ROOM,
     Advice,
     Findings,
+    Generation,
     Machines,
     MemoryPlan,
     advice_on_threads,
@@ -109,14 +110,14 @@ def dry_run(
         sampling.servers_launched * sampling.vllm.tensor_parallel_size,
         gpu_memory_gib,
     )
-    prompts = _check_start(recipe, output_dir, resume, machines, findings)
+    prompts, evaluation = _check_start(recipe, output_dir, resume, machines, findings)
     if prompts is not None:
         known = replace(known, prompt_tokens=prompts.mean_prompt)
-    plan = _try_plan(recipe, machines, findings)
+    plan = _try_plan(recipe, machines, evaluation, findings)
     look, known = _try_look(recipe, sample, plan, known, findings)
     figures = _figures(recipe, known, plan, machines, findings)
     check_disk_space(figures["storage"], output_dir, machines, findings)
-    advice = _advice(recipe, plan, machines, findings)
+    advice = _advice(recipe, plan, machines, evaluation, findings)
     return DryRunReport(
         recipe=recipe.name,
         fits=False if findings.exit_code else None if plan is None else True,
@@ -135,23 +136,33 @@ def dry_run(
 
 def _check_start(
     recipe: Recipe, output_dir: Path, resume: bool | None, machines: Machines, findings: Findings
-) -> "PromptSet | None":
-    """What is found before memory, in the order of a run: the first problem has its exit code."""
+) -> "tuple[PromptSet | None, Generation | None]":
+    """What is found before memory, in the order of a run: the first problem has its exit code.
+    Returns the prompts, and what an evaluation samples, if they could be read."""
     from grpo_replay.lab.dry_run.start_checks import check_output_directory, check_parts
 
     if resume is not None:
         check_output_directory(recipe, output_dir, resume, machines, findings)
-    return check_parts(recipe, with_known_model(recipe.model), machines, findings)
+    known_model = with_known_model(recipe.model)
+    prompts, evaluation = check_parts(recipe, known_model, machines, findings)
+    if evaluation is None:
+        return prompts, None
+    longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
+    return prompts, Generation(len(evaluation.samples), evaluation.longest_prompt, longest)
 
 
 def _advice(
-    recipe: Recipe, plan: MemoryPlan | None, machines: Machines, findings: Findings
+    recipe: Recipe,
+    plan: MemoryPlan | None,
+    machines: Machines,
+    evaluation: Generation | None,
+    findings: Findings,
 ) -> Advice | None:
     """Overrides that may fit, unless the plan does. Notes how much of the GPU is left, and that a
     plan which does not fit would not start."""
     if plan is None:
         return None
-    advice = None if plan.fits and _has_gpus(machines) else advise(recipe, machines)
+    advice = None if plan.fits and _has_gpus(machines) else advise(recipe, machines, evaluation)
     proposed = not plan.fits and advice is not None and advice.fits
     peak = advice.peak if proposed and advice is not None else plan.peak
     findings.assumptions += _notice_of_room(peak, proposed, machines)
@@ -249,11 +260,13 @@ def _has_gpus(machines: Machines) -> bool:
     return machines.gpus is None or max(machines.ranks) <= machines.gpus
 
 
-def _try_plan(recipe: Recipe, machines: Machines, findings: Findings) -> MemoryPlan | None:
+def _try_plan(
+    recipe: Recipe, machines: Machines, evaluation: Generation | None, findings: Findings
+) -> MemoryPlan | None:
     """Memory of engine and sampler; None if the configuration of the model cannot be read, or the
     model cannot be traced."""
     try:
-        plan = plan_memory(recipe, machines)
+        plan = plan_memory(recipe, machines, evaluation=evaluation)
     except ModelError as error:
         findings.unchecked.append(f"sizes of the model: {error}")
         return None

@@ -260,14 +260,19 @@ def hf_memory(
     copies of the logits of one decoding step.
 
     A GPU allocates all of the cache's buffers; on a CPU only pages that are written count. While a
-    cache grows, the keys or values of one layer exist twice.
+    cache grows, the keys or values of one layer exist twice. With grouped queries the keys and
+    values of a layer are repeated for all heads (attention with a mask, in transformers).
     """
     weights = dtype_bytes * shape.parameters
     capacity, before = hf_cache_tokens(prompt_tokens, completion_tokens)
+    longest = prompt_tokens + completion_tokens
     if not on_cuda:
-        capacity = prompt_tokens + completion_tokens
+        capacity = longest
     per_token = dtype_bytes * shape.kv_elements_per_token * rows
     cache = per_token * capacity + per_token * before // (2 * shape.layers)
+    repeated = 2 * shape.attention_width
+    if repeated * shape.layers > shape.kv_elements_per_token:
+        cache += dtype_bytes * rows * longest * repeated
     logits = 2 * FP32 * rows * shape.vocabulary
     return SamplerMemory(weights + cache + logits, weights, None)
 

@@ -5,9 +5,10 @@ which overrides they would.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from grpo_replay.distributed.environment import threads_per_rank
@@ -261,12 +262,24 @@ def known_config(model: ModelSection) -> "PreTrainedConfig":
     return load_config(with_known_model(model))
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Rollouts that a sampler is asked for at once, and their longest, in tokens."""
+
+    rollouts: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
 def plan_memory(
-    recipe: Recipe, machines: Machines, config: "PreTrainedConfig | None" = None
+    recipe: Recipe,
+    machines: Machines,
+    config: "PreTrainedConfig | None" = None,
+    evaluation: Generation | None = None,
 ) -> MemoryPlan:
     """The engine and sampler in memory, for the largest micro-batch that the budget allows and the
     positions of the model have room for. `config` is the `known_config` of the recipe's model, if
-    it was read already.
+    it was read already; `evaluation` is what an evaluation samples, if it is known.
 
     Raises ModelError if the configuration cannot be read or the model not be traced, RecipeError if
     vLLM is to have room for more than the positions.
@@ -293,7 +306,7 @@ def plan_memory(
     )  # fmt: skip
     forward = trace.forward_memory(known.model, config, batch, machines.on_cuda)
     sampler = plan_sampler(
-        known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], shape, machines
+        known.sampling, prompt, DTYPE_BYTES[known.sampled_dtype], shape, machines, evaluation
     )
     return MemoryPlan(
         shape, setting, model_length(*limits, config),
@@ -318,9 +331,11 @@ def _engine_setting(
 
 
 def plan_sampler(
-    sampling: SamplingSection, prompt: int, dtype_bytes: int, shape: ModelShape, machines: Machines
-) -> SamplerMemory:
-    """What the sampler takes of the device of a rank; `prompt` is the longest, in tokens."""
+    sampling: SamplingSection, prompt: int, dtype_bytes: int, shape: ModelShape, machines: Machines,
+    evaluation: Generation | None = None,
+) -> SamplerMemory:  # fmt: skip
+    """What the sampler takes of the device of a rank, in a step or in an evaluation; `prompt` is
+    the longest of a step, in tokens."""
     vllm = sampling.vllm
     if sampling.over_http:
         return SamplerMemory(0, 0, None)  # on machines or GPUs of its own
@@ -333,11 +348,17 @@ def plan_sampler(
         cache = GIB * int(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
         held = dtype_bytes * shape.parameters + cache  # nothing sleeps on a CPU
         return SamplerMemory(held, held, cache // (dtype_bytes * shape.kv_elements_per_token))
-    rows = -(-sampling.rollouts_per_step // machines.total_ranks)
-    return hf_memory(
-        shape, dtype_bytes, min(rows, sampling.max_batch_rollouts), prompt,
-        sampling.max_completion_length, machines.on_cuda,
+    step = Generation(sampling.rollouts_per_step, prompt, sampling.max_completion_length)
+    most = (
+        hf_memory(
+            shape, dtype_bytes,
+            min(-(-each.rollouts // machines.total_ranks), sampling.max_batch_rollouts),
+            each.prompt_tokens, each.completion_tokens, machines.on_cuda,
+        )
+        for each in (step, evaluation)
+        if each is not None
     )  # fmt: skip
+    return max(most, key=lambda each: each.awake)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,36 +385,44 @@ class Advice:
                 "tight": self.tight}  # fmt: skip
 
 
-def advise(recipe: Recipe, machines: Machines) -> Advice | None:
+def advise(
+    recipe: Recipe, machines: Machines, evaluation: Generation | None = None
+) -> Advice | None:
     """The first overrides of `rungs`, taken together, with which the recipe fits with `ROOM` to
     spare; if none do, those that leave most; None if none can be tried. Those that turn out not to
     be needed are left out."""
-    given, config = recipe.model_dump(mode="json"), known_config(recipe.model)
+    attempt = partial(
+        _attempt, recipe.model_dump(mode="json"), machines, known_config(recipe.model), evaluation
+    )
     chosen: list[str] = []
     best: Advice | None = None
     for rung in rungs(recipe, machines):
         keys = {word.partition("=")[0] for word in rung}
         wanted = [word for word in chosen if word.partition("=")[0] not in keys] + rung
-        tried = _attempt(given, wanted, machines, config)
+        tried = attempt(wanted)
         if tried is None:
             continue  # it contradicts another setting
         chosen = wanted
         if tried.has_room:
-            return _without_needless(given, tried, machines, config)
+            return _without_needless(tried, attempt)
         if best is None or tried.rank < best.rank:
             best = tried
     return best
 
 
 def _attempt(
-    given: dict[str, Any], overrides: Sequence[str], machines: Machines, config: "PreTrainedConfig"
+    given: dict[str, Any],
+    machines: Machines,
+    config: "PreTrainedConfig",
+    evaluation: Generation | None,
+    overrides: Sequence[str],
 ) -> Advice | None:
     """The plan with these overrides, and if it helps with another share of the GPU for vLLM."""
     try:
         recipe = resolve_recipe([given, parse_overrides(list(overrides))])
         ranks = recipe.engine.num_processes
         there = machines.with_ranks(ranks) if _sets_ranks(overrides) else machines
-        plan = plan_memory(recipe, there, config)
+        plan = plan_memory(recipe, there, config, evaluation)
     except RecipeError:
         return None
     best = Advice(tuple(overrides), plan.peak, plan.fits, plan.tight)
@@ -404,7 +433,7 @@ def _attempt(
         words = (*overrides, f"sampling.vllm.gpu_memory_utilization={other}")
         with suppress(RecipeError):
             changed = resolve_recipe([given, parse_overrides(list(words))])
-            found = plan_memory(changed, there, config)
+            found = plan_memory(changed, there, config, evaluation)
             tried = Advice(words, found.peak, found.fits, found.tight)
             if tried.has_room:
                 return tried
@@ -417,15 +446,13 @@ def _sets_ranks(overrides: Sequence[str]) -> bool:
     return any(word.startswith("engine.num_processes=") for word in overrides)
 
 
-def _without_needless(
-    given: dict[str, Any], found: Advice, machines: Machines, config: "PreTrainedConfig"
-) -> Advice:
+def _without_needless(found: Advice, attempt: Callable[[Sequence[str]], Advice | None]) -> Advice:
     """The advice without overrides that are not needed for the run to fit."""
     for word in found.overrides:
         if word.startswith(("engine.num_processes=", "optimizer.", "model.lora.r=")):
             continue
         fewer = [each for each in found.overrides if each != word]
-        tried = _attempt(given, fewer, machines, config)
+        tried = attempt(fewer)
         if tried is not None and tried.has_room and len(tried.overrides) < len(found.overrides):
             found = tried
     return found
@@ -444,6 +471,10 @@ def rungs(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
         yield ["sampling.vllm.enable_sleep_mode=true"]
     if engine.logprob_chunk_tokens is not None:
         yield ["engine.logprob_chunk_tokens=null"]
+    if recipe.sampling.backend == "hf":
+        for rollouts in (256, 64):
+            if recipe.sampling.max_batch_rollouts > rollouts:
+                yield [f"sampling.max_batch_rollouts={rollouts}"]
     if not model.gradient_checkpointing:
         yield ["model.gradient_checkpointing=true"]
     if recipe.batch.max_tokens_per_microbatch > longest:

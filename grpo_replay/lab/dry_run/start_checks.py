@@ -50,9 +50,10 @@ _ATTENTION_PACKAGES = {
 
 def check_parts(
     recipe: Recipe, known_model: ModelSection, machines: Machines, findings: Findings
-) -> "PromptSet | None":
+) -> "tuple[PromptSet | None, EvaluationPlan | None]":
     """Check every part of the recipe. `known_model` is its model, or the shipped configuration
-    that stands for it. Returns the prompts if they could be read."""
+    that stands for it. Returns the prompts and the plan of the evaluations, if they could be
+    read."""
     from grpo_replay.engine.deepspeed_engine import notices_of_precision
     from grpo_replay.engine.passed_settings import check_passed_settings
     from grpo_replay.sampling.sampler_protocol import find_stop_tokens, sampler_class
@@ -86,7 +87,7 @@ def check_parts(
     _check_room(known, longest, 1 if evaluation is None else evaluation.longest_prompt, findings)
     own = recipe.reward, recipe.eval.verifier if recipe.eval.benchmarks else None
     check_rewards(*own, prompts, evaluation, machines, findings)
-    return prompts
+    return prompts, evaluation
 
 
 def _check_named_functions(recipe: Recipe, findings: Findings) -> None:

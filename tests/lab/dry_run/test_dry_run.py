@@ -16,7 +16,7 @@ from grpo_replay.cli.dry_run_display import _measured
 from grpo_replay.distributed import environment
 from grpo_replay.engine.models import load_config
 from grpo_replay.errors import RecipeError
-from grpo_replay.lab.dry_run import dry_run_report
+from grpo_replay.lab.dry_run import dry_run_report, planner
 from grpo_replay.lab.dry_run import start_checks as checks
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.lab.dry_run.estimates import Known
@@ -24,6 +24,7 @@ from grpo_replay.lab.dry_run.memory import ModelShape, SamplerMemory
 from grpo_replay.lab.dry_run.planner import (
     Advice,
     Findings,
+    Generation,
     Machines,
     advice_on_threads,
     advise,
@@ -523,7 +524,7 @@ def test_rows_are_read_as_by_the_run(tmp_path, monkeypatch, function, columns):
     own = ["prompts.source=rows.jsonl", "prompts.id_field=null", f"reward.function={function}"]
     recipe = load_recipe("tiny", own)
     machines = find_machines("cpu", [1], 0, None)
-    prompts = checks.check_parts(recipe, recipe.model, machines, Findings())
+    prompts, _ = checks.check_parts(recipe, recipe.model, machines, Findings())
     assert set(prompts.sample(1)[0].row) == columns
 
 
@@ -703,6 +704,29 @@ def test_without_peft_a_recipe_with_lora_still_gets_its_report(monkeypatch):
     )
     assert report["memory"]["fits"] and report["model"]["adapter_parameters"] > 0
     assert report["fits"] is False and report["exit_code"] == 2
+
+
+def test_the_sampler_has_room_for_the_rollouts_of_an_evaluation(monkeypatch):
+    """tiny: 128 rollouts a step; in an evaluation 500 problems x 4 samples and a greedy one."""
+    counted = []
+
+    def count(shape, dtype_bytes, rows, prompt_tokens, completion_tokens, on_cuda):
+        counted.append((rows, completion_tokens))
+        return SamplerMemory(rows, 0, None)
+
+    monkeypatch.setattr(planner, "hf_memory", count)
+    gib = report_of("tiny", "eval.max_completion_length=24")["memory"]["sampler_awake_gib"]
+    assert counted == [(128, 20), (1024, 24)] and gib == round(1024 / GIB, 3)
+    counted.clear()
+    report_of("tiny", "sampling.max_batch_rollouts=64")
+    report_of("tiny", "eval.benchmarks=[]")
+    assert counted == [(64, 20), (64, 20), (128, 20)]
+
+
+def test_an_evaluation_that_does_not_fit_is_sampled_in_smaller_batches():
+    recipe = load_recipe("tiny", ["sampling.max_batch_rollouts=1000000"])
+    found = advise(recipe, Machines("cpu", (1,), 2 * GIB), Generation(1_000_000, 16, 20))
+    assert found.fits and found.overrides == ("sampling.max_batch_rollouts=256",)
 
 
 def test_the_dtype_of_the_sampler_decides_what_it_holds_on_a_cpu_too(monkeypatch):

@@ -134,6 +134,9 @@ def test_the_hf_sampler_holds_a_second_copy_and_a_cache_of_all_rows():
     memory = hf_memory(SHAPE, 4, rows=3, prompt_tokens=10, completion_tokens=20)
     assert memory.asleep == 4000
     assert memory.awake == 4000 + 4 * 64 * 3 * 30 + 2 * 4 * 3 * 50
+    grouped = replace(SHAPE, attention_width=32)  # twice the heads that have keys
+    repeated = 4 * 3 * 30 * 2 * 32
+    assert hf_memory(grouped, 4, 3, 10, 20).awake == memory.awake + repeated
 
 
 def test_the_cache_of_the_hf_sampler_is_counted_as_it_grows():
