@@ -6,6 +6,7 @@ raises the errors of `grpo_replay.errors` that the command would print.
 
 import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -60,13 +61,17 @@ def train(
     `prompts` are rows (a list of dicts, a `datasets.Dataset`), which are written to
     `<output_dir>.prompts.jsonl`, so that the run can be resumed. `reward` is a function that can be
     imported, in any form of docs/rewards.md. `on_step` gets the metrics of each step,
-    `on_evaluation` the step and its report. `resume` continues the run in `output_dir`, with its
-    own recipe if `recipe` is None.
+    `on_evaluation` the step and its report. `resume` continues the run in `output_dir` with its own
+    recipe; `recipe` may be None, and else must be that one (UsageError). Only `overrides` and
+    `reward` change it.
 
     Ctrl-C ends the run after the current step, with a checkpoint. Raises UsageError for a recipe
     of several ranks, and for a function that cannot be imported.
     """
-    path, resolved = Path(output_dir), _recipe_of_run(recipe, Path(output_dir), resume, overrides)
+    path = Path(output_dir)
+    if resume and prompts is not None:
+        raise UsageError("prompts with resume=True: a run goes on with the prompts that it has")
+    resolved = _recipe_of_run(recipe, path, resume, overrides, reward is not None)
     from grpo_replay.distributed.environment import prepare_rank, rank_environment
     from grpo_replay.storage.run_directory import RunDirectory
     from grpo_replay.terminal.quiet import quiet_libraries
@@ -77,7 +82,7 @@ def train(
     if reward is not None:
         changes["reward"] = {"function": _place_of(reward)}
     if prompts is not None:
-        changes["prompts"] = _written(prompts, path, resolved.prompts.id_field, resume)
+        changes["prompts"] = _written(prompts, path, resolved.prompts.id_field)
     prepare_rank(rank_environment())
     with quiet_libraries():
         from grpo_replay.training.run import run_training
@@ -218,17 +223,25 @@ def _changed(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
 
 
 def _recipe_of_run(
-    recipe: AnyRecipe | None, path: Path, resume: bool, overrides: Overrides
+    recipe: AnyRecipe | None, path: Path, resume: bool, overrides: Overrides, has_reward: bool
 ) -> Recipe:
-    """Raises UsageError for a recipe of several ranks, and without any for a new run."""
-    if recipe is not None:
-        found = load_recipe(recipe, overrides)
-    elif resume:
-        from grpo_replay.storage.recipe_history import recipe_to_resume
-        from grpo_replay.storage.run_directory import refuse_missing
+    """Raises UsageError for a recipe of several ranks, without any for a new run, and with another
+    than the run's for a resume."""
+    from grpo_replay.storage.recipe_history import recipe_to_resume, refuse_another
+    from grpo_replay.storage.run_directory import RunDirectory, refuse_missing
 
+    given = None if recipe is None else load_recipe(recipe, overrides)
+    if resume and not (given and RunDirectory(path).is_unborn):
         refuse_missing(path)
         found = recipe_to_resume(path, None, _words(overrides))
+        if given is not None:
+            unlike = {"reward.function"} if has_reward else set()
+            if found.prompts.source == str(_prompts_file(path)):
+                unlike |= {"prompts.source", "prompts.id_field"}
+            name = recipe if isinstance(recipe, str) else "the recipe given"
+            refuse_another(given, found, name, path, unlike)
+    elif given is not None:
+        found = given
     else:
         raise UsageError("train() needs a recipe; only resume=True continues a run with its own")
     if found.engine.num_processes > 1:
@@ -244,11 +257,12 @@ def _place_of(function: str | Callable[..., Any]) -> str:
     if isinstance(function, str):
         return function
     module, name = str(function.__module__), getattr(function, "__qualname__", "")
-    file = getattr(sys.modules.get(module), "__file__", None)
-    source = Path(file or "")
-    if "." not in module and source.is_file():
+    loaded = sys.modules.get(module)
+    source = Path(getattr(loaded, "__file__", None) or "")
+    if "." not in module and source.is_file() and not hasattr(loaded, "__path__"):
         # A program can be imported if it trains only as a program.
-        guarded = "__name__" in source.read_text(encoding="utf-8")
+        text = source.read_text(encoding="utf-8")
+        guarded = re.search(r"^if\s+__name__\s*==", text, re.MULTILINE) is not None
         module = str(source.resolve()) if guarded or module != "__main__" else module
     place = f"{module}:{name}"
     if module == "__main__" or not is_place(place):
@@ -262,24 +276,35 @@ def _place_of(function: str | Callable[..., Any]) -> str:
 
 
 def _written(
-    rows: Iterable[Mapping[str, Any]], run_dir: Path, id_field: str | None, resume: bool
+    rows: Iterable[Mapping[str, Any]], run_dir: Path, id_field: str | None
 ) -> dict[str, Any]:
     """Write rows beside a run directory; returns the settings of `prompts` that name them."""
     from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 
-    if resume:
-        raise UsageError("prompts with resume=True: a run goes on with the prompts that it has")
-    listed = [dict(row) for row in rows]
     try:
-        lines = [json.dumps(row, ensure_ascii=False) for row in listed]
-    except TypeError as error:
-        raise UsageError(f"prompts: a row holds what is neither text nor number: {error}") from None
-    path = run_dir.absolute().with_name(f"{run_dir.name}.prompts.jsonl")
+        listed = [dict(row) for row in rows]
+        lines = [json.dumps(row, ensure_ascii=False, default=_plain) for row in listed]
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"prompts: {error}; rows are mappings of text and numbers, such as a list of dicts or "
+            "a datasets.Dataset (of pandas: frame.to_dict('records'))"
+        ) from None
+    path = _prompts_file(run_dir)
     with named_if_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_whole(path, "".join(f"{line}\n" for line in lines))
     known = id_field if listed and id_field in listed[0] else None
     return {"source": str(path), "id_field": known}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a row holds what is neither text nor number: {value!r}")
+
+
+def _prompts_file(run_dir: Path) -> Path:
+    return run_dir.absolute().with_name(f"{run_dir.name}.prompts.jsonl")
 
 
 def _observer(

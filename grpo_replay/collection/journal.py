@@ -112,9 +112,10 @@ class Journal:
     def _roll(self) -> None:
         """Begin the next segment. The full one is on disk first."""
         self.sync()
+        descriptor, size = _create(self._folder, self._number + 1)
         os.close(self._descriptor)
+        self._descriptor, self._size = descriptor, size
         self._number += 1
-        self._descriptor, self._size = _create(self._folder, self._number)
 
 
 def read_journal(folder: Path) -> Iterator[Record]:
@@ -160,8 +161,7 @@ def read_segment(path: Path, is_last: bool) -> Segment:
 def _read_record(data: bytes, offset: int) -> tuple[int, Record | None]:
     """The end of the record at `offset`, and the record; None if it is not whole and right."""
     body = offset + _HEADER.size
-    # A file system may leave zeros where a write did not complete.
-    if body > len(data) or data.count(0, offset) == len(data) - offset:
+    if body > len(data) or _is_zero_from(data, offset):
         return len(data), None
     length, checksum, own_checksum = _HEADER.unpack_from(data, offset)
     if zlib.crc32(data[offset : offset + _FACTS.size]) != own_checksum:
@@ -176,6 +176,12 @@ def _read_record(data: bytes, offset: int) -> tuple[int, Record | None]:
             f"the record at byte {offset} of a journal segment is whole, but not of this version "
             f"of grpo-replay: {error}"
         ) from error
+
+
+def _is_zero_from(data: bytes, offset: int) -> bool:
+    """A file system may leave zeros where a write did not complete."""
+    is_begun = any(data[offset : offset + _HEADER.size])  # else every record would read the rest
+    return not is_begun and data.count(0, offset) == len(data) - offset
 
 
 def _create(folder: Path, number: int) -> tuple[int, int]:

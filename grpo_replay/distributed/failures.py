@@ -41,7 +41,11 @@ class Interruption:
     @contextmanager
     def caught(self) -> Iterator[None]:
         """A context in which SIGINT, SIGTERM, SIGUSR1 and SIGHUP are requests. A SIGHUP that is
-        ignored, as under nohup, stays so."""
+        ignored, as under nohup, stays so. Does nothing outside the main thread, which alone gets
+        signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             numbers.append(signal.SIGHUP)

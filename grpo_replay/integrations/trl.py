@@ -253,6 +253,10 @@ class ReplayMixin(_Host):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.replay.replays:
             self._from_main(lambda: self._load_buffer(Path(checkpoint) / SNAPSHOT))
+            # As in a new trainer, even if this one was stopped inside a generation batch.
+            self._folder, self._micro_batches_left = None, 0
+            self._step, self._buffered_inputs = 0, None
+            self._outcomes.clear()
 
     def _load_buffer(self, path: Path) -> None:
         if not path.exists():

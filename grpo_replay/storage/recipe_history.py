@@ -9,7 +9,7 @@ out of what people share.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,16 @@ def recipe_to_resume(run_dir: Path, name: str | None, overrides: Sequence[str]) 
     source = f"{path} with --set" if overrides else str(path)
     resumed = resolve_recipe([stored, parse_overrides(overrides)], source=source)
     if name is not None:
-        _refuse_another(load_recipe(name, overrides), resumed, name, run_dir)
+        refuse_another(load_recipe(name, overrides), resumed, name, run_dir)
     return resumed
 
 
-def _refuse_another(given: Recipe, own: Recipe, name: str, run_dir: Path) -> None:
-    found = differences(own, given)
+def refuse_another(
+    given: Recipe, own: Recipe, name: str, run_dir: Path, unlike: Collection[str] = ()
+) -> None:
+    """Raises UsageError if `given`, called `name`, differs from a run's `own` recipe in other keys
+    than `unlike`."""
+    found = [each for each in differences(own, given) if each[0] not in unlike]
     if not found:
         return
     lines = [f"{key} is {ours!r} in the run, {theirs!r} in {name}" for key, ours, theirs in found]

@@ -1,9 +1,12 @@
 """The Python API: recipes, rows and functions as Python values, and what it refuses."""
 
+import importlib
 import json
 import re
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +17,10 @@ from judge_rewards_file import shortness
 
 import grpo_replay
 from grpo_replay import api
+from grpo_replay.distributed.failures import Interruption
 from grpo_replay.errors import OutputDirectoryError, RecipeError, UsageError
 from grpo_replay.recipe import Recipe, load_recipe
+from grpo_replay.storage.run_directory import RunDirectory
 
 
 @pytest.fixture
@@ -97,13 +102,17 @@ def test_rows_become_a_file_beside_the_run(started, tmp_path, id_field):
     prompts = started[0].recipe.prompts
     assert prompts.source == str(tmp_path / "a" / "run.prompts.jsonl")
     assert prompts.id_field == (id_field if id_field == "problem_id" else None)
+    api.train("tiny", tmp_path / "b", prompts=[{"problem": "1+1", "answer": np.int64(2)}])
+    assert json.loads((tmp_path / "b.prompts.jsonl").read_text())["answer"] == 2
     text = (tmp_path / "a" / "run.prompts.jsonl").read_text()
     assert [json.loads(line)[id_field] for line in text.splitlines()] == ["é0", "é1", "é2"]
 
 
 def test_rows_that_cannot_be_stored_and_rows_of_a_resume_are_refused(started, tmp_path):
-    with pytest.raises(UsageError, match=r"neither text nor number: .*set"):
+    with pytest.raises(UsageError, match=r"neither text nor number: \{1\}"):
         api.train("tiny", tmp_path / "run", prompts=[{"problem": {1}, "answer": "2"}])
+    with pytest.raises(UsageError, match=r"rows are mappings .*to_dict"):
+        api.train("tiny", tmp_path / "run", prompts=["problem", "answer"])
     with pytest.raises(UsageError, match="goes on with the prompts that it has"):
         api.train("tiny", tmp_path / "run", resume=True, prompts=[])
     assert started == []
@@ -132,6 +141,59 @@ def test_a_function_that_no_other_process_can_import_is_refused(started, tmp_pat
     script.write_text('if __name__ == "__main__":\n    train()\n')
     api.train("tiny", tmp_path / "run", reward=unguarded)
     assert started[0].recipe.reward.function == f"{script}:f"
+
+
+def test_a_function_of_a_package_is_named_by_the_package(started, tmp_path, monkeypatch):
+    """Its file alone could not import relatively."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("def f(completion, answer, row): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    api.train("tiny", tmp_path / "run", reward=importlib.import_module("mine").f)
+    assert started[0].recipe.reward.function == "mine:f"
+
+
+def test_a_program_that_names_itself_is_not_guarded(started, tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("log = logging.getLogger(__name__)\ntrain()\n")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__file__=str(script)))
+    with pytest.raises(UsageError, match=r'train below `if __name__ == "__main__":`'):
+        program = SimpleNamespace(__module__="__main__", __qualname__="f")
+        api.train("tiny", tmp_path / "run", reward=program)
+
+
+def test_a_resume_goes_on_with_the_runs_own_recipe(started, tmp_path):
+    """With another it is refused, as the command does; with the same one it need not be left out,
+    nor need the rows that were given at its start."""
+    rows = [{"problem": "1+1", "answer": "2", "problem_id": "a"}]
+    changes = {"optimizer.learning_rate": 1e-5}
+    run = RunDirectory(tmp_path / "run")
+    api.train("tiny", run.path, prompts=rows, overrides=changes)
+    run.create(started[0].recipe)
+    run.metrics_path.write_text("")
+    run.unlock()
+    for recipe in (None, "tiny", load_recipe("tiny")):
+        api.train(recipe, run.path, resume=True, overrides=changes)
+        assert started[-1].recipe == started[0].recipe
+    with pytest.raises(UsageError, match=r"optimizer.learning_rate is 1e-05 in the run, 7e-05 in"):
+        api.train("tiny", run.path, resume=True)
+    api.train(None, run.path, resume=True, overrides={"run.steps": 999})
+    assert (started[-1].recipe.run.steps, started[-1].recipe.optimizer.learning_rate) == (999, 1e-5)
+    api.train("tiny", run.path, resume=True, overrides=changes, reward="minerva")
+    assert started[-1].recipe.reward.function == "minerva"
+
+
+def test_a_run_may_be_started_outside_the_main_thread():
+    """Python lets that one alone hear signals."""
+
+    def begun() -> bool:
+        with Interruption().caught():
+            return signal.getsignal(signal.SIGTERM) is handler
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(begun).result()
+    with Interruption().caught():
+        assert signal.getsignal(signal.SIGTERM) is not handler
 
 
 def test_callbacks_hear_steps_and_evaluations(started, tmp_path):

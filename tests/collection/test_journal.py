@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_replay.collection import journal as journal_module
-from grpo_replay.collection.journal import Journal, read_journal, segments
+from grpo_replay.collection.journal import Journal, read_journal, read_segment, segments
 from grpo_replay.collection.messages import Drop, Restart, Step
 from grpo_replay.errors import JournalError
 
@@ -79,6 +79,42 @@ def test_a_tail_of_zeros_is_incomplete_not_damaged(tmp_path):
     with path.open("ab") as file:
         file.write(bytes(4096))
     assert list(Journal.open(tmp_path)[1]) == RECORDS
+
+
+def test_a_segment_is_read_once(tmp_path, monkeypatch):
+    """Looking for zeros from every record to the end would take the square of its length."""
+
+    class Watched(bytes):
+        read = 0
+
+        def count(self, value, start=0, *end):
+            Watched.read += len(self) - start
+            return super().count(value, start, *end)
+
+    path = write(tmp_path, RECORDS * 20)
+    with path.open("ab") as file:
+        file.write(bytes(64))
+    whole = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda each: Watched(whole(each)))
+    assert len(read_segment(path, is_last=True).records) == len(RECORDS) * 20
+    assert Watched.read == 64
+
+
+def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypatch):
+    journal, _ = Journal.open(tmp_path)
+    journal.append(RECORDS[0])
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 1)
+
+    def no_room(folder, number):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(journal_module, "_create", no_room)
+        with pytest.raises(OSError, match="No space left"):
+            journal.append(RECORDS[1])
+    journal.append(RECORDS[1])
+    journal.close()
+    assert list(read_journal(tmp_path)) == RECORDS[:2]
 
 
 def test_damage_before_the_last_record_is_refused_wherever_it_is(tmp_path):

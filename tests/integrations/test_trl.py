@@ -294,9 +294,28 @@ def test_steps_without_a_survivor_train_on_nothing(tmp_path):
 
 
 class Kill(TrainerCallback):
+    def __init__(self, update: int = 6):
+        self.update = update
+
     def on_step_end(self, args, state, control, **_):
-        if state.global_step == 3 * 2:
+        if state.global_step == self.update:
             raise KeyboardInterrupt
+
+
+def test_a_trainer_that_was_stopped_goes_on_from_its_checkpoint(tmp_path):
+    """The same object, as in a notebook, and inside a generation batch."""
+    saves = {"save_strategy": "steps", "save_steps": 4}
+    whole = make(tmp_path / "whole", preset("ours"), **saves)
+    whole.train()
+    stopped = make(tmp_path / "stopped", preset("ours"), **saves)
+    stopped.add_callback(Kill(7))
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    stopped.remove_callback(Kill)
+    stopped.train(resume_from_checkpoint=True)
+    assert weights_of(stopped) == weights_of(whole)
+    assert metrics(tmp_path / "stopped", False) == metrics(tmp_path / "whole", False)
+    assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")
 
 
 @pytest.mark.slow
