@@ -37,17 +37,17 @@ class OutputFolder:
         self.folder = folder
         self.metrics = folder / "metrics.jsonl"
 
-    def open(self, step: int) -> None:
-        """Begin a run (`step` 0), or go back to the end of `step`: later files are removed. A new
-        run in a folder that holds another raises OutputDirectoryError."""
-        if step == 0 and self.metrics.exists():
+    def open(self, step: int, goes_on: bool) -> None:
+        """Begin a run, or go on with it after `step`: later files go. A new run in a folder
+        that holds another raises OutputDirectoryError."""
+        if not goes_on and self.metrics.exists():
             raise OutputDirectoryError(
                 f"{self.folder} already holds the rollouts and metrics of another run: choose "
                 "another output_dir, or continue that run with resume_from_checkpoint"
             )
         for name in ("rollouts", "draws"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
-        if step > 0:
+        if goes_on and self.metrics.exists():
             kept = first_steps(self.metrics, step)
             write_text_whole(self.metrics, "".join(f"{line}\n" for line in kept))
         remove_later(self.folder, step)

@@ -78,6 +78,7 @@ class ReplayMixin(_Host):
         self._folder: OutputFolder | None = None
         if self.args.max_steps > 0:  # by epochs, the length is known when training begins
             self._folder_of(self.args.max_steps)
+        self._goes_on = False  # with a run of which there is a checkpoint
         self._outcomes: dict[int, RolloutOutcome] = {}  # of this process's rows
 
     def _folder_of(self, max_steps: int) -> OutputFolder:
@@ -92,7 +93,7 @@ class ReplayMixin(_Host):
             return super()._generate_and_score_completions(inputs)
         if self._folder is None:
             folder = self._folder = self._folder_of(self.state.max_steps)
-            self._from_main(lambda: folder.open(self.replay_buffer.last_step))
+            self._from_main(lambda: folder.open(self.replay_buffer.last_step, self._goes_on))
         self._seconds = dict.fromkeys(("generation", "reward", "logprob", "training", "sync"), 0.0)
         began = self._began = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
@@ -254,7 +255,7 @@ class ReplayMixin(_Host):
         if checkpoint is not None and self.replay.replays:
             self._from_main(lambda: self._load_buffer(Path(checkpoint) / SNAPSHOT))
             # As in a new trainer, even if this one was stopped inside a generation batch.
-            self._folder, self._micro_batches_left = None, 0
+            self._folder, self._micro_batches_left, self._goes_on = None, 0, True
             self._step, self._buffered_inputs = 0, None
             self._outcomes.clear()
 

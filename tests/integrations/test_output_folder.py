@@ -22,7 +22,7 @@ def folder(path, **settings):
 
 
 def test_the_recipe_says_what_is_known_of_the_run(tmp_path):
-    folder(tmp_path, ratio=0.25).open(0)
+    folder(tmp_path, ratio=0.25).open(0, False)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     recipe = open_source(tmp_path).recipe
     assert (recipe.model.path, recipe.run.seed) == ("a/model", 3)
@@ -38,12 +38,15 @@ def test_a_warm_up_as_long_as_the_run_is_refused(tmp_path):
 
 
 def test_going_back_removes_what_came_later(tmp_path):
-    folder(tmp_path).open(0)
+    folder(tmp_path).open(0, False)
     for step in (1, 2, 3):
         (tmp_path / "rollouts" / f"step_00000{step}.parquet").touch()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     with pytest.raises(OutputDirectoryError, match="another run"):
-        folder(tmp_path).open(0)
-    folder(tmp_path).open(2)
+        folder(tmp_path).open(0, False)
+    folder(tmp_path).open(2, True)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
     assert len(list((tmp_path / "rollouts").iterdir())) == 2
+    folder(tmp_path).open(0, True)  # from a checkpoint inside the first generation batch
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert not list((tmp_path / "rollouts").iterdir())
