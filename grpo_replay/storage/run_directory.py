@@ -67,7 +67,10 @@ def installed_versions(packages: Sequence[str]) -> dict[str, str]:
 LOCK = ".lock"
 _FOLDERS = (*STEP_FOLDERS, "checkpoints", "log")
 _OPENING_FILES = (LOCK, f"{RECIPE_FILE}.tmp")
-_START_FILES = (RECIPE_FILE, "environment.json")
+_START_FILES = (RECIPE_FILE, "environment.json", "environment.json.tmp", "wandb_id")
+_START_LOGS = ("attempt_", "vllm-server-", "collector.log")
+_REMOVED_FOLDERS = ("initial_model", "journal")  # of a start, before the next in the same folder
+_EMPTY_JOURNAL_BYTES = 22  # of a segment without a record
 
 
 class _AttemptLog(logging.FileHandler):
@@ -135,11 +138,11 @@ class RunDirectory:
         leaves that ended before its first step, checkpoint or evaluation."""
         if not self.path.is_dir():
             return not self.path.exists()
-        if (self.path / RECIPE_FILE).exists() and not (self.path / LOCK).exists():
-            return False  # somebody's own file: a run locks its folder first
+        if not (self.path / LOCK).exists():
+            return self.is_unborn  # what else is there is somebody's: a run locks its folder first
         return all(
             path.name in (*_OPENING_FILES, *_START_FILES)
-            or (path.name in _FOLDERS and path.is_dir() and _is_of_a_start(path))
+            or (path.name in (*_FOLDERS, *_REMOVED_FOLDERS) and _is_of_a_start(path))
             for path in self.path.iterdir()
         )
 
@@ -227,6 +230,9 @@ class RunDirectory:
 
     def _write_opening(self, recipe: Recipe) -> None:
         try:
+            for name in _REMOVED_FOLDERS:
+                if (self.path / name).exists():
+                    shutil.rmtree(self.path / name)
             self._make_folders()
             write_recipe(self.recipe_path, recipe)
         except OSError as error:
@@ -314,10 +320,18 @@ class RunDirectory:
 
 
 def _is_of_a_start(folder: Path) -> bool:
-    """True if the folder is empty, or has only the logs of attempts."""
-    found = [path.name for path in folder.iterdir()]
+    """True for a folder that is empty, or has only what a run leaves that did not begin: logs, the
+    weights to begin with, or a journal without a record."""
+    if not folder.is_dir():
+        return False
+    if folder.name == "initial_model":
+        return True
+    found = list(folder.iterdir())
+    if folder.name == "journal":
+        sizes = {path.name: path.stat().st_size for path in found}
+        return sizes.pop("segment_000001.journal", 0) <= _EMPTY_JOURNAL_BYTES and not sizes
     return not found or (
-        folder.name == "log" and all(name.startswith("attempt_") for name in found)
+        folder.name == "log" and all(path.name.startswith(_START_LOGS) for path in found)
     )
 
 

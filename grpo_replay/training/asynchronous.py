@@ -28,7 +28,7 @@ from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import draw_count
 from grpo_replay.sampling.server.rolling import RollingServerSampler
 from grpo_replay.storage.checkpoint import RunState
-from grpo_replay.training.resuming import JOURNAL_FOLDER
+from grpo_replay.training.journal_rules import JOURNAL_FOLDER
 from grpo_replay.training.rollout_source import (
     Metrics,
     Parts,

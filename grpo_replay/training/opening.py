@@ -37,6 +37,7 @@ from grpo_replay.sampling.sampler_protocol import (
 from grpo_replay.storage.checkpoint import RunState, checkpoint_bytes
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer
+from grpo_replay.training.journal_rules import notices_of_rest
 from grpo_replay.training.resuming import (
     StartingPoint,
     go_back,
@@ -136,7 +137,9 @@ class RunOpener:
             if start.checkpoint is None:
                 return []
             kept = recipe.replays and recipe.checkpoint.restore_buffer
-            return notices_of_change(start.checkpoint, before, state.reward, kept)
+            notices = notices_of_change(start.checkpoint, before, state.reward, kept)
+            rest = notices_of_rest(recipe, self.run_dir.path, state.step) if notices else []
+            return notices + rest
 
         self.notices += run_on_main(self.comm, compare) or []
         return scorer

@@ -41,8 +41,14 @@ from grpo_replay.storage.checkpoint import (
     temporary_folder,
     to_gib,
 )
-from grpo_replay.storage.recipe_history import differences, read_recipe_file, recipe_file
+from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
+from grpo_replay.training.journal_rules import (
+    NEW_RUN,
+    refuse_other_journal,
+    refuse_other_rules,
+    refuse_other_steps,
+)
 from grpo_replay.training.rollout_source import Parts, RolloutSource
 
 MODEL_CARD = "model/README.md"
@@ -165,21 +171,6 @@ def removed_if_unwritable(temporary: Path) -> Iterator[None]:
         ) from error
 
 
-JOURNAL_FOLDER = "journal"
-
-JOURNAL_RULES = (
-    "sampling.prompts_per_step",
-    "sampling.group_size",
-    "sampling.collection.order",
-    "sampling.collection.straddlers",
-    "replay.preset",
-    "replay.composition",
-    "replay.max_age_steps",
-    "replay.drop_zero_variance",
-)
-"""Keys that decide which groups of the journal a step takes, and how each of them ends."""
-
-
 @dataclass(slots=True)
 class StartingPoint:
     """Where a run begins: its first step, or `checkpoint`. `notices` are for the user."""
@@ -213,9 +204,7 @@ def take_directory(
 
 def _find_start(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> StartingPoint:
     """Called on rank 0 only."""
-    repeated = recipe.sampling.collection.replay_journal
-    if repeated is not None:
-        refuse_other_rules(recipe, Path(repeated))
+    refuse_other_journal(recipe)
     if not resume or run_dir.is_unborn:
         run_dir.create(recipe)
         notices = ["the run had not begun yet: it starts now"] if resume else []
@@ -226,30 +215,13 @@ def _find_start(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> Starting
     run_dir.lock()
     adopt_latest(run_dir.checkpoints)
     checkpoint = find_checkpoint(run_dir.checkpoints)
-    damage = run_dir.check(read_state(checkpoint).step if checkpoint else 0)
+    step = read_state(checkpoint).step if checkpoint else 0
+    damage = run_dir.check(step)
+    refuse_other_steps(recipe, run_dir.path, step)
     notices = [damage] if damage else []
     if checkpoint is None:
         notices.append("the run had no checkpoint yet: it starts again from its first step")
     return StartingPoint(checkpoint, notices=notices)
-
-
-def refuse_other_rules(recipe: Recipe, run_dir: Path) -> None:
-    """Raises RecipeError if `recipe` cannot repeat the steps of the journal in `run_dir`: groups
-    would be trained on in other steps, twice, or not at all."""
-    recorded = recipe_file(run_dir)
-    if not (run_dir / JOURNAL_FOLDER).is_dir() or not recorded.exists():
-        return
-    changes = [
-        f"{key} {new!r}, was {old!r}"
-        for key, old, new in differences(read_recipe_file(recorded), recipe)
-        if key in JOURNAL_RULES
-    ]
-    if changes:
-        raise RecipeError(
-            f"the steps in {run_dir / JOURNAL_FOLDER} are repeated by the rules that they were "
-            f"recorded under, which the recipe changes: {'; '.join(changes)}. Leave these keys as "
-            "they were, or start a new run from the last checkpoint's model (--set model.path=…)"
-        )
 
 
 def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
@@ -263,8 +235,7 @@ def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
         raise RecipeError(
             f"a step of {run_dir} made {before} draws, and would make {draws_per_step} by this "
             "recipe (batch.updates_per_step, replay.ratio, replay.preset): ages count draws. Leave "
-            "these keys as they were, or start a new run from the last checkpoint's model (--set "
-            "model.path=…)"
+            f"these keys as they were, or {NEW_RUN}"
         )
 
 

@@ -69,7 +69,7 @@ def notices_of_change(
 ) -> list[str]:
     """Notices if the reward of a run that is resumed from `checkpoint` is `now` another. Raises
     RecipeError if the buffer is kept, and has rollouts with advantages of the one `before`."""
-    changes = _changes(before, now)
+    changes = changes_of_reward(before, now)
     if not changes:
         return []
     first = int(checkpoint.name.removeprefix("step_")) + 1
@@ -83,7 +83,8 @@ def notices_of_change(
     )
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes_of_reward(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How the facts of a reward differ from those of `before`, one text for each."""
     changes = [
         f"reward.{name} {now[name]!r}, was {before[name]!r}"
         for name in SETTINGS
@@ -91,7 +92,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
     old, new = before["functions"], now["functions"]
     if [_named(each) for each in old] != [_named(each) for each in new]:
-        return [f"{_listed(new)}, was {_listed(old)}", *changes]
+        return [f"reward.function {_listed(new)}, was {_listed(old)}", *changes]
     edited = [
         f"the source file of {b['name']} has changed"
         for a, b in zip(old, new, strict=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_replay.collection.journal import MAGIC
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.recipe import load_recipe
 from grpo_replay.storage.recipe_history import read_history
@@ -96,9 +97,39 @@ def test_a_start_that_failed_leaves_the_folder_free_for_the_repaired_command(tmp
     directory.unlock()
 
 
+def test_a_start_whose_servers_or_trackers_failed_leaves_the_folder_free_too(tmp_path):
+    directory = start_that_fails(tmp_path / "run")
+    kept = ["log/vllm-server-8300.log", "log/collector.log", "wandb_id", "environment.json.tmp"]
+    removed = ["initial_model/config.json", "journal/segment_000001.journal"]
+    for name in kept + removed:
+        (directory.path / name).parent.mkdir(exist_ok=True)
+        (directory.path / name).write_bytes(MAGIC)
+    directory.create(load_recipe("tiny"))
+    directory.unlock()
+    assert all((directory.path / name).exists() for name in kept)
+    assert not any((directory.path / name).parent.exists() for name in removed)
+
+
+@pytest.mark.parametrize("name", ["initial_model/x", "journal/segment_000001.journal", "wandb_id"])
+def test_what_a_start_leaves_is_somebodys_where_no_run_began(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(OutputDirectoryError, match="already holds other files"):
+        RunDirectory(tmp_path).create(load_recipe("tiny"))
+    assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("record", [b"", b"a"], ids=["none", "one"])
+def test_a_journal_with_a_record_is_kept(tmp_path, record):
+    directory = start_that_fails(tmp_path / "run")
+    (directory.path / "journal").mkdir()
+    (directory.path / "journal/segment_000001.journal").write_bytes(MAGIC + record)
+    assert directory.is_free is not bool(record)
+
+
 @pytest.mark.parametrize(
     "name",
-    ["metrics.jsonl", "rollouts/step_000001.parquet", "eval/step_000000.json", "journal/000000.bin",
+    ["metrics.jsonl", "rollouts/step_000001.parquet", "eval/step_000000.json", "journal/x",
      "checkpoints/.tmp-step_000001/x", "log/notes.txt", "recipes/step_000001.yaml"],
 )  # fmt: skip
 def test_a_run_with_a_step_an_evaluation_or_files_of_others_is_not_free(tmp_path, name):

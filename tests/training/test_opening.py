@@ -287,19 +287,26 @@ def test_the_rewards_are_compared_with_those_of_the_checkpoint(
     monkeypatch.setattr(opening.RewardScorer, "open", lambda reward: Scorer("own"))
     monkeypatch.setattr(opening, "reward_facts", lambda reward, sources: {"now": sources})
     monkeypatch.setattr(
-        opening, "notices_of_change", lambda *words: done.compared(*words) or ["it changed"]
+        opening, "notices_of_change", lambda *words: done.compared(*words) or list(changes)
     )
+    monkeypatch.setattr(opening, "notices_of_rest", lambda *words: [words])
+    changes = ["it changed"]
     opened = opener(tmp_path, **section)
     opened.scorer = Scorer("given") if given else None
-    state = RunState(reward={"before": 1})
+    state = RunState(step=7, reward={"before": 1})
     new = StartingPoint(None, RunState())
     assert opened._open_scorer(new).name == ("given" if given else "own")
     assert (done, opened.notices, new.state.reward) == ([], [], {"now": {"f": "1"}})
     opened._open_scorer(StartingPoint(tmp_path, state))
     assert done == [("compared", tmp_path, {"before": 1}, {"now": {"f": "1"}}, kept)]
-    assert (opened.notices, state.reward) == (["it changed"], {"now": {"f": "1"}})
+    rest = (opened.recipe, tmp_path, 7)
+    assert (opened.notices, state.reward) == (["it changed", rest], {"now": {"f": "1"}})
+    changes.clear()
+    opened.notices.clear()
+    opened._open_scorer(StartingPoint(tmp_path, state))
+    assert opened.notices == [] and done.pop()[0] == "compared"
     opened.stack.close()
-    assert done[1:] == [] if given else [("close", "own")] * 2
+    assert done[1:] == ([] if given else [("close", "own")] * 3)
 
 
 @pytest.mark.parametrize("adapters", [0, 2500])

@@ -98,21 +98,6 @@ def recorded(folder: Path, journal: bool = True, **sections) -> Path:
     return folder
 
 
-def test_a_journal_is_repeated_by_the_rules_that_it_was_recorded_under(tmp_path):
-    others = small_recipe(
-        sampling={"prompts_per_step": 7}, replay={"max_age_steps": 5}, run={"steps": 9}
-    )
-    resuming.refuse_other_rules(others, tmp_path)  # nothing was recorded
-    run = recorded(tmp_path / "run")
-    resuming.refuse_other_rules(small_recipe(run={"steps": 9}), run)
-    resuming.refuse_other_rules(others, recorded(tmp_path / "synchronous", journal=False))
-    with pytest.raises(
-        RecipeError,
-        match=r"changes: sampling\.prompts_per_step 7, was 6; replay\.max_age_steps 5, was 3\. L",
-    ):
-        resuming.refuse_other_rules(others, run)
-
-
 def test_a_run_goes_on_with_as_many_draws_a_step(tmp_path):
     resuming.refuse_other_unit(2, tmp_path)  # nothing was recorded
     run = recorded(tmp_path / "run")
@@ -204,12 +189,26 @@ def test_a_resume_begins_at_the_last_checkpoint_and_tells_of_damage(tmp_path, fo
 
 def test_a_journal_that_is_repeated_must_have_the_same_rules(tmp_path):
     journal = recorded(tmp_path / "journal-of-a-run", sampling={"prompts_per_step": 8})
+    (journal / "journal/segment_000001.journal").touch()
     recipe = small_recipe()
     recipe.sampling.collection.__dict__["replay_journal"] = str(journal)
     run_dir = run_directory(tmp_path / "run")
     with pytest.raises(RecipeError, match=r"prompts_per_step 6, was 8"):
         resuming._find_start(recipe, run_dir, False)
     assert run_dir == []
+
+
+def test_the_rest_of_the_journal_is_looked_at_after_the_checkpoint_is_found(
+    tmp_path, found, monkeypatch
+):
+    found(Path("step_000003"))
+    asked = []
+    monkeypatch.setattr(resuming, "refuse_other_steps", lambda *words: asked.append(words))
+    recipe, run_dir = small_recipe(), run_directory(recorded(tmp_path))
+    resuming._find_start(recipe, run_dir, True)
+    found(None)
+    resuming._find_start(recipe, run_dir, True)
+    assert asked == [(recipe, tmp_path, 3), (recipe, tmp_path, 0)]
 
 
 def test_the_directory_is_unlocked_at_the_end_and_every_attempt_has_its_log(tmp_path, found):

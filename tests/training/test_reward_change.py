@@ -12,7 +12,7 @@ from grpo_replay.cli.train_command import RunDisplay
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import RewardSection
-from grpo_replay.training.reward_watch import _changes, notices_of_change, reward_facts
+from grpo_replay.training.reward_watch import changes_of_reward, notices_of_change, reward_facts
 from grpo_replay.training.run import run_training
 
 REWARD = """
@@ -102,12 +102,12 @@ def test_what_decides_rewards_is_compared_and_nothing_else():
     moved = RewardSection(
         function=[{"function": "/b/score.py:f", "weight": 2.0}], workers=7, time_limit_seconds=1
     )
-    assert _changes(before, reward_facts(moved, {"/b/score.py:f": "1"})) == []
-    assert _changes(before, reward_facts(moved, {"/b/score.py:f": "2"})) == [
+    assert changes_of_reward(before, reward_facts(moved, {"/b/score.py:f": "1"})) == []
+    assert changes_of_reward(before, reward_facts(moved, {"/b/score.py:f": "2"})) == [
         "the source file of score.py:f has changed"
     ]
     other = RewardSection(function=["minerva", "m:g"], overlong_buffer_tokens=4)
-    assert _changes(before, reward_facts(other, {"m:g": "1"})) == [
-        "1 · minerva + 1 · m:g, was 2 · score.py:f",
+    assert changes_of_reward(before, reward_facts(other, {"m:g": "1"})) == [
+        "reward.function 1 · minerva + 1 · m:g, was 2 · score.py:f",
         "reward.overlong_buffer_tokens 4, was None",
     ]

@@ -57,6 +57,7 @@ def check_parts(
     from grpo_replay.engine.deepspeed_engine import notices_of_precision
     from grpo_replay.engine.passed_settings import check_passed_settings
     from grpo_replay.sampling.sampler_protocol import find_stop_tokens, sampler_class
+    from grpo_replay.training.journal_rules import refuse_other_journal
 
     stage = recipe.zero_stage(machines.total_ranks)
     findings.assumptions += notices_of_precision(recipe.model.dtype, stage)
@@ -68,6 +69,7 @@ def check_parts(
     _check_named_functions(recipe, findings)
     with quiet_libraries():
         _attempt(lambda: check_passed_settings(recipe, stage, machines.on_cuda), findings)
+    _attempt(lambda: refuse_other_journal(recipe), findings)
     tokenizer = _check_tokenizer(recipe.model, findings)
     if tokenizer is not None and recipe.sampling.stop_tokens is not None:
         stop_tokens = recipe.sampling.stop_tokens
@@ -142,12 +144,15 @@ def check_output_directory(
 def _notices_of_resume(recipe: Recipe, run_dir: RunDirectory) -> list[str]:
     """Notices if the reward is another than at the last checkpoint. Raises RecipeError for a recipe
     with which the run in the directory cannot go on. Files are not verified."""
-    from grpo_replay.training.resuming import refuse_other_rules, refuse_other_unit
+    from grpo_replay.training.journal_rules import refuse_other_rules, refuse_other_steps
+    from grpo_replay.training.resuming import refuse_other_unit
     from grpo_replay.training.reward_watch import notices_of_change, reward_facts
 
     refuse_other_rules(recipe, run_dir.path)
     refuse_other_unit(recipe.draws_per_step, run_dir.path)
     checkpoints = list_checkpoints(run_dir.checkpoints)
+    step = read_state(checkpoints[-1]).step if checkpoints else 0
+    refuse_other_steps(recipe, run_dir.path, step)
     if not checkpoints:
         return []
     with RewardScorer.open(recipe.reward.model_copy(update={"workers": 1})) as scorer:

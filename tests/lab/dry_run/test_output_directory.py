@@ -6,7 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
+from grpo_replay.errors import RecipeError
 from grpo_replay.lab.dry_run import start_checks
+from grpo_replay.training import journal_rules
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +48,23 @@ def test_a_run_goes_on_in_its_own_folder_with_its_own_reward(ours_run):
     )
     assert emptied["problems"] == []
     assert any("the reward is another than" in each for each in emptied["assumptions"])
+
+
+def test_what_a_journal_holds_decides_which_changes_a_resume_takes(ours_run, monkeypatch):
+    asked = []
+
+    def refuse(recipe, folder, step):
+        asked.append((folder, step))
+        raise RecipeError("the steps after the checkpoint are repeated")
+
+    monkeypatch.setattr(journal_rules, "refuse_other_steps", refuse)
+    report = report_of("--resume", "--output-dir", ours_run.path)
+    assert report["problems"] == ["the steps after the checkpoint are repeated"]
+    assert asked == [(ours_run.path, 12)]
+
+
+def test_a_journal_to_repeat_must_be_there(tmp_path):
+    key = "sampling.collection.replay_journal"
+    words = f"{key}={tmp_path}/typo", "eval.benchmarks=[]"
+    report = report_of("tiny-async", *(each for word in words for each in ("--set", word)))
+    assert any(f"{key} '{tmp_path}/typo'" in problem for problem in report["problems"])

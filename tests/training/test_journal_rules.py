@@ -1,0 +1,193 @@
+"""What a recipe may not change while it repeats steps of a journal: by hand."""
+
+from pathlib import Path
+
+import pytest
+from collected import group
+from small_runs.asynchronous import ASYNCHRONOUS, BUFFER_ONLY, async_recipe
+from small_runs.trained import small_recipe
+
+from grpo_replay.collection.journal import Journal
+from grpo_replay.collection.messages import Step
+from grpo_replay.errors import RecipeError
+from grpo_replay.recipe import Recipe
+from grpo_replay.storage.recipe_history import change_file, recipe_file, write_recipe
+from grpo_replay.training import journal_rules
+
+PROMPTS = 2
+
+
+def recipe(*layers: dict) -> Recipe:
+    sampling = {"prompts_per_step": PROMPTS, "group_size": 2}
+    return async_recipe(["http://a:1"], {"sampling": sampling}, *layers)
+
+
+def recorded(folder: Path, *layers: dict, steps: int = 0, waiting: int = 0) -> Path:
+    """A run's folder with its recipe, and a journal of so many steps and groups after them."""
+    write_recipe(recipe_file(folder), recipe(*layers))
+    journal, _ = Journal.open(folder / "journal")
+    for place in range(steps * PROMPTS + waiting):
+        journal.append(group((0, place), version=place // PROMPTS))
+        step, left = divmod(place + 1, PROMPTS)
+        if step <= steps and not left:
+            journal.append(Step(step, place + 1, step - 1, step - 1, 0, 0, 0, 0))
+    journal.close()
+    return folder
+
+
+def repeating(run: Path, *layers: dict) -> Recipe:
+    return recipe({"sampling": {"collection": {"replay_journal": str(run)}}}, *layers)
+
+
+def test_a_journal_is_repeated_by_the_rules_that_it_was_recorded_under(tmp_path):
+    others = recipe(
+        {"sampling": {"prompts_per_step": 7}, "replay": {"max_age_steps": 5}, "run": {"steps": 9}}
+    )
+    journal_rules.refuse_other_rules(others, tmp_path)  # nothing was recorded
+    run = recorded(tmp_path / "run")
+    journal_rules.refuse_other_rules(recipe({"run": {"steps": 9}}), run)
+    write_recipe(recipe_file(tmp_path / "synchronous"), small_recipe())
+    journal_rules.refuse_other_rules(others, tmp_path / "synchronous")
+    with pytest.raises(
+        RecipeError,
+        match=r"changes: sampling\.prompts_per_step 7, was 2; replay\.max_age_steps 5, was 6\. L",
+    ):
+        journal_rules.refuse_other_rules(others, run)
+
+
+@pytest.mark.parametrize("left", ["nothing", "synchronous", "empty"])
+def test_a_journal_to_repeat_must_be_there(tmp_path, left):
+    if left != "nothing":
+        write_recipe(recipe_file(tmp_path / "run"), recipe())
+    if left == "empty":
+        (tmp_path / "run/journal").mkdir()
+    with pytest.raises(
+        RecipeError, match=r"replay_journal '.*/run': .*/run/journal has no segment_\*\.journal; t"
+    ):
+        journal_rules.refuse_other_journal(repeating(tmp_path / "run"))
+
+
+PENALISED = {"reward": {"overlong_buffer_tokens": 4}}
+REWARDS = [
+    ({}, {"reward": {"correct": 2.0}}, "reward.correct 2.0, was 1.0"),
+    ({}, {"reward": {"incorrect": 0.0}}, "reward.incorrect 0.0, was -1.0"),
+    ({}, PENALISED, "reward.overlong_buffer_tokens 4, was None"),
+    ({}, {"reward": {"function": "minerva"}}, "reward.function 1 · minerva, was 1 · coll"),
+    (PENALISED, {"sampling": {"max_completion_length": 8}}, "sampling.max_completion_length 8"),
+    (
+        {},
+        {"reward": {"function": [{"function": "collected_rewards:even", "weight": 2.0}]}},
+        "reward.function 2 · collected_rewards:even, was 1 · collected_rewards:even",
+    ),
+]
+
+
+@pytest.mark.parametrize(("before", "change", "named"), REWARDS)
+def test_a_journal_is_repeated_with_its_own_rewards(tmp_path, before, change, named):
+    run = recorded(tmp_path / "run", before, steps=1)
+    journal_rules.refuse_other_journal(repeating(run, before))
+    with pytest.raises(RecipeError, match="have the rewards that they were given") as refused:
+        journal_rules.refuse_other_journal(repeating(run, before, change))
+    assert named in str(refused.value)
+
+
+def test_the_same_rewards_by_another_path_or_with_other_limits_are_no_others(tmp_path):
+    run = recorded(tmp_path / "run", {"reward": {"function": "/a/score.py:f"}})
+    reward = {"function": "/b/score.py:f", "workers": 3, "time_limit_seconds": 1.0}
+    other = {"reward": reward, "optimizer": {"learning_rate": 0.5}}
+    journal_rules.refuse_other_journal(repeating(run, other))
+    (run / "recipe.yaml").unlink()  # what it was is unknown
+    journal_rules.refuse_other_journal(repeating(run))
+
+
+UPDATES = [
+    ({"optimizer": {"learning_rate": 0.5}}, "optimizer.learning_rate 0.5, was 0.001"),
+    ({"loss": {"epsilon": 0.1}}, "loss.epsilon 0.1, was 0.2"),
+    ({"replay": {"ratio": 1.0}}, "replay.ratio 1.0, was 0.5"),
+    ({"batch": {"updates_per_step": 3}}, "batch.updates_per_step 3, was 2"),
+    ({"checkpoint": {"restore_buffer": False}}, "checkpoint.restore_buffer False, was True"),
+    ({"reward": {"correct": 2.0}}, "reward.correct 2.0, was 1.0"),
+    ({"advantage": {"std": "none"}}, "advantage.std 'none', was 'population'"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), UPDATES)
+def test_steps_after_the_checkpoint_are_repeated_with_their_own_updates(tmp_path, change, named):
+    run = recorded(tmp_path / "run", steps=5)
+    with pytest.raises(
+        RecipeError,
+        match=r"/journal goes on to step 5, and the steps after the checkpoint of step 3 .*"
+        r"Ctrl-C when step 5 is done",
+    ) as refused:
+        journal_rules.refuse_other_steps(recipe(change), run, 3)
+    assert f"changes: {named}. Resume" in str(refused.value)
+    with pytest.raises(RecipeError, match="the steps after the start are"):
+        journal_rules.refuse_other_steps(recipe(change), run, 0)
+    journal_rules.refuse_other_steps(recipe(change), run, 5)
+
+
+def test_what_changes_no_update_may_change_while_steps_are_repeated(tmp_path):
+    run = recorded(tmp_path / "run", steps=5)
+    change = {
+        "name": "other", "run": {"steps": 9}, "checkpoint": {"every_steps": 2, "keep": 5},
+        "eval": {"seed": 3}, "tracking": {"report_to": ["tensorboard"]},
+        "batch": {"max_tokens_per_microbatch": 300}, "engine": {"threads_per_process": 2},
+        "sampling": {
+            "servers": {"urls": ["http://b:2"]}, "vllm": {"enforce_eager": True},
+            "logprob_gap_limit": 2.0, "collection": {"max_ahead_steps": 3},
+        },
+        "reward": {"workers": 2, "max_failed_share": 1.0},
+    }  # fmt: skip
+    journal_rules.refuse_other_steps(recipe(change), run, 3)
+    journal_rules.refuse_other_steps(recipe(change), tmp_path, 3)  # a run without a journal
+
+
+def test_the_last_step_is_part_of_a_schedule(tmp_path):
+    falling = {"optimizer": {"schedule": "linear"}}
+    run = recorded(tmp_path / "run", falling, steps=5)
+    with pytest.raises(RecipeError, match=r"changes: run\.steps 9, was 6\. Resume"):
+        journal_rules.refuse_other_steps(recipe(falling, {"run": {"steps": 9}}), run, 3)
+
+
+def test_steps_are_compared_with_the_recipe_that_they_were_recorded_under(tmp_path):
+    """The learning rate changed after step 4, whose checkpoint is lost."""
+    run, other = recorded(tmp_path / "run", steps=6), {"optimizer": {"learning_rate": 0.5}}
+    write_recipe(change_file(run, 4), recipe(other))
+    for changed, named in ((other, "0.5, was 0.001"), ({}, "0.001, was 0.5")):
+        with pytest.raises(RecipeError, match=rf"changes: optimizer\.learning_rate {named}\. R"):
+            journal_rules.refuse_other_steps(recipe(changed), run, 3)
+    journal_rules.refuse_other_steps(recipe(other), run, 4)
+
+
+@pytest.mark.parametrize(
+    ("replay", "until"),
+    [
+        (ASYNCHRONOUS["replay"], r"until the run has ended \(run\.steps 7 or more\)"),
+        (BUFFER_ONLY, "and stop again with Ctrl-C"),
+    ],
+    ids=["fresh_anchored", "buffer_only"],
+)
+def test_groups_that_wait_are_trained_on_with_their_own_rewards(tmp_path, replay, until):
+    """Five steps, and three groups that wait: two steps of them."""
+    replay = {"replay": replay}
+    run = recorded(tmp_path / "run", replay, steps=5, waiting=3)
+    other = {"reward": {"correct": 2.0}}
+    with pytest.raises(
+        RecipeError, match=rf"has 3 groups that wait for step 6 .*reward\.correct 2\.0.* {until}"
+    ):
+        journal_rules.refuse_other_steps(recipe(replay, other), run, 5)
+    other = {"optimizer": {"learning_rate": 0.5}}
+    journal_rules.refuse_other_steps(recipe(replay, other), run, 5)
+
+
+@pytest.mark.parametrize(
+    ("step", "waiting", "said"),
+    [(5, 0, None), (3, 0, "the steps up to 5 come"), (5, 3, "3 groups that wait come"),
+     (3, 3, "the steps up to 5 and 3 groups that wait come")],
+)  # fmt: skip
+def test_a_resume_with_another_reward_says_what_keeps_the_old_one(tmp_path, step, waiting, said):
+    run = recorded(tmp_path / "run", steps=5, waiting=waiting)
+    notices = journal_rules.notices_of_rest(recipe(), run, step)
+    with_own = f"{said} from {run}/journal, with the rewards that they were given"
+    assert notices == ([with_own] if said else [])
+    assert journal_rules.notices_of_rest(recipe(), tmp_path, step) == []
