@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -14,16 +15,19 @@ from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.failures import sigterm_interrupts
-from grpo_replay.errors import OutputDirectoryError, UsageError, did_you_mean
+from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError, did_you_mean
 from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluate import Progress, add_gradings
 from grpo_replay.evaluation.evaluation_report import (
+    HEADED_SETTINGS,
     EvaluationReport,
+    ReportFacts,
     check_output,
     generations_parent,
     read_report,
     read_report_graded_by,
+    refuse_to_replace,
     samples_path,
 )
 from grpo_replay.evaluation.evaluation_tables import (
@@ -85,8 +89,9 @@ def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
     if options.backend is not None:
         choices["sampling"] = {"backend": options.backend}
     if options.grade_with:
-        first = resolve_evaluation(source, options.recipe, options.overrides, choices).eval.verifier
-        choices["eval"]["reward"] = [first, *options.grade_with]
+        own = resolve_evaluation(source, options.recipe, options.overrides, choices).eval
+        more = [each for each in options.grade_with if each not in own.other_rewards]
+        choices["eval"]["reward"] = [own.verifier, *own.other_rewards, *more]
     return resolve_evaluation(source, options.recipe, options.overrides, choices)
 
 
@@ -96,8 +101,10 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
     _consider_code(recipe, options, source)
     output = Path(options.output) if options.output else DEFAULT_FOLDER / f"{source.name}.json"
     earlier = check_output(output)
+    check: Callable[[ReportFacts], None] | None = None
     if earlier is not None and options.output is None:
-        _refuse_to_replace(output, earlier, source, recipe)
+        _refuse_other_problems(output, earlier, source, recipe)
+        check = partial(refuse_to_replace, output, earlier)
     environment = rank_environment()
     if not environment.is_launched and (options.num_processes or 1) > 1:
         from grpo_replay.distributed.launch import launch_ranks
@@ -114,7 +121,9 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
     # A launcher also sends SIGTERM, to end the other ranks after a failure; it reports the failure.
     stops = nullcontext() if environment.is_launched else sigterm_interrupts()
     with stops, _progress(what) as on_progress, warnings_on_stderr():
-        report = evaluate_model(recipe, source, generations_parent(output), ranks, on_progress)
+        report = evaluate_model(
+            recipe, source, generations_parent(output), ranks, on_progress, check
+        )
     if report is not None:
         report.write(output)
         print_report(report, output, options.as_json)
@@ -145,10 +154,11 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
     return notices
 
 
-def _refuse_to_replace(
+def _refuse_other_problems(
     output: Path, earlier: EvaluationReport, source: ModelSource, recipe: Recipe
 ) -> None:
-    """Raises OutputDirectoryError if the default output file holds a different evaluation."""
+    """Raises OutputDirectoryError if the default output file holds the evaluation of a model of
+    another place, or of other problems."""
     benchmarks = find_benchmarks(recipe.eval, recipe.prompts)
     files = {each.name: local_file(each, recipe.eval) for each in benchmarks}
     now = (
@@ -240,6 +250,7 @@ def _regrade(path: Path, options: EvalOptions) -> None:
     if not options.grade_with:
         raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))
     report = read_report(path)
+    _check_settings(path, report)
     _check_verifiers(options.grade_with, report)
     target = Path(options.output) if options.output else path
     check_output(target)
@@ -247,6 +258,16 @@ def _regrade(path: Path, options: EvalOptions) -> None:
         report = add_gradings(report, options.grade_with, RewardSection(), on_progress)
     report.write(target)
     print_report(report, target, options.as_json)
+
+
+def _check_settings(path: Path, report: EvaluationReport) -> None:
+    """Raises EvaluationFileError if the report could not be printed."""
+    for key in HEADED_SETTINGS:
+        if key not in report.settings:
+            raise EvaluationFileError(
+                f"{path}: damaged evaluation file: settings.{key} is missing; restore it from a "
+                "copy, or evaluate again"
+            )
 
 
 def _check_verifiers(verifiers: Sequence[str], report: EvaluationReport) -> None:

@@ -4,6 +4,7 @@ plan of an evaluation on them: one generation request for every completion."""
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -332,6 +333,12 @@ class EvaluationPlan:
         return {(each.benchmark, each.problem.text) for each in self.samples}
 
     @property
+    def samples_each(self) -> dict[str, int]:
+        """k of every benchmark."""
+        firsts = (e for e in self.samples if e.problem_index == 0 and not e.greedy)
+        return dict(Counter(each.benchmark for each in firsts))
+
+    @property
     def longest_prompt(self) -> int:
         """Tokens."""
         return max((len(each.request.prompt_token_ids) for each in self.samples), default=0)
@@ -404,7 +411,7 @@ def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
     sample = Sample(tried, len(planned), "eval.benchmarks")
     section = limits.alone(verifier).model_copy(update={"workers": 1})
     with RewardScorer.open(section, as_verdicts=True) as scorer:
-        return try_rewards(section, scorer, sample)
+        return try_rewards(section, scorer, sample, step=None)
 
 
 def _as_prompt(prompts: PromptsSection, planned: PlannedSample) -> Prompt:
@@ -465,13 +472,15 @@ def _settings_document(
     problems_of: Mapping[str, Sequence[Problem]],
 ) -> dict[str, Any]:
     in_chat = prompts.in_chat
+    shares_temperature = any(benchmark.temperature is None for benchmark in benchmarks)
     document = {
         "benchmarks": {
             benchmark.name: _described(benchmark, settings, problems_of[benchmark.name])
             for benchmark in benchmarks
         },
         "max_problems": settings.max_problems,
-        "temperature": settings.temperature,
+        # None if each benchmark has its own, in its description: nothing was sampled at this one.
+        "temperature": settings.temperature if shares_temperature else None,
         "top_p": settings.top_p,
         "samples_per_wave": WAVE_SAMPLES,
         "template": "chat" if in_chat else "plain",

@@ -2,7 +2,8 @@
 
 Every rank appends its own shards to one folder, which concurrent evaluations may share. A row is
 identified by the digest of prompt tokens, seed, temperature, top-p and token limit. A folder
-belongs to one model, backend version, device type, precision, tokenizer and set of stop tokens.
+belongs to one model, backend version, device type, precision, tokenizer, set of stop tokens and
+`sampler_facts`.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -20,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_replay.recipe import ModelSection, SamplingSection
+from grpo_replay.rewards.verifier_worker import source_digest
 from grpo_replay.storage.atomic import named_if_unwritable, written_whole
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import GenerationRequest
@@ -66,11 +69,35 @@ def generations_folder(
     """The folder under `parent` for the generations of a model on a backend, in `dtype`."""
     words = [model_sha256[:16], *_sampler_words(sampling, device), dtype]
     if model.tokenizer is not None:  # the SHA-256 covers the model's own
-        words.append(re.sub(r"\W+", "_", model.tokenizer))
+        words.append(_short(model.tokenizer))
     if sampling.stop_tokens is not None:  # the SHA-256 covers the model's own
-        stop = json.dumps(sorted(set(sampling.stop_tokens))).encode()
-        words.append(f"stop_{hashlib.sha256(stop).hexdigest()[:8]}")
+        words.append(f"stop_{_digest(json.dumps(sorted(set(sampling.stop_tokens))))}")
+    if any((facts := sampler_facts(sampling)).values()):
+        words.append(f"sampler_{_digest(json.dumps(facts, sort_keys=True))}")
     return parent / "-".join(words)
+
+
+def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
+    """What else of a sampler may change completions, for the `model` section of a report:
+    `sampler_options`, the keys of `sampling.vllm` without a default that act on the backend, and
+    `sampler_sha256`, of the source file of a sampler of the user (None for others)."""
+    vllm = sampling.vllm
+    options = vllm.model_dump(mode="json", exclude={*vllm.DEFAULTS, "hf_token"})  # no secret
+    if sampling.with_transformers:
+        fp32 = vllm.head_dtype == "float32"
+        options = {"hf_overrides": {"head_dtype": "float32"}} if fp32 else {}
+    digest = source_digest(sampling.backend) if sampling.own_class else None
+    return {"sampler_options": options, "sampler_sha256": digest}
+
+
+def _short(text: str) -> str:
+    """A part of a folder's name for a text of any length."""
+    end = re.sub(r"\W+", "_", text, flags=re.ASCII)[-30:]
+    return f"{end}_{_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _sampler_words(sampling: SamplingSection, device: str) -> list[str]:
@@ -82,7 +109,8 @@ def _sampler_words(sampling: SamplingSection, device: str) -> list[str]:
     on_gpu = device != "cpu" and torch.cuda.is_available()
     packages = VLLM_PACKAGES if sampling.vllm_in_ranks else ("transformers",)
     versions = "-".join(installed_versions(packages).values())
-    return [f"{sampling.backend}-{versions}", "cuda" if on_gpu else "cpu"]
+    backend = _short(sampling.backend) if sampling.own_class else sampling.backend
+    return [f"{backend}-{versions}", "cuda" if on_gpu else "cpu"]
 
 
 def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generation]:

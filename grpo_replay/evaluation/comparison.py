@@ -110,6 +110,13 @@ def compare(
     return {**results, "mean": mean}
 
 
+_OF_SAMPLER = (
+    ("in", "dtype"),
+    ("with engine options", "sampler_options"),
+    ("by a class whose file has SHA-256", "sampler_sha256"),
+)
+
+
 def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
     """Sentences on other differences that may affect a comparison; empty if there are none."""
     found = []
@@ -117,10 +124,10 @@ def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
         found.append("A and B are the same model, by its SHA-256")
     for what, one, other in (
         ("sampled on", a.settings.get("backend"), b.settings.get("backend")),
-        ("sampled in", a.model.get("dtype"), b.model.get("dtype")),
+        *(("sampled " + what, a.model.get(key), b.model.get(key)) for what, key in _OF_SAMPLER),
     ):
-        if one and other and one != other:
-            found.append(f"{what} {one} in A, {other} in B")
+        if None not in (one, other) and one != other:
+            found.append(f"{what} {one or 'none'} in A, {other or 'none'} in B")
     for name, result in a.sampled.benchmarks.items():
         k_a, k_b = result.k, b.sampled.benchmarks[name].k
         if k_a != k_b:

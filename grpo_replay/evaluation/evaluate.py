@@ -107,8 +107,20 @@ def evaluate(
         return None
     samples = merge(payloads, [benchmark.name for benchmark in plan.benchmarks])
     bad_answers = {answer for answers in unparsable_by_rank for answer in answers}
-    settings = plan.document | {"stop_tokens": _stop_tokens(sampler, tokenizer)}
+    settings = settings_of(plan, sampler, tokenizer, scorer)
     return _report(plan, settings, samples, bad_answers, dict(model or {}))
+
+
+def settings_of(
+    plan: EvaluationPlan, sampler: Sampler, tokenizer: Any, scorer: RewardScorer
+) -> dict[str, Any]:
+    """The `settings` of the report. `reward_sha256`, of the file of a function of the user, is
+    that which the workers of `scorer` have loaded."""
+    stops = tokenizer.convert_ids_to_tokens(list(sampler.stop_token_ids))
+    settings = plan.document | {"stop_tokens": [str(each) for each in stops]}
+    for digest in scorer.sources().values():
+        settings["reward_sha256"] = digest
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +150,7 @@ class _Grading:
         self._on_progress = on_progress
         self._decoded: dict[int, _Decoded] = {}
         self._last_report = 0.0
-        self._sizes = Counter(each.request.key.prompt_index for each in plan.samples)
+        self._sizes = Counter(map(_group_of, plan.samples))
 
     def submit(self, index: int, token_ids: np.ndarray, finish_reason: str) -> None:
         """Grade the completion of `plan.samples[index]`; returns at once."""
@@ -149,11 +161,11 @@ class _Grading:
         if self.plan.settings.verifier not in BUILTIN_VERIFIERS:
             prompt = self._tokenizer.decode(planned.request.prompt_token_ids.tolist())
             messages = prompt_messages(self.plan.prompts, problem.problem)
-        number = planned.request.key.prompt_index
+        group = _group_of(planned)
         self._scorer.submit(
             index, text, problem.answer, problem.row, prompt=prompt, messages=messages,
             truncated=finish_reason == "length",
-            group=str(number), of=self._sizes[number],
+            group=group, of=self._sizes[group],
         )  # fmt: skip
         self._report_progress()
 
@@ -194,6 +206,13 @@ class _Grading:
         if last or now - self._last_report > PROGRESS_SECONDS:
             self._last_report = now
             self._on_progress(Progress(self._total, self._scorer.statuses()))
+
+
+def _group_of(planned: PlannedSample) -> str:
+    """The group of a completion for the reward function. The greedy one has its own, so that
+    `eval.greedy` does not change the rewards of the sampled ones."""
+    number = str(planned.request.key.prompt_index)
+    return f"{number} greedy" if planned.greedy else number
 
 
 def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
@@ -263,10 +282,6 @@ def _report(
 ) -> EvaluationReport:
     sampled, greedy = summarise_both(samples, BOOTSTRAP_SAMPLES, bad_answers)
     return EvaluationReport(model, settings, _versions(plan), sampled, greedy, samples)
-
-
-def _stop_tokens(sampler: Sampler, tokenizer: Any) -> list[str]:
-    return [str(each) for each in tokenizer.convert_ids_to_tokens(list(sampler.stop_token_ids))]
 
 
 def _versions(plan: EvaluationPlan) -> dict[str, str]:

@@ -8,7 +8,7 @@ replaced.
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isclose
 from pathlib import Path
@@ -26,9 +26,9 @@ from grpo_replay.evaluation.statistics import (
     BenchmarkResult,
     Count,
     OtherGrading,
-    ProblemTable,
     Results,
     Whole,
+    pooled_over_samples,
     problem_table,
 )
 from grpo_replay.recipe import BUILTIN_VERIFIERS
@@ -47,7 +47,15 @@ SAME_SETTINGS = (
     *("system_prompt", "user_template", "max_problems", "stop_tokens"),
     *("chat_template_kwargs", "correct_score"),
 )
-"""Settings that must agree, so that a difference can only come from the models."""
+"""Settings that must agree, so that a difference can only come from the models. Temperatures are
+compared as `temperatures_used`, and a function of the user by its file, if both reports have its
+SHA-256."""
+
+OF_OWN_FUNCTION = ("correct_score", "reward_sha256")
+"""Settings that only the report's own verifier has, if it is a function of the user."""
+
+HEADED_SETTINGS = ("backend", "temperature", "top_p", "max_completion_length", "reward")
+"""Settings that the heading of a report's tables needs."""
 
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
@@ -58,6 +66,11 @@ class _Settings:
 
     benchmarks: dict[str, dict[str, Any]]
     bootstrap_samples: Count
+    backend: str = ""
+    temperature: float | None = None
+    top_p: float = 1.0
+    max_completion_length: int = 0
+    stop_tokens: list[str] = field(default_factory=list)
 
 
 _SETTINGS = TypeAdapter(_Settings)
@@ -96,9 +109,10 @@ class EvaluationReport:
         if verifier == self.verifier:
             return alone
         other = self.other_gradings[verifier]
+        kept = {k: v for k, v in self.settings.items() if k not in OF_OWN_FUNCTION}
         return replace(
             alone,
-            settings={**self.settings, "reward": verifier},
+            settings={**kept, "reward": verifier},
             versions={**self.versions, **other.versions},
             sampled=other.sampled,
             greedy=other.greedy,
@@ -187,6 +201,15 @@ class EvaluationReport:
                 write_samples(samples_path(path), self.samples)
             write_text_whole(path, text + "\n")
             reseal(path, samples_path(path))
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFacts:
+    """What is known of a report before anything is sampled. `samples` has k of each benchmark."""
+
+    model: Mapping[str, Any]
+    samples: Mapping[str, int]
+    settings: Mapping[str, Any]
 
 
 def samples_path(report_path: Path) -> Path:
@@ -294,6 +317,35 @@ def _refuse_other_files(output: Path) -> EvaluationReport | None:
     return earlier
 
 
+def refuse_to_replace(output: Path, earlier: EvaluationReport, now: ReportFacts) -> None:
+    """Raises OutputDirectoryError if the evaluation at `output` is of other weights or settings
+    than the one that would replace it. Facts that earlier versions did not write may differ."""
+    for what, one, other in _changes(earlier, now):
+        raise OutputDirectoryError(
+            f"{output} is another evaluation, with {what} {one!r}, and this one has {other!r}: "
+            f"choose another file with --output, or replace it with --output {output}"
+        )
+
+
+def _changes(earlier: EvaluationReport, now: ReportFacts) -> Iterator[tuple[str, Any, Any]]:
+    for key in ("sha256", "dtype", "sampler_options", "sampler_sha256"):
+        known = earlier.model.get(key) is not None
+        if known and earlier.model[key] != now.model[key]:
+            yield f"model.{key}", earlier.model[key], now.model[key]
+    named = {"stop_tokens": now.settings["stop_tokens"]}  # absent from files of version 2
+    before = {**named, **earlier.settings}
+    if before.get("backend") != now.settings["backend"]:
+        yield "backend", before.get("backend"), now.settings["backend"]
+    yield from differing_settings(before, now.settings, now.samples)
+    for name, k in now.samples.items():
+        old, new = (each["benchmarks"].get(name, {}) for each in (before, now.settings))
+        if earlier.sampled.benchmarks[name].k != k:
+            yield f"k of {name}", earlier.sampled.benchmarks[name].k, k
+        for key in ("seeds", "problems_sha256"):
+            if old.get(key) != new.get(key):
+                yield f"{key} of {name}", old.get(key), new.get(key)
+
+
 def _evaluations_in(folder: Path) -> str:
     """What to name instead of a folder."""
     files = sorted([*folder.glob("eval/step_*.json"), *folder.glob("step_*.json")])
@@ -354,19 +406,66 @@ def _check_rows(report: EvaluationReport, rows: pa.Table) -> None:
         if set(chosen["benchmark"].to_pylist()) != set(benchmarks):
             raise ValueError(f"its {'greedy' if greedy else 'sampled'} rows have other benchmarks")
         for name, result in benchmarks.items():
-            _check_means(name, result, problem_table(rows, name, greedy))
+            _check_means(name, result, chosen.filter(pc.equal(chosen["benchmark"], name)), greedy)
 
 
-def _check_means(name: str, result: BenchmarkResult, problems: ProblemTable) -> None:
+def _check_means(name: str, result: BenchmarkResult, rows: pa.Table, greedy: bool) -> None:
+    problems, pooled = problem_table(rows, name, greedy), pooled_over_samples(rows)
     found = {
         "n": (result.n, len(problems.problem_ids)),
         "k": (result.k, problems.samples),
         "avg_at_k": (result.avg_at_k, float(problems.accuracy_N.mean())),
+        "pass_at_k": (result.pass_at_k, float(problems.passed_N.mean())),
         "mean_tokens": (result.mean_tokens, float(problems.tokens_N.mean())),
+        "mean_tokens_correct": (result.mean_tokens_correct, pooled["mean_tokens_correct"]),
+        "mean_tokens_incorrect": (result.mean_tokens_incorrect, pooled["mean_tokens_incorrect"]),
     }
     for key, (stated, counted) in found.items():
-        if not isclose(stated, counted, rel_tol=1e-9):
+        if not _agree(stated, counted):
             raise ValueError(f"{name}.{key} is {stated} in the report, {counted} in the rows")
+
+
+def _agree(stated: float | None, counted: float | None) -> bool:
+    if stated is None or counted is None:
+        return stated is counted
+    return isclose(stated, counted, rel_tol=1e-9)
+
+
+def temperatures_used(settings: Mapping[str, Any], names: Collection[str]) -> list[float]:
+    """The temperatures that these benchmarks were sampled at, ascending."""
+    return sorted(set(_temperatures(settings, names).values()) - {None})
+
+
+def _temperatures(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """By benchmark. None where the file does not say it."""
+    described, shared = settings.get("benchmarks", {}), settings.get("temperature")
+    return {name: described.get(name, {}).get("temperature", shared) for name in names}
+
+
+def differing_settings(
+    a: Mapping[str, Any], b: Mapping[str, Any], names: Collection[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value in a, value in b) of the `SAME_SETTINGS` that differ for these benchmarks."""
+    for key in SAME_SETTINGS:
+        ours, theirs = a.get(key), b.get(key)
+        if key == "temperature":
+            ours, theirs = (_shown_temperatures(each, names) for each in (a, b))
+        if key == "reward" and "reward_sha256" in a and "reward_sha256" in b:
+            ours, theirs = (_function_and_digest(each) for each in (a, b))
+        if ours != theirs:
+            yield key, ours, theirs
+
+
+def _shown_temperatures(settings: Mapping[str, Any], names: Collection[str]) -> Any:
+    """One number, or one for each benchmark."""
+    each = _temperatures(settings, names)
+    return each if len(set(each.values())) > 1 else next(iter(each.values()))
+
+
+def _function_and_digest(settings: Mapping[str, Any]) -> str:
+    """The function of `file.py:function`, and the file by its content."""
+    name = str(settings["reward"]).rpartition(":")[2]
+    return f"{name} of a file with SHA-256 {settings['reward_sha256']}"
 
 
 def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: EvaluationReport) -> None:
@@ -377,12 +476,11 @@ def refuse_incomparable(name_a: str, a: EvaluationReport, name_b: str, b: Evalua
             f"{name_a} evaluates {_listed(ours)}, but {name_b} {_listed(theirs)}: means over "
             "different benchmarks cannot be compared; evaluate both on the same (--benchmark)"
         )
-    for key in SAME_SETTINGS:
-        if a.settings.get(key) != b.settings.get(key):
-            raise EvaluationFileError(
-                f"{name_a} has {key} {a.settings.get(key)!r}, but {name_b} "
-                f"{b.settings.get(key)!r}: evaluate both under the same settings"
-            )
+    for key, one, other in differing_settings(a.settings, b.settings, ours):
+        raise EvaluationFileError(
+            f"{name_a} has {key} {one!r}, but {name_b} {other!r}: evaluate both under the same "
+            "settings"
+        )
     for benchmark, result in a.sampled.benchmarks.items():
         if result.n != b.sampled.benchmarks[benchmark].n:
             raise EvaluationFileError(

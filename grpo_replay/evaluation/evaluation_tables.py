@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_replay.evaluation.comparison import LengthChange, PairedResult
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, temperatures_used
 from grpo_replay.evaluation.statistics import (
     BenchmarkResult,
     Interval,
@@ -54,11 +54,12 @@ def heading(report: EvaluationReport) -> str:
     """One line on the model and how it was sampled."""
     model, settings = report.model, report.settings
     words = [str(model.get("name", "a model"))]
+    temperatures = temperatures_used(settings, report.sampled.benchmarks)
     if "sha256" in model:
         words.append(f"sha256 {model['sha256'][:12]}…")
     words += [
         f"{model['dtype']} on {settings['backend']}" if "dtype" in model else settings["backend"],
-        f"T {settings['temperature']:g}, top-p {settings['top_p']:g}",
+        f"T {' and '.join(f'{each:g}' for each in temperatures)}, top-p {settings['top_p']:g}",
         f"at most {settings['max_completion_length']:,} tokens",
     ]
     if "stop_tokens" in settings:  # absent from files of version 2

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from grpo_replay.distributed.environment import rank_environment
 from grpo_replay.distributed.failures import run_collectively
 from grpo_replay.errors import CheckpointError, UsageError
 from grpo_replay.evaluation.benchmarks import plan_that_fits, try_verifier
-from grpo_replay.evaluation.cache import generations_folder
-from grpo_replay.evaluation.evaluate import Progress, add_gradings, evaluate
-from grpo_replay.evaluation.evaluation_report import EvaluationReport
+from grpo_replay.evaluation.cache import generations_folder, sampler_facts
+from grpo_replay.evaluation.evaluate import Progress, add_gradings, evaluate, settings_of
+from grpo_replay.evaluation.evaluation_report import EvaluationReport, ReportFacts
 from grpo_replay.recipe import (
     Recipe,
     find_recipe,
@@ -201,6 +202,13 @@ def _local_folder(path: str, revision: str | None) -> Path:
 logger = logging.getLogger(__name__)
 
 
+NOT_ASYNCHRONOUS: Mapping[str, Any] = {
+    "run": {"mode": "sync", "sync_every_steps": 1},
+    "sampling": {"collection": {"replay_journal": None}},
+}
+"""An evaluation never samples while something trains, whatever the run did."""
+
+
 def resolve_evaluation(
     source: ModelSource,
     recipe: str | Recipe | None = None,
@@ -223,11 +231,14 @@ def resolve_evaluation(
         layer.setdefault("name", path.stem)
         if recipe is None and isinstance(layer.get("model"), dict):
             layer["model"].pop("tokenizer", None)  # a checkpoint has its own
+    model = layer.get("model")
+    if isinstance(model, dict) and model.get("path") != source.path:
+        model.pop("revision", None)  # of another model
     changes = parse_overrides(overrides)
     if "path" in changes.get("model", {}):
         raise UsageError("--set model.path: eval takes the model from --ckpt")
-    layers = [layer, changes, dict(choices or {})]
-    found = resolve_recipe(layers, (place, "--set", "the options of eval"))
+    layers = [layer, changes, dict(choices or {}), NOT_ASYNCHRONOUS]
+    found = resolve_recipe(layers, (place, "--set", "the options of eval", "eval"))
     if not found.eval.benchmarks:
         raise UsageError(
             f"{place} names no benchmarks to evaluate: add --benchmark, such as --benchmark paper, "
@@ -263,9 +274,11 @@ def evaluate_model(
     generations: Path,
     world_size: int,
     on_progress: Callable[[Progress], None] | None = None,
+    before_sampling: Callable[[ReportFacts], None] | None = None,
 ) -> EvaluationReport | None:
     """The report of `source` under `recipe.eval` on rank 0, None elsewhere; opens and closes what
-    it needs. Completions are cached in `generations`. Errors are raised on all ranks together."""
+    it needs. Completions are cached in `generations`. `before_sampling` may refuse what the report
+    will say, on rank 0. Errors are raised on all ranks together."""
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
     with quiet_libraries(), ExitStack() as stack:
@@ -284,6 +297,10 @@ def evaluate_model(
         sampler = open_sampler(recipe, path, comm)
         stack.callback(sampler.close)
         model, cache = run_collectively(comm, lambda: _identify(recipe, source, path, generations))
+        if before_sampling is not None:
+            settings = partial(settings_of, plan, sampler, tokenizer, scorer)
+            facts = partial(ReportFacts, model, plan.samples_each)
+            run_on_main(comm, lambda: before_sampling(facts(settings())))
         report = evaluate(
             sampler,
             tokenizer,
@@ -314,6 +331,7 @@ def _identify(
         "sha256": sha256,
         "recipe": recipe.name,
         "dtype": dtype,
+        **sampler_facts(recipe.sampling),
     }
     folder = generations_folder(generations, sha256, dtype, device, recipe.model, recipe.sampling)
     return model, folder

@@ -354,7 +354,7 @@ def _benchmark_result(
         pass_at_j={str(j): float(value) for j, value in enumerate(pass_J, start=1)},
         mean_tokens=float(problems.tokens_N.mean()),
         mean_tokens_interval=interval(tokens_B),
-        **_pooled(samples),
+        **pooled_over_samples(samples),
         verdicts=dict(sorted(Counter(samples["verdict"].to_pylist()).items())),
         unparsable_answers=tuple(unparsable),
     )
@@ -367,7 +367,7 @@ def _mean_result(
     tokens_B: Mapping[str, np.ndarray],
 ) -> MeanResult:
     each = list(results.values())
-    pooled = _pooled(samples)
+    pooled = pooled_over_samples(samples)
     smallest_k = min(result.k for result in each)
 
     return MeanResult(
@@ -390,7 +390,8 @@ def _mean_result(
     )
 
 
-def _pooled(samples: pa.Table) -> dict[str, Any]:
+def pooled_over_samples(samples: pa.Table) -> dict[str, Any]:
+    """Lengths of correct and of incorrect completions, and rates, over all rows."""
     correct = samples["correct"].to_numpy(zero_copy_only=False)
     tokens = samples["tokens"].to_numpy()
     return {

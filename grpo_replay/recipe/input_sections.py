@@ -431,6 +431,15 @@ class SamplingSection(Section):
         return self.prompts_per_step * self.group_size
 
     @property
+    def with_transformers(self) -> bool:
+        return self.backend == "hf"
+
+    @property
+    def own_class(self) -> bool:
+        """Whether the sampler is a class of the user's."""
+        return self.backend not in SAMPLERS.names
+
+    @property
     def vllm_in_ranks(self) -> bool:
         """True if every rank holds a vLLM engine, on its own device."""
         return self.backend == "vllm"

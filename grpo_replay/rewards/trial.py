@@ -45,8 +45,11 @@ def right_completion(answer: str) -> str:
     return f"The answer is \\boxed{{{answer}}}."
 
 
-def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) -> list[str]:
-    """Notices about the reward functions of `scorer`, which are those of `section`.
+def try_rewards(
+    section: RewardSection, scorer: RewardScorer, sample: Sample, step: int | None = 1
+) -> list[str]:
+    """Notices about the reward functions of `scorer`, which are those of `section`. `step` is what
+    they get as the training step: None for evaluations.
 
     Functions of the user are called on `TRIED_ROWS` rows, a built-in verifier on all of the sample.
     Raises RecipeError if every call fails and `reward.max_failed_share` is below 1, and
@@ -55,7 +58,8 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
     notices, functions = [], [each.function for each in section.functions]
     own = [function for function in functions if function not in BUILTIN_VERIFIERS]
     if own:
-        notices += _try_calls(", ".join(own), section, scorer, sample.problems[:TRIED_ROWS])
+        tried = sample.problems[:TRIED_ROWS]
+        notices += _try_calls(", ".join(own), section, scorer, tried, step)
     if own == functions:
         return notices
     if not own:
@@ -67,13 +71,17 @@ def try_rewards(section: RewardSection, scorer: RewardScorer, sample: Sample) ->
 
 
 def _try_calls(
-    function: str, section: RewardSection, scorer: RewardScorer, problems: Sequence[Prompt]
+    function: str,
+    section: RewardSection,
+    scorer: RewardScorer,
+    problems: Sequence[Prompt],
+    step: int | None,
 ) -> list[str]:
     for place, each in enumerate(problems):
         completion = right_completion(each.answer)
         scorer.submit(
             place, completion, each.answer, each.row, prompt=each.text, messages=each.messages,
-            step=1, group=f"trial {place}",
+            step=step, group=f"trial {place}",
         )  # fmt: skip
     verdicts = list(scorer.results().values())
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]

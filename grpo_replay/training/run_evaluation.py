@@ -11,6 +11,7 @@ from typing import Any
 from grpo_replay import __version__
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan
+from grpo_replay.evaluation.cache import sampler_facts
 from grpo_replay.evaluation.evaluate import EvaluationStopped, add_gradings, evaluate
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, are_comparable, read_report
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
@@ -67,7 +68,7 @@ class RunEvaluation:
                     self.plan,
                     self.comm,
                     scorer,
-                    model={"run": self.run_dir.path.name, "step": step},
+                    model=self._described(step),
                     # Ranks that sample together: none can leave alone.
                     should_stop=None if parts.sampler.ranks_sample_together else should_stop,
                 )
@@ -82,6 +83,11 @@ class RunEvaluation:
         logger.info("evaluation of step %d: %.1f s", step, time.perf_counter() - started)
         self.observer.on_evaluation(step, report)
         return report
+
+    def _described(self, step: int) -> dict[str, Any]:
+        """The `model` section of a report."""
+        sampled = {"dtype": self.recipe.sampled_dtype, **sampler_facts(self.recipe.sampling)}
+        return {"run": self.run_dir.path.name, "step": step, **sampled}
 
     def _catch_up(self) -> None:
         """Push the policy to a sampler that lags. It can lag only after the last step (see

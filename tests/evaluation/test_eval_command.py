@@ -18,6 +18,7 @@ from grpo_replay.errors import (
     RecipeError,
     UsageError,
 )
+from grpo_replay.evaluation.cache import sampler_facts
 from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.session import find_model, model_sha256
 from grpo_replay.recipe import load_recipe
@@ -185,7 +186,8 @@ def test_another_tokenizer_can_be_chosen():
 
 
 def test_each_precision_and_tokenizer_has_its_own_generations_folder(tmp_path):
-    """Stop tokens and precision determine a completion."""
+    """Stop tokens, precision and options of the engine determine a completion."""
+    fp32_head = "sampling.vllm.hf_overrides={head_dtype: float32}"
     changes = [
         [],
         ["model.dtype=bfloat16"],
@@ -193,12 +195,62 @@ def test_each_precision_and_tokenizer_has_its_own_generations_folder(tmp_path):
         ["sampling.backend=vllm", "sampling.vllm.dtype=bfloat16"],
         ["model.tokenizer=builtin:bytes"],
         ["model.tokenizer=a/b"],
+        ["model.tokenizer=a_b"],
+        [f"model.tokenizer={'deep/' * 60}t"],
+        [fp32_head],
+        [fp32_head, "sampling.backend=vllm"],
+        ["sampling.backend=vllm", "sampling.vllm.quantization=fp8"],
+        ["sampling.backend=vllm", "sampling.vllm.kv_cache_dtype=fp8"],
     ]
     folders = [folder_of_generations(tmp_path, load_recipe("tiny", c)) for c in changes]
     assert len(set(folders)) == len(changes)
     assert {folder.parent for folder in folders} == {tmp_path}
-    unused = load_recipe("tiny", ["sampling.vllm.dtype=bfloat16"])  # by the hf backend
-    assert folder_of_generations(tmp_path, unused) == folders[0]
+    assert max(len(folder.name.encode()) for folder in folders) < 255
+    for unused in ("dtype=bfloat16", "quantization=fp8", "hf_token=secret"):  # by the hf backend
+        recipe = load_recipe("tiny", [f"sampling.vllm.{unused}"])
+        assert folder_of_generations(tmp_path, recipe) == folders[0]
+
+
+def test_an_edited_sampler_of_the_user_has_another_generations_folder(tmp_path):
+    file = tmp_path / "own_sampler.py"
+    file.write_text("class Own: pass\n")
+    recipe = load_recipe("tiny", [f"sampling.backend={file}:Own"])
+    before = folder_of_generations(tmp_path / "g", recipe)
+    assert before == folder_of_generations(tmp_path / "g", recipe)
+    assert before.parent == tmp_path / "g"
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert sampler_facts(recipe.sampling) == {"sampler_options": {}, "sampler_sha256": digest}
+    file.write_text("class Own: 'samples in another way'\n")
+    assert folder_of_generations(tmp_path / "g", recipe) != before
+
+
+def test_an_asynchronous_run_is_evaluated_on_any_backend(tmp_path):
+    for backend in ("hf", "vllm"):
+        recipe = recipe_of_evaluation("builtin:tiny", recipe="tiny-async", backend=backend)
+        assert (recipe.run.mode, recipe.sampling.backend) == ("sync", backend)
+    of_async_alone = ("run.sync_every_steps=7", "replay.max_age_steps=9",
+                      f"sampling.collection.replay_journal={tmp_path}")  # fmt: skip
+    recipe = recipe_of_evaluation("builtin:tiny", recipe="tiny-async", overrides=of_async_alone)
+    assert recipe.sampling.servers_used == 1
+
+
+def test_a_further_grading_keeps_those_of_the_recipe():
+    named = ("eval.reward=[math_verify,minerva]",)
+    for asked in (["math_verify_boxed"], ["minerva", "math_verify_boxed"]):
+        recipe = recipe_of_evaluation("builtin:tiny", overrides=named, grade_with=asked)
+        assert recipe.eval.reward == ["math_verify", "minerva", "math_verify_boxed"]
+
+
+def test_the_revision_of_a_recipe_belongs_to_its_model(tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("model: {path: me/tiny, revision: abc}\neval: {benchmarks: [tiny]}\n")
+    for model, overrides, expected in (
+        ("me/tiny", (), "abc"),
+        ("me/other", (), None),
+        ("me/other", ("model.revision=def",), "def"),
+    ):
+        found = recipe_of_evaluation(model, recipe=str(recipe), overrides=overrides)
+        assert found.model.revision == expected
 
 
 def test_options_override_the_recipe():
@@ -273,6 +325,8 @@ def test_a_function_of_the_user_grades_with_the_row_and_the_marked_answer(tmp_pa
     report = read_report(tmp_path / "eval.json")
     assert report.verifier == f"{tmp_path}/judge.py:half"
     assert report.settings["correct_score"] == 1.0
+    source = (tmp_path / "judge.py").read_bytes()
+    assert report.settings["reward_sha256"] == hashlib.sha256(source).hexdigest()
     assert report.samples["answer"].to_pylist() == ["1", "2", "3", "4"]
     assert report.samples["verdict"].to_pylist() == ["incorrect", "correct"] * 2
     assert report.accuracies()["mean"] == 0.5

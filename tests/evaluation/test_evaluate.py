@@ -22,6 +22,7 @@ from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import DatasetError, EvaluationFileError, RecipeError
 from grpo_replay.evaluation.evaluate import evaluate
 from grpo_replay.evaluation.evaluation_report import read_report
+from grpo_replay.evaluation.evaluation_tables import heading
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.hf import HfSampler
 from grpo_replay.sampling.sampler_protocol import SamplerOpening
@@ -269,6 +270,8 @@ def test_paper_b_has_pass_at_1_at_temperature_0_1_and_pass_at_k_at_1(tokenizer, 
     assert {name: described[name]["temperature"] for name in described} == {
         "math_pass1": 0.1, "math_passk": 1.0, "openr1_pass1": 0.1, "openr1_passk": 1.0,
     }  # fmt: skip
+    assert report.settings["temperature"] is None  # nothing was sampled at eval.temperature
+    assert " · T 0.1 and 1, top-p 0.95 · " in heading(report)
     digests = {name: each["problems_sha256"] for name, each in described.items()}
     assert digests["math_pass1"] == digests["math_passk"] != digests["openr1_pass1"]
     texts = {

@@ -14,9 +14,16 @@ from commands import plan_of
 
 from grpo_replay.cli.eval_command import print_report
 from grpo_replay.distributed.comm import Comm
+from grpo_replay.evaluation.benchmarks import try_verifier
 from grpo_replay.evaluation.cache import request_digest
 from grpo_replay.evaluation.evaluate import EvaluationPlan, Progress, evaluate
-from grpo_replay.evaluation.evaluation_report import SAME_SETTINGS, EvaluationReport, read_report
+from grpo_replay.evaluation.evaluation_report import (
+    SAME_SETTINGS,
+    EvaluationReport,
+    differing_settings,
+    read_report,
+    temperatures_used,
+)
 from grpo_replay.evaluation.session import model_sha256
 from grpo_replay.recipe import load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
@@ -174,6 +181,47 @@ def test_the_model_digest_covers_file_names_and_no_unrelated_files(tmp_path):
     assert model_sha256(str(tmp_path), {}) == before
     weights.rename(tmp_path / "b.safetensors")
     assert model_sha256(str(tmp_path), {}) != before
+
+
+ONE_OF_TWO = """
+def alone(completion, step):
+    assert step is None
+    return 1.0
+
+def of_two(completions, answers):
+    return [float(len(completions) == 2) for each in completions]
+"""
+
+
+def test_the_greedy_completion_is_in_no_group_of_sampled_ones(tmp_path):
+    file = tmp_path / "two.py"
+    file.write_text(ONE_OF_TWO)
+    reward = RECIPE.reward.alone(f"{file}:of_two").model_copy(update={"workers": 1})
+    own = plan(tmp_path, reward=f"{file}:of_two", greedy=True)
+    with RewardScorer.open(reward, as_verdicts=True) as scorer:
+        report = evaluate(SaysTwo(), Bytes(), own, Comm(), scorer)
+    assert report.accuracies()["mine"] == 1.0  # both samples of a problem, and nothing else
+    assert report.greedy_accuracies()["mine"] == 0.0
+
+
+def test_a_function_is_tried_as_evaluations_call_it(tmp_path):
+    file = tmp_path / "two.py"
+    file.write_text(ONE_OF_TWO)
+    assert try_verifier(RECIPE.reward, plan(tmp_path, reward=f"{file}:alone")) == []
+
+
+def test_temperatures_are_those_that_were_sampled_at():
+    def settings(shared, **own):
+        described = {name: {"temperature": value} for name, value in own.items()}
+        return {"temperature": shared, "benchmarks": {"plain": {}, **described}}
+
+    own = settings(0.6, cold=0.1, hot=1.0)
+    assert temperatures_used(own, ["cold", "hot", "plain"]) == [0.1, 0.6, 1.0]
+    assert temperatures_used(own, ["cold", "hot"]) == [0.1, 1.0]
+    other = settings(0.7, cold=0.1, hot=1.0)
+    assert list(differing_settings(own, other, ["cold", "hot"])) == []
+    assert list(differing_settings(own, other, ["plain"])) == [("temperature", 0.6, 0.7)]
+    assert len(list(differing_settings(own, settings(0.6, cold=0.2, hot=1.0), ["cold"]))) == 1
 
 
 @pytest.mark.slow

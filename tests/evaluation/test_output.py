@@ -3,10 +3,14 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -25,12 +29,18 @@ from grpo_replay.evaluation import cache
 from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
 from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_generations
 from grpo_replay.evaluation.comparison import compare, differences
-from grpo_replay.evaluation.evaluation_report import EvaluationReport, read_report
+from grpo_replay.evaluation.evaluation_report import (
+    EvaluationReport,
+    ReportFacts,
+    read_report,
+    refuse_to_replace,
+)
 from grpo_replay.evaluation.evaluation_tables import comparison_table
 from grpo_replay.evaluation.session import find_model, model_sha256, used_revision
 from grpo_replay.recipe import EvalSection, load_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.terminal.console import print_table
+from grpo_replay.tiny import BASE_DIR
 from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.run_evaluation import RunEvaluation
@@ -84,6 +94,51 @@ def test_two_files_with_the_same_name_are_different_benchmarks(tmp_path, monkeyp
     assert run(tiny(benchmarks=["a/mine.jsonl"])) == 0
     with pytest.raises(OutputDirectoryError, match=r"on a/mine\.jsonl: choose another"):
         run(tiny(benchmarks=["b/mine.jsonl"]))
+
+
+def test_the_default_output_does_not_replace_other_settings_or_weights(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(BASE_DIR, "model")
+    fixed = ("eval.max_problems=1", "eval.samples=1", "eval.greedy=false")
+
+    def options(*changes: str) -> EvalOptions:
+        return EvalOptions(
+            "model", recipe="tiny", benchmarks=["tiny_add"], overrides=(*fixed, *changes)
+        )
+
+    assert run(options()) == 0
+    written = Path("evaluations/model.json").read_bytes()
+    assert run(options()) == 0  # the same again
+    fp32_head = "sampling.vllm.hf_overrides={head_dtype: float32}"
+    for change, named in (
+        ("eval.temperature=0.5", "with temperature 1.0, and this one has 0.5"),
+        ("eval.samples=2", "with k of tiny_add 1, and this one has 2"),
+        (fp32_head, r"with model.sampler_options {}, and this one has {'hf_overrides'"),
+    ):
+        with pytest.raises(
+            OutputDirectoryError, match=rf"model\.json is another .*{named}.*--output"
+        ):
+            run(options(change))
+    config = json.loads(Path("model/config.json").read_text())
+    Path("model/config.json").write_text(json.dumps({**config, "of": "other weights"}))
+    with pytest.raises(OutputDirectoryError, match=r"with model.sha256 '.*', and this one has '"):
+        run(options())
+    assert Path("evaluations/model.json").read_bytes() == written
+
+
+def test_what_an_earlier_version_did_not_write_may_differ():
+    now = ReportFacts(
+        {"sha256": "s", "dtype": "float32", "sampler_options": {}, "sampler_sha256": None},
+        {"x": 1},
+        {**SETTINGS, "backend": "hf", "stop_tokens": ["<eos>"]},
+    )
+    earlier = report({"x": [[1]]}, {**SETTINGS, "backend": "hf"})
+    refuse_to_replace(Path("e.json"), earlier, now)
+    with pytest.raises(OutputDirectoryError, match="with backend 'hf', and this one has 'vllm'"):
+        other = replace(now, settings={**now.settings, "backend": "vllm"})
+        refuse_to_replace(Path("e.json"), earlier, other)
 
 
 def test_a_folder_has_no_revision(tmp_path):
@@ -188,11 +243,10 @@ def test_options_without_effect_on_a_comparison_are_refused(tmp_path):
 
 
 def test_a_comparison_notes_another_backend_or_precision():
-    def made(backend: str, dtype: str, sha256: str) -> EvaluationReport:
+    def made(backend: str, dtype: str, sha256: str, **model) -> EvaluationReport:
         plain = report({"x": [[1]]}, {**SETTINGS, "backend": backend})
-        return EvaluationReport(
-            {"dtype": dtype, "sha256": sha256}, plain.settings, {}, plain.sampled
-        )
+        facts = {"dtype": dtype, "sha256": sha256, **model}
+        return EvaluationReport(facts, plain.settings, {}, plain.sampled)
 
     one = made("hf", "float32", "s")
     assert differences(one, made("hf", "float32", "t")) == []
@@ -201,6 +255,13 @@ def test_a_comparison_notes_another_backend_or_precision():
         "sampled on hf in A, vllm in B",
         "sampled in float32 in A, bfloat16 in B",
     ]
+    plain = made("hf", "float32", "s", sampler_options={}, sampler_sha256="1")
+    other = made("hf", "float32", "t", sampler_options={"quantization": "fp8"}, sampler_sha256="2")
+    assert differences(plain, other) == [
+        "sampled with engine options none in A, {'quantization': 'fp8'} in B",
+        "sampled by a class whose file has SHA-256 1 in A, 2 in B",
+    ]
+    assert differences(one, replace(other, model={**other.model, "sampler_sha256": None})) == []
 
 
 def test_a_benchmark_of_another_size_than_published_is_warned_about(tmp_path, caplog):
@@ -224,6 +285,16 @@ def test_no_number_is_truncated_on_a_narrow_terminal(width):
     print_table(Console(file=stream, width=width), comparison_table(results))
     for number in ("+79.2", "12.5", "91.7", "<.001", "110", "190"):
         assert f" {number} " in stream.getvalue(), number
+
+
+def test_evaluations_during_training_name_how_they_were_sampled():
+    recipe = load_recipe("tiny", ["model.dtype=bfloat16"])
+    parts = SimpleNamespace(recipe=recipe, comm=None, run_dir=SimpleNamespace(path=Path("runs/a")))
+    described = RunEvaluation(parts, RunState(), None, Observer())._described(3)
+    assert described == {
+        **{"run": "a", "step": 3, "dtype": "bfloat16"},
+        **{"sampler_options": {}, "sampler_sha256": None},
+    }
 
 
 def test_evaluations_during_training_use_the_recipe_s_verifier_limits():

@@ -16,8 +16,14 @@ from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.models import load_tokenizer
 from grpo_replay.errors import EvaluationFileError, RecipeError, UsageError
+from grpo_replay.evaluation.comparison import compare
 from grpo_replay.evaluation.evaluate import add_gradings, evaluate
-from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, read_report, samples_path
+from grpo_replay.evaluation.evaluation_report import (
+    HEADED_SETTINGS,
+    SAMPLE_SCHEMA,
+    read_report,
+    samples_path,
+)
 from grpo_replay.evaluation.evaluation_tables import terminal_tables
 from grpo_replay.recipe import load_recipe
 from grpo_replay.rewards.scorer import RewardScorer
@@ -157,6 +163,46 @@ def test_comparisons_and_aes_can_use_either_grading(both, evaluated, tmp_path, c
     for words, accuracy in (([], 100 * 2 / 6), (["--grade-with", "math_verify"], 100 * 4 / 6)):
         result = CliRunner().invoke(app, [*aes, *words])
         assert json.loads(result.stdout)["reference"]["accuracy"] == pytest.approx(accuracy)
+
+
+def test_a_built_in_verdict_says_nothing_of_the_function_that_graded_too(recipe, evaluated):
+    own = {"reward": "/a/own.py:score", "correct_score": 0.5, "reward_sha256": "1"}
+    plain = evaluated["math_verify_boxed"]
+    mine = replace(plain, settings={**plain.settings, **own})
+    mine = add_gradings(mine, ["math_verify"], recipe.reward)
+    compare("A", mine.graded_by("math_verify"), "B", evaluated["math_verify"])
+    assert mine.graded_by("/a/own.py:score").settings["correct_score"] == 0.5
+
+
+def test_functions_of_the_user_are_compared_by_their_source(evaluated):
+    def graded(place, digest=None):
+        plain = evaluated["math_verify"]
+        own = {"reward": place} | ({"reward_sha256": digest} if digest else {})
+        return replace(plain, settings={**plain.settings, **own})
+
+    one = graded("/a/ok.py:score", "1")
+    compare("A", one, "B", graded("/b/ok.py:score", "1"))
+    for other in (graded("/a/ok.py:score", "2"), graded("/a/ok.py:other", "1")):
+        with pytest.raises(EvaluationFileError, match="A has reward 'score of a file with SHA-256"):
+            compare("A", one, "B", other)
+    old = graded("/a/ok.py:score")  # of an earlier version
+    compare("A", one, "B", old)
+    with pytest.raises(EvaluationFileError, match=r"has reward '/a/ok\.py:score', but B '/b/"):
+        compare("A", old, "B", graded("/b/ok.py:score", "1"))
+
+
+@pytest.mark.parametrize("key", HEADED_SETTINGS)
+def test_a_report_that_cannot_be_printed_is_not_regraded(evaluated, tmp_path, key):
+    path = tmp_path / "e.json"
+    evaluated["math_verify_boxed"].write(path)
+    document = json.loads(path.read_text())
+    del document["settings"][key]
+    path.write_text(json.dumps(document))
+    with pytest.raises(
+        EvaluationFileError, match=rf"e\.json: damaged .*settings\.{key} is missing"
+    ):
+        run_regrading(str(path), ["minerva"])
+    assert "other_gradings" in document and json.loads(path.read_text()) == document
 
 
 @pytest.mark.slow

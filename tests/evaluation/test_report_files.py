@@ -85,6 +85,7 @@ def changed(document, place, value):
         ("benchmarks", [], r"benchmarks: .*found \[\]"),
         ("settings", [], r"found \[\]"),
         ("settings.bootstrap_samples", 0, r"bootstrap_samples: .*found 0"),
+        ("settings.temperature", "high", r"temperature: .*found 'high'"),
         ("settings.bootstrap_samples", KeyError, r"bootstrap_samples: .*required"),
         ("mean", KeyError, r"'mean'"),
         ("greedy", 3, r"valid dictionary, found 3"),
@@ -115,6 +116,20 @@ def test_rows_of_another_evaluation_are_refused(path, change, message):
     with pytest.raises(EvaluationFileError, match=rf"e.parquet is not.*e.json: .*({message})"):
         read_report(path)
     assert read_report(path, with_samples=False).samples is None
+
+
+@pytest.mark.parametrize("key", ["pass_at_k", "mean_tokens_correct", "mean_tokens_incorrect"])
+def test_numbers_that_the_rows_do_not_give_are_refused(path, key):
+    document = json.loads(path.read_text())
+    for results in (*document["benchmarks"].values(), document["mean"]):
+        results[key] -= 1e-3
+    path.write_text(json.dumps(document))
+    with pytest.raises(EvaluationFileError, match=rf"a\.{key} is .* in the report"):
+        read_report(path)
+    document["benchmarks"]["a"]["mean_tokens_correct"] = None
+    path.write_text(json.dumps(document))
+    with pytest.raises(EvaluationFileError, match=r"a\.(pass_at_k|mean_tokens_correct) is"):
+        read_report(path)
 
 
 def test_rows_of_another_version_are_distinguished_from_damage(path):

@@ -77,6 +77,17 @@ def test_a_score_below_what_counts_as_correct_is_a_notice_with_the_value_to_set(
     assert tried(RewardSection(function=f"{path}:part", workers=1), "1", "2") == []
 
 
+def test_a_function_of_evaluations_gets_no_step(tmp_path):
+    path = tmp_path / "steps.py"
+    path.write_text("def f(completion, step):\n    return 1.0 if step is None else 1.0 / 0\n")
+    section = RewardSection(function=f"{path}:f", workers=1)
+    with RewardScorer.open(section) as scorer:
+        sample = Sample([problem("1")], 1, "eval.benchmarks")
+        assert try_rewards(section, scorer, sample, step=None) == []
+    with pytest.raises(RecipeError, match="ZeroDivisionError"):
+        tried(section, "1")
+
+
 def test_a_missing_file_says_where_paths_start():
     with pytest.raises(RecipeError, match=r"no file .*none\.py; a relative path in a recipe file"):
         tried(RewardSection(function="none.py:f", workers=1), "1")

@@ -471,7 +471,7 @@ def rungs(recipe: Recipe, machines: Machines) -> Iterator[list[str]]:
         yield ["sampling.vllm.enable_sleep_mode=true"]
     if engine.logprob_chunk_tokens is not None:
         yield ["engine.logprob_chunk_tokens=null"]
-    if recipe.sampling.backend == "hf":
+    if recipe.sampling.with_transformers:
         for rollouts in (256, 64):
             if recipe.sampling.max_batch_rollouts > rollouts:
                 yield [f"sampling.max_batch_rollouts={rollouts}"]
