@@ -270,7 +270,28 @@ KNOWN = (
         "            step - 1, self.arrivals.records, version, sampler_version,",
         "tests/collection/test_intake.py::test_the_journal_alone_repeats_every_selection",
     ),
+    Known(
+        "recorded steps are repeated under another recipe",
+        "grpo_replay/training/journal_rules.py",
+        "    if rest.last_step > step:\n        _refuse_steps(",
+        "    if rest.last_step > step + 99:\n        _refuse_steps(",
+        "tests/training/test_journal_rules.py::"
+        "test_steps_after_the_checkpoint_are_repeated_with_their_own_updates",
+    ),
     # Around them
+    Known(
+        "completions of another sampler from the cache", "grpo_replay/evaluation/cache.py",
+        "source_digest(sampling.backend) if sampling.own_class else None", "None",
+        "tests/evaluation/test_eval_command.py::"
+        "test_an_edited_sampler_of_the_user_has_another_generations_folder",
+    ),
+    Known(
+        "the greedy completion in the group of the sampled ones",
+        "grpo_replay/evaluation/evaluate.py",
+        'return f"{number} greedy" if planned.greedy else number', "return number",
+        "tests/evaluation/test_evaluation_keys.py::"
+        "test_the_greedy_completion_is_in_no_group_of_sampled_ones",
+    ),
     Known(
         "a short answer with finish reason length", "grpo_replay/sampling/vllm_requests.py",
         'finish_reason == "length" and len(token_ids) == request.max_tokens',

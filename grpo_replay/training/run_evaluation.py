@@ -90,8 +90,9 @@ class RunEvaluation:
         return {"run": self.run_dir.path.name, "step": step, **sampled}
 
     def _catch_up(self) -> None:
-        """Push the policy to a sampler that lags. It can lag only after the last step (see
-        `recipe.find_contradictions`), when no more training rollouts are sampled."""
+        """Push the policy to a sampler that lags: after the last step, when no more training
+        rollouts are sampled (see `recipe.find_contradictions`), and while an asynchronous run
+        repeats steps from its journal, when the sampler gets no weights."""
         parts, version = self.parts, self.state.policy_version
         if parts.sampler.policy_version != version:
             sync_weights(parts.engine, parts.sampler, version)
