@@ -17,11 +17,15 @@ from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter_rows, open_rows
-from grpo_replay.lab.inspection.source import Source, open_source, read_run_recipe
+from grpo_replay.lab.inspection.source import (
+    Source,
+    open_source,
+    read_run_history,
+    read_run_recipe,
+)
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
 from grpo_replay.storage.atomic import json_values, named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
-from grpo_replay.storage.recipe_history import read_history
 from grpo_replay.terminal.console import open_console, print_json
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
@@ -65,8 +69,13 @@ def _check_options(options: InspectOptions) -> None:
         raise UsageError(f"{' and '.join(used)} cannot be combined; use one at a time")
     if options.plot is not None:
         check_plot_path(Path(options.plot), (*FIGURE_FORMATS, ".html"))
-    if options.where is None and (options.text or options.limit != LIST_ROWS):
-        raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
+    if options.text or options.limit != LIST_ROWS:
+        if options.where is None:
+            raise UsageError("--limit and --text choose what --where lists; add --where EXPR")
+        if options.export is not None:
+            raise UsageError("--export writes all that match; leave out --limit and --text")
+    if options.verify and options.step is not None:
+        raise UsageError("--verify reads the whole run; leave out --step")
     if options.with_model and not options.verify:
         raise UsageError("--with-model recomputes what --verify can check with weights: add it")
 
@@ -76,7 +85,7 @@ def _consider_code(source: Source, options: InspectOptions) -> None:
     if source.run_dir is None or source.recipe is None:
         return
     sections = ("replay", "advantage", *(("model", "loss") if options.with_model else ()))
-    history = read_history(source.run_dir)
+    history = read_run_history(source.run_dir)
     recipes = [history.first, *(recipe for _, recipe in history.changed)]
     code = list(dict.fromkeys(each for recipe in recipes for each in code_of(recipe, sections)))
     consider_code(code, f"the run in {source.run_dir}", options.no_code, announce=True)

@@ -8,16 +8,12 @@ rules of thumb (docs/buffer.md, "Healthy ranges").
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from grpo_replay.errors import RecipeError, SnapshotError
+from grpo_replay.lab.inspection.source import Source, read_run_history
 from grpo_replay.recipe import ReplaySection
-from grpo_replay.storage.recipe_history import read_history
-
-if TYPE_CHECKING:
-    from grpo_replay.lab.inspection.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,9 +255,17 @@ def _never_replayed(inspection: Inspection) -> Iterator[str]:
     warmup = inspection.settings["warmup_steps"]
     has_run = bool(inspection.trends) or any(p.name == "generated" for p in inspection.populations)
     if has_run and inspection.step > warmup + 1 and inspection.replayed_rollouts == 0:
+        points = inspection.trends.get("buffer/rollouts", ())
+        stored = [count for step, count in points if warmup <= step < inspection.step]
+        cause = ": the buffer was empty at every draw" if stored and not any(stored) else ""
+        if any(stored):
+            cause = (
+                ", and rollouts were stored: replay.ratio times the survivors of a step rounds to "
+                "0, or files of draws/ are missing"
+            )
         yield (
             f"Nothing was replayed up to step {inspection.step}, although warm-up ended at step "
-            f"{warmup}: the buffer was empty at every draw."
+            f"{warmup}{cause}."
         )
 
 
@@ -270,12 +274,16 @@ def _capacity(inspection: Inspection) -> Iterator[str]:
     capacity = occupancy.capacity_rollouts
     if max_age is None or capacity is None:
         return
-    if (occupancy.evicted_by_capacity or 0) > 0 or occupancy.stored_rollouts >= capacity:
+    stored = occupancy.stored_rollouts
+    is_query = inspection.settings["unit"] == "query"  # which capacity evicts as a whole
+    unit = stored / max(occupancy.stored_groups, 1) if is_query else 1
+    if stored + unit > capacity:
         oldest = max((row.age_steps for row in inspection.staleness if row.stored), default=0)
+        younger = oldest < max_age - 1
+        so = f", so the capacity limits age instead of max_age_steps {max_age}" if younger else ""
         yield (
-            f"The buffer reached its capacity of {capacity:,} rollouts: the oldest stored rollout "
-            f"is {oldest} steps old, so the capacity limits age instead of max_age_steps "
-            f"{max_age}. Raise replay.capacity_rollouts."
+            f"The buffer is full, at its capacity of {capacity:,} rollouts: the oldest stored "
+            f"rollout is {oldest} steps old{so}. Raise replay.capacity_rollouts."
         )
 
 
@@ -351,15 +359,12 @@ def _missing_rewards(inspection: Inspection) -> Iterator[str]:
         )
 
 
-def find_gaps(source: "Source") -> Iterator[str]:
+def find_gaps(source: Source) -> Iterator[str]:
     """One warning for each kind of file that lacks steps up to the inspected one."""
     if source.run_dir is None or source.recipe is None or source.step is None:
         return
     steps = range(1, source.step + 1)
-    try:
-        history = read_history(source.run_dir)
-    except RecipeError as error:
-        raise SnapshotError(f"the recipe of the run is invalid: {error}") from error
+    history = read_run_history(source.run_dir)
     replayed = [step for step in steps if history.at(step).replays]
     lines = [int(line["step"]) for line in source.metrics]
     if lines != list(steps):

@@ -20,7 +20,7 @@ from grpo_replay.lab.inspection.rollout_columns import (
     read_log,
     updates_of_a_step,
 )
-from grpo_replay.lab.inspection.source import Source
+from grpo_replay.lab.inspection.source import Source, read_run_history
 from grpo_replay.recipe import (
     REPLAY_PRESETS,
     ReplaySection,
@@ -29,6 +29,7 @@ from grpo_replay.recipe import (
 )
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import buffer_step
+from grpo_replay.storage.recipe_history import RecipeHistory, differences
 from grpo_replay.terminal.console import tracked
 from grpo_replay.types import ComposedBatch, Rollout
 
@@ -75,24 +76,30 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
 
 
 def survivors_for(
-    source: Source, step: int, settings: ReplaySection
+    source: Source, step: int, *settings: ReplaySection
 ) -> tuple[list[int], RolloutColumns]:
     """The logged steps, ascending, from the first that can have rollouts stored at `step` under the
-    age limit, and their survivors."""
-    start = 0 if settings.max_age_steps is None else step - settings.max_age_steps
+    longest of the age limits, and their survivors."""
+    start = min(0 if (age := each.max_age_steps) is None else step - age for each in settings)
     files = [file for file in source.rollout_files if file[0] >= start]
     log = read_log(files)
     return [logged for logged, _ in files], log.take(log.kept)
 
 
 def replay_storage(
-    buffer: ReplayBuffer, survivors: RolloutColumns, steps: Iterable[int]
+    buffer: ReplayBuffer,
+    survivors: RolloutColumns,
+    steps: Iterable[int],
+    history: RecipeHistory | None = None,
 ) -> Iterator[int]:
     """Repeat the insertions and evictions of each step; yields the step after applying it.
 
-    Nothing is drawn, so uses are not counted.
+    Nothing is drawn, so uses are not counted. With `history`, each step under its own settings.
     """
     for step in steps:
+        if history is not None and history.at(step).replay != buffer.settings:
+            state, buffer.settings = buffer.get_state(), history.at(step).replay
+            buffer.set_state(state)  # as a resume does
         fresh = rollouts_without_tokens(survivors.take(survivors.logged_step == step))
         buffer.evict(step)
         if buffer.settings.replays:
@@ -129,7 +136,7 @@ class DrawStatistics:
 
     replayed_rollouts: float
     replayed_per_fresh: float | None
-    age_mean: float | None  # at use: training steps, for FIFO updates
+    age_mean: float | None  # at use, in `WhatIf.age_unit`
     age_p95: float | None
     abs_advantage_mean: float | None  # of replayed rollouts
     abs_advantage_share: float | None  # Σ|A| replayed / Σ|A| trained on
@@ -155,6 +162,7 @@ class WhatIf:
     same_error: DrawStatistics
     changed: DrawStatistics
     changed_error: DrawStatistics
+    age_unit: str  # updates if all columns make a draw for each update of a step, else steps
     cannot_know: str = CANNOT_KNOW
 
 
@@ -173,9 +181,10 @@ class _Trained:
 def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     """The comparison for `key=value` changes to the replay section.
 
-    Raises UsageError for a key that is not a replay setting, and for a longer age limit with which
-    an asynchronous run would have kept rollouts that it dropped; RecipeError for a bad value; and
-    SnapshotError if the run has no recipe or logged no rollouts.
+    Raises UsageError for a key that is not a replay setting, for a run whose replay settings were
+    changed at a resume, and for a longer age limit with which an asynchronous run would have kept
+    rollouts that it dropped; RecipeError for a bad value; and SnapshotError if the run has no
+    recipe or logged no rollouts.
     """
     recipe = source.recipe
     if recipe is None or not source.rollout_files:
@@ -183,12 +192,14 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
             f"{source.path}: --what-if replays the rollout log of a run; give a run directory with "
             "recipe.yaml and rollouts/"
         )
+    _refuse_changed_recipes(source)
     other = changed_settings(recipe.model_dump(mode="json"), changes)
     log = read_log(source.rollout_files)
     refuse_what_was_not_kept(log, recipe.replay, other)
     steps = steps_of(log, recipe.rollouts_per_step if recipe.run.is_async else None)
     own = updates_of_a_step(recipe.draws_per_step, source.draw_files)
     changed_to = recipe.model_copy(update={"replay": other}).draws_per_step
+    in_updates = own == changed_to > 1
     plan = [
         (*each, seed)
         for each in ((recipe.replay, own), (other, changed_to))
@@ -196,19 +207,38 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     ]
     group_size = recipe.sampling.group_size
     results = [
-        simulate(log, settings, group_size, steps, number, draws)
+        simulate(log, settings, group_size, steps, number, draws, 1 if in_updates else draws)
         for settings, draws, number in tracked(plan, "replaying the log")
     ]
     same, changed = results[:REPEATS], results[REPEATS:]
     before, after = recipe.replay.model_dump(mode="json"), other.model_dump(mode="json")
     return WhatIf(
         changes={key: [before[key], after[key]] for key in after if after[key] != before[key]},
-        logged=statistics(log, _logged(source, log, recipe.replay)),
+        logged=statistics(log, _logged(source, log, recipe.replay), 1 if in_updates else own),
         same=_across(same, _mean),
         same_error=_across(same, _deviation),
         changed=_across(changed, _mean),
         changed_error=_across(changed, _deviation),
+        age_unit="updates" if in_updates else "steps",
     )
+
+
+_SIMULATED = ("replay.", "batch.updates_per_step", "batch.mini_batch", "sampling.group_size")
+
+
+def _refuse_changed_recipes(source: Source) -> None:
+    assert source.run_dir is not None, "it has a recipe"
+    history = read_run_history(source.run_dir)
+    for after, recipe in history.changed:
+        if after >= (source.step or 0):
+            return
+        for key, old, new in differences(history.at(1), recipe):
+            if key.startswith(_SIMULATED):
+                raise UsageError(
+                    f"--what-if: the run changed {key} from {old!r} to {new!r} after step {after}, "
+                    f"so it has no settings of its own to compare with; inspect it up to there: "
+                    f"--step {after}"
+                )
 
 
 def changed_settings(recipe: Mapping[str, Any], changes: Sequence[str]) -> ReplaySection:
@@ -218,13 +248,16 @@ def changed_settings(recipe: Mapping[str, Any], changes: Sequence[str]) -> Repla
     """
     words = []
     for word in changes:
-        key = word.partition("=")[0].strip()
-        if "." in key and not key.startswith("replay."):
+        key, given, _ = word.partition("=")
+        key = key.strip().removeprefix("replay.")
+        if not given:
+            raise UsageError(f"--what-if {word}: expected key=value, such as max_age_steps=5")
+        if "." in key and key.partition(".")[0] not in ReplaySection.model_fields:
             raise UsageError(
                 f"--what-if {word}: only replay settings can be simulated, for example "
                 "max_age_steps=5; other settings need a new run"
             )
-        words.append(word if key.startswith("replay.") else f"replay.{word}")
+        words.append(f"replay.{word.strip().removeprefix('replay.')}")
     base = {**recipe, "replay": dict(recipe["replay"])}
     # The preset comes first, so that it does not replace settings the run changed.
     preset = base["replay"].pop("preset")
@@ -243,9 +276,11 @@ def simulate(
     steps: Sequence[tuple[int, int]],
     seed: int,
     draws_per_step: int = 1,
+    ages_of_a_step: int = 1,
 ) -> DrawStatistics:
     """Statistics of one simulation: the log through buffer and composer with these settings.
-    `steps` has each step and the rollouts that it generates."""
+    `steps` has each step and the rollouts that it generates; `ages_of_a_step` as in
+    `statistics`."""
     rng = np.random.default_rng(seed)
     log = kept_under(log, settings)
     buffer = ReplayBuffer(settings, group_size)
@@ -268,7 +303,7 @@ def simulate(
         entropies=[draw.entropy for draw in draws],
         stored=stored,
     )
-    return statistics(log, trained)
+    return statistics(log, trained, ages_of_a_step)
 
 
 def steps_of(log: RolloutColumns, generated: int | None) -> list[tuple[int, int]]:
@@ -333,9 +368,9 @@ def _series(source: Source, name: str) -> list[float]:
     return [line[name] for line in source.metrics if line.get(name) is not None]
 
 
-def statistics(log: RolloutColumns, trained: _Trained) -> DrawStatistics:
-    """Draw statistics of the rollouts trained on."""
-    replayed, ages = trained.row[trained.replayed], trained.age[trained.replayed]
+def statistics(log: RolloutColumns, trained: _Trained, ages_of_a_step: int = 1) -> DrawStatistics:
+    """Draw statistics of the rollouts trained on; ages are divided by `ages_of_a_step`."""
+    replayed, ages = trained.row[trained.replayed], trained.age[trained.replayed] // ages_of_a_step
     fresh_count = int(log.kept.sum())
     magnitude = np.abs(np.nan_to_num(log.advantage))
     mass, replayed_mass = magnitude[trained.row].sum(), magnitude[replayed].sum()

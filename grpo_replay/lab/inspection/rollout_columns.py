@@ -4,7 +4,7 @@ Files are read one batch of rows at a time: memory holds the scalars (about 100 
 and one batch of token ids.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,12 @@ import pyarrow.compute as pc
 from grpo_replay.errors import SnapshotError
 from grpo_replay.replay import snapshot
 from grpo_replay.storage.parquet import open_parquet
-from grpo_replay.storage.rollout_log import DRAW_SCHEMA, ROLLOUT_FILE_SCHEMA, ROLLOUT_LOG_VERSION
+from grpo_replay.storage.rollout_log import (
+    DRAW_SCHEMA,
+    ROLLOUT_FILE_SCHEMA,
+    ROLLOUT_LOG_VERSION,
+    optional_fields,
+)
 from grpo_replay.terminal.console import tracked
 
 Kind = Literal["rollouts", "draws", "buffer"]
@@ -42,15 +47,22 @@ def schema_of(kind: Kind) -> pa.Schema:
 
 
 def iter_columns(path: Path, kind: Kind, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Record batches of the named columns, with columns in this order and rows in file order.
+    """Record batches of the named columns that the file has, in this order; rows in file order.
 
     Raises SnapshotError if the file is missing, empty, truncated, damaged or of another kind.
     """
     version, schema = _FORMATS[kind]
     with open_parquet(path, kind, version, schema) as file:
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=list(names)):
+        names = [name for name in names if name in file.schema_arrow.names]
+        for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=names):
             # Parquet returns columns in file order.
-            yield batch.select(list(names))
+            yield batch.select(names)
+
+
+def read_optional_fields(path: Path, kind: Kind) -> list[pa.Field]:
+    """The fields of a mask and of extras that a file has. Raises SnapshotError."""
+    with open_parquet(path, kind, *_FORMATS[kind]) as file:
+        return optional_fields(file.schema_arrow)
 
 
 def list_lengths(column: pa.Array) -> pa.Array:
@@ -114,11 +126,13 @@ _SCALARS = ("rollout_id", "group_id", "birth_step", "reward", "advantage", "grou
             "group_correct", "kept")  # fmt: skip
 _READ = (*_SCALARS, "prompt_id", "finish_reason", "completion_token_ids")
 _USES = ("priority", "times_used", "last_used_step")
+_NEVER_NULL = {*_READ, *_USES} - {"reward", "advantage", "group_reward_std", "last_used_step"}
 
 
 def _from_batch(batch: pa.RecordBatch, path: Path, step: int | None) -> pa.Table:
     """The rows of one batch; of a snapshot, which has uses, if there is no `step`."""
     count = batch.num_rows
+    _refuse_nulls(path, batch, _NEVER_NULL)
     columns = {name.replace("group_reward_std", "group_std"): batch[name] for name in _SCALARS}
     columns |= {
         "logged_step": batch["birth_step"] if step is None else pa.array(np.full(count, step)),
@@ -166,9 +180,9 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
     parts = []
     for step, path in tracked(files, "reading rollouts"):
         for batch in iter_columns(path, "rollouts", _READ):
+            parts.append(_from_batch(batch, path, step))
             births = batch["birth_step"].to_numpy()
             _refuse_another_step(path, births[births > step])
-            parts.append(_from_batch(batch, path, step))
     columns = _columns(parts)
     ids, counts = np.unique(columns.rollout_id, return_counts=True)
     if (counts > 1).any():
@@ -177,6 +191,15 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
             "of them is the copy of another; restore it from a copy"
         )
     return columns
+
+
+def _refuse_nulls(path: Path, batch: pa.RecordBatch, names: Collection[str]) -> None:
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if name in names and column.null_count:
+            raise SnapshotError(
+                f"{path}: column {name} contains a null, which a run never writes there: the file "
+                "was changed; restore it from a copy"
+            )
 
 
 def _refuse_another_step(path: Path, wrong_steps: np.ndarray) -> None:
@@ -240,8 +263,14 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
         by_update = counts_updates(path)
         names = ("step", "rollout_id", *(by_update or ("age_steps", "step")))
         for batch in iter_columns(path, "draws", names):
-            steps = batch.column(0).to_numpy()
+            _refuse_nulls(path, batch, names)
+            steps, ages = batch.column(0).to_numpy(), batch.column(2).to_numpy()
             _refuse_another_step(path, steps[steps != step])
+            if ages.min(initial=0) < 0:
+                raise SnapshotError(
+                    f"{path}: age {ages.min()}, expected 0 or more: the file was changed; restore "
+                    "it from a copy"
+                )
             for part, column in zip(parts, batch.columns, strict=True):
                 part.append(column.to_numpy())
     return DrawColumns(*(np.concatenate(part) for part in parts))

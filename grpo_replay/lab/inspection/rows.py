@@ -12,7 +12,7 @@ SQLite sees the rows in memory and nothing else: an authorizer refuses all but r
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_replay.errors import OutputDirectoryError, UsageError, did_you_mean
+from grpo_replay.errors import (
+    OutputDirectoryError,
+    SnapshotError,
+    UsageError,
+    did_you_mean,
+    first_line,
+)
 from grpo_replay.lab.inspection.rebuild import rebuild_stored
 from grpo_replay.lab.inspection.rollout_columns import (
     NEVER,
@@ -31,14 +37,18 @@ from grpo_replay.lab.inspection.rollout_columns import (
     iter_columns,
     list_lengths,
     read_draws,
+    read_optional_fields,
     read_stored,
     schema_of,
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.replay.snapshot import read_snapshot_facts
-from grpo_replay.storage.atomic import written_whole
+from grpo_replay.storage.atomic import json_values, written_whole
 from grpo_replay.storage.parquet import EXPORT_MARKS
+from grpo_replay.storage.rollout_log import EXTRA
 from grpo_replay.terminal.console import tracked
+
+_JSON_ROWS = 64  # as Python objects, a token takes 100 bytes
 
 DERIVED = (
     ("age_steps", pa.int64()),  # training steps since birth, at the inspected step
@@ -209,6 +219,8 @@ def iter_rows(
 
 def _column(rows: RowSource, batch: pa.RecordBatch, name: str) -> pa.Array:
     derived = rows.derived.get(name)
+    if derived is None and name not in batch.schema.names:
+        return pa.nulls(batch.num_rows, rows.schema.field(name).type)
     if derived is None:
         return batch.column(name)
     return derived.compute(batch.column(derived.base))
@@ -226,11 +238,26 @@ def export_rows(rows: RowSource, where: Filter | None, target: Path) -> int:
         raise OutputDirectoryError(
             f"--export {target}: folder {target.parent} does not exist; create it first"
         )
+    rows = _with_optional(rows)
     tables = iter_rows(rows, rows.schema.names, where)
     with written_whole(target) as temporary:
         if target.suffix == ".jsonl":
             return _write_jsonl(temporary, tables)
         return _write_parquet(temporary, rows.schema.with_metadata(EXPORT_MARKS), tables)
+
+
+def _with_optional(rows: RowSource) -> RowSource:
+    """`rows` with the masks and extras of all files, null in a file that has none. Raises
+    SnapshotError for extras of one name and several types."""
+    found = [pa.schema(read_optional_fields(path, rows.kind)) for path in rows.files]
+    try:
+        optional = pa.unify_schemas(found) if found else []
+    except pa.ArrowException as error:
+        raise SnapshotError(
+            f"--export: extras of one name and several types: {first_line(error)}; read the files "
+            "one by one with pyarrow"
+        ) from error
+    return replace(rows, schema=pa.schema([*rows.schema, *optional]))
 
 
 def _write_parquet(path: Path, schema: pa.Schema, tables: Iterator[pa.Table]) -> int:
@@ -246,7 +273,9 @@ def _write_jsonl(path: Path, tables: Iterator[pa.Table]) -> int:
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for table in tables:
-            for row in table.to_pylist():
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            for start in range(0, table.num_rows, _JSON_ROWS):
+                for row in table.slice(start, _JSON_ROWS).to_pylist():
+                    row |= {n: json_values(v) for n, v in row.items() if n.startswith(EXTRA)}
+                    file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
             count += table.num_rows
     return count

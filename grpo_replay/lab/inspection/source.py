@@ -10,7 +10,12 @@ from typing import Any, Literal
 from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, step_of
-from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
+from grpo_replay.storage.recipe_history import (
+    RecipeHistory,
+    read_history,
+    read_recipe_file,
+    recipe_file,
+)
 from grpo_replay.storage.rollout_log import read_metrics
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
@@ -80,7 +85,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _open_run(run_dir: Path, step: int | None) -> Source:
-    metrics = read_metrics(run_dir / "metrics.jsonl")
+    metrics = _metrics(run_dir)
     rollout_files = step_files(run_dir / "rollouts")
     # While a step is written, its rollouts are on disk before its line of metrics.
     known = [int(line["step"]) for line in metrics] or [at for at, _ in rollout_files]
@@ -158,7 +163,7 @@ def _source(
 
     if run_dir is None:
         return Source(path, kind, step, snapshot, None, None, (), (), ())
-    metrics = read_metrics(run_dir / "metrics.jsonl")
+    metrics = _metrics(run_dir)
     return Source(
         path=path,
         kind=kind,
@@ -170,6 +175,13 @@ def _source(
         rollout_files=until(step_files(run_dir / "rollouts")),
         draw_files=until(step_files(run_dir / "draws")),
     )
+
+
+def _metrics(run_dir: Path) -> tuple[dict[str, Any], ...]:
+    try:
+        return read_metrics(run_dir / "metrics.jsonl")
+    except OSError as error:
+        raise SnapshotError(f"{run_dir}: metrics.jsonl cannot be read: {error}") from error
 
 
 def step_files(folder: Path) -> tuple[tuple[int, Path], ...]:
@@ -196,5 +208,13 @@ def read_run_recipe(run_dir: Path, step: int | None = None) -> Recipe | None:
         return None
     try:
         return read_recipe_file(path)
+    except RecipeError as error:
+        raise SnapshotError(f"the recipe of the run is invalid: {error}") from error
+
+
+def read_run_history(run_dir: Path) -> RecipeHistory:
+    """All recipes of a run. Raises SnapshotError if one is invalid."""
+    try:
+        return read_history(run_dir)
     except RecipeError as error:
         raise SnapshotError(f"the recipe of the run is invalid: {error}") from error

@@ -20,9 +20,10 @@ from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import OUTCOME_COLUMNS
 from grpo_replay.lab.inspection.rebuild import DrawStatistics, WhatIf, replay_storage, survivors_for
 from grpo_replay.lab.inspection.rollout_columns import Kind, iter_columns, schema_of
-from grpo_replay.lab.inspection.source import Source
+from grpo_replay.lab.inspection.source import Source, read_run_history
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.storage.atomic import json_values
+from grpo_replay.storage.recipe_history import RecipeHistory
 from grpo_replay.terminal.console import print_table, printable
 
 _MEMBER = ("rollout_id", "completion_index", "reward", "advantage", "verdict")
@@ -68,7 +69,7 @@ def read_life(source: Source, rollout_id: int) -> Life:
         logged_step=step,
         fresh_outcome={name: row[name] for name in OUTCOME_COLUMNS} if trained_fresh else None,
         uses=uses,
-        fate=_fate(source, row),
+        fate=_fate(source, row, step),
     )
 
 
@@ -113,14 +114,16 @@ def _uses(source: Source, rollout_id: int) -> tuple[Use, ...]:
     return tuple(uses)
 
 
-def _fate(source: Source, row: Mapping[str, Any]) -> str:
+def _fate(source: Source, row: Mapping[str, Any], step: int | None) -> str:
+    history = None
+    if source.run_dir is not None and source.recipe is not None:
+        history = read_run_history(source.run_dir)
     if row["reward"] is None:
         return "never stored: the reward function gave no reward, so it counts nowhere"
     if row["group_reward_std"] is None:
         return "never stored: fewer than two rewards of its group came, so there is no comparison"
     if not row["kept"] and row["group_reward_std"] > 0:
-        recipe = source.recipe
-        masks = recipe is not None and recipe.reward.mask_truncated
+        masks = history is not None and step is not None and history.at(step).reward.mask_truncated
         if masks and row["finish_reason"] == "length":
             return "never stored: reward.mask_truncated leaves out what was cut off"
         return (
@@ -128,29 +131,29 @@ def _fate(source: Source, row: Mapping[str, Any]) -> str:
         )
     if not row["kept"]:
         return "never stored: all rewards of its group are equal, so there is no learning signal"
-    recipe = source.recipe
-    if recipe is None or not source.rollout_files:
+    if history is None or step is None:
         return "stored at the time of the snapshot"
-    if not recipe.replays:
+    if not history.at(step).replays:
         return "never stored: this run does not replay"
-    buffer = ReplayBuffer(recipe.replay, recipe.sampling.group_size)
-    evicted = _eviction_step(source, buffer, row["rollout_id"], row["birth_step"])
+    evicted = _eviction_step(source, history, row["rollout_id"], row["birth_step"], step)
     if evicted is None:
         return f"still stored after step {source.step}"
     age = evicted - row["birth_step"]
-    limit = recipe.replay.max_age_steps
+    limit = history.at(evicted).replay.max_age_steps
     reason = f"max_age_steps {limit}" if limit is not None and age >= limit else "the capacity"
     return f"evicted at the end of step {evicted}, at age {age}, by {reason}"
 
 
 def _eviction_step(
-    source: Source, buffer: ReplayBuffer, rollout_id: int, birth_step: int
+    source: Source, history: RecipeHistory, rollout_id: int, birth_step: int, logged_step: int
 ) -> int | None:
-    """The step at whose end the rollout was evicted; None if it is still stored."""
-    steps, log = survivors_for(source, birth_step, buffer.settings)
-    stored_at = int(log.logged_step[log.rollout_id == rollout_id][0])
-    for step in replay_storage(buffer, log, steps):
-        if step >= stored_at and not (buffer.column("rollout_id") == rollout_id).any():
+    """The step at whose end the rollout was evicted; None if it is still stored. Each step has the
+    settings of its own recipe."""
+    recipes = [history.first, *(recipe for _, recipe in history.changed)]
+    steps, log = survivors_for(source, birth_step, *(recipe.replay for recipe in recipes))
+    buffer = ReplayBuffer(history.at(steps[0]).replay, history.first.sampling.group_size)
+    for step in replay_storage(buffer, log, steps, history):
+        if step >= logged_step and not (buffer.column("rollout_id") == rollout_id).any():
             return step
     return None
 
@@ -188,8 +191,8 @@ FOLDED = 8
 _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("replayed_rollouts", "rollouts replayed", ",.0f"),
     ("replayed_per_fresh", "replayed per survivor", ".3f"),
-    ("age_mean", "age at use, mean", ".2f"),
-    ("age_p95", "age at use, 95th percentile", ".1f"),
+    ("age_mean", "age at use in {unit}, mean", ".2f"),
+    ("age_p95", "age in {unit}, 95th percentile", ".1f"),
     ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
     ("abs_advantage_share", "replayed share of total |A|", ".1%"),
     ("correct_share", "correct replayed rollouts", ".1%"),
@@ -235,7 +238,7 @@ def print_what_if(result: WhatIf, console: Console) -> None:
     table.add_column("changed,\nsimulated", justify="right", style="green")
     for name, label, format_spec in _STATISTICS:
         table.add_row(
-            label,
+            label.format(unit=result.age_unit),
             _cell(result.logged, None, name, format_spec),
             _cell(result.same, result.same_error, name, format_spec),
             _cell(result.changed, result.changed_error, name, format_spec),
@@ -334,10 +337,12 @@ def print_life(life: Life, console: Console) -> None:
     console.print("\n[bold]completion[/bold]")
     text = rollout.get("completion_text")
     console.print(escape(text) if text is not None else "[dim]not stored in a snapshot[/dim]")
+    counted = f"{rollout['group_correct']} of {len(life.group)} correct"
+    if life.logged_step is None:
+        counted = f"{rollout['group_correct']} correct, {len(life.group)} of all are stored"
     console.print(
-        f"\n[bold]group {rollout['group_id']}[/bold]: {rollout['group_correct']} of "
-        f"{len(life.group)} correct, reward mean {_short(rollout['group_reward_mean'])}, "
-        f"std {_short(rollout['group_reward_std'])}"
+        f"\n[bold]group {rollout['group_id']}[/bold]: {counted}, reward mean "
+        f"{_short(rollout['group_reward_mean'])}, std {_short(rollout['group_reward_std'])}"
     )
     console.print(_group_table(life))
     console.print(f"[bold]life[/bold]: drawn {len(life.uses)} times")

@@ -20,6 +20,9 @@ from grpo_replay.recipe.open_lists import PRIORITIES
 from grpo_replay.replay.priorities import EPSILON
 
 _LOGGED_AS = {"completion_tokens": "completion_token_ids"}  # RunFiles has the lengths of lists
+_COUNTS = {
+    "fresh_anchored": "round(r B')", "pool": "round((1 + r) B')", "buffer_only": "round(r R)",
+}  # fmt: skip
 _PROBABILITY_TOLERANCE = 1e-9  # relative; float64 sums in different orders differ by 1e-13
 _SMALLEST = 1e-300  # below it, float64 has fewer digits than the tolerance asks for
 
@@ -33,11 +36,15 @@ class DrawChecks:
         self.row_of = {int(i): row for row, i in enumerate(run.rollouts["rollout_id"])}
         self.draw_test = DrawTest()
         self.effective_sample_size: float | None = None  # of the step checked last
+        self.entropy: float | None = None  # likewise, nats
         youngest, limit = _youngest(self.settings), self.settings.max_age_steps
         oldest = "any" if limit is None else limit
         self.ages = Tally("ages", f"step - birth_step, from {youngest} to {oldest}")
+        recipes = (run.recipes.first, *(recipe for _, recipe in run.recipes.changed))
+        rules = " or ".join(dict.fromkeys(_COUNTS[each.replay.composition] for each in recipes))
         self.counts = Tally(
-            "draw counts", "round(r B') units; without replacement, at most all candidates"
+            "draw counts",
+            f"{rules} in units; without replacement, at most all candidates of p > 0",
         )
         self.stored = Tally(
             "stored when drawn", "each drawn rollout was in the buffer (or pool) at that step"
@@ -51,6 +58,7 @@ class DrawChecks:
         """Check the draw of one step from `candidates` (rows, oldest first). Returns the drawn rows
         that exist. `survivors` is B'; `used[row]` is True for rows drawn before."""
         self.settings = self.run.recipe_at(step).replay
+        self.effective_sample_size = self.entropy = None
         draws = self.draws(step)
         units = self._units(candidates)
         asked = self._asked(step, survivors)
@@ -59,7 +67,6 @@ class DrawChecks:
         self._check_ages(step, draws, rows)
         if not known:
             return [row for row in rows if row >= 0]
-        self.effective_sample_size = None
         used = used.copy()
         for share, of_draw in self._single_draws(step, draws, asked):
             mine = [rows[i] for i in of_draw]
@@ -97,12 +104,13 @@ class DrawChecks:
     ) -> None:
         """Check one draw of `asked` units."""
         drawn = self._split_into_units(step, rows, units)
-        refills = self.settings.with_replacement and len(units) > 0
-        expected = asked if refills else min(asked, len(units))
+        drawable = int(self._drawable(units).sum())
+        refills = self.settings.with_replacement and drawable > 0
+        expected = asked if refills else min(asked, drawable)
         self.counts.expect(
             len(drawn) == expected,
             f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "
-            f"(asked {asked} of {len(units)} candidates)",
+            f"(asked {asked} of {drawable} candidates)",
         )
         for members, picked in self._distributions(step, units, drawn, used):
             self._check_probabilities(step, draws, units, members, picked)
@@ -207,12 +215,13 @@ class DrawChecks:
             return [(list(range(len(units))), drawn)]
         old = {index for index, unit in enumerate(units) if used[unit].any()}
         never = [index for index in range(len(units)) if index not in old]
+        left = int(self._drawable(units)[never].sum())
         first = [index for index in drawn if index not in old]
         in_order = drawn[: len(first)] == first
         self.units.expect(
-            in_order and len(first) == min(len(drawn), len(never)),
+            in_order and len(first) == min(len(drawn), left),
             f"step {step}: drew {len(drawn) - len(first)} used {self.settings.unit} unit(s) "
-            f"while {len(never) - len(first)} never drawn remained, or before those",
+            f"while {left - len(first)} never drawn remained, or before those",
         )
         return [(never, first), (sorted(old), drawn[len(first) :] if in_order else [])]
 
@@ -232,6 +241,8 @@ class DrawChecks:
         probability_M = weight_M / weight_M.sum()
         if self.effective_sample_size is None:
             self.effective_sample_size = float(1 / (probability_M**2).sum())
+            some_M = probability_M[probability_M > 0]
+            self.entropy = -float((some_M * np.log(some_M)).sum())
         place = {unit: position for position, unit in enumerate(members)}
         expected_of = {row: probability_M[place[unit]] for unit in drawn for row in units[unit]}
         for rollout_id, found in zip(draws["rollout_id"], draws["probability"], strict=True):
@@ -249,23 +260,33 @@ class DrawChecks:
         )
 
     def _log_weights(self, units: list[list[int]]) -> np.ndarray:
-        """ln p^α of each unit, with p the mean over its rollouts; the largest is 0."""
-        settings = self.settings
-        p_N = self._priorities(sorted(row for unit in units for row in unit))
-        if settings.unit == "query":
-            p_U = np.array([p_N[unit].mean() for unit in units])
-        else:
-            p_U = p_N[[unit[0] for unit in units]]
-        if settings.priority_exponent == 0:
+        """ln p^α of each unit; the largest is 0."""
+        p_U, exponent = self._unit_priorities(units), self.settings.priority_exponent
+        if exponent == 0:
             return np.zeros(len(p_U))
         with np.errstate(divide="ignore"):
-            return settings.priority_exponent * (np.log(p_U) - np.log(p_U.max()))
+            return exponent * (np.log(p_U) - np.log(p_U.max()))
 
-    def _priorities(self, rows: list[int]) -> np.ndarray:
+    def _drawable(self, units: list[list[int]]) -> np.ndarray:
+        """bool [U]: all units with exponent 0, else those of priority above 0."""
+        if self.settings.priority_exponent == 0 or not units:
+            return np.ones(len(units), bool)
+        return self._unit_priorities(units) > 0
+
+    def _unit_priorities(self, units: list[list[int]]) -> np.ndarray:
+        """p of each unit: the mean over its rollouts."""
+        p_N = self.priorities(sorted(row for unit in units for row in unit))
+        if self.settings.unit == "query":
+            return np.array([p_N[unit].mean() for unit in units])
+        return p_N[[unit[0] for unit in units]]
+
+    def priorities(self, rows: list[int]) -> np.ndarray:
         """p of the rollouts `rows`, NaN for the others: |A| and σ_g as the paper has them, or the
         function that the recipe names."""
         logged, settings = self.run.rollouts, self.settings
         p_N = np.full(len(logged["advantage"]), np.nan)
+        if not rows:
+            return p_N
         known = {"abs_advantage": "advantage", "group_std": "group_reward_std"}
         if settings.priority == "uniform":
             p_N[rows] = 1.0

@@ -6,8 +6,8 @@ nothing here or in the other checks has read.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from grpo_replay.storage.checkpoint import (
     verify_checkpoint,
 )
 from grpo_replay.storage.sealed_files import SEAL, read_seal, sealed_problem
-
-_READ_BY_OTHERS = ("recipe.yaml", "metrics.jsonl", "recipes", "rollouts", "draws")
 
 
 def check_files(run: RunFiles) -> tuple[list[Check], list[str]]:
@@ -49,7 +47,7 @@ class FileChecks:
         self.tallies = (
             self.seal, self.checkpoints, self.evaluations, self.summary, self.journal
         )  # fmt: skip
-        self.read: set[str] = {SEAL}  # paths in the run that a check has read
+        self.read = {SEAL, *_read_by_others(run)}  # paths in the run that a check has read
         self.notes: list[str] = []
         self.reports: dict[int, EvaluationReport] = {}
 
@@ -58,14 +56,15 @@ class FileChecks:
         self._check_checkpoints()
         self._check_evaluations()
         self._check_summary()
-        if self.run.recipe.run.is_async:
+        recipe = self.run.recipe
+        if recipe.run.is_async and recipe.sampling.collection.replay_journal is None:
             self._expect_readable(self.journal, self.folder / "journal", self._check_journal)
 
     def _expect_readable(self, tally: Tally, path: Path, read: Callable[[Path], Any]) -> Any:
         """What `read` returns; a failure, and None, if it raises."""
         try:
             found = read(path)
-        except (DataError, OSError, ValueError, KeyError, TypeError) as error:
+        except (DataError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             tally.expect(False, f"{error}" if isinstance(error, DataError) else f"{path}: {error}")
             return None
         tally.expect(True, "")
@@ -80,7 +79,13 @@ class FileChecks:
             )
             return
         listed = self._expect_readable(self.seal, self.folder, read_seal) or {}
-        present = {path.name for path in list_checkpoints(self.folder / "checkpoints")}
+        found = list_checkpoints(self.folder / "checkpoints")
+        present = {path.name for path in found}
+        last = max((step_of(path) or 0 for path in found), default=0)
+        steps = (step for step in self.run.rows_of_step if step <= last)
+        due = {"recipe.yaml", *(f"rollouts/{checkpoint_name(step)}.parquet" for step in steps)}
+        unlisted = sorted(due - listed.keys())[:1]
+        self.seal.expect(not unlisted, f"{SEAL} does not list {unlisted}: it was cut short")
         for name, facts in listed.items():
             parts = Path(name).parts
             if parts[0] == "checkpoints" and parts[1] not in present and present:
@@ -108,10 +113,10 @@ class FileChecks:
         )
         for path in found:
             self._expect_readable(self.checkpoints, path, verify_checkpoint)
-            self._check_content(path)
+            self._check_content(path, step_of(path) or 0)
         self._check_latest(found)
 
-    def _check_content(self, checkpoint: Path) -> None:
+    def _check_content(self, checkpoint: Path, step: int) -> None:
         """What can be known of the files without their manifest."""
         for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
             self.read.add(str(path.relative_to(self.folder)))
@@ -121,27 +126,28 @@ class FileChecks:
                 self._expect_readable(self.checkpoints, path, _read_safetensors_header)
         state = self._expect_readable(self.checkpoints, checkpoint, read_state)
         if state is not None:
-            self._check_counters(checkpoint, state)
+            self._check_counters(checkpoint, state, step)
 
-    def _check_counters(self, checkpoint: Path, state: RunState) -> None:
+    def _check_counters(self, checkpoint: Path, state: RunState, step: int) -> None:
         """state.json against the sums over the steps before it."""
-        lines = [line for line in self.run.metrics if int(line["step"]) <= state.step]
+        lines = [line for line in self.run.metrics if int(line["step"]) <= step]
         expected: dict[str, Any] = {
-            "step": step_of(checkpoint),
+            "step": step,
             "trained_tokens": _sum(lines, "cost/trained_tokens"),
             "replayed_rollouts": _sum(lines, "replay/rollouts"),
             "processed_tokens": lines[-1].get("num_tokens") if lines else 0,
         }
-        recipe = self.run.recipe_at(state.step)
+        recipe = self.run.recipe_at(step)
         if not recipe.run.is_async:
-            ids = self.run.ids_until(state.step)
+            ids = self.run.ids_until(step)
             expected["generated_tokens"] = _sum(lines, "cost/generated_tokens")
             expected |= {"next_rollout_id": ids[0] + 1, "next_group_id": ids[1] + 1}
-            expected["policy_version"] = state.step
+            expected["policy_version"] = step
         for name, value in expected.items():
+            found = getattr(state, name)
             self.checkpoints.expect(
-                value is None or getattr(state, name) == value,
-                f"{checkpoint.name}/state.json: {name} {getattr(state, name)}, recomputed {value}",
+                value is None or found == value,
+                f"{checkpoint.name}/state.json: {name} {found!r}, recomputed {value}",
             )
 
     def _check_latest(self, found: Sequence[Path]) -> None:
@@ -151,30 +157,32 @@ class FileChecks:
         self.read.add(f"checkpoints/{LATEST}")
         newest = found[-1].name
         if latest.is_symlink() or not latest.is_dir():
-            target = latest.resolve().name if latest.is_symlink() else "missing"
+            target = latest.readlink().name if latest.is_symlink() else "missing"
             self.checkpoints.expect(
                 target == newest, f"checkpoints/{LATEST} is {target}, the newest is {newest}"
             )
             return
         self._expect_readable(self.checkpoints, latest, verify_checkpoint)
-        self._check_content(latest)
+        self._check_content(latest, step_of(found[-1]) or 0)
         own, copy = (_manifest(path) for path in (found[-1], latest))
         self.checkpoints.expect(own == copy, f"checkpoints/{LATEST} is not a copy of {newest}")
 
     def _check_evaluations(self) -> None:
         folder = self.folder / "eval"
         for path in sorted(folder.glob("step_*.json")):
-            rows = samples_path(path)
+            step, rows = step_of(path.with_suffix("")), samples_path(path)
+            if step is None:
+                continue  # not ours
             self.read |= {f"eval/{path.name}", f"eval/{rows.name}"}
             self.evaluations.expect(rows.exists(), f"eval/{rows.name}, its rows, is missing")
-            report = self._expect_readable(self.evaluations, path, read_report)
-            step = int(path.stem.removeprefix("step_"))
+            report = self._expect_readable(self.evaluations, path, _read_report)
             if report is not None:
                 self.reports[step] = report
                 self._check_evaluation_of_step(step, report)
         for rows in sorted(folder.glob("step_*.parquet")):
             self.evaluations.expect(
-                rows.with_suffix(".json").exists(), f"eval/{rows.stem}.json is missing"
+                step_of(rows.with_suffix("")) is None or rows.with_suffix(".json").exists(),
+                f"eval/{rows.stem}.json is missing",
             )
         for step in self._steps_evaluated():
             self.evaluations.expect(
@@ -247,14 +255,14 @@ class FileChecks:
 
     def unchecked(self) -> list[str]:
         """What was not read, and what was read but cannot be recomputed."""
-        left: Counter[str] = Counter()
+        left: dict[str, list[str]] = {}
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder)
-            if path.is_dir() or name.parts[0] in _READ_BY_OTHERS or str(name) in self.read:
+            if path.is_dir() or str(name) in self.read:
                 continue
             if name.parts[:2] != ("checkpoints", LATEST):
-                left[name.parts[0] if len(name.parts) > 1 else str(name)] += 1
-        files = [f"{name} ({count} files)" if count > 1 else name for name, count in left.items()]
+                left.setdefault(name.parts[0], []).append(str(name))
+        files = [f"{k} ({len(v)} files)" if len(v) > 1 else v[0] for k, v in left.items()]
         found = [f"not read: {', '.join(sorted(files))}"] if files else []
         weights = "whether the weights are those that the run trained (--with-model samples that)"
         return [*found, *dict.fromkeys(self.notes), f"not recomputed: {weights}, times, gradients"]
@@ -263,6 +271,19 @@ class FileChecks:
 def _sum(lines: Sequence[Any], name: str) -> int | None:
     values = [line[name] for line in lines if line.get(name) is not None]
     return int(sum(values)) if len(values) == len(lines) else None
+
+
+def _read_by_others(run: RunFiles) -> Iterator[str]:
+    """The files of which `run` was made."""
+    yield from ("recipe.yaml", "metrics.jsonl")
+    yield from (f"recipes/step_{after:06d}.yaml" for after, _ in run.recipes.changed)
+    yield from (f"rollouts/{checkpoint_name(step)}.parquet" for step in run.rows_of_step)
+    yield from (f"draws/{checkpoint_name(step)}.parquet" for step in run.draws_of_step)
+
+
+def _read_report(path: Path) -> EvaluationReport:
+    """A report whose rows were checked, without them: those of a long run do not fit in memory."""
+    return replace(read_report(path, with_texts=False), samples=None)
 
 
 def _has_own_verifier(report: EvaluationReport, run: RunFiles) -> bool:
@@ -287,6 +308,8 @@ def _read_safetensors_header(path: Path) -> None:
         if length > path.stat().st_size:
             raise ValueError("no header of safetensors")
         header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")
     ends = [each["data_offsets"][1] for name, each in header.items() if name != "__metadata__"]
     if 8 + length + max(ends, default=0) != path.stat().st_size:
         raise ValueError("the tensors of its header do not fill it")

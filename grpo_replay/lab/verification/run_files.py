@@ -1,8 +1,7 @@
 """The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipes, checkpoints; and the
 tally of a check."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import Recipe
+from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, read_snapshot_facts
 from grpo_replay.storage.checkpoint import list_checkpoints, step_of
-from grpo_replay.storage.parquet import read_parquet
+from grpo_replay.storage.parquet import open_parquet
 from grpo_replay.storage.recipe_history import RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import (
     UPDATE_COLUMNS,
@@ -38,17 +37,14 @@ _DRAW_COLUMNS = (
     *("step", "rollout_id", "age_steps", "probability"),
     *("clip_fraction", "ratio_mean", "ratio_max", "approx_kl", "entropy"),
 )
-_LISTS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs")
-_SNAPSHOT_COLUMNS = pa.schema(
-    [
-        ("rollout_id", pa.int64()),
-        ("behavior_logprobs", pa.list_(pa.float32())),
-        ("priority", pa.float64()),
-        ("times_used", pa.int32()),
-        ("last_used_step", pa.int64()),
-    ]
+_NEVER_NULL = (
+    *("rollout_id", "group_id", "prompt_id", "completion_index", "birth_step", "kept"),
+    *("policy_version", "policy_version_end", "group_correct"),
+    *("prompt_token_ids", "completion_token_ids", "finish_reason", "verdict"),
 )
+_LISTS = ("prompt_token_ids", "completion_token_ids", "behavior_logprobs", "sampler_logprobs")
 _SNAPSHOT_VERSION = 1
+_USES = ("priority", "times_used", "last_used_step")
 
 Columns = Mapping[str, np.ndarray]
 
@@ -118,11 +114,6 @@ class RunFiles:
     @property
     def steps(self) -> list[int]:
         return [int(line["step"]) for line in self.metrics]
-
-    def behavior_logprobs_of_step(self, step: int) -> dict[int, bytes]:
-        """The bytes of the behaviour log-probs at birth, by rollout id."""
-        columns = ["rollout_id", "behavior_logprobs"]
-        return _logprob_bits(read_rollout_table(step_path(self.folder / "rollouts", step), columns))
 
     def checkpoint_steps(self) -> list[int]:
         """The steps whose checkpoint holds the weights, ascending."""
@@ -211,6 +202,8 @@ def read_run(folder: Path) -> RunFiles:
                 f"{path}: missing; verification needs a run directory with recipe.yaml, "
                 "metrics.jsonl and rollouts/"
             )
+    if not metrics_path.is_file():
+        raise SnapshotError(f"{metrics_path}: not a file; restore it from a copy")
     recipes = read_history(folder)
     metrics = read_metrics(metrics_path, allow_unfinished=False)
     steps = sorted({int(line["step"]) for line in metrics})
@@ -240,18 +233,14 @@ def check_steps(run: RunFiles) -> Check:
     return tally.result()
 
 
-def read_snapshot_columns(path: Path) -> tuple[Columns, dict[int, bytes], int]:
-    """Ids, priorities and uses of a snapshot (-1: never used), behaviour log-probs as bytes, and
-    the step after which it was written."""
-    table = read_parquet(path, "buffer", _SNAPSHOT_VERSION, _SNAPSHOT_COLUMNS)
-    columns = {
-        "rollout_id": table["rollout_id"].to_numpy(),
-        "priority": table["priority"].to_numpy(),
-        "times_used": table["times_used"].to_numpy(),
-        "last_used_step": pc.fill_null(table["last_used_step"], -1).to_numpy(),
-    }
-    facts = json.loads(pq.read_metadata(path).metadata[b"grpo_replay.buffer"])
-    return columns, _logprob_bits(table), int(facts["step"])
+def read_snapshot(path: Path) -> tuple[Columns, pa.Table, Any]:
+    """Priorities and uses of a snapshot (-1: never used), its other columns, and the step after
+    which it was written. Raises SnapshotError."""
+    step = read_snapshot_facts(path)["step"]
+    with open_parquet(path, "buffer", _SNAPSHOT_VERSION, SNAPSHOT_SCHEMA) as file:
+        table = file.read()
+    uses = {name: pc.fill_null(table[name], -1).to_numpy() for name in _USES}
+    return uses, table.drop_columns(list(_USES)), step
 
 
 def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, slice]]:
@@ -262,6 +251,7 @@ def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, s
         if not path.exists():
             continue
         table = read_rollout_table(path, (*_COLUMNS, "reward_scores", "completion_mask"))
+        _refuse_nulls(path, table, _NEVER_NULL)
         for name in _COLUMNS:
             parts[name].append(_to_numpy(table[name], name))
         parts["advantage_is_null"].append(table["advantage"].is_null().to_numpy())
@@ -273,6 +263,15 @@ def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, s
     if not rows_of_step:
         raise SnapshotError(f"{folder}: no rollouts of any step in metrics.jsonl")
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}, rows_of_step
+
+
+def _refuse_nulls(path: Path, table: pa.Table, names: Iterable[str]) -> None:
+    for name in names:
+        if table[name].null_count:
+            raise SnapshotError(
+                f"{path}: column {name} contains a null, which a run never writes there: the file "
+                "was changed; restore it from a copy"
+            )
 
 
 def _first_scores(table: pa.Table) -> np.ndarray:
@@ -298,14 +297,6 @@ def _to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray:
 def _read_draws(path: Path) -> Columns:
     table = read_draw_table(path)
     by_update = [name for name in UPDATE_COLUMNS.names if name in table.column_names]
+    _refuse_nulls(path, table, (*_DRAW_COLUMNS[:4], *by_update))
     columns = {name: table[name].to_numpy() for name in (*_DRAW_COLUMNS, *by_update)}
     return {**columns, "tokens": pc.fill_null(table["tokens"], -1).to_numpy()}
-
-
-def _logprob_bits(table: pa.Table) -> dict[int, bytes]:
-    rows = zip(table["rollout_id"].to_pylist(), table["behavior_logprobs"], strict=True)
-    return {
-        rollout_id: scalar.values.to_numpy().tobytes()
-        for rollout_id, scalar in rows
-        if scalar.is_valid
-    }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from grpo_replay.lab.verification.draw_checks import DrawChecks
 from grpo_replay.lab.verification.file_checks import check_files
@@ -18,7 +19,9 @@ from grpo_replay.lab.verification.metric_checks import (
     Values,
     check_ledger,
     check_metrics,
+    family,
     generated_metrics,
+    replayed_metrics,
     stored_metrics,
     trained_metrics,
 )
@@ -40,9 +43,10 @@ from grpo_replay.lab.verification.run_files import (
     check_steps,
     queries,
     read_run,
-    read_snapshot_columns,
+    read_snapshot,
 )
 from grpo_replay.recipe import ReplaySection
+from grpo_replay.storage.rollout_log import optional_fields, read_rollout_table, step_path
 
 
 class Store:
@@ -111,38 +115,57 @@ class Store:
         return kept
 
 
-def check_snapshot(run: RunFiles, store: Store, step: int, path: Path, tally: Tally) -> None:
-    """Check content, order and uses, and behaviour log-probs bit for bit against those at birth."""
-    columns, bits, written_at = read_snapshot_columns(path)
+def check_snapshot(
+    run: RunFiles, store: Store, priority_N: np.ndarray, step: int, path: Path, tally: Tally
+) -> None:
+    """Check content, order, uses and priorities, and each other column against rollouts/."""
+    uses, table, written_at = read_snapshot(path)
     tally.expect(written_at == step, f"checkpoint {step}: its buffer is of step {written_at}")
-    expected_ids = run.rollouts["rollout_id"][store.rows].tolist()
+    ids, expected_ids = table["rollout_id"].to_pylist(), run.rollouts["rollout_id"][store.rows]
     if not tally.expect(
-        columns["rollout_id"].tolist() == expected_ids,
-        f"checkpoint {step}: holds {len(columns['rollout_id'])} rollouts, expected "
-        f"{len(expected_ids)}, or in another order",
+        ids == expected_ids.tolist(),
+        f"checkpoint {step}: holds {len(ids)} rollouts, expected {len(expected_ids)}, or in "
+        "another order",
     ):
         return
-    for name, values in (("times_used", store.uses), ("last_used_step", store.last_use)):
-        _check_column(columns, name, values[store.rows], step, tally)
+    expected = {
+        "times_used": store.uses[store.rows],
+        "last_used_step": store.last_use[store.rows],
+        "priority": priority_N,
+    }
+    for name, values in expected.items():
+        _check_column(ids, name, uses[name], values, step, tally)
     stored = np.array(store.rows, dtype=np.int64)
     for logged, rows in run.rows_of_step.items():
-        if not ((rows.start <= stored) & (stored < rows.stop)).any():
+        here = np.flatnonzero((rows.start <= stored) & (stored < rows.stop))
+        if len(here):
+            born = read_rollout_table(step_path(run.folder / "rollouts", logged))
+            _check_frozen(table.take(here), born.take(stored[here] - rows.start), step, tally)
+
+
+def _check_frozen(found: pa.Table, born: pa.Table, step: int, tally: Tally) -> None:
+    """Every column of stored rollouts is what it was at birth."""
+    optional = (field.name for field in optional_fields(born.schema))
+    for name in dict.fromkeys((*found.column_names, *optional)):
+        a, b = (
+            each[name] if name in each.column_names else pa.chunked_array([pa.nulls(len(each))])
+            for each in (found, born)
+        )
+        if a.equals(b):
+            tally.checked += len(found)
             continue
-        born = run.behavior_logprobs_of_step(logged)
-        for rollout_id in set(born) & set(bits):
+        for row in zip(found["rollout_id"].to_pylist(), a.to_pylist(), b.to_pylist(), strict=True):
             tally.expect(
-                born[rollout_id] == bits[rollout_id],
-                f"checkpoint {step}, rollout {rollout_id}: behaviour log-probs are not those at "
-                "birth",
+                repr(row[1]) == repr(row[2]),  # extras may be NaN
+                f"checkpoint {step}, rollout {row[0]}: {name} is not what it was at birth",
             )
 
 
 def _check_column(
-    columns: Columns, name: str, expected_N: np.ndarray, step: int, tally: Tally
+    ids: list[int], name: str, found_N: np.ndarray, expected_N: np.ndarray, step: int, tally: Tally
 ) -> None:
-    ids, found_N = columns["rollout_id"], columns[name]
     tally.expect_all(
-        found_N == expected_N,
+        np.isclose(found_N, expected_N, rtol=1e-9, atol=0),
         lambda i: (
             f"checkpoint {step}, rollout {ids[i]}: {name} {found_N[i]}, recomputed {expected_N[i]}"
         ),
@@ -181,10 +204,12 @@ class _Replay:
         self.snapshots = run.snapshots()
         self.processed_tokens = 0
         self.metrics = Tally(
-            "metrics", "metrics.jsonl agrees with rewards, lengths, outcomes, counts, ages, buffer"
+            "metrics",
+            "metrics.jsonl agrees with rewards, lengths, outcomes, updates, draws, ages, buffer",
         )
+        self.written: set[str] = set()  # the names of metrics in the lines so far
         self.frozen = Tally(
-            "snapshots", "buffer.parquet: content, uses, and log-probs unchanged since birth"
+            "snapshots", "buffer.parquet: rollouts, uses, priorities; all else as at birth"
         )
 
     def checks(self) -> list[Check]:
@@ -212,7 +237,13 @@ class _Replay:
             evicted += self.store.evict(step + 1)
         self._check_metrics(step, line, len(fresh), evicted)
         if step in self.snapshots and self.settings.replays:
-            check_snapshot(self.run, self.store, step, self.snapshots[step], self.frozen)
+            check_snapshot(
+                self.run, self.store, self._priorities(), step, self.snapshots[step], self.frozen
+            )
+
+    def _priorities(self) -> np.ndarray:
+        """p of the stored rollouts, oldest first."""
+        return self.draws.priorities(self.store.rows)[self.store.rows]
 
     def _use_settings(self, step: int) -> None:
         settings = self.run.recipe_at(step).replay
@@ -223,28 +254,36 @@ class _Replay:
     def _check_metrics(self, step: int, line: Mapping[str, Any], fresh: int, evicted: int) -> None:
         draws, store, rows = self.draws.draws(step), self.store, self.run.rows_of_step[step]
         ages = draws.get("age_updates", draws["age_steps"])
-        replayed = ages if self.settings.stores_first else ages[ages > 0]
-        count = len(replayed)
+        chosen = np.full(len(ages), True) if self.settings.stores_first else ages > 0
+        replayed, count = ages[chosen], int(chosen.sum())
+        of_replayed = {name: values[chosen] for name, values in draws.items()}
+        known = [self.draws.row_of.get(i, -1) for i in of_replayed["rollout_id"].tolist()]
+        advantages, priorities = self.run.rollouts["advantage"][known], self._priorities()
         expected: Values = {
             "fresh/rollouts": fresh,
             "replay/rollouts": count,
             "replay/ratio": count / fresh if fresh else None,
             "replay/ess": self.draws.effective_sample_size,
+            "replay/draw_entropy": self.draws.entropy,
             "replay/age_mean": float(replayed.mean()) if count else None,
             "replay/age_max": int(replayed.max()) if count else None,
             "buffer/rollouts": len(store.rows),
             "buffer/evicted": evicted,
+            "buffer/priority_mean": float(priorities.mean()) if len(priorities) else None,
+            **{name: None for name in line if family(name) == "replay/age_"},
+            **replayed_metrics(of_replayed, replayed, advantages),
         }
         self.processed_tokens += int(sum(self.run.rollouts[name][rows].sum() for name in _TOKENS))
         if not self.run.recipe_at(step).run.is_async:
             births, uses = store.rollouts["birth_step"][store.rows], store.uses[store.rows]
             expected |= {
+                **{name: 0 for name in line if family(name) == "verdict"},
                 **generated_metrics(self.run, step),
                 **trained_metrics(self.run, step, draws),
                 **stored_metrics(births, uses, step, self.run.draws_per_step(step)),
                 "num_tokens": self.processed_tokens,
             }
-        check_metrics(self.metrics, step, line, expected)
+        check_metrics(self.metrics, step, line, expected, self.written)
 
     def _restart_if_emptied(self, step: int, fresh: list[int], line: Mapping[str, Any]) -> None:
         """Empty the store where a run was resumed with `checkpoint.restore_buffer: false`. The

@@ -93,6 +93,37 @@ def test_an_advantage_that_is_not_a_number_is_refused(copy, name):
     refused(copy, path.name, f"advantage of rollout {table['rollout_id'][row]} is nan")
 
 
+@pytest.mark.parametrize(
+    ("name", "column", "value", "words"),
+    [
+        ("draws/step_000012.parquet", "rollout_id", None, "column rollout_id contains a null"),
+        ("draws/step_000012.parquet", "age_steps", -3, "age -3, expected 0 or more"),
+        ("rollouts/step_000012.parquet", "group_id", None, "column group_id contains a null"),
+        ("checkpoints/step_000024/buffer.parquet", "times_used", None, "times_used contains a"),
+    ],
+)
+def test_a_value_that_a_run_never_writes_is_refused(copy, name, column, value, words):
+    table = pq.read_table(copy / name)
+    index = table.column_names.index(column)
+    field = table.schema.field(index)
+    values = pa.array([value, *table[column].to_pylist()[1:]], field.type)
+    pq.write_table(table.set_column(index, field, values), copy / name)
+    refused(copy, name, words)
+
+
+def test_metrics_that_are_a_folder_are_refused(copy):
+    (copy / "metrics.jsonl").unlink()
+    (copy / "metrics.jsonl").mkdir()
+    refused(copy, "metrics.jsonl cannot be read")
+
+
+def test_an_invalid_recipe_of_earlier_steps_is_refused(copy):
+    (copy / "recipes").mkdir()
+    (copy / "recipes/step_000003.yaml").write_text("replay: 5")
+    shutil.copy(copy / "recipe.yaml", copy / "recipes/step_000006.yaml")
+    refused(copy, "the recipe of the run is invalid", "step_000003.yaml")
+
+
 def test_a_buffer_of_another_step_is_refused(copy):
     folder = copy / "checkpoints"
     shutil.copy(folder / "step_000012/buffer.parquet", folder / "step_000024/buffer.parquet")

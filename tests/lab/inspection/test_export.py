@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from typing import ClassVar
 
 import by_hand
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from commands import run_inspect as run
 
 from grpo_replay.errors import OutputDirectoryError, SnapshotError, UsageError
+from grpo_replay.lab.inspection.rows import _write_jsonl
 
 
 def test_parquet_has_every_rollout_of_the_run(runs, tmp_path, capsys):
@@ -64,6 +67,75 @@ def test_export_refuses_to_overwrite_and_names_the_extensions(runs, tmp_path):
         run(str(runs["ours"]), export=str(tmp_path / "rollouts.csv"))
     with pytest.raises(OutputDirectoryError, match="does not exist"):
         run(str(runs["ours"]), export=str(tmp_path / "missing" / "a.jsonl"))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_masks_and_extras_are_exported_and_null_where_a_file_has_none(runs, tmp_path, kind):
+    copy = shutil.copytree(runs["ours"], tmp_path / "run")
+    path = copy / "rollouts/step_000002.parquet"
+    table = pq.read_table(path)
+    masks = [[True] * len(ids) for ids in table["completion_token_ids"].to_pylist()]
+    table = table.append_column("completion_mask", pa.array(masks))
+    values = pa.array([[1.5, float("nan")]] * len(table))
+    pq.write_table(table.append_column("extra_value", values), path)
+    target = tmp_path / f"all.{kind}"
+    run(str(copy), export=str(target))
+    if kind == "parquet":
+        rows = pq.read_table(target).to_pylist()
+    else:
+        rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert len(rows) == 768
+    assert [row["completion_mask"] for row in rows[32:64]] == masks
+    assert {row["extra_value"][0] for row in rows[32:64]} == {1.5}
+    others = [*rows[:32], *rows[64:]]
+    assert all(row["completion_mask"] is None is row["extra_value"] for row in others)
+
+
+def test_extras_of_one_name_and_several_types_are_refused(runs, tmp_path):
+    copy = shutil.copytree(runs["ours"], tmp_path / "run")
+    for step, value in ((1, [1.5]), (2, ["text"])):
+        path = copy / f"rollouts/step_{step:06d}.parquet"
+        table = pq.read_table(path)
+        pq.write_table(table.append_column("extra_x", pa.array([value] * len(table))), path)
+    with pytest.raises(SnapshotError, match="extras of one name and several types"):
+        run(str(copy), export=str(tmp_path / "all.jsonl"))
+
+
+class Rows:
+    """A table that notes how many of its rows become Python objects at once."""
+
+    at_once: ClassVar[list[int]] = []
+
+    def __init__(self, rows):
+        self.rows, self.num_rows = rows, len(rows)
+
+    def slice(self, start, count):
+        return Rows(self.rows[start : start + count])
+
+    def to_pylist(self):
+        Rows.at_once.append(self.num_rows)
+        return self.rows
+
+
+def test_few_rows_at_a_time_become_json(tmp_path):
+    rows = [{"rollout_id": i} for i in range(300)]
+    assert _write_jsonl(tmp_path / "x.jsonl", iter([Rows(rows)])) == 300
+    lines = (tmp_path / "x.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    assert max(Rows.at_once) <= 64
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"where": "reward > 0", "export": "x.jsonl", "limit": 3}, "leave out --limit and --text"),
+        ({"where": "reward > 0", "export": "x.jsonl", "text": True}, "leave out --limit"),
+        ({"verify": True, "step": 3}, "--verify reads the whole run; leave out --step"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(runs, options, says):
+    with pytest.raises(UsageError, match=says):
+        run(str(runs["ours"]), **options)
 
 
 def test_an_export_that_fails_leaves_nothing_behind(runs, tmp_path):

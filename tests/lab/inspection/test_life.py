@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import by_hand
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from commands import run_inspect as run
-from small_runs.synthetic import PRESETS
+from small_runs.synthetic import PRESETS, SyntheticRun, synthetic_recipe
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.inspection.rebuild import replay_storage, survivors_for
@@ -16,6 +17,7 @@ from grpo_replay.lab.inspection.rollout_columns import NO_ROW, find_rows
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import print_life, read_life
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.storage.recipe_history import change_file, write_recipe
 from grpo_replay.terminal.console import open_console
 
 
@@ -103,6 +105,41 @@ def test_a_snapshot_has_the_rollout_but_not_its_text(runs, tmp_path, capsys):
     run(str(copy), show=rollout_id)
     text = capsys.readouterr().out
     assert f"rollout {rollout_id}" in text and "not stored in a snapshot" in text
+
+
+def test_a_snapshot_does_not_say_how_many_of_the_stored_ones_are_correct(runs, tmp_path, capsys):
+    path = tmp_path / "buffer.parquet"
+    table = pq.read_table(runs["ours"] / "checkpoints/step_000024/buffer.parquet")
+    pq.write_table(table.slice(0, 1), path)
+    run(str(path), show=table["rollout_id"][0].as_py())
+    counted = f": {table['group_correct'][0]} correct, 1 of all are stored, reward mean"
+    assert counted in capsys.readouterr().out
+
+
+class Resumed(SyntheticRun):
+    """Resumed after step 12 with another age limit."""
+
+    def step(self, step):
+        if step == 13:
+            state = self.buffer.get_state()
+            self.buffer.settings = self.recipe.replay.model_copy(update={"max_age_steps": 2})
+            self.buffer.set_state(state)
+        return super().step(step)
+
+
+def test_each_step_has_the_settings_of_its_own_recipe(tmp_path):
+    recipe = synthetic_recipe("ours")
+    made = Resumed(tmp_path / "run", recipe).write(24)
+    later = recipe.model_copy(update={"replay": made.buffer.settings})
+    write_recipe(change_file(tmp_path / "run", 12), later)
+    source = open_source(tmp_path / "run")
+    rows = [row for row in by_hand.rows_of(tmp_path / "run" / "rollouts") if row["kept"]]
+    newest = {row["birth_step"]: row["rollout_id"] for row in rows}
+    for birth, evicted, limit in ((5, 10, 5), (9, 13, 2), (11, 13, 2), (15, 17, 2)):
+        assert read_life(source, newest[birth]).fate == (
+            f"evicted at the end of step {evicted}, at age {evicted - birth}, by max_age_steps "
+            f"{limit}"
+        )
 
 
 def test_the_life_as_text_and_as_json(runs, capsys):

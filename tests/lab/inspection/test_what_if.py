@@ -1,6 +1,7 @@
 """What-if: the settings of a run reproduce its draws; other settings match runs with them."""
 
 import json
+import shutil
 from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from grpo_replay.lab.inspection.rebuild import (
 from grpo_replay.lab.inspection.rollout_columns import RolloutColumns, read_log
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.recipe import load_recipe
+from grpo_replay.storage.recipe_history import change_file, write_recipe
 
 STEPS = 60
 # Draws vary between simulations of one log; these counts are deterministic.
@@ -247,11 +249,41 @@ def test_invalid_keys_and_values_raise(runs):
         what_if(source, ["ratio=-1"])
     with pytest.raises(UsageError, match="only replay settings"):
         what_if(source, ["optimizer.learning_rate=1"])
-    with pytest.raises(RecipeError, match="key=value"):
+    with pytest.raises(UsageError, match="--what-if max_age_steps: expected key=value"):
         what_if(source, ["max_age_steps"])
     snapshot = runs["ours"] / "checkpoints" / "step_000024" / "buffer.parquet"
     with pytest.raises(SnapshotError, match="rollout log"):
         what_if(open_source(_copied(snapshot, runs["ours"].parent)), ["ratio=1"])
+
+
+def test_a_nested_key_is_a_replay_setting():
+    recipe = load_recipe("tiny", ["replay.machines={workers: 8, trainers: 4, mu: 2.0}"])
+    for key in ("machines.workers", "replay.machines.workers"):
+        replay = changed_recipe(recipe, [f"{key}=5", "ratio=null"]).replay
+        assert replay.machines.workers == 5
+        assert replay.ratio == replay.machines.ratio
+
+
+def test_a_run_whose_settings_were_changed_is_refused_from_there_on(runs, tmp_path):
+    copy = shutil.copytree(runs["ours"], tmp_path / "run")
+    first = open_source(copy).recipe
+    write_recipe(change_file(copy, 12), changed_recipe(first, ["max_age_steps=2"]))
+    with pytest.raises(UsageError, match=r"changed replay.max_age_steps from 5 to 2 .* --step 12"):
+        what_if(open_source(copy), ["ratio=1"])
+    assert what_if(open_source(copy, 12), ["ratio=1"]).same.age_p95 == 5
+    write_recipe(change_file(copy, 12), first.model_copy(update={"name": "another"}))
+    what_if(open_source(copy), ["ratio=1"])
+
+
+def test_ages_of_all_columns_have_one_unit_which_the_screen_names(runs, capsys):
+    """This run logs ages in steps; a simulation of its two updates a step counts updates."""
+    result = what_if(open_source(runs["fifo"]), [])
+    assert open_source(runs["fifo"]).recipe.draws_per_step == 2
+    assert result.age_unit == "steps"
+    assert result.changed.age_mean == pytest.approx(result.logged.age_mean, rel=0.15)
+    run(str(runs["fifo"]), what_if=["ratio=1"])
+    text = capsys.readouterr().out
+    assert "age at use in steps, mean" in text and "age in steps, 95th percentile" in text
 
 
 def _copied(path, folder):

@@ -20,6 +20,10 @@ from small_runs.fixtures import made_once
 from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
+from grpo_replay.evaluation import evaluation_report
+from grpo_replay.evaluation.evaluation_report import read_samples
+from grpo_replay.lab.verification.file_checks import FileChecks
+from grpo_replay.lab.verification.run_files import read_run
 from grpo_replay.storage.checkpoint import file_facts
 
 KINDS = {
@@ -287,9 +291,21 @@ def test_every_file_of_a_run_is_of_a_kind_of_the_campaign_or_named_as_unread(who
     assert document["passed"]
     compared = {check["name"]: check["checked"] for check in document["checks"]}
     listed = json.loads((whole / "files.json").read_text())["files"]
-    assert compared["written files"] == 1 + len(listed) == 1 + 1 + 4 + 4 + 4 + 2 + 2
+    assert compared["written files"] == 2 + len(listed) == 2 + 1 + 4 + 4 + 4 + 2 + 2
     assert compared["checkpoints"] > 30 and compared["evaluations"] > 8
     assert compared["summary"] == 11
+
+
+def test_the_texts_of_evaluations_are_not_read_and_no_rows_are_kept(whole, monkeypatch):
+    def without_texts(path, with_texts=True):
+        assert not with_texts
+        return read_samples(path, with_texts)
+
+    monkeypatch.setattr(evaluation_report, "read_samples", without_texts)
+    checks = FileChecks(read_run(whole))
+    checks.check()
+    assert checks.evaluations.failed == 0 < len(checks.reports)
+    assert all(report.samples is None for report in checks.reports.values())
 
 
 def some(kinds: Sequence[str], every: int) -> list[tuple[str, str]]:

@@ -1,7 +1,9 @@
 """`verify_run` passes right runs and names what was tampered with in wrong ones."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -14,8 +16,11 @@ from small_runs.synthetic import SyntheticRun, write_synthetic_run
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.verification.draw_checks import rosenblatt, uniform_p_value
+from grpo_replay.lab.verification.file_checks import FileChecks, _read_safetensors_header
+from grpo_replay.lab.verification.run_files import read_run
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.storage.recipe_history import RecipeHistory
 from grpo_replay.storage.rollout_log import step_path
 
 CHECKS = [
@@ -181,7 +186,7 @@ def test_a_dropped_rollout_row_is_named(run):
 )
 def test_a_changed_policy_version_is_named(run, column, found):
     edit(rollouts_at(run, 12), column, lambda version: version - 1)
-    assert failed(run) == {"policy versions"}
+    assert failed(run) == {"policy versions", "snapshots"}
     assert f"has policy_version {found}, the last push was 11" in detail(run, "policy versions")
 
 
@@ -247,7 +252,158 @@ def test_a_changed_use_in_a_checkpoint_is_named(run, column):
 def test_log_probs_that_changed_after_birth_are_named(run):
     path = run / "checkpoints" / "step_000015" / "buffer.parquet"
     edit(path, "behavior_logprobs", lambda values: [values[0] + 1e-6, *values[1:]])
-    assert "behaviour log-probs are not those at birth" in detail(run, "snapshots")
+    assert "behavior_logprobs is not what it was at birth" in detail(run, "snapshots")
+
+
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [
+        ("advantage", lambda value: value + 0.5),
+        ("reward", lambda value: value + 1),
+        ("prompt_id", lambda value: "another"),
+        ("prompt_token_ids", lambda value: [value[0] + 1, *value[1:]]),
+        ("completion_token_ids", lambda value: [*value[:-1], value[-1] + 1]),
+    ],
+)
+def test_what_changed_after_birth_is_named(run, column, change):
+    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
+    rollout_id = pq.read_table(path)["rollout_id"][edit(path, column, change)]
+    expected = f"checkpoint 15, rollout {rollout_id}: {column} is not what it was at birth"
+    assert expected in detail(run, "snapshots")
+
+
+def test_a_mask_that_the_buffer_lost_is_named_and_extras_may_not_be_numbers(run):
+    snapshot = run / "checkpoints" / "step_000015" / "buffer.parquet"
+    for path in (snapshot, *(rollouts_at(run, step) for step in range(11, 16))):
+        table = pq.read_table(path)
+        extras = pa.array([[1.0, float("nan")]] * len(table))
+        pq.write_table(table.append_column("extra_x", extras), path)
+    assert "snapshots" not in failed(run)
+    for step in range(11, 16):
+        table = pq.read_table(rollouts_at(run, step))
+        masks = [[True] * len(ids) for ids in table["completion_token_ids"].to_pylist()]
+        table = table.append_column("completion_mask", pa.array(masks))
+        pq.write_table(table, rollouts_at(run, step))
+    assert "completion_mask is not what it was at birth" in detail(run, "snapshots")
+
+
+def test_a_changed_priority_in_a_checkpoint_is_named(run):
+    path = run / "checkpoints" / "step_000015" / "buffer.parquet"
+    edit(path, "priority", lambda value: value * (1 + 1e-6))
+    assert ": priority " in detail(run, "snapshots")
+
+
+ZERO = """
+def zero(columns):
+    return (columns["completion_tokens"] % 2).astype(float)
+
+zero.columns, zero.epsilon = ("completion_tokens",), False
+"""
+
+
+@pytest.mark.parametrize(
+    "replay",
+    [{"ratio": 3.0}, {**QUERY, "ratio": 3.0}, {"unused_first": True, "ratio": 1.0}],
+    ids=["all drawn", "queries", "unused first"],
+)
+def test_rollouts_of_priority_zero_are_not_missed_in_the_draws(tmp_path, replay):
+    (tmp_path / "zero.py").write_text(ZERO)
+    replay = {"max_age_steps": 2, **replay, "priority": f"{tmp_path}/zero.py:zero"}
+    write_synthetic_run(tmp_path / "run", **replay)
+    report = verify_run(tmp_path / "run")
+    assert report.passed, [check for check in report.checks if not check.passed]
+    drop_row(draws_at(tmp_path / "run", 15))
+    assert "draw counts" in failed(tmp_path / "run")
+
+
+def test_foreign_files_are_named_and_not_read(run):
+    (run / "eval").mkdir()
+    (run / "eval/step_final.json").write_text("[]")
+    (run / "eval/step_final.parquet").write_text("")
+    (run / "draws/notes.txt").write_text("mine")
+    shutil.copy(rollouts_at(run, 30), rollouts_at(run, 31))
+    shutil.copy(rollouts_at(run, 30), rollouts_at(run, 32))
+    report = verify_run(run)
+    assert report.passed, [check for check in report.checks if not check.passed]
+    expected = "not read: draws/notes.txt, eval (2 files), rollouts (2 files)"
+    assert expected in report.unchecked
+
+
+def link_to_itself(run):
+    shutil.rmtree(run / "checkpoints/latest")
+    (run / "checkpoints/latest").symlink_to("latest")
+
+
+def no_rows(run):
+    pq.write_table(pq.read_table(rollouts_at(run, 12)).slice(0, 0), rollouts_at(run, 12))
+
+
+def step_as_text(run):
+    path = run / "checkpoints/step_000015/state.json"
+    path.write_text(path.read_text().replace('"step": 15', '"step": "15"'))
+
+
+def no_facts(run):
+    path = run / "checkpoints/step_000015/buffer.parquet"
+    table = pq.read_table(path)
+    marks = {name: value for name, value in table.schema.metadata.items() if b"buffer" not in name}
+    pq.write_table(table.replace_schema_metadata(marks), path)
+
+
+def metrics_folder(run):
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+
+
+DAMAGES = {
+    "latest is a loop": (link_to_itself, "checkpoints"),
+    "rollouts without rows": (no_rows, "groups"),
+    "text for a step": (step_as_text, "checkpoints"),
+    "an empty list": (
+        lambda run: (run / "files.json").write_text('{"files": {}}'),
+        "written files",
+    ),
+    "a null id": (lambda run: edit(draws_at(run, 12), "rollout_id", lambda _: None), "contains a"),
+    "a null group": (lambda run: edit(rollouts_at(run, 12), "group_id", lambda _: None), "null"),
+    "no facts": (no_facts, r"buffer\.parquet: its metadata has no readable"),
+    "a folder of metrics": (metrics_folder, r"metrics\.jsonl: not a file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_named_without_a_traceback(run, name):
+    change, expected = DAMAGES[name]
+    change(run)
+    try:
+        assert expected in failed(run)
+    except SnapshotError as error:
+        assert re.search(expected, str(error))
+
+
+def test_a_header_of_weights_that_is_no_object_is_an_error(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((2).to_bytes(8, "little") + b"[]")
+    with pytest.raises(ValueError, match="not an object"):
+        _read_safetensors_header(path)
+
+
+def test_only_a_run_that_repeats_a_journal_may_have_none(run):
+    files = read_run(run)
+    for journal in ("runs/before", None):
+        recipe = files.recipe.model_copy(deep=True)
+        recipe.run.__dict__["mode"] = "async"
+        recipe.sampling.collection.__dict__["replay_journal"] = journal
+        checks = FileChecks(replace(files, recipes=RecipeHistory(recipe)))
+        checks.check()
+        assert checks.journal.failed == (journal is None)
+
+
+def test_the_rule_of_the_number_of_draws_is_that_of_the_composition(tmp_path):
+    for preset, rule in (("ours", "round(r B')"), ("uniform", "round((1 + r) B')"),
+                         ("fifo", "round(r R)")):  # fmt: skip
+        write_synthetic_run(tmp_path / preset, preset, steps=6)
+        details = {check.name: check.detail for check in verify_run(tmp_path / preset).checks}
+        assert details["draw counts"].startswith(f"{rule} in units")
 
 
 def test_a_gap_and_a_duplicate_in_the_metrics_are_named(run):

@@ -54,6 +54,35 @@ def test_a_run_of_the_real_trainer_passes_with_its_weights(run):
     assert checks["behaviour log-probs"]["checked"] > 20
 
 
+CHANGES = {
+    **{
+        name: (lambda line, name=name: line | {name: line[name] + 1})
+        for name in (
+            *("replay/draw_entropy", "replay/positive_fraction", "buffer/priority_mean"),
+            *("updates", "replay/age_1/clip_fraction"),
+        )
+    },
+    "replay/age_9-16/approx_kl": lambda line: line | {"replay/age_9-16/approx_kl": 0.1},
+    "verdict/timeout": lambda line: line | {"verdict/timeout": 7},
+    "reward missing": lambda line: {k: v for k, v in line.items() if k != "reward"},
+    "updates missing": lambda line: {k: v for k, v in line.items() if k != "updates"},
+    "replay/age_1/ratio_mean missing": lambda line: {
+        k: v for k, v in line.items() if k != "replay/age_1/ratio_mean"
+    },
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_or_missing_metric_is_named(run, name):
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    lines[9] = json.dumps(CHANGES[name](json.loads(lines[9])))
+    path.write_text("\n".join(lines) + "\n")
+    (check,) = (check for check in verify_run(run).checks if check.name == "metrics")
+    assert not check.passed
+    assert f"step 10: {name}" in check.detail
+
+
 def test_log_probs_that_the_weights_did_not_give_are_named(run):
     path = run / "rollouts" / "step_000009.parquet"
     edit(path, "behavior_logprobs", kept_row(path), lambda v: [v[0] - 0.01, *v[1:]])
