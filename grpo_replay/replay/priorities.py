@@ -268,7 +268,10 @@ def _pick_units(
     few, from the others."""
     if not settings.unused_first:
         return _pick_by_law(priority_U, count, settings, rng)
-    first, second = np.flatnonzero(~used_U), np.flatnonzero(used_U)
+    drawable_U = (priority_U != 0) | (settings.priority_exponent == 0)
+    if not drawable_U.any():
+        drawable_U[:] = True  # the law refuses them
+    first, second = np.flatnonzero(drawable_U & ~used_U), np.flatnonzero(drawable_U & used_U)
     if first.size == 0:
         first, second = second, first
     head = _pick_by_law(priority_U[first], count, settings, rng)

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from buffer_makers import ids, make_group, make_rollout, replay_settings
 
+from grpo_replay.errors import RecipeError
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.insertion import ColumnQueue, is_correct, number_problem
-from grpo_replay.replay.priorities import EPSILON, query_spans
+from grpo_replay.replay.priorities import EPSILON, Candidates, pick, query_spans
 from grpo_replay.replay.replay_buffer import NEVER_USED
 
 
@@ -427,6 +428,19 @@ def test_unused_first_draws_what_was_never_drawn_and_then_the_others():
     assert buffer.column("times_used").sum() == 9 and buffer.column("times_used").min() == 1
     third = buffer.draw(2, 3, rng)  # all are used: the law of all
     assert third.probabilities.tolist() == [1 / 8] * 2 and third.entropy == np.log(8)
+
+
+def test_unused_first_leaves_out_what_is_never_drawn():
+    """Priorities 0 are never drawn: neither do they stand before the used ones, nor behind."""
+    settings = replay_settings(unused_first=True, priority_exponent=1.0)
+    priority_N, rng = np.array([0.0, 0.0, 1.0, 1.0]), np.random.default_rng(0)
+    for used in ([True, False, True, True], [True, True, False, False]):
+        candidates = Candidates(priority_N, np.arange(4), np.array(used))
+        picks = pick(candidates, 3, settings, rng)
+        assert sorted(picks.indices) == [2, 3] and picks.probabilities.tolist() == [0.5, 0.5]
+    candidates = Candidates(np.zeros(4), np.arange(4), np.array([True, False, True, False]))
+    with pytest.raises(RecipeError, match="all 2 priorities are 0"):
+        pick(candidates, 3, settings, rng)
 
 
 def test_spans_of_queries_by_hand():
