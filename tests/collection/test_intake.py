@@ -303,6 +303,7 @@ def test_a_collector_that_keeps_dying_ends_the_run(server, tmp_path, monkeypatch
     run.close()
 
 
+@pytest.mark.slow
 def test_a_wait_without_any_server_names_what_it_waited_for(server, tmp_path):
     run = Run(recipe(server), tmp_path)
     run.step()

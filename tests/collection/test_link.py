@@ -121,6 +121,7 @@ def test_the_collectors_error_is_raised_as_its_own_class(idle, kind, expected, m
         list(idle.receive(5.0))
 
 
+@pytest.mark.slow
 def test_a_collector_that_does_not_stop_is_killed_with_what_it_started(idle):
     process, deadline = psutil.Process(idle.pid), time.monotonic() + 10
     while not process.children() and time.monotonic() < deadline:

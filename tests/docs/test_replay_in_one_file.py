@@ -126,6 +126,7 @@ def test_presets_are_the_settings_of_the_recipes(preset):
     assert recipe.advantage.std == "population"
 
 
+@pytest.mark.slow
 def test_the_program_prints_a_row_every_twenty_steps(monkeypatch, capsys):
     small = replace(one.PRESETS["ours"], steps=20, prompts_per_step=2, warmup_steps=4)
     monkeypatch.setitem(one.PRESETS, "ours", small)

@@ -256,7 +256,8 @@ def test_adapters_are_saved_in_the_format_of_peft(processes, tmp_path, stage):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", slow_except([3], [0, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
 def test_the_reference_is_the_base_without_a_copy_of_it(processes, stage):
     rows = make_rows(6)
     sections = {"model": MODEL, "loss": {"beta": 0.1}, "engine": {"zero_stage": stage}}
@@ -272,6 +273,7 @@ def test_the_reference_is_the_base_without_a_copy_of_it(processes, stage):
     assert result.reference_kl > 0
 
 
+@pytest.mark.slow
 def test_dropout_is_in_updates_alone_and_a_function_of_the_step(processes):
     rows = make_rows(6)
 

@@ -96,6 +96,7 @@ def test_two_files_with_the_same_name_are_different_benchmarks(tmp_path, monkeyp
         run(tiny(benchmarks=["b/mine.jsonl"]))
 
 
+@pytest.mark.slow
 def test_the_default_output_does_not_replace_other_settings_or_weights(
     tmp_path, monkeypatch, capsys
 ):

@@ -123,6 +123,7 @@ def test_a_users_function_sees_the_row_and_is_called_every_time():
     assert [v.reward for v in verdicts] == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_a_users_function_that_fails_is_counted_and_costs_only_its_own_verdict(caplog, monkeypatch):
     """A reward that did not come is None, never that of an incorrect answer."""
     monkeypatch.setattr("grpo_replay.rewards.scorer.MEMORY_LIMIT_MIB", 256)
@@ -167,6 +168,7 @@ def test_no_verdict_waits_behind_a_slow_one_while_a_worker_is_free():
     assert sorted(arrived) == [key for key, text in enumerate(texts) if text == "ok"]
 
 
+@pytest.mark.slow
 def test_what_was_not_begun_within_the_steps_limit_has_no_reward(caplog):
     with scorer("judge_rewards:slow", workers=1, time_limit_seconds=60.0) as opened:
         opened.step_limit_seconds = 1.0

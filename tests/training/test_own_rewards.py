@@ -69,6 +69,7 @@ def verl_rows(tmp_path):
     return write_rows(tmp_path / "verl.jsonl", rows)
 
 
+@pytest.mark.slow
 def test_two_weighted_rewards_on_message_lists_train_evaluate_and_verify(
     tmp_path, chat_model, verl_rows, processes
 ):

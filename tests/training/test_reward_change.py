@@ -77,6 +77,7 @@ def test_an_edited_source_file_is_refused_before_anything_changes(folder, proces
     assert (folder / "run/metrics.jsonl").read_bytes() == metrics
 
 
+@pytest.mark.slow
 def test_the_user_may_empty_the_buffer(folder, processes):
     (folder / "score.py").write_text(REWARD.replace("-1.0", "0.0"))
     emptied, screen = resumed(folder, restore_buffer=False)
@@ -87,6 +88,7 @@ def test_the_user_may_empty_the_buffer(folder, processes):
     assert verify_run(emptied.path).passed
 
 
+@pytest.mark.slow
 def test_a_run_that_stores_nothing_resumes_with_a_notice(tmp_path, processes):
     plain = {"replay": {"preset": "grpo"}, "checkpoint": {"every_steps": 2}}
     train_small_run(tmp_path / "run", run={"steps": 2}, **plain)

@@ -63,6 +63,7 @@ def test_prompts_that_are_too_long_are_counted(tmp_path, processes):
     assert "longer than prompts.max_prompt_length 6" in notice
 
 
+@pytest.mark.slow
 def test_a_resume_without_a_checkpoint_says_that_it_begins_again(tmp_path, processes):
     recipe = small_recipe(run={"steps": 1}, replay={"preset": "grpo"}, eval={"benchmarks": []})
     run.run_training(recipe, tmp_path / "run", False, Listener())

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from core_engine import plain_logprobs
-from slow_tests import slow_except
 from small_runs.trained import (
     WARMUP,
     policy_at,
@@ -160,9 +159,8 @@ def test_sampler_log_probs_are_the_behaviour_if_the_recipe_says_so(
             assert row["log_ratio_mean"] == pytest.approx(0.05, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "temperature, limit", slow_except([(0.6, None)], [(2.0, 0.1), (0.6, None)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature, limit", [(2.0, 0.1), (0.6, None)])
 def test_a_sampler_at_another_temperature_than_the_trainer_is_refused(
     tmp_path, processes, monkeypatch, temperature, limit
 ):

@@ -158,6 +158,7 @@ def test_a_sampler_that_is_never_evaluated_with_copies_nothing_to_host_memory():
     assert "graphs" not in str(eager["assumptions"])
 
 
+@pytest.mark.slow
 def test_plain_grpo_stores_nothing_and_fifo_fills_its_capacity():
     grpo = report_of("qwen3-1.7b", "replay.preset=grpo", gpu=80)
     assert grpo["replay"]["stored_rollouts_most"] == 0
@@ -239,10 +240,8 @@ def test_generation_is_never_faster_than_one_completion_token_by_token(capsys):
     assert "generation lasts at least 19.7 s a step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "ranks, advised",
-    [pytest.param(8, ["engine.num_processes=1"], marks=pytest.mark.slow), (1, None)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, advised", [(8, ["engine.num_processes=1"]), (1, None)])
 def test_no_more_gpus_are_used_or_advised_than_there_are(monkeypatch, ranks, advised):
     import torch
 
@@ -387,6 +386,7 @@ def test_advice_reads_the_configuration_once_whatever_it_tries(monkeypatch):
     assert found is not None and len(found.overrides) > 1 and reads.call_count == 1
 
 
+@pytest.mark.slow
 def test_overrides_that_contradict_another_setting_are_not_advised():
     overlong = load_recipe("tiny", ["reward.overlong_buffer_tokens=15"])  # of 20
     found = advise(overlong, Machines("cpu", (1,), 1))
@@ -777,6 +777,7 @@ def run_cli(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_json_is_one_document_on_stdout_and_the_exit_code_says_that_it_does_not_fit():
     words = ["train", "qwen3-4b", "--dry-run", "--json", "--gpu-memory-gib", "4"]
     done = CliRunner().invoke(app, words)

@@ -193,6 +193,7 @@ def test_a_server_that_is_back_during_an_update_gets_the_new_version(sampler, se
     assert servers[0].loaded == ["version-1"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_goes_on_when_its_only_server_is_back(tmp_path):
     server = FakePolicyServer(seconds=0.3)
     opened = open_sampler([server.url], tmp_path / "sync", max_in_flight=1)
@@ -208,6 +209,7 @@ def test_an_evaluation_goes_on_when_its_only_server_is_back(tmp_path):
         server.stop()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_left_alone_ends_with_a_message(tmp_path):
     server = FakePolicyServer(seconds=0.3)
     limits = {"max_in_flight": 1, "request_timeout_seconds": 2.0}
