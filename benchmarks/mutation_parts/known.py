@@ -280,8 +280,8 @@ KNOWN = (
     ),
     # Around them
     Known(
-        "completions of another sampler from the cache", "grpo_replay/evaluation/cache.py",
-        "source_digest(sampling.backend) if sampling.own_class else None", "None",
+        "completions of another sampler from the cache", "grpo_replay/evaluation/evaluate.py",
+        "    if sampling.own_class:\n", "    if False:\n",
         "tests/evaluation/test_eval_command.py::"
         "test_an_edited_sampler_of_the_user_has_another_generations_folder",
     ),

@@ -14,15 +14,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_replay.evaluation.evaluate import sampler_facts
 from grpo_replay.recipe import ModelSection, SamplingSection
-from grpo_replay.rewards.verifier_worker import source_digest
 from grpo_replay.storage.atomic import named_if_unwritable, written_whole
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import GenerationRequest
@@ -75,19 +74,6 @@ def generations_folder(
     if any((facts := sampler_facts(sampling)).values()):
         words.append(f"sampler_{_digest(json.dumps(facts, sort_keys=True))}")
     return parent / "-".join(words)
-
-
-def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
-    """What else of a sampler may change completions, for the `model` section of a report:
-    `sampler_options`, the keys of `sampling.vllm` without a default that act on the backend, and
-    `sampler_sha256`, of the source file of a sampler of the user (None for others)."""
-    vllm = sampling.vllm
-    options = vllm.model_dump(mode="json", exclude={*vllm.DEFAULTS, "hf_token"})  # no secret
-    if sampling.with_transformers:
-        fp32 = vllm.head_dtype == "float32"
-        options = {"hf_overrides": {"head_dtype": "float32"}} if fp32 else {}
-    digest = source_digest(sampling.backend) if sampling.own_class else None
-    return {"sampler_options": options, "sampler_sha256": digest}
 
 
 def _short(text: str) -> str:

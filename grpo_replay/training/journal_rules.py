@@ -18,6 +18,7 @@ from grpo_replay.storage.recipe_history import (
     read_recipe_file,
     recipe_file,
 )
+from grpo_replay.training.resuming import NEW_RUN
 from grpo_replay.training.reward_watch import changes_of_reward, reward_facts
 
 JOURNAL_FOLDER = "journal"
@@ -54,8 +55,6 @@ CHANGE_NO_UPDATE = (
 )
 """Keys, and beginnings of keys, that change the updates of recorded steps by rounding at most. What
 `reward.` changes is told by `_reward_changes`."""
-
-NEW_RUN = "start a new run from the last checkpoint's model (--set model.path=…)"
 
 
 def refuse_other_journal(recipe: Recipe) -> None:

@@ -37,7 +37,6 @@ from grpo_replay.sampling.sampler_protocol import (
 from grpo_replay.storage.checkpoint import RunState, checkpoint_bytes
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer
-from grpo_replay.training.journal_rules import notices_of_rest
 from grpo_replay.training.resuming import (
     StartingPoint,
     go_back,
@@ -138,8 +137,11 @@ class RunOpener:
                 return []
             kept = recipe.replays and recipe.checkpoint.restore_buffer
             notices = notices_of_change(start.checkpoint, before, state.reward, kept)
-            rest = notices_of_rest(recipe, self.run_dir.path, state.step) if notices else []
-            return notices + rest
+            if not notices:
+                return []
+            from grpo_replay.training.journal_rules import notices_of_rest
+
+            return notices + notices_of_rest(recipe, self.run_dir.path, state.step)
 
         self.notices += run_on_main(self.comm, compare) or []
         return scorer

@@ -12,7 +12,7 @@ from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.training import Observer, opening
+from grpo_replay.training import Observer, journal_rules, opening
 from grpo_replay.training.opening import RunOpener
 from grpo_replay.training.resuming import StartingPoint, open_other_logs
 
@@ -289,7 +289,7 @@ def test_the_rewards_are_compared_with_those_of_the_checkpoint(
     monkeypatch.setattr(
         opening, "notices_of_change", lambda *words: done.compared(*words) or list(changes)
     )
-    monkeypatch.setattr(opening, "notices_of_rest", lambda *words: [words])
+    monkeypatch.setattr(journal_rules, "notices_of_rest", lambda *words: [words])
     changes = ["it changed"]
     opened = opener(tmp_path, **section)
     opened.scorer = Scorer("given") if given else None

@@ -12,7 +12,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.recipe_history import recipe_file, shareable_yaml
-from grpo_replay.training import resuming
+from grpo_replay.training import journal_rules, resuming
 from grpo_replay.training.resuming import StartingPoint
 
 GIB = 2**30
@@ -203,7 +203,7 @@ def test_the_rest_of_the_journal_is_looked_at_after_the_checkpoint_is_found(
 ):
     found(Path("step_000003"))
     asked = []
-    monkeypatch.setattr(resuming, "refuse_other_steps", lambda *words: asked.append(words))
+    monkeypatch.setattr(journal_rules, "refuse_other_steps", lambda *words: asked.append(words))
     recipe, run_dir = small_recipe(), run_directory(recorded(tmp_path))
     resuming._find_start(recipe, run_dir, True)
     found(None)

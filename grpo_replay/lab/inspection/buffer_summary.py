@@ -8,12 +8,14 @@ rules of thumb (docs/buffer.md, "Healthy ranges").
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_replay.lab.inspection.source import Source, read_run_history
 from grpo_replay.recipe import ReplaySection
+
+if TYPE_CHECKING:
+    from grpo_replay.lab.inspection.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,11 +361,13 @@ def _missing_rewards(inspection: Inspection) -> Iterator[str]:
         )
 
 
-def find_gaps(source: Source) -> Iterator[str]:
+def find_gaps(source: "Source") -> Iterator[str]:
     """One warning for each kind of file that lacks steps up to the inspected one."""
     if source.run_dir is None or source.recipe is None or source.step is None:
         return
     steps = range(1, source.step + 1)
+    from grpo_replay.lab.inspection.source import read_run_history
+
     history = read_run_history(source.run_dir)
     replayed = [step for step in steps if history.at(step).replays]
     lines = [int(line["step"]) for line in source.metrics]
