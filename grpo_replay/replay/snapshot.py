@@ -19,7 +19,7 @@ import pyarrow as pa
 from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import ReplayConfig
 from grpo_replay.replay.replay_buffer import NEVER_USED, ReplayBuffer
-from grpo_replay.storage.parquet import open_parquet, write_parquet
+from grpo_replay.storage.parquet import open_parquet, refuse_nulls, write_parquet
 from grpo_replay.storage.rollout_log import (
     LOG_ONLY,
     ROLLOUT_SCHEMA,
@@ -44,6 +44,7 @@ _USE_FIELDS = [
 SNAPSHOT_SCHEMA = pa.schema(
     [*(field for field in ROLLOUT_SCHEMA if field.name not in LOG_ONLY), *_USE_FIELDS]
 )
+_NEVER_NULL = frozenset(SNAPSHOT_SCHEMA.names) - {"last_used_step"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +98,7 @@ def read_snapshot(path: Path) -> Snapshot:
         optional = [field.name for field in optional_fields(file.schema_arrow)]
         names = [*SNAPSHOT_SCHEMA.names, *optional]
         for batch in file.iter_batches(_CHUNK_ROLLOUTS, columns=names):
-            _check_complete(path, batch)
+            refuse_nulls(path, batch, _NEVER_NULL)
             rollouts.extend(table_to_rollouts(pa.Table.from_batches([batch])))
             columns["priority"].append(batch.column("priority").to_numpy())
             columns["times_used"].append(batch.column("times_used").to_numpy())
@@ -179,15 +180,6 @@ def _tables(state: Mapping[str, Any], optional: Sequence[pa.Field]) -> Iterator[
             pa.array(last_used, mask=last_used == NEVER_USED),
         ]
         yield pa.table([*frozen[:known], *uses, *frozen[known:]], schema=schema)
-
-
-def _check_complete(path: Path, batch: pa.RecordBatch) -> None:
-    for name in SNAPSHOT_SCHEMA.names:
-        if name != "last_used_step" and batch.column(name).null_count:
-            raise SnapshotError(
-                f"{path}: column {name} contains a null, which stored rollouts never have; restore "
-                "the file from a copy"
-            )
 
 
 def _read_facts(path: Path, metadata: Mapping[bytes, bytes]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Parquet files of grpo-replay: atomic writes; reads that check kind, version and columns."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -74,6 +74,16 @@ def read_parquet(path: Path, kind: str, version: int, schema: pa.Schema) -> pa.T
     """Read all rows, with the columns of `schema`. Raises SnapshotError."""
     with open_parquet(path, kind, version, schema) as file:
         return file.read(columns=schema.names).cast(schema)
+
+
+def refuse_nulls(path: Path, rows: pa.Table | pa.RecordBatch, never_null: Collection[str]) -> None:
+    """Raises SnapshotError if one of these columns, as far as `rows` has them, holds a null."""
+    for name, column in zip(rows.schema.names, rows.columns, strict=True):
+        if name in never_null and column.null_count:
+            raise SnapshotError(
+                f"{path}: column {name} contains a null, which a run never writes there: the file "
+                "was changed; restore it from a copy"
+            )
 
 
 def _check_marks(path: Path, marks: dict[bytes, bytes], kind: str, version: int) -> None:

@@ -4,7 +4,7 @@ Files are read one batch of rows at a time: memory holds the scalars (about 100 
 and one batch of token ids.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from grpo_replay.errors import SnapshotError
 from grpo_replay.replay import snapshot
-from grpo_replay.storage.parquet import open_parquet
+from grpo_replay.storage.parquet import open_parquet, refuse_nulls
 from grpo_replay.storage.rollout_log import (
     DRAW_SCHEMA,
     ROLLOUT_FILE_SCHEMA,
@@ -132,7 +132,7 @@ _NEVER_NULL = {*_READ, *_USES} - {"reward", "advantage", "group_reward_std", "la
 def _from_batch(batch: pa.RecordBatch, path: Path, step: int | None) -> pa.Table:
     """The rows of one batch; of a snapshot, which has uses, if there is no `step`."""
     count = batch.num_rows
-    _refuse_nulls(path, batch, _NEVER_NULL)
+    refuse_nulls(path, batch, _NEVER_NULL)
     columns = {name.replace("group_reward_std", "group_std"): batch[name] for name in _SCALARS}
     columns |= {
         "logged_step": batch["birth_step"] if step is None else pa.array(np.full(count, step)),
@@ -191,15 +191,6 @@ def read_log(files: Sequence[tuple[int, Path]]) -> RolloutColumns:
             "of them is the copy of another; restore it from a copy"
         )
     return columns
-
-
-def _refuse_nulls(path: Path, batch: pa.RecordBatch, names: Collection[str]) -> None:
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if name in names and column.null_count:
-            raise SnapshotError(
-                f"{path}: column {name} contains a null, which a run never writes there: the file "
-                "was changed; restore it from a copy"
-            )
 
 
 def _refuse_another_step(path: Path, wrong_steps: np.ndarray) -> None:
@@ -263,7 +254,7 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
         by_update = counts_updates(path)
         names = ("step", "rollout_id", *(by_update or ("age_steps", "step")))
         for batch in iter_columns(path, "draws", names):
-            _refuse_nulls(path, batch, names)
+            refuse_nulls(path, batch, names)
             steps, ages = batch.column(0).to_numpy(), batch.column(2).to_numpy()
             _refuse_another_step(path, steps[steps != step])
             if ages.min(initial=0) < 0:

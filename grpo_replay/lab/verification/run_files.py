@@ -1,7 +1,7 @@
 """The files of a run as arrays: rollouts/, draws/, metrics.jsonl, its recipes, checkpoints; and the
 tally of a check."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from grpo_replay.errors import SnapshotError
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.snapshot import SNAPSHOT_SCHEMA, read_snapshot_facts
 from grpo_replay.storage.checkpoint import list_checkpoints, step_of
-from grpo_replay.storage.parquet import open_parquet
+from grpo_replay.storage.parquet import open_parquet, refuse_nulls
 from grpo_replay.storage.recipe_history import RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import (
     UPDATE_COLUMNS,
@@ -251,7 +251,7 @@ def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, s
         if not path.exists():
             continue
         table = read_rollout_table(path, (*_COLUMNS, "reward_scores", "completion_mask"))
-        _refuse_nulls(path, table, _NEVER_NULL)
+        refuse_nulls(path, table, _NEVER_NULL)
         for name in _COLUMNS:
             parts[name].append(_to_numpy(table[name], name))
         parts["advantage_is_null"].append(table["advantage"].is_null().to_numpy())
@@ -263,15 +263,6 @@ def _read_rollouts(folder: Path, steps: list[int]) -> tuple[Columns, dict[int, s
     if not rows_of_step:
         raise SnapshotError(f"{folder}: no rollouts of any step in metrics.jsonl")
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}, rows_of_step
-
-
-def _refuse_nulls(path: Path, table: pa.Table, names: Iterable[str]) -> None:
-    for name in names:
-        if table[name].null_count:
-            raise SnapshotError(
-                f"{path}: column {name} contains a null, which a run never writes there: the file "
-                "was changed; restore it from a copy"
-            )
 
 
 def _first_scores(table: pa.Table) -> np.ndarray:
@@ -297,6 +288,6 @@ def _to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray:
 def _read_draws(path: Path) -> Columns:
     table = read_draw_table(path)
     by_update = [name for name in UPDATE_COLUMNS.names if name in table.column_names]
-    _refuse_nulls(path, table, (*_DRAW_COLUMNS[:4], *by_update))
+    refuse_nulls(path, table, (*_DRAW_COLUMNS[:4], *by_update))
     columns = {name: table[name].to_numpy() for name in (*_DRAW_COLUMNS, *by_update)}
     return {**columns, "tokens": pc.fill_null(table["tokens"], -1).to_numpy()}
