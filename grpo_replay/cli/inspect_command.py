@@ -86,8 +86,8 @@ def _consider_code(source: Source, options: InspectOptions) -> None:
         return
     sections = ("replay", "advantage", *(("model", "loss") if options.with_model else ()))
     history = read_run_history(source.run_dir)
-    recipes = [history.first, *(recipe for _, recipe in history.changed)]
-    code = list(dict.fromkeys(each for recipe in recipes for each in code_of(recipe, sections)))
+    found = (each for recipe in history.recipes for each in code_of(recipe, sections))
+    code = list(dict.fromkeys(found))
     consider_code(code, f"the run in {source.run_dir}", options.no_code, announce=True)
 
 

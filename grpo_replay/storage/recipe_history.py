@@ -52,8 +52,13 @@ class RecipeHistory:
         return found
 
     @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """All of them, in the order of their steps."""
+        return self.first, *(recipe for _, recipe in self.changed)
+
+    @property
     def latest(self) -> Recipe:
-        return self.changed[-1][1] if self.changed else self.first
+        return self.recipes[-1]
 
 
 def recipe_file(run_dir: Path, step: int | None = None) -> Path:

@@ -149,8 +149,8 @@ def _eviction_step(
 ) -> int | None:
     """The step at whose end the rollout was evicted; None if it is still stored. Each step has the
     settings of its own recipe."""
-    recipes = [history.first, *(recipe for _, recipe in history.changed)]
-    steps, log = survivors_for(source, birth_step, *(recipe.replay for recipe in recipes))
+    settings = (recipe.replay for recipe in history.recipes)
+    steps, log = survivors_for(source, birth_step, *settings)
     buffer = ReplayBuffer(history.at(steps[0]).replay, history.first.sampling.group_size)
     for step in replay_storage(buffer, log, steps, history):
         if step >= logged_step and not (buffer.column("rollout_id") == rollout_id).any():

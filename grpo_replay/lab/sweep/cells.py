@@ -78,7 +78,7 @@ def _refuse_other_recipe(cell: Cell) -> None:
             f"{cell.folder} has a recipe that is not one of this version: {error}"
         ) from error
     ours = cell.resolved_recipe()
-    for recipe in (history.first, *(changed for _, changed in history.changed)):
+    for recipe in history.recipes:
         if found := differences(recipe, ours):
             shown = ", ".join(f"{key} {old!r}, now {new!r}" for key, old, new in found[:3])
             raise OutputDirectoryError(

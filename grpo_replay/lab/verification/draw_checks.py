@@ -40,8 +40,8 @@ class DrawChecks:
         youngest, limit = _youngest(self.settings), self.settings.max_age_steps
         oldest = "any" if limit is None else limit
         self.ages = Tally("ages", f"step - birth_step, from {youngest} to {oldest}")
-        recipes = (run.recipes.first, *(recipe for _, recipe in run.recipes.changed))
-        rules = " or ".join(dict.fromkeys(_COUNTS[each.replay.composition] for each in recipes))
+        compositions = (each.replay.composition for each in run.recipes.recipes)
+        rules = " or ".join(dict.fromkeys(_COUNTS[each] for each in compositions))
         self.counts = Tally(
             "draw counts",
             f"{rules} in units; without replacement, at most all candidates of p > 0",
