@@ -67,11 +67,11 @@ class DrawChecks:
         self._check_ages(step, draws, rows)
         if not known:
             return [row for row in rows if row >= 0]
-        used = used.copy()
+        used, log_weight_U = used.copy(), self._log_weights(units)
         for share, of_draw in self._single_draws(step, draws, asked):
             mine = [rows[i] for i in of_draw]
             own = {name: values[of_draw] for name, values in draws.items()}
-            self._check_draw(step, own, mine, units, share, used)
+            self._check_draw(step, own, mine, units, log_weight_U, share, used)
             used[mine] = True
         return rows
 
@@ -99,12 +99,14 @@ class DrawChecks:
         draws: Columns,
         rows: list[int],
         units: list[list[int]],
+        log_weight_U: np.ndarray,
         asked: int,
         used: np.ndarray,
     ) -> None:
-        """Check one draw of `asked` units."""
+        """Check one draw of `asked` units. Those of weight 0 are never drawn."""
         drawn = self._split_into_units(step, rows, units)
-        drawable = int(self._drawable(units).sum())
+        drawable_U = np.isfinite(log_weight_U)
+        drawable = int(drawable_U.sum())
         refills = self.settings.with_replacement and drawable > 0
         expected = asked if refills else min(asked, drawable)
         self.counts.expect(
@@ -112,8 +114,8 @@ class DrawChecks:
             f"step {step}: drew {len(drawn)} {self.settings.unit} unit(s), expected {expected} "
             f"(asked {asked} of {drawable} candidates)",
         )
-        for members, picked in self._distributions(step, units, drawn, used):
-            self._check_probabilities(step, draws, units, members, picked)
+        for members, picked in self._distributions(step, units, drawable_U, drawn, used):
+            self._check_probabilities(step, draws, units, log_weight_U, members, picked)
 
     def draws(self, step: int) -> Columns:
         """The columns of the step's draws/ file, empty if there is none."""
@@ -206,7 +208,12 @@ class DrawChecks:
         return drawn
 
     def _distributions(
-        self, step: int, units: list[list[int]], drawn: list[int], used: np.ndarray
+        self,
+        step: int,
+        units: list[list[int]],
+        drawable_U: np.ndarray,
+        drawn: list[int],
+        used: np.ndarray,
     ) -> list[tuple[list[int], list[int]]]:
         """The units of each distribution that the step drew from, with its draws in order. One over
         all units, or with `unused_first` one over the units never drawn and one over the others.
@@ -215,7 +222,7 @@ class DrawChecks:
             return [(list(range(len(units))), drawn)]
         old = {index for index, unit in enumerate(units) if used[unit].any()}
         never = [index for index in range(len(units)) if index not in old]
-        left = int(self._drawable(units)[never].sum())
+        left = int(drawable_U[never].sum())
         first = [index for index in drawn if index not in old]
         in_order = drawn[: len(first)] == first
         self.units.expect(
@@ -230,13 +237,14 @@ class DrawChecks:
         step: int,
         draws: Columns,
         units: list[list[int]],
+        log_weight_U: np.ndarray,
         members: list[int],
         drawn: list[int],
     ) -> None:
         """Check probabilities and draws against the distribution over the units `members`."""
         if not drawn:
             return
-        log_weight_M = self._log_weights([units[index] for index in members])
+        log_weight_M = log_weight_U[members] - log_weight_U[members].max()
         weight_M = np.exp(log_weight_M)
         probability_M = weight_M / weight_M.sum()
         if self.effective_sample_size is None:
@@ -260,25 +268,17 @@ class DrawChecks:
         )
 
     def _log_weights(self, units: list[list[int]]) -> np.ndarray:
-        """ln p^α of each unit; the largest is 0."""
-        p_U, exponent = self._unit_priorities(units), self.settings.priority_exponent
-        if exponent == 0:
-            return np.zeros(len(p_U))
-        with np.errstate(divide="ignore"):
-            return exponent * (np.log(p_U) - np.log(p_U.max()))
-
-    def _drawable(self, units: list[list[int]]) -> np.ndarray:
-        """bool [U]: all units with exponent 0, else those of priority above 0."""
-        if self.settings.priority_exponent == 0 or not units:
-            return np.ones(len(units), bool)
-        return self._unit_priorities(units) > 0
-
-    def _unit_priorities(self, units: list[list[int]]) -> np.ndarray:
-        """p of each unit: the mean over its rollouts."""
+        """ln p^α of each unit, p the mean over its rollouts; -inf where p is 0 and α is not."""
+        exponent = self.settings.priority_exponent
+        if exponent == 0 or not units:
+            return np.zeros(len(units))
         p_N = self.priorities(sorted(row for unit in units for row in unit))
         if self.settings.unit == "query":
-            return np.array([p_N[unit].mean() for unit in units])
-        return p_N[[unit[0] for unit in units]]
+            p_U = np.array([p_N[unit].mean() for unit in units])
+        else:
+            p_U = p_N[[unit[0] for unit in units]]
+        with np.errstate(divide="ignore"):
+            return exponent * np.log(p_U)
 
     def priorities(self, rows: list[int]) -> np.ndarray:
         """p of the rollouts `rows`, NaN for the others: |A| and σ_g as the paper has them, or the
