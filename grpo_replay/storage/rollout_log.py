@@ -339,12 +339,15 @@ def read_metrics(path: Path, allow_unfinished: bool = True) -> tuple[dict[str, A
     """The lines of metrics.jsonl, in file order; empty if there is no file.
 
     A last line without a newline is still being written; it is skipped, or with `allow_unfinished`
-    false read as any other. Raises SnapshotError, naming file and line, for a line that is not an
-    object of numbers with a step.
+    false read as any other. Raises SnapshotError for a file that cannot be read, and naming file
+    and line for a line that is not an object of numbers with a step.
     """
     if not path.exists():
         return ()
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise SnapshotError(f"{path.parent}: {path.name} cannot be read: {error}") from error
     unfinished = lines.pop()
     if unfinished and not allow_unfinished:
         lines.append(unfinished)

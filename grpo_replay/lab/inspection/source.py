@@ -85,7 +85,7 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _open_run(run_dir: Path, step: int | None) -> Source:
-    metrics = _metrics(run_dir)
+    metrics = read_metrics(run_dir / "metrics.jsonl")
     rollout_files = step_files(run_dir / "rollouts")
     # While a step is written, its rollouts are on disk before its line of metrics.
     known = [int(line["step"]) for line in metrics] or [at for at, _ in rollout_files]
@@ -163,7 +163,7 @@ def _source(
 
     if run_dir is None:
         return Source(path, kind, step, snapshot, None, None, (), (), ())
-    metrics = _metrics(run_dir)
+    metrics = read_metrics(run_dir / "metrics.jsonl")
     return Source(
         path=path,
         kind=kind,
@@ -175,13 +175,6 @@ def _source(
         rollout_files=until(step_files(run_dir / "rollouts")),
         draw_files=until(step_files(run_dir / "draws")),
     )
-
-
-def _metrics(run_dir: Path) -> tuple[dict[str, Any], ...]:
-    try:
-        return read_metrics(run_dir / "metrics.jsonl")
-    except OSError as error:
-        raise SnapshotError(f"{run_dir}: metrics.jsonl cannot be read: {error}") from error
 
 
 def step_files(folder: Path) -> tuple[tuple[int, Path], ...]:
