@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -304,9 +303,12 @@ def evaluate_model(
         stack.callback(sampler.close)
         model, cache = run_collectively(comm, lambda: _identify(recipe, source, path, generations))
         if before_sampling is not None:
-            settings = partial(settings_of, plan, sampler, tokenizer, scorer)
-            facts = partial(ReportFacts, model, plan.samples_each)
-            run_on_main(comm, lambda: before_sampling(facts(settings())))
+
+            def facts() -> ReportFacts:
+                settings = settings_of(plan, sampler, tokenizer, scorer)
+                return ReportFacts(model, plan.samples_each, settings)
+
+            run_on_main(comm, lambda: before_sampling(facts()))
         report = evaluate(
             sampler,
             tokenizer,

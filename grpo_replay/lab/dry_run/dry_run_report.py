@@ -147,7 +147,7 @@ def _check_start(
     prompts, evaluation = check_parts(recipe, known_model, machines, findings)
     if evaluation is None:
         return prompts, None
-    longest = recipe.eval.max_completion_length or recipe.sampling.max_completion_length
+    longest = evaluation.document["max_completion_length"]
     return prompts, Generation(len(evaluation.samples), evaluation.longest_prompt, longest)
 
 
