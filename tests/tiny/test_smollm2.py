@@ -49,7 +49,7 @@ def test_a_real_model_learns_to_add_and_its_run_verifies(model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2", "smollm2-steps"])
+@pytest.mark.parametrize("name", ["smollm2", "smollm2-steps", "smollm2-bold"])
 def test_the_sweeps_would_start(model, tmp_path, name):
     """Their prompts have room: what a tokenizer says only with the model."""
     sweep = yaml.safe_load((ROOT / f"recipes/sweeps/{name}.yaml").read_text())

@@ -86,7 +86,7 @@ def test_the_sweeps_of_the_papers_ship_with_their_tiny_versions():
     assert len(files["paper-a"].recipes) == 3
     main = files["tiny-main"]
     assert main.tune and len(main.tune.seeds) == 2 and len(main.seeds) == 8
-    assert len(files) == 16
+    assert len(files) == 17
 
 
 @pytest.mark.parametrize("name", ["paper-b", "tiny-fifo"])
