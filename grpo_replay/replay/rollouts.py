@@ -114,7 +114,7 @@ def _score_group(verdicts: Sequence[Verdict], recipe: Recipe) -> _ScoredGroup:
     settings = recipe.advantage
     group = estimate_advantages(rewards_G, settings)
     advantages_G = group.advantages_G
-    if group.std == 0:  # equal rewards: dropped, or trained on with 0
+    if group.std == 0:  # equal rewards: dropped, or trained on with 0 (asymre: `loss_coefficient`)
         dropped = recipe.replay.drop_zero_variance
         advantages_G = None if dropped else np.zeros(len(rewards_G), dtype=np.float32)
     came = (verdict for verdict in verdicts if verdict.reward is not None)

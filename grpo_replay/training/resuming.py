@@ -61,6 +61,10 @@ def write_checkpoint(
 ) -> None:
     """Write the checkpoint of `state.step` and drop the oldest. Collective.
 
+    Its files: model/ (weights, tokenizer, card), adapter/ with LoRA, engine/ (each rank's shards),
+    buffer.parquet, those of the source, state.json and the manifest last. Rollouts and draws up to
+    it are flushed and entered in files.json.
+
     `expected_bytes` is its size if there is none yet to go by. Raises OutputDirectoryError if the
     disk has no room for it, or runs full; earlier checkpoints are then as they were.
     """

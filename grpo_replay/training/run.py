@@ -143,7 +143,8 @@ class Run:
         return not stop or (last and is_evaluated)
 
     def _evaluate(self, step: int) -> tuple[EvaluationReport | None, bool]:
-        """The report on rank 0 if an evaluation is due, and whether nothing of it is left to do."""
+        """The report on rank 0 if an evaluation is due, which is in eval/step_NNNNNN.json then, and
+        whether nothing of it is left to do."""
         if not self.evaluation.is_due(step):
             return None, True
         if self._is_asked_to_stop():

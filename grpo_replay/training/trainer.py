@@ -110,7 +110,8 @@ class Trainer:
         self, generated: Sequence[Rollout], trainer_logprobs: Mapping[int, np.ndarray]
     ) -> list[Rollout]:
         """The survivors with their behaviour log-probs, once and for all: the trainer's, under the
-        policy that sampled (every survivor is then among those measured), or the sampler's."""
+        policy that sampled (every survivor is then among those measured), or the sampler's, which
+        asynchronous runs and `run.sync_every_steps` above 1 require."""
         if self.recipe.loss.behavior_logprobs == "trainer":
             return with_behavior_logprobs(generated, trainer_logprobs)
         return with_behavior_logprobs(
@@ -163,7 +164,8 @@ class Trainer:
             )
 
     def advance(self) -> None:
-        """The updated policy is the next version, also if nothing was trained on."""
+        """The updated policy is the next version, also if nothing was trained on. The source
+        pushes every `run.sync_every_steps`-th version to the sampler."""
         version = self.state.policy_version + 1
         self.source.advance(version)
         self.state.policy_version = version
@@ -205,7 +207,8 @@ def count_step(state: RunState, record: StepRecord, group_size: int) -> None:
 
 def write_step_files(run_folder: Path, record: StepRecord, draws: bool) -> None:
     """Write the rollouts that the step took from its source, and its `draws` if the recipe replays.
-    Outcomes in rollouts/ are those of rollouts trained on in the step that took them."""
+    Outcomes in rollouts/ are those of rollouts trained on in the step that took them. The collector
+    of an asynchronous run has journalled the groups and the end of the step before."""
     fresh = {rollout.rollout_id: rollout for rollout in record.fresh}
     batch = record.batch
     outcomes = {
