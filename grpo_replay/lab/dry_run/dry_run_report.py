@@ -37,7 +37,6 @@ from grpo_replay.lab.dry_run.planner import (
     Generation,
     Machines,
     MemoryPlan,
-    advice_on_threads,
     advise,
     find_machines,
     plan_memory,
@@ -166,8 +165,6 @@ def _advice(
     proposed = not plan.fits and advice is not None and advice.fits
     peak = advice.peak if proposed and advice is not None else plan.peak
     findings.assumptions += _notice_of_room(peak, proposed, machines)
-    threads = advice_on_threads(recipe.engine, plan.shape.parameters, machines)
-    findings.assumptions += [] if threads is None else [threads]
     prompt = recipe.prompts.max_prompt_length
     slow = warning_of_rounds(plan, recipe.sampling, prompt, machines)
     findings.warnings += [] if slow is None else [slow]

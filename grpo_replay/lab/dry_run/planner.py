@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from grpo_replay.distributed.environment import threads_per_rank
 from grpo_replay.errors import GrpoReplayError, RecipeError
 from grpo_replay.lab.dry_run.memory import (
     EngineMemory,
@@ -48,9 +47,6 @@ ROOM = 0.05
 pieces, or a GPU that shows less than it is sold with, may use it up."""
 FEW_AT_ONCE, MANY_ROUNDS = 8, 4
 """Generation is slow if fewer of the longest rollouts fit in vLLM's cache, in so many rounds."""
-
-TINY_PARAMETERS = 5_000_000
-"""Below this, one thread of a CPU is usually faster than several."""
 
 PUBLISHED = {
     f"qwen/qwen3-{size}{suffix}": f"builtin:qwen3-{size}"
@@ -239,17 +235,6 @@ def warning_of_rounds(
         f"{longest:,} tokens at once, of {rollouts} on an engine in a step: {rounds} rounds. "
         f"Shorter completions help: with sampling.max_completion_length={shorter} it holds "
         f"{tokens // (longest_prompt + shorter)}"
-    )
-
-
-def advice_on_threads(engine: EngineSection, parameters: int, machines: Machines) -> str | None:
-    """A sentence if a tiny model is computed by several threads of a CPU, which slows it down."""
-    threads = threads_per_rank(engine.threads_per_process, max(machines.ranks))
-    if machines.on_cuda or threads == 1 or parameters >= TINY_PARAMETERS:
-        return None
-    return (
-        f"each process computes with {threads} threads; a model of {parameters:,} parameters is "
-        "usually much faster with engine.threads_per_process=1"
     )
 
 

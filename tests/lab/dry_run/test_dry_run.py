@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from grpo_replay.cli import dry_run_display as display
 from grpo_replay.cli.app import app
 from grpo_replay.cli.dry_run_display import _measured
-from grpo_replay.distributed import environment
 from grpo_replay.engine.models import load_config
 from grpo_replay.errors import RecipeError
 from grpo_replay.lab.dry_run import dry_run_report, planner
@@ -26,7 +25,6 @@ from grpo_replay.lab.dry_run.planner import (
     Findings,
     Generation,
     Machines,
-    advice_on_threads,
     advise,
     find_machines,
     plan_sampler,
@@ -590,23 +588,6 @@ def test_one_prompt_is_shown_as_the_model_sees_it(tmp_path, capsys):
     assert display._excerpt("a" * 200 + "b" * 2000 + "c" * 100) == (
         f'"{"a" * 200}" … 2,000 characters … "{"c" * 100}"'
     )
-
-
-@pytest.mark.slow
-def test_several_threads_for_a_tiny_model_are_remarked_on(monkeypatch):
-    monkeypatch.setattr(environment, "available_cores", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    said = "each process computes with {} threads; a model of 161,920 parameters"
-    own = "engine.threads_per_process"
-    for given, ranks, threads in (("null", 1, 8), ("null", 2, 4), ("3", 1, 3), ("null", 8, 0)):
-        words = [f"{own}={given}", f"engine.num_processes={ranks}", "engine.device=cpu"]
-        found = [e for e in report_of("tiny", *words)["assumptions"] if "threads;" in e]
-        assert [said.format(threads) in each for each in found] == [True] * (threads > 0)
-    assert "threads;" not in str(report_of("tiny"))  # its recipe sets 1
-    large, cpu = load_recipe("smollm2").engine, Machines("cpu", (1,), GIB)
-    assert advice_on_threads(large, 5_000_000, cpu) is None
-    assert advice_on_threads(large, 4_999_999, cpu) is not None
-    assert advice_on_threads(large, 1000, Machines("cuda", (1,), GIB, 1)) is None
 
 
 def test_settings_that_cannot_work_are_problems():
