@@ -31,7 +31,6 @@ from grpo_replay.lab.dry_run.estimates import (
 from grpo_replay.lab.dry_run.first_look import FirstLook, first_look, no_look_at
 from grpo_replay.lab.dry_run.planner import (
     DTYPE_BYTES,
-    ROOM,
     Advice,
     Findings,
     Generation,
@@ -157,33 +156,17 @@ def _advice(
     evaluation: Generation | None,
     findings: Findings,
 ) -> Advice | None:
-    """Overrides that may fit, unless the plan does. Notes how much of the GPU is left, and that a
-    plan which does not fit would not start."""
+    """Overrides that may fit, unless the plan does. Notes that a plan which does not fit would not
+    start."""
     if plan is None:
         return None
     advice = None if plan.fits and _has_gpus(machines) else advise(recipe, machines, evaluation)
-    proposed = not plan.fits and advice is not None and advice.fits
-    peak = advice.peak if proposed and advice is not None else plan.peak
-    findings.assumptions += _notice_of_room(peak, proposed, machines)
     prompt = recipe.prompts.max_prompt_length
     slow = warning_of_rounds(plan, recipe.sampling, prompt, machines)
     findings.warnings += [] if slow is None else [slow]
     if not plan.fits:
         findings.exit_code = findings.exit_code or 2
     return advice
-
-
-def _notice_of_room(peak: int, proposed: bool, machines: Machines) -> list[str]:
-    """A sentence if little of an assumed GPU is left, which may be smaller than its name says."""
-    left = machines.capacity - peak
-    if not machines.elsewhere or not 0 <= left < ROOM * machines.capacity:
-        return []
-    whose = "with the overrides that are proposed below, " if proposed else ""
-    return [
-        f"{whose}{to_gib(left):.1f} of {to_gib(machines.capacity):g} GiB are left. A GPU "
-        "shows less than it is sold with (24 GB: 22.5 to 23.6 GiB): plan with --gpu-memory-gib and "
-        "what nvidia-smi shows, MiB / 1024"
-    ]
 
 
 def _try_look(
