@@ -220,7 +220,7 @@ def whole_run() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder) / "tokenizer")
         overrides = [*RUN_OVERRIDES, f"model.tokenizer={folder}/tokenizer"]
-        report = dry_run(load_recipe("tiny", overrides)).to_json()
+        report = dry_run(load_recipe("tiny", overrides))
         words = [word for override in overrides for word in ("--set", override)]
         script = (
             "import sys, resource; from grpo_replay.cli.app import main; sys.argv = sys.argv[1:]\n"

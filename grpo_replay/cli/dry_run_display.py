@@ -59,11 +59,11 @@ def run(
     if from_run is not None:
         known = replace(known, **_measured(from_run))
     of_folder = resume if output_dir else None
-    found = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample, of_folder)
-    report = found.to_json()
+    report = dry_run(recipe, gpu_memory_gib, place, known, ranks_of_nodes, sample, of_folder)
+    code: int = report["exit_code"]
     if as_json:
         print_json(report)
-        return found.exit_code
+        return code
     console = open_console(markup=True, soft_wrap=True)
     _print_sentences(console, report, "problems", "red")
     _print_sentences(console, report, "warnings", "yellow")
@@ -74,7 +74,7 @@ def run(
         console.print(f"[dim]hint[/]: {line}")
     for line in _verdict(report):
         console.print(line)
-    return found.exit_code
+    return code
 
 
 def _print_tables(console: Console, report: Mapping[str, Any]) -> None:

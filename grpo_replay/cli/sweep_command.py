@@ -21,7 +21,7 @@ from rich.text import Text
 from grpo_replay.cli.options import SweepOptions
 from grpo_replay.errors import INTERRUPTED, UsageError
 from grpo_replay.evaluation.evaluation_tables import SHORT_NAME
-from grpo_replay.lab.dry_run.dry_run_report import DryRunReport, dry_run
+from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.lab.sweep.cell_processes import Launcher
 from grpo_replay.lab.sweep.cells import shell_command
 from grpo_replay.lab.sweep.grid import Comparison, check_folder, choose_arms, expand, open_folder
@@ -38,6 +38,8 @@ _STYLES = {
     Status.INTERRUPTED: "yellow",
     Status.WAITING: "dim",
 }
+_KINDS = {"problems": "red", "warnings": "yellow", "unchecked": "yellow", "assumptions": "dim"}
+"""Styles of the sentences of an estimate."""
 _MOST_INTERESTING_FIRST = (
     *(Status.FAILED, Status.RUNNING, Status.INTERRUPTED),
     *(Status.BLOCKED, Status.WAITING, Status.DONE),
@@ -143,8 +145,7 @@ def print_estimate(entries: Sequence[Entry], as_json: bool) -> int:
     console = open_console()
     print_table(console, estimate_table(document))
     console.print(_describe_totals(document["totals"]), soft_wrap=True)
-    kinds = {"problems": "red", "warnings": "yellow", "unchecked": "yellow", "assumptions": "dim"}
-    for title, style in kinds.items():
+    for title, style in _KINDS.items():
         for sentence in document[title]:
             console.print(f"{title.rstrip('s')}: {sentence}", style=style)
     return code
@@ -156,7 +157,7 @@ def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
     Runs that differ in seed, name or optimizer share an estimate. Tokens are expected ones of the
     training steps; evaluations come on top.
     """
-    reports: dict[str, DryRunReport] = {}
+    reports: dict[str, dict[str, Any]] = {}
     cells = []
     for entry in entries:
         recipe = entry.cell.resolved_recipe()
@@ -164,15 +165,8 @@ def estimate(entries: Sequence[Entry]) -> dict[str, Any]:
         if same not in reports:
             reports[same] = dry_run(recipe, output_dir=entry.cell.root)
         cells.append(_cell(entry, reports[same]))
-    findings = [report.findings for report in reports.values()]
-    return {
-        "cells": cells,
-        "totals": _totals(cells),
-        "problems": _unique(found.problems for found in findings),
-        "warnings": _unique(found.warnings for found in findings),
-        "unchecked": _unique(found.unchecked for found in findings),
-        "assumptions": _unique(found.assumptions for found in findings),
-    }
+    sentences = {kind: _unique(each[kind] for each in reports.values()) for kind in _KINDS}
+    return {"cells": cells, "totals": _totals(cells), **sentences}
 
 
 def _without_what_costs_nothing(recipe: Recipe) -> Recipe:
@@ -180,7 +174,7 @@ def _without_what_costs_nothing(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"run": run, "optimizer": None})
 
 
-def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:
+def _cell(entry: Entry, report: dict[str, Any]) -> dict[str, Any]:
     left = 0 if entry.status is Status.DONE else entry.steps - entry.progress.step
     return {
         "name": entry.cell.name,
@@ -189,15 +183,15 @@ def _cell(entry: Entry, report: DryRunReport) -> dict[str, Any]:
         "awaits_tuning": entry.cell.awaits_choice,
         "steps": entry.steps,
         "steps_left": left,
-        "generated_tokens": left * report.step["generated_tokens_expected"],
-        "trained_tokens": left * report.step["trained_tokens_expected"],
-        "hours": _share(report.time["hours"], left / entry.steps),
-        "gpu_hours": _share(report.time["gpu_hours"], left / entry.steps),
-        "processes": report.hardware["processes"],
-        "peak_gib": None if report.memory is None else report.memory["peak_gib"],
-        "checkpoints_gib": report.storage["checkpoints_gib_most"],
-        "fits": report.fits,
-        "exit_code": report.exit_code,
+        "generated_tokens": left * report["step"]["generated_tokens_expected"],
+        "trained_tokens": left * report["step"]["trained_tokens_expected"],
+        "hours": _share(report["time"]["hours"], left / entry.steps),
+        "gpu_hours": _share(report["time"]["gpu_hours"], left / entry.steps),
+        "processes": report["hardware"]["processes"],
+        "peak_gib": None if report["memory"] is None else report["memory"]["peak_gib"],
+        "checkpoints_gib": report["storage"]["checkpoints_gib_most"],
+        "fits": report["fits"],
+        "exit_code": report["exit_code"],
     }
 
 

@@ -58,10 +58,10 @@ def test_the_trace_counts_the_scores():
 @pytest.mark.slow
 def test_the_dry_run_says_and_counts_it(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    report = dry_run(qwen("model.dtype=float32", "engine.num_processes=8"), 80).to_json()
+    report = dry_run(qwen("model.dtype=float32", "engine.num_processes=8"), 80)
     assert any("GiB of scores a layer" in each for each in report["assumptions"])
     # two rollouts to a micro-batch, and scores before and after the softmax
     assert report["memory"]["backward_work_gib"] > 2 * 2 * 5.06
-    half = dry_run(qwen("model.dtype=bfloat16"), 80).to_json()
+    half = dry_run(qwen("model.dtype=bfloat16"), 80)
     assert not any("scores" in each for each in half["assumptions"])
     assert half["memory"]["fits"]

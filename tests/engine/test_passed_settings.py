@@ -49,16 +49,16 @@ def test_what_a_library_refuses_stops_the_start_and_is_a_problem_of_the_dry_run(
         start(recipe, folder)
     assert not folder.exists(), "nothing was created"
     found = dry_run(recipe)
-    assert found.findings.problems == [str(refused.value)] and found.exit_code == 2
+    assert found["problems"] == [str(refused.value)] and found["exit_code"] == 2
 
 
 @pytest.mark.parametrize("override", TAKEN)
 def test_what_a_library_takes_of_its_own_settings_fits(override):
-    assert dry_run(load_recipe("tiny", [override])).findings.problems == []
+    assert dry_run(load_recipe("tiny", [override]))["problems"] == []
 
 
 def test_a_library_that_refuses_adapters_only_matters_where_they_are_trained(monkeypatch):
     """Without peft, the dry run says that it is missing, and nothing else."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "peft" else name)
-    problems = dry_run(load_recipe("tiny", ["model.lora={r: 4, nonsense: 1}"])).findings.problems
+    problems = dry_run(load_recipe("tiny", ["model.lora={r: 4, nonsense: 1}"]))["problems"]
     assert len(problems) == 1 and "which is not installed" in problems[0]

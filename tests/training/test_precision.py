@@ -35,7 +35,7 @@ def test_many_gradients_summed_in_bf16_are_off_by_what_the_notice_says():
 @pytest.mark.parametrize("stage, told", [(0, True), (1, True), (2, False), (3, False)])
 def test_the_stages_that_sum_in_bf16_are_told_and_the_others_sum_in_fp32(stage, told):
     recipe = recipe_at(stage)
-    said = dry_run(recipe, gpu_memory_gib=8).findings.assumptions
+    said = dry_run(recipe, gpu_memory_gib=8)["assumptions"]
     notices = notices_of_precision(recipe.model.dtype, stage)
     assert len(notices) == told
     assert [each for each in said if "in bfloat16" in each] == notices

@@ -7,7 +7,7 @@ at the parts of the recipe, `planner` at the device of one rank, `estimates` at 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,38 +53,6 @@ SMALLEST_DEFAULT_GIB = 75
 """From this size on, a GPU whose name is not known is taken for an H100."""
 
 
-@dataclass(frozen=True, slots=True)
-class DryRunReport:
-    """All results of a dry run. Sections hold JSON values; None means unknown.
-
-    `fits` is True if nothing was found that would stop the run, False if something was, and None
-    if its memory could not be counted. `advice` has overrides for one that does not fit. `prompt`
-    is the first one as the model sees it, if the prompts were read.
-    """
-
-    recipe: str
-    fits: bool | None
-    exit_code: int
-    findings: Findings
-    advice: dict[str, Any] | None
-    hardware: dict[str, Any]
-    model: dict[str, Any] | None
-    memory: dict[str, Any] | None
-    sampler: dict[str, Any] | None
-    step: dict[str, Any]
-    replay: dict[str, Any]
-    storage: dict[str, Any]
-    time: dict[str, Any]
-    prompt: str | None
-    first_look: dict[str, Any] | None
-
-    def to_json(self) -> dict[str, Any]:
-        document = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        found = document.pop("findings")
-        sentences = ("problems", "warnings", "unchecked", "assumptions")
-        return {**document, **{name: getattr(found, name) for name in sentences}}
-
-
 def dry_run(
     recipe: Recipe,
     gpu_memory_gib: float | None = None,
@@ -93,8 +61,15 @@ def dry_run(
     ranks_of_nodes: Sequence[int] | None = None,
     sample: int | None = None,
     resume: bool | None = None,
-) -> DryRunReport:
-    """The report. With `gpu_memory_gib`, assume GPUs of that size. The free disk space is that of
+) -> dict[str, Any]:
+    """All results as JSON values; None means unknown.
+
+    `fits` is True if nothing was found that would stop the run, False if something was, and None
+    if its memory could not be counted. `advice` has overrides for one that does not fit. `prompt`
+    is the first one as the model sees it, if the prompts were read. The sentences of `Findings` are
+    in lists by kind, and `exit_code` is the one that the run would end with.
+
+    With `gpu_memory_gib`, assume GPUs of that size. The free disk space is that of
     `output_dir`, which need not exist. `ranks_of_nodes`: one node of `engine.num_processes` if
     None. With `sample`, a run that would start takes a first look at so many groups. `resume` is
     whether the run goes on in `output_dir` or begins there; if None, it is given another folder.
@@ -116,20 +91,19 @@ def dry_run(
     figures = _figures(recipe, known, plan, machines, findings)
     check_disk_space(figures["storage"], output_dir, machines, findings)
     advice = _advice(recipe, plan, machines, evaluation, findings)
-    return DryRunReport(
-        recipe=recipe.name,
-        fits=False if findings.exit_code else None if plan is None else True,
-        exit_code=findings.exit_code,
-        findings=findings,
-        advice=None if advice is None else advice.describe(),
-        hardware=machines.describe(),
-        model=None if plan is None else _describe_model(recipe.model, plan),
-        memory=None if plan is None else plan.describe(),
-        sampler=None if plan is None else _describe_sampler(sampling.backend, plan),
-        prompt=None if prompts is None else prompts.sample(1)[0].text,
-        first_look=None if look is None else look.describe(),
+    return {
+        "recipe": recipe.name,
+        "fits": False if findings.exit_code else None if plan is None else True,
+        "advice": None if advice is None else advice.describe(),
+        "hardware": machines.describe(),
+        "model": None if plan is None else _describe_model(recipe.model, plan),
+        "memory": None if plan is None else plan.describe(),
+        "sampler": None if plan is None else _describe_sampler(sampling.backend, plan),
         **figures,
-    )
+        "prompt": None if prompts is None else prompts.sample(1)[0].text,
+        "first_look": None if look is None else asdict(look),
+        **asdict(findings),
+    }
 
 
 def _check_start(

@@ -7,13 +7,12 @@ step sees exactly what the run's first step sees.
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.statistics import accuracy_interval
 from grpo_replay.lab.dry_run.estimates import Known, Speed
 from grpo_replay.recipe import ModelSection, Recipe
@@ -25,22 +24,13 @@ OFTEN_CUT = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """One rollout as text, with its verdict; `reward` is None if it did not come."""
-
-    prompt: str
-    completion: str
-    verdict: str
-    reward: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class FirstLook:
     """Some groups, sampled and graded. `signal` counts those whose rewards differ, from which GRPO
     learns; `can_learn` is whether there is one, `verdict` says it in a sentence.
 
     `success` is the share of correct rollouts, `success_interval` its 95 % interval over groups
-    (`accuracy_interval`), None for a single group.
+    (`accuracy_interval`), None for a single group. `example` has the prompt, completion, verdict
+    and reward of one rollout.
     """
 
     groups: int
@@ -54,11 +44,7 @@ class FirstLook:
     cut_off: float
     can_learn: bool
     verdict: str
-    example: Example | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """JSON values."""
-        return asdict(self)
+    example: dict[str, Any] | None = None
 
 
 def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
@@ -66,10 +52,8 @@ def first_look(recipe: Recipe, groups: int) -> tuple[FirstLook, Known]:
     about the run's lengths, survival, μ and speed.
 
     The time includes what only a first step does, so that later steps are rather faster. Needs the
-    memory of the run. Raises UsageError for a recipe of several ranks, and what a run raises.
+    memory of the run. Only for what `no_look_at` has nothing against. Raises what a run raises.
     """
-    if (reason := no_look_at(recipe)) is not None:
-        raise UsageError(reason)
     share = groups / recipe.sampling.prompts_per_step
     rollouts, metrics = _throwaway_step(_for_a_look(recipe, groups))
     look = replace(judge(rollouts), example=_example(recipe.model, rollouts[0]))
@@ -90,11 +74,17 @@ def no_look_at(recipe: Recipe) -> str | None:
     return f"--sample looks in one process, engine.num_processes is {ranks}: add --num-processes 1"
 
 
-def _example(model: ModelSection, rollout: Rollout) -> Example:
+def _example(model: ModelSection, rollout: Rollout) -> dict[str, Any]:
+    """The rollout as text; its reward is None if it did not come."""
     from grpo_replay.engine.models import load_tokenizer
 
     prompt = load_tokenizer(model).decode(rollout.prompt_token_ids)
-    return Example(str(prompt), rollout.completion_text, rollout.verdict, rollout.reward)
+    return {
+        "prompt": str(prompt),
+        "completion": rollout.completion_text,
+        "verdict": rollout.verdict,
+        "reward": rollout.reward,
+    }
 
 
 def _for_a_look(recipe: Recipe, groups: int) -> Recipe:

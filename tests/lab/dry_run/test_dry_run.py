@@ -54,7 +54,7 @@ def no_verifier(monkeypatch):
 def report_of(name: str, *overrides: str, gpu: float | None = None, nodes: int = 1) -> dict:
     recipe = load_recipe(name, list(overrides))
     ranks = [recipe.engine.num_processes] * nodes
-    return dry_run(recipe, gpu, ranks_of_nodes=ranks).to_json()
+    return dry_run(recipe, gpu, ranks_of_nodes=ranks)
 
 
 def test_the_4b_plan_on_eight_gpus_of_80_gib():
@@ -542,7 +542,7 @@ def test_a_completion_that_leaves_no_room_is_one_problem(tmp_path, monkeypatch, 
     if prompt is None:  # prompts that cannot be read from here
         monkeypatch.setattr(checks, "_check_prompts", lambda *_: None)
     recipe = load_recipe("tiny", [*own, "sampling.max_completion_length=8192"])
-    report = dry_run(recipe).to_json()
+    report = dry_run(recipe)
     (problem,) = report["problems"]
     assert "sampling.max_completion_length 8192 leaves no room for a prompt" in problem
     longest = 1 if prompt is None else 17
@@ -557,7 +557,7 @@ def test_a_completion_that_leaves_no_room_is_one_problem(tmp_path, monkeypatch, 
 def test_prompts_of_unknown_characters_are_among_the_first_lines(tmp_path, capsys):
     own = own_additions(tmp_path, "What is {a} + {b}?")
     recipe = load_recipe("tiny", own)
-    report = dry_run(recipe).to_json()
+    report = dry_run(recipe)
     (said,) = report["warnings"]
     assert said.startswith("60 of 60 prompts and 0 reference answers have characters that the")
     assert said.endswith("W a h i s t. The model cannot read or write them") and ": ? W" in said
@@ -580,7 +580,7 @@ def test_unknown_characters_of_the_template_are_not_blamed_on_the_data(tmp_path)
 def test_one_prompt_is_shown_as_the_model_sees_it(tmp_path, capsys):
     own = own_additions(tmp_path, "{a}+{b}")
     recipe = load_recipe("tiny", [*own, 'prompts.user_template="[b]\\n{problem}="'])
-    assert dry_run(recipe).to_json()["prompt"] == "[b]\n20+27="
+    assert dry_run(recipe)["prompt"] == "[b]\n20+27="
     display.run(recipe)
     assert 'first prompt: "[b]\\n20+27="' in capsys.readouterr().out
     assert report_of("qwen3-4b", gpu=80)["prompt"] is None  # its prompts cannot be read here
@@ -642,7 +642,7 @@ def test_prompts_that_were_not_read_may_be_too_long_for_the_model():
 
 
 def test_hours_come_from_a_statement_a_run_or_an_assumption(runs):
-    stated = dry_run(load_recipe("tiny"), known=Known(trained_tokens_per_second=880)).to_json()
+    stated = dry_run(load_recipe("tiny"), known=Known(trained_tokens_per_second=880))
     assert stated["time"]["generated_tokens_per_second"] == 1000  # μ of the tiny model is 0.88
     assert stated["time"]["hours"] > 0 and stated["time"]["gpu_hours"] is None
     assert "hours: 1,000 tokens generated and 880 trained" in str(stated["assumptions"])
@@ -654,7 +654,7 @@ def test_hours_come_from_a_statement_a_run_or_an_assumption(runs):
     assert "30% of 989 TFLOP/s" in assumed["speed_is"]
     measured = _measured(str(runs["ours"]))["measured"]
     assert measured["mu"] == pytest.approx(4.0)
-    longer = dry_run(load_recipe("qwen3-4b"), 80, known=Known(measured=measured)).to_json()
+    longer = dry_run(load_recipe("qwen3-4b"), 80, known=Known(measured=measured))
     expected = measured["completion_tokens"] * 256
     assert longer["step"]["generated_tokens_expected"] == round(expected)
     assert "measured in the run" in str(longer["assumptions"])

@@ -14,7 +14,7 @@ def offline(monkeypatch):
 
 
 def report_of(name: str, *overrides: str) -> dict:
-    return dry_run(load_recipe(name, list(overrides))).to_json()
+    return dry_run(load_recipe(name, list(overrides)))
 
 
 def test_the_tiny_recipe_is_checked_in_full_and_fits_here():

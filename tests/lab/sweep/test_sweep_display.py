@@ -1,8 +1,8 @@
 """The table of cells: all of them, or what matters where there is no room."""
 
 import io
+from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -114,12 +114,13 @@ def test_seeds_share_an_estimate_and_other_numbers_of_steps_have_their_own(monke
 
     def dry_run(recipe, output_dir):
         asked.append(recipe.run.steps)
-        return SimpleNamespace(
-            step={"generated_tokens_expected": 1, "trained_tokens_expected": 1}, memory=None,
-            time={"hours": recipe.run.steps / 10, "gpu_hours": None}, fits=None,
-            exit_code=3 if recipe.run.steps == 40 else 0,
-            hardware={"processes": 1}, storage={"checkpoints_gib_most": 0}, findings=Findings(),
-        )  # fmt: skip
+        found = Findings(exit_code=3 if recipe.run.steps == 40 else 0)
+        return {
+            "step": {"generated_tokens_expected": 1, "trained_tokens_expected": 1},
+            "time": {"hours": recipe.run.steps / 10, "gpu_hours": None},
+            "storage": {"checkpoints_gib_most": 0}, "hardware": {"processes": 1},
+            "memory": None, "fits": None, **asdict(found),
+        }  # fmt: skip
 
     monkeypatch.setattr(sweep_command, "dry_run", dry_run)
     entries = []
