@@ -7,7 +7,7 @@ which overrides they would.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -106,10 +106,7 @@ class Machines:
 
     def with_ranks(self, ranks: int) -> "Machines":
         """The same nodes with so many ranks on each."""
-        return Machines(
-            self.device, (ranks,) * len(self.ranks), self.capacity, self.gpus, self.elsewhere,
-            self.gpu,
-        )  # fmt: skip
+        return replace(self, ranks=(ranks,) * len(self.ranks))
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -351,23 +348,22 @@ class Advice:
     """Overrides with which the run fits; if none do, those tried that need least memory."""
 
     overrides: tuple[str, ...]
-    peak: int
-    fits: bool
-    tight: bool = False
+    plan: MemoryPlan
 
     @property
     def has_room(self) -> bool:
         """Whether it fits with `ROOM` to spare."""
-        return self.fits and not self.tight
+        return self.plan.fits and not self.plan.tight
 
     @property
     def rank(self) -> tuple[bool, int]:
         """Lower is better among those without room."""
-        return not self.fits, self.peak
+        return not self.plan.fits, self.plan.peak
 
     def describe(self) -> dict[str, Any]:
-        return {"set": list(self.overrides), "peak_gib": to_gib(self.peak), "fits": self.fits,
-                "tight": self.tight}  # fmt: skip
+        plan = self.plan
+        return {"set": list(self.overrides), "peak_gib": to_gib(plan.peak), "fits": plan.fits,
+                "tight": plan.tight}  # fmt: skip
 
 
 def advise(
@@ -402,33 +398,34 @@ def _attempt(
     evaluation: Generation | None,
     overrides: Sequence[str],
 ) -> Advice | None:
-    """The plan with these overrides, and if it helps with another share of the GPU for vLLM."""
-    try:
-        recipe = resolve_recipe([given, parse_overrides(list(overrides))])
-        ranks = recipe.engine.num_processes
-        there = machines.with_ranks(ranks) if _sets_ranks(overrides) else machines
-        plan = plan_memory(recipe, there, config, evaluation)
-    except RecipeError:
-        return None
-    best = Advice(tuple(overrides), plan.peak, plan.fits, plan.tight)
-    if best.has_room or not (recipe.sampling.vllm_in_ranks and machines.on_cuda):
-        return best
-    share = recipe.sampling.vllm.gpu_memory_utilization
-    for other in sorted(SHARES, key=lambda each: abs(each - share)):
-        words = (*overrides, f"sampling.vllm.gpu_memory_utilization={other}")
-        with suppress(RecipeError):
-            changed = resolve_recipe([given, parse_overrides(list(words))])
-            found = plan_memory(changed, there, config, evaluation)
-            tried = Advice(words, found.peak, found.fits, found.tight)
+    """The plan with these overrides, and if it helps with another share of the GPU for vLLM; None
+    if they contradict another setting."""
+
+    def resolved(words: Sequence[str]) -> Recipe:
+        return resolve_recipe([given, parse_overrides(list(words))])
+
+    best: Advice | None = None
+    with suppress(RecipeError):
+        first = resolved(overrides)
+        asked = any(word.startswith("engine.num_processes=") for word in overrides)
+        there = machines.with_ranks(first.engine.num_processes) if asked else machines
+        for words in (tuple(overrides), *_with_other_shares(first.sampling, machines, overrides)):
+            tried = Advice(words, plan_memory(resolved(words), there, config, evaluation))
             if tried.has_room:
                 return tried
-            if tried.fits and tried.rank < best.rank:
+            if best is None or (tried.plan.fits and tried.rank < best.rank):
                 best = tried
     return best
 
 
-def _sets_ranks(overrides: Sequence[str]) -> bool:
-    return any(word.startswith("engine.num_processes=") for word in overrides)
+def _with_other_shares(
+    sampling: SamplingSection, machines: Machines, overrides: Sequence[str]
+) -> Iterator[tuple[str, ...]]:
+    """The overrides with another share of the GPU for vLLM, the nearest first."""
+    if sampling.vllm_in_ranks and machines.on_cuda:
+        share = sampling.vllm.gpu_memory_utilization
+        for other in sorted(SHARES, key=lambda each: abs(each - share)):
+            yield *overrides, f"sampling.vllm.gpu_memory_utilization={other}"
 
 
 def _without_needless(found: Advice, attempt: Callable[[Sequence[str]], Advice | None]) -> Advice:

@@ -387,7 +387,7 @@ def test_advice_reads_the_configuration_once_whatever_it_tries(monkeypatch):
 def test_overrides_that_contradict_another_setting_are_not_advised():
     overlong = load_recipe("tiny", ["reward.overlong_buffer_tokens=15"])  # of 20
     found = advise(overlong, Machines("cpu", (1,), 1))
-    assert found is not None and not found.fits
+    assert found is not None and not found.plan.fits
     assert not any("max_completion_length" in word for word in found.overrides)
 
 
@@ -706,7 +706,7 @@ def test_the_sampler_has_room_for_the_rollouts_of_an_evaluation(monkeypatch):
 def test_an_evaluation_that_does_not_fit_is_sampled_in_smaller_batches():
     recipe = load_recipe("tiny", ["sampling.max_batch_rollouts=1000000"])
     found = advise(recipe, Machines("cpu", (1,), 2 * GIB), Generation(1_000_000, 16, 20))
-    assert found.fits and found.overrides == ("sampling.max_batch_rollouts=256",)
+    assert found.plan.fits and found.overrides == ("sampling.max_batch_rollouts=256",)
 
 
 def test_the_dtype_of_the_sampler_decides_what_it_holds_on_a_cpu_too(monkeypatch):
@@ -825,10 +825,10 @@ def test_advice_without_room_is_the_one_that_leaves_most():
     """A card on which only the smallest rung fits, and that tightly."""
     recipe = load_recipe("tiny")
     smallest = min(
-        advise(recipe, Machines("cpu", (1,), capacity)).peak for capacity in (1, GIB // 2)
+        advise(recipe, Machines("cpu", (1,), capacity)).plan.peak for capacity in (1, GIB // 2)
     )
     found = advise(recipe, Machines("cpu", (1,), int(1.01 * smallest)))
-    assert found.fits and found.tight and found.peak == smallest
+    assert found.plan.fits and found.plan.tight and found.plan.peak == smallest
 
 
 def test_few_rollouts_at_once_are_warned_about(capsys):
