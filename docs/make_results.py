@@ -268,7 +268,7 @@ def judged_recipe(
     """The verdict that `plan` gives on a recipe with this μ and growth; and its J(x, y)/J(1, 1), as
     if both were drawn with replacement from uniform ages."""
     recipe = load_recipe(name, overrides)
-    expected = expected_of(recipe.model, recipe.prompts, recipe.sampling, recipe.replay)
+    expected = expected_of(recipe)
     inputs = PlanInputs(
         mu=mu, rho=DEFAULT_RHO, growth=growth, survival=expected.survival,
         rollouts_per_step=recipe.rollouts_per_step, completion_tokens=expected.completion_tokens,

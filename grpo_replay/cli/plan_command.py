@@ -178,7 +178,7 @@ def _inputs(
         )
     assumed = _NO_RECIPE
     if recipe is not None:
-        expected = expected_of(recipe.model, recipe.prompts, recipe.sampling, recipe.replay)
+        expected = expected_of(recipe)
         assumed = {name: (getattr(expected, name), why) for name, why in expected.sources.items()}
     generated = recipe.rollouts_per_step if recipe and not estimates else None
     table: dict[str, Choice[Any]] = {

@@ -16,7 +16,6 @@ from grpo_replay.lab.dry_run.estimates import (
     DecodeFloor,
     Expected,
     Known,
-    Pace,
     Speed,
     assumed_speed,
     busiest,
@@ -42,7 +41,7 @@ from grpo_replay.lab.dry_run.planner import (
     warning_of_rounds,
     with_known_model,
 )
-from grpo_replay.recipe import ModelSection, Recipe, RunSection, SamplingSection
+from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
 from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, to_gib
 
 if TYPE_CHECKING:
@@ -172,42 +171,23 @@ def _figures(
     findings: Findings,
 ) -> dict[str, dict[str, Any]]:
     """The sections step, replay, storage and time; what they assume is added to the findings."""
-    sampling, replay = recipe.sampling, recipe.replay
-    expected = expected_of(
-        recipe.model, recipe.prompts, sampling, replay, known.measured, known.prompt_tokens
-    )
-    step = describe_step(sampling, replay, expected)
-    stored = describe_replay(sampling, replay, recipe.run.steps, expected)
-    storage = describe_storage(recipe.prompts, sampling, stored, expected)
+    expected = expected_of(recipe, known.measured, known.prompt_tokens)
+    step = describe_step(recipe, expected)
+    stored = describe_replay(recipe, expected)
+    storage = describe_storage(recipe, stored, expected)
     storage |= _checkpoint_sizes(plan, recipe.checkpoint.keep, bool(recipe.eval.benchmarks))
     speed = _choose_speed(known, expected, plan, recipe.model.dtype, machines)
-    findings.assumptions += _assumptions(expected, sampling, machines)
-    findings.assumptions.append(_describe_speed(speed, machines, sampling))
-    time = _time(
-        recipe, step, stored["first_replay_step"], expected, plan, speed, machines, findings
-    )
-    return {"step": step, "replay": stored, "storage": storage, "time": time}
-
-
-def _time(
-    recipe: Recipe, step: dict[str, Any], first_replay_step: int | None, expected: Expected,
-    plan: MemoryPlan | None, speed: Speed | None, machines: Machines, findings: Findings,
-) -> dict[str, Any]:  # fmt: skip
-    """The section of hours, and a finding if the longest completion decides them."""
-    pace = _pace(recipe.run, recipe.sampling, recipe.loss.behavior_logprobs == "trainer")
-    floor = None
-    if plan is not None and speed is not None:
-        dtype = recipe.sampled_dtype
-        floor = _decode_floor(recipe.sampling, dtype, pace, expected, plan, speed, machines)
-    ranks = machines.total_ranks
+    findings.assumptions += _assumptions(expected, recipe.sampling, machines)
+    findings.assumptions.append(_describe_speed(speed, machines, recipe.sampling))
+    floor, ranks = _decode_floor(recipe, expected, plan, speed, machines), machines.total_ranks
     time = describe_time(
-        pace, step, first_replay_step, expected, speed, ranks, machines.on_cuda, floor
+        recipe, step, stored["first_replay_step"], expected, speed, ranks, machines.on_cuda, floor
     )
     seconds = [time.get(f"generation_seconds_{which}") for which in ("per_step", "at_least")]
-    if floor is not None and seconds[0] == seconds[1]:
-        share = busiest(pace, step["generated_rollouts"], ranks)
+    if floor is not None and seconds[0] == seconds[1]:  # the longest completion decides the hours
+        share = busiest(recipe, step["generated_rollouts"], ranks)
         findings.assumptions.append(floor.describe(share))
-    return time
+    return {"step": step, "replay": stored, "storage": storage, "time": time}
 
 
 def _has_gpus(machines: Machines) -> bool:
@@ -254,25 +234,31 @@ def _choose_speed(
     """Stated, else measured, else assumed for a GPU. None if nothing is known: an unnamed GPU with
     less memory than an H100 is a slower one."""
     speed = known.stated_speed(expected.mu) or known.speed
-    if speed is not None or plan is None or not machines.on_cuda:
+    if speed is not None or plan is None or not _is_known_gpu(machines):
         return speed
-    if machines.gpu is None and machines.capacity < SMALLEST_DEFAULT_GIB * GIB:
-        return None
     return assumed_speed(plan.shape, expected, dtype, machines.gpu)
 
 
+def _is_known_gpu(machines: Machines) -> bool:
+    """Whether there is a GPU that has a name, or may be taken for an H100."""
+    large = machines.capacity >= SMALLEST_DEFAULT_GIB * GIB
+    return machines.on_cuda and (machines.gpu is not None or large)
+
+
 def _decode_floor(
-    sampling: SamplingSection, dtype: str, pace: Pace, expected: Expected, plan: MemoryPlan,
-    speed: Speed, machines: Machines,
+    recipe: Recipe, expected: Expected, plan: MemoryPlan | None, speed: Speed | None,
+    machines: Machines,
 ) -> DecodeFloor | None:  # fmt: skip
     """The least time of a step's generation; None where the speed is stated or measured on as many
     GPUs, where the GPU is not known, and where no step waits for its own completions."""
-    gpus = pace.servers * pace.gpus_per_server or machines.total_ranks
-    small = machines.gpu is None and machines.capacity < SMALLEST_DEFAULT_GIB * GIB
-    waits = not (pace.overlaps or pace.repeats_journal)
-    if speed.holds_for(gpus) or not machines.on_cuda or small or not waits:
+    sampling = recipe.sampling
+    gpus = sampling.servers_used * sampling.gpus_per_server or machines.total_ranks
+    waits = not recipe.run.is_async and sampling.collection.replay_journal is None
+    if plan is None or speed is None or speed.holds_for(gpus) or not waits:
         return None
-    shape, each = plan.shape, DTYPE_BYTES[dtype]
+    if not _is_known_gpu(machines):
+        return None
+    shape, each = plan.shape, DTYPE_BYTES[recipe.sampled_dtype]
     return DecodeFloor(
         longest=expected_longest(
             expected.completion_tokens, sampling.max_completion_length, sampling.rollouts_per_step
@@ -282,17 +268,6 @@ def _decode_floor(
         / sampling.gpus_per_model,
         gpu=known_gpu(machines.gpu),
         rounds=1 + sampling.max_refills,
-    )
-
-
-def _pace(run: RunSection, sampling: SamplingSection, recomputes: bool) -> Pace:
-    return Pace(
-        steps=run.steps,
-        overlaps=run.is_async,
-        recomputes=recomputes,
-        servers=sampling.servers_used,
-        gpus_per_server=sampling.gpus_per_server,
-        repeats_journal=sampling.collection.replay_journal is not None,
     )
 
 

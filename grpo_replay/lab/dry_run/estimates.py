@@ -15,10 +15,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_replay.lab.dry_run.memory import ModelShape
-from grpo_replay.recipe import ModelSection, PromptsSection, ReplaySection, SamplingSection
+from grpo_replay.recipe import Recipe, SamplingSection
 from grpo_replay.storage.checkpoint import logged_bytes, stored_bytes, to_gib
 
 SURVIVORS_OF_256 = {"Qwen3-0.6B": 86.5, "Qwen3-1.7B": 112.7, "Qwen3-4B": 124.9}  # -Base
@@ -45,34 +45,31 @@ _UNKNOWN_MODEL_USES = "Qwen3-1.7B"
 
 UTILISATION = 0.3
 """Assumed share of the peak that updates reach (MFU): 0.3 to 0.5 is usual for dense models."""
-PEAK_FLOPS = {
-    "B200": (2250e12, 80e12),
-    "H100": (989e12, 67e12),
-    "H200": (989e12, 67e12),
-    "H800": (989e12, 67e12),
-    "A100": (312e12, 19.5e12),
-    "L40S": (362e12, 91.6e12),
-    "RTX 4090": (165e12, 82.6e12),
-    "A10": (125e12, 31.2e12),
-    "L4": (121e12, 30.3e12),
-    "RTX 3090": (71e12, 35.6e12),
+
+
+class Gpu(NamedTuple):
+    """Of NVIDIA's data sheets: dense floating-point operations per second in bfloat16 and float32,
+    and bytes per second of the memory (of the SXM form, and of the A100 with 80 GB)."""
+
+    bfloat16: float
+    float32: float
+    bandwidth: float
+
+
+GPUS = {
+    "B200": Gpu(2250e12, 80e12, 8.0e12),
+    "H100": Gpu(989e12, 67e12, 3.35e12),
+    "H200": Gpu(989e12, 67e12, 4.8e12),
+    "H800": Gpu(989e12, 67e12, 3.35e12),
+    "A100": Gpu(312e12, 19.5e12, 2.04e12),
+    "L40S": Gpu(362e12, 91.6e12, 0.864e12),
+    "RTX 4090": Gpu(165e12, 82.6e12, 1.01e12),
+    "A10": Gpu(125e12, 31.2e12, 0.6e12),
+    "L4": Gpu(121e12, 30.3e12, 0.3e12),
+    "RTX 3090": Gpu(71e12, 35.6e12, 0.936e12),
 }
-"""Dense floating-point operations per second in bfloat16 and float32, from NVIDIA's data sheets, by
-a part of the GPU's name; the first that fits."""
+"""By a part of the GPU's name; the first that fits."""
 DEFAULT_GPU = "H100"
-BANDWIDTH = {
-    "B200": 8.0e12,
-    "H100": 3.35e12,
-    "H200": 4.8e12,
-    "H800": 3.35e12,
-    "A100": 2.04e12,
-    "L40S": 0.864e12,
-    "RTX 4090": 1.01e12,
-    "A10": 0.6e12,
-    "L4": 0.3e12,
-    "RTX 3090": 0.936e12,
-}
-"""Bytes per second of their memory (of the SXM form, and of the A100 with 80 GB)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +84,20 @@ class Expected:
 
 
 def expected_of(
-    model: ModelSection,
-    prompts: PromptsSection,
-    sampling: SamplingSection,
-    replay: ReplaySection,
+    recipe: Recipe,
     measured: Mapping[str, float] | None = None,
     prompt_tokens: float | None = None,
 ) -> Expected:
     """What to expect of a recipe: `measured` values of a finished run, and assumptions for the
     others. Keys of `measured` are fields of `Expected`. `prompt_tokens` is the mean of the prompts,
     if they were read."""
+    model, prompts, drops = recipe.model.path, recipe.prompts, recipe.replay.drop_zero_variance
+    longest = recipe.sampling.max_completion_length
     assumed = {
-        "survival": assumed_survival(model.path, replay.drop_zero_variance),
-        "mu": assumed_cost_ratio(model.path),
+        "survival": assumed_survival(model, drops),
+        "mu": assumed_cost_ratio(model),
         "completion_tokens": _assumed_length(
-            "completion_tokens", model.path, sampling.max_completion_length, MEAN_COMPLETION_SHARE
+            "completion_tokens", model, longest, MEAN_COMPLETION_SHARE
         ),
         "prompt_tokens": _assumed_length(
             "prompt_tokens", prompts.source_names[0], prompts.max_prompt_length, MEAN_PROMPT_SHARE
@@ -110,7 +106,7 @@ def expected_of(
     if prompt_tokens is not None:
         assumed["prompt_tokens"] = prompt_tokens, "the mean of the prompts that were read"
     found = dict(measured or {})
-    if not replay.drop_zero_variance:
+    if not drops:
         found.pop("survival", None)  # the measured run may have dropped groups
     chosen = assumed | {name: (value, "measured in the run") for name, value in found.items()}
     return Expected(
@@ -166,10 +162,9 @@ def _known_name(model_path: str, known: Iterable[str]) -> str | None:
     return next((name for name in known if name.lower() == last), None)
 
 
-def describe_step(
-    sampling: SamplingSection, replay: ReplaySection, expected: Expected
-) -> dict[str, Any]:
+def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     """Rollouts and tokens of one training step, once replay has begun."""
+    sampling, replay = recipe.sampling, recipe.replay
     generated, survivors = _expected_rollouts(sampling, expected)
     most = sampling.rollouts_per_step * (sampling.max_refills + 1)
     replayed = replay.ratio * survivors if replay.replays else 0.0
@@ -196,15 +191,14 @@ def _expected_rollouts(sampling: SamplingSection, expected: Expected) -> tuple[f
     return generated, generated * expected.survival
 
 
-def describe_replay(
-    sampling: SamplingSection, replay: ReplaySection, steps: int, expected: Expected
-) -> dict[str, Any]:
+def describe_replay(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     """Number of stored rollouts: the maximum, and with the expected share of survivors."""
+    sampling, replay = recipe.sampling, recipe.replay
     if not replay.replays:
         return {"stored_rollouts_expected": 0, "stored_rollouts_most": 0, "capacity_binds": False,
                 "first_replay_step": None, "horizon_steps": None}  # fmt: skip
     _, survivors = _expected_rollouts(sampling, expected)
-    births = replay.max_age_steps if replay.max_age_steps is not None else steps
+    births = replay.max_age_steps if replay.max_age_steps is not None else recipe.run.steps
     # A refill replaces dropped groups: no more survive than `prompts_per_step` groups.
     most = births * sampling.rollouts_per_step
     first = replay.warmup_steps + 1
@@ -219,14 +213,12 @@ def describe_replay(
 
 
 def describe_storage(
-    prompts: PromptsSection,
-    sampling: SamplingSection,
-    stored: Mapping[str, Any],
-    expected: Expected,
+    recipe: Recipe, stored: Mapping[str, Any], expected: Expected
 ) -> dict[str, Any]:
     """Host memory of the buffer, and sizes of the files of a step. `stored` is of
     `describe_replay`."""
-    longest = prompts.max_prompt_length, sampling.max_completion_length
+    sampling = recipe.sampling
+    longest = recipe.prompts.max_prompt_length, sampling.max_completion_length
     mean = (expected.prompt_tokens, expected.completion_tokens)
     generated, _ = _expected_rollouts(sampling, expected)
     most = sampling.rollouts_per_step * (sampling.max_refills + 1)
@@ -293,7 +285,7 @@ def assumed_speed(
 ) -> Speed:
     """The speed of a GPU of which the name is known, or of `DEFAULT_GPU`."""
     known = known_gpu(gpu)
-    peak = PEAK_FLOPS[known][dtype == "float32"]
+    peak = GPUS[known].float32 if dtype == "float32" else GPUS[known].bfloat16
     trained = expected.completion_tokens * UTILISATION * peak / update_flops(shape, expected)
     return Speed(
         trained / expected.mu,
@@ -305,8 +297,8 @@ def assumed_speed(
 
 
 def known_gpu(gpu: str | None) -> str:
-    """The key of `PEAK_FLOPS` and `BANDWIDTH` for the name of a GPU; `DEFAULT_GPU` for others."""
-    return next((name for name in PEAK_FLOPS if gpu is not None and name in gpu), DEFAULT_GPU)
+    """The key of `GPUS` for the name of a GPU; `DEFAULT_GPU` for others."""
+    return next((name for name in GPUS if gpu is not None and name in gpu), DEFAULT_GPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +312,12 @@ class DecodeFloor:
 
     longest: float
     weight_bytes: float
-    gpu: str  # key of `BANDWIDTH`
+    gpu: str  # key of `GPUS`
     rounds: int = 1
 
     @property
     def seconds_per_token(self) -> float:
-        return self.weight_bytes / BANDWIDTH[self.gpu]
+        return self.weight_bytes / GPUS[self.gpu].bandwidth
 
     @property
     def seconds(self) -> float:
@@ -337,7 +329,7 @@ class DecodeFloor:
             f"generation lasts at least {self.seconds:.3g} s a step: the longest completion, about "
             f"{self.longest:,.0f} tokens, takes {1e3 * self.seconds_per_token:.3g} ms a token on "
             f"one {self.gpu} ({self.weight_bytes / 1e9:.3g} GB of weights at "
-            f"{BANDWIDTH[self.gpu] / 1e12:.3g} TB/s). Each GPU has {rollouts:,.3g} of the "
+            f"{GPUS[self.gpu].bandwidth / 1e12:.3g} TB/s). Each GPU has {rollouts:,.3g} of the "
             "rollouts: more GPUs do not generate faster"
         )
 
@@ -362,20 +354,8 @@ def update_flops(shape: ModelShape, expected: Expected) -> float:
     return per_token * tokens + 6 * shape.layers * shape.attention_width * tokens**2
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """What of a recipe decides how long its steps take."""
-
-    steps: int
-    overlaps: bool  # sampling goes on while the trainer works
-    recomputes: bool  # the trainer recomputes the log-probs of fresh rollouts
-    servers: int
-    gpus_per_server: int
-    repeats_journal: bool
-
-
 def describe_time(
-    pace: Pace,
+    recipe: Recipe,
     step: Mapping[str, Any],
     first_replay_step: int | None,
     expected: Expected,
@@ -386,22 +366,22 @@ def describe_time(
 ) -> dict[str, Any]:
     """Seconds of a step and hours of the run; None where no speed is known. `floor`: generation
     takes at least so long."""
-    steps = pace.steps
+    steps, sampling = recipe.run.steps, recipe.sampling
     if speed is None:
         return {"steps": steps, "hours": None, "gpu_hours": None, "speed_is": None}
-    rollouts = busiest(pace, step["generated_rollouts"], ranks)
+    rollouts = busiest(recipe, step["generated_rollouts"], ranks)
     at_least = None if floor is None else floor.seconds
     generation = max(rollouts * (expected.completion_tokens / speed.generated), at_least or 0.0)
     per_trained = expected.completion_tokens / speed.trained / ranks
     survivors, trained = step["surviving_rollouts_expected"], step["trained_rollouts_expected"]
-    other = _other_seconds(pace, speed, survivors * per_trained)
+    other = _other_seconds(recipe, speed, survivors * per_trained)
     early = steps if first_replay_step is None else min(steps, first_replay_step - 1)
-    both = max if pace.overlaps else sum
+    both = max if recipe.run.is_async else sum  # sampling goes on while the trainer works
     seconds = sum(
         count * (both((generation, rollouts * per_trained)) + other)
         for count, rollouts in ((early, survivors), (steps - early, trained))
     )
-    hours, gpus = seconds / 3600, ranks + pace.servers * pace.gpus_per_server
+    hours, gpus = seconds / 3600, ranks + sampling.servers_used * sampling.gpus_per_server
     return {
         "steps": steps,
         "hours": _significant(hours),
@@ -416,23 +396,24 @@ def describe_time(
     }
 
 
-def _other_seconds(pace: Pace, speed: Speed, training_seconds: float) -> float:
+def _other_seconds(recipe: Recipe, speed: Speed, training_seconds: float) -> float:
     """What a step takes beside generation and updates: as measured, or a forward pass over the
     survivors, a third of their training, if log-probs are recomputed."""
     if speed.other_seconds is not None:
         return speed.other_seconds
-    return training_seconds / 3 if pace.recomputes else 0.0
+    return training_seconds / 3 if recipe.loss.behavior_logprobs == "trainer" else 0.0
 
 
-def busiest(pace: Pace, generated: float, ranks: int) -> float:
+def busiest(recipe: Recipe, generated: float, ranks: int) -> float:
     """Rollouts of a step per GPU of the rank or server that samples most: each takes whole ones.
     Servers of an asynchronous run do not wait for a step, so they share evenly."""
-    if pace.repeats_journal:
+    sampling = recipe.sampling
+    if sampling.collection.replay_journal is not None:
         return 0.0
-    share = generated / (pace.servers or ranks)
-    if not pace.overlaps:
+    share = generated / (sampling.servers_used or ranks)
+    if not recipe.run.is_async:
         share = math.ceil(share)
-    return share / pace.gpus_per_server if pace.servers else share
+    return share / sampling.gpus_per_server if sampling.servers_used else share
 
 
 def _significant(value: float) -> float:

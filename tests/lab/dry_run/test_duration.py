@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_replay.lab.dry_run import estimates
-from grpo_replay.lab.dry_run.dry_run_report import _choose_speed, _decode_floor, _pace
+from grpo_replay.lab.dry_run.dry_run_report import _choose_speed, _decode_floor
 from grpo_replay.lab.dry_run.estimates import (
+    GPUS,
     DecodeFloor,
     Known,
     Speed,
@@ -17,6 +17,7 @@ from grpo_replay.lab.dry_run.estimates import (
     describe_step,
     describe_time,
     expected_longest,
+    expected_of,
     update_flops,
 )
 from grpo_replay.lab.dry_run.memory import ModelShape
@@ -34,19 +35,11 @@ SHAPE = ModelShape(
 )  # fmt: skip
 
 
-def expected_of(recipe, measured=None):
-    return estimates.expected_of(
-        recipe.model, recipe.prompts, recipe.sampling, recipe.replay, measured
-    )
-
-
 def time_of(recipe, machines, speed, **measured):
     expected = expected_of(recipe, measured)
-    step = describe_step(recipe.sampling, recipe.replay, expected)
-    stored = describe_replay(recipe.sampling, recipe.replay, recipe.run.steps, expected)
-    pace = _pace(recipe.run, recipe.sampling, recipe.loss.behavior_logprobs == "trainer")
+    step, stored = describe_step(recipe, expected), describe_replay(recipe, expected)
     return describe_time(
-        pace, step, stored["first_replay_step"], expected, speed, machines.total_ranks,
+        recipe, step, stored["first_replay_step"], expected, speed, machines.total_ranks,
         machines.on_cuda,
     )  # fmt: skip
 
@@ -154,8 +147,8 @@ def test_a_sampler_whose_logprobs_are_used_saves_the_pass():
     assert time_of(sampled, FOUR_GPUS, measured)["other_seconds_per_step"] == 12
 
 
-def test_the_floor_is_that_of_the_longest_completion_and_every_gpu_has_a_bandwidth():
-    assert estimates.BANDWIDTH.keys() == estimates.PEAK_FLOPS.keys()
+def test_the_floor_is_that_of_the_longest_completion():
+    assert GPUS["A100"].bandwidth == 2.04e12
     # 1 + 1/2 + 1/3 + 1/4 = 25/12 of the mean, and never more than the limit
     assert expected_longest(120, 1000, 4) == pytest.approx(250)
     assert expected_longest(120, 200, 4) == 200 and expected_longest(120, 200, 1) == 120
@@ -179,10 +172,7 @@ def test_the_floor_is_that_of_the_longest_completion_and_every_gpu_has_a_bandwid
 def test_what_is_measured_at_this_size_or_stated_has_no_floor(overrides, speed, bytes_each):
     recipe = load_recipe("qwen3-1.7b", overrides)
     plan = SimpleNamespace(shape=SHAPE)
-    pace = _pace(recipe.run, recipe.sampling, True)
-    found = _decode_floor(
-        recipe.sampling, recipe.sampled_dtype, pace, expected_of(recipe), plan, speed, FOUR_GPUS
-    )
+    found = _decode_floor(recipe, expected_of(recipe), plan, speed, FOUR_GPUS)
     assert (found and found.weight_bytes) == (bytes_each and bytes_each * 10**9)
 
 

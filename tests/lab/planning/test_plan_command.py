@@ -312,7 +312,7 @@ def test_a_recipe_that_the_theory_finds_dearer_than_no_replay_says_why(name, cap
 def test_plan_and_dry_run_assume_the_same(capsys):
     for name in ("qwen3-0.6b", "qwen3-4b", "fifo-qwen3-0.6b", "tiny"):
         recipe = load_recipe(name)
-        expected = expected_of(recipe.model, recipe.prompts, recipe.sampling, recipe.replay)
+        expected = expected_of(recipe)
         assumed = plan_json(capsys, recipe=name)["assumptions"]
         for key in ("mu", "survival", "completion_tokens", "prompt_tokens"):
             assert assumed[key] == getattr(expected, key), (name, key)
