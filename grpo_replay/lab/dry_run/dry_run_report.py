@@ -42,7 +42,7 @@ from grpo_replay.lab.dry_run.planner import (
     with_known_model,
 )
 from grpo_replay.recipe import ModelSection, Recipe, SamplingSection
-from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, to_gib
+from grpo_replay.storage.checkpoint import GIB, to_gib
 
 if TYPE_CHECKING:
     from grpo_replay.prompts.prompt_set import PromptSet
@@ -88,7 +88,9 @@ def dry_run(
     plan = _try_plan(recipe, machines, evaluation, findings)
     look, known = _try_look(recipe, sample, plan, known, findings)
     figures = _figures(recipe, known, plan, machines, findings)
-    check_disk_space(figures["storage"], output_dir, machines, findings)
+    if plan is not None:
+        keep = recipe.checkpoint.keep
+        check_disk_space(plan.checkpoint_bytes, keep, output_dir, machines, findings)
     advice = _advice(recipe, plan, machines, evaluation, findings)
     return {
         "recipe": recipe.name,
@@ -219,10 +221,7 @@ def _checkpoint_sizes(plan: MemoryPlan | None, keep: int, evaluates: bool) -> di
              "sampler_host_gib_per_rank")  # fmt: skip
     if plan is None:
         return dict.fromkeys(names)
-    shape, setting = plan.shape, plan.setting
-    one = to_gib(
-        checkpoint_bytes(shape.parameters, setting.dtype_bytes, setting.zero_stage, shape.adapters)
-    )
+    one = to_gib(plan.checkpoint_bytes)
     host = plan.sampler.host if evaluates else 0
     sizes = (one, round(one * (keep + 1), 3), to_gib(plan.engine.host), to_gib(host))
     return dict(zip(names, sizes, strict=True))

@@ -29,7 +29,7 @@ from grpo_replay.recipe import (
     parse_overrides,
     resolve_recipe,
 )
-from grpo_replay.storage.checkpoint import GIB, to_gib
+from grpo_replay.storage.checkpoint import GIB, checkpoint_bytes, to_gib
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -193,6 +193,13 @@ class MemoryPlan:
     def tight(self) -> bool:
         """Whether it fits with less than `ROOM` left."""
         return self.fits and self.capacity - self.peak < ROOM * self.capacity
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        shape, setting = self.shape, self.setting
+        return checkpoint_bytes(
+            shape.parameters, setting.dtype_bytes, setting.zero_stage, shape.adapters
+        )
 
     def describe(self) -> dict[str, Any]:
         phases = self.phases()

@@ -5,7 +5,7 @@ rewards, disk. Each adds sentences to the findings.
 import contextlib
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,7 @@ from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay.priorities import load_priority
 from grpo_replay.rewards.scorer import RewardScorer, check_workers
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, notices_of_workers, try_rewards
-from grpo_replay.storage.atomic import free_bytes
-from grpo_replay.storage.checkpoint import list_checkpoints, read_state, to_gib
+from grpo_replay.storage.checkpoint import list_checkpoints, read_state
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import missing_trackers
 from grpo_replay.terminal.quiet import quiet_libraries
@@ -163,33 +162,24 @@ def _notices_of_resume(recipe: Recipe, run_dir: RunDirectory) -> list[str]:
 
 
 def check_disk_space(
-    storage: Mapping[str, Any], output_dir: Path, machines: Machines, findings: Findings
+    checkpoint_bytes: int, keep: int, output_dir: Path, machines: Machines, findings: Findings
 ) -> None:
-    """Compare the size of checkpoints with the free space where the run would write them. Of a run
-    on other machines, what this one has is only an assumption."""
-    one, most = storage["checkpoint_gib"], storage["checkpoints_gib_most"]
-    if one is None:
-        return
-    free = to_gib(free_bytes(output_dir))
-    has = f"{output_dir} has {_one_digit(free)} GiB free"
-    if free < one:
-        takes, ends = f"a checkpoint takes {_one_digit(one)} GiB", ""
-    elif free < most:
-        takes = f"all kept checkpoints and the one being written take {_one_digit(most)} GiB"
-        ends = f"checkpoint {int(free // one) + 1}, unless space is freed"
-    else:
-        return
-    if machines.elsewhere or len(machines.ranks) > 1:
-        findings.assumptions.append(f"disk space: {takes}; on this machine {has}")
-    elif free < one:
-        refused = f"disk space: {takes}, {has}: the run would not begin"
-        findings.refuse(refused, OutputDirectoryError.exit_code)
-    else:
-        findings.warnings.append(f"disk space: {takes}, {has}: the run will stop at {ends}")
+    """Whether there is room for the checkpoints where the run would write them, as the run looks
+    for it at its start. Of a run on other machines, what this one has is only an assumption."""
+    from grpo_replay.training.resuming import notices_of_room
 
-
-def _one_digit(gib: float) -> str:
-    return f"{gib:,.1f}" if gib >= 0.05 else "< 0.1"
+    only_here = not (machines.elsewhere or len(machines.ranks) > 1)
+    try:
+        notices = notices_of_room(output_dir / "checkpoints", keep, checkpoint_bytes)
+    except OutputDirectoryError as error:
+        if only_here:
+            findings.refuse(error)
+            return
+        notices = [str(error)]
+    if only_here:
+        findings.warnings += notices
+    else:
+        findings.assumptions += [f"on this machine: {each}" for each in notices]
 
 
 def check_devices(

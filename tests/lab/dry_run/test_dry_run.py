@@ -877,7 +877,7 @@ def scaling_page() -> str:
 @pytest.mark.slow
 def test_the_plan_in_the_documentation_is_what_the_dry_run_prints():
     done = run_cli("qwen3-4b", "--dry-run", "--gpu-memory-gib", "80", COLUMNS="100")
-    of_here = ("unchecked", "assumption: disk space")
+    of_here = ("unchecked", "assumption: on this machine")
     printed = [line for line in done.stdout.splitlines() if not line.startswith(of_here)]
     assert len(printed) > 30
     assert "\n".join(printed) in scaling_page()
@@ -905,37 +905,38 @@ def test_the_documentation_says_what_the_dry_run_answers_for_32k_completions():
 HERE = Machines("cpu", (1,), GIB)
 
 
-def storage_of(one: float | None, most: float | None) -> dict:
-    return {"checkpoint_gib": one, "checkpoints_gib_most": most}
-
-
 def test_disk_space_is_checked_where_the_run_would_write(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(checks, "free_bytes", lambda path: asked.append(path) or int(100 * GIB))
+    free = lambda path: asked.append(path) or 100 * GIB  # noqa: E731
+    monkeypatch.setattr("grpo_replay.training.resuming.free_bytes", free)
     place = tmp_path / "not" / "yet"
-    none, some = "the run would not begin", "the run will stop at checkpoint 2"
     kinds = ("problems", "warnings", "assumptions", "unchecked")
     far = Machines("cuda", (8,), GIB, 8, elsewhere=True), Machines("cpu", (1, 1), GIB)
-    for one, most, kind, words in (
-        (120.04, 480.16, "problems", f"takes 120.0 GiB, {place} has 100.0 GiB free: {none}"),
-        (60, 239.756, "warnings", f"take 239.8 GiB, {place} has 100.0 GiB free: {some}"),
-        (20, 80, None, ""),
+    for one, kind, words in (
+        (120, "problems", "needs 120.0 GiB, and " + str(place / "checkpoints") + " has 100.0 GiB"),
+        (60, "warnings", "(checkpoint.keep 3 and one being written) take 240.0 GiB"),
+        (20, None, ""),
     ):
         for machines in (HERE, *far):
             findings = Findings()
-            check_disk_space(storage_of(one, most), place, machines, findings)
+            check_disk_space(one * GIB, 3, place, machines, findings)
             said = {name: getattr(findings, name) for name in kinds}
             expected = kind and (kind if machines is HERE else "assumptions")
             assert [name for name, found in said.items() if found] == [expected] * bool(kind)
-            if machines is HERE:
-                assert findings.exit_code == (3 if kind == "problems" else 0)
-            else:
-                words = "GiB; on this machine"
+            assert findings.exit_code == (3 if machines is HERE and kind == "problems" else 0)
             assert kind is None or words in said[expected][0]
+            assert kind is None or said[expected][0].startswith("on this") == (machines is not HERE)
+    assert set(asked) == {place / "checkpoints"}
+
+
+def test_a_resume_needs_room_for_the_checkpoints_that_are_not_there_yet(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_replay.training.resuming.free_bytes", lambda _: 2 * GIB)
+    for step in (1, 2, 3):
+        (tmp_path / f"checkpoints/step_{step:06d}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step_{step:06d}/manifest.json").write_text("{}")
     findings = Findings()
-    check_disk_space(storage_of(None, None), place, HERE, findings)
+    check_disk_space(GIB, 3, tmp_path, HERE, findings)
     assert findings == Findings()
-    assert asked == [place] * 9
 
 
 def test_free_space_is_that_of_the_nearest_existing_folder(tmp_path):
