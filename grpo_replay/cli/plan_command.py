@@ -11,12 +11,11 @@ from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.design import PlanInputs, make_plan
 from grpo_replay.lab.planning.estimate import RunEstimates, estimate_from_run, refuse_unknown_mu
 from grpo_replay.lab.planning.plan_panels import (
-    all_splits,
     plan_document,
     print_plan,
     print_splits,
     split_document,
-    split_machines,
+    splits,
 )
 from grpo_replay.lab.planning.theory import (
     Growth,
@@ -123,12 +122,12 @@ def _machines(options: PlanOptions) -> None:
         mu, source = inputs.mu, inputs.sources["mu"]
     check_inputs(mu, DEFAULT_RHO)
     buffer = _buffer_of(recipe)
-    asked = split_machines(mu, workers, trainers, *buffer)
-    splits = all_splits(mu, workers + trainers, *buffer)
+    rows = splits(mu, workers + trainers, *buffer)
+    asked = rows[trainers - 1]
     if options.as_json:
-        print_json(split_document(mu, source, asked, splits))
+        print_json(split_document(mu, source, asked, rows))
     else:
-        print_splits(mu, source, asked, splits, open_console(markup=True))
+        print_splits(mu, source, asked, rows, open_console(markup=True))
 
 
 def _check_machine_options(options: PlanOptions) -> tuple[int, int]:

@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.lab.inspection.rows import Filter
-from grpo_replay.lab.planning.theory import balanced_replay_ratio
-from grpo_replay.recipe import load_recipe
+from grpo_replay.recipe import Machines, load_recipe
 from grpo_replay.replay.compose import relative_compute
 from grpo_replay.storage.rollout_log import ROLLOUT_SCHEMA
 
@@ -68,7 +67,7 @@ def test_the_cost_table_agrees_with_the_formula():
         w, t = int(workers), int(trainers)
         expected = [w / t]
         for mu in (6.84, 5.28):
-            y = balanced_replay_ratio(mu, w, t)
+            y = Machines(workers=w, trainers=t, mu=mu).ratio
             expected += [y, relative_compute(y, mu)]
         assert [f"{value:.3f}" for value in expected] == [c.strip() for c in cells.split("|")]
     assert [int(w) for w, _, _ in rows] == [7, 6, 5, 4, 3, 2, 1]

@@ -6,8 +6,8 @@ the paper drops none.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -16,8 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_replay.lab.planning.design import Design, Plan, replay_settings
-from grpo_replay.lab.planning.theory import balanced_replay_ratio
-from grpo_replay.replay.compose import relative_compute
+from grpo_replay.recipe import Machines
 from grpo_replay.storage.atomic import json_values
 
 THEORY_MEANS = (
@@ -163,62 +162,53 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     return json_values(document)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """One division of the machines. `x` is the horizon N·y/B of a FIFO buffer with capacity N, in
-    updates of B rollouts; None for other buffers."""
-
-    workers: int
-    trainers: int
-    replay_ratio: float  # y, in balance
-    gamma: float
-    x: float | None
-
-
-def split_machines(
-    mu: float, workers: int, trainers: int, capacity: int | None = None, batch: float | None = None
-) -> Split:
-    """Replay ratio, γ and horizon of (W, T)."""
-    y = balanced_replay_ratio(mu, workers, trainers)
-    x = None if capacity is None or batch is None else capacity * y / batch
-    return Split(workers, trainers, y, relative_compute(y, mu), x)
-
-
-def all_splits(
+def splits(
     mu: float, machines: int, capacity: int | None = None, batch: float | None = None
-) -> list[Split]:
-    """Every (W, T) with W + T machines, most workers first."""
-    return [
-        split_machines(mu, machines - trainers, trainers, capacity, batch)
-        for trainers in range(1, machines)
-    ]
+) -> list[dict[str, Any]]:
+    """Every (W, T) with W + T machines, most workers first: in balance the replay ratio y, γ, and
+    x, the horizon N·y/B of a FIFO buffer with capacity N, in updates of B rollouts; None for
+    others."""
+    found = []
+    for trainers in range(1, machines):
+        each = Machines(workers=machines - trainers, trainers=trainers, mu=mu)
+        x = None if capacity is None or batch is None else capacity * each.ratio / batch
+        found.append(
+            {
+                "workers": each.workers, "trainers": trainers, "replay_ratio": each.ratio,
+                "gamma": each.gamma, "x": x,
+            }
+        )  # fmt: skip
+    return found
 
 
-def split_document(mu: float, source: str, requested: Split, splits: list[Split]) -> dict[str, Any]:
-    """The table as JSON values. `x` and `y` are those of the requested split."""
+def split_document(
+    mu: float, source: str, asked: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The table as JSON values. `x` and `y` are those of the split that was asked for."""
     return {
-        "x": requested.x,
-        "y": requested.replay_ratio,
-        "gamma": requested.gamma,
-        "workers": requested.workers,
-        "trainers": requested.trainers,
+        "x": asked["x"],
+        "y": asked["replay_ratio"],
+        "gamma": asked["gamma"],
+        "workers": asked["workers"],
+        "trainers": asked["trainers"],
         "mu": mu,
         "mu_source": source,
         "formula": "gamma = (1 + W/T)/(1 + mu), y = mu*T/W, x = N*y/B",
-        "splits": [asdict(split) for split in splits],
+        "splits": list(rows),
     }
 
 
 def print_splits(
-    mu: float, source: str, requested: Split, splits: list[Split], console: Console
-) -> None:
+    mu: float, source: str, asked: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
+    console: Console,
+) -> None:  # fmt: skip
     console.print(
-        f"[bold]({requested.workers}, {requested.trainers}): each rollout is used y = "
-        f"{requested.replay_ratio:.3g} times, γ = {requested.gamma:.3f} of the compute without a "
+        f"[bold]({asked['workers']}, {asked['trainers']}): each rollout is used y = "
+        f"{asked['replay_ratio']:.3g} times, γ = {asked['gamma']:.3f} of the compute without a "
         "buffer[/bold]"
     )
     console.print(f"  μ = {mu:.4g} ({escape(source)}); γ = (1 + W/T)/(1 + μ), y = μ·T/W")
-    if requested.gamma > 1:
+    if asked["gamma"] > 1:
         console.print(
             "  [yellow]![/yellow] γ > 1: with y < 1, more rollouts are generated than trained on, "
             "which costs more than no buffer"
@@ -226,11 +216,12 @@ def print_splits(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("W", "T", "W/T", "y", "γ", "compute saved", "x, updates"):
         table.add_column(name, justify="right")
-    for each in splits:
+    for each in rows:
+        workers, trainers, gamma = each["workers"], each["trainers"], each["gamma"]
         table.add_row(
-            str(each.workers), str(each.trainers), f"{each.workers / each.trainers:.3f}",
-            f"{each.replay_ratio:.3f}", f"{each.gamma:.3f}", f"{1 - each.gamma:.1%}",
-            "–" if each.x is None else f"{each.x:.3g}",
-            style="green" if each == requested else "",
+            str(workers), str(trainers), f"{workers / trainers:.3f}",
+            f"{each['replay_ratio']:.3f}", f"{gamma:.3f}", f"{1 - gamma:.1%}",
+            "–" if each["x"] is None else f"{each['x']:.3g}",
+            style="green" if each == asked else "",
         )  # fmt: skip
     console.print(table)

@@ -261,11 +261,6 @@ def _nearly_unbounded(mu: float, rho: float) -> float:
     return 1 / ((limit - math.sqrt(1 / mu)) ** 2 - rho)
 
 
-def balanced_replay_ratio(mu: float, workers: int, trainers: int) -> float:
-    """y = μ·T/W: uses per rollout if W inference workers and T trainers never wait."""
-    return mu * trainers / workers
-
-
 def cost_ratio_from_counts(trained: float, generated: float, workers: int, trainers: int) -> float:
     """μ = (K_train/T)/(K_gen/W): rollouts trained on per trainer over rollouts generated per worker
     in the same time, with both always busy."""
