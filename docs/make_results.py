@@ -45,6 +45,7 @@ def with_results(page: str) -> str:
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates,
              "tiny-ablations": tiny_ablations,
              "tiny-robustness": tiny_robustness,
+             "smollm2-bold": bold_rate,
              "smollm2": partial(real_model, "smollm2"),
              "smollm2-steps": partial(real_model, "smollm2-steps")}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
@@ -167,6 +168,19 @@ def real_model(sweep: str) -> str:
         spent = f"{seconds[:, -1].mean():.0f}"
         ahead = compared(found, arm, "difference", "equal_seconds")
         lines.append(f"| {' | '.join([f'`{arm}`', f'{rate:.0e}', *means, *ahead, spent])} |")
+    return "\n".join(lines) + "\n"
+
+
+def bold_rate() -> str:
+    found = results()["smollm2-bold"]
+    lines = ["| arm | final, mean and every seed | − `grpo`, 95 %, seeds ahead | − `ours` | "
+             "replayed clipped, % |", "|---|---|---|---|---|"]  # fmt: skip
+    for arm, final in found["final"].items():
+        _, accuracies = courses("smollm2-bold", arm, "step")
+        every = ", ".join(f"{each:.1f}" for each in accuracies[:, -1])
+        ahead = compared(found, arm, "difference", "to_ours")
+        cells = [f"`{arm}`", f"{final} ({every})", *ahead, clipped_share(found, arm)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
