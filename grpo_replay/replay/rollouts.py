@@ -60,7 +60,7 @@ def assemble_rollouts(
     known yet.
     """
     group_size, reward = recipe.sampling.group_size, recipe.reward
-    longest = recipe.sampling.max_completion_length
+    longest, combined = recipe.sampling.max_completion_length, reward.is_combined
     rollouts = []
     for prompt_index, prompt in sorted(prompts.items()):
         keys = [RequestKey(step, prompt_index, index) for index in range(group_size)]
@@ -68,7 +68,8 @@ def assemble_rollouts(
         group = _score_group(of_group, recipe)
         rollouts += [
             _rollout(
-                prompt, completions[key], texts[key], verdict, group, reward,
+                prompt, completions[key], texts[key], verdict, group,
+                scores=verdict.scores if combined else (), mask_truncated=reward.mask_truncated,
                 rollout_id=first_rollout_id + prompt_index * group_size + key.completion_index,
                 group_id=first_group_id + prompt_index,
             )
@@ -128,12 +129,12 @@ def _rollout(
     text: str,
     verdict: Verdict,
     group: _ScoredGroup,
-    section: RewardSection,
+    scores: Sequence[float],
+    mask_truncated: bool,
     rollout_id: int,
     group_id: int,
 ) -> Rollout:
-    advantage = _advantage(completion, verdict, group, section.mask_truncated)
-    scores = verdict.scores if section.is_combined else ()
+    advantage = _advantage(completion, verdict, group, mask_truncated)
     return Rollout(
         rollout_id=rollout_id,
         group_id=group_id,
