@@ -51,31 +51,32 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """A figure of metrics of single steps over training: `kinds` are (metric, line style, name) of
-    one quantity."""
+    """A figure of a metric of single steps over training."""
 
     name: str
     title: str
     caption: str
     label: str
-    kinds: tuple[tuple[str, str, str], ...]
+    metric: str
     unit: float = 1.0
     from_zero: bool = True
 
 
 OVERLAYS = (
     Overlay("reward", "Reward", "Mean reward of the generated completions.", "reward",
-            (("reward", "-", ""),), from_zero=False),
+            "reward", from_zero=False),
     Overlay("entropy", "Entropy", "Mean entropy of the policy's tokens.", "nats a token",
-            (("entropy", "-", ""),)),
-    Overlay("clip_fraction", "Clip fraction", "Share of tokens whose gradient was clipped.",
-            "clipped tokens, %",
-            (("replay/clip_fraction", "-", "replayed"), ("fresh/clip_fraction", ":", "fresh")),
-            unit=100),
+            "entropy"),
+    Overlay("clip_fraction_replayed", "Clip fraction of replayed tokens",
+            "Share of replayed tokens whose gradient was clipped.", "clipped tokens, %",
+            "replay/clip_fraction", unit=100),
+    Overlay("clip_fraction_fresh", "Clip fraction of fresh tokens",
+            "Share of fresh tokens whose gradient was clipped.", "clipped tokens, %",
+            "fresh/clip_fraction", unit=100),
     Overlay("staleness", "Staleness", "Mean age of the replayed rollouts.",
-            "age at use, steps (buffer_only: updates)", (("replay/age_mean", "-", ""),)),
+            "age at use, steps (buffer_only: updates)", "replay/age_mean"),
     Overlay("length", "Length", "Mean length of the completions generated in training.", "tokens",
-            (("completions/mean_length", "-", ""),), from_zero=False),
+            "completions/mean_length", from_zero=False),
 )  # fmt: skip
 
 
@@ -160,9 +161,8 @@ def _common_steps(runs: Sequence[FinishedRun]) -> list[int]:
 
 
 def _draw_band(
-    axes: Any, places: np.ndarray, values_ST: np.ndarray, label: str | None, look: _Look,
-    marker: str = "", line: str | None = None,
-) -> None:  # fmt: skip
+    axes: Any, places: np.ndarray, values_ST: np.ndarray, label: str, look: _Look, marker: str = ""
+) -> None:
     """The median over seeds, with the quartiles as a band, or with every seed as points."""
     low, middle, high = np.nanquantile(values_ST, [0.25, 0.5, 0.75], axis=0)
     if 1 < len(values_ST) < FEWEST_FOR_BANDS:
@@ -170,57 +170,39 @@ def _draw_band(
             axes.plot(places, each_T, ".", color=look.colour, markersize=1.8, alpha=0.6)
     elif len(values_ST) > 1:
         axes.fill_between(places, low, high, color=look.colour, alpha=0.18, linewidth=0)
-    style = line or look.line
-    axes.plot(places, middle, style, marker=marker, color=look.colour, label=label)
+    axes.plot(places, middle, look.line, marker=marker, color=look.colour, label=label)
 
 
 def _overlay(what: Overlay, arms: Sequence[Arm], looks: dict[str, _Look]) -> Figure | None:
-    """Metrics of single steps over training; None if no run has them."""
-    shown = [arm for arm in arms if any(_has(arm, metric) for metric, _, _ in what.kinds)]
+    """A metric of single steps over training; None if no run has it."""
+    shown = [arm for arm in arms if _has(arm, what.metric)]
     if not shown:
         return None
 
     def draw(axes: Any) -> None:
         for arm in shown:
-            known = [(metric, line) for metric, line, _ in what.kinds if _has(arm, metric)]
-            for place, (metric, line) in enumerate(known):
-                label_once = arm.name if place == 0 else None
-                _draw_metric(axes, arm, metric, what.unit, label_once, looks[arm.name], line)
+            _draw_metric(axes, arm, what, looks[arm.name])
         axes.set(xlabel="training step", ylabel=what.label)
         if what.from_zero:
             axes.set_ylim(bottom=0)
-        kinds = _legend_of_kinds(axes, what.kinds)
         _legend(axes, shown)
-        if kinds is not None:
-            axes.add_artist(kinds)  # a second legend, which would replace the first
 
     return Figure(what.name, what.title, f"{what.caption} {_over_seeds(shown)}", draw)
-
-
-def _legend_of_kinds(axes: Any, kinds: Sequence[tuple[str, str, str]]) -> Any:
-    """A legend of the line styles where a figure has several kinds of one quantity, else None."""
-    if len(kinds) == 1:
-        return None
-    from matplotlib.lines import Line2D
-
-    lines = [Line2D([], [], color="black", linestyle=line, label=name) for _, line, name in kinds]
-    return axes.legend(handles=lines, loc="best")
 
 
 def _has(arm: Arm, metric: str) -> bool:
     return any(np.isfinite(run.log.column(metric)).any() for run in arm.runs.values())
 
 
-def _draw_metric(
-    axes: Any, arm: Arm, metric: str, unit: float, label: str | None, look: _Look, line: str
-) -> None:
+def _draw_metric(axes: Any, arm: Arm, what: Overlay, look: _Look) -> None:
     runs = list(arm.runs.values())
     steps = min(len(run.log) for run in runs)
     edges = np.unique(np.linspace(0, steps, min(WINDOWS, steps) + 1).astype(int))
-    values_SW = np.array([_window_means(run.log.column(metric)[:steps], edges) for run in runs])
+    columns = [run.log.column(what.metric)[:steps] for run in runs]
+    values_SW = np.array([_window_means(column, edges) for column in columns])
     known = np.isfinite(values_SW).any(axis=0)
     centres = (edges[:-1] + edges[1:] + 1) / 2
-    _draw_band(axes, centres[known], unit * values_SW[:, known], label, look, line=line)
+    _draw_band(axes, centres[known], what.unit * values_SW[:, known], arm.name, look)
 
 
 def _window_means(values_T: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ import re
 import shutil
 import socket
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def test_every_figure_is_written_as_pdf_and_svg(written):
     assert names >= {
         *("accuracy_by_steps", "accuracy_by_generated_tokens"),
         *("accuracy_by_compute_measured", "accuracy_by_compute_5.28", "accuracy_by_seconds"),
-        *("clip_fraction", "staleness", "length", "reward"),
+        *("clip_fraction_replayed", "clip_fraction_fresh", "staleness", "length", "reward"),
     }
     for name in names:
         pdf = (written / "figures" / f"{name}.pdf").read_bytes()
@@ -82,20 +83,28 @@ def test_every_figure_is_written_as_pdf_and_svg(written):
         ElementTree.parse(written / "figures" / f"{name}.svg")
 
 
-def test_colours_and_line_styles_have_a_legend_each(sweep, findings):
-    from matplotlib.legend import Legend
-
+def test_a_figure_has_a_line_and_a_legend_entry_for_every_arm(sweep, findings):
     experiment = collect([str(sweep)], "ours")
     figures = report_figures(experiment, findings, usable_axes(experiment, ()))
-    (clips,) = (each for each in figures if each.name == "clip_fraction")
+    (clips,) = (each for each in figures if each.name == "clip_fraction_fresh")
     assert "every seed as points" in clips.caption and "quartiles" not in clips.caption
     with drawn(clips) as canvas:
         (axes,) = canvas.axes
-        legends = [child for child in axes.get_children() if isinstance(child, Legend)]
-        texts = [[text.get_text() for text in each.get_texts()] for each in legends]
-        outside = axes.get_legend()
-        assert sorted(map(len, texts)) == [2, len(ARMS)] and ["replayed", "fresh"] in texts
-        assert len(outside.get_texts()) == len(ARMS) and outside.get_clip_path() is None
+        legend = axes.get_legend()
+        assert [text.get_text() for text in legend.get_texts()] == list(ARMS)
+        assert legend.get_clip_path() is None
+
+
+def test_no_two_of_many_arms_look_alike_in_any_figure(sweep, findings):
+    experiment = collect([str(sweep)], "ours")
+    many = tuple(replace(experiment.arms[1], name=f"arm-{number}") for number in range(15))
+    experiment = replace(experiment, arms=many, baseline=many[0])
+    names = [arm.name for arm in many]
+    for figure in report_figures(experiment, findings, usable_axes(experiment, ())):
+        with drawn(figure) as canvas:
+            lines = [line for line in canvas.axes[0].lines if line.get_label() in names]
+            looks = {(line.get_color(), line.get_linestyle()) for line in lines}
+        assert len(looks) == len(lines) == len(many), figure.name
 
 
 def test_the_page_is_complete_and_loads_nothing(written, findings):
