@@ -3,11 +3,9 @@
 The cells are the same in the terminal, Markdown, LaTeX and HTML.
 """
 
-import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from grpo_replay.evaluation.aes import GAIN, LOSS
 from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval, tokens
@@ -24,9 +22,6 @@ from grpo_replay.lab.report.report_findings import (
 from grpo_replay.lab.report.two_level import FEWEST_SEEDS
 
 MISSING = "–"
-
-LONGEST_NAME = 100
-"""Of a table, in characters: with its ending it is the name of a file."""
 
 FEW_SEEDS = "one or two seeds are too few for an interval and shown themselves"
 
@@ -105,7 +100,7 @@ def report_tables(findings: Findings) -> list[TextTable]:
     tables += [cost_table(findings), compute_table(findings)]
     tables += [equal_cost_table(findings), reach_table(findings)]
     tables += [course_table(findings), frontier_table(findings)]
-    tables += [*_ablation_tables(findings), _tuned_table(findings)]
+    tables.append(settings_table(findings))
     return [table for table in tables if table.rows]
 
 
@@ -198,51 +193,24 @@ def _benchmark_table(findings: Findings, score: str) -> TextTable:
     return TextTable(f"{score}_benchmarks", title, header, rows, "%, mean over seeds.")
 
 
-def _ablation_tables(findings: Findings) -> list[TextTable]:
-    """One table for each set of recipe keys in which arms differ from the baseline."""
-    tables: list[TextTable] = []
-    for keys, arms in ablation_rows(findings):
-        shown = findings.shown
-        rows = [[*(_text(arm.settings.get(key)) for key in keys), *_ablation_cells(arm, shown)]
-                for arm in arms]  # fmt: skip
-        header = (*(key.split(".")[-1] for key in keys), "avg@k", "pass@k", "clip fresh",
-                  "clip replayed", "seeds")  # fmt: skip
-        title = f"by {', '.join(keys)}"
-        legend = "final accuracy and clip fractions in %, means over seeds."
-        name = _ablation_name(keys, {table.name for table in tables})
-        tables.append(TextTable(name, title, header, rows, legend))
-    return tables
-
-
-def _ablation_name(keys: Sequence[str], taken: Collection[str]) -> str:
-    """The keys without their sections. If that is too long for a file, or another table has the
-    name, their number and a digest."""
-    name = "ablation_" + "_".join(key.split(".")[-1] for key in keys)
-    if len(name) <= LONGEST_NAME and name not in taken:
-        return name
-    return f"ablation_{len(keys)}_keys_{hashlib.sha256(' '.join(keys).encode()).hexdigest()[:8]}"
-
-
-def _ablation_cells(arm: ArmFindings, shown: str) -> list[str]:
-    def rate(name: str) -> str:
-        each = arm.quantities.get(name)
-        return MISSING if each is None else f"{100 * each.mean:.2f}"
-
-    scores = [
-        percent(arm.scores[name].estimates[shown].mean) if name in arm.scores else MISSING
-        for name in ("final", "final_pass_at_k")
+def settings_table(findings: Findings) -> TextTable:
+    """What each arm changes: one row for each key, and what tuning chose."""
+    baseline = findings.arm(findings.baseline)
+    rows = [
+        [arm.name, key, str(value)]
+        for arm in findings.arms
+        for key, value in arm.settings.items()
+        if arm is not baseline and _is_changed(key, value, baseline)
     ]
-    clips = [rate(f"clip_fraction_{which}") for which in ("fresh", "replayed")]
-    return [*scores, *clips, seeds_of(arm)]
+    rows += [[arm, "chosen by tuning", chosen] for arm, chosen in findings.tuned.items()]
+    title = f"settings: difference to {findings.baseline}"
+    legend = "Keys that only follow from the preset are left out; tuning was on other seeds."
+    return TextTable("settings", title, ("arm", "setting", "value"), rows, legend)
 
 
-def _text(value: object) -> str:
-    return MISSING if value is None else str(value)
-
-
-def _tuned_table(findings: Findings) -> TextTable:
-    rows = [[name, _text(chosen)] for name, chosen in findings.tuned.items()]
-    return TextTable("tuned", "chosen by tuning, on other seeds", ("arm", "setting"), rows, "")
+def _is_changed(key: str, value: object, baseline: ArmFindings) -> bool:
+    """True if the baseline has another value, or if the key has no effect there."""
+    return key not in baseline.settings or value != baseline.settings[key]
 
 
 Cell = Callable[[Spread], str]
@@ -464,51 +432,6 @@ def _reach_cells(reach: Reach) -> list[str]:
         amount(reach.median),
         MISSING if interval is None else f"[{amount(interval[0])}, {amount(interval[1])}]",
         MISSING if ratio is None else f"{ratio:.2f} ({reach.ratio_seeds})",
-    ]
-
-
-def ablation_rows(findings: Findings) -> list[tuple[tuple[str, ...], list[ArmFindings]]]:
-    """(keys, arms) of every table, the baseline among the arms, ordered by the values of the keys.
-
-    Arms belong together if they differ from the baseline in the same keys, or in some of them: r,
-    α, and both at once make one table of (r, α).
-    """
-    baseline = findings.arm(findings.baseline)
-    every = dict.fromkeys(key for arm in findings.arms for key in arm.settings)
-    changed = {
-        arm.name: keys
-        for arm in findings.arms
-        if arm is not baseline and arm.scores and (keys := _changed(arm, baseline))
-    }
-    found = []
-    for keys in _largest(list(changed.values())):
-        arms = [arm for arm in findings.arms if arm.name in changed and changed[arm.name] <= keys]
-        ordered = tuple(key for key in every if key in keys)
-        found.append((ordered, sorted([baseline, *arms], key=partial(_order, ordered))))
-    return found
-
-
-def _changed(arm: ArmFindings, baseline: ArmFindings) -> frozenset[str]:
-    """The keys of an arm with another value than the baseline's, or without effect there."""
-    return frozenset(
-        key
-        for key, value in arm.settings.items()
-        if key not in baseline.settings or value != baseline.settings[key]
-    )
-
-
-def _largest(sets: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """The distinct sets that are not part of another."""
-    distinct = list(dict.fromkeys(sets))
-    return [keys for keys in distinct if not any(keys < other for other in distinct)]
-
-
-def _order(keys: Sequence[str], arm: ArmFindings) -> list[tuple[bool, float, str]]:
-    """Numbers by size, then text."""
-    values = [arm.settings.get(key) for key in keys]
-    return [
-        (False, float(value), "") if isinstance(value, int | float) else (True, 0.0, str(value))
-        for value in values
     ]
 
 

@@ -24,8 +24,6 @@ from grpo_replay.lab.report.report_files import csv_text, latex, latex_text
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.lab.report.report_tables import (
     TextTable,
-    _ablation_name,
-    ablation_rows,
     amount,
     report_tables,
 )
@@ -56,13 +54,19 @@ def written(sweep, tmp_path_factory) -> Path:
     return folder
 
 
-def test_arms_that_change_the_same_keys_are_one_ablation(findings):
-    tables = ablation_rows(findings)
-    found = {keys: [arm.name for arm in arms] for keys, arms in tables}
-    assert found == {
-        ("replay.preset",): ["grpo", "ours"],
-        ("replay.priority_exponent", "replay.ratio"): ["ours", "ratio-1", "alpha-1", "both $^$"],
-    }
+def test_the_settings_are_what_each_arm_changes_and_what_tuning_chose(findings):
+    (table,) = (each for each in report_tables(findings) if each.name == "settings")
+    assert table.title == "settings: difference to ours"
+    assert table.rows == [
+        ["grpo", "replay.preset", "grpo"],
+        ["ratio-1", "replay.ratio", "1.0"],
+        ["alpha-1", "replay.priority_exponent", "1.0"],
+        ["both $^$", "replay.priority_exponent", "1.0"],
+        ["both $^$", "replay.ratio", "1.0"],
+    ]
+    tuned = replace(findings, tuned={"ours": "optimizer.learning_rate=0.1"})
+    (table,) = (each for each in report_tables(tuned) if each.name == "settings")
+    assert table.rows[-1] == ["ours", "chosen by tuning", "optimizer.learning_rate=0.1"]
 
 
 def test_the_curves_have_every_benchmark(written):
@@ -173,9 +177,8 @@ def test_the_terminal_shows_every_brief_table_without_cutting_a_number(findings,
     printed = stream.getvalue()
     assert "…" not in printed
     for table in report_tables(findings):
-        if not table.name.startswith("ablation"):
-            lines = [line for line in printed.splitlines() if line.startswith(" ours ")]
-            assert lines and table.title.split(":")[0][:60] in printed
+        lines = [line for line in printed.splitlines() if line.startswith(" ours ")]
+        assert lines and table.title.split(":")[0][:60] in printed
     for line in printed.splitlines():
         assert len(line) <= max(width, 84)
 
@@ -188,7 +191,7 @@ def test_a_folder_with_other_files_is_refused_before_anything_is_read(tmp_path):
 
 def test_an_earlier_report_is_replaced_and_what_is_not_of_it_stays(sweep, written, tmp_path):
     folder = Path(shutil.copytree(written, tmp_path / "report"))
-    table, figure = folder / "tables/ablation_preset.tex", folder / "figures/staleness.pdf"
+    table, figure = folder / "tables/settings.tex", folder / "figures/staleness.pdf"
     assert table.exists() and figure.exists()
     (folder / "tables/mine.tex").write_text("mine")
     run([str(sweep / "grpo/seed-1")], output=str(folder))
@@ -196,14 +199,6 @@ def test_an_earlier_report_is_replaced_and_what_is_not_of_it_stays(sweep, writte
     listed = set((folder / "files.txt").read_text().splitlines())
     found = {f"{path.parent.name}/{path.name}" for path in folder.glob("*/*")}
     assert found - listed == {"tables/mine.tex"} and listed < found
-
-
-def test_a_table_of_many_keys_has_a_short_name_and_no_two_tables_have_one():
-    keys = [f"section.a_key_with_a_long_name_{number}" for number in range(15)]
-    name = _ablation_name(keys, ())
-    assert re.fullmatch(r"ablation_15_keys_[0-9a-f]{8}", name)
-    assert _ablation_name(["loss.epsilon"], ()) == "ablation_epsilon"
-    assert _ablation_name(["advantage.epsilon"], {"ablation_epsilon"}).startswith("ablation_1_keys")
 
 
 def test_a_report_names_no_host_and_no_local_folder(written, sweep):
