@@ -407,7 +407,7 @@ def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> 
         float(curve[-1] < (max(curve) + curve[0]) / 2 and has_gained(run, curve))
         for run, curve in zip(runs, curves)
     ]
-    found["peak_of_median"] = [max(median(values) for values in zip(*curves))]
+    found["peak_of_median"] = [max(median(values) for values in zip(*curves))] * len(runs)
     found["aes_base"] = [aes(final(run), run["evaluations"][0]) for run in runs]
     found["aes_baseline"] = [aes(final(a), final(b)) for a, b in pairs]
     known = {name: [v for v in values if v is not None] for name, values in found.items()}

@@ -150,7 +150,7 @@ def course(runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome) -> Columns
     """Paper B's numbers of whole curves: the cost to `OWN_BEST` of a run's best outcome; whether it
     collapsed, its last evaluation having lost over half of what it had gained at best (1 or 0; 0 if
     the interval of its best evaluation does not lie above that of its first: nothing was gained);
-    and the maximum of the median curve over seeds, one number for the arm."""
+    and the maximum of the median curve over seeds, the same for every run."""
     curves = [run.curve(outcome) for run in runs]
     if any(len(steps) < 2 or steps != curves[0][0] for steps, _ in curves) or not curves:
         return {}
@@ -165,7 +165,7 @@ def course(runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome) -> Columns
     return {
         "cost_to_98": to_best,
         "collapsed": (gained_S & lost_S).astype(float).tolist(),
-        "peak_of_median": [float(np.median(values_SE, axis=0).max())],
+        "peak_of_median": [float(np.median(values_SE, axis=0).max())] * len(runs),
     }
 
 

@@ -5,7 +5,7 @@ The cells are the same in the terminal, Markdown, LaTeX and HTML.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from grpo_replay.evaluation.aes import GAIN, LOSS
 from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval, tokens
@@ -381,30 +381,18 @@ def reach_table(findings: Findings) -> TextTable:
 def course_table(findings: Findings) -> TextTable:
     """Paper B's numbers of a whole curve."""
     columns: list[tuple[str, str, Cell]] = [
+        ("peak", "peak_of_median", lambda each: percent(each.mean)),
         ("to 98 %", "cost_to_98", lambda each: amount(each.median)),
         ("quartiles", "cost_to_98", lambda each: f"[{amount(each.low)}, {amount(each.high)}]"),
         ("collapsed", "collapsed", lambda each: f"{each.mean * each.runs:.0f} of {each.runs}"),
     ]
-    table = _quantity_table(findings, "course", "courses", "", columns)
-    rows = []
-    for name, *cells in table.rows:
-        arm = findings.arm(name)
-        last, peak = arm.scores["final"].estimates[findings.shown], "peak_of_median"
-        shown = percent(arm.quantities[peak].mean) if peak in arm.quantities else MISSING
-        rows.append([name, shown, *cells, percent(last.high - last.low)])
     axis = findings.axes[main_axis(list(findings.axes))] if findings.axes else ""
     legend = (
         f"{findings.outcome_title}. Peak: maximum of the median curve over seeds, %; to 98 %: "
         f"{axis}, to 98 % of a run's own best, median over seeds; collapsed: runs that lost over "
-        "half of their best gain by the end; spread: between the quartiles of final avg@k, points."
+        "half of their best gain by the end."
     )
-    header = ("arm", "peak", "to 98 %", "quartiles", "collapsed", "spread")
-    return replace(table, header=header, rows=rows if any_course(findings) else [], legend=legend)
-
-
-def any_course(findings: Findings) -> bool:
-    """Whether an arm was evaluated more than once."""
-    return any("cost_to_98" in arm.quantities for arm in findings.arms)
+    return _quantity_table(findings, "course", "courses", legend, columns)
 
 
 def frontier_table(findings: Findings) -> TextTable:
