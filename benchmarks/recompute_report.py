@@ -116,8 +116,6 @@ def quantile(values: list[float], share: float) -> float:
     low = int(place)
     if place == low:
         return ordered[low]
-    if math.isinf(ordered[low + 1]):
-        return math.inf
     return ordered[low] + (place - low) * (ordered[low + 1] - ordered[low])
 
 
@@ -474,9 +472,7 @@ def reach(target: float, own: dict, pairs: list, costs: dict) -> dict:
         ratios = [a / b for a, b in both if math.isfinite(a) and math.isfinite(b) and b > 0]
         bounds = median_interval(values)
         found[name] = {
-            "median": finite(quantile(values, 0.5)),
-            "low": finite(quantile(values, 0.25)),
-            "high": finite(quantile(values, 0.75)),
+            "median": finite(median(values)),
             "interval": bounds and [finite(bound) for bound in bounds],
             "ratio": median(ratios) if ratios else None,
             "ratio_seeds": len(ratios),

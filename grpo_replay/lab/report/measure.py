@@ -38,7 +38,6 @@ from grpo_replay.lab.report.report_findings import (
     Score,
     Spread,
     Target,
-    quantile,
 )
 from grpo_replay.lab.report.two_level import (
     EQUAL,
@@ -216,9 +215,7 @@ def _reach(
     known = [(ours, theirs) for ours, theirs in both if np.isfinite([ours, theirs]).all()]
     ratios = [ours / theirs for ours, theirs in known if theirs > 0]
     return Reach(
-        median=quantile(ordered, 0.5),
-        low=quantile(ordered, 0.25),
-        high=quantile(ordered, 0.75),
+        median=median(ordered),
         interval=median_interval(ordered),
         ratio=median(ratios) if ratios else None,
         ratio_seeds=len(ratios),

@@ -3,7 +3,6 @@
 `low` and `high` are always the quartiles over seeds; `interval` is always a 95 % interval.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +61,7 @@ class Difference(Estimate):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The cost to reach an accuracy: median, quartiles and 95 % interval of the median over seeds.
+    """The cost to reach an accuracy: median over seeds, and its 95 % interval.
 
     Infinite where the accuracy was not reached. `interval` is None for fewer than six seeds.
     `ratio` is the median over seeds of this cost over the baseline's, of the `ratio_seeds` in
@@ -70,8 +69,6 @@ class Reach:
     """
 
     median: float
-    low: float
-    high: float
     interval: Interval | None
     ratio: float | None
     ratio_seeds: int
@@ -159,13 +156,3 @@ class Findings:
 
     def arm(self, name: str) -> ArmFindings:
         return next(arm for arm in self.arms if arm.name == name)
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """A quantile by linear interpolation, of ordered values that may be infinite."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    if place == low:
-        return ordered[low]
-    below, above = ordered[low], ordered[low + 1]
-    return above if math.isinf(above) else below + (place - low) * (above - below)

@@ -8,7 +8,7 @@ from scipy import stats
 from share_bounds import beta_bounds
 
 from grpo_replay.lab.report.costs import first_crossing
-from grpo_replay.lab.report.report_findings import Spread, quantile
+from grpo_replay.lab.report.report_findings import Spread
 from grpo_replay.lab.report.two_level import (
     Component,
     accuracy_over_problems,
@@ -162,9 +162,6 @@ def test_five_values_have_no_interval_of_the_median():
 
 def test_quartiles_and_medians():
     assert Spread.of([1, 2, 3, 10]) == Spread(4.0, 2.5, 1.75, 4.75, 4)
-    assert quantile([1, 2, 3, 10], 0.75) == 4.75
-    assert quantile([1, 2, math.inf], 0.5) == 2
-    assert quantile([1, 2, math.inf], 0.75) == math.inf
 
 
 def test_the_cost_of_an_accuracy_is_interpolated():
