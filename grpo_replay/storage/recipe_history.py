@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
+from pydantic import BaseModel
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, UsageError
 from grpo_replay.recipe import (
@@ -152,7 +153,7 @@ def change_file(run_dir: Path, step: int) -> Path:
     return run_dir / CHANGES_FOLDER / f"step_{step:06d}.yaml"
 
 
-def differences(one: Recipe, other: Recipe) -> list[tuple[str, Any, Any]]:
+def differences(one: BaseModel, other: BaseModel) -> list[tuple[str, Any, Any]]:
     """(dotted key, value in one, value in the other) of every leaf that differs."""
     a, b = flatten(one.model_dump()), flatten(other.model_dump())
     keys = dict.fromkeys([*a, *b])

@@ -10,15 +10,14 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.evaluation.benchmarks import find_benchmarks
 from grpo_replay.lab.sweep.sweep_file import SweepFile, read_sweep_file, sweep_to_yaml
 from grpo_replay.recipe import EvalSection, Recipe, find_recipe, load_recipe
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
-from grpo_replay.storage.recipe_history import flatten
-from grpo_replay.storage.run_directory import RunDirectory
+from grpo_replay.storage.recipe_history import differences
+from grpo_replay.storage.run_directory import LOCK, RunDirectory
 
 SWEEP = "sweep.yaml"
 
@@ -240,49 +239,26 @@ def all_cells(comparisons: Sequence[Comparison]) -> Iterator[Cell]:
 
 def check_folder(output_dir: Path, sweep: SweepFile) -> None:
     """Raises OutputDirectoryError unless the folder is new or holds this sweep."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise OutputDirectoryError(f"{output_dir} is a file: choose another --output-dir")
     path = output_dir / SWEEP
     if not path.exists():
-        _refuse_occupied(output_dir)
+        others = sorted(each.name for each in output_dir.glob("*") if each.name != LOCK)
+        if others:
+            raise OutputDirectoryError(
+                f"{output_dir} holds {others[0]} but no {SWEEP}: choose an empty --output-dir"
+            )
         return
     try:
         before = read_sweep_file(path)
     except SweepFileError as error:
         raise OutputDirectoryError(str(error)) from error
-    if before.name != sweep.name:
+    if found := differences(before, sweep):
+        changes = "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in found[:3])
         raise OutputDirectoryError(
-            f"{output_dir} holds the sweep {before.name}, not {sweep.name}: choose another "
-            "--output-dir"
+            f"{output_dir} holds another sweep: {changes}: choose another --output-dir, or restore "
+            "the sweep file"
         )
-    if changes := _changes(before, sweep):
-        raise OutputDirectoryError(
-            f"{output_dir} holds the sweep {sweep.name} with other contents: "
-            f"{'; '.join(changes[:3])}: choose another --output-dir, or restore the sweep file"
-        )
-
-
-def _refuse_occupied(output_dir: Path) -> None:
-    run = RunDirectory(output_dir)
-    if run.exists:
-        raise OutputDirectoryError(
-            f"{output_dir} holds a run, not a sweep: choose another --output-dir"
-        )
-    if output_dir.exists() and not output_dir.is_dir():
-        raise OutputDirectoryError(f"{output_dir} is a file: choose another --output-dir")
-    others = [path.name for path in output_dir.glob("*") if path.name != ".lock"]
-    if others:
-        raise OutputDirectoryError(
-            f"{output_dir} holds {sorted(others)[0]} but no {SWEEP}: choose an empty --output-dir"
-        )
-
-
-def _changes(before: SweepFile, after: SweepFile) -> list[str]:
-    old, new = (flatten(each.model_dump(mode="json")) for each in (before, after))
-    missing: Any = "nothing"
-    return [
-        f"{key} was {old.get(key, missing)}, now {new.get(key, missing)}"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key, missing) != new.get(key, missing)
-    ]
 
 
 def open_folder(
