@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
-from grpo_replay.evaluation.benchmarks import find_benchmarks
 from grpo_replay.lab.sweep.sweep_file import SweepFile, read_sweep_file, sweep_to_yaml
-from grpo_replay.recipe import EvalSection, Recipe, find_recipe, load_recipe
+from grpo_replay.recipe import Recipe, find_recipe, load_recipe
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 from grpo_replay.storage.recipe_history import differences
 from grpo_replay.storage.run_directory import LOCK, RunDirectory
@@ -172,34 +171,17 @@ def _check_recipes(comparison: Comparison, source: Path) -> None:
         seen: dict[str, str] = {}
         for cells in arm.tuning.values() or [arm.comparison]:
             recipe = cells[0].resolved_recipe()
-            _check_metric(comparison.file, recipe.eval, source)
+            if arm.tuning and not recipe.eval.benchmarks:
+                raise SweepFileError(
+                    f"{source}: tune: the recipe evaluates nothing after the last step; set "
+                    "eval.benchmarks"
+                )
             same = seen.setdefault(recipe.model_dump_json(), str(cells[0].value))
             if same != str(cells[0].value):
                 raise SweepFileError(
                     f"{source}: tune.grid: {same} and {cells[0].value} are the same recipe for "
                     f"arm {arm.name}: remove one"
                 )
-
-
-def _check_metric(sweep: SweepFile, evaluation: EvalSection, source: Path) -> None:
-    """Tuning needs an entry of summary.json that the runs will write."""
-    if sweep.tune is None:
-        return
-    metric = sweep.tune.metric
-    kind, _, benchmark = metric.partition(".")
-    if not evaluation.benchmarks:
-        raise SweepFileError(
-            f"{source}: tune.metric {metric}: the recipe evaluates nothing after the last step; "
-            "set eval.benchmarks"
-        )
-    if kind == "final_greedy" and not evaluation.greedy:
-        raise SweepFileError(f"{source}: tune.metric {metric} needs eval.greedy true")
-    known = ["mean", *(each.name for each in find_benchmarks(evaluation))]
-    if benchmark not in known:
-        raise SweepFileError(
-            f"{source}: tune.metric {metric}: the recipe has no benchmark {benchmark}"
-            f"{did_you_mean(benchmark, known)}; it has {', '.join(known)}"
-        )
 
 
 def choose_arms(comparisons: Sequence[Comparison], only: str | None) -> list[Comparison]:

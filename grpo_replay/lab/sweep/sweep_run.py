@@ -33,8 +33,8 @@ CHOSEN = "chosen.json"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The values chosen for an arm. `scores` maps each candidate to its metric by seed; `tied` are
-    other candidates with the same mean; `at_edge` are keys whose value is the grid's least or
+    """The values chosen for an arm. `scores` maps each candidate to its accuracy by seed; `tied`
+    are other candidates with the same mean; `at_edge` are keys whose value is the grid's least or
     greatest number."""
 
     arm: str
@@ -59,13 +59,13 @@ class Choice:
             ],
         }
 
-    def describe(self, metric: str) -> list[str]:
+    def describe(self) -> list[str]:
         """Sentences for the user; a tie has one of its own."""
         means = ", ".join(
             f"{value_name(candidate)} {fmean(values.values()):.4f}"
             for candidate, values in self.scores.items()
         )
-        told = [f"{self.arm}: tuning chose {value_name(self.overrides)} by {metric} ({means})"]
+        told = [f"{self.arm}: tuning chose {value_name(self.overrides)} by final.mean ({means})"]
         if self.tied:
             told.append(
                 f"{self.arm}: {' and '.join(self.tied)} tied with {value_name(self.overrides)}, "
@@ -80,14 +80,14 @@ class Choice:
 
 
 def choose(arm: Arm, tune: TuneSection) -> Choice:
-    """The candidate with the highest mean of the metric over the tuning runs, which are all
+    """The candidate with the highest mean held-out accuracy over the tuning runs, which are all
     finished.
 
     Of candidates with the same mean, the first of the grid. Raises OutputDirectoryError for a run
-    without the metric.
+    that evaluated nothing.
     """
     scores = {
-        candidate: {cell.seed: _metric_of(cell, tune.metric) for cell in cells}
+        candidate: {cell.seed: _accuracy_of(cell) for cell in cells}
         for candidate, cells in arm.tuning.items()
     }
     means = {candidate: fmean(values.values()) for candidate, values in scores.items()}
@@ -105,16 +105,14 @@ def _at_edge(tune: TuneSection, chosen: Sequence[str]) -> Iterator[str]:
             yield key
 
 
-def _metric_of(cell: Cell, metric: str) -> float:
-    value: Any = read_summary(cell)
-    for key in metric.split(".", 1):
-        value = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(value, int | float) or not math.isfinite(value):
+def _accuracy_of(cell: Cell) -> float:
+    accuracy = final_accuracy(cell)
+    if accuracy is None:
         raise OutputDirectoryError(
-            f"{cell.folder}/summary.json has {value!r} for {metric}, so nothing can be chosen: "
-            "remove the run to repeat it, or start in another --output-dir with another tune.metric"
+            f"{cell.folder}/summary.json has no final.mean, so nothing can be chosen: remove the "
+            "run to repeat it, or start in another --output-dir"
         )
-    return float(value)
+    return accuracy
 
 
 def check_choice(comparison: Comparison, choice: Choice) -> None:
@@ -133,11 +131,7 @@ def record_choice(comparison: Comparison, choice: Choice) -> None:
     """Write the choice to chosen.json."""
     tune = comparison.file.tune
     assert tune is not None
-    document = read_choices(comparison.root) or {
-        "metric": tune.metric,
-        "seeds": list(tune.seeds),
-        "arms": {},
-    }
+    document = read_choices(comparison.root) or {"seeds": list(tune.seeds), "arms": {}}
     document["arms"][choice.arm] = choice.to_json()
     write_json_whole(comparison.root / CHOSEN, document)
 
@@ -350,7 +344,7 @@ class SweepRun:
     def _choice_of(
         self, comparison: Comparison, arm: Arm, waiting: Sequence[Entry]
     ) -> Choice | None:
-        """The choice for an arm; None if its runs do not have the metric, upon which its comparison
+        """The choice for an arm; None if one evaluated nothing, upon which its comparison
         fails and the other arms go on."""
         assert comparison.file.tune is not None
         try:
@@ -380,8 +374,6 @@ class SweepRun:
     def _apply_choice(
         self, comparison: Comparison, choice: Choice, waiting: Sequence[Entry], record: bool
     ) -> None:
-        tune = comparison.file.tune
-        assert tune is not None
         check_choice(comparison, choice)
         for entry in waiting:
             entry.cell = entry.cell.with_choice(choice.overrides)
@@ -389,7 +381,7 @@ class SweepRun:
                 entry.disk = state_of(entry.cell)
         if record:
             record_choice(comparison, choice)
-        for sentence in choice.describe(tune.metric):
+        for sentence in choice.describe():
             self.observer.on_notice(sentence)
 
     def _pass_stops_on(self) -> None:

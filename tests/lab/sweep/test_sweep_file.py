@@ -80,9 +80,9 @@ BAD = {
         "ours sets optimizer.learning_rate, which tune.grid chooses",
     ),
     "a tuned key that no recipe has": (("optimizer.learning_rate", "optimizer.rate"), "unknown k"),
-    "a metric that no run writes": (
+    "another metric": (
         ("  grid:", "  metric: final.gsm8k\n  grid:"),
-        "no benchmark gsm8k.*it has mean, tiny",
+        "tune.metric: Input should be 'final.mean', found 'final.gsm8k'",
     ),
     "tuning without evaluation": (("run.steps=30", "'eval.benchmarks=[]'"), "evaluates nothing"),
     "a value that cannot be a folder": (

@@ -22,16 +22,14 @@ RATE = "optimizer.learning_rate"
 def tuned(tmp_path):
     """Writes summaries, value by value and seed by seed; returns the comparison."""
 
-    def write(scores, metric="final.mean", **grid):
-        tune = TuneSection(seeds=[1, 2], grid=grid or {RATE: [1e-4, 2e-4, 4e-4]}, metric=metric)
-        arms = {"a": ["eval.greedy=true"]}
-        file = SweepFile(name="s", recipe="tiny", arms=arms, seeds=[3], tune=tune)
+    def write(scores, **grid):
+        tune = TuneSection(seeds=[1, 2], grid=grid or {RATE: [1e-4, 2e-4, 4e-4]})
+        file = SweepFile(name="s", recipe="tiny", arms={"a": []}, seeds=[3], tune=tune)
         (comparison,) = expand(file, Path("s.yaml"), tmp_path)
         for cells, by_seed in zip(comparison.arms[0].tuning.values(), scores, strict=True):
             for cell, final in zip(cells, by_seed, strict=True):
                 cell.folder.mkdir(parents=True, exist_ok=True)
-                text = json.dumps({"final": final, "final_greedy": {"tiny_add": 1.0}})
-                (cell.folder / "summary.json").write_text(text)
+                (cell.folder / "summary.json").write_text(json.dumps({"final": final}))
         return comparison
 
     return write
@@ -48,33 +46,28 @@ def mean(*values):
 def test_the_best_mean_over_seeds_is_chosen_and_not_the_best_run(tuned):
     choice = chosen(tuned([mean(0.5, 0.5), mean(0.6, 0.5), mean(0.9, 0.1)]))
     assert choice.overrides == (f"{RATE}=0.0002",) and choice.tied == choice.at_edge == ()
-    (line,) = choice.describe("final.mean")
+    (line,) = choice.describe()
     assert "chose learning_rate=0.0002 by final.mean" in line and "learning_rate=0.0001 0.5" in line
 
 
 def test_a_tie_takes_the_first_and_is_told(tuned):
     choice = chosen(tuned([mean(0.1, 0.2), mean(0.6, 0.5), mean(0.5, 0.6)]))
     assert choice.overrides == (f"{RATE}=0.0002",) and choice.tied == ("learning_rate=0.0004",)
-    assert "tied with learning_rate=0.0002" in choice.describe("final.mean")[1]
+    assert "tied with learning_rate=0.0002" in choice.describe()[1]
 
 
 def test_a_choice_at_the_edge_of_the_grid_is_told(tuned):
     choice = chosen(tuned([mean(0.1, 0.2), mean(0.2, 0.2), mean(0.5, 0.6)]))
     assert choice.at_edge == (RATE,)
-    assert f"edge of tune.grid.{RATE}" in choice.describe("final.mean")[1]
+    assert f"edge of tune.grid.{RATE}" in choice.describe()[1]
     words = chosen(tuned([mean(0.1, 0.2), mean(0.5, 0.5)], **{"loss.aggregation": [
         "token_mean", "sequence_mean"]}))  # fmt: skip
     assert words.at_edge == ()
 
 
-def test_another_metric_may_decide(tuned):
-    final = [[{"mean": 0.9, "tiny_add": score}] * 2 for score in (0.1, 0.8, 0.2)]
-    assert chosen(tuned(final, "final.tiny_add")).overrides == (f"{RATE}=0.0002",)
-
-
-def test_a_run_without_the_metric_is_named(tuned):
+def test_a_run_without_an_accuracy_is_named(tuned):
     comparison = tuned([mean(0.5, 0.5), mean(0.6, None), mean(0.9, 0.1)])
-    with pytest.raises(OutputDirectoryError, match=r"learning_rate=0\.0002/seed-2/summ.* has None"):
+    with pytest.raises(OutputDirectoryError, match=r"learning_rate=0\.0002/seed-2/summ.* has no"):
         chosen(comparison)
 
 
@@ -129,6 +122,6 @@ def test_printed_commands_continue_a_sweep_through_its_choices(tmp_path, monkeyp
         (out / name / "summary.json").write_text(json.dumps({"final": {"mean": final}}))
     command, lacking = printed()[:2]
     assert "out/a/seed-3" in command and f"{RATE}=0.0002" in command
-    assert lacking.startswith("# b/seed-3 cannot start") and "has None for final.mean" in lacking
+    assert lacking.startswith("# b/seed-3 cannot start") and "has no final.mean" in lacking
     chosen = json.loads((out / "chosen.json").read_text())["arms"]
     assert chosen.keys() == {"a"} and chosen["a"]["set"] == [f"{RATE}=0.0002"]
