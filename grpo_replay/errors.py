@@ -2,8 +2,8 @@
 
     GrpoReplayError                1
     ├── UsageError                 2   a wrong option or argument
-    │   ├── RecipeError            2   a value or combination in the recipe
-    │   └── SweepFileError         2   a sweep file
+    │   └── RecipeError            2   a value or combination in the recipe
+    │       └── SweepFileError     2   a sweep file
     ├── DataError                  3   missing or bad data
     │   ├── DatasetError           3   a prompt set or benchmark
     │   ├── ModelError             3   a model folder, configuration or tokenizer
@@ -45,7 +45,7 @@ class RecipeError(UsageError):
     pass
 
 
-class SweepFileError(UsageError):
+class SweepFileError(RecipeError):
     pass
 
 

@@ -37,16 +37,21 @@ def find_recipe(name_or_path: str) -> Path:
 
     Raises RecipeError, with the shipped names, if there is none.
     """
+    return find_shipped(name_or_path, shipped_recipes(), "recipe")
+
+
+def find_shipped(name_or_path: str, shipped: Mapping[str, Path], kind: str) -> Path:
+    """A file by its path, or by its name among those of a `kind` that are shipped. Raises
+    RecipeError, with the shipped names, if there is none."""
     path = Path(name_or_path)
     with contextlib.suppress(OSError):  # a name that is too long for the file system
         if path.is_file():
             return path
-    shipped = shipped_recipes()
     if name_or_path in shipped:
         return shipped[name_or_path]
     hint = did_you_mean(name_or_path, shipped)
     raise RecipeError(
-        f"no recipe {shown(name_or_path)}: not a file and not a shipped recipe{hint}; "
+        f"no {kind} {shown(name_or_path)}: not a file and not a shipped {kind}{hint}; "
         f"shipped: {', '.join(shipped)}"
     )
 
@@ -73,14 +78,7 @@ def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
             f"{path}: this is data: a recipe is YAML with prompts.source: {path.name} "
             "(docs/guide.md)"
         )
-    try:
-        layer = parse_yaml(path.read_text(encoding="utf-8"), Recipe)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise RecipeError(f"{place}: not valid YAML: {problem_of(error)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from error
+    layer = read_yaml(path, Recipe)
     if layer is None:
         return {}
     if not isinstance(layer, dict):
@@ -91,6 +89,18 @@ def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
         layer = modernised(layer, str(path))
     anchor_paths(layer, path.parent)
     return layer
+
+
+def read_yaml(path: Path, kind: Any = None) -> Any:
+    """The value of a YAML file, as `parse_yaml` reads it. Raises RecipeError with file and line."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), kind)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise RecipeError(f"{place}: not valid YAML: {problem_of(error)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from error
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:

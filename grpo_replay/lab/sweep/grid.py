@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
-from grpo_replay.lab.sweep.sweep_file import SweepFile, read_sweep_file, sweep_to_yaml
+from grpo_replay.lab.sweep.sweep_file import (
+    SweepFile,
+    read_sweep_file,
+    sweep_to_yaml,
+    value_name,
+)
 from grpo_replay.recipe import Recipe, find_recipe, load_recipe
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 from grpo_replay.storage.recipe_history import differences
@@ -151,20 +156,6 @@ def _comparison(sweep: SweepFile, recipe: str, root: Path, label: str) -> Compar
     return Comparison(root, sweep, tuple(arms))
 
 
-def value_name(candidate: Sequence[str]) -> str:
-    """The folder of a candidate: `learning_rate=5e-05`, or several joined by commas."""
-    pairs = [word.partition("=") for word in candidate]
-    leaves = [key.split(".")[-1] for key, _, _ in pairs]
-    short = len(set(leaves)) == len(leaves)
-    words = [f"{leaf if short else key}={value}" for leaf, (key, _, value) in zip(leaves, pairs)]
-    name = ",".join(words)
-    if "/" in name or name.startswith(".") or len(name) > 200:
-        raise SweepFileError(
-            f"tune.grid: {name!r} cannot name a folder: tune numbers, true, false or short words"
-        )
-    return name
-
-
 def _check_recipes(comparison: Comparison, source: Path) -> None:
     """Load the recipe of every arm and candidate, once each."""
     for arm in comparison.arms:
@@ -233,7 +224,7 @@ def check_folder(output_dir: Path, sweep: SweepFile) -> None:
         return
     try:
         before = read_sweep_file(path)
-    except SweepFileError as error:
+    except RecipeError as error:
         raise OutputDirectoryError(str(error)) from error
     if found := differences(before, sweep):
         changes = "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in found[:3])

@@ -1,9 +1,8 @@
 """SWEEP.yaml: a recipe, named arms, seeds, and values to tune before the arms are compared."""
 
-import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,10 +18,9 @@ from pydantic import (
 
 from grpo_replay.errors import SweepFileError, did_you_mean
 from grpo_replay.recipe import Section
-from grpo_replay.recipe.layers import parse_yaml, problem_of, shown
+from grpo_replay.recipe.layers import find_shipped, read_yaml, shown
 from grpo_replay.shipped_recipes import shipped_sweeps
 
-FORMAT = 1
 RESERVED = ("tune", "log")
 """Folders of a sweep that hold no arm."""
 
@@ -120,6 +118,12 @@ class SweepFile(Section):
                     raise ValueError(
                         f"{place} sets {key}, which tune.grid chooses: remove it from one of them"
                     )
+        for name in map(value_name, tune.candidates()):
+            if "/" in name or name.startswith(".") or len(name) > 200:
+                raise ValueError(
+                    f"tune.grid: {name!r} cannot name a folder: tune numbers, true, false or short "
+                    "words"
+                )
 
     def expanded(self) -> "SweepFile":
         """The sweep with an arm for every combination of the grid, and no grid."""
@@ -127,7 +131,7 @@ class SweepFile(Section):
         for name, overrides in self.arms.items():
             own = [key for key in self.grid if key not in map(_key_of, (*self.set, *overrides))]
             for values in _combinations({key: self.grid[key] for key in own}):
-                full = ",".join([name, *map(_short, values)])
+                full = ",".join([name, value_name(values)]) if values else name
                 if full in arms:
                     raise ValueError(
                         f"arms: {full} is there twice with what grid makes: rename one"
@@ -144,10 +148,15 @@ def _combinations(grid: Mapping[str, list[Scalar]]) -> list[tuple[str, ...]]:
     return list(itertools.product(*([f"{key}={_text(v)}" for v in grid[key]] for key in grid)))
 
 
-def _short(override: str) -> str:
-    """`learning_rate=1e-05` of `optimizer.learning_rate=1e-05`."""
-    key, _, value = override.partition("=")
-    return f"{key.rpartition('.')[2]}={value}"
+def value_name(overrides: Sequence[str]) -> str:
+    """A name for overrides, the folder of a tuned value: `learning_rate=5e-05`, or several joined
+    by commas. Keys with the same last part keep their sections."""
+    pairs = [word.partition("=") for word in overrides]
+    leaves = [key.rpartition(".")[2] for key, _, _ in pairs]
+    short = len(set(leaves)) == len(leaves)
+    return ",".join(
+        f"{leaf if short else key}={value}" for leaf, (key, _, value) in zip(leaves, pairs)
+    )
 
 
 def _check_overrides(place: str, overrides: list[str]) -> None:
@@ -178,26 +187,15 @@ def _text(value: Scalar) -> str:
 
 
 def find_sweep(name_or_path: str) -> Path:
-    """The file of a sweep, given its path or the name of a shipped sweep. Raises SweepFileError."""
-    path = Path(name_or_path)
-    with contextlib.suppress(OSError):  # a name that is too long for the file system
-        if path.is_file():
-            return path
-    shipped = shipped_sweeps()
-    if name_or_path in shipped:
-        return shipped[name_or_path]
-    raise SweepFileError(
-        f"no sweep {shown(name_or_path)}: not a file and not a shipped sweep"
-        f"{did_you_mean(name_or_path, shipped)}; shipped: {', '.join(shipped)}"
-    )
+    """The file of a sweep, given its path or the name of a shipped sweep. Raises RecipeError."""
+    return find_shipped(name_or_path, shipped_sweeps(), "sweep")
 
 
 def read_sweep_file(path: Path) -> SweepFile:
-    """Read and check a sweep. Raises SweepFileError with file and place."""
-    document = _read_yaml(path)
+    """Read and check a sweep. Raises RecipeError with file and place."""
+    document = read_yaml(path)
     if not isinstance(document, Mapping):
         raise SweepFileError(f"{path}: a sweep is a mapping with name, recipe, arms and seeds")
-    _refuse_newer(path, document.get("format"))
     unknown = [str(key) for key in document if key not in SweepFile.model_fields]
     if unknown:
         hint = did_you_mean(unknown[0], SweepFile.model_fields)
@@ -209,25 +207,6 @@ def read_sweep_file(path: Path) -> SweepFile:
         raise SweepFileError(_explain(error, path)) from error
     except ValueError as error:  # of `expanded`
         raise SweepFileError(f"{path}: {error}") from error
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        return parse_yaml(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise SweepFileError(f"{place}: not valid YAML: {problem_of(error)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise SweepFileError(f"{path}: cannot be read: {error}") from error
-
-
-def _refuse_newer(path: Path, version: Any) -> None:
-    if isinstance(version, int) and version > FORMAT:
-        raise SweepFileError(
-            f"{path}: sweep format {version}, this version of grpo-replay reads {FORMAT}: use the "
-            "version that wrote it"
-        )
 
 
 def _explain(error: ValidationError, path: Path) -> str:

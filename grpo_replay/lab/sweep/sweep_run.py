@@ -23,8 +23,8 @@ from grpo_replay.lab.sweep.cells import (
     read_summary,
     state_of,
 )
-from grpo_replay.lab.sweep.grid import Arm, Cell, Comparison, all_cells, value_name
-from grpo_replay.lab.sweep.sweep_file import TuneSection
+from grpo_replay.lab.sweep.grid import Arm, Cell, Comparison, all_cells
+from grpo_replay.lab.sweep.sweep_file import TuneSection, value_name
 from grpo_replay.storage.atomic import write_json_whole
 from grpo_replay.storage.run_directory import RunDirectory
 

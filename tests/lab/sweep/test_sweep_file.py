@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_replay.errors import SweepFileError
+from grpo_replay.errors import RecipeError, SweepFileError
 from grpo_replay.lab.sweep.grid import choose_arms, expand
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file, sweep_to_yaml
 
@@ -104,7 +104,7 @@ BAD = {
     "an unknown key": (("name: two", "name: two\nseed: 3"), "unknown key 'seed' .did you mean"),
     "an unknown recipe": (("recipe: tiny", "recipe: tinny"), "no recipe 'tinny'.*did you mean"),
     "a recipe twice": (("recipe: tiny", "recipe: [tiny, tiny]"), "recipe: tiny is there twice"),
-    "a newer format": (("name: two", "name: two\nformat: 2"), "sweep format 2.*reads 1"),
+    "a newer format": (("name: two", "name: two\nformat: 2"), "format: Input should be 1, found 2"),
     "no mapping": ((GOOD, "- a"), "a sweep is a mapping"),
     "no YAML": (("seeds: [3, 4]", "seeds: [3, 4"), "sweep.yaml:1[0-9]: "),
 }
@@ -113,12 +113,12 @@ BAD = {
 @pytest.mark.parametrize("change, message", BAD.values(), ids=BAD)
 def test_bad_sweeps_are_refused_with_their_place(tmp_path, change, message):
     assert change[0] in GOOD
-    with pytest.raises(SweepFileError, match=f"(?s){message}"):
+    with pytest.raises(RecipeError, match=f"(?s){message}"):
         read(tmp_path, GOOD.replace(*change))
 
 
 def test_an_unknown_sweep_is_refused_with_the_shipped_names(tmp_path):
-    with pytest.raises(SweepFileError, match=r"'tiny-mian'.*did you mean 'tiny-main'.*paper-a, "):
+    with pytest.raises(RecipeError, match=r"'tiny-mian'.*did you mean 'tiny-main'.*paper-a, "):
         find_sweep("tiny-mian")
     with pytest.raises(SweepFileError, match=r"--only uors: no such arm .did you mean 'ours'"):
         choose_arms(read(tmp_path, GOOD), "uors")
