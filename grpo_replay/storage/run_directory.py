@@ -401,18 +401,38 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def newer_version(run: Path) -> str | None:
-    """The version of grpo-replay that wrote a run, if it is newer than this one; else None.
-
-    Raises DataError if environment.json has no version.
-    """
+def refuse_newer(run: Path) -> None:
+    """Raises OutputDirectoryError if a newer version of grpo-replay wrote the run, DataError if
+    environment.json has no version."""
     path = run / "environment.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["grpo_replay"]
-        return found if Version(found) > Version(__version__) else None
+        is_newer = Version(found) > Version(__version__)
     except FileNotFoundError:
-        return None
+        return
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path}: no version of grpo-replay in it ({error!r}); restore the file from a copy"
         ) from error
+    if is_newer:
+        raise OutputDirectoryError(
+            f"{run} was written by grpo-replay {found}, newer than this {__version__}: update "
+            "grpo-replay, or name another folder"
+        )
+
+
+def read_summary(run: Path) -> dict[str, Any] | None:
+    """summary.json of a finished run; None if the run has not finished. Raises OutputDirectoryError
+    for a damaged file."""
+    path = run / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise OutputDirectoryError(
+            f"{path} cannot be read: {error}; restore it from a copy"
+        ) from error
+    if not (isinstance(summary, dict) and {"steps", "wall_seconds"} <= summary.keys()):
+        raise OutputDirectoryError(f"{path} has no steps or wall_seconds; restore it from a copy")
+    return summary

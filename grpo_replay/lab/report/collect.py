@@ -16,16 +16,13 @@ from grpo_replay.lab.report.finished_run import (
     FinishedRun,
     UnfinishedRun,
     read_evaluation,
-    read_json,
     read_run,
 )
-from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection, read_recipe_layer
+from grpo_replay.lab.sweep.sweep_file import SWEEP, SweepFile, read_choices, read_folder
+from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection
 from grpo_replay.storage.recipe_history import flatten
 from grpo_replay.storage.sealed_files import changed_files
 from grpo_replay.terminal.console import tracked
-
-SWEEP_FILE = "sweep.yaml"
-CHOSEN_FILE = "chosen.json"
 
 MANY_PATHS = 4
 
@@ -142,7 +139,7 @@ class _Found:
 
 
 def _add_path(path: Path, found: _Found) -> None:
-    if path.is_file() and path.name != SWEEP_FILE:
+    if path.is_file() and path.name != SWEEP:
         found.files.append(read_evaluation(path))
         return
     folder = path.parent if path.is_file() else path
@@ -150,22 +147,18 @@ def _add_path(path: Path, found: _Found) -> None:
         raise DataError(
             f"{path}: no such file or folder; give runs, sweeps, folders of runs, or evaluations"
         )
-    if (folder / SWEEP_FILE).exists() and not has_comparisons(folder):
-        _add_sweep(folder, found)
+    sweep = read_folder(folder)
+    if sweep is not None and isinstance(sweep.recipe, str):
+        _add_sweep(folder, sweep, found)
     elif (folder / "recipe.yaml").exists():
         _add_run(folder, found)
     else:
         _add_folder(folder, found)
 
 
-def has_comparisons(folder: Path) -> bool:
-    """True for the sweep of a list of recipes, which has a folder for each."""
-    return isinstance(read_recipe_layer(folder / SWEEP_FILE).get("recipe"), list)
-
-
 def _add_folder(folder: Path, found: _Found) -> None:
     inner = sorted(child for child in folder.iterdir() if child.is_dir())
-    if sweeps := [child for child in inner if (child / SWEEP_FILE).exists()]:
+    if sweeps := [child for child in inner if (child / SWEEP).exists()]:
         raise UsageError(
             f"{folder} holds {len(sweeps)} comparisons: report one of them at a time: "
             + ", ".join(short_path(child) for child in sweeps)
@@ -173,7 +166,7 @@ def _add_folder(folder: Path, found: _Found) -> None:
     runs = [child for child in inner if (child / "recipe.yaml").exists()]
     if not runs:
         raise DataError(
-            f"{folder}: neither a run (recipe.yaml), a sweep ({SWEEP_FILE}) nor a folder of runs"
+            f"{folder}: neither a run (recipe.yaml), a sweep ({SWEEP}) nor a folder of runs"
         )
     for child in runs:
         _add_run(child, found)
@@ -183,24 +176,25 @@ def _add_run(path: Path, found: _Found) -> None:
     """A run given by its own path must be finished; one of a sweep keeps the name of its arm."""
     run = read_run(path)
     arm_folder = path.resolve().parent
-    if (arm_folder.parent / SWEEP_FILE).exists():
+    if (arm_folder.parent / SWEEP).exists():
         found.arms.append(Arm(arm_folder.name, {run.seed: run}))
     else:
         found.runs.append(run)
 
 
-def _add_sweep(folder: Path, found: _Found) -> None:
-    arms, seeds = read_outline(folder / SWEEP_FILE)
-    for arm in arms:
+def _add_sweep(folder: Path, sweep: SweepFile, found: _Found) -> None:
+    for arm in sweep.arms:
         runs: dict[int | None, FinishedRun] = {}
         missing = {}
-        for seed in tracked(seeds, f"reading {arm}"):
+        for seed in tracked(sweep.seeds, f"reading {arm}"):
             try:
                 add_run(runs, _cell(folder / arm / f"seed-{seed}", seed), arm)
             except UnfinishedRun as error:
                 missing[seed] = error.reason
         found.arms.append(Arm(arm, runs, missing))
-    found.tuned |= _read_tuned(folder)
+    choices = read_choices(folder)
+    if choices is not None:
+        found.tuned |= {arm: ", ".join(each["set"]) for arm, each in choices["arms"].items()}
 
 
 def _cell(path: Path, seed: int) -> FinishedRun:
@@ -211,27 +205,6 @@ def _cell(path: Path, seed: int) -> FinishedRun:
             "another sweep"
         )
     return run
-
-
-def read_outline(path: Path) -> tuple[list[str], list[int]]:
-    """The arms and seeds of a sweep. Raises DataError if the file does not have them."""
-    sweep = read_recipe_layer(path)
-    arms, seeds = sweep.get("arms"), sweep.get("seeds")
-    whole = isinstance(seeds, list) and all(isinstance(seed, int) for seed in seeds)
-    if not (isinstance(arms, dict) and arms and seeds and whole):
-        raise DataError(f"{path}: not a sweep: it needs arms (a mapping) and seeds (whole numbers)")
-    return [str(arm) for arm in arms], list(seeds)
-
-
-def _read_tuned(folder: Path) -> dict[str, str]:
-    """The overrides that the tuning stage of a sweep chose, by arm; empty without one."""
-    path = folder / CHOSEN_FILE
-    if not path.exists():
-        return {}
-    chosen = read_json(path).get("arms")
-    if not isinstance(chosen, dict):
-        raise DataError(f"{path}: expected an object with 'arms'; restore it from a copy")
-    return {arm: ", ".join(choice["set"]) for arm, choice in chosen.items()}
 
 
 def _merged(arms: Sequence[Arm]) -> list[Arm]:

@@ -1,7 +1,6 @@
 """One finished run, or one evaluation file, as a report reads it."""
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay import __version__
 from grpo_replay.errors import DataError, EvaluationFileError
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
@@ -21,7 +19,7 @@ from grpo_replay.evaluation.statistics import BenchmarkResult, MeanResult
 from grpo_replay.lab.inspection.source import read_metrics, read_run_recipe
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import CHANGES_FOLDER, differences, read_history
-from grpo_replay.storage.run_directory import LOCK, is_locked, newer_version
+from grpo_replay.storage.run_directory import LOCK, is_locked, read_summary, refuse_newer
 
 _EVALUATION_FILE = re.compile(r"step_(\d+)\.json")
 
@@ -143,16 +141,11 @@ def read_run(path: Path) -> FinishedRun:
     """A finished run. Raises UnfinishedRun, and DataError for a damaged or newer one."""
     if not (path / "recipe.yaml").exists():
         raise UnfinishedRun(path, "not started", "start it")
-    if (newer := newer_version(path)) is not None:
-        raise DataError(
-            f"{path}: a run of grpo-replay {newer}, newer than this one ({__version__}): upgrade "
-            "grpo-replay, or leave the run out"
-        )
+    refuse_newer(path)
     recipe = read_run_recipe(path)
     assert recipe is not None
     log = StepLog(tuple(map(_timed, read_metrics(path / "metrics.jsonl"))))
-    _refuse_unfinished(path, len(log), recipe.run.steps)
-    summary = _summary(path)
+    summary = _summary(path, f"step {len(log)} of {recipe.run.steps}")
     if len(log) != summary["steps"]:
         raise DataError(
             f"{path}: metrics.jsonl has {len(log)} lines, but summary.json {summary['steps']} "
@@ -168,13 +161,15 @@ def _timed(line: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**line, "step_time": None} if repeated else line
 
 
-def _refuse_unfinished(path: Path, done_steps: int, steps: int) -> None:
-    done = f"step {done_steps} of {steps}"
+def _summary(path: Path, done: str) -> dict[str, Any]:
+    """summary.json. Raises UnfinishedRun, which says what is `done`, while there is none."""
     if is_locked(path / LOCK):
         raise UnfinishedRun(path, f"still running, {done}", "wait for it")
-    if not (path / "summary.json").exists():
+    summary = read_summary(path)
+    if summary is None:
         remedy = f"continue it with grpo-replay train --resume --output-dir {path}"
         raise UnfinishedRun(path, f"stopped after {done}", remedy)
+    return summary
 
 
 def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: float) -> FinishedRun:
@@ -247,22 +242,3 @@ def _without_texts(file: Path) -> EvaluationReport:
 
 def _evaluation_file(path: Path, step: int) -> Path:
     return path / "eval" / f"step_{step:06d}.json"
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    file = path / "summary.json"
-    summary = read_json(file)
-    if not isinstance(summary.get("steps"), int) or "wall_seconds" not in summary:
-        raise DataError(f"{file}: no steps or wall_seconds; restore the file from a copy")
-    return summary
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises DataError if the file cannot be read or is something else."""
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file}: cannot be read: {error}; restore it from a copy") from error
-    if not isinstance(document, dict):
-        raise DataError(f"{file}: not a JSON object; restore it from a copy")
-    return document

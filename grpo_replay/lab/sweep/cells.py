@@ -11,11 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_replay import __version__
 from grpo_replay.errors import OutputDirectoryError, RecipeError
 from grpo_replay.lab.sweep.grid import Cell
 from grpo_replay.storage.recipe_history import differences, read_history
-from grpo_replay.storage.run_directory import LOCK, RunDirectory, is_locked, newer_version
+from grpo_replay.storage.run_directory import (
+    LOCK,
+    RunDirectory,
+    is_locked,
+    read_summary,
+    refuse_newer,
+)
 
 
 class CellState(enum.Enum):
@@ -39,27 +44,12 @@ def state_of(cell: Cell) -> CellState:
     if not run.recipe_path.exists():
         _refuse_other_files(cell)
         return CellState.NEW
-    if (newer := newer_version(cell.folder)) is not None:
-        raise OutputDirectoryError(
-            f"{cell.folder} was written by grpo-replay {newer}, newer than this {__version__}: "
-            "update grpo-replay, or choose another --output-dir"
-        )
+    refuse_newer(cell.folder)
     recipe = cell.resolved_recipe()
     if not cell.awaits_choice:
         _refuse_other_recipe(cell)
-    summary = read_summary(cell)
+    summary = read_summary(cell.folder)
     return CellState.DONE if summary and summary["steps"] >= recipe.run.steps else CellState.STARTED
-
-
-def read_summary(cell: Cell) -> dict | None:
-    """summary.json of a finished run; None if the run has not finished."""
-    try:
-        summary = json.loads((cell.folder / "summary.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise OutputDirectoryError(f"{cell.folder}/summary.json cannot be read: {error}") from error
-    return summary
 
 
 def _refuse_other_files(cell: Cell) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.lab.sweep.sweep_file import (
+    SWEEP,
     SweepFile,
-    read_sweep_file,
+    read_folder,
     sweep_to_yaml,
     value_name,
 )
@@ -22,8 +23,6 @@ from grpo_replay.recipe import Recipe, find_recipe, load_recipe
 from grpo_replay.storage.atomic import named_if_unwritable, write_text_whole
 from grpo_replay.storage.recipe_history import differences
 from grpo_replay.storage.run_directory import LOCK, RunDirectory
-
-SWEEP = "sweep.yaml"
 
 _load = functools.lru_cache(maxsize=None)(load_recipe)
 
@@ -214,18 +213,14 @@ def check_folder(output_dir: Path, sweep: SweepFile) -> None:
     """Raises OutputDirectoryError unless the folder is new or holds this sweep."""
     if output_dir.exists() and not output_dir.is_dir():
         raise OutputDirectoryError(f"{output_dir} is a file: choose another --output-dir")
-    path = output_dir / SWEEP
-    if not path.exists():
+    before = read_folder(output_dir)
+    if before is None:
         others = sorted(each.name for each in output_dir.glob("*") if each.name != LOCK)
         if others:
             raise OutputDirectoryError(
                 f"{output_dir} holds {others[0]} but no {SWEEP}: choose an empty --output-dir"
             )
         return
-    try:
-        before = read_sweep_file(path)
-    except RecipeError as error:
-        raise OutputDirectoryError(str(error)) from error
     if found := differences(before, sweep):
         changes = "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in found[:3])
         raise OutputDirectoryError(

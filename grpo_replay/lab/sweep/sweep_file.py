@@ -1,6 +1,8 @@
-"""SWEEP.yaml: a recipe, named arms, seeds, and values to tune before the arms are compared."""
+"""SWEEP.yaml: a recipe, named arms, seeds, and values to tune before the arms are compared. The
+folder of a sweep has it as sweep.yaml, beside chosen.json, the values that were chosen."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +18,13 @@ from pydantic import (
     model_validator,
 )
 
-from grpo_replay.errors import SweepFileError, did_you_mean
+from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.recipe import Section
 from grpo_replay.recipe.layers import find_shipped, read_yaml, shown
 from grpo_replay.shipped_recipes import shipped_sweeps
 
+SWEEP = "sweep.yaml"
+CHOSEN = "chosen.json"
 RESERVED = ("tune", "log")
 """Folders of a sweep that hold no arm."""
 
@@ -224,3 +228,28 @@ def _explain(error: ValidationError, path: Path) -> str:
 def sweep_to_yaml(sweep: SweepFile) -> str:
     """The sweep as YAML. Reading it gives the same sweep."""
     return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def read_folder(folder: Path) -> SweepFile | None:
+    """The sweep that a folder holds; None without sweep.yaml. Raises OutputDirectoryError."""
+    path = folder / SWEEP
+    if not path.exists():
+        return None
+    try:
+        return read_sweep_file(path)
+    except RecipeError as error:
+        raise OutputDirectoryError(str(error)) from error
+
+
+def read_choices(folder: Path) -> dict[str, Any] | None:
+    """The document chosen.json; None if nothing was chosen yet. Raises OutputDirectoryError."""
+    path = folder / CHOSEN
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise OutputDirectoryError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("arms"), dict):
+        raise OutputDirectoryError(f"{path}: expected an object with 'arms'; it was changed")
+    return document

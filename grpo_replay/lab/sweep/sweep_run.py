@@ -2,12 +2,10 @@
 values with the best mean over the tuning seeds)."""
 
 import enum
-import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -20,15 +18,12 @@ from grpo_replay.lab.sweep.cells import (
     is_running,
     last_attempt,
     process_in,
-    read_summary,
     state_of,
 )
 from grpo_replay.lab.sweep.grid import Arm, Cell, Comparison, all_cells
-from grpo_replay.lab.sweep.sweep_file import TuneSection, value_name
+from grpo_replay.lab.sweep.sweep_file import CHOSEN, TuneSection, read_choices, value_name
 from grpo_replay.storage.atomic import write_json_whole
-from grpo_replay.storage.run_directory import RunDirectory
-
-CHOSEN = "chosen.json"
+from grpo_replay.storage.run_directory import RunDirectory, read_summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +129,6 @@ def record_choice(comparison: Comparison, choice: Choice) -> None:
     document = read_choices(comparison.root) or {"seeds": list(tune.seeds), "arms": {}}
     document["arms"][choice.arm] = choice.to_json()
     write_json_whole(comparison.root / CHOSEN, document)
-
-
-def read_choices(root: Path) -> dict[str, Any] | None:
-    """The document chosen.json; None if nothing was chosen yet. Raises OutputDirectoryError."""
-    path = root / CHOSEN
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise OutputDirectoryError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict) or not isinstance(document.get("arms"), dict):
-        raise OutputDirectoryError(f"{path}: expected an object with 'arms'; it was changed")
-    return document
 
 
 def tuning_cells(arm: Arm) -> Sequence[Cell]:
@@ -413,7 +394,7 @@ def _lacks_values(entry: Entry) -> bool:
 
 def final_accuracy(cell: Cell) -> float | None:
     """Mean held-out accuracy at the end of a finished run; None if it evaluated nothing."""
-    summary = read_summary(cell) or {}
+    summary = read_summary(cell.folder) or {}
     return (summary.get("final") or {}).get("mean")
 
 

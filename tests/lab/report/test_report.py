@@ -215,14 +215,16 @@ def test_a_sweep_without_a_finished_run_is_refused(tmp_path):
 def test_a_run_of_a_newer_version_is_refused(copy):
     file = copy / "ours/seed-1/environment.json"
     file.write_text(json.dumps({"grpo_replay": "99.0"}))
-    with pytest.raises(DataError, match=r"seed-1: a run of grpo-replay 99\.0, newer than this"):
+    with pytest.raises(
+        DataError, match=r"seed-1 was written by grpo-replay 99\.0, newer than this"
+    ):
         run([str(copy)])
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("summary.json", "{", "summary.json: cannot be read"),
+        ("summary.json", "{", "summary.json cannot be read"),
         ("metrics.jsonl", '{"step": 1}\n', "metrics.jsonl has 1 lines, but summary.json 12"),
         ("eval/step_000012.json", "{}", "not an evaluation file of this version"),
         ("recipe.yaml", "nonsense: 1\n", "unknown key 'nonsense'"),
@@ -465,7 +467,8 @@ def test_one_or_two_seeds_are_shown_instead_of_an_interval(tmp_path, capsys, see
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("arms: {a: []}", "not a sweep"), ("arms: {a: []}\nseeds: [x]", "whole")]
+    ("text", "message"),
+    [("arms: {a: []}", "name: Field required"), ("[1]", "a sweep is a mapping")],
 )
 def test_a_file_that_is_no_sweep_is_refused(copy, text, message):
     (copy / "sweep.yaml").write_text(text)
@@ -497,7 +500,9 @@ def test_a_folder_without_runs_and_a_missing_path_are_named(tmp_path):
 
 def test_a_sweep_of_several_recipes_names_its_comparisons(tmp_path):
     inner = write_sweep(tmp_path / "both" / "tiny", ARMS, [1])
-    (tmp_path / "both" / "sweep.yaml").write_text("recipe: [tiny]\narms: {a: []}\nseeds: [1]\n")
+    (tmp_path / "both" / "sweep.yaml").write_text(
+        "name: both\nrecipe: [tiny]\narms: {a: []}\nseeds: [1]\n"
+    )
     with pytest.raises(UsageError, match=f"1 comparisons.*{inner}"):
         run([str(tmp_path / "both")])
 

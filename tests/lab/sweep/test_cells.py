@@ -40,14 +40,15 @@ def start(cell, steps=None, **environment):
         json.dumps({"grpo_replay": "0.1.0"} | environment)
     )
     if steps is not None:
-        (cell.folder / "summary.json").write_text(json.dumps({"steps": steps}))
+        summary = {"steps": steps, "wall_seconds": 1}
+        (cell.folder / "summary.json").write_text(json.dumps(summary))
 
 
 def test_a_cell_is_new_then_started_then_done(cell):
     assert state_of(cell) is CellState.NEW
     start(cell)
     assert state_of(cell) is CellState.STARTED
-    (cell.folder / "summary.json").write_text('{"steps": 30}')
+    (cell.folder / "summary.json").write_text('{"steps": 30, "wall_seconds": 1}')
     assert state_of(cell) is CellState.DONE
 
 

@@ -29,10 +29,15 @@ def tuned(tmp_path):
         for cells, by_seed in zip(comparison.arms[0].tuning.values(), scores, strict=True):
             for cell, final in zip(cells, by_seed, strict=True):
                 cell.folder.mkdir(parents=True, exist_ok=True)
-                (cell.folder / "summary.json").write_text(json.dumps({"final": final}))
+                write_summary(cell.folder, final)
         return comparison
 
     return write
+
+
+def write_summary(run: Path, final: dict) -> None:
+    summary = {"steps": 30, "wall_seconds": 1, "final": final}
+    (run / "summary.json").write_text(json.dumps(summary))
 
 
 def chosen(comparison):
@@ -119,7 +124,7 @@ def test_printed_commands_continue_a_sweep_through_its_choices(tmp_path, monkeyp
     )
     for name, final in zip(names, [0.1, 0.4, 0.2, None], strict=True):
         (out / name).mkdir(parents=True, exist_ok=True)
-        (out / name / "summary.json").write_text(json.dumps({"final": {"mean": final}}))
+        write_summary(out / name, {"mean": final})
     command, lacking = printed()[:2]
     assert "out/a/seed-3" in command and f"{RATE}=0.0002" in command
     assert lacking.startswith("# b/seed-3 cannot start") and "has no final.mean" in lacking

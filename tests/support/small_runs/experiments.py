@@ -44,7 +44,7 @@ def write_sweep(
     """A sweep with arms of {name: (overrides, gain)}; `leave_out` are (arm, seed) not started."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {
-        "name": folder.name, "recipe": "tiny", "set": [], "seeds": list(seeds),
+        "name": "synthetic", "recipe": "tiny", "set": [], "seeds": list(seeds),
         "arms": {name: overrides for name, (overrides, _) in arms.items()},
     }  # fmt: skip
     (folder / "sweep.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
