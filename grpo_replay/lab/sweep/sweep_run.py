@@ -110,18 +110,6 @@ def _accuracy_of(cell: Cell) -> float:
     return accuracy
 
 
-def check_choice(comparison: Comparison, choice: Choice) -> None:
-    """Raises OutputDirectoryError if chosen.json has another choice, which runs may have used."""
-    path = comparison.root / CHOSEN
-    before = (read_choices(comparison.root) or {"arms": {}})["arms"].get(choice.arm)
-    if before is not None and before["set"] != list(choice.overrides):
-        raise OutputDirectoryError(
-            f"{path}: {choice.arm} was compared with {', '.join(before['set'])}, and the tuning "
-            f"runs now say {', '.join(choice.overrides)}: a tuning run was changed; restore it, "
-            "or choose another --output-dir"
-        )
-
-
 def record_choice(comparison: Comparison, choice: Choice) -> None:
     """Write the choice to chosen.json."""
     tune = comparison.file.tune
@@ -200,16 +188,12 @@ class SweepRun:
         """Look at every cell, before anything is started, and make the choices of tuning that is
         complete; `record` writes them to chosen.json. `starts`: cells will be started.
 
-        Raises OutputDirectoryError for a folder with something other than the cell's run, for a
-        choice other than that of chosen.json, and with `starts` for a run that a process works on
-        which no sweep started.
+        Raises OutputDirectoryError for a folder with something other than the cell's run, and with
+        `starts` for a run that a process works on which no sweep started.
         """
         for cell in all_cells(self.comparisons):
             self.entries.append(self._entry(cell, starts))
-        for comparison, arm, waiting in self._newly_tuned():
-            choice = self._choice_of(comparison, arm, waiting)
-            if choice is not None:
-                self._apply_choice(comparison, choice, waiting, record)
+        self._choose(record)
 
     def _entry(self, cell: Cell, starts: bool) -> Entry:
         progress = Progress(RunDirectory(cell.folder).metrics_path)
@@ -273,8 +257,7 @@ class SweepRun:
                 entry.running = self.launcher.start(entry.cell, entry.disk)
                 self._set(entry, Status.RUNNING, entry.running.describe())
             except OutputDirectoryError as error:
-                entry.exit_code = error.exit_code
-                self._set(entry, Status.FAILED, first_line(error))
+                self._fail([entry], error)
 
     def _collect(self) -> None:
         for entry in self._with(Status.RUNNING):
@@ -291,8 +274,7 @@ class SweepRun:
         try:
             entry.disk = state_of(entry.cell)
         except OutputDirectoryError as error:
-            entry.exit_code = error.exit_code
-            self._set(entry, Status.FAILED, first_line(error))
+            self._fail([entry], error)
             return
         if entry.disk is CellState.DONE:
             self._note_done(entry)
@@ -312,27 +294,25 @@ class SweepRun:
         entry.status, entry.message = status, message
         self.observer.on_change(entry)
 
-    def _choose(self) -> None:
-        """Give the comparison cells of arms that are now tuned their values."""
+    def _choose(self, record: bool = True) -> None:
+        """Give the comparison cells of arms that are now tuned their values. Those of an arm fail,
+        and the other arms go on, if a tuning run evaluated nothing, or if a cell of the arm was
+        started with other values."""
         for comparison, arm, waiting in self._newly_tuned():
-            choice = self._choice_of(comparison, arm, waiting)
+            assert comparison.file.tune is not None
             try:
-                if choice is not None:
-                    self._apply_choice(comparison, choice, waiting, record=True)
+                choice = choose(arm, comparison.file.tune)
+                cells = [entry.cell.with_choice(choice.overrides) for entry in waiting]
+                states = [state_of(cell) for cell in cells]
             except OutputDirectoryError as error:
                 self._fail(waiting, error)
-
-    def _choice_of(
-        self, comparison: Comparison, arm: Arm, waiting: Sequence[Entry]
-    ) -> Choice | None:
-        """The choice for an arm; None if one evaluated nothing, upon which its comparison
-        fails and the other arms go on."""
-        assert comparison.file.tune is not None
-        try:
-            return choose(arm, comparison.file.tune)
-        except OutputDirectoryError as error:
-            self._fail(waiting, error)
-            return None
+                continue
+            for entry, cell, state in zip(waiting, cells, states, strict=True):
+                entry.cell, entry.disk = cell, state
+            if record:
+                record_choice(comparison, choice)
+            for sentence in choice.describe():
+                self.observer.on_notice(sentence)
 
     def _fail(self, entries: Sequence[Entry], error: OutputDirectoryError) -> None:
         for entry in entries:
@@ -351,19 +331,6 @@ class SweepRun:
     def _of(self, cells: Iterable[Cell]) -> list[Entry]:
         folders = {cell.folder for cell in cells}
         return [entry for entry in self.entries if entry.cell.folder in folders]
-
-    def _apply_choice(
-        self, comparison: Comparison, choice: Choice, waiting: Sequence[Entry], record: bool
-    ) -> None:
-        check_choice(comparison, choice)
-        for entry in waiting:
-            entry.cell = entry.cell.with_choice(choice.overrides)
-            if entry.running is None:
-                entry.disk = state_of(entry.cell)
-        if record:
-            record_choice(comparison, choice)
-        for sentence in choice.describe():
-            self.observer.on_notice(sentence)
 
     def _pass_stops_on(self) -> None:
         """Send running cells one signal for each new request to stop."""

@@ -62,7 +62,8 @@ def test_tuning_chooses_per_arm_and_the_comparison_uses_the_choice(tmp_path):
     path.write_text(path.read_text().replace("0.4", "0.9"))
     code, err = sweep.run()
     assert code == 3
-    assert "was compared with optimizer.learning_rate=0.0001" in err and "5e-05" in err
+    assert "another recipe: optimizer.learning_rate 0.0001, now 5e-05" in err
+    assert json.loads((sweep.out / "chosen.json").read_text()) == chosen
 
 
 @pytest.mark.slow
