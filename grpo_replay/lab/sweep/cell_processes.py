@@ -4,7 +4,6 @@
 cell: `grpo-replay ARGUMENTS`, told to stop after its step if the sweep dies, also by SIGKILL.
 """
 
-import contextlib
 import os
 import runpy
 import signal
@@ -17,8 +16,6 @@ from grpo_replay.distributed.environment import CORES_VARIABLE, available_cores,
 from grpo_replay.errors import UsageError
 from grpo_replay.lab.sweep.cells import (
     CellState,
-    describe_holder,
-    is_running,
     locked_log,
     note_start,
     train_arguments,
@@ -34,40 +31,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 stop at once; die."""
 
 
-class CellProcess:
-    """The process of a cell: started by this sweep, or left running by an earlier one."""
-
-    def __init__(self, cell: Cell, process: subprocess.Popen[bytes] | None = None) -> None:
-        self._cell, self._process = cell, process
-
-    @property
-    def is_leftover(self) -> bool:
-        return self._process is None
-
-    def poll(self) -> int | None:
-        """The exit code once it has ended (negative: killed by that signal; 0: unknown, of an
-        earlier sweep); None before."""
-        if self._process is not None:
-            return self._process.poll()
-        return None if is_running(self._cell) else 0
-
-    def stop(self, number: int) -> None:
-        """Send it a signal."""
-        if self._process is not None:
-            self._process.send_signal(number)
-            return
-        pid = describe_holder(self._cell).removeprefix("process ")
-        if pid.isdigit() and is_running(self._cell):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), number)
-
-    def describe(self) -> str:
-        """`process 1234`."""
-        if self._process is None:
-            return describe_holder(self._cell)
-        return f"process {self._process.pid}"
-
-
 class Launcher:
     """Starts each cell as `grpo-replay train` in a session of its own, with its share of cores and
     GPUs. Call it from the main thread: the cells stop when the thread that started them dies."""
@@ -76,12 +39,7 @@ class Launcher:
         self.jobs = jobs
         self._environment = share_of_cores(jobs)
         self._gpus = shares_of_gpus(jobs)
-        self._in_share: dict[int, CellProcess] = {}
-
-    @property
-    def divides_gpus(self) -> bool:
-        """True if every cell has GPUs of its own, which nothing else may be using."""
-        return bool(self._gpus)
+        self._in_share: dict[int, subprocess.Popen[bytes]] = {}
 
     def check(self, cells: Sequence[Cell]) -> None:
         """Raises UsageError if a cell has more ranks on GPUs than its share of them."""
@@ -95,10 +53,10 @@ class Launcher:
                     f"{max(1, gpus // engine.num_processes)}"
                 )
 
-    def start(self, cell: Cell, state: CellState) -> CellProcess:
+    def start(self, cell: Cell, state: CellState) -> subprocess.Popen[bytes]:
         """Start a new cell, or resume a started one. It holds the lock of the cell.
 
-        Raises CellRunning if a process of the cell is alive.
+        Raises OutputDirectoryError if a process of the cell is alive.
         """
         # For trackers that keep all runs in one place, where `seed-42` says nothing.
         name = f"{cell.root.name}/{cell.place}"
@@ -117,10 +75,9 @@ class Launcher:
                 env={**os.environ, **environment},
             )
             note_start(log, process.pid, cell, state)
-        started = CellProcess(cell, process)
         if share is not None:
-            self._in_share[share] = started
-        return started
+            self._in_share[share] = process
+        return process
 
     def _free_share(self) -> int | None:
         """The number of a share of the GPUs that no cell has; None if there are no shares."""

@@ -91,16 +91,12 @@ def shell_command(cell: Cell, state: CellState) -> str:
     return shlex.join(["grpo-replay", *train_arguments(cell, state)])
 
 
-class CellRunning(OutputDirectoryError):
-    """A process of the cell is alive."""
-
-
 @contextlib.contextmanager
 def locked_log(cell: Cell) -> Iterator[int]:
     """Yields a descriptor of the cell's log, which holds the lock of the cell.
 
     A process that inherits it as its output keeps the lock until it ends, in whatever way. Raises
-    CellRunning if such a process is alive.
+    OutputDirectoryError if such a process is alive.
     """
     cell.log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(cell.log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -108,7 +104,9 @@ def locked_log(cell: Cell) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise CellRunning(f"{cell.name} is running: {describe_holder(cell)}") from error
+            raise OutputDirectoryError(
+                f"{cell.name} is running: {describe_holder(cell)}"
+            ) from error
         yield descriptor
     finally:
         os.close(descriptor)

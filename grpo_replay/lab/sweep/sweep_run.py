@@ -3,6 +3,7 @@ values with the best mean over the tuning seeds)."""
 
 import enum
 import math
+import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,11 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from grpo_replay.errors import INTERRUPTED, OutputDirectoryError, first_line
-from grpo_replay.lab.sweep.cell_processes import STOP_SIGNALS, CellProcess, Launcher
+from grpo_replay.lab.sweep.cell_processes import STOP_SIGNALS, Launcher
 from grpo_replay.lab.sweep.cells import (
     CellState,
     Progress,
+    describe_holder,
     error_line,
     is_running,
     last_attempt,
@@ -149,7 +151,7 @@ class Entry:
     progress: Progress
     message: str = ""
     exit_code: int = 0
-    running: CellProcess | None = None
+    running: subprocess.Popen[bytes] | None = None
     accuracy: float | None = None
 
 
@@ -186,25 +188,34 @@ class SweepRun:
 
     def prepare(self, record: bool = True, starts: bool = True) -> None:
         """Look at every cell, before anything is started, and make the choices of tuning that is
-        complete; `record` writes them to chosen.json. `starts`: cells will be started.
+        complete; `record` writes them to chosen.json. `starts`: cells will be started, and those
+        that a killed sweep left running are waited for, until the user asks to stop.
 
         Raises OutputDirectoryError for a folder with something other than the cell's run, and with
         `starts` for a run that a process works on which no sweep started.
         """
-        for cell in all_cells(self.comparisons):
+        cells = list(all_cells(self.comparisons))
+        if starts:
+            self._wait_for_earlier(cells)
+            if self.stops.count:
+                return
+        for cell in cells:
             self.entries.append(self._entry(cell, starts))
         self._choose(record)
+
+    def _wait_for_earlier(self, cells: Sequence[Cell]) -> None:
+        left = [cell for cell in cells if is_running(cell)]
+        for cell in left:
+            self.observer.on_notice(
+                f"waiting for {cell.name}, {describe_holder(cell)}, left by an earlier sweep"
+            )
+        while not self.stops.count and any(map(is_running, left)):
+            time.sleep(POLL_SECONDS)
 
     def _entry(self, cell: Cell, starts: bool) -> Entry:
         progress = Progress(RunDirectory(cell.folder).metrics_path)
         steps = cell.resolved_recipe().run.steps
-        if is_running(cell):
-            running = CellProcess(cell)
-            left = f"left by an earlier sweep, {running.describe()}"
-            entry = Entry(cell, Status.WAITING, CellState.STARTED, steps, progress, running=running)
-            self._set(entry, Status.RUNNING, left)
-            return entry
-        holder = process_in(cell)
+        holder = describe_holder(cell) if is_running(cell) else process_in(cell)
         if holder is not None and starts:
             raise OutputDirectoryError(
                 f"{cell.folder} is in use by {holder}, a run that this sweep did not start: wait "
@@ -244,9 +255,6 @@ class SweepRun:
         return [e for e in self._with(Status.WAITING) if not e.cell.awaits_choice]
 
     def _start(self) -> None:
-        left = [entry for entry in self._with(Status.RUNNING) if _is_leftover(entry)]
-        if left and self.launcher.divides_gpus:
-            return  # it may be on the GPUs of any cell
         free = self.launcher.jobs - len(self._with(Status.RUNNING))
         for entry in self._ready()[: max(0, free)]:
             try:
@@ -255,7 +263,7 @@ class SweepRun:
                     self._note_done(entry)
                     continue
                 entry.running = self.launcher.start(entry.cell, entry.disk)
-                self._set(entry, Status.RUNNING, entry.running.describe())
+                self._set(entry, Status.RUNNING, f"process {entry.running.pid}")
             except OutputDirectoryError as error:
                 self._fail([entry], error)
 
@@ -269,7 +277,6 @@ class SweepRun:
                 self._note_end(entry, code)
 
     def _note_end(self, entry: Entry, code: int) -> None:
-        leftover = _is_leftover(entry)
         entry.running = None
         try:
             entry.disk = state_of(entry.cell)
@@ -278,10 +285,8 @@ class SweepRun:
             return
         if entry.disk is CellState.DONE:
             self._note_done(entry)
-        elif self.stops.count and (leftover or code in (INTERRUPTED, -15, -2, -9)):
+        elif self.stops.count and code in (INTERRUPTED, -15, -2, -9):
             self._set(entry, Status.INTERRUPTED, "")
-        elif leftover:
-            self._set(entry, Status.WAITING, "")
         else:
             entry.exit_code = code if code > 0 else 4
             self._set(entry, Status.FAILED, describe_end(entry.cell, code))
@@ -338,7 +343,7 @@ class SweepRun:
             number = STOP_SIGNALS[min(self._stops_passed_on, len(STOP_SIGNALS) - 1)]
             for entry in self._with(Status.RUNNING):
                 assert entry.running is not None
-                entry.running.stop(number)
+                entry.running.send_signal(number)
             self._stops_passed_on += 1
 
     def _conclude(self) -> int:
@@ -349,10 +354,6 @@ class SweepRun:
             return INTERRUPTED
         failed = self._with(Status.FAILED)
         return failed[0].exit_code if failed else 0
-
-
-def _is_leftover(entry: Entry) -> bool:
-    return entry.running is not None and entry.running.is_leftover
 
 
 def _lacks_values(entry: Entry) -> bool:

@@ -11,7 +11,6 @@ import pytest
 
 from grpo_replay.errors import OutputDirectoryError
 from grpo_replay.lab.sweep.cells import (
-    CellRunning,
     CellState,
     Progress,
     error_line,
@@ -129,7 +128,7 @@ def test_a_cell_is_running_while_any_process_with_its_output_lives(cell):
     process.wait()
     assert is_running(cell)  # by the child that the process left behind
     told = f"ours/seed-3 is running: process {process.pid}"
-    with pytest.raises(CellRunning, match=told), locked_log(cell):
+    with pytest.raises(OutputDirectoryError, match=told), locked_log(cell):
         pass
     process.stdin.close()
     for _ in range(200):

@@ -9,10 +9,8 @@ import pytest
 from grpo_replay.distributed.environment import available_cores, threads_per_rank
 from grpo_replay.errors import LaunchError, UsageError
 from grpo_replay.lab.sweep import cell_processes as processes
-from grpo_replay.lab.sweep.cells import CellState, locked_log, note_start
-from grpo_replay.lab.sweep.grid import Cell, expand
-from grpo_replay.lab.sweep.sweep_file import SweepFile
-from grpo_replay.lab.sweep.sweep_run import StopRequests, SweepRun
+from grpo_replay.lab.sweep.cells import CellState
+from grpo_replay.lab.sweep.grid import Cell
 
 
 def cell(ranks: int, device: str = "auto") -> Cell:
@@ -85,31 +83,6 @@ def test_gpus_are_divided_and_a_share_is_given_to_one_cell_at_a_time(
     launcher.start(cell(4), CellState.NEW)
     assert [process.gpus for process in started] == ["0,1,2,3", "4,5,6,7", "0,1,2,3"]
     assert {process.name for process in started} == {"out/ours/seed-3"}
-
-
-class Silent:
-    def on_change(self, entry): ...
-    def on_progress(self, entries): ...
-    def on_notice(self, text): ...
-
-
-def test_nothing_starts_on_shared_gpus_while_an_earlier_sweeps_process_lives(
-    eight_gpus, started, tmp_path
-):
-    sweep = SweepFile(name="s", recipe="tiny", arms={"a": [], "b": ["replay.ratio=1"]}, seeds=[3])
-    comparisons = expand(sweep, tmp_path / "s.yaml", tmp_path)
-    left = comparisons[0].arms[0].comparison[0]
-    run = SweepRun(comparisons, processes.Launcher(2), Silent(), StopRequests())
-    with locked_log(left) as log:
-        note_start(log, os.getpid(), left, CellState.NEW)
-        run.prepare()
-        (running,) = (entry.running for entry in run.entries if entry.running)
-        assert running.is_leftover and running.describe() == f"process {os.getpid()}"
-        run._start()
-        assert started == []
-    run._collect()  # it has ended
-    run._start()
-    assert [process.gpus for process in started] == ["0,1,2,3", "4,5,6,7"]
 
 
 def test_one_cell_at_a_time_sees_all_gpus_and_nothing_is_set_without_gpus(eight_gpus, monkeypatch):

@@ -5,9 +5,16 @@ import json
 import os
 import signal
 import sys
+from contextlib import ExitStack
 
 import pytest
 from fake_sweep import CELLS, SWEEP, Sweep, wait_until, words_of
+
+from grpo_replay.lab.sweep.cell_processes import Launcher
+from grpo_replay.lab.sweep.cells import CellState, locked_log, note_start
+from grpo_replay.lab.sweep.grid import expand
+from grpo_replay.lab.sweep.sweep_file import SweepFile
+from grpo_replay.lab.sweep.sweep_run import Status, StopRequests, SweepRun
 
 GRID = "{optimizer.learning_rate: [5.0e-5, 1.0e-4, 2.0e-4]}"
 TUNED = f"{SWEEP}tune: {{seeds: [1], grid: {GRID}}}"
@@ -98,10 +105,9 @@ def test_a_killed_sweep_leaves_no_cell_behind_and_the_next_waits_for_those_that_
     (lingering,) = sweep.cell_processes()
     sweep.behave(deaf)
     process = sweep.start(jobs=2)
-    told = sweep.wait_for_line(process, "running grpo/seed-5")
-    assert told.endswith(f"left by an earlier sweep, process {lingering.pid}")
-    wait_until(lambda: (sweep.out / "ours/seed-6/summary.json").exists())
-    assert len(sweep.commands("grpo/seed-5")) == 1  # the others went on, this one was waited for
+    told = sweep.wait_for_line(process, "note: waiting for grpo/seed-5")
+    assert told.endswith(f"process {lingering.pid}, left by an earlier sweep")
+    assert len(sweep.commands("grpo/seed-5")) == 1
     sweep.behave({})
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -123,6 +129,41 @@ def test_a_cell_that_is_killed_fails_and_is_resumed_by_the_next_sweep(tmp_path):
     sweep.behave({})
     assert sweep.run()[0] == 0
     assert sweep.steps("ours/seed-5") == list(range(1, 26))
+
+
+class Notices:
+    def __init__(self):
+        self.told = []
+
+    def on_change(self, entry): ...
+    def on_progress(self, entries): ...
+    def on_notice(self, text):
+        self.told.append(text)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_cell_of_an_earlier_sweep_is_waited_for_until_it_ends_or_the_user_stops(
+    tmp_path, monkeypatch, stops
+):
+    sweep = SweepFile(name="s", recipe="tiny", arms={"a": [], "b": ["replay.ratio=1"]}, seeds=[3])
+    comparisons = expand(sweep, tmp_path / "s.yaml", tmp_path)
+    left = comparisons[0].arms[0].comparison[0]
+    run = SweepRun(comparisons, Launcher(2), Notices(), StopRequests())
+    with ExitStack() as earlier:
+        note_start(earlier.enter_context(locked_log(left)), 123, left, CellState.NEW)
+
+        def sleep(seconds):
+            run.stops.count += stops
+            if not stops:
+                earlier.close()
+
+        monkeypatch.setattr("grpo_replay.lab.sweep.sweep_run.time.sleep", sleep)
+        run.prepare()
+        assert run.observer.told == ["waiting for a/seed-3, process 123, left by an earlier sweep"]
+        if stops:
+            assert run.run() == 130
+        else:
+            assert [entry.status for entry in run.entries] == [Status.WAITING] * 2
 
 
 @pytest.mark.slow
