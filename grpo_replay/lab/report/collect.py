@@ -310,10 +310,8 @@ def add_run(runs: dict[int | None, FinishedRun], run: FinishedRun, arm: str) -> 
 
 
 def _refuse_other_method(first: FinishedRun, other: FinishedRun, arm: str) -> None:
-    a, b = _method_of(first, first.recipe), _method_of(other, other.recipe)
-    began_alike = _began_alike(first, other)
-    keys = [key for key in differing_keys([a, b]) if key not in began_alike]
-    if keys:
+    a, b = _method_of(first), _method_of(other)
+    if keys := differing_keys([a, b]):
         found = ", ".join(
             f"{key} is {a.get(key)!r} in {first.path} and {b.get(key)!r} in {other.path}"
             for key in keys
@@ -325,19 +323,9 @@ def _refuse_other_method(first: FinishedRun, other: FinishedRun, arm: str) -> No
         )
 
 
-def _began_alike(first: FinishedRun, other: FinishedRun) -> set[str]:
-    """Keys that a resume of one of them changed, which is noted, and that were the same before."""
-    noted = {note.partition(":")[0] for run in (first, other) for note in run.recipe_changes}
-    if not noted:
-        return noted
-    return noted.difference(
-        differing_keys([_method_of(run, run.first_recipe) for run in (first, other)])
-    )
-
-
-def _method_of(run: FinishedRun, recipe: Recipe | None) -> dict[str, Any]:
+def _method_of(run: FinishedRun) -> dict[str, Any]:
     """Its recipe without what is `OF_THE_MACHINE`, and the steps that the run trained."""
-    settings = settings_of(recipe)
+    settings = settings_of(run.recipe)
     method = {
         key: _without_folders(each)
         for key, each in settings.items()

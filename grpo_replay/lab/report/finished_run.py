@@ -16,9 +16,9 @@ from grpo_replay.evaluation.evaluation_report import (
     read_report,
 )
 from grpo_replay.evaluation.statistics import BenchmarkResult, MeanResult
-from grpo_replay.lab.inspection.source import read_metrics, read_run_recipe
+from grpo_replay.lab.inspection.source import read_metrics, read_run_history
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.recipe_history import CHANGES_FOLDER, differences, read_history
+from grpo_replay.storage.recipe_history import RecipeHistory, differences
 from grpo_replay.storage.run_directory import LOCK, is_locked, read_summary, refuse_newer
 
 _EVALUATION_FILE = re.compile(r"step_(\d+)\.json")
@@ -71,8 +71,8 @@ class FinishedRun:
 
     `final` has per-sample rows if their file exists. `evaluations` are those that are comparable
     with `final` and have as many samples, by training step. An evaluation file has no seed, recipe
-    or log, and `evaluations` is empty. `recipe` is that of the last step; `recipe_changes` are the
-    keys that a resume changed, apart from the number of steps.
+    or log, and `evaluations` is empty. `recipe` is that of the first step, with the number of steps
+    of the last; `recipe_changes` are the keys that a resume changed, apart from that number.
     """
 
     path: Path
@@ -88,11 +88,6 @@ class FinishedRun:
     def untimed_steps(self) -> int:
         """Steps that were repeated from a journal."""
         return int(np.isnan(self.log.column("step_time")).sum())
-
-    @property
-    def first_recipe(self) -> Recipe | None:
-        """The recipe of the first step."""
-        return read_history(self.path).first if self.recipe_changes else self.recipe
 
     @property
     def base(self) -> EvaluationReport | None:
@@ -142,16 +137,15 @@ def read_run(path: Path) -> FinishedRun:
     if not (path / "recipe.yaml").exists():
         raise UnfinishedRun(path, "not started", "start it")
     refuse_newer(path)
-    recipe = read_run_recipe(path)
-    assert recipe is not None
+    history = read_run_history(path)
     log = StepLog(tuple(map(_timed, read_metrics(path / "metrics.jsonl"))))
-    summary = _summary(path, f"step {len(log)} of {recipe.run.steps}")
+    summary = _summary(path, f"step {len(log)} of {history.latest.run.steps}")
     if len(log) != summary["steps"]:
         raise DataError(
             f"{path}: metrics.jsonl has {len(log)} lines, but summary.json {summary['steps']} "
             "steps: restore the two files together"
         )
-    return _with_evaluations(path, recipe, log, summary["wall_seconds"])
+    return _with_evaluations(path, history, log, summary["wall_seconds"])
 
 
 def _timed(line: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,7 +166,9 @@ def _summary(path: Path, done: str) -> dict[str, Any]:
     return summary
 
 
-def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: float) -> FinishedRun:
+def _with_evaluations(
+    path: Path, history: RecipeHistory, log: StepLog, wall_seconds: float
+) -> FinishedRun:
     final = _final(path, len(log))
     samples = _samples(final)  # a resume may change them, and pass@k with them
     evaluations = {
@@ -182,13 +178,13 @@ def _with_evaluations(path: Path, recipe: Recipe, log: StepLog, wall_seconds: fl
     }
     return FinishedRun(
         path=path,
-        seed=recipe.run.seed,
-        recipe=recipe,
+        seed=history.first.run.seed,
+        recipe=_method(history),
         final=final,
         evaluations=evaluations,
         log=log,
         wall_seconds=wall_seconds,
-        recipe_changes=_recipe_changes(path),
+        recipe_changes=_recipe_changes(history),
     )
 
 
@@ -207,11 +203,14 @@ def _read_curve(folder: Path) -> dict[int, EvaluationReport]:
     return {step: read_report(found[step], with_samples=False) for step in sorted(found)}
 
 
-def _recipe_changes(path: Path) -> tuple[str, ...]:
+def _method(history: RecipeHistory) -> Recipe:
+    """The recipe that a run began with; a resume for more steps is the same method."""
+    run = history.first.run.model_copy(update={"steps": history.latest.run.steps})
+    return history.first.model_copy(update={"run": run})
+
+
+def _recipe_changes(history: RecipeHistory) -> tuple[str, ...]:
     """`key: old -> new (after step N)` of every change at a resume, but of `run.steps`."""
-    if not (path / CHANGES_FOLDER).is_dir():
-        return ()
-    history = read_history(path)
     found, before = [], history.first
     for step, recipe in history.changed:
         found += [

@@ -357,6 +357,18 @@ def test_a_recipe_that_changed_at_a_resume_is_named(copy, capsys):
     assert note.endswith("replay.max_age_steps: 10 -> 5 (after step 6)")
 
 
+def test_runs_outside_a_sweep_are_one_arm_by_the_recipe_they_began_with(tmp_path, capsys):
+    for seed in (1, 2):
+        write_run(tmp_path / f"runs/{seed}", ["replay.preset=grpo"], seed, 0.1)
+    recipe = (tmp_path / "runs/1/recipe.yaml").read_text()
+    (tmp_path / "runs/1/recipes").mkdir()
+    changed = recipe.replace("learning_rate: 1.0e-06", "learning_rate: 1.1e-06")
+    (tmp_path / "runs/1/recipes/step_000011.yaml").write_text(changed)
+    document = report(capsys, tmp_path / "runs")
+    assert {name: arm["seeds"] for name, arm in arms_of(document).items()} == {"grpo": [1, 2]}
+    assert "learning_rate: 1e-06 -> 1.1e-06 (after step 11)" in document["notes"][0]
+
+
 def test_runs_that_began_with_other_settings_are_no_arm_though_one_changed_them(copy):
     """A change at a resume is noted; it does not excuse what another run was begun with."""
     first, second = (copy / f"grpo/seed-{seed}" for seed in SEEDS[:2])
@@ -368,7 +380,7 @@ def test_runs_that_began_with_other_settings_are_no_arm_though_one_changed_them(
     run([str(copy)])
     text = (second / "recipe.yaml").read_text()
     (second / "recipe.yaml").write_text(text.replace(rate, "learning_rate: 9.0e-03"))
-    with pytest.raises(UsageError, match=r"optimizer.learning_rate is 1\.1e-06 .* and 0\.009 "):
+    with pytest.raises(UsageError, match=r"optimizer.learning_rate is 1e-06 .* and 0\.009 "):
         run([str(copy)])
 
 
