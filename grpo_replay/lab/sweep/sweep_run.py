@@ -5,7 +5,7 @@ import enum
 import math
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Protocol
@@ -119,11 +119,6 @@ def record_choice(comparison: Comparison, choice: Choice) -> None:
     document = read_choices(comparison.root) or {"seeds": list(tune.seeds), "arms": {}}
     document["arms"][choice.arm] = choice.to_json()
     write_json_whole(comparison.root / CHOSEN, document)
-
-
-def tuning_cells(arm: Arm) -> Sequence[Cell]:
-    """All tuning runs of an arm."""
-    return [cell for cells in arm.tuning.values() for cell in cells]
 
 
 POLL_SECONDS = 0.5
@@ -328,14 +323,15 @@ class SweepRun:
         """Arms whose tuning runs are done and whose comparison cells have no values yet."""
         for comparison in self.comparisons:
             for arm in comparison.arms:
-                waiting = [e for e in self._of(arm.comparison) if _lacks_values(e)]
-                tuning = self._of(tuning_cells(arm))
+                own = [
+                    entry
+                    for entry in self.entries
+                    if entry.cell.root == comparison.root and entry.cell.arm == arm.name
+                ]
+                waiting = [entry for entry in own if _lacks_values(entry)]
+                tuning = [entry for entry in own if entry.cell.value is not None]
                 if waiting and all(entry.status is Status.DONE for entry in tuning):
                     yield comparison, arm, waiting
-
-    def _of(self, cells: Iterable[Cell]) -> list[Entry]:
-        folders = {cell.folder for cell in cells}
-        return [entry for entry in self.entries if entry.cell.folder in folders]
 
     def _pass_stops_on(self) -> None:
         """Send running cells one signal for each new request to stop."""
