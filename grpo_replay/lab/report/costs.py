@@ -141,9 +141,10 @@ def first_crossing(costs: Sequence[float], accuracies: Sequence[float], target: 
     return math.inf
 
 
-def main_axis(keys: Sequence[str]) -> str:
-    """The cost of tables with one cost."""
-    return next(key for key in (*MAIN_AXES, *keys) if key in keys)
+def main_axis(costs: Sequence[Axis]) -> Axis | None:
+    """The cost of tables with one cost; None without a cost."""
+    by_key = {axis.key: axis for axis in costs}
+    return next((by_key[key] for key in (*MAIN_AXES, *by_key) if key in by_key), None)
 
 
 def course(runs: Sequence[FinishedRun], axis: Axis, outcome: Outcome) -> Columns:
@@ -204,9 +205,9 @@ def measure_quantities(
     for axis in costs:
         if axis.key.startswith("compute"):
             found[axis.key] = [float(axis.total(run)[-1]) for run in trained]
-    if costs:
-        main = main_axis([axis.key for axis in costs])
-        found |= course(trained, next(a for a in costs if a.key == main), outcome)
+    main = main_axis(costs)
+    if main is not None:
+        found |= course(trained, main, outcome)
     found["wall_seconds"] = [run.wall_seconds for run in trained]
     found["mu"] = [mu_of(run) for run in trained]
     found["base"] = [outcome.of(run.base) if run.base else None for run in trained]

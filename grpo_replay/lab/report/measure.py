@@ -81,6 +81,8 @@ def measure(
     _refuse_unknown(outcome.benchmark, ["mean", *first.sampled.benchmarks])
     mu = measured_mu_of(experiment)
     costs = usable_axes(experiment, given_mu)
+    main = main_axis(costs)
+    trained = {arm.name: list(arm.runs.values()) for arm in experiment.arms if arm.recipe}
     targets = targets or default_targets(experiment.baseline, outcome)
     keys = chosen_keys(experiment.arms)
     benchmarks = tuple(first.sampled.benchmarks)
@@ -101,18 +103,9 @@ def measure(
         ),
         notes=experiment.notes,
         tuned=experiment.tuned,
-        frontier=_frontier(experiment, costs, outcome),
+        main=None if main is None else main.key,
+        frontier=() if main is None else tuple(frontier(trained, main, outcome)),
     )
-
-
-def _frontier(
-    experiment: Experiment, costs: Sequence[Axis], outcome: Outcome
-) -> tuple[tuple[float, float, str, int], ...]:
-    if not costs:
-        return ()
-    main = main_axis([axis.key for axis in costs])
-    arms = {arm.name: list(arm.runs.values()) for arm in experiment.arms if arm.recipe}
-    return tuple(frontier(arms, next(axis for axis in costs if axis.key == main), outcome))
 
 
 def _refuse_unknown(benchmark: str, known: Sequence[str]) -> None:

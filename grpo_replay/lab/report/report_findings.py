@@ -140,7 +140,13 @@ class Findings:
     arms: tuple[ArmFindings, ...]
     notes: tuple[str, ...]
     tuned: dict[str, str]
+    main: str | None = None  # the axis of tables with one cost
     frontier: tuple[tuple[float, float, str, int], ...] = ()  # cost, outcome, arm, step
+
+    @property
+    def cost_title(self) -> str:
+        """The label of the main axis; empty without a cost."""
+        return self.axes.get(self.main or "", "")
 
     @property
     def outcome_title(self) -> str:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from grpo_replay.evaluation.aes import GAIN, LOSS
 from grpo_replay.evaluation.evaluation_tables import p_value, percent, percent_interval, tokens
 from grpo_replay.evaluation.statistics import Interval
-from grpo_replay.lab.report.costs import main_axis
 from grpo_replay.lab.report.report_findings import (
     ArmFindings,
     Difference,
@@ -19,7 +18,7 @@ from grpo_replay.lab.report.report_findings import (
     Reach,
     Spread,
 )
-from grpo_replay.lab.report.two_level import FEWEST_SEEDS
+from grpo_replay.lab.report.two_level import FEWEST_SEEDS, smallest_p_value
 
 MISSING = "–"
 
@@ -175,7 +174,7 @@ def _difference_table(findings: Findings, score: str) -> TextTable:
         "two-sided, from sign flips over seeds, on these problems."
     )
     if few:
-        least = p_value(2.0 ** (1 - max(few)))
+        least = p_value(smallest_p_value(max(few)))
         legend += f" Seeds are too few for p below 0.05: {max(few)} can reach {least} at best."
     title = f"{_title(findings, score)}: difference to {findings.baseline}"
     return TextTable(f"{score}_difference", title, header, rows, legend)
@@ -316,8 +315,6 @@ def compute_table(findings: Findings) -> TextTable:
         for key in findings.axes
         if key.startswith("compute")
     ]
-    if not columns:
-        return TextTable("compute", "", (), [], "")
     legend = "Σ (B + μR) in rollouts trained on, mean over seeds."
     return _quantity_table(findings, "compute", "compute of a run", legend, columns)
 
@@ -357,7 +354,7 @@ def equal_cost_table(findings: Findings) -> TextTable:
 
 def reach_table(findings: Findings) -> TextTable:
     """Steps, tokens and compute at the measured μ; report.json has every axis."""
-    main = main_axis(list(findings.axes)) if findings.axes else ""
+    main = findings.main or ""
     rows = []
     for index in range(max((len(arm.targets) for arm in findings.arms), default=0)):
         for arm in findings.arms:
@@ -373,7 +370,7 @@ def reach_table(findings: Findings) -> TextTable:
         f"the cost at which {findings.outcome_title} first reaches the accuracy, "
         "interpolated between evaluations: median over seeds, and 95 % interval of the median (six "
         f"seeds or more); ∞: not reached; ratio: to {findings.baseline} at the same seed, median "
-        f"of the seeds in which both reached it. Cost: {findings.axes.get(main, '')}."
+        f"of the seeds in which both reached it. Cost: {findings.cost_title}."
     )
     return TextTable("reach", "cost to reach an accuracy", header, rows, legend)
 
@@ -386,11 +383,10 @@ def course_table(findings: Findings) -> TextTable:
         ("quartiles", "cost_to_98", lambda each: f"[{amount(each.low)}, {amount(each.high)}]"),
         ("collapsed", "collapsed", lambda each: f"{each.mean * each.runs:.0f} of {each.runs}"),
     ]
-    axis = findings.axes[main_axis(list(findings.axes))] if findings.axes else ""
     legend = (
         f"{findings.outcome_title}. Peak: maximum of the median curve over seeds, %; to 98 %: "
-        f"{axis}, to 98 % of a run's own best, median over seeds; collapsed: runs that lost over "
-        "half of their best gain by the end."
+        f"{findings.cost_title}, to 98 % of a run's own best, median over seeds; collapsed: runs "
+        "that lost over half of their best gain by the end."
     )
     return _quantity_table(findings, "course", "courses", legend, columns)
 
@@ -400,10 +396,9 @@ def frontier_table(findings: Findings) -> TextTable:
         [amount(cost), percent(value), arm, str(step)]
         for cost, value, arm, step in findings.frontier
     ]
-    axis = findings.axes[main_axis(list(findings.axes))] if findings.axes else ""
     legend = (
         f"evaluations with a higher {findings.outcome_title} than every cheaper one of any arm; "
-        f"medians over seeds. Cost: {axis}."
+        f"medians over seeds. Cost: {findings.cost_title}."
     )
     return TextTable(
         "frontier", "Pareto frontier", ("cost", "accuracy", "arm", "step"), rows, legend
