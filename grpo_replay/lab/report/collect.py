@@ -20,6 +20,7 @@ from grpo_replay.lab.report.finished_run import (
 )
 from grpo_replay.lab.sweep.sweep_file import SWEEP, SweepFile, read_choices, read_folder
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection
+from grpo_replay.recipe.layers import short_path
 from grpo_replay.storage.recipe_history import flatten
 from grpo_replay.storage.sealed_files import changed_files
 from grpo_replay.terminal.console import tracked
@@ -161,7 +162,7 @@ def _add_folder(folder: Path, found: _Found) -> None:
     if sweeps := [child for child in inner if (child / SWEEP).exists()]:
         raise UsageError(
             f"{folder} holds {len(sweeps)} comparisons: report one of them at a time: "
-            + ", ".join(short_path(child) for child in sweeps)
+            + ", ".join(short_path(str(child)) for child in sweeps)
         )
     runs = [child for child in inner if (child / "recipe.yaml").exists()]
     if not runs:
@@ -232,7 +233,9 @@ def _refuse_same_names(arms: Sequence[Arm]) -> None:
 
 
 def _name(arm: Arm, run: FinishedRun) -> str:
-    return arm.name if run.seed is None else f"{arm.name} seed {run.seed} ({short_path(run.path)})"
+    if run.seed is None:
+        return arm.name
+    return f"{arm.name} seed {run.seed} ({short_path(str(run.path))})"
 
 
 def _refuse_other_samples(name_a: str, a: FinishedRun, name_b: str, b: FinishedRun) -> None:
@@ -291,8 +294,9 @@ def _same_names(arms: Sequence[Arm]) -> Iterator[str]:
                 alike = _without_folders(a.get(key)) == _without_folders(b.get(key))
                 if alike and not key.startswith(OF_THE_MACHINE):
                     yield (
-                        f"arm {arm.name}: {key} is {a[key]!r} in {short_path(runs[0].path)} and "
-                        f"{b[key]!r} in {short_path(run.path)}: taken for the same"
+                        f"arm {arm.name}: {key} is {a[key]!r} in "
+                        f"{short_path(str(runs[0].path))} and {b[key]!r} in "
+                        f"{short_path(str(run.path))}: taken for the same"
                     )
 
 
@@ -432,11 +436,3 @@ def choose_baseline(arms: Sequence[Arm], wanted: str | None) -> str:
     if not next(arm for arm in arms if arm.name == wanted).runs:
         raise UsageError(f"--baseline {wanted}: this arm has no finished run yet")
     return wanted
-
-
-def short_path(path: Path) -> str:
-    """A path relative to the working folder if it is inside."""
-    try:
-        return os.fspath(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return os.fspath(path)
