@@ -102,8 +102,8 @@ class Comparison:
 def expand(sweep: SweepFile, source: Path, output_dir: Path) -> tuple[Comparison, ...]:
     """The comparisons of a sweep read from `source`, one per recipe, fully checked.
 
-    Raises SweepFileError for an override that no recipe has, values that contradict each other, a
-    recipe that is not found, or two candidates that are the same recipe.
+    Raises SweepFileError for an override that no recipe has, values that contradict each other, or
+    a recipe that is not found.
     """
     names = [_recipe_name(word, source) for word in sweep.recipes]
     stems = [recipe_stem(name) for name in names]
@@ -158,19 +158,12 @@ def _comparison(sweep: SweepFile, recipe: str, root: Path, label: str) -> Compar
 def _check_recipes(comparison: Comparison, source: Path) -> None:
     """Load the recipe of every arm and candidate, once each."""
     for arm in comparison.arms:
-        seen: dict[str, str] = {}
         for cells in arm.tuning.values() or [arm.comparison]:
             recipe = cells[0].resolved_recipe()
             if arm.tuning and not recipe.eval.benchmarks:
                 raise SweepFileError(
                     f"{source}: tune: the recipe evaluates nothing after the last step; set "
                     "eval.benchmarks"
-                )
-            same = seen.setdefault(recipe.model_dump_json(), str(cells[0].value))
-            if same != str(cells[0].value):
-                raise SweepFileError(
-                    f"{source}: tune.grid: {same} and {cells[0].value} are the same recipe for "
-                    f"arm {arm.name}: remove one"
                 )
 
 

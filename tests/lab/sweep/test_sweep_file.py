@@ -71,10 +71,6 @@ BAD = {
         ("[5.0e-5, 1.0e-4]", "[1.0e-4, 1.0e-4]"),
         "learning_rate: 0.0001 is there twice",
     ),
-    "one value written in two ways": (
-        ("5.0e-5, 1.0e-4", "'0.0001', '1e-4'"),
-        "are the same recipe",
-    ),
     "a tuned key that an arm sets": (
         ("replay.preset=ours", "optimizer.learning_rate=1e-3"),
         "ours sets optimizer.learning_rate, which tune.grid chooses",
