@@ -64,10 +64,9 @@ def _section(path: str, section: type[Section]) -> list[str]:
     properties = section.model_json_schema().get("properties", {})
     lines = [f"## {path}", ""]
     if issubclass(section, Passthrough):
-        known = ", ".join(f"`{k}: {json.dumps(v)}`" for k, v in section.DEFAULTS.items())
-        lines += [" ".join((section.__doc__ or "").split()), f"Defaults: {known}.", ""]
-        if not section.model_fields:
-            return lines[:-1]
+        defaults = section().model_dump().items()
+        known = ", ".join(f"`{k}: {json.dumps(v)}`" for k, v in defaults)
+        return [*lines, " ".join((section.__doc__ or "").split()), f"Defaults: {known}."]
     lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     nested = []
     for key, field in section.model_fields.items():

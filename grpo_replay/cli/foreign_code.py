@@ -8,7 +8,6 @@ from typing import Any
 
 from grpo_replay.errors import RecipeError, UsageError
 from grpo_replay.named_functions import is_place, refuse_missing_file
-from grpo_replay.recipe.input_sections import VllmSection
 from grpo_replay.recipe.layers import parse_overrides
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, SAMPLERS, VERIFIERS
 from grpo_replay.recipe.recipe import Recipe
@@ -66,7 +65,7 @@ def _places(recipe: Recipe) -> Iterator[tuple[str, Any]]:
         ("eval.reward", VERIFIERS, verifier),
     ]
     yield from ((key, value) for key, known, value in named if value not in known.names)
-    for key, value in _texts(recipe.sampling.vllm.model_dump(exclude=set(VllmSection.DEFAULTS))):
+    for key, value in _texts(recipe.sampling.vllm.others):
         if "." in value or ":" in value:  # the form of a module's class or of a file
             yield f"sampling.vllm.{key}", value
 

@@ -40,7 +40,7 @@ from grpo_replay.evaluation.evaluation_report import (
 from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, OtherGrading, summarise_both
 from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage
-from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, SamplingSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, SamplingSection, VllmSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
@@ -116,7 +116,8 @@ def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
     `sampler_options`, the keys of `sampling.vllm` without a default that act on the backend, and
     `sampler_sha256`, of the source file of a sampler of the user (None for others)."""
     vllm = sampling.vllm
-    options = vllm.model_dump(mode="json", exclude={*vllm.DEFAULTS, "hf_token"})  # no secret
+    left_out = {*VllmSection.model_fields, "hf_token"}  # a secret
+    options = vllm.model_dump(mode="json", exclude=left_out)
     if sampling.with_transformers:
         fp32 = vllm.head_dtype == "float32"
         options = {"hf_overrides": {"head_dtype": "float32"}} if fp32 else {}

@@ -11,10 +11,6 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
-GIVEN: Any = None
-"""Stands for the default of a passthrough setting, for type checkers."""
-
-
 def one_of(functions: OpenList) -> Any:
     """The type of a key that names one entry of an open list."""
     names: dict[str, Any] = {"enum": [*functions.names, "module:function", "file.py:function"]}
@@ -42,36 +38,22 @@ class Section(BaseModel):
 
 
 class Passthrough(Section):
-    """A mapping of another library's own settings, by its own names: the library checks them. Those
-    of `DEFAULTS` always have a value, and take one of the same type (any, if it is None)."""
+    """A mapping of another library's own settings, by its own names: the library checks those that
+    are no fields here."""
 
     model_config = ConfigDict(extra="allow")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {}
     TAKEN: ClassVar[frozenset[str]] = frozenset()
     """Settings that this package decides."""
-    TEXT: ClassVar[frozenset[str]] = frozenset()
-    """Settings that are text (or null)."""
 
     @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        for name, value in given.items():
-            default = cls.DEFAULTS.get(name)
-            kinds = (int, float) if isinstance(default, float) else type(default)
-            wrong_kind = isinstance(value, bool) != isinstance(default, bool)
-            if default is not None and (wrong_kind or not isinstance(value, kinds)):
-                raise ValueError(f"{name} {value!r}: expected a value such as {default!r}")
+    def _leaves_what_is_taken(cls, given: Any) -> Any:
+        for name in given if isinstance(given, Mapping) else ():
             if name in cls.TAKEN:
                 raise ValueError(f"{name} is set by other keys of the recipe: remove it")
-        return {**cls.DEFAULTS, **given}
-
-    @classmethod
-    def annotation(cls, name: str) -> Any:
-        return super().annotation(name) or (str | None if name in cls.TEXT else None)
+        return given
 
     @property
     def others(self) -> dict[str, Any]:
-        """The settings without a default."""
-        return {k: v for k, v in (self.model_extra or {}).items() if k not in self.DEFAULTS}
+        """The settings that are no fields."""
+        return self.model_extra or {}

@@ -2,13 +2,12 @@
 in-process vLLM, and vLLM servers."""
 
 import string
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from grpo_replay.recipe.base import GIVEN, Passthrough, Positive, Section, one_of
+from grpo_replay.recipe.base import Passthrough, Positive, Section, one_of
 from grpo_replay.recipe.open_lists import SAMPLERS
 
 PAPER_SYSTEM_PROMPT = "You are a helpful assistant."
@@ -33,40 +32,22 @@ ANSWER_MARKER = "####"
 class LoraSection(Passthrough):
     """Arguments of `peft.LoraConfig`."""
 
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "r": None,
-        "lora_alpha": 32,
-        "lora_dropout": 0.0,
-        "target_modules": None,
-    }
     TAKEN: ClassVar[frozenset[str]] = frozenset({"task_type", "inference_mode", "modules_to_save"})
 
-    if TYPE_CHECKING:
-        r: int | None = GIVEN  # None if all parameters train
-        lora_alpha: int = GIVEN
-        lora_dropout: float = GIVEN
-        target_modules: list[str] | None = GIVEN
-
-    @model_validator(mode="after")
-    def _is_possible(self) -> "LoraSection":
-        if self.r is not None and (type(self.r) is not int or self.r < 1):
-            raise ValueError(f"r {self.r!r}: an integer of 1 or more, or null")
-        if not (self.lora_alpha > 0 and 0 <= self.lora_dropout < 1 and self.target_modules != []):
-            raise ValueError("lora_alpha is above 0, lora_dropout in [0, 1), target_modules a list")
-        return self
+    r: Positive | None = None
+    lora_alpha: Positive = 32
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: Annotated[list[str], Field(min_length=1)] | None = None
 
 
 class DatasetOptions(Passthrough):
     """Arguments of `datasets.load_dataset` for a hub dataset."""
 
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {"name": None, "revision": None, "split": "train"}
     TAKEN: ClassVar[frozenset[str]] = frozenset({"path", "streaming", "trust_remote_code"})
-    TEXT: ClassVar[frozenset[str]] = frozenset(DEFAULTS)
 
-    if TYPE_CHECKING:
-        name: str | None = GIVEN
-        revision: str | None = GIVEN
-        split: str = GIVEN
+    name: str | None = None
+    revision: str | None = None
+    split: str = "train"
 
 
 class ModelSection(Section):
@@ -246,16 +227,6 @@ class VllmSection(Passthrough):
     `hf_overrides: {head_dtype: float32}` the output head's logits are fp32 for a model in bfloat16,
     in vLLM, in the `hf` sampler and in the trainer: their log-probs then differ less."""
 
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "gpu_memory_utilization": 0.6,
-        "tensor_parallel_size": 1,
-        "max_model_len": None,
-        "enforce_eager": False,
-        "async_scheduling": None,
-        "enable_prefix_caching": True,
-        "enable_sleep_mode": True,
-        "dtype": "auto",
-    }
     TAKEN: ClassVar[frozenset[str]] = frozenset(
         (
             *("model", "revision", "trust_remote_code", "logprobs_mode", "skip_tokenizer_init"),
@@ -263,27 +234,20 @@ class VllmSection(Passthrough):
         )
     )
 
-    if TYPE_CHECKING:
-        gpu_memory_utilization: float = GIVEN
-        tensor_parallel_size: int = GIVEN
-        max_model_len: int | None = GIVEN
-        enforce_eager: bool = GIVEN
-        async_scheduling: bool | None = GIVEN
-        enable_prefix_caching: bool = GIVEN
-        enable_sleep_mode: bool = GIVEN
-        dtype: str = GIVEN
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.6
+    tensor_parallel_size: Positive = 1
+    max_model_len: Positive | None = None
+    enforce_eager: bool = False
+    async_scheduling: bool | None = None
+    enable_prefix_caching: bool = True
+    enable_sleep_mode: bool = True
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     @model_validator(mode="after")
-    def _is_possible(self) -> "VllmSection":
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization {self.gpu_memory_utilization}: above 0 to 1")
-        if self.tensor_parallel_size < 1 or (self.max_model_len or 1) < 1:
-            raise ValueError("tensor_parallel_size and max_model_len are integers of 1 or more")
+    def _has_a_known_head(self) -> "VllmSection":
         overrides = self.others.get("hf_overrides", {})
         if not isinstance(overrides, dict) or self.head_dtype not in (None, "model", "float32"):
             raise ValueError("hf_overrides is a mapping, its head_dtype float32 or model")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"dtype {self.dtype!r}: auto, float32 or bfloat16")
         return self
 
     @property

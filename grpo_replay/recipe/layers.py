@@ -220,8 +220,6 @@ def _check_unknown(
     key: str, value: Any, section: type[BaseModel], at: tuple[str, ...], source: str
 ) -> None:
     """Raises RecipeError for a key that is no field, unless it is another library's setting."""
-    if issubclass(section, Passthrough) and key in section.DEFAULTS:
-        return
     from grpo_replay.recipe.retired import is_retired, what_became_of, what_it_is_here
 
     place, fields = ".".join((*at, key)), section.model_fields

@@ -334,18 +334,9 @@ def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
 
 def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
     lora = recipe.model.lora
-    given = {k: v for k, v in (lora.model_extra or {}).items() if v != lora.DEFAULTS.get(k)}
     if lora.r is None:
-        for name, value in given.items():
+        for name, value in lora.model_dump(exclude_defaults=True).items():
             yield f"model.lora.{name} {value} without model.lora.r: set the rank, for example r: 16"
-        return
-    targets: Any = lora.target_modules
-    is_list = isinstance(targets, list) and all(isinstance(each, str) for each in targets)
-    if targets is not None and not is_list:
-        yield (
-            f"model.lora.target_modules {targets!r}: a list of names is expected, such as "
-            "[q_proj, v_proj], or null for all linear layers but the output head"
-        )
 
 
 def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:

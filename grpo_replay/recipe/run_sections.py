@@ -1,59 +1,34 @@
 """The run around the algorithm: optimizer, DeepSpeed, steps, checkpoints, evaluation, tracking."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from grpo_replay.recipe.base import GIVEN, Passthrough, Positive, Section
+from grpo_replay.recipe.base import Passthrough, Positive, Section
 from grpo_replay.recipe.open_lists import VERIFIERS
 
 
 class AdamwOptions(Passthrough):
     """Arguments of `torch.optim.AdamW`."""
 
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "betas": [0.9, 0.999],
-        "eps": 1e-8,
-        "weight_decay": 0.01,
-    }
-
-    if TYPE_CHECKING:
-        betas: list[float] = GIVEN
-        eps: float = GIVEN
-        weight_decay: float = GIVEN
-
-    @model_validator(mode="after")
-    def _has_two_betas(self) -> "AdamwOptions":
-        numbers = [each for each in self.betas if type(each) in (int, float)]
-        if len(numbers) != 2 or numbers != self.betas:
-            raise ValueError(f"betas {self.betas!r}: two numbers are expected, as [0.9, 0.999]")
-        return self
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
 
 
 class ZeroSection(Passthrough):
     """DeepSpeed's `zero_optimization` settings, in elements (not bytes) where they are sizes. They
     change memory use and speed, never results."""
 
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "reduce_bucket_size": 500_000_000,
-        "allgather_bucket_size": 500_000_000,
-        "param_persistence_threshold": 100_000,
-        "prefetch_bucket_size": 50_000_000,
-        "max_live_parameters": 1_000_000_000,
-        "max_reuse_distance": 1_000_000_000,
-        "sub_group_size": 1_000_000_000,
-    }
     TAKEN: ClassVar[frozenset[str]] = frozenset({"stage", "offload_optimizer", "offload_param"})
 
-    if TYPE_CHECKING:
-        reduce_bucket_size: int = GIVEN
-        allgather_bucket_size: int = GIVEN
-        param_persistence_threshold: int = GIVEN
-        prefetch_bucket_size: int = GIVEN
-        max_live_parameters: int = GIVEN
-        max_reuse_distance: int = GIVEN
-        sub_group_size: int = GIVEN
+    reduce_bucket_size: int = 500_000_000
+    allgather_bucket_size: int = 500_000_000
+    param_persistence_threshold: int = 100_000
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    sub_group_size: int = 1_000_000_000
 
 
 class OptimizerSection(Section):

@@ -18,7 +18,7 @@ def is_recipe_key(name: str) -> bool:
         if section not in fields:
             return False
         kind = fields[section].annotation
-        fields = {**getattr(kind, "DEFAULTS", {}), **getattr(kind, "model_fields", {})}
+        fields = getattr(kind, "model_fields", {})
     return leaf in fields
 
 

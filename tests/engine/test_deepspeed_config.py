@@ -10,7 +10,7 @@ from grpo_replay.engine.deepspeed_engine import deepspeed_config
 from grpo_replay.engine.engine_state import param_groups
 from grpo_replay.recipe import Recipe, ZeroSection
 
-LEAVES = list(ZeroSection.DEFAULTS)
+LEAVES = list(ZeroSection.model_fields)
 
 
 def read_by_deepspeed(engine: dict[str, Any]) -> Any:

@@ -538,14 +538,15 @@ def test_a_file_of_data_is_no_recipe_and_lr_is_the_learning_rate(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["optimizer.adamw.betas=[0.9]"], r"betas \[0.9\]: two numbers are expected"),
-        (["optimizer.adamw.betas=[0.9,high]"], "two numbers are expected"),
+        (["optimizer.adamw.betas=[0.9]"], "betas: List should have at least 2 items"),
+        (["optimizer.adamw.betas=[0.9,high]"], "betas.1: Input should be a valid number"),
         (
             ["model.lora.r=4", "model.lora.target_modules=q_proj"],
-            "model.lora.target_modules 'q_proj': a list of names is expected",
+            "model.lora.target_modules: Input should be a valid list.*, found 'q_proj'",
         ),
-        (["model.lora={r: 4, target_modules: [1]}"], "a list of names is expected"),
-        (["model.lora={r: 4, target_modules: 3}"], "target_modules 3: a list of names is expected"),
+        (["model.lora={r: 4, target_modules: 3}"], "target_modules: Input should be a valid list"),
+        (["model.lora.r=true"], "model.lora.r: expected a number, found true"),
+        (["sampling.vllm.gpu_memory_utilization=1.5"], "should be less than or equal to 1, found"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_recipe_is_read(overrides, told):
