@@ -30,12 +30,6 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
-    @classmethod
-    def annotation(cls, name: str) -> Any:
-        """The type of a key; None if there is no such key."""
-        field = cls.model_fields.get(name)
-        return field.annotation if field else None
-
 
 class Passthrough(Section):
     """A mapping of another library's own settings, by its own names: the library checks those that

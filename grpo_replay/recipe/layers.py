@@ -7,10 +7,8 @@ that a run saves, in a folder of its own, names the same files.
 YAML is PyYAML's, with these differences:
 
 - `1e3` is a number, as in YAML 1.2.
-- The value of a text setting stays as it is written: `revision: 1e3`, `answer_field: on`. After
-  `--set` that holds for `#` and all else; in a file, what YAML would drop is refused (`####`).
-- A key written twice, nesting deeper than 20 levels, an alias inside what it stands for and
-  integers beyond 64 bits are refused.
+- After `--set`, the value of a text setting stays as it is written: `revision=1e3`.
+- A key written twice is refused, and so is an alias inside what it stands for.
 """
 
 import contextlib
@@ -78,7 +76,7 @@ def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
             f"{path}: this is data: a recipe is YAML with prompts.source: {path.name} "
             "(docs/guide.md)"
         )
-    layer = read_yaml(path, Recipe)
+    layer = read_yaml(path)
     if layer is None:
         return {}
     if not isinstance(layer, dict):
@@ -91,10 +89,10 @@ def read_recipe_layer(path: Path, saved: bool = False) -> dict[str, Any]:
     return layer
 
 
-def read_yaml(path: Path, kind: Any = None) -> Any:
+def read_yaml(path: Path) -> Any:
     """The value of a YAML file, as `parse_yaml` reads it. Raises RecipeError with file and line."""
     try:
-        return parse_yaml(path.read_text(encoding="utf-8"), kind)
+        return parse_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -127,11 +125,10 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 def _override_value(word: str, key: str, text: str) -> Any:
     """The value of `key=text`: text as it stands for a text setting, else YAML."""
-    kind = _annotation_of(key)
-    if is_text(kind, text):
+    if is_text(_annotation_of(key), text):
         return parse_text(text)
     try:
-        return parse_yaml(text, kind)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
         raise RecipeError(f"--set {shown(word)}: not valid YAML: {problem_of(error)}") from error
 
@@ -142,7 +139,8 @@ def _annotation_of(key: str) -> Any:
     for part in key.split("."):
         if not (isinstance(section, type) and issubclass(section, Section)):
             return None
-        section = section.annotation(part)
+        field = section.model_fields.get(part)
+        section = field.annotation if field else None
     return section
 
 
@@ -182,7 +180,12 @@ def _apply_preset(replay: dict[str, Any], preset: str, of_preset: set[str]) -> s
 
 def recipe_to_yaml(recipe: Recipe) -> str:
     """The resolved recipe as YAML. Loading it gives the same recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return to_yaml(recipe.model_dump(mode="json"))
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """YAML with the keys in their order, of which `parse_yaml` reads the same values."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _deep_update(target: dict[str, Any], source: Mapping[str, Any]) -> None:
@@ -240,6 +243,8 @@ def _explain(error: ValidationError, origins: Sequence[tuple[Mapping[str, Any], 
     lines = []
     for item in error.errors():
         message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "string_type" and not isinstance(item["input"], (Mapping, list)):
+            message += ": put it in quotes"
         if item["loc"]:
             source = _source_of(item["loc"], origins)
             place = ".".join(str(part) for part in item["loc"])
@@ -354,7 +359,7 @@ def _change(layer: dict[str, Any], section: str, key: str, change: Callable[[str
 
 
 DEEPEST = 20
-"""Levels of nesting that are read; a recipe needs four."""
+"""Parts of a key after `--set`; a recipe needs four."""
 
 _TAG = "tag:yaml.org,2002:"
 _SHORT = reprlib.Repr()
@@ -366,19 +371,7 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
-        self._inside: list[str | None] = []  # anchors, or None, of the nodes around
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        if len(self._inside) >= DEEPEST:
-            raise _refusal(f"nested deeper than {DEEPEST} levels", event)
-        if isinstance(event, yaml.AliasEvent) and event.anchor in self._inside:
-            raise _refusal(f"the alias '*{event.anchor}' stands for what it is part of", event)
-        self._inside.append(event.anchor)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._inside.pop()
+        self.deep_construct = True  # else PyYAML takes an alias inside what it stands for
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         first_line: dict[str, int] = {}
@@ -386,48 +379,35 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
                 continue
             if key.value in first_line:
-                raise _refusal(
-                    f"{shown(key.value)} is written twice, first in line "
+                raise yaml.MarkedYAMLError(
+                    problem=f"{shown(key.value)} is written twice, first in line "
                     f"{first_line[key.value]}: keep one",
-                    key,
+                    problem_mark=key.start_mark,
                 )
             first_line[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
-    def construct_int(self, node: Any) -> int:
-        digits = len(node.value.strip("+-"))
-        if digits > 80 or not -(2**63) <= (value := super().construct_yaml_int(node)) < 2**63:
-            raise _refusal(f"an integer of {digits:,} digits does not fit in 64 bits", node)
-        return value
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: text such as `1e3` in quotes."""
 
 
-_Loader.add_constructor(f"{_TAG}int", _Loader.construct_int)
-_Loader.add_implicit_resolver(
-    f"{_TAG}float",
-    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
-    list("-+.0123456789"),
-)
+for _each in (_Loader, _Dumper):
+    _each.add_implicit_resolver(
+        f"{_TAG}float",
+        re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+\Z"),
+        list("-+.0123456789"),
+    )
 
 
-def _refusal(problem: str, at: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
-
-
-def parse_yaml(text: str, kind: Any = None) -> Any:
-    """The value of a YAML document; None if it is empty. `kind` is the type that is expected: a
-    section of the recipe or the type of a setting; what it says is text stays as it is written.
-    Raises yaml.YAMLError."""
-    loader = _Loader(text)
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML document; None if it is empty. Raises yaml.YAMLError."""
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _keep_text(node, kind)
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)
     except (ValueError, IndexError) as error:  # a date such as 2026-99-99, an empty `!!int`
         raise yaml.YAMLError(str(error)) from error
-    finally:
-        loader.dispose()
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deep") from error
 
 
 def parse_text(text: str) -> str | None:
@@ -478,35 +458,3 @@ def shown(value: Any) -> str:
     """The value for an error message, shortened if it is long or deep, and without the user name
     and password of a URL."""
     return re.sub(r"(?<=://)[^/\s@]+@", "***@", _SHORT.repr(value))
-
-
-def _keep_text(node: yaml.Node, kind: Any) -> None:
-    """Mark the scalars below `node` that `kind` says are text."""
-    if isinstance(kind, type) and issubclass(kind, Section):
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            if isinstance(key.value, str) and (annotation := kind.annotation(key.value)):
-                _keep_text(value, annotation)
-    elif isinstance(node, yaml.SequenceNode) and _is_text_list(kind):
-        for item in node.value:
-            _keep_text(item, str)
-    elif isinstance(node, yaml.ScalarNode) and is_text(kind):
-        _refuse_lost_text(node)
-        if node.tag != f"{_TAG}null":
-            node.tag = f"{_TAG}str"
-
-
-def _refuse_lost_text(node: yaml.ScalarNode) -> None:
-    """Refuse text that YAML reads as a comment or a tag, and would drop."""
-    if node.tag.startswith("!"):
-        raise _refusal(f"YAML reads {node.tag!r} as a tag: put the text in quotes", node)
-    mark = node.start_mark
-    after = (mark.buffer or "")[mark.pointer :].partition("\n")[0].strip(" \0")
-    if not node.value and after.startswith("#"):
-        raise _refusal(
-            f"YAML reads {shown(after)} as a comment: put the text in quotes, or write null", node
-        )
-
-
-def _is_text_list(kind: Any) -> bool:
-    types = {part for part in _parts(kind) if isinstance(part, type)}
-    return str in types and types <= {str, type(None)} and kind not in (str, str | None)

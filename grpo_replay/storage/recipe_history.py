@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
 from pydantic import BaseModel
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, UsageError
@@ -27,6 +26,7 @@ from grpo_replay.recipe import (
     recipe_to_yaml,
     resolve_recipe,
 )
+from grpo_replay.recipe.layers import to_yaml
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.terminal.quiet import without_secrets
 
@@ -205,8 +205,7 @@ def shareable_yaml(recipe: Recipe) -> str:
             return [shared(each) for each in value]
         return shareable(value) if isinstance(value, str) else value
 
-    tree = shared(recipe.model_dump(mode="json"))
-    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return to_yaml(shared(recipe.model_dump(mode="json")))
 
 
 def shareable(text: str) -> str:

@@ -285,18 +285,31 @@ def test_quotes_and_null_mean_in_text_after_set_what_they_mean_in_yaml(word, tex
 
 
 @pytest.mark.parametrize(
-    "lines, problem",
+    "line, problem",
     [
-        ("  answer_field: ####", "reads '####' as a comment: put the text in quotes"),
-        ("  answer_field: # the default\n  id_field: x", "'# the default' as a comment"),
-        ("  system_prompt: !important do", "reads '!important' as a tag: put the text in quotes"),
+        (
+            "answer_field: ####",
+            "prompts.answer_field: .*valid string: put it in quotes, found None",
+        ),
+        ("answer_field: on", "prompts.answer_field: .*valid string: put it in quotes, found True"),
+        ("id_field: 1e3", "prompts.id_field: .*valid string: put it in quotes, found 1000.0"),
+        ("system_prompt: [a]", r"system_prompt: Input should be a valid string, found \['a'\]"),
+        ("system_prompt: !important do", "mine.yaml:2: not valid YAML: .* the tag '!important'"),
     ],
 )
-def test_text_that_yaml_would_drop_from_a_file_is_refused(tmp_path, lines, problem):
+def test_text_that_yaml_reads_as_something_else_is_refused_in_a_file(tmp_path, line, problem):
     path = tmp_path / "mine.yaml"
-    path.write_text(f"prompts:\n{lines}\n")
-    with pytest.raises(RecipeError, match=f"mine.yaml:2: not valid YAML: .*{problem}"):
+    path.write_text(f"prompts:\n  {line}\n")
+    with pytest.raises(RecipeError, match=problem):
         load_recipe(str(path))
+
+
+@pytest.mark.parametrize("word", ["12e4567", "1e3", "0123", "on", "2026-11-20", "####"])
+def test_the_recipe_of_a_run_has_the_text_after_set(tmp_path, word):
+    recipe = load_recipe("tiny", [f"model.revision={word}", f"sampling.stop_tokens=['{word}']"])
+    path = tmp_path / "tiny.yaml"
+    path.write_text(recipe_to_yaml(recipe))
+    assert load_recipe(str(path)) == recipe
 
 
 def test_comments_beside_text_stay_comments_in_a_file(tmp_path):
@@ -322,13 +335,9 @@ SAME = {
     "loss.beta": ("1.5e-7", 1.5e-7),
     "run.steps": ("1e3", 1000),
     "run.seed": ("1_000", 1000),
-    "model.revision": ("1e3", "1e3"),
-    "model.tokenizer": ("2026-11-20", "2026-11-20"),
-    "prompts.answer_field": ("on", "on"),
     "prompts.id_field": ("null", None),
     "eval.greedy": ("off", False),
-    "sampling.stop_tokens": ("[<|endoftext|>, 1e3, no]", ["<|endoftext|>", "1e3", "no"]),
-    "eval.benchmarks": ("[math500, 7]", ["math500", "7"]),
+    "sampling.stop_tokens": ("[<|endoftext|>, '1e3']", ["<|endoftext|>", "1e3"]),
 }
 
 
