@@ -10,7 +10,7 @@ null, never NaN.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from grpo_replay.errors import CheckpointError, SnapshotError
 from grpo_replay.storage.parquet import open_parquet, write_parquet
-from grpo_replay.storage.recipe_history import RecipeHistory
 from grpo_replay.types import Draw, Rollout, RolloutOutcome
 
 ROLLOUT_LOG_VERSION = 1
@@ -442,30 +441,3 @@ def remove_later(run_dir: Path, step: int) -> None:
             match = _STEP_FILE.fullmatch(file.name)
             if match and int(match[1]) > step:
                 file.unlink()
-
-
-def describe_damage(run_dir: Path, history: RecipeHistory, step: int) -> str | None:
-    """One sentence if files of rollouts/ or draws/ up to `step` are missing or cannot be opened.
-    Training on does not need them."""
-    problems = list(_problems(run_dir, history, step))
-    if not problems:
-        return None
-    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    return (
-        f"{problems[0]}{more}: training goes on without, but inspect-buffer, plan --from-run and "
-        "--verify cannot tell all of this run; restore from a copy"
-    )
-
-
-def _problems(run_dir: Path, history: RecipeHistory, step: int) -> Iterator[str]:
-    for each in range(1, step + 1):
-        recipe = history.at(each)
-        kinds = [("rollouts", ROLLOUT_FILE_SCHEMA)]
-        kinds += [("draws", DRAW_SCHEMA)] if recipe.replays else []
-        for kind, schema in kinds:
-            path = step_path(run_dir / kind, each)
-            try:
-                with open_parquet(path, kind, ROLLOUT_LOG_VERSION, schema):
-                    pass
-            except SnapshotError as error:
-                yield str(error)

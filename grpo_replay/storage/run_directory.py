@@ -39,7 +39,6 @@ from grpo_replay.storage.recipe_history import (
 )
 from grpo_replay.storage.rollout_log import (
     STEP_FOLDERS,
-    describe_damage,
     first_steps,
     remove_later,
     step_files,
@@ -175,7 +174,7 @@ class RunDirectory:
 
     def check(self, step: int) -> str | None:
         """Check what a resume after `step` needs, and change nothing. Returns a sentence if files
-        that training does not need are missing or damaged, or files are not what the run wrote.
+        are missing or not what the run wrote.
         Raises CheckpointError for damaged metrics, OutputDirectoryError for a damaged recipe."""
         first_steps(self.metrics_path, step)
         try:
@@ -186,15 +185,15 @@ class RunDirectory:
             ) from error
         if step == 0:
             self._refuse_lost_checkpoints(history.at(1).checkpoint.every_steps)
-        damage = describe_damage(self.path, history, step)
-        sentences = [damage] if damage else []
-        if changed := changed_files(self.path, step):
-            sentences.append(
-                f"{'; '.join(changed[:3])}{f' and {len(changed) - 3} more' * (len(changed) > 3)}: "
-                f"the run goes on with what is there and lists it in {SEAL}; if you did not change "
-                "it, stop and restore it from a copy"
-            )
-        return ". ".join(sentences) or None
+        changed = changed_files(self.path, step)
+        if not changed:
+            return None
+        return (
+            f"{'; '.join(changed[:3])}{f' and {len(changed) - 3} more' * (len(changed) > 3)}: "
+            f"the run goes on with what is there and lists it in {SEAL}; if you did not change it, "
+            "stop and restore it from a copy: inspect-buffer, plan --from-run and --verify cannot "
+            "tell all of this run without"
+        )
 
     def _refuse_lost_checkpoints(self, every_steps: int) -> None:
         """Without a checkpoint a resume removes every step: refuse if there must have been one."""

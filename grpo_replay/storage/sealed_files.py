@@ -159,15 +159,16 @@ def sealed_problem(path: Path, facts: Facts) -> str | None:
 
 def changed_files(run_dir: Path, step: int | None = None) -> list[str]:
     """What the run did not leave as it is now: recipes, metrics.jsonl, evaluations, and manifests
-    of checkpoints that are there; or a damaged list. A resume lists all of them anew, and a report
-    prints them. Files of steps after `step` are left out. Parquet files are not read, and those of
-    rollouts/ and draws/ not looked for: --verify does both."""
+    of checkpoints that are there; or a damaged list. A report prints them. So does a resume after
+    `step`, which lists all of them anew: it leaves later files out, and looks for rollouts/ and
+    draws/ too. Parquet files are not read, only measured: --verify reads them."""
     found = []
     try:
         for path, facts in _listed(run_dir):
             of_step = _STEP.search(path)
             later = step is not None and of_step is not None and int(of_step[1]) > step
-            if not later and (problem := _quick_problem(run_dir / path, path, facts)):
+            skipped = later or (step is None and path.startswith(("rollouts/", "draws/")))
+            if not skipped and (problem := _quick_problem(run_dir / path, path, facts)):
                 found.append(f"{path} {problem}")
     except SnapshotError as error:
         found.append(str(error).removeprefix(f"{run_dir}/"))
@@ -177,7 +178,7 @@ def changed_files(run_dir: Path, step: int | None = None) -> list[str]:
 def _quick_problem(file: Path, path: str, facts: Facts) -> str | None:
     kind = path.partition("/")[0]
     is_gone_checkpoint = kind == "checkpoints" and not file.parent.exists()
-    if kind in ("rollouts", "draws", "journal", "summary.json") or is_gone_checkpoint:
+    if kind in ("journal", "summary.json") or is_gone_checkpoint:
         return None
     if file.suffix == ".parquet" and file.is_file() and file.stat().st_size == facts["bytes"]:
         return None

@@ -85,6 +85,9 @@ def test_what_a_resume_would_list_anew_is_compared_first(run):
     assert missing == (digests | {"eval/step_000002.parquet"}) - {
         "checkpoints/step_000002/manifest.json"
     }
+    at_resume = {line.partition(" is missing")[0] for line in changed_files(run, step=3)}
+    of_steps = {"rollouts/step_000001.parquet", "rollouts/step_000003.parquet"}
+    assert at_resume == missing | of_steps | {"draws/step_000003.parquet"}
     (run / SEAL).write_text('{"files": {')
     (damaged,) = changed_files(run)
     assert damaged.startswith(f"{SEAL}: damaged")
