@@ -69,13 +69,15 @@ def _listed(run_dir: Path) -> Iterator[Entry]:
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
-        if next(lines, "") != _FIRST_LINE:  # of an earlier version
-            yield from sorted((read_seal(run_dir) or {}).items())
-            return
+        if next(lines, "") != _FIRST_LINE:
+            raise SnapshotError(
+                f"{path}: damaged, or written by an earlier version (it does not begin as a list "
+                "of files); restore it from a copy, or remove it: the next checkpoint writes it"
+            )
         for line in lines:
             if line == _LAST_LINE:
                 return
-            yield from _entries(path, f"{{{line.rstrip().removesuffix(',')}}}")
+            yield from _entries(path, line)
     raise SnapshotError(f"{path}: damaged (it has no end); restore it from a copy")
 
 
@@ -104,28 +106,20 @@ def reseal(*paths: Path) -> None:
         _write(run_dir, sorted(known.items()))
 
 
-def read_seal(run_dir: Path) -> dict[str, Facts] | None:
-    """`bytes` and `sha256` by path; None for a run without a list. Raises SnapshotError."""
-    path = run_dir / SEAL
-    if not path.exists():
-        return None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SnapshotError(f"{path}: damaged ({error}); restore it from a copy") from error
-    return dict(_entries(path, text, inside="files"))
+def read_seal(run_dir: Path) -> dict[str, Facts]:
+    """`bytes` and `sha256` by path; empty for a run without a list. Raises SnapshotError."""
+    return dict(_listed(run_dir))
 
 
-def _entries(path: Path, text: str, inside: str | None = None) -> list[Entry]:
-    """The entries of a JSON object, or of the object `inside` it. Raises SnapshotError."""
+def _entries(path: Path, line: str) -> list[Entry]:
+    """The entries in a line of the list: one. Raises SnapshotError."""
     try:
-        found = json.loads(text)
-        entries: list[Entry] = list((found if inside is None else found[inside]).items())
+        entries: list[Entry] = list(json.loads(f"{{{line.rstrip().removesuffix(',')}}}").items())
         whole = all(
             isinstance(facts["bytes"], int) and isinstance(facts["sha256"], str)
             for _, facts in entries
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SnapshotError(f"{path}: damaged ({error}); restore it from a copy") from error
     if not whole:
         raise SnapshotError(f"{path}: damaged: an entry lacks bytes or sha256; restore it")
@@ -188,7 +182,7 @@ def _quick_problem(file: Path, path: str, facts: Facts) -> str | None:
 def _read_if_there(run_dir: Path) -> dict[str, Facts]:
     """The list as it is; empty if there is none, or a damaged one, which the run replaces."""
     try:
-        return read_seal(run_dir) or {}
+        return read_seal(run_dir)
     except SnapshotError:
         return {}
 

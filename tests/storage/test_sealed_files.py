@@ -141,12 +141,12 @@ def test_a_regraded_evaluation_is_listed_again_and_a_report_elsewhere_is_not(run
     assert not (run / "eval" / SEAL).exists()
 
 
-def test_a_list_of_an_earlier_version_is_kept(run):
-    (run / "rollouts/step_000001.parquet").write_text("other")
+def test_a_list_of_an_earlier_version_is_said_and_replaced(run):
     (run / SEAL).write_text(json.dumps({"files": read_seal(run)}, indent=2) + "\n")
+    with pytest.raises(SnapshotError, match=r"written by an earlier version .* or remove it"):
+        read_seal(run)
     seal_files(run)
     assert set(read_seal(run)) == set(FILES)
-    assert list(problems(run)) == ["rollouts/step_000001.parquet"]
 
 
 def test_a_list_that_was_cut_is_replaced_by_the_run(run):
