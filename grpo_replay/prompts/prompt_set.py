@@ -24,7 +24,6 @@ from grpo_replay.prompts.sources import (
     fingerprint,
     is_local_source,
     known_field,
-    notices_of_characters,
     notices_of_duplicates,
     notices_of_reading,
     notices_of_template,
@@ -34,6 +33,7 @@ from grpo_replay.prompts.sources import (
     read_local_rows,
     statement_text,
     unique_ids,
+    unknown_token,
 )
 from grpo_replay.recipe import PromptsSection
 from grpo_replay.recipe.input_sections import ANSWER_MARKER
@@ -179,6 +179,7 @@ def load_prompts(
     duplicate id, or if all prompts are over the length limit; RecipeError for a faulty template.
     """
     kept, skipped, shortest, notices = _TokenisedPrompts(), 0, np.inf, list[str]()
+    unknown, unreadable = unknown_token(tokenizer), 0
     for prefix, one, weight in _each_source(section):
         read, first = _read(one, seed, whole_rows), len(kept.ids)
         notices += read.notices
@@ -186,6 +187,7 @@ def load_prompts(
             if len(tokens_P) > section.max_prompt_length:
                 skipped, shortest = skipped + 1, min(shortest, len(tokens_P))
                 continue
+            unreadable += unknown is not None and unknown in tokens_P
             kept.rows.append((read.rows, number))
             kept.ids.append(prefix + read.ids[number])
             kept.texts.append(text)
@@ -201,29 +203,15 @@ def load_prompts(
             f"prompts.max_prompt_length {section.max_prompt_length} tokens; the shortest has "
             f"{shortest}: raise the limit or shorten prompts.user_template"
         )
-    of_all, warnings = _notices_of(kept, section, tokenizer)
-    return PromptSet(kept, skipped, seed, notices + of_all, warnings)
-
-
-def _notices_of(
-    kept: "_TokenisedPrompts", section: PromptsSection, tokenizer: "PreTrainedTokenizerBase"
-) -> tuple[list[str], list[str]]:
-    """Notices about the prompts of all sources, and warnings."""
-    notices = notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
+    notices += notices_of_template(kept.texts, map(kept.messages, range(len(kept.ids))))
     notices += notices_of_duplicates(kept.fingerprints, kept.answers)
-    statements = (statement_text(problem) for _, problem in kept.problems)
-    unknown, is_all = notices_of_characters(
-        tokenizer, kept.texts, kept.answers, statements, _surroundings(section)
+    warning = (
+        f"{unreadable} of {len(kept.ids)} prompts have characters that the tokenizer does not "
+        "have: the model cannot read them"
     )
-    return (notices, unknown) if is_all else (notices + unknown, [])
-
-
-def _surroundings(section: PromptsSection) -> dict[str, str]:
-    """The texts that a prompt has besides its problem, by their keys."""
-    texts = {"prompts.user_template": section.user_template.format(problem="")}
-    if section.in_chat and section.system_prompt is not None:
-        texts["prompts.system_prompt"] = section.system_prompt
-    return texts
+    if unreadable == len(kept.ids):
+        return PromptSet(kept, skipped, seed, notices, [warning])
+    return PromptSet(kept, skipped, seed, [*notices, warning] if unreadable else notices)
 
 
 def read_problems(section: PromptsSection, seed: int) -> dict[str, tuple[str, str]]:

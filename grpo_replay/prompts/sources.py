@@ -539,7 +539,7 @@ def count_marked(values: Sequence[Any], marker: str | None) -> int:
     )
 
 
-SHOWN_CHARACTERS, SHOWN_CONTENT = 10, 60
+SHOWN_CONTENT = 60
 
 
 def statement_text(problem: ProblemStatement) -> str:
@@ -599,44 +599,11 @@ def notices_of_duplicates(fingerprints: Sequence[int], answers: Sequence[str]) -
     ]
 
 
-def notices_of_characters(
-    tokenizer: "PreTrainedTokenizerBase",
-    texts: Sequence[str],
-    answers: Sequence[str],
-    problems: Iterable[str],
-    settings: Mapping[str, str],
-) -> tuple[list[str], bool]:
-    """A notice if the tokenizer has no token for characters of prompts or answers, and whether all
-    prompts have some. `settings` are the texts by key that surround the `problems` in `texts`."""
-    characters = sorted(set().union(*texts, *answers))
-    visible = [each for each in characters if not each.isspace()]
-    encoded = tokenizer(visible, add_special_tokens=False)["input_ids"] if visible else []
-    unknown = {
-        each
-        for each, ids in zip(visible, encoded, strict=True)
-        if not ids or tokenizer.unk_token_id in ids
-    }
-    if not unknown:
-        return [], False
-    counts = [sum(not unknown.isdisjoint(each) for each in column) for column in (texts, answers)]
-    all_prompts = counts[0] == len(texts)
-    added = unknown.difference(*problems, *answers)
-    keys, left = list[str](), added
-    for key, text in settings.items():
-        if not left.isdisjoint(text):
-            keys, left = [*keys, key], left.difference(text)
-    whose = " and ".join(keys) or "the chat template"
-    of_settings = f"; {_shown_characters(added)} come from {whose}, not from the data"
-    return [
-        f"{counts[0]} of {len(texts)} prompts and {counts[1]} reference answers have characters "
-        f"that the tokenizer does not have: {_shown_characters(unknown)}. The model cannot read or "
-        f"write them{of_settings if added else ''}"
-    ], all_prompts
-
-
-def _shown_characters(characters: set[str]) -> str:
-    more = " …" if len(characters) > SHOWN_CHARACTERS else ""
-    return " ".join(sorted(characters)[:SHOWN_CHARACTERS]) + more
+def unknown_token(tokenizer: "PreTrainedTokenizerBase") -> int | None:
+    """The token of all characters that a tokenizer does not have. None if it has all of them: one
+    of bytes may still name a token so, the one that begins or ends its texts."""
+    unknown: int | None = tokenizer.unk_token_id
+    return None if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id) else unknown
 
 
 def notices_of_use(
