@@ -34,7 +34,7 @@ class Task:
         return problems
 
     def benchmark_problems(self, name: str) -> list[dict[str, str]]:
-        """The held-out problems of one of its benchmarks. Raises ValueError for another name."""
+        """The held-out problems of one of its benchmarks."""
         problems: list[dict[str, str]] = self._loaded().benchmark_problems(name)
         return problems
 

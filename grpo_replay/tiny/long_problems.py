@@ -17,7 +17,7 @@ from string import ascii_lowercase as LETTERS
 
 import numpy as np
 
-from grpo_replay.tiny.problems import HELD_OUT_SEED, generator
+from grpo_replay.tiny.problems import HELD_OUT_SEED, generator, row
 
 ENTRIES: dict[str, int] = {"tiny_long_10": 10, "tiny_long_14": 14, "tiny_long_18": 18}
 """Entries of a problem of each benchmark."""
@@ -52,12 +52,7 @@ def train_problems(seed: int = 0) -> list[dict[str, str]]:
 
 
 def benchmark_problems(name: str) -> list[dict[str, str]]:
-    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, with the rows of `train_problems`.
-
-    Raises ValueError for a name that is not in `BENCHMARKS`.
-    """
-    if name not in ENTRIES:
-        raise ValueError(f"unknown long benchmark {name!r}; allowed: {', '.join(BENCHMARKS)}")
+    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, as rows of `train_problems`."""
     return [problem_row(name, operands) for operands in _held_out(name)]
 
 
@@ -65,12 +60,7 @@ def problem_row(name: str, operands: Operands) -> dict[str, str]:
     """The row of one problem, given its benchmark and its operands."""
     start, added, subtracted = operands
     problem = f"{start:02d}+{added}-{subtracted}{LETTERS[ENTRIES[name] - 1]}"
-    return {
-        "problem": problem,
-        "answer": str((start + sum(entries_of(name, operands))) % 100),
-        "benchmark": name,
-        "problem_id": f"{name}:{problem}",
-    }
+    return row(name, problem, (start + sum(entries_of(name, operands))) % 100)
 
 
 def entries_of(name: str, operands: Operands) -> list[int]:

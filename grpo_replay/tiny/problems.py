@@ -21,9 +21,6 @@ from zlib import crc32
 
 import numpy as np
 
-BENCHMARKS: tuple[str, ...] = ("tiny_add", "tiny_sub", "tiny_mul", "tiny_order", "tiny_pair")
-"""Names of the benchmarks, easy to hard."""
-
 HELD_OUT_PROBLEMS = 200
 """Held-out problems of each benchmark."""
 
@@ -72,6 +69,9 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 
+BENCHMARKS: tuple[str, ...] = tuple(_FAMILIES)
+"""Names of the benchmarks, easy to hard."""
+
 
 def train_problems(seed: int = 0) -> list[dict[str, str]]:
     """`TRAIN_PROBLEMS` problems of each benchmark, shuffled together. The seed selects them.
@@ -89,29 +89,28 @@ def train_problems(seed: int = 0) -> list[dict[str, str]]:
 
 
 def benchmark_problems(name: str) -> list[dict[str, str]]:
-    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, with the rows of `train_problems`.
-
-    Raises ValueError for a name that is not in `BENCHMARKS`.
-    """
+    """The `HELD_OUT_PROBLEMS` held-out problems of a benchmark, as rows of `train_problems`."""
     return [problem_row(name, operands) for operands in _held_out(name)]
 
 
 def problem_row(name: str, operands: tuple[int, ...]) -> dict[str, str]:
     """The row of one problem, given its benchmark and its operands."""
-    family = _family(name)
-    problem = family.text.format(*operands)
+    family = _FAMILIES[name]
+    return row(name, family.text.format(*operands), family.answer(*operands))
+
+
+def row(name: str, problem: str, answer: int) -> dict[str, str]:
+    """The row of one problem of a benchmark."""
+    problem_id = f"{name}:{problem}"
     return {
-        "problem": problem,
-        "answer": str(family.answer(*operands)),
-        "benchmark": name,
-        "problem_id": f"{name}:{problem}",
-    }
+        "problem": problem, "answer": str(answer), "benchmark": name, "problem_id": problem_id
+    }  # fmt: skip
 
 
 @cache
 def operand_pool(name: str) -> tuple[tuple[int, ...], ...]:
     """Operands of all problems of a benchmark that are not equivalent to a held-out one."""
-    family = _family(name)
+    family = _FAMILIES[name]
     taken = {family.key(*operands) for operands in _held_out(name)}
     return tuple(o for o in _all_operands(name) if family.key(*o) not in taken)
 
@@ -125,16 +124,10 @@ def _held_out(name: str) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def _all_operands(name: str) -> tuple[tuple[int, ...], ...]:
-    family = _family(name)
+    family = _FAMILIES[name]
     ranges = [np.arange(lo, hi + 1) for lo, hi in zip(family.low, family.high, strict=True)]
     grid = np.stack(np.meshgrid(*ranges, indexing="ij"), axis=-1).reshape(-1, len(ranges))
     return tuple(o for o in map(tuple, grid.tolist()) if family.allowed(*o))
-
-
-def _family(name: str) -> _Family:
-    if name not in _FAMILIES:
-        raise ValueError(f"unknown tiny benchmark {name!r}; allowed: {', '.join(BENCHMARKS)}")
-    return _FAMILIES[name]
 
 
 def generator(name: str, seed: int, purpose: str) -> np.random.Generator:

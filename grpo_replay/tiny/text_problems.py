@@ -19,7 +19,7 @@ from functools import cache
 
 import numpy as np
 
-from grpo_replay.tiny.problems import HELD_OUT_SEED, generator
+from grpo_replay.tiny.problems import HELD_OUT_SEED, generator, row
 
 TRAIN_PROBLEMS = 2500
 HELD_OUT_PROBLEMS = 200
@@ -90,17 +90,13 @@ def train_problems(name: str, seed: int = 0) -> list[dict[str, str]]:
     The rows have the fields of the tiny task's: `problem`, `answer`, `benchmark`, `problem_id`.
     """
     taken = {key for _, _, key in _held_out(name)}.union(EXAMPLES[name])
-    return [_row(name, *each) for each in _distinct(name, seed, "train", TRAIN_PROBLEMS, taken)]
+    drawn = _distinct(name, seed, "train", TRAIN_PROBLEMS, taken)
+    return [row(name, problem, answer) for problem, answer, _ in drawn]
 
 
 def benchmark_problems(name: str) -> list[dict[str, str]]:
-    """The `HELD_OUT_PROBLEMS` held-out problems of a task, with the rows of `train_problems`.
-
-    Raises ValueError for a name that is not in `TASKS`.
-    """
-    if name not in TASKS:
-        raise ValueError(f"unknown benchmark {name!r}; allowed: {', '.join(TASKS)}")
-    return [_row(name, *each) for each in _held_out(name)]
+    """The `HELD_OUT_PROBLEMS` held-out problems of a task, with the rows of `train_problems`."""
+    return [row(name, problem, answer) for problem, answer, _ in _held_out(name)]
 
 
 @cache
@@ -119,12 +115,3 @@ def _distinct(
         if drawn[2] not in taken:
             found[drawn[0]] = drawn
     return tuple(found.values())
-
-
-def _row(name: str, problem: str, answer: int, _key: object) -> dict[str, str]:
-    return {
-        "problem": problem,
-        "answer": str(answer),
-        "benchmark": name,
-        "problem_id": f"{name}:{problem}",
-    }

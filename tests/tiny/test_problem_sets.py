@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_replay.tiny import TASKS, long_problems, problems, text_problems
+from grpo_replay.tiny import TASKS, benchmark_problems, long_problems, problems, text_problems
 
 FIRST_TRAINED = {
     problems: ["81+48", "23*8", "5*8-9*4"],
@@ -39,11 +39,9 @@ def test_problems_are_the_same_on_every_machine_and_in_every_release(task):
     assert first == FIRST_HELD_OUT[task]
 
 
-@both
-def test_an_unknown_benchmark_is_refused_with_the_names_that_are_allowed(task):
-    allowed = ", ".join(task.BENCHMARKS)
-    with pytest.raises(ValueError, match=f"'tiny_div'; allowed: {allowed}$"):
-        task.benchmark_problems("tiny_div")
+def test_an_unknown_benchmark_is_refused_with_the_names_that_are_allowed():
+    with pytest.raises(ValueError, match=r"'tiny_div'; allowed: tiny_add, .*, word_problems$"):
+        benchmark_problems("tiny_div")
 
 
 def test_every_task_names_the_benchmarks_that_its_module_makes():
