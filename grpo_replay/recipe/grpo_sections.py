@@ -85,8 +85,8 @@ class RewardSection(Section):
     max_failed_share: Fraction = 0.5
     """The run stops if a reward function crashes, runs out of time or memory, or returns None on a
     larger share of a step's completions. 1 never stops."""
-    workers: Positive = 2
-    """Verifier processes per rank. At most 32 per CPU core."""
+    workers: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Verifier processes per rank."""
     time_limit_seconds: Annotated[float, Field(gt=0)] = 10.0
     """Maximum time to grade one completion. A worker that takes longer is killed."""
 

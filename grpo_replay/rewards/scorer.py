@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
-from grpo_replay.distributed.environment import available_cores
-from grpo_replay.errors import DatasetError, RecipeError
+from grpo_replay.errors import DatasetError
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection
 from grpo_replay.recipe.open_lists import VERIFIERS
 from grpo_replay.rewards.pool import Answers, VerifierPool
@@ -36,8 +35,6 @@ MEMORY_LIMIT_MIB = 2048
 CACHED_ANSWERS = 20_000
 """Maximum number of cached verdicts, by digest of (completion, answer): 4 MB when full. Enough for
 the equal completions of a step or an evaluation; those of many steps ago seldom come again."""
-
-MOST_WORKERS_PER_CORE = 32
 
 STEP_LIMIT_SECONDS = 1800.0
 """Longest wait for the verdicts of a step after its last completion."""
@@ -63,9 +60,6 @@ class RewardScorer:
     def __init__(self, section: RewardSection, as_verdicts: bool) -> None:
         names = [each.function for each in section.functions]
         functions = [n if n in BUILTIN_VERIFIERS else VERIFIERS.place(n) for n in names]
-        for function in functions:
-            _check_function(function)
-        check_workers(section.workers)
         self.unparsable_answers: set[str] = set()
         """Reference answers seen so far that math-verify could not parse."""
         self.first_error: str | None = None
@@ -96,8 +90,8 @@ class RewardScorer:
         """A scorer whose workers start in the background. With `as_verdicts`, a function of the
         user gives "correct" from `section.correct` on and "incorrect" below, instead of "scored".
 
-        Raises RecipeError for an invalid name or too many workers. A module or function that cannot
-        be imported raises RecipeError from the first `results` or `score`.
+        A module or function that cannot be imported raises RecipeError from the first `results` or
+        `score`.
         """
         return cls(section, as_verdicts)
 
@@ -354,25 +348,6 @@ class RewardScorer:
         with self._changed:
             self._failure = error
             self._changed.notify_all()
-
-
-def _check_function(function: str) -> None:
-    try:
-        VERIFIERS.check(function)
-    except ValueError as error:
-        raise RecipeError(f"reward.function: {error}") from error
-
-
-def check_workers(workers: int) -> None:
-    """Raises RecipeError for more workers per rank than this machine can start."""
-    cores = available_cores()
-    if workers > MOST_WORKERS_PER_CORE * cores:
-        raise RecipeError(
-            f"reward.workers {workers}: this machine has {cores} CPU cores, and at most "
-            f"{MOST_WORKERS_PER_CORE} worker processes per core are started, "
-            f"{MOST_WORKERS_PER_CORE * cores} here; one or two per core are enough unless the "
-            "function waits for a server"
-        )
 
 
 def _plain(value: Any) -> Any:

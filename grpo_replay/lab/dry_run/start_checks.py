@@ -30,7 +30,7 @@ from grpo_replay.recipe.layers import is_on_hub
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.recipe.recipe import PACKING_ATTENTION
 from grpo_replay.replay.priorities import load_priority
-from grpo_replay.rewards.scorer import RewardScorer, check_workers
+from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.rewards.trial import CHECKED_ANSWERS, Sample, notices_of_workers, try_rewards
 from grpo_replay.storage.checkpoint import list_checkpoints, read_state
 from grpo_replay.storage.run_directory import RunDirectory
@@ -472,7 +472,6 @@ def check_rewards(
     try:
         if not machines.elsewhere:
             findings.assumptions += notices_of_workers(section.workers, max(machines.ranks))
-            check_workers(section.workers)
         _try_rewards(section, Sample(sampled, total, "prompts.source"), findings)
         if of_eval is not None and evaluation is not None:
             notices = notices_of_verifier(of_eval, section, evaluation)
