@@ -313,20 +313,36 @@ def anchor_paths(layer: dict[str, Any], folder: Path) -> None:
         place, separator, name = function.rpartition(":")
         return f"{absolute(place)}:{name}" if separator and place.endswith(".py") else function
 
-    _change(layer, "prompts", "source", of_data)
-    for each in _listed(layer, "prompts", "source"):
-        _change({"prompts": each}, "prompts", "source", of_data)
-    _change(layer, "model", "path", of_model)
-    _change(layer, "model", "tokenizer", of_model)
-    _change(layer, "reward", "function", of_function)
-    own = ("advantage", "estimator"), ("replay", "priority"), ("loss", "kind")
-    for section, key in (*own, ("sampling", "backend")):
-        _change(layer, section, key, of_function)
-    _change(layer, "eval", "reward", of_function)
-    for each in _listed(layer, "reward", "function"):
-        _change({"reward": each}, "reward", "function", of_function)
-    _change(layer, "eval", "benchmarks", of_benchmark)
-    _change(layer, "eval", "data_folder", absolute)
+    places = {
+        "prompts.source": of_data,
+        "model.path": of_model,
+        "model.tokenizer": of_model,
+        "sampling.backend": of_function,
+        "reward.function": of_function,
+        "advantage.estimator": of_function,
+        "replay.priority": of_function,
+        "loss.kind": of_function,
+        "eval.reward": of_function,
+        "eval.benchmarks": of_benchmark,
+        "eval.data_folder": absolute,
+    }
+    for place, change in places.items():
+        section, key = place.split(".")
+        values = layer.get(section)
+        if isinstance(values, dict) and key in values:
+            values[key] = _changed(values[key], key, change)
+
+
+def _changed(value: Any, key: str, change: Callable[[str], str]) -> Any:
+    """The value of a key with its texts changed: the value itself, the entries of a list, and what
+    entries of more than a name have under the same key."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(each, key, change) for each in value]
+    if isinstance(value, dict) and key in value:
+        return value | {key: _changed(value[key], key, change)}
+    return value
 
 
 def short_path(path: str) -> str:
@@ -338,24 +354,6 @@ def short_path(path: str) -> str:
 def is_on_hub(source: str) -> bool:
     """True if a model or data source is a hub id, not a builtin or a local path."""
     return not source.startswith(("builtin:", "/", ".", "~")) and not Path(source).exists()
-
-
-def _listed(layer: dict[str, Any], section: str, key: str) -> list[Any]:
-    """The entries of a key that has a list."""
-    values = layer.get(section)
-    entries = values.get(key) if isinstance(values, dict) else None
-    return entries if isinstance(entries, list) else []
-
-
-def _change(layer: dict[str, Any], section: str, key: str, change: Callable[[str], str]) -> None:
-    values = layer.get(section)
-    if not isinstance(values, dict) or key not in values:
-        return
-    value = values[key]
-    if isinstance(value, str):
-        values[key] = change(value)
-    elif isinstance(value, list):
-        values[key] = [change(each) if isinstance(each, str) else each for each in value]
 
 
 DEEPEST = 20
