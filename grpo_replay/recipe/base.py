@@ -10,6 +10,9 @@ from grpo_replay.recipe.open_lists import OpenList
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises smaller positive temperatures to this one, and logs it."""
+
 
 def one_of(functions: OpenList) -> Any:
     """The type of a key that names one entry of an open list."""

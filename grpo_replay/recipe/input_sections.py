@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from grpo_replay.recipe.base import Passthrough, Positive, Section, one_of
+from grpo_replay.recipe.base import LEAST_TEMPERATURE, Passthrough, Positive, Section, one_of
 from grpo_replay.recipe.open_lists import SAMPLERS
 
 PAPER_SYSTEM_PROMPT = "You are a helpful assistant."
@@ -213,10 +213,6 @@ class PromptsSection(Section):
         return self.template if isinstance(self.template, dict) else {}
 
 
-LEAST_VLLM_TEMPERATURE = 0.01
-"""vLLM raises smaller positive temperatures to this one, and logs it."""
-
-
 class VllmSection(Passthrough):
     """Engine arguments of vLLM by its own names, in process and for servers launched by the run.
     `gpu_memory_utilization` (0.6) is ignored on CPU; `tensor_parallel_size` (1) must divide the
@@ -360,7 +356,7 @@ class SamplingSection(Section):
     """Dynamic sampling (DAPO, arXiv 2503.14476): while a step has fewer than `prompts_per_step`
     groups that are not dropped, it samples as many further prompts as are missing, at most this
     many times. 0 trains on what one sampling leaves."""
-    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE)] = 1.0
     """Sampling temperature, applied to both log-probs of the importance ratio. Training samples
     from the full distribution, without top-p or top-k."""
     max_completion_length: Positive = 8192

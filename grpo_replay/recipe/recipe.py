@@ -19,7 +19,6 @@ from grpo_replay.recipe.grpo_sections import (
     RewardSection,
 )
 from grpo_replay.recipe.input_sections import (
-    LEAST_VLLM_TEMPERATURE,
     ModelSection,
     PromptsSection,
     SamplingSection,
@@ -192,7 +191,6 @@ def find_contradictions(recipe: RecipeSections) -> list[str]:
         *_loss_contradictions(recipe),
         *_schedule_contradictions(recipe),
         *_engine_contradictions(recipe),
-        *_temperature_contradictions(recipe),
         *_lora_contradictions(recipe),
     ]
 
@@ -408,23 +406,6 @@ def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
             f"run.sync_every_steps {every}: the sampler runs the evaluation, and between pushes "
             "it holds an older policy; choose a multiple"
         )
-
-
-def _temperature_contradictions(recipe: RecipeSections) -> Iterable[str]:
-    sampling, evaluation = recipe.sampling, recipe.eval
-    if not sampling.uses_vllm:
-        return
-    used = {"sampling.temperature": sampling.temperature}
-    if evaluation.benchmarks:
-        used["eval.temperature"] = evaluation.temperature
-    for key, temperature in used.items():
-        if 0 < temperature < LEAST_VLLM_TEMPERATURE:
-            greedy = ", or 0 for greedy" if key == "eval.temperature" else ""
-            yield (
-                f"{key} {temperature:g} with sampling.backend {sampling.backend!r}: vLLM samples "
-                f"no colder than {LEAST_VLLM_TEMPERATURE:g}; use that{greedy}, or sampling.backend "
-                "hf"
-            )
 
 
 def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from grpo_replay.recipe.base import Passthrough, Positive, Section
+from grpo_replay.recipe.base import LEAST_TEMPERATURE, Passthrough, Positive, Section
 from grpo_replay.recipe.open_lists import VERIFIERS
 
 
@@ -139,6 +139,13 @@ class EvalSection(Section):
     function, as in `reward.function`, counts a completion as correct if its score is at least
     `reward.correct`. After the first of a list, built-in verifiers that grade the same completions,
     reported next to it (`--grade-with`)."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_not_too_cold(cls, temperature: float) -> float:
+        if 0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"0 for greedy decoding, or {LEAST_TEMPERATURE} and more")
+        return temperature
 
     @field_validator("reward")
     @classmethod

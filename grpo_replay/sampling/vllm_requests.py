@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from grpo_replay.engine.models import load_config, resolve_model_path
-from grpo_replay.errors import ModelError, RecipeError, SamplerError
+from grpo_replay.errors import ModelError, SamplerError
 from grpo_replay.recipe import ModelSection, SamplingSection, VllmSection
-from grpo_replay.recipe.input_sections import LEAST_VLLM_TEMPERATURE
 from grpo_replay.sampling.sampler_protocol import model_length, refuse_impossible
 from grpo_replay.types import Completion, GenerationRequest
 
@@ -54,14 +53,9 @@ def sampling_parameters(
 
 
 def check_request(request: GenerationRequest, max_model_len: int, vocabulary: int) -> None:
-    """Raises RecipeError or SamplerError for a request that vLLM would refuse or change."""
+    """Raises RecipeError or SamplerError for a request that vLLM would refuse."""
     limit = f"the sampler's {max_model_len} tokens: raise sampling.vllm.max_model_len, or"
     refuse_impossible(request, vocabulary, max_model_len, limit)
-    if 0 < request.temperature < LEAST_VLLM_TEMPERATURE:
-        raise RecipeError(
-            f"request {tuple(request.key)}: temperature {request.temperature}: vLLM samples no "
-            f"colder than {LEAST_VLLM_TEMPERATURE}; use that, or 0 for greedy"
-        )
 
 
 def build_completion(
