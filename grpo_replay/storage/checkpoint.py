@@ -3,13 +3,13 @@
     checkpoints/step_000100/  model/  engine/  buffer.parquet  state.json  manifest.json
     checkpoints/latest -> step_000100
 
-A checkpoint is valid only if its manifest matches its files and its state has the step of its name.
+A checkpoint is valid only if its manifest matches its files (but the model card, model/README.md)
+and its state has the step of its name.
 `latest` may also be a folder, a copy: what tools that follow links leave.
 """
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -25,7 +25,6 @@ from grpo_replay.storage.atomic import (
     point_link,
     rename_folder,
     write_json_whole,
-    write_text_whole,
 )
 
 GIB = 2**30
@@ -65,41 +64,16 @@ def to_gib(size: float) -> float:
     return round(size / GIB, 3)
 
 
-def replace_text(checkpoint: Path, name: str, text: str) -> None:
-    """Replace one text file of a complete checkpoint, which is complete before and after: a copy of
-    links takes its place. If this is killed in between, `adopt_latest` takes the old one back."""
-    temporary, aside = checkpoint.with_name(".tmp-new"), checkpoint.with_name(REPLACED)
-    for leftover in (temporary, aside):
-        shutil.rmtree(leftover, ignore_errors=True)
-    shutil.copytree(checkpoint, temporary, copy_function=_link_or_copy)
-    write_text_whole(temporary / name, text)  # a new file: the original keeps its own
-    manifest = read_json(temporary / MANIFEST, "the checkpoint is incomplete")
-    manifest["files"] |= file_facts(temporary, [name])
-    write_json_whole(temporary / MANIFEST, manifest)
-    flush_tree(temporary)
-    rename_folder(checkpoint, aside)
-    rename_folder(temporary, checkpoint)
-    shutil.rmtree(aside)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
-
-
 MANIFEST = "manifest.json"
 LATEST = "latest"
 STATE = "state.json"
+MODEL_CARD = "model/README.md"
 CHECKPOINT_VERSION = 1
 MOST_READERS = 8
 """Maximum number of files hashed at once. More would only compete for the disk."""
 
 _NAME = re.compile(r"step_(\d{6,})")
 _TEMPORARY = ".tmp-"
-REPLACED = f"{_TEMPORARY}replaced"
-"""A checkpoint while another version of it takes its place."""
 
 FileFacts = dict[str, dict[str, Any]]
 """`bytes` and `sha256` of each file, by its path in the checkpoint."""
@@ -217,20 +191,19 @@ def list_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def adopt_latest(checkpoints: Path) -> None:
-    """Give a checkpoint the name of its step if it is nowhere else: `latest` as a folder, when only
-    that was copied, and one whose replacement was interrupted. Raises CheckpointError if it is
-    damaged and the only one."""
-    for found in (checkpoints / LATEST, checkpoints / REPLACED):
-        if found.is_symlink() or not found.is_dir():
-            continue
-        try:
-            own = checkpoints / checkpoint_name(read_state(found).step)
-            if not own.exists():
-                verify_checkpoint(found)
-                rename_folder(found, own)
-        except CheckpointError:
-            if not list_checkpoints(checkpoints):
-                raise
+    """Give `latest` as a folder, when only that was copied, the name of its step. Raises
+    CheckpointError if it is damaged and the only checkpoint."""
+    found = checkpoints / LATEST
+    if found.is_symlink() or not found.is_dir():
+        return
+    try:
+        own = checkpoints / checkpoint_name(read_state(found).step)
+        if not own.exists():
+            verify_checkpoint(found)
+            rename_folder(found, own)
+    except CheckpointError:
+        if not list_checkpoints(checkpoints):
+            raise
 
 
 def find_checkpoint(checkpoints: Path) -> Path | None:
@@ -273,6 +246,8 @@ def verify_checkpoint(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint / MANIFEST} does not list {STATE}: it was changed")
     facts = file_facts(checkpoint, _file_names(checkpoint))
     for name, expected in manifest["files"].items():
+        if name == MODEL_CARD:  # earlier versions listed it
+            continue
         found = facts.pop(name, None)
         if found is None:
             raise CheckpointError(f"checkpoint {checkpoint} is damaged: {name} is missing")
@@ -341,11 +316,11 @@ def checkpoint_bytes_on_disk(checkpoint: Path) -> int:
 
 
 def _file_names(folder: Path) -> list[str]:
-    return [
-        str(path.relative_to(folder))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
-    ]
+    """The files that a manifest lists: all but the manifest, and the model card, which is written
+    again when an evaluation is made up."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    names = (str(path.relative_to(folder)) for path in paths)
+    return [name for name in names if not name.startswith(MODEL_CARD)]
 
 
 def _sha256(path: Path) -> str:

@@ -26,6 +26,7 @@ from grpo_replay.storage.atomic import (
     write_text_whole,
 )
 from grpo_replay.storage.checkpoint import (
+    MODEL_CARD,
     FileFacts,
     RunState,
     adopt_latest,
@@ -44,8 +45,6 @@ from grpo_replay.storage.checkpoint import (
 from grpo_replay.storage.recipe_history import read_recipe_file, recipe_file
 from grpo_replay.storage.run_directory import RunDirectory, environment_facts, refuse_missing
 from grpo_replay.training.rollout_source import Parts, RolloutSource
-
-MODEL_CARD = "model/README.md"
 
 NEW_RUN = "start a new run from the last checkpoint's model (--set model.path=…)"
 

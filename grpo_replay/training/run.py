@@ -17,12 +17,13 @@ from grpo_replay.evaluation.evaluate import EvaluationStopped
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import EngineSection, Recipe
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.storage.atomic import write_text_whole
+from grpo_replay.storage.checkpoint import MODEL_CARD, checkpoint_name
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.storage.tracking import Tracker, open_trackers
 from grpo_replay.training import Observer
 from grpo_replay.training.opening import OpenedRun, RunOpener
-from grpo_replay.training.resuming import MODEL_CARD, write_checkpoint
+from grpo_replay.training.resuming import write_checkpoint
 from grpo_replay.training.run_evaluation import (
     NOT_EVALUATED,
     RunEvaluation,
@@ -161,11 +162,9 @@ class Run:
         report, is_evaluated = self._evaluate(step)
         if report is not None and step > 0:
             accuracies = _accuracies(report)
-            checkpoint = self.run_dir.checkpoints / checkpoint_name(step)
-            if NOT_EVALUATED in (checkpoint / MODEL_CARD).read_text(encoding="utf-8"):
-                from grpo_replay.storage.checkpoint import replace_text
-
-                replace_text(checkpoint, MODEL_CARD, self._model_card())
+            card = self.run_dir.checkpoints / checkpoint_name(step) / MODEL_CARD
+            if card.exists() and NOT_EVALUATED in card.read_text(encoding="utf-8"):
+                write_text_whole(card, self._model_card())
             if self.run_dir.add_to_last_metrics(accuracies):
                 self.state.wall_seconds = time.perf_counter() - self._started
                 for tracker in self.trackers:

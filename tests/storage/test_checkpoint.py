@@ -9,6 +9,7 @@ import pytest
 from grpo_replay.errors import CheckpointError
 from grpo_replay.storage.checkpoint import (
     MANIFEST,
+    MODEL_CARD,
     RunState,
     adopt_latest,
     begin_checkpoint,
@@ -19,7 +20,6 @@ from grpo_replay.storage.checkpoint import (
     point_latest,
     read_state,
     remove_old,
-    replace_text,
     temporary_folder,
     verify_checkpoint,
 )
@@ -174,34 +174,19 @@ def test_a_state_of_another_version_is_refused(tmp_path, change):
         read_state(made)
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_a_text_is_replaced_in_a_complete_checkpoint(tmp_path, monkeypatch, links):
-    if not links:
-        monkeypatch.setattr("os.link", lambda *_: (_ for _ in ()).throw(OSError("no hard links")))
-    made = make_checkpoint(tmp_path, 5)
-    kept = (made / "state.json").read_text()
-    replace_text(made, "model/weights", "a new text")
+def test_the_model_card_may_be_written_again(tmp_path):
+    temporary = temporary_folder(tmp_path, 5)
+    (temporary / "model").mkdir(parents=True)
+    (temporary / MODEL_CARD).write_text("without results")
+    made = complete_checkpoint(temporary, RunState(step=5), keep=2)
+    manifest = json.loads((made / "manifest.json").read_text())
+    assert list(manifest["files"]) == ["state.json"]
+    (made / MODEL_CARD).write_text("with results")
+    (made / f"{MODEL_CARD}.tmp").write_text("a kill left this")
     verify_checkpoint(made)
-    assert (made / "model" / "weights").read_text() == "a new text"
-    assert (made / "state.json").read_text() == kept
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_000005"]
-    assert (tmp_path / "latest").resolve() == made
-
-
-def test_a_replacement_that_was_killed_between_its_renames_is_undone(tmp_path, monkeypatch):
-    made = make_checkpoint(tmp_path, 5)
-
-    def killed(folder, name):
-        if folder.name == ".tmp-new":
-            raise KeyboardInterrupt
-        folder.rename(name)
-
-    monkeypatch.setattr("grpo_replay.storage.checkpoint.rename_folder", killed)
-    with pytest.raises(KeyboardInterrupt):
-        replace_text(made, "model/weights", "a new text")
-    assert find_checkpoint(tmp_path) is None
-    adopt_latest(tmp_path)
-    assert find_checkpoint(tmp_path) == made
+    manifest["files"][MODEL_CARD] = {"bytes": 1, "sha256": "that of an earlier version"}
+    (made / "manifest.json").write_text(json.dumps(manifest))
+    verify_checkpoint(made)
 
 
 def test_files_that_desktops_and_file_systems_leave_are_no_damage(tmp_path):

@@ -26,15 +26,14 @@ from grpo_replay.distributed.failures import Interruption
 from grpo_replay.distributed.launch import _conclude
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.storage.checkpoint import (
+    MODEL_CARD,
     RunState,
     find_checkpoint,
     list_checkpoints,
-    replace_text,
     verify_checkpoint,
 )
 from grpo_replay.terminal.console import GuardedStream
 from grpo_replay.training import Observer, run_evaluation
-from grpo_replay.training.resuming import MODEL_CARD
 from grpo_replay.training.run import RunResult, run_training
 from grpo_replay.training.run_evaluation import NOT_EVALUATED, RunEvaluation
 from grpo_replay.training.trainer import Trainer
@@ -202,7 +201,7 @@ def test_a_stop_does_not_wait_for_an_evaluation_and_the_resume_makes_it_up(
 def test_a_model_card_that_a_kill_left_without_the_evaluation_is_made_up(whole, tmp_path):
     path = shutil.copytree(whole.path, tmp_path / "run", symlinks=True)
     last = find_checkpoint(path / "checkpoints")
-    replace_text(last, MODEL_CARD, f"# a card\n{NOT_EVALUATED}\n")
+    (last / MODEL_CARD).write_text(f"# a card\n{NOT_EVALUATED}\n")
     train(path, resume=True, **EVALUATED)
     verify_checkpoint(last)
     assert "| mean |" in (last / MODEL_CARD).read_text()

@@ -45,7 +45,6 @@ KINDS = {
     "engine layout": "checkpoints/step_000004/engine/layout.json",
     "model configuration": "checkpoints/step_000004/model/config.json",
     "tokenizer": "checkpoints/step_000004/model/tokenizer.json",
-    "model card": "checkpoints/step_000004/model/README.md",
     "latest": "checkpoints/latest",
 }
 QUICK = ("metrics", "rollouts", "rows of an evaluation", "state", "weights", "optimizer", "latest")
