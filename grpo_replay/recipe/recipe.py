@@ -41,8 +41,8 @@ PACKING_ATTENTION = ("flash_attention_2", "flash_attention_3", "flex_attention")
 """Their cost follows from the lengths of the rows of a pack. Others mask all pairs of tokens."""
 
 
-class RecipeSections(Section):
-    """Sections that are each valid alone. `Recipe` also checks them against each other."""
+class Recipe(Section):
+    """All settings of a run, valid together."""
 
     name: str = "unnamed"
     """Name of the recipe. The stem of its file unless set."""
@@ -72,8 +72,14 @@ class RecipeSections(Section):
         return name
 
     @model_validator(mode="after")
-    def _heads_are_alike(self) -> "RecipeSections":
+    def _heads_are_alike(self) -> "Recipe":
         self.model._fp32_head = self.sampling.vllm.head_dtype == "float32"
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> "Recipe":
+        if problems := find_contradictions(self):
+            raise ValueError("; ".join(problems))
         return self
 
     @property
@@ -142,16 +148,6 @@ class RecipeSections(Section):
         return self.model.dtype
 
 
-class Recipe(RecipeSections):
-    """All settings of a run, valid together."""
-
-    @model_validator(mode="after")
-    def _refuse_contradictions(self) -> "Recipe":
-        if problems := find_contradictions(self):
-            raise ValueError("; ".join(problems))
-        return self
-
-
 @final
 class ReplayConfig(ReplaySection):
     """The settings of a replay buffer: the keys of `replay` in docs/recipe.md.
@@ -181,7 +177,7 @@ def _preset(cls: type[ReplayConfig], name: str, **changes: Any) -> ReplayConfig:
 ReplayConfig.preset = classmethod(_preset)  # type: ignore[method-assign, assignment]
 
 
-def find_contradictions(recipe: RecipeSections) -> list[str]:
+def find_contradictions(recipe: Recipe) -> list[str]:
     """One message per contradiction, each with what to set instead; empty if there are none."""
     return [
         *replay_contradictions(recipe.replay),
@@ -232,7 +228,7 @@ def _draw_contradictions(replay: ReplaySection) -> Iterable[str]:
         )
 
 
-def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _replay_size_contradictions(recipe: Recipe) -> Iterable[str]:
     replay = recipe.replay
     if not replay.enabled:
         return
@@ -250,7 +246,7 @@ def _replay_size_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _reward_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _reward_contradictions(recipe: Recipe) -> Iterable[str]:
     reward, longest = recipe.reward, recipe.sampling.max_completion_length
     if reward.correct <= reward.incorrect:
         yield (
@@ -275,7 +271,7 @@ def _reward_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _algorithm_contradictions(recipe: Recipe) -> Iterable[str]:
     if recipe.loss.kind == "asymre" and recipe.loss.beta > 0:
         yield "loss.beta with loss.kind 'asymre': AsymRE has no KL term; set loss.beta 0"
     if recipe.run.mode == "async":
@@ -289,7 +285,7 @@ def _algorithm_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _loss_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _loss_contradictions(recipe: Recipe) -> Iterable[str]:
     loss = recipe.loss
     if loss.ratio_per_rollout and loss.aggregation != "sequence_mean":
         yield (
@@ -316,7 +312,7 @@ def _loss_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _schedule_contradictions(recipe: Recipe) -> Iterable[str]:
     optimizer, steps = recipe.optimizer, recipe.run.steps
     if optimizer.warmup_steps >= steps:
         yield (
@@ -330,14 +326,14 @@ def _schedule_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _lora_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _lora_contradictions(recipe: Recipe) -> Iterable[str]:
     lora = recipe.model.lora
     if lora.r is None:
         for name, value in lora.model_dump(exclude_defaults=True).items():
             yield f"model.lora.{name} {value} without model.lora.r: set the rank, for example r: 16"
 
 
-def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _asynchronous_contradictions(recipe: Recipe) -> Iterable[str]:
     if recipe.loss.behavior_logprobs != "sampler":
         yield (
             "run.mode 'async' with loss.behavior_logprobs 'trainer': the trainer is not the policy "
@@ -372,7 +368,7 @@ def _asynchronous_contradictions(recipe: RecipeSections) -> Iterable[str]:
     yield from _arrival_contradictions(recipe)
 
 
-def _arrival_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _arrival_contradictions(recipe: Recipe) -> Iterable[str]:
     collection, replay = recipe.sampling.collection, recipe.replay
     every, limit = recipe.run.sync_every_steps, replay.max_age_steps
     if limit is not None and limit < every - 1:
@@ -393,7 +389,7 @@ def _arrival_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _lag_contradictions(recipe: Recipe) -> Iterable[str]:
     every = recipe.run.sync_every_steps
     if recipe.loss.behavior_logprobs != "sampler":
         yield (
@@ -408,7 +404,7 @@ def _lag_contradictions(recipe: RecipeSections) -> Iterable[str]:
         )
 
 
-def _engine_contradictions(recipe: RecipeSections) -> Iterable[str]:
+def _engine_contradictions(recipe: Recipe) -> Iterable[str]:
     engine, servers = recipe.engine, recipe.sampling.servers
     longest = recipe.prompts.max_prompt_length + recipe.sampling.max_completion_length
     if recipe.batch.max_tokens_per_microbatch < longest:

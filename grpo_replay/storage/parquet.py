@@ -70,12 +70,6 @@ def open_parquet(
         ) from error
 
 
-def read_parquet(path: Path, kind: str, version: int, schema: pa.Schema) -> pa.Table:
-    """Read all rows, with the columns of `schema`. Raises SnapshotError."""
-    with open_parquet(path, kind, version, schema) as file:
-        return file.read(columns=schema.names).cast(schema)
-
-
 def refuse_nulls(path: Path, rows: pa.Table | pa.RecordBatch, never_null: Collection[str]) -> None:
     """Raises SnapshotError if one of these columns, as far as `rows` has them, holds a null."""
     for name, column in zip(rows.schema.names, rows.columns, strict=True):
