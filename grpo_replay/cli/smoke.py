@@ -160,8 +160,7 @@ def _run_to_its_end(words: Sequence[str]) -> int:
 def _stages(wanted: _Wanted, folder: Path, seconds: Sequence[float]) -> Iterator[Stage]:
     """What each stage took and did, from the files of the run and the seconds of its processes."""
     run_dir, timed = RunDirectory(folder), _timed(folder)
-    rows = run_dir.read_metrics() if run_dir.metrics_path.exists() else []
-    steps = {row["step"]: row for row in rows}
+    steps = {row["step"]: row for row in run_dir.read_metrics()}
 
     def rest(process: int, own: Sequence[int]) -> float | None:
         """The seconds that a process spent on anything but these steps and what follows them."""

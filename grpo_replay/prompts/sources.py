@@ -475,16 +475,13 @@ def problem_statement(value: Any) -> ProblemStatement:
 
 def _message(number: int, value: Any) -> ChatMessage:
     # Arrow gives every message the keys of all, with None where there is no value.
-    message = {k: v for k, v in value.items() if v is not None} if _is_mapping(value) else {}
+    given = value if isinstance(value, Mapping) else {}
+    message = {key: each for key, each in given.items() if each is not None}
     if not all(isinstance(message.get(key), str) for key in ("role", "content")):
         raise ValueError(
             f"has {value!r:.80} as message {number}, expected {{role: text, content: text}}"
         )
     return message
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
 
 
 def answer_text(value: Any) -> str:
@@ -532,13 +529,6 @@ def text(value: Any) -> str:
     return value
 
 
-def count_marked(values: Sequence[Any], marker: str | None) -> int:
-    """The number of answers that contain the marker."""
-    return sum(
-        isinstance(value, str) and marker is not None and marker in value for value in values
-    )
-
-
 SHOWN_CONTENT = 60
 
 
@@ -560,7 +550,7 @@ def notices_of_reading(problems: Sequence[ProblemStatement], answers: Sequence[A
             f"{chats} of {len(problems)} problems are chat messages, rendered as they are: "
             "prompts.system_prompt and prompts.user_template are not used for them"
         )
-    if marked := count_marked(answers, ANSWER_MARKER):
+    if marked := sum(isinstance(each, str) and ANSWER_MARKER in each for each in answers):
         notices.append(
             f"{marked} of {len(answers)} answers contain {ANSWER_MARKER!r}: only the text "
             "after the last one is the reference answer"

@@ -40,6 +40,7 @@ from grpo_replay.storage.recipe_history import (
 from grpo_replay.storage.rollout_log import (
     STEP_FOLDERS,
     first_steps,
+    read_metrics,
     remove_later,
     step_files,
 )
@@ -269,8 +270,7 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The metrics of every training step so far, in order."""
-        lines = self.metrics_path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return list(read_metrics(self.metrics_path, allow_unfinished=False))
 
     def flush_steps(self, step: int) -> None:
         """Flush metrics and files of the steps up to `step`, before its checkpoint."""

@@ -44,7 +44,7 @@ def main() -> None:
         run.create(recipe)
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
-    rows = run.read_metrics() if run.metrics_path.exists() else []
+    rows = run.read_metrics()
     for step in range(len(rows) + 1, recipe.run.steps + 1):
         if failure := _told(run.path, "fail"):
             print(f"a line before it\nerror: {failure}\nmore lines", file=sys.stderr)
