@@ -11,6 +11,7 @@ from grpo_replay.named_functions import is_place, refuse_missing_file
 from grpo_replay.recipe.layers import parse_overrides
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES, PRIORITIES, SAMPLERS, VERIFIERS
 from grpo_replay.recipe.recipe import Recipe
+from grpo_replay.storage.recipe_history import texts_in
 from grpo_replay.terminal.console import printable
 
 
@@ -65,20 +66,9 @@ def _places(recipe: Recipe) -> Iterator[tuple[str, Any]]:
         ("eval.reward", VERIFIERS, verifier),
     ]
     yield from ((key, value) for key, known, value in named if value not in known.names)
-    for key, value in _texts(recipe.sampling.vllm.others):
+    for key, value in texts_in(recipe.sampling.vllm.others):
         if "." in value or ":" in value:  # the form of a module's class or of a file
             yield f"sampling.vllm.{key}", value
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _texts(each, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each, key)
 
 
 def _is_given(key: str, given: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ out of what people share.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +185,7 @@ VARIABLES = "HF_TOKEN, VLLM_API_KEY, WANDB_API_KEY"
 
 def refuse_secrets(recipe: Recipe) -> None:
     """Raises RecipeError that names the key if a value of the recipe has a secret in it."""
-    for key, text in _texts(recipe.model_dump(mode="json")):
+    for key, text in texts_in(recipe.model_dump(mode="json")):
         if without_secrets(text) != text:
             raise RecipeError(
                 f"{key} holds what looks like a secret: it would be written to recipe.yaml and to "
@@ -217,11 +217,13 @@ def shareable(text: str) -> str:
     return text
 
 
-def _texts(value: Any, key: str = "") -> list[tuple[str, str]]:
+def texts_in(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """(dotted key, text) of every text in nested mappings and lists."""
     if isinstance(value, str):
-        return [(key, value)]
-    if isinstance(value, list):
-        return [pair for each in value for pair in _texts(each, key)]
-    inner = value.items() if isinstance(value, dict) else ()
-    return [pair for name, each in inner for pair in _texts(each, f"{key}.{name}" if key else name)]
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from texts_in(each, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_in(each, key)
