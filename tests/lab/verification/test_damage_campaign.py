@@ -241,7 +241,7 @@ COMMANDS = {
 MADE_ANEW = ("summary", "list of files", "latest")
 READ_BY_EVAL = (
     *("recipe", "newest manifest", "state", "weights", "optimizer", "engine layout"),
-    *("model configuration", "tokenizer", "model card", "latest"),
+    *("model configuration", "tokenizer", "latest"),
 )
 
 
@@ -332,10 +332,10 @@ READ_BY_REPORT = ("recipe", "metrics", "base evaluation", "rows of an evaluation
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [verify, resume, report])
 def test_every_damage_to_every_kind_of_file_is_named(whole, tmp_path, processes, command):
-    assert campaign(command, whole, tmp_path, CASES) == len(KINDS) * len(DAMAGES) == 160
+    assert campaign(command, whole, tmp_path, CASES) == len(KINDS) * len(DAMAGES) == 152
 
 
 @pytest.mark.slow
 def test_no_damage_changes_an_evaluation_without_a_word(whole, tmp_path, processes):
     cases = list(product(READ_BY_EVAL, DAMAGES))
-    assert campaign(evaluate, whole, tmp_path, cases) == 80
+    assert campaign(evaluate, whole, tmp_path, cases) == 72
