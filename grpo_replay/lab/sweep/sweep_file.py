@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import (
     AfterValidator,
     Field,
@@ -20,7 +19,7 @@ from pydantic import (
 
 from grpo_replay.errors import OutputDirectoryError, RecipeError, SweepFileError, did_you_mean
 from grpo_replay.recipe import Section
-from grpo_replay.recipe.layers import find_shipped, read_yaml, shown
+from grpo_replay.recipe.layers import find_shipped, read_yaml, shown, to_yaml
 from grpo_replay.shipped_recipes import shipped_sweeps
 
 SWEEP = "sweep.yaml"
@@ -227,7 +226,7 @@ def _explain(error: ValidationError, path: Path) -> str:
 
 def sweep_to_yaml(sweep: SweepFile) -> str:
     """The sweep as YAML. Reading it gives the same sweep."""
-    return yaml.safe_dump(sweep.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return to_yaml(sweep.model_dump(mode="json"))
 
 
 def read_folder(folder: Path) -> SweepFile | None:

@@ -26,8 +26,9 @@ def read(tmp_path, text):
     return expand(read_sweep_file(path), path, tmp_path / "out")
 
 
-def test_a_good_sweep_is_read_and_survives_a_round_trip(tmp_path):
-    (comparison,) = read(tmp_path, GOOD)
+@pytest.mark.parametrize("name", ["two", "'1e3'"])
+def test_a_good_sweep_is_read_and_survives_a_round_trip(tmp_path, name):
+    (comparison,) = read(tmp_path, GOOD.replace("name: two", f"name: {name}"))
     assert list(comparison.file.arms) == ["grpo", "ours"]
     copy = tmp_path / "copy.yaml"
     copy.write_text(sweep_to_yaml(comparison.file))
