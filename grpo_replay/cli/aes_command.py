@@ -13,7 +13,7 @@ from grpo_replay.cli.options import AesOptions
 from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.aes import AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.evaluation.comparison import differences
-from grpo_replay.evaluation.evaluation_report import read_report_graded_by
+from grpo_replay.evaluation.evaluation_report import read_report
 from grpo_replay.evaluation.evaluation_tables import plain_table, tokens
 from grpo_replay.evaluation.statistics import Interval
 from grpo_replay.terminal.console import open_console, print_json, print_table
@@ -22,14 +22,13 @@ from grpo_replay.terminal.console import open_console, print_json, print_table
 def run(options: AesOptions) -> int:
     """Print AES of `files` or of `candidates` against `reference`.
 
-    Files are graded by --grade-with; without it, each by its own verifier. Raises UsageError if
-    numbers and files are mixed.
+    Raises UsageError if numbers and files are mixed.
     """
     _check_options(options)
     gain, loss, reference = options.gain, options.loss, options.reference
     notes: dict[str, list[str]] = {}
     if options.files:
-        point, scores, notes = _from_files(reference, options.files, gain, loss, options.grade_with)
+        point, scores, notes = _from_files(reference, options.files, gain, loss)
     else:
         point = Point("reference", *_numbers(reference, "--reference"))
         candidates = [_candidate(word) for word in options.candidates]
@@ -58,11 +57,6 @@ def _check_options(options: AesOptions) -> None:
     if not options.files and not options.candidates:
         raise UsageError(
             "aes has no candidates: give evaluation files, or --candidate NAME=ACC,TOKENS"
-        )
-    if options.candidates and options.grade_with is not None:
-        raise UsageError(
-            f"--grade-with {options.grade_with} selects verdicts in evaluation files and has no "
-            "effect on --candidate numbers: leave it out"
         )
 
 
@@ -111,7 +105,7 @@ def _short_names(names: Sequence[str]) -> list[str]:
 
 
 def _from_files(
-    reference: str, files: Sequence[str], gain: float, loss: float, verifier: str | None
+    reference: str, files: Sequence[str], gain: float, loss: float
 ) -> tuple[Point, list[AesScore], dict[str, list[str]]]:
     """The reference, the scores, and notes on other differences by candidate."""
     if not Path(reference).exists() and "," in reference:
@@ -119,8 +113,8 @@ def _from_files(
             f"--reference {reference} gives numbers, but the candidates are files: give the "
             "reference's evaluation file, or all as numbers (--candidate NAME=ACC,TOKENS)"
         )
-    report = read_report_graded_by(Path(reference), verifier)
-    candidates = [(file, read_report_graded_by(Path(file), verifier)) for file in files]
+    report = read_report(Path(reference))
+    candidates = [(file, read_report(Path(file))) for file in files]
     scores = score_reports((reference, report), candidates, gain, loss)
     notes = {file: found for file, each in candidates if (found := differences(report, each))}
     return point_of(reference, report), scores, notes

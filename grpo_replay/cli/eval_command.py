@@ -18,7 +18,7 @@ from grpo_replay.distributed.failures import sigterm_interrupts
 from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError, did_you_mean
 from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
 from grpo_replay.evaluation.comparison import compare, differences
-from grpo_replay.evaluation.evaluate import Progress, add_gradings
+from grpo_replay.evaluation.evaluate import Progress, regraded
 from grpo_replay.evaluation.evaluation_report import (
     HEADED_SETTINGS,
     EvaluationReport,
@@ -26,15 +26,14 @@ from grpo_replay.evaluation.evaluation_report import (
     check_output,
     generations_parent,
     read_report,
-    read_report_graded_by,
     refuse_to_replace,
     samples_path,
 )
 from grpo_replay.evaluation.evaluation_tables import (
     COMPARISON_LEGEND,
+    LEGEND,
     comparison_table,
     heading,
-    legend,
     length_table,
     terminal_tables,
 )
@@ -46,7 +45,7 @@ from grpo_replay.evaluation.session import (
     resolve_evaluation,
     used_revision,
 )
-from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe, RewardSection
+from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.terminal.console import open_console, print_json, print_table
 from grpo_replay.terminal.quiet import warnings_on_stderr
 
@@ -54,7 +53,7 @@ DEFAULT_FOLDER = Path("evaluations")
 PLAIN_LINES = 10
 """Progress lines of an evaluation when stderr is no terminal."""
 
-_OF_COMPARING = ("compare", "grade_with", "as_json")
+_OF_COMPARING = ("compare", "as_json")
 _OF_REGRADING = ("regrade", "grade_with", "output", "as_json")
 
 
@@ -67,10 +66,15 @@ def run(options: EvalOptions) -> int:
         _compare(*options.compare, options)
     elif options.regrade is not None:
         _regrade(Path(options.regrade), options)
+    elif options.grade_with is not None:
+        raise UsageError(
+            f"--grade-with {options.grade_with} is the verifier of --regrade A.json; an evaluation "
+            "is graded by the one of --set eval.reward=VERIFIER"
+        )
     elif options.ckpt is None:
         raise UsageError(
-            "eval needs --ckpt DIR|HF_ID, --regrade A.json --grade-with VERIFIER, or --compare "
-            "A.json B.json"
+            "eval needs --ckpt DIR|HF_ID, --regrade A.json --grade-with VERIFIER --output B.json, "
+            "or --compare A.json B.json"
         )
     else:
         return _evaluate(options, find_model(options.ckpt))
@@ -88,10 +92,6 @@ def resolved(options: EvalOptions, source: ModelSource) -> Recipe:
     choices = {"eval": {key: value for key, value in chosen.items() if value is not None}}
     if options.backend is not None:
         choices["sampling"] = {"backend": options.backend}
-    if options.grade_with:
-        own = resolve_evaluation(source, options.recipe, options.overrides, choices).eval
-        more = [each for each in options.grade_with if each not in own.other_rewards]
-        choices["eval"]["reward"] = [own.verifier, *own.other_rewards, *more]
     return resolve_evaluation(source, options.recipe, options.overrides, choices)
 
 
@@ -221,7 +221,7 @@ def print_report(report: EvaluationReport, output: Path, as_json: bool) -> None:
     console.print(heading(report), soft_wrap=True)
     for table in terminal_tables(report):
         print_table(console, table)
-    console.print(legend(report))
+    console.print(LEGEND)
     for name, result in report.sampled.benchmarks.items():
         if result.unparsable_answers:
             bad = ", ".join(result.unparsable_answers)
@@ -244,20 +244,30 @@ def _refuse_others(options: EvalOptions, taken: Sequence[str], why: str) -> None
 
 
 def _regrade(path: Path, options: EvalOptions) -> None:
-    """Add the verdicts of other verifiers to the evaluation at `path`; nothing is sampled. With
-    --output, the result is written there and the file at `path` is left unchanged."""
+    """Write the report of the same completions under another verifier; nothing is sampled."""
     _refuse_others(options, _OF_REGRADING, "--regrade samples nothing")
-    if not options.grade_with:
+    verifier = options.grade_with
+    if verifier is None:
         raise UsageError("--regrade needs --grade-with VERIFIER: " + ", ".join(BUILTIN_VERIFIERS))
+    if verifier not in BUILTIN_VERIFIERS:
+        raise UsageError(
+            f"--grade-with {verifier}: no such verifier{did_you_mean(verifier, BUILTIN_VERIFIERS)};"
+            f" known verifiers are {', '.join(BUILTIN_VERIFIERS)}"
+        )
+    if options.output is None:
+        raise UsageError(f"--regrade needs --output B.json: {path} keeps its own grading")
+    output = Path(options.output)
+    if samples_path(output).resolve() == samples_path(path).resolve():
+        raise UsageError(f"--output {output} would replace the report itself: name another file")
     report = read_report(path)
     _check_settings(path, report)
-    _check_verifiers(options.grade_with, report)
-    target = Path(options.output) if options.output else path
-    check_output(target)
+    if verifier == report.verifier:
+        raise UsageError(f"--grade-with {verifier}: it grades {path} already; name another one")
+    check_output(output)
     with _progress("grading") as on_progress:
-        report = add_gradings(report, options.grade_with, RewardSection(), on_progress)
-    report.write(target)
-    print_report(report, target, options.as_json)
+        report = regraded(report, verifier, on_progress)
+    report.write(output)
+    print_report(report, output, options.as_json)
 
 
 def _check_settings(path: Path, report: EvaluationReport) -> None:
@@ -270,33 +280,11 @@ def _check_settings(path: Path, report: EvaluationReport) -> None:
             )
 
 
-def _check_verifiers(verifiers: Sequence[str], report: EvaluationReport) -> None:
-    for verifier in verifiers:
-        if verifier == report.verifier or verifiers.count(verifier) > 1:
-            raise UsageError(
-                f"--grade-with {verifier}: it already grades the report, or is named twice; name "
-                "each other verifier once"
-            )
-        if verifier not in BUILTIN_VERIFIERS:
-            hint = did_you_mean(verifier, BUILTIN_VERIFIERS)
-            raise UsageError(
-                f"--grade-with {verifier}: no such verifier{hint}; known verifiers are "
-                f"{', '.join(BUILTIN_VERIFIERS)}"
-            )
-
-
 def _compare(path_a: str, path_b: str, options: EvalOptions) -> None:
-    """Print how evaluation B differs from A, with a paired test. Both are graded by --grade-with;
-    without it, each by its own verifier."""
+    """Print how evaluation B differs from A, with a paired test."""
     why = "--compare reads two reports and changes neither"
     _refuse_others(options, _OF_COMPARING, why)
-    if len(options.grade_with) > 1:
-        raise UsageError(
-            f"--compare takes one --grade-with, found {', '.join(options.grade_with)}: name the "
-            "verifier whose verdicts to compare"
-        )
-    verifier = options.grade_with[0] if options.grade_with else None
-    a, b = (read_report_graded_by(Path(path), verifier) for path in (path_a, path_b))
+    a, b = (read_report(Path(path)) for path in (path_a, path_b))
     results = compare(path_a, a, path_b, b)
     notes = differences(a, b)
     if options.as_json:

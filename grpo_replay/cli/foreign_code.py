@@ -56,7 +56,7 @@ def code_of(
 def _places(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     if recipe.model.trust_remote_code:
         yield "model.trust_remote_code", f"true ({recipe.model.path})"
-    backend, verifier = recipe.sampling.backend, recipe.eval.verifier
+    backend, verifier = recipe.sampling.backend, recipe.eval.reward
     named = [("sampling.backend", SAMPLERS, backend)]
     named += [("reward.function", VERIFIERS, each.function) for each in recipe.reward.functions]
     named += [

@@ -163,16 +163,13 @@ class EvalOptions:
     backend: str | None = option("Sampler backend.", metavar="hf|vllm|vllm_server")
     data_folder: str | None = option("Folder of benchmark files to read instead of the hub.")
     greedy: bool | None = option("Also evaluate greedily, or not.", "--greedy/--no-greedy")
-    grade_with: tuple[str, ...] = many(
-        "Additional verifier, reported next to eval.reward. May be repeated. With --compare: the "
-        "verifier whose verdicts are compared.",
-        metavar="VERIFIER",
-    )
     num_processes: int | None = option("Ranks on this node.", min=1)
     overrides: tuple[str, ...] = recipe_changes()
     regrade: str | None = option(
-        "Add the verdicts of --grade-with to this report, without sampling.", metavar="A.json"
+        "Grade the completions of this report with --grade-with, into the report --output.",
+        metavar="A.json",
     )
+    grade_with: str | None = option("With --regrade: the verifier.", metavar="VERIFIER")
     compare: tuple[str, str] | None = option(
         "Compare two reports with a paired test.", metavar="A.json B.json"
     )
@@ -225,9 +222,6 @@ class AesOptions:
     )
     gain: float = option("Weight of an accuracy gain.", default=3.0)
     loss: float = option("Weight of an accuracy loss.", default=5.0)
-    grade_with: str | None = option(
-        "Verifier whose verdicts are used. Default: eval.reward.", metavar="VERIFIER"
-    )
     as_json: bool = json_wanted()
 
 

@@ -379,7 +379,7 @@ def plan_evaluation(
         first_prompt += len(problems_of[benchmark.name])
     document = _settings_document(settings, prompts, benchmarks, problems_of)
     document |= {"backend": sampling.backend, "max_completion_length": longest}
-    if settings.verifier not in BUILTIN_VERIFIERS:
+    if settings.reward not in BUILTIN_VERIFIERS:
         document["correct_score"] = correct_score
     with_vllm = sampling.vllm_in_ranks or sampling.over_http
     return EvaluationPlan(benchmarks, tuple(samples), settings, document, with_vllm, prompts)
@@ -403,7 +403,7 @@ def try_verifier(limits: RewardSection, plan: EvaluationPlan) -> list[str]:
     """Notices about the verifier of a plan, tried on a few problems with these limits; nothing for
     a built-in one, of which a report names the answers that it cannot read. Raises RecipeError if
     the function fails on every problem."""
-    verifier = plan.settings.verifier
+    verifier = plan.settings.reward
     if verifier in BUILTIN_VERIFIERS:
         return []
     planned = {each.problem.problem_id: each for each in plan.samples}
@@ -486,7 +486,7 @@ def _settings_document(
         "template": "chat" if in_chat else "plain",
         "system_prompt": prompts.system_prompt if in_chat else None,
         "user_template": prompts.user_template,
-        "reward": settings.verifier,
+        "reward": settings.reward,
         "bootstrap_samples": BOOTSTRAP_SAMPLES,
         "confidence": CONFIDENCE,
     }

@@ -6,9 +6,8 @@
 
 All benchmarks, sampled and greedy, go to the sampler in one call. Problem i is sampled (or read
 from the cache) and graded by rank i modulo the number of ranks; rank 0 gathers the rows and
-summarises them. `add_gradings` grades the completions of a report with other verifiers. A
-completion depends only on its problem, its sample number and the model, so the
-report does not depend on the number of ranks.
+summarises them. `regraded` grades the completions of a report again. A completion depends only on
+its problem, its sample number and the model, so the report does not depend on the number of ranks.
 """
 
 import platform
@@ -29,15 +28,14 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, PlannedSample
 from grpo_replay.evaluation.evaluation_report import (
+    OF_OWN_FUNCTION,
     SAMPLE_SCHEMA,
     VERIFIER_PACKAGES,
     EvaluationReport,
-    graded_by,
     merge,
     to_bytes,
-    with_verdicts,
 )
-from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, OtherGrading, summarise_both
+from grpo_replay.evaluation.statistics import BOOTSTRAP_SAMPLES, summarise_both
 from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, SamplingSection, VllmSection
@@ -176,7 +174,7 @@ class _Grading:
         self._decoded[index] = _Decoded(text, len(token_ids), finish_reason)
         planned = self.plan.samples[index]
         problem, prompt, messages = planned.problem, "", list[ChatMessage]()
-        if self.plan.settings.verifier not in BUILTIN_VERIFIERS:
+        if self.plan.settings.reward not in BUILTIN_VERIFIERS:
             prompt = self._tokenizer.decode(planned.request.prompt_token_ids.tolist())
             messages = prompt_messages(self.plan.prompts, problem.problem)
         group = _group_of(planned)
@@ -310,47 +308,36 @@ def _versions(plan: EvaluationPlan) -> dict[str, str]:
     return own | installed_versions(packages)
 
 
-def add_gradings(
+def regraded(
     report: EvaluationReport,
-    verifiers: Sequence[str],
-    limits: RewardSection,
+    verifier: str,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> EvaluationReport:
-    """The report with added results and verdicts of other verifiers; its own are unchanged.
+    """The report of the same completions, graded by the built-in `verifier`.
 
-    `limits` gives workers, time and memory. Earlier verdicts of the same verifier are replaced.
     Raises EvaluationFileError if the report has no per-sample rows, which contain the completions.
     """
-    if verifiers and report.samples is None:
+    if report.samples is None:
         raise EvaluationFileError(
             "the per-sample file (.parquet), which contains the completions, is missing: keep the "
             "two files of an evaluation together, or evaluate again"
         )
-    for verifier in verifiers:
-        report = _with_grading(report, limits.alone(verifier), on_progress)
-    return report
-
-
-def _with_grading(
-    report: EvaluationReport, section: RewardSection, on_progress: Callable[[Progress], None] | None
-) -> EvaluationReport:
-    verifier = section.main_function
-    verdicts, bad_answers = _grade(report.samples, section, on_progress)
-    samples = with_verdicts(report.samples, verifier, verdicts)
-    rows = graded_by(samples, verifier)
-    resamples = report.settings["bootstrap_samples"]
-    sampled, greedy = summarise_both(rows, resamples, bad_answers)
+    statuses, bad_answers = _grade(report.samples, RewardSection().alone(verifier), on_progress)
+    verdicts = pa.array(statuses, pa.string())
+    samples = report.samples
+    for name, values in (("verdict", verdicts), ("correct", pc.equal(verdicts, "correct"))):
+        samples = samples.set_column(samples.column_names.index(name), name, values)
+    sampled, greedy = summarise_both(samples, report.settings["bootstrap_samples"], bad_answers)
+    kept = {key: value for key, value in report.settings.items() if key not in OF_OWN_FUNCTION}
     versions = {"grpo-replay": __version__} | installed_versions(VERIFIER_PACKAGES)
-    names = sampled.benchmarks
-    other = OtherGrading(
-        sampled,
-        greedy,
-        gained={name: _only_in_first(name, rows, samples) for name in names},
-        lost={name: _only_in_first(name, samples, rows) for name in names},
-        versions=versions,
+    return replace(
+        report,
+        settings={**kept, "reward": verifier},
+        versions={**report.versions, **versions},
+        sampled=sampled,
+        greedy=greedy,
+        samples=samples,
     )
-    gradings = {**report.other_gradings, verifier: other}
-    return replace(report, other_gradings=gradings, samples=samples)
 
 
 def _grade(
@@ -366,10 +353,3 @@ def _grade(
                 on_progress(Progress(len(samples), Counter(scorer.statuses())))
         verdicts = [verdict.status for verdict in scorer.results().values()]
         return verdicts, scorer.unparsable_answers
-
-
-def _only_in_first(benchmark: str, first: pa.Table, second: pa.Table) -> int:
-    """The number of sampled rows of a benchmark that are correct only in the first table."""
-    chosen = pc.and_(pc.equal(first["benchmark"], benchmark), pc.invert(first["greedy"]))
-    found = pc.and_(chosen, pc.and_not(first["correct"], second["correct"]))
-    return int(pc.sum(found).as_py() or 0)

@@ -1,5 +1,5 @@
-"""The evaluation report: results and settings as JSON, per-sample rows as Parquet (schema, files,
-verdicts of other verifiers); and whether two reports can be compared.
+"""The evaluation report: results and settings as JSON, per-sample rows as Parquet (schema, files);
+and whether two reports can be compared.
 
 Output files are checked before anything is sampled, and only files of an earlier evaluation are
 replaced.
@@ -25,9 +25,7 @@ from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageE
 from grpo_replay.evaluation.statistics import (
     BenchmarkResult,
     Count,
-    OtherGrading,
     Results,
-    Whole,
     pooled_over_samples,
     problem_table,
 )
@@ -39,7 +37,7 @@ from grpo_replay.types import FAILED
 REPORT_VERSION = 3
 
 READABLE_VERSIONS = (2, REPORT_VERSION)
-"""Version 2 has no `other_gradings` and does not name the stop tokens."""
+"""Version 2 does not name the stop tokens."""
 
 
 SAME_SETTINGS = (
@@ -52,7 +50,7 @@ compared as `temperatures_used`, and a function of the user by its file, if both
 SHA-256."""
 
 OF_OWN_FUNCTION = ("correct_score", "reward_sha256")
-"""Settings that only the report's own verifier has, if it is a function of the user."""
+"""Settings that a report has only if its verifier is a function of the user."""
 
 HEADED_SETTINGS = ("backend", "temperature", "top_p", "max_completion_length", "reward")
 """Settings that the heading of a report's tables needs."""
@@ -75,7 +73,6 @@ class _Settings:
 
 _SETTINGS = TypeAdapter(_Settings)
 _RESULTS = TypeAdapter(Results)
-_COUNTS = TypeAdapter(dict[str, Whole])
 _MAPPING = TypeAdapter(dict[str, Any])
 
 
@@ -83,8 +80,8 @@ _MAPPING = TypeAdapter(dict[str, Any])
 class EvaluationReport:
     """The results of an evaluation.
 
-    `greedy` is None without a greedy evaluation; `other_gradings` are by verifier; `samples` are
-    the per-sample rows, None if the report was read without them.
+    `greedy` is None without a greedy evaluation; `samples` are the per-sample rows, None if the
+    report was read without them.
     """
 
     model: dict[str, Any]
@@ -93,31 +90,11 @@ class EvaluationReport:
     sampled: Results
     greedy: Results | None = None
     samples: pa.Table | None = None
-    other_gradings: dict[str, OtherGrading] = field(default_factory=dict)
 
     @property
     def verifier(self) -> str:
         """The verifier of `sampled` and `greedy`."""
         return str(self.settings["reward"])
-
-    def graded_by(self, verifier: str) -> "EvaluationReport":
-        """The report with `verifier` as its own verifier, and without other gradings.
-
-        `verifier` is its own or one of `other_gradings`.
-        """
-        alone = replace(self, other_gradings={})
-        if verifier == self.verifier:
-            return alone
-        other = self.other_gradings[verifier]
-        kept = {k: v for k, v in self.settings.items() if k not in OF_OWN_FUNCTION}
-        return replace(
-            alone,
-            settings={**kept, "reward": verifier},
-            versions={**self.versions, **other.versions},
-            sampled=other.sampled,
-            greedy=other.greedy,
-            samples=None if self.samples is None else graded_by(self.samples, verifier),
-        )
 
     def accuracies(self) -> dict[str, float]:
         """avg@k of every benchmark as a fraction, and `mean`."""
@@ -159,34 +136,21 @@ class EvaluationReport:
             "model": self.model,
             "settings": self.settings,
             "versions": self.versions,
-            **_results_to_json(self.sampled, self.greedy),
-            "other_gradings": {
-                verifier: {
-                    **_results_to_json(other.sampled, other.greedy),
-                    "gained": other.gained,
-                    "lost": other.lost,
-                    "versions": other.versions,
-                }
-                for verifier, other in self.other_gradings.items()
-            },
+            **asdict(self.sampled),
+            "greedy": None if self.greedy is None else asdict(self.greedy),
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "EvaluationReport":
         """The inverse of `to_json`. Raises KeyError or ValueError for an inconsistent document."""
         _SETTINGS.validate_python(document["settings"])
-        sampled, greedy = _both_from_json(document)
-        others = {} if document["schema_version"] == 2 else document["other_gradings"]
+        greedy = document["greedy"]
         return cls(
             model=_MAPPING.validate_python(document["model"]),
             settings=document["settings"],
             versions=_MAPPING.validate_python(document["versions"]),
-            sampled=sampled,
-            greedy=greedy,
-            other_gradings={
-                verifier: _grading_from_json(each, sampled)
-                for verifier, each in _MAPPING.validate_python(others).items()
-            },
+            sampled=_results_from_json(document),
+            greedy=None if greedy is None else _results_from_json(greedy),
         )
 
     def write(self, path: Path) -> None:
@@ -255,23 +219,6 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
             "together, or evaluate again"
         ) from error
     return replace(report, samples=rows)
-
-
-def read_report_graded_by(path: Path, verifier: str | None) -> EvaluationReport:
-    """The report at `path`, graded by `verifier`; by the report's own if None.
-
-    Raises EvaluationFileError as `read_report` does, and if `verifier` did not grade the report.
-    """
-    report = read_report(path)
-    if verifier is None:
-        return report
-    known = [report.verifier, *report.other_gradings]
-    if verifier not in known:
-        raise EvaluationFileError(
-            f"{path} is graded by {', '.join(known)}, not by {verifier}: add it, without "
-            f"sampling again, with grpo-replay eval --regrade {path} --grade-with {verifier}"
-        )
-    return report.graded_by(verifier)
 
 
 def generations_parent(report_path: Path) -> Path:
@@ -360,26 +307,6 @@ def _damaged(path: Path, what: str) -> EvaluationFileError:
     )
 
 
-def _results_to_json(sampled: Results, greedy: Results | None) -> dict[str, Any]:
-    return {**asdict(sampled), "greedy": None if greedy is None else asdict(greedy)}
-
-
-def _both_from_json(document: Mapping[str, Any]) -> tuple[Results, Results | None]:
-    greedy = document["greedy"]
-    return _results_from_json(document), None if greedy is None else _results_from_json(greedy)
-
-
-def _grading_from_json(document: Mapping[str, Any], own: Results) -> OtherGrading:
-    document = _MAPPING.validate_python(document)
-    sampled, greedy = _both_from_json(document)
-    if sampled.mean.benchmarks != own.mean.benchmarks:
-        raise ValueError("other_gradings have other benchmarks than the report")
-    gained, lost = (_COUNTS.validate_python(document[key]) for key in ("gained", "lost"))
-    return OtherGrading(
-        sampled, greedy, gained, lost, _MAPPING.validate_python(document["versions"])
-    )
-
-
 def _results_from_json(document: Mapping[str, Any]) -> Results:
     document = _MAPPING.validate_python(document)
     found = {"benchmarks": document["benchmarks"], "mean": document["mean"]}
@@ -397,9 +324,7 @@ def _results_from_json(document: Mapping[str, Any]) -> Results:
 
 
 def _check_rows(report: EvaluationReport, rows: pa.Table) -> None:
-    """Raises ValueError unless the report's means are those of the rows, under every grading."""
-    for verifier in report.other_gradings:
-        _check_rows(report.graded_by(verifier), graded_by(rows, verifier))
+    """Raises ValueError unless the report's means are those of the rows."""
     for results, greedy in ((report.sampled, False), (report.greedy, True)):
         chosen = rows.filter(pc.equal(rows["greedy"], greedy))
         benchmarks = results.benchmarks if results else {}
@@ -546,36 +471,7 @@ SAMPLE_SCHEMA = pa.schema(
     ],
     metadata={_VERSION_KEY: SAMPLES_VERSION},
 )
-"""One text column per other verifier may follow, see `verdict_column`."""
-
 _KEY = [("greedy", "ascending"), ("problem_index", "ascending"), ("sample", "ascending")]
-
-
-def verdict_column(verifier: str) -> str:
-    """The column of the verdicts of a verifier other than the report's own."""
-    return f"verdict_{verifier}"
-
-
-def with_verdicts(samples: pa.Table, verifier: str, verdicts: Sequence[str]) -> pa.Table:
-    """The rows with an added, or replaced, column of another verifier's verdicts."""
-    name = verdict_column(verifier)
-    if name in samples.column_names:
-        samples = samples.drop_columns([name])
-    return samples.append_column(name, pa.array(verdicts, pa.string()))
-
-
-def graded_by(samples: pa.Table, verifier: str) -> pa.Table:
-    """The rows with another verifier's verdicts as their own.
-
-    Raises ValueError if that verifier has no column.
-    """
-    name = verdict_column(verifier)
-    if name not in samples.column_names:
-        raise ValueError(f"it has no column {name!r}")
-    verdicts = samples[name]
-    samples = samples.set_column(samples.column_names.index("verdict"), "verdict", verdicts)
-    correct = pc.equal(verdicts, "correct")
-    return samples.set_column(samples.column_names.index("correct"), "correct", correct)
 
 
 def to_bytes(table: pa.Table) -> bytes:
@@ -607,7 +503,7 @@ def read_samples(path: Path, with_texts: bool = True) -> pa.Table:
     any other file."""
     check_samples_file(path)
     try:
-        names = pq.read_schema(path).names
+        names = SAMPLE_SCHEMA.names
         columns = [name for name in names if with_texts or name != "completion_text"]
         return pq.read_table(path, columns=columns)
     except (OSError, pa.ArrowException) as error:
@@ -626,19 +522,11 @@ def check_samples_file(path: Path) -> None:
             f"{path}: a per-sample file of version {version}, expected {SAMPLES_VERSION}: evaluate "
             "again"
         )
-    if not _is_of_this_version(schema):
+    if list(schema)[: len(SAMPLE_SCHEMA)] != list(SAMPLE_SCHEMA):
         raise EvaluationFileError(
             f"{path}: its columns are {', '.join(schema.names)}; per-sample files of this "
             f"version have {', '.join(SAMPLE_SCHEMA.names)}: evaluate again"
         )
-
-
-def _is_of_this_version(schema: pa.Schema) -> bool:
-    own, others = list(schema)[: len(SAMPLE_SCHEMA)], list(schema)[len(SAMPLE_SCHEMA) :]
-    prefix = verdict_column("")
-    return own == list(SAMPLE_SCHEMA) and all(
-        field.name.startswith(prefix) and field.type == pa.string() for field in others
-    )
 
 
 def _unreadable(path: Path, error: Exception) -> EvaluationFileError:

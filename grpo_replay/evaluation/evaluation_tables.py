@@ -9,22 +9,13 @@ from rich.text import Text
 
 from grpo_replay.evaluation.comparison import LengthChange, PairedResult
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, temperatures_used
-from grpo_replay.evaluation.statistics import (
-    BenchmarkResult,
-    Interval,
-    MeanResult,
-    OtherGrading,
-)
+from grpo_replay.evaluation.statistics import BenchmarkResult, Interval, MeanResult
 
 Row = Sequence[str]
 LEGEND = (
     "avg@k, pass@k and rates in %; 95 %: intervals over problems; tokens: mean completion length; "
     "right, wrong: the same of correct and of incorrect completions; cut: reached the length "
     "limit; none: no answer could be parsed."
-)
-GRADING_LEGEND = (
-    "gained, lost: samples that only the other verifier, or only the report's own, accepts (mean: "
-    "summed over benchmarks)."
 )
 SHORT_NAME = 12
 """Minimum width to which names of models and benchmarks are folded on a narrow terminal."""
@@ -64,13 +55,8 @@ def heading(report: EvaluationReport) -> str:
     ]
     if "stop_tokens" in settings:  # absent from files of version 2
         words.append(f"ends at {' or '.join(settings['stop_tokens'])}")
-    words.append(f"graded by {_short(report.verifier)}")
+    words.append(f"graded by {report.verifier.rpartition('/')[2]}")
     return " · ".join(words)
-
-
-def _short(verifier: str) -> str:
-    """The name of a verifier, of `folder/file.py:function` without the folder."""
-    return verifier.rpartition("/")[2]
 
 
 def terminal_tables(report: EvaluationReport) -> list[Table]:
@@ -128,16 +114,8 @@ COMPARISON_LEGEND = (
 )
 
 
-def legend(report: EvaluationReport) -> str:
-    """The meaning of the columns in a report's tables."""
-    return f"{LEGEND} {GRADING_LEGEND}" if report.other_gradings else LEGEND
-
-
 def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]]]:
     contents = [("accuracy", _accuracy_rows(report)), ("length", _length_rows(report))]
-    for verifier, other in report.other_gradings.items():
-        title = f"{verifier} (other) vs {_short(report.verifier)} (own)"
-        contents.insert(-1, (title, _grading_rows(report, other)))
     if any(result.k > 1 for result in report.sampled.benchmarks.values()):
         contents.append(("pass@j", _pass_rows(report)))
     return contents
@@ -167,25 +145,6 @@ def _accuracy_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         for name, title, r in _titled(report)
     ]
     return (*header, *(("greedy",) if greedy else ())), rows
-
-
-def _grading_rows(report: EvaluationReport, other: OtherGrading) -> tuple[Row, list[Row]]:
-    header = ("benchmark", "avg@k own", "other", "pass@k own", "other", "gained", "lost")
-    each: dict[str, BenchmarkResult | MeanResult] = {**other.sampled.benchmarks}
-    each["mean"] = other.sampled.mean
-    rows: list[Row] = [
-        (
-            title,
-            *(percent(own.avg_at_k), percent(each[name].avg_at_k)),
-            *(percent(own.pass_at_k), percent(each[name].pass_at_k)),
-            *(
-                str(sum(counts.values()) if name == "mean" else counts[name])
-                for counts in (other.gained, other.lost)
-            ),
-        )
-        for name, title, own in _titled(report)
-    ]
-    return header, rows
 
 
 def _length_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:

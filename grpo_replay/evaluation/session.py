@@ -19,7 +19,6 @@ from grpo_replay.evaluation.benchmarks import plan_that_fits, try_verifier
 from grpo_replay.evaluation.cache import generations_folder
 from grpo_replay.evaluation.evaluate import (
     Progress,
-    add_gradings,
     evaluate,
     sampler_facts,
     settings_of,
@@ -292,7 +291,7 @@ def evaluate_model(
         from grpo_replay.sampling.sampler_protocol import open_sampler
 
         comm = _open_comm(recipe, world_size)
-        verifiers = recipe.reward.alone(recipe.eval.verifier)
+        verifiers = recipe.reward.alone(recipe.eval.reward)
         scorer = stack.enter_context(RewardScorer.open(verifiers, as_verdicts=True))
         tokenizer = load_tokenizer(recipe.model)
         plan = run_collectively(comm, lambda: plan_that_fits(tokenizer, recipe))
@@ -309,7 +308,7 @@ def evaluate_model(
                 return ReportFacts(model, plan.samples_each, settings)
 
             run_on_main(comm, lambda: before_sampling(facts()))
-        report = evaluate(
+        return evaluate(
             sampler,
             tokenizer,
             plan,
@@ -319,9 +318,6 @@ def evaluate_model(
             generations_folder=cache,
             on_progress=on_progress if comm.is_main else None,
         )
-        if report is None:
-            return None
-        return add_gradings(report, recipe.eval.other_rewards, recipe.reward)
 
 
 def _identify(

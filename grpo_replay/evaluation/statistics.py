@@ -96,22 +96,6 @@ class Results:
         return {**each, "mean": self.mean.avg_at_k_stderr}
 
 
-@dataclass(frozen=True, slots=True)
-class OtherGrading:
-    """The completions of a report, graded by a verifier other than its own.
-
-    `gained` counts, by benchmark, the sampled (not greedy) completions that only this verifier
-    accepts, and `lost` those that only the report's own accepts. `versions` are those of the
-    grading packages.
-    """
-
-    sampled: Results
-    greedy: Results | None
-    gained: dict[str, Whole]
-    lost: dict[str, Whole]
-    versions: dict[str, str]
-
-
 BOOTSTRAP_SAMPLES = 2000
 """Resamples for intervals of token counts and of comparisons."""
 

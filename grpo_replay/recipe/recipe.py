@@ -278,11 +278,6 @@ def _algorithm_contradictions(recipe: Recipe) -> Iterable[str]:
         yield from _asynchronous_contradictions(recipe)
     elif recipe.run.sync_every_steps > 1:
         yield from _lag_contradictions(recipe)
-    verifiers = [recipe.eval.verifier, *recipe.eval.other_rewards]
-    for verifier in sorted({each for each in verifiers if verifiers.count(each) > 1}):
-        yield (
-            f"eval.reward (--grade-with) names {verifier} more than once: name each verifier once"
-        )
 
 
 def _loss_contradictions(recipe: Recipe) -> Iterable[str]:

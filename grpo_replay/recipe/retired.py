@@ -32,6 +32,7 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "eval.answer_field": ("answer", "benchmark files share prompts.answer_field"),
     "eval.answer_marker": ("####", ""),
     "eval.id_field": (None, "benchmark files share prompts.id_field"),
+    "eval.other_rewards": ([], "grade a report again with eval --regrade"),
     "eval.bootstrap_samples": (2000, ""),
     "tracking.project": ("grpo-replay", "set WANDB_PROJECT or TRACKIO_PROJECT"),
     "tracking.run_name": (None, "the output directory names the run; or set WANDB_NAME"),
@@ -70,7 +71,6 @@ JOINED: Mapping[str, str] = {
     "loss.ratio": "loss.kind: gspo for a ratio per rollout",
     "engine.offload_optimizer": "engine.offload: optimizer",
     "engine.offload_parameters": "engine.offload: everything",
-    "eval.other_rewards": "eval.reward, a list",
 }
 """Keys whose values are part of another key's."""
 
@@ -178,7 +178,7 @@ def modernised(saved: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _join(recipe: dict[str, Any]) -> None:
     """Move the values of `JOINED`."""
     prompts, servers = recipe.get("prompts", {}), recipe.get("sampling", {}).get("servers", {})
-    reward, evaluation = recipe.get("reward", {}), recipe.get("eval", {})
+    reward = recipe.get("reward", {})
     if overrides := _pop(recipe, "model.config_overrides", {}):
         recipe["model"]["random_init"] = overrides
     if _pop(recipe, "loss.ratio") == "sequence":
@@ -204,8 +204,6 @@ def _join(recipe: dict[str, Any]) -> None:
     kept = (_pop(recipe, "engine.offload_optimizer"), _pop(recipe, "engine.offload_parameters"))
     if any(kept):
         recipe["engine"]["offload"] = "everything" if kept[1] else "optimizer"
-    if others := evaluation.pop("other_rewards", []):
-        evaluation["reward"] = [evaluation.get("reward", "math_verify_boxed"), *others]
 
 
 def _section(recipe: dict[str, Any], key: str) -> dict[str, Any]:

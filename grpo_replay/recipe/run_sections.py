@@ -133,12 +133,11 @@ class EvalSection(Section):
     """Use only this many problems from the start of each benchmark, for a quick look."""
     seed: Annotated[int, Field(ge=0)] = 42
     """Seed of the first eight samples of a problem. Each further eight use the next seed."""
-    reward: str | Annotated[list[str], Field(min_length=1)] = "math_verify_boxed"
+    reward: str = "math_verify_boxed"
     """Verifier. `math_verify_boxed` grades the last boxed answer in the final 500 characters
     (paper A); `math_verify` grades whatever math-verify finds in the whole completion; your own
     function, as in `reward.function`, counts a completion as correct if its score is at least
-    `reward.correct`. After the first of a list, built-in verifiers that grade the same completions,
-    reported next to it (`--grade-with`)."""
+    `reward.correct`."""
 
     @field_validator("temperature")
     @classmethod
@@ -149,23 +148,9 @@ class EvalSection(Section):
 
     @field_validator("reward")
     @classmethod
-    def _are_verifiers(cls, reward: str | list[str]) -> str | list[str]:
-        first, *others = [reward] if isinstance(reward, str) else reward
-        VERIFIERS.check(first)
-        unknown = [name for name in others if name not in VERIFIERS.names]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r}: after the first use {', '.join(VERIFIERS.names)}")
+    def _is_verifier(cls, reward: str) -> str:
+        VERIFIERS.check(reward)
         return reward
-
-    @property
-    def verifier(self) -> str:
-        """The verifier of the reported accuracy."""
-        return self.reward if isinstance(self.reward, str) else self.reward[0]
-
-    @property
-    def other_rewards(self) -> list[str]:
-        """Further verifiers of the same completions."""
-        return [] if isinstance(self.reward, str) else self.reward[1:]
 
 
 class TrackingSection(Section):

@@ -183,7 +183,7 @@ class RunOpener:
             notices += notices_of_workers(recipe.reward.workers, recipe.engine.num_processes)
             notices += notices_of_rewards(recipe.reward, scorer, prompts)
             if evaluation is not None:
-                notices += notices_of_verifier(recipe.eval.verifier, recipe.reward, evaluation)
+                notices += notices_of_verifier(recipe.eval.reward, recipe.reward, evaluation)
             return list(dict.fromkeys(notices))  # the same function may grade both
 
         self.notices += run_on_main(self.comm, try_them) or []

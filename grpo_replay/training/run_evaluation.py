@@ -11,7 +11,7 @@ from typing import Any
 from grpo_replay import __version__
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan
-from grpo_replay.evaluation.evaluate import EvaluationStopped, add_gradings, evaluate, sampler_facts
+from grpo_replay.evaluation.evaluate import EvaluationStopped, evaluate, sampler_facts
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, are_comparable, read_report
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.recipe.layers import is_on_hub
@@ -77,7 +77,6 @@ class RunEvaluation:
             parts.sampler.sleep()  # with its weights: the next step samples before any push
         if report is None:
             return None
-        report = add_gradings(report, self.recipe.eval.other_rewards, self.recipe.reward)
         report.write(path)
         logger.info("evaluation of step %d: %.1f s", step, time.perf_counter() - started)
         self.observer.on_evaluation(step, report)
@@ -98,7 +97,7 @@ class RunEvaluation:
 
     def _scorer(self) -> AbstractContextManager[RewardScorer]:
         """The run's own scorer if it grades as evaluations do, else one with its limits."""
-        reward, function = self.recipe.reward, self.recipe.eval.verifier
+        reward, function = self.recipe.reward, self.recipe.eval.reward
         if function in BUILTIN_VERIFIERS and reward == reward.alone(function):
             return nullcontext(self.parts.scorer)
         return RewardScorer.open(reward.alone(function), as_verdicts=True)

@@ -234,13 +234,6 @@ def test_an_asynchronous_run_is_evaluated_on_any_backend(tmp_path):
     assert recipe.sampling.servers_used == 1
 
 
-def test_a_further_grading_keeps_those_of_the_recipe():
-    named = ("eval.reward=[math_verify,minerva]",)
-    for asked in (["math_verify_boxed"], ["minerva", "math_verify_boxed"]):
-        recipe = recipe_of_evaluation("builtin:tiny", overrides=named, grade_with=asked)
-        assert recipe.eval.reward == ["math_verify", "minerva", "math_verify_boxed"]
-
-
 def test_the_revision_of_a_recipe_belongs_to_its_model(tmp_path):
     recipe = tmp_path / "own.yaml"
     recipe.write_text("model: {path: me/tiny, revision: abc}\neval: {benchmarks: [tiny]}\n")

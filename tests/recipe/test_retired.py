@@ -87,7 +87,7 @@ def test_an_old_run_goes_on_with_its_values(tmp_path):
     ]  # fmt: skip
     assert not recipe.advantage.divide_by_std
     assert (recipe.sampling.servers.host, recipe.sampling.servers.base_port) == ("10.0.0.1", 8300)
-    assert (recipe.eval.verifier, recipe.eval.other_rewards) == ("math_verify", ["minerva"])
+    assert recipe.eval.reward == "math_verify"
     assert recipe.prompts.template == recipe.prompts.chat_template_kwargs
     assert recipe.prompts.chat_template_kwargs == {"enable_thinking": False}
     assert (recipe.prompts.dataset_options.name, recipe.prompts.dataset_options.split) == (

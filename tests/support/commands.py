@@ -21,13 +21,12 @@ def run_eval(*words: Any, **options: Any) -> int:
     return _run("eval", *words, **options)
 
 
-def run_comparison(a: str, b: str, as_json: bool = False, verifier: str | None = None) -> int:
-    chosen = () if verifier is None else (verifier,)
-    return run_eval(compare=(a, b), grade_with=chosen, as_json=as_json)
+def run_comparison(a: str, b: str, as_json: bool = False) -> int:
+    return run_eval(compare=(a, b), as_json=as_json)
 
 
-def run_regrading(path: str, verifiers: list[str], output: str | None = None) -> int:
-    return run_eval(regrade=path, grade_with=tuple(verifiers), output=output)
+def run_regrading(path: str, verifier: str, output: str) -> int:
+    return run_eval(regrade=path, grade_with=verifier, output=output)
 
 
 def run_inspect(*words: Any, **options: Any) -> int:

@@ -139,7 +139,7 @@ def test_what_is_noticed_of_the_rewards_is_said_once(tmp_path, monkeypatch, eval
     opened = opener(tmp_path, reward={"workers": 3}, sampling={"prompts_per_step": 7})
     plan = SimpleNamespace(problem_texts={"1+1"}) if evaluated else None
     opened._try_rewards("scorer", Prompts(0), plan)
-    verifier = f"verifier {opened.recipe.eval.verifier}"
+    verifier = f"verifier {opened.recipe.eval.reward}"
     of_evaluation = [["1+1"], [verifier]] if evaluated else [[], []]
     assert opened.notices == [
         "7 a step", *of_evaluation[0], "workers (3, 1)", "odd function", *of_evaluation[1],

@@ -86,7 +86,7 @@ def check_parts(
     known = recipe.model_copy(update={"model": known_model})
     longest = None if prompts is None else prompts.longest_prompt
     _check_room(known, longest, 1 if evaluation is None else evaluation.longest_prompt, findings)
-    own = recipe.reward, recipe.eval.verifier if recipe.eval.benchmarks else None
+    own = recipe.reward, recipe.eval.reward if recipe.eval.benchmarks else None
     check_rewards(*own, prompts, evaluation, machines, findings)
     return prompts, evaluation
 

@@ -287,7 +287,7 @@ def _read_report(path: Path) -> EvaluationReport:
 
 
 def _has_own_verifier(report: EvaluationReport, run: RunFiles) -> bool:
-    return bool(report.verifier == run.recipe.eval.verifier)
+    return bool(report.verifier == run.recipe.eval.reward)
 
 
 def _read_json(path: Path) -> Any:
