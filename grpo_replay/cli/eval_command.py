@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -16,17 +15,14 @@ from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.failures import sigterm_interrupts
 from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError, did_you_mean
-from grpo_replay.evaluation.benchmarks import find_benchmarks, local_file
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluate import Progress, regraded
 from grpo_replay.evaluation.evaluation_report import (
     HEADED_SETTINGS,
     EvaluationReport,
-    ReportFacts,
     check_output,
     generations_parent,
     read_report,
-    refuse_to_replace,
     samples_path,
 )
 from grpo_replay.evaluation.evaluation_tables import (
@@ -43,7 +39,6 @@ from grpo_replay.evaluation.session import (
     find_model,
     recipe_path,
     resolve_evaluation,
-    used_revision,
 )
 from grpo_replay.recipe import BUILTIN_VERIFIERS, Recipe
 from grpo_replay.terminal.console import open_console, print_json, print_table
@@ -100,11 +95,12 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
     recipe = resolved(options, source)
     _consider_code(recipe, options, source)
     output = Path(options.output) if options.output else DEFAULT_FOLDER / f"{source.name}.json"
-    earlier = check_output(output)
-    check: Callable[[ReportFacts], None] | None = None
-    if earlier is not None and options.output is None:
-        _refuse_other_problems(output, earlier, source, recipe)
-        check = partial(refuse_to_replace, output, earlier)
+    if options.output is None and output.exists():
+        raise OutputDirectoryError(
+            f"{output} is there already: choose another file with --output, or replace it with "
+            f"--output {output}"
+        )
+    check_output(output)
     environment = rank_environment()
     if not environment.is_launched and (options.num_processes or 1) > 1:
         from grpo_replay.distributed.launch import launch_ranks
@@ -121,9 +117,7 @@ def _evaluate(options: EvalOptions, source: ModelSource) -> int:
     # A launcher also sends SIGTERM, to end the other ranks after a failure; it reports the failure.
     stops = nullcontext() if environment.is_launched else sigterm_interrupts()
     with stops, _progress(what) as on_progress, warnings_on_stderr():
-        report = evaluate_model(
-            recipe, source, generations_parent(output), ranks, on_progress, check
-        )
+        report = evaluate_model(recipe, source, generations_parent(output), ranks, on_progress)
     if report is not None:
         report.write(output)
         print_report(report, output, options.as_json)
@@ -152,31 +146,6 @@ def _notices(options: EvalOptions, source: ModelSource, recipe: Recipe) -> list[
             "--recipe or --set (paper A evaluates 4B with 16,384 tokens: --recipe qwen3-4b)"
         )
     return notices
-
-
-def _refuse_other_problems(
-    output: Path, earlier: EvaluationReport, source: ModelSource, recipe: Recipe
-) -> None:
-    """Raises OutputDirectoryError if the default output file holds the evaluation of a model of
-    another place, or of other problems."""
-    benchmarks = find_benchmarks(recipe.eval, recipe.prompts)
-    files = {each.name: local_file(each, recipe.eval) for each in benchmarks}
-    now = (
-        *(source.path, used_revision(recipe.model.revision, source.path)),
-        {name: None if file is None else str(file) for name, file in files.items()},
-    )
-    described = earlier.settings["benchmarks"]
-    before = (
-        *(earlier.model.get("path"), earlier.model.get("revision")),
-        {name: described.get(name, {}).get("file") for name in earlier.sampled.benchmarks},
-    )
-    if before != now:
-        raise OutputDirectoryError(
-            f"{output} is the evaluation of {before[0]}"
-            + (f" at revision {before[1]}" if before[1] else "")
-            + f" on {', '.join(file or name for name, file in before[2].items())}: choose another "
-            f"file with --output, or replace it with --output {output}"
-        )
 
 
 @contextmanager

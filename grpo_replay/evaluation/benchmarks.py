@@ -4,7 +4,6 @@ plan of an evaluation on them: one generation request for every completion."""
 import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -331,12 +330,6 @@ class EvaluationPlan:
     def problem_texts(self) -> set[tuple[str, str]]:
         """(benchmark, text) of every problem."""
         return {(each.benchmark, each.problem.text) for each in self.samples}
-
-    @property
-    def samples_each(self) -> dict[str, int]:
-        """k of every benchmark."""
-        firsts = (e for e in self.samples if e.problem_index == 0 and not e.greedy)
-        return dict(Counter(each.benchmark for each in firsts))
 
     @property
     def longest_prompt(self) -> int:

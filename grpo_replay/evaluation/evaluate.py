@@ -105,8 +105,9 @@ def evaluate(
         return None
     samples = merge(payloads, [benchmark.name for benchmark in plan.benchmarks])
     bad_answers = {answer for answers in unparsable_by_rank for answer in answers}
-    settings = settings_of(plan, sampler, tokenizer, scorer)
-    return _report(plan, settings, samples, bad_answers, dict(model or {}))
+    settings = _settings_of(plan, sampler, tokenizer, scorer)
+    sampled, greedy = summarise_both(samples, BOOTSTRAP_SAMPLES, bad_answers)
+    return EvaluationReport(dict(model or {}), settings, _versions(plan), sampled, greedy, samples)
 
 
 def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def sampler_facts(sampling: SamplingSection) -> dict[str, Any]:
     return {"sampler_options": options, "sampler_sha256": digest}
 
 
-def settings_of(
+def _settings_of(
     plan: EvaluationPlan, sampler: Sampler, tokenizer: Any, scorer: RewardScorer
 ) -> dict[str, Any]:
     """The `settings` of the report. `reward_sha256`, of the file of a function of the user, is
@@ -287,17 +288,6 @@ def _kept_in(folder: Path) -> Iterator[Callable[[GenerationRequest, Completion],
 def _rank_of(planned: PlannedSample, comm: Comm) -> int:
     # By problem, so that all samples of a prompt share one sampler's prefix cache.
     return planned.request.key.prompt_index % comm.world_size
-
-
-def _report(
-    plan: EvaluationPlan,
-    settings: dict[str, Any],
-    samples: pa.Table,
-    bad_answers: set[str],
-    model: dict[str, Any],
-) -> EvaluationReport:
-    sampled, greedy = summarise_both(samples, BOOTSTRAP_SAMPLES, bad_answers)
-    return EvaluationReport(model, settings, _versions(plan), sampled, greedy, samples)
 
 
 def _versions(plan: EvaluationPlan) -> dict[str, str]:

@@ -167,15 +167,6 @@ class EvaluationReport:
             reseal(path, samples_path(path))
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFacts:
-    """What is known of a report before anything is sampled. `samples` has k of each benchmark."""
-
-    model: Mapping[str, Any]
-    samples: Mapping[str, int]
-    settings: Mapping[str, Any]
-
-
 def samples_path(report_path: Path) -> Path:
     """The path of a report's per-sample rows."""
     return report_path.with_suffix(".parquet")
@@ -226,8 +217,8 @@ def generations_parent(report_path: Path) -> Path:
     return report_path.with_suffix(".generations")
 
 
-def check_output(output: Path) -> EvaluationReport | None:
-    """The evaluation that would be replaced, if there is one. Creates nothing.
+def check_output(output: Path) -> None:
+    """Creates nothing.
 
     Raises UsageError unless the name ends in .json, and OutputDirectoryError if another kind of
     file would be replaced or the folder is not writable.
@@ -238,21 +229,20 @@ def check_output(output: Path) -> EvaluationReport | None:
             "next to it"
         )
     with named_if_unwritable(output):
-        earlier = _refuse_other_files(output)
+        _refuse_other_files(output)
         folder = next(each for each in output.absolute().parents if each.exists())
         tempfile.NamedTemporaryFile(dir=folder, prefix=output.name).close()
     generations = generations_parent(output)
     with named_if_unwritable(generations):
         if generations.exists():
             tempfile.NamedTemporaryFile(dir=generations).close()
-    return earlier
 
 
-def _refuse_other_files(output: Path) -> EvaluationReport | None:
-    earlier, path, kind = None, output, "an evaluation file"
+def _refuse_other_files(output: Path) -> None:
+    path, kind = output, "an evaluation file"
     try:
         if output.exists():  # of a killed evaluation, the rows may belong to another one
-            earlier = read_report(output, with_samples=False)
+            read_report(output, with_samples=False)
         path, kind = samples_path(output), "a per-sample file of this version"
         if path.exists():
             check_samples_file(path)
@@ -261,36 +251,6 @@ def _refuse_other_files(output: Path) -> EvaluationReport | None:
             f"{path} would be replaced, but it is not {kind}: choose another name with --output, "
             f"or remove it ({error})"
         ) from error
-    return earlier
-
-
-def refuse_to_replace(output: Path, earlier: EvaluationReport, now: ReportFacts) -> None:
-    """Raises OutputDirectoryError if the evaluation at `output` is of other weights or settings
-    than the one that would replace it. Facts that earlier versions did not write may differ."""
-    for what, one, other in _changes(earlier, now):
-        raise OutputDirectoryError(
-            f"{output} is another evaluation, with {what} {one!r}, and this one has {other!r}: "
-            f"choose another file with --output, or replace it with --output {output}"
-        )
-
-
-def _changes(earlier: EvaluationReport, now: ReportFacts) -> Iterator[tuple[str, Any, Any]]:
-    for key in ("sha256", "dtype", "sampler_options", "sampler_sha256"):
-        known = earlier.model.get(key) is not None
-        if known and earlier.model[key] != now.model[key]:
-            yield f"model.{key}", earlier.model[key], now.model[key]
-    named = {"stop_tokens": now.settings["stop_tokens"]}  # absent from files of version 2
-    before = {**named, **earlier.settings}
-    if before.get("backend") != now.settings["backend"]:
-        yield "backend", before.get("backend"), now.settings["backend"]
-    yield from differing_settings(before, now.settings, now.samples)
-    for name, k in now.samples.items():
-        old, new = (each["benchmarks"].get(name, {}) for each in (before, now.settings))
-        if earlier.sampled.benchmarks[name].k != k:
-            yield f"k of {name}", earlier.sampled.benchmarks[name].k, k
-        for key in ("seeds", "problems_sha256"):
-            if old.get(key) != new.get(key):
-                yield f"{key} of {name}", old.get(key), new.get(key)
 
 
 def _evaluations_in(folder: Path) -> str:

@@ -21,9 +21,8 @@ from grpo_replay.evaluation.evaluate import (
     Progress,
     evaluate,
     sampler_facts,
-    settings_of,
 )
-from grpo_replay.evaluation.evaluation_report import EvaluationReport, ReportFacts
+from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.recipe import (
     Recipe,
     find_recipe,
@@ -278,11 +277,9 @@ def evaluate_model(
     generations: Path,
     world_size: int,
     on_progress: Callable[[Progress], None] | None = None,
-    before_sampling: Callable[[ReportFacts], None] | None = None,
 ) -> EvaluationReport | None:
     """The report of `source` under `recipe.eval` on rank 0, None elsewhere; opens and closes what
-    it needs. Completions are cached in `generations`. `before_sampling` may refuse what the report
-    will say, on rank 0. Errors are raised on all ranks together."""
+    it needs. Completions are cached in `generations`. Errors are raised on all ranks together."""
     if recipe.engine.threads_per_process is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(recipe.engine.threads_per_process))
     with quiet_libraries(), ExitStack() as stack:
@@ -301,13 +298,6 @@ def evaluate_model(
         sampler = open_sampler(recipe, path, comm)
         stack.callback(sampler.close)
         model, cache = run_collectively(comm, lambda: _identify(recipe, source, path, generations))
-        if before_sampling is not None:
-
-            def facts() -> ReportFacts:
-                settings = settings_of(plan, sampler, tokenizer, scorer)
-                return ReportFacts(model, plan.samples_each, settings)
-
-            run_on_main(comm, lambda: before_sampling(facts()))
         return evaluate(
             sampler,
             tokenizer,

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -31,16 +30,13 @@ from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_gene
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
-    ReportFacts,
     read_report,
-    refuse_to_replace,
 )
 from grpo_replay.evaluation.evaluation_tables import comparison_table
 from grpo_replay.evaluation.session import find_model, model_sha256, used_revision
 from grpo_replay.recipe import EvalSection, load_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.terminal.console import print_table
-from grpo_replay.tiny import BASE_DIR
 from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.run_evaluation import RunEvaluation
@@ -77,69 +73,17 @@ def test_the_files_of_an_earlier_evaluation_are_replaced(tmp_path, capsys):
     assert read_report(tmp_path / "e.json").settings["benchmarks"]["tiny_add"]["seeds"] == [2]
 
 
-@pytest.mark.slow
-def test_the_default_output_does_not_replace_another_evaluation(tmp_path, monkeypatch, capsys):
+def test_the_default_output_is_never_replaced(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run(tiny(benchmarks=["tiny_add"])) == 0
-    assert run(tiny(benchmarks=["tiny_add"])) == 0  # the same again
-    with pytest.raises(OutputDirectoryError, match=r"is the evaluation of .* on tiny_add: choose"):
-        run(tiny(benchmarks=["tiny_sub"]))
-
-
-def test_two_files_with_the_same_name_are_different_benchmarks(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
-    assert run(tiny(benchmarks=["a/mine.jsonl"])) == 0
-    with pytest.raises(OutputDirectoryError, match=r"on a/mine\.jsonl: choose another"):
-        run(tiny(benchmarks=["b/mine.jsonl"]))
-
-
-@pytest.mark.slow
-def test_the_default_output_does_not_replace_other_settings_or_weights(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(BASE_DIR, "model")
-    fixed = ("eval.max_problems=1", "eval.samples=1", "eval.greedy=false")
-
-    def options(*changes: str) -> EvalOptions:
-        return EvalOptions(
-            "model", recipe="tiny", benchmarks=["tiny_add"], overrides=(*fixed, *changes)
-        )
-
-    assert run(options()) == 0
-    written = Path("evaluations/model.json").read_bytes()
-    assert run(options()) == 0  # the same again
-    fp32_head = "sampling.vllm.hf_overrides={head_dtype: float32}"
-    for change, named in (
-        ("eval.temperature=0.5", "with temperature 1.0, and this one has 0.5"),
-        ("eval.samples=2", "with k of tiny_add 1, and this one has 2"),
-        (fp32_head, r"with model.sampler_options {}, and this one has {'hf_overrides'"),
-    ):
-        with pytest.raises(
-            OutputDirectoryError, match=rf"model\.json is another .*{named}.*--output"
-        ):
-            run(options(change))
-    config = json.loads(Path("model/config.json").read_text())
-    Path("model/config.json").write_text(json.dumps({**config, "of": "other weights"}))
-    with pytest.raises(OutputDirectoryError, match=r"with model.sha256 '.*', and this one has '"):
-        run(options())
-    assert Path("evaluations/model.json").read_bytes() == written
-
-
-def test_what_an_earlier_version_did_not_write_may_differ():
-    now = ReportFacts(
-        {"sha256": "s", "dtype": "float32", "sampler_options": {}, "sampler_sha256": None},
-        {"x": 1},
-        {**SETTINGS, "backend": "hf", "stop_tokens": ["<eos>"]},
-    )
-    earlier = report({"x": [[1]]}, {**SETTINGS, "backend": "hf"})
-    refuse_to_replace(Path("e.json"), earlier, now)
-    with pytest.raises(OutputDirectoryError, match="with backend 'hf', and this one has 'vllm'"):
-        other = replace(now, settings={**now.settings, "backend": "vllm"})
-        refuse_to_replace(Path("e.json"), earlier, other)
+    file = Path("evaluations/builtin-tiny.json")
+    written = file.read_bytes()
+    with pytest.raises(OutputDirectoryError, match=rf"{file} is there already: .* --output {file}"):
+        run(tiny(benchmarks=["tiny_add"]))
+    assert file.read_bytes() == written
+    file.unlink()  # as after an interruption: the JSON is written last
+    assert run(tiny(benchmarks=["tiny_add"])) == 0
+    assert file.read_bytes() == written
 
 
 def test_a_folder_has_no_revision(tmp_path):
