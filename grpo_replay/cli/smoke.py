@@ -1,12 +1,11 @@
 """`grpo-replay train RECIPE --smoke`: three steps of everything that the recipe asks for.
 
 Two processes, as a user would start them: one warms up, replays and writes a checkpoint, the other
-resumes. What worked is read from the files of the run.
+resumes. What did not work is read from the files of the run.
 """
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -14,62 +13,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.table import Table
 
 from grpo_replay.cli.options import TrainOptions
 from grpo_replay.errors import DataError, LaunchError, SnapshotError, UsageError
 from grpo_replay.evaluation.benchmarks import find_benchmarks
 from grpo_replay.lab.sweep.cell_processes import ENTRY
-from grpo_replay.recipe import EvalSection, Recipe, load_recipe
+from grpo_replay.recipe import Recipe, load_recipe
 from grpo_replay.storage.run_directory import RunDirectory
-from grpo_replay.terminal.console import open_console, printable
+from grpo_replay.terminal.console import open_console
 
 PROBLEMS = 8
 """Evaluated problems, over all benchmarks; at least one of each."""
 
 _ANY_LENGTH = "run.steps=1000000000"  # a file whose steps are fewer than its warm-up may be tried
-_SEE = "see the message above"
-_TIMED = re.compile(r": (evaluation|checkpoint) of step (\d+): ([\d.]+) s$", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What a recipe asks for, of what the three steps show: the steps that are evaluated, if it
-    names any benchmark, and whether it replays."""
-
-    evaluations: tuple[int, ...]
-    replays: bool
-
-    @classmethod
-    def of(cls, evaluation: EvalSection, replays: bool) -> "_Wanted":
-        steps = (0, 2, 3) if evaluation.at_start else (2, 3)
-        return cls(steps if evaluation.benchmarks else (), replays)
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One row of the result. `missing` says what did not work; None if it did. `reached` is False
-    for what did not even begin, `skipped` True for what the recipe does not ask for."""
-
-    name: str
-    seconds: float | None
-    outcome: str = ""
-    missing: str | None = None
-    reached: bool = True
-    skipped: bool = False
-
-    @property
-    def state(self) -> str:
-        if self.skipped:
-            return "skipped"
-        if not self.reached:
-            return "not reached"
-        return "failed" if self.missing else "ok"
 
 
 def run(options: TrainOptions) -> int:
@@ -86,31 +44,25 @@ def run(options: TrainOptions) -> int:
     if options.output_dir is not None:
         folder = folder.parent
         RunDirectory(folder).refuse_occupied()
-    seconds, code = [], 0
-    for words in _commands(options, changes, folder):
-        started = time.monotonic()
+    started, failures, code = time.monotonic(), list[str](), 0
+    for process, words in enumerate(_commands(options, changes, folder)):
         code = _run_to_its_end(words)
-        seconds.append(time.monotonic() - started)
         if code != 0:
+            failures = [_ended(folder, process, code)]
             break
-    stages = list(_stages(_Wanted.of(recipe.eval, recipe.replays), folder, seconds))
-    stages = with_cause(stages)
-    failed = code or any(stage.state in ("failed", "not reached") for stage in stages)
-    _print(stages, options.recipe)
-    if failed or options.output_dir is not None:
+    else:
+        failures = list(missing(folder, recipe))
+    seconds = time.monotonic() - started
+    console = open_console(soft_wrap=True)
+    for failure in failures:
+        console.print(f"failed: {failure}")
+    if not failures:
+        console.print(f"worked: {', '.join(_stages(recipe))} in {seconds:.0f} s")
+    if failures or options.output_dir is not None:
         open_console(stderr=True, soft_wrap=True).print(f"the run is in {folder}")
     else:
         shutil.rmtree(folder.parent)
-    return code or (DataError.exit_code if failed else 0)
-
-
-def with_cause(stages: list[Stage]) -> list[Stage]:
-    """The stages, of which the first that did not work is the one that failed: where it left no
-    trace, it counts as reached."""
-    first = next((s for s in stages if s.state in ("failed", "not reached")), None)
-    if first is None or first.reached:
-        return stages
-    return [replace(s, missing=_SEE, reached=True) if s is first else s for s in stages]
+    return code or (DataError.exit_code if failures else 0)
 
 
 def smoke_settings(recipe: Recipe) -> list[str]:
@@ -157,76 +109,47 @@ def _run_to_its_end(words: Sequence[str]) -> int:
     return code
 
 
-def _stages(wanted: _Wanted, folder: Path, seconds: Sequence[float]) -> Iterator[Stage]:
-    """What each stage took and did, from the files of the run and the seconds of its processes."""
-    run_dir, timed = RunDirectory(folder), _timed(folder)
-    steps = {row["step"]: row for row in run_dir.read_metrics()}
-
-    def rest(process: int, own: Sequence[int]) -> float | None:
-        """The seconds that a process spent on anything but these steps and what follows them."""
-        if len(seconds) <= process:
-            return None
-        named = sum(taken for (_, step), taken in timed.items() if step in own)
-        return seconds[process] - named - sum(steps[s]["step_time"] for s in own if s in steps)
-
-    begun = bool(steps) or ("evaluation", 0) in timed
-    none = f"completed no step: {_SEE}"
-    yield Stage("start", rest(0, (0, 1, 2)), missing=None if begun else none)
-    yield _evaluation(wanted, timed, steps)
-    yield _step(wanted, steps, 1, "warm-up")
-    yield _step(wanted, steps, 2, "replay")
-    saved = timed.get(("checkpoint", 2))
-    lost = None if saved is not None else "not written"
-    yield Stage("checkpoint", saved, _size(folder), lost, reached=2 in steps)
-    stuck = None if 3 in steps else f"did not come to step 3: {_SEE}"
-    yield Stage("resume", rest(1, (3,)), missing=stuck, reached=len(seconds) > 1)
-    yield _step(wanted, steps, 3, "resumed")
-    if 3 in steps:
-        yield _verified(folder)
+def _ended(folder: Path, process: int, code: int) -> str:
+    """How far a process came that did not end well."""
+    what = ("the run", "the resume")[process]
+    done = len(_rows(folder))
+    return f"{what} ended with exit code {code} after {done} of 3 steps: see the message above"
 
 
-def _timed(folder: Path) -> dict[tuple[str, int], float]:
-    """The seconds of evaluations and checkpoints by step, from the logs of the run."""
-    logs = sorted((folder / "log").glob("attempt_*.log"))
-    found = [_TIMED.findall(log.read_text(encoding="utf-8", errors="replace")) for log in logs]
-    return {(what, int(step)): float(taken) for each in found for what, step, taken in each}
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    run_dir = RunDirectory(folder)
+    return run_dir.read_metrics() if run_dir.metrics_path.exists() else []
 
 
-def _evaluation(
-    wanted: _Wanted,
-    timed: Mapping[tuple[str, int], float],
-    steps: Mapping[int, Mapping[str, Any]],
-) -> Stage:
-    if not wanted.evaluations:
-        return Stage("evaluation", None, "eval.benchmarks is empty", skipped=True)
-    taken = [seconds for (what, _), seconds in timed.items() if what == "evaluation"]
-    absent = [step for step in wanted.evaluations if ("evaluation", step) not in timed]
-    due = [step for step in absent if step in steps or (step == 0 and steps)]
-    accuracy = steps.get(3, {}).get("eval/mean")
-    return Stage(
-        "evaluation",
-        sum(taken) if taken else None,
-        f"{len(taken)} times" + ("" if accuracy is None else f", at last {100 * accuracy:.0f} %"),
-        f"none of step {', '.join(map(str, due))}" if due else None,
-        reached=bool(taken or due),
-    )
+def missing(folder: Path, recipe: Recipe) -> Iterator[str]:
+    """Sentences on what a run, whose two processes ended well, did not do."""
+    from grpo_replay.lab.verification.verify import verify_run
+
+    rows, before = _rows(folder), None
+    for row in rows:
+        step, replayed = row["step"], row["replay/rollouts"]
+        if not row["fresh/rollouts"] and not replayed:
+            yield f"step {step} trained on nothing: {_why_nothing(row)}"
+        elif before is not None and recipe.replays and not replayed:
+            yield f"step {step} replayed nothing: {_why_nothing(before)}"
+        before = row
+    if [row["step"] for row in rows] != [1, 2, 3]:
+        yield f"{len(rows)} of 3 steps are in metrics.jsonl"
+    for step in _evaluated(recipe):
+        if not (folder / "eval" / f"step_{step:06d}.json").exists():
+            yield f"step {step} was not evaluated"
+    try:
+        if not verify_run(folder).passed:
+            yield f"what the files say is not right: see inspect-buffer {folder} --verify"
+    except SnapshotError as error:
+        yield str(error)
 
 
-def _step(wanted: _Wanted, steps: Mapping[int, Mapping[str, Any]], step: int, what: str) -> Stage:
-    name, row = f"step {step}, {what}", steps.get(step)
-    if row is None:
-        return Stage(name, None, reached=False)
-    fresh, replayed = row["fresh/rollouts"], row["replay/rollouts"]
-    missing = None
-    if not fresh and not replayed:
-        missing = f"trained on nothing: {_why_nothing(row)}"
-    elif step > 1 and wanted.replays and not replayed:
-        missing = f"replayed nothing: {_why_nothing(steps[step - 1])}"
-    spent = ", ".join(
-        f"{doing} {row[f'cost/{doing}_seconds']:.1f}"
-        for doing in ("generation", "reward", "training")
-    )
-    return Stage(name, row["step_time"], f"{fresh} fresh, {replayed} replayed; {spent}", missing)
+def _evaluated(recipe: Recipe) -> tuple[int, ...]:
+    """The steps that are evaluated."""
+    if not recipe.eval.benchmarks:
+        return ()
+    return (0, 2, 3) if recipe.eval.at_start else (2, 3)
 
 
 def _why_nothing(row: Mapping[str, Any]) -> str:
@@ -237,32 +160,12 @@ def _why_nothing(row: Mapping[str, Any]) -> str:
     )
 
 
-def _size(folder: Path) -> str:
-    files = [path for path in (folder / "checkpoints").glob("step_000002/**/*") if path.is_file()]
-    return f"{sum(path.stat().st_size for path in files) / 1e6:,.1f} MB" if files else ""
-
-
-def _verified(folder: Path) -> Stage:
-    """`inspect-buffer --verify` on the run."""
-    from grpo_replay.lab.verification.verify import verify_run
-
-    started = time.monotonic()
-    try:
-        wrong = None if verify_run(folder).passed else "see inspect-buffer --verify"
-    except SnapshotError as error:
-        wrong = str(error)
-    return Stage("files", time.monotonic() - started, "read back and recomputed", wrong)
-
-
-def _print(stages: Sequence[Stage], recipe: str) -> None:
-    table = Table(title=f"smoke test of {recipe}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("stage")
-    table.add_column("")
-    table.add_column("seconds", justify="right")
-    table.add_column("")
-    for stage in stages:
-        taken = "" if stage.seconds is None else f"{stage.seconds:.1f}"
-        missing = stage.missing if stage.state == "failed" else None
-        told = "; ".join(part for part in (missing, stage.outcome) if part)
-        table.add_row(stage.name, stage.state, taken, printable(told))
-    open_console().print(table)
+def _stages(recipe: Recipe) -> list[str]:
+    """What the recipe asks for."""
+    evaluations = len(_evaluated(recipe))
+    return [
+        "3 steps",
+        *(["replay"] if recipe.replays else []),
+        *([f"{evaluations} evaluations"] if evaluations else []),
+        *("checkpoint", "resume", "files read back"),
+    ]
