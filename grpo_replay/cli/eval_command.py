@@ -30,7 +30,6 @@ from grpo_replay.evaluation.evaluation_tables import (
     LEGEND,
     comparison_table,
     heading,
-    length_table,
     terminal_tables,
 )
 from grpo_replay.evaluation.session import (
@@ -270,7 +269,6 @@ def _compare(path_a: str, path_b: str, options: EvalOptions) -> None:
     console = open_console()
     console.print(f"A  {path_a}\nB  {path_b}", soft_wrap=True)
     print_table(console, comparison_table(results))
-    print_table(console, length_table(results))
     console.print(COMPARISON_LEGEND)
     for sentence in notes:
         console.print(sentence)

@@ -15,9 +15,7 @@ from grpo_replay.evaluation.evaluation_report import (
     refuse_incomparable,
 )
 from grpo_replay.evaluation.statistics import (
-    BenchmarkResult,
     Interval,
-    MeanResult,
     ProblemTable,
     benchmark_draws,
     interval,
@@ -28,30 +26,13 @@ from grpo_replay.evaluation.statistics import (
 
 
 @dataclass(frozen=True, slots=True)
-class LengthChange:
-    """Mean completion tokens of A and B, and (B - A)/A.
-
-    A mean is None if there are no completions; the change also if A is 0.
-    """
-
-    a: float | None
-    b: float | None
-    change: float | None
-
-    @classmethod
-    def of(cls, a: float | None, b: float | None) -> "LengthChange":
-        return cls(a, b, (b - a) / a if a and b is not None else None)
-
-
-@dataclass(frozen=True, slots=True)
 class PairedResult:
     """B against A on one benchmark, or on the mean over benchmarks. Accuracies are fractions.
 
     Intervals are 95 % paired bootstrap intervals over problems (None for a single problem);
     `p_value` is two-sided, from sign flips of the problems' differences. `problems_better` and
     `problems_worse` compare the fraction of correct samples; `correct_to_wrong` and
-    `wrong_to_correct` pair samples of the same problem and sample number. Lengths are those of the
-    reports: of all samples, and of correct and incorrect ones, pooled (paper A, table 6).
+    `wrong_to_correct` pair samples of the same problem and sample number.
     """
 
     accuracy_a: float
@@ -65,9 +46,6 @@ class PairedResult:
     problems_worse: int
     correct_to_wrong: int
     wrong_to_correct: int
-    length: LengthChange
-    length_correct: LengthChange
-    length_incorrect: LengthChange
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,15 +77,8 @@ def compare(
             )
     pairs = [_Pair.of(name, a, b) for name in a.sampled.benchmarks]
     drawn = [pair.resampled() for pair in pairs]
-    found_a, found_b = a.sampled, b.sampled
-    results = {
-        pair.name: _result(
-            [pair], one, found_a.benchmarks[pair.name], found_b.benchmarks[pair.name]
-        )
-        for pair, one in zip(pairs, drawn, strict=True)
-    }
-    mean = _result(pairs, _mean_over_benchmarks(drawn), found_a.mean, found_b.mean)
-    return {**results, "mean": mean}
+    results = {pair.name: _result([pair], one) for pair, one in zip(pairs, drawn, strict=True)}
+    return {**results, "mean": _result(pairs, _mean_over_benchmarks(drawn))}
 
 
 _OF_SAMPLER = (
@@ -193,14 +164,8 @@ class _Pair:
         )
 
 
-_AnyResult = BenchmarkResult | MeanResult
-
-
-def _result(pairs: Sequence[_Pair], drawn: Resampled, a: _AnyResult, b: _AnyResult) -> PairedResult:
-    """B against A on one benchmark, or on the unweighted mean over several.
-
-    `a` and `b` are the results in the two reports.
-    """
+def _result(pairs: Sequence[_Pair], drawn: Resampled) -> PairedResult:
+    """B against A on one benchmark, or on the unweighted mean over several."""
     differences = [pair.difference_N for pair in pairs]
     flips = [_flips(pair.correct_a, pair.correct_b) for pair in pairs]
     rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])
@@ -216,9 +181,6 @@ def _result(pairs: Sequence[_Pair], drawn: Resampled, a: _AnyResult, b: _AnyResu
         problems_worse=sum(int((each < 0).sum()) for each in differences),
         correct_to_wrong=sum(lost for lost, _ in flips),
         wrong_to_correct=sum(won for _, won in flips),
-        length=LengthChange.of(a.mean_tokens, b.mean_tokens),
-        length_correct=LengthChange.of(a.mean_tokens_correct, b.mean_tokens_correct),
-        length_incorrect=LengthChange.of(a.mean_tokens_incorrect, b.mean_tokens_incorrect),
     )
 
 

@@ -7,7 +7,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from grpo_replay.evaluation.comparison import LengthChange, PairedResult
+from grpo_replay.evaluation.comparison import PairedResult
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, temperatures_used
 from grpo_replay.evaluation.statistics import BenchmarkResult, Interval, MeanResult
 
@@ -86,31 +86,10 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
     return plain_table("B against A, paired over problems", header, rows)
 
 
-def length_table(results: Mapping[str, PairedResult]) -> Table:
-    """Mean tokens of A and B and their relative difference, for all, right and wrong answers."""
-    header = ("benchmark", *("A", "B", "Δ %") * 3)
-    rows = [
-        (
-            name,
-            *_length_cells(result.length),
-            *_length_cells(result.length_correct),
-            *_length_cells(result.length_incorrect),
-        )
-        for name, result in results.items()
-    ]
-    return plain_table("mean tokens: all answers · right ones · wrong ones", header, rows)
-
-
-def _length_cells(length: LengthChange) -> Row:
-    change = "–" if length.change is None else f"{100 * length.change:+.1f}"
-    return tokens(length.a), tokens(length.b), change
-
-
 COMPARISON_LEGEND = (
     "accuracies and differences in %, with 95 % paired bootstrap intervals; p: two-sided, from "
     "sign flips over problems; tokens: B minus A; better, worse: problems; lost, won: samples that "
-    "changed from correct to wrong and from wrong to correct; right and wrong answers: each "
-    "model's own, pooled over samples (mean: over all benchmarks)."
+    "changed from correct to wrong and from wrong to correct."
 )
 
 

@@ -21,11 +21,10 @@ from share_bounds import share_bounds
 from grpo_replay.cli.aes_command import print_scores
 from grpo_replay.errors import EvaluationFileError
 from grpo_replay.evaluation.aes import point_of, score_reports
-from grpo_replay.evaluation.comparison import LengthChange, compare, differences
+from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, EvaluationReport
 from grpo_replay.evaluation.evaluation_tables import (
     comparison_table,
-    length_table,
     terminal_tables,
 )
 from grpo_replay.evaluation.statistics import summarise
@@ -188,9 +187,6 @@ def test_every_number_of_a_comparison(a, b):
         difference=3 / 8, difference_interval=approx((1 / 4, 1 / 2)),
         tokens_difference=-5.0, tokens_difference_interval=approx((-10, 0)),
         problems_better=2, problems_worse=0, correct_to_wrong=1, wrong_to_correct=4,
-        length=LengthChange(40, 35, -1 / 8),
-        length_correct=LengthChange(15, 158 / 5, approx((158 / 5 - 15) / 15)),
-        length_incorrect=LengthChange(290 / 6, 122 / 3, approx(122 / 3 * 6 / 290 - 1)),
     )  # fmt: skip
     assert_is(
         found["beta"],
@@ -199,9 +195,6 @@ def test_every_number_of_a_comparison(a, b):
         tokens_difference=-3.0, tokens_difference_interval=exact([tokens["beta"]]),
         problems_better=2, problems_worse=1,
         correct_to_wrong=2, wrong_to_correct=3,  # of the two samples that both have
-        length=LengthChange(35, 32, approx(-3 / 35)),
-        length_correct=LengthChange(100 / 3, 40, approx(1 / 5)),
-        length_incorrect=LengthChange(215 / 6, 16, approx(16 * 6 / 215 - 1)),
     )  # fmt: skip
     assert_is(
         found["mean"],
@@ -209,23 +202,7 @@ def test_every_number_of_a_comparison(a, b):
         difference=17 / 48, difference_interval=exact(accuracy.values()),
         tokens_difference=-4.0, tokens_difference_interval=exact(tokens.values()),
         problems_better=4, problems_worse=1, correct_to_wrong=3, wrong_to_correct=7,
-        length=LengthChange(37.5, 33.5, approx(-4 / 37.5)),
-        length_correct=LengthChange(26, 318 / 9, approx(318 / 9 / 26 - 1)),  # pooled
-        length_incorrect=LengthChange(505 / 12, 154 / 5, approx(154 / 5 * 12 / 505 - 1)),
     )  # fmt: skip
-
-
-def test_a_length_that_cannot_be_compared_is_none():
-    assert LengthChange.of(540, 641).change == approx(0.187, abs=1e-3)  # as in paper A's table 6
-    assert LengthChange.of(None, 3) == LengthChange(None, 3, None)
-    assert LengthChange.of(3, None) == LengthChange(3, None, None)
-    assert LengthChange.of(0, 3).change is None
-    all_right, all_wrong = (report({"x": [word, word]}) for word in ("c10", "i20"))
-    found = compare("A", all_right, "B", all_wrong)["x"]
-    assert found.length == LengthChange(10, 20, 1)
-    assert found.length_correct == LengthChange(10, None, None)
-    lines = printed(length_table({"x": found}))
-    assert "x 10.0 20.0 +100.0 10.0 – – – 20.0 –" in lines
 
 
 def test_benchmarks_of_the_same_size_have_different_resamples():
@@ -288,10 +265,6 @@ def test_a_comparison_prints_its_numbers_and_other_differences(a, b, tmp_path, c
     lines = printed(comparison_table({"alpha": found}))
     assert "benchmark A B B-A 95 % p tokens better worse lost won" in lines
     assert "alpha 25.0 62.5 +37.5 [25.0, 50.0] 0.125 -5.0 2 0 1 4" in lines
-    lines = printed(length_table({"alpha": found}))
-    assert "mean tokens: all answers · right ones · wrong ones" in lines
-    assert "benchmark A B Δ % A B Δ % A B Δ %" in lines
-    assert "alpha 40.0 35.0 -12.5 15.0 31.6 +110.7 48.3 40.7 -15.9" in lines
 
 
 def test_aes_and_its_intervals(a, b, capsys):
