@@ -9,7 +9,7 @@ from rich.text import Text
 
 from grpo_replay.evaluation.comparison import PairedResult
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, temperatures_used
-from grpo_replay.evaluation.statistics import BenchmarkResult, Interval, MeanResult
+from grpo_replay.evaluation.statistics import BenchmarkResult, Interval, Numbers
 
 Row = Sequence[str]
 LEGEND = (
@@ -100,7 +100,7 @@ def _contents(report: EvaluationReport) -> list[tuple[str, tuple[Row, list[Row]]
     return contents
 
 
-def _titled(report: EvaluationReport) -> list[tuple[str, str, BenchmarkResult | MeanResult]]:
+def _titled(report: EvaluationReport) -> list[tuple[str, str, Numbers]]:
     """(name, title, result) of every benchmark and of the mean."""
     described = report.settings["benchmarks"]
     each = [

@@ -28,17 +28,16 @@ Interval = tuple[Bound, Bound]
 
 
 @dataclass(frozen=True, slots=True)
-class BenchmarkResult:
-    """One benchmark of n problems with k samples each. Accuracies and rates are fractions.
+class Numbers:
+    """The numbers of one benchmark, or of the mean over benchmarks. Accuracies and rates are
+    fractions.
 
     Intervals are 95 % intervals over problems, of tokens by the bootstrap; the standard error is
-    that of the mean over problems (all None if n = 1). Lengths are completion tokens; those of
-    correct and of incorrect completions are pooled over samples (None if there are none).
-    `unparsable_answers` has the ids of problems whose reference answer math-verify could not parse.
+    that of the mean over problems (all None if a benchmark has one problem). Lengths are completion
+    tokens; those of correct and of incorrect completions are pooled over samples (None if there are
+    none).
     """
 
-    n: Count
-    k: Count
     avg_at_k: Fraction
     avg_at_k_stderr: Length | None
     avg_at_k_interval: Interval | None
@@ -51,31 +50,25 @@ class BenchmarkResult:
     mean_tokens_incorrect: Length | None
     truncation_rate: Fraction
     unparsed_rate: Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkResult(Numbers):
+    """One benchmark of n problems with k samples each. `unparsable_answers` has the ids of problems
+    whose reference answer math-verify could not parse."""
+
+    n: Count
+    k: Count
     verdicts: dict[str, Whole]
     unparsable_answers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class MeanResult:
-    """The unweighted mean over benchmarks.
-
-    Lengths of correct and of incorrect completions are pooled over all samples. `pass_at_j` ends at
-    the smallest k; `pass_at_k` averages each benchmark's pass@k at its own k.
-    """
+class MeanResult(Numbers):
+    """The unweighted mean over benchmarks. `pass_at_j` ends at the smallest k; `pass_at_k` averages
+    each benchmark's pass@k at its own k."""
 
     benchmarks: tuple[str, ...]
-    avg_at_k: Fraction
-    avg_at_k_stderr: Length | None
-    avg_at_k_interval: Interval | None
-    pass_at_k: Fraction
-    pass_at_k_interval: Interval | None
-    pass_at_j: dict[str, Fraction]
-    mean_tokens: Length
-    mean_tokens_interval: Interval | None
-    mean_tokens_correct: Length | None
-    mean_tokens_incorrect: Length | None
-    truncation_rate: Fraction
-    unparsed_rate: Fraction
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from grpo_replay.evaluation.evaluation_report import (
     are_comparable,
     read_report,
 )
-from grpo_replay.evaluation.statistics import BenchmarkResult, MeanResult
+from grpo_replay.evaluation.statistics import Numbers
 from grpo_replay.lab.inspection.source import read_metrics, read_run_history
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import RecipeHistory, differences
@@ -60,7 +60,7 @@ class Outcome:
         found = getattr(self._result(report), f"{self.metric}_interval")
         return (self.of(report),) * 2 if found is None else tuple(found)
 
-    def _result(self, report: EvaluationReport) -> BenchmarkResult | MeanResult:
+    def _result(self, report: EvaluationReport) -> Numbers:
         sampled = report.sampled
         return sampled.mean if self.benchmark == "mean" else sampled.benchmarks[self.benchmark]
 
