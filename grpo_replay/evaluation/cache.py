@@ -9,11 +9,10 @@ belongs to one model, backend version, device type, precision, tokenizer, set of
 import hashlib
 import json
 import logging
-import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -24,7 +23,7 @@ from grpo_replay.evaluation.evaluate import sampler_facts
 from grpo_replay.recipe import ModelSection, SamplingSection
 from grpo_replay.storage.atomic import named_if_unwritable, written_whole
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
-from grpo_replay.types import GenerationRequest
+from grpo_replay.types import Completion, GenerationRequest
 
 FLUSH_ROWS = 512
 FLUSH_SECONDS = 20.0
@@ -39,14 +38,6 @@ GENERATION_SCHEMA = pa.schema(
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Generation:
-    """A cached completion."""
-
-    token_ids: np.ndarray  # int32 [T]
-    finish_reason: str
 
 
 def request_digest(request: GenerationRequest) -> str:
@@ -66,47 +57,37 @@ def generations_folder(
     sampling: SamplingSection,
 ) -> Path:
     """The folder under `parent` for the generations of a model on a backend, in `dtype`."""
-    words = [model_sha256[:16], *_sampler_words(sampling, device), dtype]
-    if model.tokenizer is not None:  # the SHA-256 covers the model's own
-        words.append(_short(model.tokenizer))
-    if sampling.stop_tokens is not None:  # the SHA-256 covers the model's own
-        words.append(f"stop_{_digest(json.dumps(sorted(set(sampling.stop_tokens))))}")
-    if any((facts := sampler_facts(sampling)).values()):
-        words.append(f"sampler_{_digest(json.dumps(facts, sort_keys=True))}")
-    return parent / "-".join(words)
+    facts = {
+        "backend": sampling.backend,
+        **_installed(sampling, device),
+        "dtype": dtype,
+        "tokenizer": model.tokenizer,  # if null the model's own, which the SHA-256 covers
+        "stop_tokens": sampling.stop_tokens and sorted(set(sampling.stop_tokens)),  # as above
+        **sampler_facts(sampling),
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return parent / f"{model_sha256[:16]}-{digest[:16]}"
 
 
-def _short(text: str) -> str:
-    """A part of a folder's name for a text of any length."""
-    end = re.sub(r"\W+", "_", text, flags=re.ASCII)[-30:]
-    return f"{end}_{_digest(text)}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _sampler_words(sampling: SamplingSection, device: str) -> list[str]:
-    """The backend with its version, and the device; both are unknown for remote servers."""
+def _installed(sampling: SamplingSection, device: str) -> dict[str, Any]:
+    """The versions of the backend, and the device; both are unknown for remote servers."""
     if sampling.over_http:
-        return [sampling.backend]
+        return {}
     import torch
 
     on_gpu = device != "cpu" and torch.cuda.is_available()
     packages = VLLM_PACKAGES if sampling.vllm_in_ranks else ("transformers",)
-    versions = "-".join(installed_versions(packages).values())
-    backend = _short(sampling.backend) if sampling.own_class else sampling.backend
-    return [f"{backend}-{versions}", "cuda" if on_gpu else "cpu"]
+    return {"versions": installed_versions(packages), "device": "cuda" if on_gpu else "cpu"}
 
 
-def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generation]:
-    """The cached completions among `wanted`.
+def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, tuple[np.ndarray, str]]:
+    """Token ids (int32 [T]) and finish reason of the cached completions among `wanted`.
 
     A shard that cannot be read, for example after a power failure, is logged and skipped; its
     completions are sampled again.
     """
     wanted = set(wanted)
-    found: dict[str, Generation] = {}
+    found: dict[str, tuple[np.ndarray, str]] = {}
     for shard in sorted(folder.glob("*.parquet")):
         try:
             table = pq.read_table(shard)
@@ -119,7 +100,7 @@ def read_generations(folder: Path, wanted: Iterable[str]) -> dict[str, Generatio
         for row in table.to_pylist():
             if row["request"] in wanted:
                 tokens = np.array(row["token_ids"], dtype=np.int32)
-                found[row["request"]] = Generation(tokens, row["finish_reason"])
+                found[row["request"]] = tokens, row["finish_reason"]
     return found
 
 
@@ -134,12 +115,12 @@ class GenerationWriter:
         self._rows: list[dict[str, object]] = []
         self._last_flush = time.monotonic()
 
-    def add(self, request: str, generation: Generation) -> None:
+    def add(self, request: GenerationRequest, completion: Completion) -> None:
         self._rows.append(
             {
-                "request": request,
-                "token_ids": generation.token_ids,
-                "finish_reason": generation.finish_reason,
+                "request": request_digest(request),
+                "token_ids": completion.token_ids,
+                "finish_reason": completion.finish_reason,
             }
         )
         if len(self._rows) >= FLUSH_ROWS or time.monotonic() - self._last_flush > FLUSH_SECONDS:

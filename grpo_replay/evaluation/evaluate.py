@@ -13,11 +13,11 @@ its problem, its sample number and the model, so the report does not depend on t
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -42,7 +42,10 @@ from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, SamplingSection
 from grpo_replay.rewards.scorer import RewardScorer
 from grpo_replay.sampling.sampler_protocol import Sampler
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
-from grpo_replay.types import Completion, GenerationRequest, Verdict
+from grpo_replay.types import Verdict
+
+if TYPE_CHECKING:
+    from grpo_replay.evaluation.cache import GenerationWriter
 
 VERSIONED_PACKAGES = ("torch", "transformers", *VERIFIER_PACKAGES)
 
@@ -240,7 +243,7 @@ def _recall(grading: _Grading, mine: Sequence[int], folder: Path) -> list[int]:
     cached = read_generations(folder, digests.values())
     for index, digest in digests.items():
         if digest in cached:
-            grading.submit(index, cached[digest].token_ids, cached[digest].finish_reason)
+            grading.submit(index, *cached[digest])
     return [index for index, digest in digests.items() if digest not in cached]
 
 
@@ -259,30 +262,24 @@ def _generate(
     """Sample what is missing, add it to the cache, and submit it, until asked to stop."""
     by_key = {grading.plan.samples[index].request.key: index for index in missing}
     requests = [grading.plan.samples[index].request for index in missing]
-    with ExitStack() as stack:
-        keep = stack.enter_context(_kept_in(folder)) if folder else None
+    with _kept_in(folder) as writer:
         finished = sampler.generate(requests)
         for completion in comm.position.each("completion", finished, len(requests)):
             index = by_key[completion.key]
-            if keep is not None:
-                keep(grading.plan.samples[index].request, completion)
+            if writer is not None:
+                writer.add(grading.plan.samples[index].request, completion)
             grading.submit(index, completion.token_ids, completion.finish_reason)
             if should_stop():
                 break
 
 
-@contextmanager
-def _kept_in(folder: Path) -> Iterator[Callable[[GenerationRequest, Completion], None]]:
-    """Adds completions to the cache in `folder`."""
-    from grpo_replay.evaluation.cache import Generation, GenerationWriter, request_digest
+def _kept_in(folder: Path | None) -> "AbstractContextManager[GenerationWriter | None]":
+    """Adds completions to the cache in `folder`, if there is one."""
+    if folder is None:
+        return nullcontext()
+    from grpo_replay.evaluation.cache import GenerationWriter
 
-    with GenerationWriter(folder) as writer:
-
-        def keep(request: GenerationRequest, completion: Completion) -> None:
-            generation = Generation(completion.token_ids, completion.finish_reason)
-            writer.add(request_digest(request), generation)
-
-        yield keep
+    return GenerationWriter(folder)
 
 
 def _rank_of(planned: PlannedSample, comm: Comm) -> int:

@@ -26,7 +26,7 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.evaluation import cache
 from grpo_replay.evaluation.benchmarks import find_benchmarks, load_problems
-from grpo_replay.evaluation.cache import Generation, GenerationWriter, read_generations
+from grpo_replay.evaluation.cache import GenerationWriter, read_generations, request_digest
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
@@ -40,6 +40,7 @@ from grpo_replay.terminal.console import print_table
 from grpo_replay.training import Observer
 from grpo_replay.training.rollout_source import Parts
 from grpo_replay.training.run_evaluation import RunEvaluation
+from grpo_replay.types import Completion, GenerationRequest, RequestKey
 
 FAST = ("eval.max_problems=3", "eval.samples=1", "eval.greedy=false")
 
@@ -102,21 +103,27 @@ def test_an_output_that_cannot_be_written_is_refused_before_sampling(tmp_path, m
         run(tiny(tmp_path / place))
 
 
+def generated(seed: int) -> tuple[GenerationRequest, Completion]:
+    key, tokens = RequestKey(0, 0, 0), np.array([1, 2], np.int32)
+    completion = Completion(key, tokens, np.zeros(2, np.float32), "stop", 0, 0)
+    return GenerationRequest(key, tokens, seed, 20, 1.0, 1.0), completion
+
+
 def test_a_full_disk_is_reported_and_earlier_generations_survive(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    generation = Generation(np.array([1, 2], np.int32), "stop")
     with GenerationWriter(tmp_path) as writer:
-        writer.add("first", generation)
+        writer.add(*generated(1))
     monkeypatch.setattr(pq, "write_table", full)
     named = pytest.raises(OutputDirectoryError, match=rf"{tmp_path} cannot be written \(No space")
     with named, GenerationWriter(tmp_path) as writer:
-        writer.add("second", generation)
+        writer.add(*generated(2))
     with pytest.raises(OutputDirectoryError, match=r"e\.json cannot be written \(No space left"):
         report({"x": [[1]]}).write(tmp_path / "e.json")
     monkeypatch.undo()
-    assert list(read_generations(tmp_path, ["first", "second"])) == ["first"]
+    first, second = (request_digest(generated(seed)[0]) for seed in (1, 2))
+    assert list(read_generations(tmp_path, [first, second])) == [first]
 
 
 def test_sigterm_interrupts_an_evaluation_and_its_handler_is_restored(tmp_path, monkeypatch):
@@ -135,24 +142,24 @@ def test_sigterm_interrupts_an_evaluation_and_its_handler_is_restored(tmp_path, 
 
 def test_two_evaluations_may_share_a_generations_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "FLUSH_ROWS", 2)
-    names = [[f"{writer}-{row}" for row in range(40)] for writer in range(4)]
+    seeds = [range(40 * writer, 40 * writer + 40) for writer in range(4)]
     failures = []
 
-    def write(mine: list[str]) -> None:
+    def write(mine: range) -> None:
         try:
             with GenerationWriter(tmp_path) as writer:
-                for name in mine:
-                    writer.add(name, Generation(np.array([1], np.int32), "stop"))
+                for seed in mine:
+                    writer.add(*generated(seed))
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=write, args=(mine,)) for mine in names]
+    threads = [threading.Thread(target=write, args=(mine,)) for mine in seeds]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failures == []
-    everything = [name for mine in names for name in mine]
+    everything = [request_digest(generated(seed)[0]) for seed in range(160)]
     assert read_generations(tmp_path, everything).keys() == set(everything)
 
 
