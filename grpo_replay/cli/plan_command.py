@@ -1,8 +1,7 @@
 """`grpo-replay plan`: how long to keep rollouts, and how often to train on them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from grpo_replay.cli.options import PlanOptions
 from grpo_replay.errors import UsageError
@@ -39,31 +38,15 @@ _NO_RECIPE: Mapping[str, tuple[float, str]] = {
     "prompt_tokens": (128.0, "typical"),
 }
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class Choice(Generic[T]):
-    """One parameter: a given value precedes a measured one, which precedes the assumed one."""
-
-    given: T | None
-    measured: T | None
-    assumed: T
-    why: str  # the reason for the assumed value
-    given_by: str = "given"
-
-    @property
-    def value(self) -> T:
-        if self.given is not None:
-            return self.given
-        return self.assumed if self.measured is None else self.measured
-
-    @property
-    def source(self) -> str:
-        """The origin of the value, in words."""
-        if self.given is not None:
-            return self.given_by
-        return f"assumed: {self.why}" if self.measured is None else "measured in the run"
+def _choice(
+    given: Any, measured: Any, assumed: Any, why: str, given_by: str = "given"
+) -> tuple[Any, str]:
+    """A parameter and its origin in words: a given value precedes a measured one, which precedes
+    the assumed one, for which `why` is the reason."""
+    if given is not None:
+        return given, given_by
+    return (assumed, f"assumed: {why}") if measured is None else (measured, "measured in the run")
 
 
 def run(options: PlanOptions) -> int:
@@ -180,33 +163,33 @@ def _inputs(
         expected = expected_of(recipe)
         assumed = {name: (getattr(expected, name), why) for name, why in expected.sources.items()}
     generated = recipe.rollouts_per_step if recipe and not estimates else None
-    table: dict[str, Choice[Any]] = {
+    table: dict[str, tuple[Any, str]] = {
         #                  given, measured, assumed and why
-        "mu": Choice(options.mu, seen.mu, *assumed["mu"]),
-        "rho": Choice(options.rho, None, DEFAULT_RHO, "a run cannot tell"),
+        "mu": _choice(options.mu, seen.mu, *assumed["mu"]),
+        "rho": _choice(options.rho, None, DEFAULT_RHO, "a run cannot tell"),
         "growth": _growth(options.growth, estimates),
-        "survival": Choice(survival, seen.survival, *assumed["survival"]),
-        "rollouts_per_step": Choice(
+        "survival": _choice(survival, seen.survival, *assumed["survival"]),
+        "rollouts_per_step": _choice(
             generated, seen.rollouts_per_step, 256, "32 prompts of 8", given_by="from the recipe"
         ),
-        "completion_tokens": Choice(None, seen.completion_tokens, *assumed["completion_tokens"]),
-        "prompt_tokens": Choice(None, seen.prompt_tokens, *assumed["prompt_tokens"]),
+        "completion_tokens": _choice(None, seen.completion_tokens, *assumed["completion_tokens"]),
+        "prompt_tokens": _choice(None, seen.prompt_tokens, *assumed["prompt_tokens"]),
     }
     return PlanInputs(
-        **{name: choice.value for name, choice in table.items()},
-        sources={name: choice.source for name, choice in table.items()},
+        **{name: value for name, (value, _) in table.items()},
+        sources={name: source for name, (_, source) in table.items()},
         updates_per_step=recipe.draws_per_step if recipe else 1,
     )
 
 
-def _growth(given: float | None, estimates: RunEstimates | None) -> Choice[Growth]:
+def _growth(given: float | None, estimates: RunEstimates | None) -> tuple[Growth, str]:
     if given is not None:
         check_growth(given)
     measured: Growth | None = None
     if estimates is not None and estimates.growth_points:
         # A run that replayed and saw no growth measured a constant variance.
         measured = estimates.growth or RatioGrowth(0.0, 1.0)
-    return Choice(
+    return _choice(
         None if given is None else PowerGrowth(given),
         measured,
         PowerGrowth(DEFAULT_GROWTH),
