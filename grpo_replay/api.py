@@ -144,10 +144,9 @@ def sweep(
     """Run the cells of a sweep file or of a shipped sweep, each as a process of its own, `jobs` at
     a time; the same call continues it. Returns a row for each cell: `cell`, `status`, `accuracy`,
     and `message` if it failed. `on_change` gets the row of a cell whose status changes."""
-    from grpo_replay.lab.sweep.cell_processes import Launcher
-    from grpo_replay.lab.sweep.grid import check_folder, choose_arms, expand, open_folder
+    from grpo_replay.lab.sweep.grid import check_folder, choose_arms, expand
     from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
-    from grpo_replay.lab.sweep.sweep_run import StopRequests, SweepRun
+    from grpo_replay.lab.sweep.sweep_run import StopRequests, run_sweep
 
     path = find_sweep(str(name))
     file = read_sweep_file(path)
@@ -155,16 +154,9 @@ def sweep(
     comparisons = expand(file, path, folder)
     chosen = choose_arms(comparisons, only)
     check_folder(folder, file)
-    launcher = Launcher(jobs)
-    launcher.check([arm.comparison[0] for each in chosen for arm in each.arms])
-    lock = open_folder(folder, file, comparisons)
-    try:
-        run = SweepRun(chosen, launcher, _Cells(on_change), StopRequests())
-        run.prepare()
-        run.run()
-    finally:
-        lock.unlock()
-    return run.entries
+    display, stops = _Cells(on_change), StopRequests()
+    entries, _ = run_sweep(file, comparisons, chosen, folder, jobs, display, stops)
+    return entries
 
 
 def report(

@@ -117,8 +117,7 @@ def _ended(folder: Path, process: int, code: int) -> str:
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    run_dir = RunDirectory(folder)
-    return run_dir.read_metrics() if run_dir.metrics_path.exists() else []
+    return RunDirectory(folder).read_metrics()
 
 
 def missing(folder: Path, recipe: Recipe) -> Iterator[str]:

@@ -25,8 +25,8 @@ from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.lab.sweep.cell_processes import Launcher
 from grpo_replay.lab.sweep.cells import shell_command
 from grpo_replay.lab.sweep.grid import Comparison, check_folder, choose_arms, expand, open_folder
-from grpo_replay.lab.sweep.sweep_file import SweepFile, find_sweep, read_sweep_file
-from grpo_replay.lab.sweep.sweep_run import Entry, Status, StopRequests, SweepRun
+from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
+from grpo_replay.lab.sweep.sweep_run import Entry, Status, StopRequests, SweepRun, run_sweep
 from grpo_replay.recipe import Recipe
 from grpo_replay.terminal.console import open_console, print_json, print_table
 
@@ -290,7 +290,13 @@ def run(options: SweepOptions) -> int:
     if options.dry_run:
         return print_estimate(_entries(chosen, options.jobs, record=False), options.as_json)
     if not options.print_commands:
-        return _run(sweep, comparisons, chosen, output_dir, options)
+        stops = StopRequests()
+        with SweepDisplay(open_console(stderr=True)) as display, _counted(stops):
+            entries, code = run_sweep(
+                sweep, comparisons, chosen, output_dir, options.jobs, display, stops
+            )
+        _conclude(entries, output_dir, code)
+        return code
     lock = open_folder(output_dir, sweep, comparisons)  # for what the printed commands leave there
     for line in command_lines(_entries(chosen, options.jobs, record=True)):
         print(line)
@@ -318,29 +324,6 @@ def command_lines(entries: Sequence[Entry]) -> Iterator[str]:
     waiting = sum(entry.cell.awaits_choice for entry in entries)
     if waiting:
         yield f"# {waiting} cells wait for their tuning: run the lines above, then print again"
-
-
-def _run(
-    sweep: SweepFile,
-    comparisons: Sequence[Comparison],
-    chosen: Sequence[Comparison],
-    output_dir: Path,
-    options: SweepOptions,
-) -> int:
-    console = open_console(stderr=True)
-    stops = StopRequests()
-    launcher = Launcher(options.jobs)
-    launcher.check([arm.comparison[0] for each in chosen for arm in each.arms])
-    lock = open_folder(output_dir, sweep, comparisons)
-    try:
-        with SweepDisplay(console) as display, _counted(stops):
-            sweep_run = SweepRun(chosen, launcher, display, stops)
-            sweep_run.prepare()
-            code = sweep_run.run()
-    finally:
-        lock.unlock()
-    _conclude(sweep_run.entries, output_dir, code)
-    return code
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -22,8 +23,14 @@ from grpo_replay.lab.sweep.cells import (
     process_in,
     state_of,
 )
-from grpo_replay.lab.sweep.grid import Arm, Cell, Comparison, all_cells
-from grpo_replay.lab.sweep.sweep_file import CHOSEN, TuneSection, read_choices, value_name
+from grpo_replay.lab.sweep.grid import Arm, Cell, Comparison, all_cells, open_folder
+from grpo_replay.lab.sweep.sweep_file import (
+    CHOSEN,
+    SweepFile,
+    TuneSection,
+    read_choices,
+    value_name,
+)
 from grpo_replay.storage.atomic import write_json_whole
 from grpo_replay.storage.run_directory import RunDirectory, read_summary
 
@@ -350,6 +357,29 @@ class SweepRun:
             return INTERRUPTED
         failed = self._with(Status.FAILED)
         return failed[0].exit_code if failed else 0
+
+
+def run_sweep(
+    file: SweepFile,
+    comparisons: Sequence[Comparison],
+    chosen: Sequence[Comparison],
+    folder: Path,
+    jobs: int,
+    observer: Observer,
+    stops: StopRequests,
+) -> tuple[list[Entry], int]:
+    """Run the cells of the `chosen` comparisons in `folder`, or continue them. Returns the cells
+    and the exit code."""
+    launcher = Launcher(jobs)
+    launcher.check([arm.comparison[0] for each in chosen for arm in each.arms])
+    lock = open_folder(folder, file, comparisons)
+    try:
+        run = SweepRun(chosen, launcher, observer, stops)
+        run.prepare()
+        code = run.run()
+    finally:
+        lock.unlock()
+    return run.entries, code
 
 
 def _lacks_values(entry: Entry) -> bool:
