@@ -14,11 +14,10 @@ from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import EvalOptions
 from grpo_replay.distributed.environment import prepare_rank, rank_environment
 from grpo_replay.distributed.failures import sigterm_interrupts
-from grpo_replay.errors import EvaluationFileError, OutputDirectoryError, UsageError, did_you_mean
+from grpo_replay.errors import OutputDirectoryError, UsageError, did_you_mean
 from grpo_replay.evaluation.comparison import compare, differences
 from grpo_replay.evaluation.evaluate import Progress, regraded
 from grpo_replay.evaluation.evaluation_report import (
-    HEADED_SETTINGS,
     EvaluationReport,
     check_output,
     generations_parent,
@@ -228,7 +227,6 @@ def _regrade(path: Path, options: EvalOptions) -> None:
     if samples_path(output).resolve() == samples_path(path).resolve():
         raise UsageError(f"--output {output} would replace the report itself: name another file")
     report = read_report(path)
-    _check_settings(path, report)
     if verifier == report.verifier:
         raise UsageError(f"--grade-with {verifier}: it grades {path} already; name another one")
     check_output(output)
@@ -236,16 +234,6 @@ def _regrade(path: Path, options: EvalOptions) -> None:
         report = regraded(report, verifier, on_progress)
     report.write(output)
     print_report(report, output, options.as_json)
-
-
-def _check_settings(path: Path, report: EvaluationReport) -> None:
-    """Raises EvaluationFileError if the report could not be printed."""
-    for key in HEADED_SETTINGS:
-        if key not in report.settings:
-            raise EvaluationFileError(
-                f"{path}: damaged evaluation file: settings.{key} is missing; restore it from a "
-                "copy, or evaluate again"
-            )
 
 
 def _compare(path_a: str, path_b: str, options: EvalOptions) -> None:

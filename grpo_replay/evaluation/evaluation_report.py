@@ -9,7 +9,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from math import isclose
 from pathlib import Path
 from statistics import fmean
@@ -36,10 +36,6 @@ from grpo_replay.types import FAILED
 
 REPORT_VERSION = 3
 
-READABLE_VERSIONS = (2, REPORT_VERSION)
-"""Version 2 does not name the stop tokens."""
-
-
 SAME_SETTINGS = (
     *("temperature", "top_p", "max_completion_length", "reward", "template"),
     *("system_prompt", "user_template", "max_problems", "stop_tokens"),
@@ -52,9 +48,6 @@ SHA-256."""
 OF_OWN_FUNCTION = ("correct_score", "reward_sha256")
 """Settings that a report has only if its verifier is a function of the user."""
 
-HEADED_SETTINGS = ("backend", "temperature", "top_p", "max_completion_length", "reward")
-"""Settings that the heading of a report's tables needs."""
-
 VERIFIER_PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 
 
@@ -64,11 +57,12 @@ class _Settings:
 
     benchmarks: dict[str, dict[str, Any]]
     bootstrap_samples: Count
-    backend: str = ""
-    temperature: float | None = None
-    top_p: float = 1.0
-    max_completion_length: int = 0
-    stop_tokens: list[str] = field(default_factory=list)
+    backend: str
+    temperature: float | None
+    top_p: float
+    max_completion_length: int
+    reward: str
+    stop_tokens: list[str]
 
 
 _SETTINGS = TypeAdapter(_Settings)
@@ -185,7 +179,7 @@ def read_report(path: Path, with_samples: bool = True, with_texts: bool = True) 
     except (OSError, ValueError, RecursionError) as error:
         raise EvaluationFileError(f"{path}: not a readable evaluation file: {error}") from error
     found = document.get("schema_version") if isinstance(document, dict) else None
-    if found not in READABLE_VERSIONS:
+    if found != REPORT_VERSION:
         raise EvaluationFileError(
             f"{path}: not an evaluation file of this version (schema_version is {found!r}, "
             f"expected {REPORT_VERSION}): make one with grpo-replay eval"

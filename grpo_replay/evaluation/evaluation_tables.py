@@ -52,10 +52,9 @@ def heading(report: EvaluationReport) -> str:
         f"{model['dtype']} on {settings['backend']}" if "dtype" in model else settings["backend"],
         f"T {' and '.join(f'{each:g}' for each in temperatures)}, top-p {settings['top_p']:g}",
         f"at most {settings['max_completion_length']:,} tokens",
+        f"ends at {' or '.join(settings['stop_tokens'])}",
+        f"graded by {report.verifier.rpartition('/')[2]}",
     ]
-    if "stop_tokens" in settings:  # absent from files of version 2
-        words.append(f"ends at {' or '.join(settings['stop_tokens'])}")
-    words.append(f"graded by {report.verifier.rpartition('/')[2]}")
     return " · ".join(words)
 
 

@@ -225,8 +225,8 @@ def test_a_report_round_trips_and_damage_is_named(tmp_path, uninterrupted):
     for text, message in (
         ("{", "not a readable"),
         ('{"accuracy": 3}', "not an evaluation file"),
-        ('{"schema_version": 1}', "schema_version is 1, expected 3"),
-        ('{"schema_version": 2}', "damaged"),
+        ('{"schema_version": 2}', "schema_version is 2, expected 3"),
+        ('{"schema_version": 3}', "damaged"),
     ):
         bad.write_text(text)
         with pytest.raises(EvaluationFileError, match=message):

@@ -42,7 +42,11 @@ def make_report(seed=0, k=3, digest="d", version="0.9.0"):
     ]
     table = pa.Table.from_pylist(rows, schema=SAMPLE_SCHEMA)
     described = {name: {"problems_sha256": digest} for name in ("a", "b")}
-    settings = {"benchmarks": described, "bootstrap_samples": 50}
+    settings = {
+        **{"benchmarks": described, "bootstrap_samples": 50, "backend": "hf", "top_p": 1.0},
+        **{"temperature": 1.0, "max_completion_length": 60, "reward": "math_verify"},
+        "stop_tokens": ["<eos>"],
+    }
     results = summarise(table, 50, {})
     return EvaluationReport({}, settings, {"math-verify": version}, results, samples=table)
 
@@ -86,7 +90,18 @@ def changed(document, place, value):
         ("settings", [], r"found \[\]"),
         ("settings.bootstrap_samples", 0, r"bootstrap_samples: .*found 0"),
         ("settings.temperature", "high", r"temperature: .*found 'high'"),
-        ("settings.bootstrap_samples", KeyError, r"bootstrap_samples: .*required"),
+        *(
+            (f"settings.{key}", KeyError, f"{key}: .*required")
+            for key in (
+                "bootstrap_samples",
+                "backend",
+                "temperature",
+                "top_p",
+                "reward",
+                "max_completion_length",
+                "stop_tokens",
+            )
+        ),
         ("mean", KeyError, r"'mean'"),
         ("greedy", 3, r"valid dictionary, found 3"),
         ("versions", None, r"found None"),

@@ -57,7 +57,7 @@ SETTINGS: dict[str, Any] = {
     },
     **{"temperature": 0.6, "top_p": 0.8, "max_completion_length": 60, "max_problems": None},
     **{"reward": "math_verify", "template": "chat", "system_prompt": None, "user_template": "{x}"},
-    "bootstrap_samples": RESAMPLES,
+    **{"bootstrap_samples": RESAMPLES, "backend": "hf", "stop_tokens": ["<eos>"]},
 }
 
 

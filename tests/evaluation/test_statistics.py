@@ -23,7 +23,10 @@ from grpo_replay.evaluation.statistics import (
     summarise,
 )
 
-SETTINGS = {"benchmarks": {}, "temperature": 1.0, "bootstrap_samples": 20_000}
+SETTINGS = {
+    **{"benchmarks": {}, "bootstrap_samples": 20_000, "backend": "hf", "reward": "math_verify"},
+    **{"temperature": 1.0, "top_p": 1.0, "max_completion_length": 60, "stop_tokens": ["<eos>"]},
+}
 
 
 def samples(benchmarks: dict[str, list[list[int]]], tokens=lambda correct: 10, ids=str) -> pa.Table:

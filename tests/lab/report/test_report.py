@@ -272,7 +272,7 @@ def test_evaluation_files_are_paired_over_problems(tmp_path, capsys):
         (Size(problems=9), {}, "easy has 10 problems in a"),
         (Size(samples=2), {}, "easy has 4 samples of each problem in a, but 2 in b"),
         (Size(), {"reward": "minerva"}, "reward 'math_verify', but b 'minerva'"),
-        (Size(), {"temperature": 0.3}, "temperature None, but b 0.3"),
+        (Size(), {"temperature": 0.3}, "temperature 1.0, but b 0.3"),
     ],
 )
 def test_evaluations_that_differ_in_what_they_measure_are_refused(

@@ -105,7 +105,8 @@ def evaluation(
             for name in size.benchmarks
         },
         "bootstrap_samples": size.resamples,
-        "reward": "math_verify",
+        **{"backend": "hf", "temperature": 1.0, "top_p": 1.0, "max_completion_length": 60},
+        **{"stop_tokens": ["<eos>"], "reward": "math_verify"},
         **(settings or {}),
     }
     return EvaluationReport({"name": "synthetic"}, found, {}, sampled, greedy, samples=table)
