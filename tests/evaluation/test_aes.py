@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from commands import run_aes as run
-from test_statistics import SETTINGS, report
+from test_statistics import report
 
 from grpo_replay.errors import EvaluationFileError, UsageError
 from grpo_replay.evaluation.aes import Point, accuracy_efficiency_score, score_points, score_reports
@@ -78,8 +78,9 @@ def test_intervals_resample_problems_and_pair_them():
 
 
 def test_without_samples_there_is_no_interval():
-    bare = EvaluationReport({}, SETTINGS, {}, report({"x": [[1], [0]]}).sampled)
-    (score,) = score_reports(("r", bare), [("c", report({"x": [[1], [0]]}))])
+    whole = report({"x": [[1], [0]]})
+    bare = EvaluationReport({}, whole.settings, {}, whole.sampled)
+    (score,) = score_reports(("r", bare), [("c", whole)])
     assert score.aes_interval is None and score.aes == 0
 
 

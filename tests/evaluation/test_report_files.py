@@ -90,6 +90,8 @@ def changed(document, place, value):
         ("settings", [], r"found \[\]"),
         ("settings.bootstrap_samples", 0, r"bootstrap_samples: .*found 0"),
         ("settings.temperature", "high", r"temperature: .*found 'high'"),
+        ("settings.benchmarks.a", KeyError, "does not describe every benchmark"),
+        ("settings.benchmarks.a.problems_sha256", KeyError, "problems_sha256: .*required"),
         *(
             (f"settings.{key}", KeyError, f"{key}: .*required")
             for key in (

@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
             **{"title": name.title(), "file": None, "source": "builtin", "split": "train"},
             **{"problems_sha256": 64 * "0", "seeds": [42]},
         }
-        for name in A
+        for name in (*A, "x", "y")
     },
     **{"temperature": 0.6, "top_p": 0.8, "max_completion_length": 60, "max_problems": None},
     **{"reward": "math_verify", "template": "chat", "system_prompt": None, "user_template": "{x}"},

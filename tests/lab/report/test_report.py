@@ -269,7 +269,7 @@ def test_evaluation_files_are_paired_over_problems(tmp_path, capsys):
     ("size", "settings", "message"),
     [
         (Size(benchmarks=("easy",)), {}, "a.json evaluates easy, hard, but .*b easy"),
-        (Size(problems=9), {}, "easy has 10 problems in a"),
+        (Size(problems=9), {}, "easy has other problems or answers in a"),
         (Size(samples=2), {}, "easy has 4 samples of each problem in a, but 2 in b"),
         (Size(), {"reward": "minerva"}, "reward 'math_verify', but b 'minerva'"),
         (Size(), {"temperature": 0.3}, "temperature 1.0, but b 0.3"),

@@ -101,7 +101,7 @@ def evaluation(
     sampled, greedy = summarise_both(table, size.resamples, ())
     found = {
         "benchmarks": {
-            name: {"title": name, "problems_sha256": f"digest of {name}"}
+            name: {"title": name, "problems_sha256": f"digest of {size.problems} of {name}"}
             for name in size.benchmarks
         },
         "bootstrap_samples": size.resamples,
