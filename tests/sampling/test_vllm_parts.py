@@ -31,7 +31,7 @@ from grpo_replay.sampling.server.server_process import (
     server_devices,
 )
 from grpo_replay.sampling.server.weight_nccl import local_address, rank_offsets
-from grpo_replay.sampling.server.weight_transfer import SyncFolder
+from grpo_replay.sampling.server.weight_transfer import FolderTransfer
 from grpo_replay.sampling.vllm_process import in_few_words
 from grpo_replay.sampling.vllm_requests import (
     Spans,
@@ -119,9 +119,9 @@ def test_float32_tensors_are_good_enough_for_a_bfloat16_policy(tied):
 
 def test_files_hold_every_name_and_stay_near_the_bucket(tied, tmp_path):
     model = changed(tied, 1)
-    folder = SyncFolder(str(tmp_path), 1)
-    written = folder.write(named_tensors(model), version=3, bucket_bytes=30_000)
-    files = sorted(written.glob("*.safetensors"))
+    folder = FolderTransfer(str(tmp_path), 1, 30_000, 1.0)
+    folder.stage(named_tensors(model), 3, ())
+    files = sorted(tmp_path.glob("*/version-3/*.safetensors"))
     assert len(files) > 5
     # The largest tensor of this model is 48 KiB; no file holds more than it or the bucket.
     assert max(file.stat().st_size for file in files) < 52_000
@@ -135,24 +135,37 @@ def test_files_hold_every_name_and_stay_near_the_bucket(tied, tmp_path):
 
 
 def test_abandoned_folders_are_removed_and_those_in_use_kept(tmp_path):
-    alive = SyncFolder(str(tmp_path), 1)
+    alive = FolderTransfer(str(tmp_path), 1, 1, 1.0)
     dead = tmp_path / "grpo-replay-weights-dead"
     dead.mkdir()
     (dead / "in-use").touch()
     other = tmp_path / "something-else"
     other.mkdir()
-    second = SyncFolder(str(tmp_path), 1)
+    second = FolderTransfer(str(tmp_path), 1, 1, 1.0)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
-        [alive._folder.name, second._folder.name, other.name]
+        [alive._held.path.name, second._held.path.name, other.name]
     )
     alive.close()
     second.close()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_version_stays_until_the_next_one_is_published_if_it_is_kept(tmp_path, keeps):
+    folder = FolderTransfer(str(tmp_path), 1, 1, 1.0, keeps=keeps)
+    for version in (1, 2, 3):
+        folder.stage([("a", torch.zeros(1))], version, ())
+        assert folder.holds(version)
+        folder.discard()
+        left = [path.name for path in tmp_path.glob("*/version-*")]
+        assert left == [f"version-{version}"] * keeps
+        assert folder.holds(version) == keeps and not folder.holds(version - 1)
+    folder.close()
+
+
 def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path):
-    folder = SyncFolder(str(tmp_path), bytes_needed=2**60)
+    folder = FolderTransfer(str(tmp_path), 2**60, 1, 1.0)
     with pytest.raises(SamplerError, match=r"needs 1073741824\.00 GiB: set .*weight_transfer"):
-        folder.write([("a", torch.zeros(1))], 1, 1)
+        folder.stage([("a", torch.zeros(1))], 1, ())
     assert not list(tmp_path.rglob("*.safetensors"))
     folder.close()
 
@@ -160,7 +173,7 @@ def test_a_folder_without_room_is_refused_before_anything_is_written(tmp_path):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SamplerError, match="cannot write weights"):
-        SyncFolder(str(tmp_path / "file"), 1)
+        FolderTransfer(str(tmp_path / "file"), 1, 1, 1.0)
 
 
 def test_the_outline_of_a_model_is_read():

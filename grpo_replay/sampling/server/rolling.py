@@ -18,7 +18,7 @@ from grpo_replay.recipe import ServersSection
 from grpo_replay.sampling.server.checks import check_server
 from grpo_replay.sampling.server.routes import Refused, Unreachable, VllmServer, block_on
 from grpo_replay.sampling.server.sampler import ServerPool, VllmServerSampler
-from grpo_replay.sampling.server.weight_transfer import KeptFolderTransfer, switch_server
+from grpo_replay.sampling.server.weight_transfer import FolderTransfer, switch_server
 from grpo_replay.types import Completion, GenerationRequest, NamedTensors
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class RollingServerSampler(VllmServerSampler):
             if label == server.label(version):
                 self._pool.lost.pop(server.url, None)
                 return
-            if not isinstance(transfer, KeptFolderTransfer) or not transfer.holds(version):
+            if not isinstance(transfer, FolderTransfer) or not transfer.holds(version):
                 return  # the next update brings it
             check_server(server, self._required)
             timeout = self._pool.settings.request_timeout_seconds

@@ -55,8 +55,6 @@ from grpo_replay.sampling.server.server_process import (
 from grpo_replay.sampling.server.weight_nccl import NcclTransfer
 from grpo_replay.sampling.server.weight_transfer import (
     FolderTransfer,
-    KeptFolderTransfer,
-    SyncFolder,
     Transfer,
     publish,
 )
@@ -376,9 +374,8 @@ def _distinct_urls(settings: ServersSection) -> list[str]:
 
 def _transfer(opening: SamplerOpening, expected: ExpectedWeights) -> Transfer:
     settings = opening.sampling.servers
-    bucket_bytes = SYNC_BUCKET_BYTES
+    limits = SYNC_BUCKET_BYTES, settings.request_timeout_seconds
     if settings.weight_transfer == "nccl":
-        return NcclTransfer(expected, bucket_bytes, settings.request_timeout_seconds)
-    folder = SyncFolder(settings.sync_folder, expected.bytes_needed)
-    kind = KeptFolderTransfer if opening.pushed_while_sampling else FolderTransfer
-    return kind(folder, bucket_bytes, settings.request_timeout_seconds)
+        return NcclTransfer(expected, *limits)
+    needed, keeps = expected.bytes_needed, opening.pushed_while_sampling
+    return FolderTransfer(settings.sync_folder, needed, *limits, keeps=keeps)

@@ -23,67 +23,6 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "grpo-replay-weights-"
 
 
-class SyncFolder:
-    """A folder of this run under `parent` (if None, under this machine's shared memory).
-
-    Removes the folders of killed runs. Raises SamplerError if the folder cannot be created.
-    """
-
-    def __init__(self, parent: str | None, bytes_needed: int) -> None:
-        self._parent = Path(parent) if parent else _default_parent()
-        self._bytes_needed = bytes_needed
-        try:
-            self._parent.mkdir(parents=True, exist_ok=True)
-            self._held = HeldFolder(PREFIX, self._parent)
-        except OSError as error:
-            raise SamplerError(
-                f"cannot write weights for the servers to {self._parent}: {error.strerror}; set "
-                "sampling.servers.weight_transfer to the path of a folder that trainer and servers "
-                "share"
-            ) from error
-        self._folder = self._held.path
-        os.chmod(self._folder, 0o755)  # a server may run as another user
-
-    def write(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int, bucket_bytes: int
-    ) -> Path:
-        """Write one version in files of about `bucket_bytes` and return its folder. Host memory
-        holds one such file at a time. Tied tensors are written under every name: otherwise vLLM
-        would keep its old output head. Raises SamplerError if the disk has no room."""
-        free = shutil.disk_usage(self._parent).free
-        if free < self._bytes_needed:
-            raise SamplerError(
-                f"{self._parent} has {free / 2**30:.2f} GiB free, one set of weights needs "
-                f"{self._bytes_needed / 2**30:.2f} GiB: set sampling.servers.weight_transfer to "
-                "the path of a larger folder that the servers share (in a container, raise "
-                "--shm-size)"
-            )
-        folder = self._folder / f"version-{version}"
-        folder.mkdir()
-        bucket: dict[str, torch.Tensor] = {}
-        size = files = 0
-        for name, tensor in named_tensors:
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                save_file(bucket, folder / f"model-{files:05d}.safetensors")
-                bucket, size, files = {}, 0, files + 1
-            bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            size += tensor.nbytes
-        if bucket:
-            save_file(bucket, folder / f"model-{files:05d}.safetensors")
-        return folder
-
-    def remove(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Remove everything. May be called twice."""
-        self._held.release()
-
-
-def _default_parent() -> Path:
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
 class Transfer(Protocol):
     def stage(
         self,
@@ -108,13 +47,37 @@ class Transfer(Protocol):
 
 
 class FolderTransfer:
-    """Transfer through safetensors files in a folder that trainer and servers share."""
+    """Transfer through safetensors files in a folder of this run under `parent` (if None, under
+    this machine's shared memory), which trainer and servers share. Host memory holds one file of about
+    `bucket_bytes` at a time. With `keeps`, a version stays until the next one is published, for
+    servers that come later.
 
-    def __init__(self, folder: SyncFolder, bucket_bytes: int, timeout_seconds: float) -> None:
-        self._folder = folder
-        self._bucket_bytes = bucket_bytes
-        self._timeout_seconds = timeout_seconds
-        self._staged: Path | None = None
+    Removes the folders of killed runs. Raises SamplerError if the folder cannot be created.
+    """
+
+    def __init__(
+        self,
+        parent: str | None,
+        bytes_needed: int,
+        bucket_bytes: int,
+        timeout_seconds: float,
+        keeps: bool = False,
+    ) -> None:
+        shared = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self._parent = Path(parent) if parent else shared
+        self._bytes_needed, self._bucket_bytes = bytes_needed, bucket_bytes
+        self._timeout_seconds, self._keeps = timeout_seconds, keeps
+        self._staged: list[Path] = []  # whole versions, the newest last
+        try:
+            self._parent.mkdir(parents=True, exist_ok=True)
+            self._held = HeldFolder(PREFIX, self._parent)
+        except OSError as error:
+            raise SamplerError(
+                f"cannot write weights for the servers to {self._parent}: {error.strerror}; set "
+                "sampling.servers.weight_transfer to the path of a folder that trainer and servers "
+                "share"
+            ) from error
+        os.chmod(self._held.path, 0o755)  # a server may run as another user
 
     def stage(
         self,
@@ -122,48 +85,50 @@ class FolderTransfer:
         version: int,
         servers: Sequence[VllmServer],
     ) -> None:
-        self._staged = self._folder.write(named_tensors, version, self._bucket_bytes)
+        """Write one version. Tied tensors are written under every name: otherwise vLLM would keep
+        its old output head. Raises SamplerError if the disk has no room."""
+        free = shutil.disk_usage(self._parent).free
+        if free < self._bytes_needed:
+            raise SamplerError(
+                f"{self._parent} has {free / 2**30:.2f} GiB free, one set of weights needs "
+                f"{self._bytes_needed / 2**30:.2f} GiB: set sampling.servers.weight_transfer to "
+                "the path of a larger folder that the servers share (in a container, raise "
+                "--shm-size)"
+            )
+        folder = self._folder_of(version)
+        folder.mkdir()
+        bucket: dict[str, torch.Tensor] = {}
+        size = files = 0
+        for name, tensor in named_tensors:
+            if bucket and size + tensor.nbytes > self._bucket_bytes:
+                save_file(bucket, folder / f"model-{files:05d}.safetensors")
+                bucket, size, files = {}, 0, files + 1
+            bucket[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            size += tensor.nbytes
+        if bucket:
+            save_file(bucket, folder / f"model-{files:05d}.safetensors")
+        self._staged.append(folder)
 
-    def load_on(self, server: VllmServer) -> None:
-        assert self._staged is not None, "nothing was staged"
-        server.reload_weights(str(self._staged), self._timeout_seconds)
-
-    def discard(self) -> None:
-        if self._staged is not None:
-            self._folder.remove(self._staged)
-            self._staged = None
-
-    def close(self) -> None:
-        self._folder.close()
-
-
-class KeptFolderTransfer(FolderTransfer):
-    """Keeps the staged version until another one is published, for servers that come later."""
-
-    def __init__(self, folder: SyncFolder, bucket_bytes: int, timeout_seconds: float) -> None:
-        super().__init__(folder, bucket_bytes, timeout_seconds)
-        self._version: int | None = None
-        self._superseded: Path | None = None
-
-    def stage(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        version: int,
-        servers: Sequence[VllmServer],
-    ) -> None:
-        superseded = self._staged
-        super().stage(named_tensors, version, servers)
-        self._superseded, self._version = superseded, version
+    def _folder_of(self, version: int) -> Path:
+        return self._held.path / f"version-{version}"
 
     def holds(self, version: int) -> bool:
         """True if this version is staged."""
-        return self._version == version
+        return self._folder_of(version) in self._staged
+
+    def load_on(self, server: VllmServer) -> None:
+        assert self._staged, "nothing was staged"
+        server.reload_weights(str(self._staged[-1]), self._timeout_seconds)
 
     def discard(self) -> None:
-        """Discard the version before the staged one."""
-        if self._superseded is not None:
-            self._folder.remove(self._superseded)
-            self._superseded = None
+        """Discard the staged versions, but the newest if it is kept."""
+        for folder in self._staged[:-1] if self._keeps else self._staged:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._staged = self._staged[-1:] if self._keeps else []
+
+    def close(self) -> None:
+        """Remove everything. May be called twice."""
+        self._held.release()
 
 
 UPDATING = "updating"
