@@ -175,7 +175,8 @@ class HfSampler:
             own[name].copy_(tensor)
         checked.drain()
         refuse_problems(checked.problems, version)
-        self.policy_version = self._weights.complete()
+        self._weights.complete()
+        self.policy_version = version
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the weights, or if they are kept move them from a GPU to host memory."""

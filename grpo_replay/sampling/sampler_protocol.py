@@ -200,8 +200,7 @@ class WeightState:
     weights were not discarded since."""
 
     def __init__(self) -> None:
-        self._incomplete: int | None = None
-        self._discarded = False
+        self._reason: str | None = None  # why there is nothing to sample from
         self._closed = False
 
     def begin(self, version: int, held: int) -> None:
@@ -213,18 +212,15 @@ class WeightState:
                 f"weights of version {version} offered to a sampler at version {held}: "
                 "versions must increase"
             )
-        self._incomplete = version
+        self._reason = f"the update to weights of version {version} was left incomplete"
 
-    def complete(self) -> int:
-        """Finish the update and return its version."""
-        version, self._incomplete = self._incomplete, None
-        assert version is not None, "no update began"
-        self._discarded = False
-        return version
+    def complete(self) -> None:
+        """Finish the update."""
+        self._reason = None
 
     def discard(self) -> None:
         """Mark the weights as dropped: a complete update must come before sampling."""
-        self._discarded = True
+        self._reason = self._reason or "the weights were discarded when the sampler went to sleep"
 
     def close(self) -> None:
         self._closed = True
@@ -237,16 +233,8 @@ class WeightState:
         """Raises SamplerError if there is nothing to sample from: an update began and did not
         complete, the weights were discarded, or the sampler is closed."""
         self.refuse_closed()
-        if self._incomplete is not None:
-            raise SamplerError(
-                f"the update to weights of version {self._incomplete} was left incomplete; load a "
-                "complete set before generating"
-            )
-        if self._discarded:
-            raise SamplerError(
-                "the weights were discarded when the sampler went to sleep; load a complete set "
-                "before generating"
-            )
+        if self._reason is not None:
+            raise SamplerError(f"{self._reason}; load a complete set before generating")
 
 
 def find_stop_tokens(

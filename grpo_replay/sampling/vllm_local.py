@@ -204,7 +204,8 @@ class VllmLocalSampler:
             problems.append("the prefix cache could not be reset: requests are still running")
         run_collectively(self._comm, lambda: refuse_problems(problems, version))
         engine.set_weight_version(str(version))
-        self.policy_version = self._weights.complete()
+        self._weights.complete()
+        self.policy_version = version
 
     def sleep(self, keep_weights: bool = True) -> None:
         """Free the GPU memory of cache and weights until the next `load_weights` or `generate`.

@@ -7,6 +7,7 @@ label, and is up again as soon as that is of this run. All of this runs in one e
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -85,30 +86,6 @@ class ServerState(Generic[J]):
             self.used_seconds += now - self.since
             self.idle_seconds += (now - self.since) * (not self.running)
         self.since = now
-
-
-class ServerProgress:
-    """Measures for how long a server has generated nothing with requests outstanding. Only a lack
-    of progress counts: a completion may take as long as it needs."""
-
-    def __init__(self, server: VllmServer, patience_seconds: float) -> None:
-        self._server = server
-        self._wait_seconds = min(HEALTH_SECONDS, patience_seconds)
-        self._tokens: float | None = None
-        self._since = time.monotonic()
-
-    async def stalled_seconds(self, outstanding: int) -> float:
-        """Seconds since the last check that found the server idle or its token count changed."""
-        if outstanding == 0:
-            self._since = time.monotonic()
-            return 0.0
-        try:
-            tokens = await self._server.generated_tokens(self._wait_seconds)
-        except (Refused, Unreachable):
-            tokens = self._tokens
-        if tokens != self._tokens:
-            self._tokens, self._since = tokens, time.monotonic()
-        return time.monotonic() - self._since
 
 
 MAX_RETRIES = 2
@@ -429,12 +406,21 @@ class Dispatcher(Generic[J]):
         return None
 
     async def _watch_progress(self, server: ServerState[J]) -> None:
-        """Lose a server that generates nothing for too long, though /health may answer."""
+        """Lose a server that generates nothing for too long with requests outstanding, though
+        /health may answer. Only a lack of progress counts: a completion may take as long as it
+        needs."""
         limit = self._settings.request_timeout_seconds
-        progress = ServerProgress(server.client, limit)
+        tokens: float | None = None
+        since = time.monotonic()  # when it was last idle, or had another count of tokens
         while True:
             await asyncio.sleep(min(limit / CHECKS_PER_LIMIT, LONGEST_CHECK_SECONDS))
-            if await progress.stalled_seconds(len(server.running)) > limit and server.running:
+            found = tokens
+            if server.running:
+                with contextlib.suppress(Refused, Unreachable):
+                    found = await server.client.generated_tokens(min(HEALTH_SECONDS, limit))
+            if not server.running or found != tokens:
+                tokens, since = found, time.monotonic()
+            if time.monotonic() - since > limit:
                 self._lose(
                     server,
                     f"it generated no token for {limit:g} s with {len(server.running)} requests "

@@ -306,7 +306,8 @@ class VllmServerSampler:
         for lost in self._comm.all_gather_json(self._pool.lost):
             self._lose_all(lost)
         self._update(named_tensors, version)
-        self.policy_version = self._weights.complete()
+        self._weights.complete()
+        self.policy_version = version
 
     def _update(self, named_tensors: NamedTensors | None, version: int) -> None:
         """Stage on rank 0, validate on every rank that has tensors, then publish."""

@@ -48,9 +48,9 @@ class Transfer(Protocol):
 
 class FolderTransfer:
     """Transfer through safetensors files in a folder of this run under `parent` (if None, under
-    this machine's shared memory), which trainer and servers share. Host memory holds one file of about
-    `bucket_bytes` at a time. With `keeps`, a version stays until the next one is published, for
-    servers that come later.
+    this machine's shared memory), which trainer and servers share. Host memory holds one file of
+    about `bucket_bytes` at a time. With `keeps`, a version stays until the next one is published,
+    for servers that come later.
 
     Removes the folders of killed runs. Raises SamplerError if the folder cannot be created.
     """
