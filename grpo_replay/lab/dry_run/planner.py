@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from grpo_replay.errors import GrpoReplayError, RecipeError
@@ -416,8 +417,10 @@ def _attempt(
         first = resolved(overrides)
         asked = any(word.startswith("engine.num_processes=") for word in overrides)
         there = machines.with_ranks(first.engine.num_processes) if asked else machines
-        for words in (tuple(overrides), *_with_other_shares(first.sampling, machines, overrides)):
-            tried = Advice(words, plan_memory(resolved(words), there, config, evaluation))
+        others = _with_other_shares(first.sampling, machines, overrides)
+        tries = chain([(tuple(overrides), first)], ((words, resolved(words)) for words in others))
+        for words, recipe in tries:
+            tried = Advice(words, plan_memory(recipe, there, config, evaluation))
             if tried.has_room:
                 return tried
             if best is None or (tried.plan.fits and tried.rank < best.rank):
