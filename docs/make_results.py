@@ -43,9 +43,9 @@ def with_results(page: str) -> str:
     """The text of a page with its marked parts written anew."""
     parts = {"does-replay-pay": does_replay_pay, "tiny-long": tiny_long, "verdicts": verdicts,
              "tiny-buffers": tiny_buffers, "tiny-updates": tiny_updates,
-             "tiny-ablations": tiny_ablations,
+             "tiny-ablations": partial(beside_ours, "tiny-ablations"),
              "tiny-robustness": tiny_robustness,
-             "smollm2-bold": bold_rate,
+             "smollm2-bold": partial(beside_ours, "smollm2-bold", every_seed=True),
              "smollm2": partial(real_model, "smollm2"),
              "smollm2-steps": partial(real_model, "smollm2-steps")}  # fmt: skip
     return _PART.sub(lambda found: found[1] + parts[found[2]]() + found[3], page)
@@ -171,19 +171,6 @@ def real_model(sweep: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def bold_rate() -> str:
-    found = results()["smollm2-bold"]
-    lines = ["| arm | final, mean and every seed | − `grpo`, 95 %, seeds ahead | − `ours` | "
-             "replayed clipped, % |", "|---|---|---|---|---|"]  # fmt: skip
-    for arm, final in found["final"].items():
-        _, accuracies = courses("smollm2-bold", arm, "step")
-        every = ", ".join(f"{each:.1f}" for each in accuracies[:, -1])
-        ahead = compared(found, arm, "difference", "to_ours")
-        cells = [f"`{arm}`", f"{final} ({every})", *ahead, clipped_share(found, arm)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
 def tiny_updates() -> str:
     found = results()["tiny-updates"]
     lines = ["| arm | learning rate | updates a step | final | − `grpo`, 95 %, seeds ahead | "
@@ -196,11 +183,16 @@ def tiny_updates() -> str:
     return "\n".join(lines) + "\n"
 
 
-def tiny_ablations() -> str:
-    found = results()["tiny-ablations"]
-    lines = ["| arm | final | − `grpo`, 95 %, seeds ahead | − `ours` | replayed clipped, % |",
-             "|---|---|---|---|---|"]  # fmt: skip
+def beside_ours(sweep: str, every_seed: bool = False) -> str:
+    """Arms read against `grpo` and against `ours`; with `every_seed`, the finals of its record."""
+    found = results()[sweep]
+    final_head = "final, mean and every seed" if every_seed else "final"
+    lines = [f"| arm | {final_head} | − `grpo`, 95 %, seeds ahead | − `ours` | "
+             "replayed clipped, % |", "|---|---|---|---|---|"]  # fmt: skip
     for arm, final in found["final"].items():
+        if every_seed:
+            _, accuracies = courses(sweep, arm, "step")
+            final = f"{final} ({', '.join(f'{each:.1f}' for each in accuracies[:, -1])})"
         ahead = compared(found, arm, "difference", "to_ours")
         lines.append(
             f"| {' | '.join([f'`{arm}`', f'{final}', *ahead, clipped_share(found, arm)])} |"
