@@ -17,12 +17,7 @@ from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import summarise
 from grpo_replay.lab.inspection.rebuild import what_if
 from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter_rows, open_rows
-from grpo_replay.lab.inspection.source import (
-    Source,
-    open_source,
-    read_run_history,
-    read_run_recipe,
-)
+from grpo_replay.lab.inspection.source import Source, open_source
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
 from grpo_replay.storage.atomic import json_values, named_if_unwritable
 from grpo_replay.storage.checkpoint import checkpoint_name
@@ -82,11 +77,10 @@ def _check_options(options: InspectOptions) -> None:
 
 def _consider_code(source: Source, options: InspectOptions) -> None:
     """Name the code of the run that an inspection runs, or with --no-code refuse any."""
-    if source.run_dir is None or source.recipe is None:
+    if source.recipes is None:
         return
     sections = ("replay", "advantage", *(("model", "loss") if options.with_model else ()))
-    history = read_run_history(source.run_dir)
-    found = (each for recipe in history.recipes for each in code_of(recipe, sections))
+    found = (each for recipe in source.recipes.recipes for each in code_of(recipe, sections))
     code = list(dict.fromkeys(found))
     consider_code(code, f"the run in {source.run_dir}", options.no_code, announce=True)
 
@@ -208,7 +202,7 @@ def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -
         raise SnapshotError(
             f"{source.path}: --verify recomputes a run from its rollout log; give a run directory"
         )
-    report = verify_run(source.run_dir, _policies(source.run_dir) if with_model else None)
+    report = verify_run(source.run_dir, _policies(source) if with_model else None)
     if as_json:
         _print_json(report.to_json())
     else:
@@ -216,7 +210,7 @@ def _verify(source: Source, console: Console, as_json: bool, with_model: bool) -
     return 0 if report.passed else SnapshotError.exit_code
 
 
-def _policies(run_dir: Path) -> Callable[[int], Any]:
+def _policies(source: Source) -> Callable[[int], Any]:
     """Opens the policy after a step of the run; of step 0 the model that it began with."""
     from grpo_replay.terminal.quiet import quiet_libraries
 
@@ -224,9 +218,9 @@ def _policies(run_dir: Path) -> Callable[[int], Any]:
         from grpo_replay.engine.models import PlainPolicy
 
     def open_policy(step: int) -> PlainPolicy:
-        recipe = read_run_recipe(run_dir, max(step, 1))
-        assert recipe is not None, "the verification has read it"
-        folder = run_dir / "checkpoints" / checkpoint_name(step) / "model" if step else None
+        assert source.run_dir and source.recipes, "the verification has read them"
+        recipe, checkpoint = source.recipes.at(max(step, 1)), checkpoint_name(step)
+        folder = source.run_dir / "checkpoints" / checkpoint / "model" if step else None
         return PlainPolicy(recipe.model, recipe.run.seed, folder)
 
     return open_policy

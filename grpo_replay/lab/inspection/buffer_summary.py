@@ -1,5 +1,5 @@
 """An inspection: its data types, which `compute` fills and panels, figures, page and JSON show; and
-warnings about an unhealthy buffer and about files of the run that are missing.
+warnings about an unhealthy buffer.
 
 Ages are in training steps; "replayed" counts rows of the draw log up to the inspected step. With
 the pool composition, draws at age 0 count as fresh, not as replayed. The thresholds of warnings are
@@ -8,14 +8,11 @@ rules of thumb (docs/buffer.md, "Healthy ranges").
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from grpo_replay.recipe import ReplaySection
-
-if TYPE_CHECKING:
-    from grpo_replay.lab.inspection.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,7 @@ class Occupancy:
     stored_groups: int
     stored_tokens: int  # completion tokens
     survivors_per_step: float | None  # B': mean over the last τ_max steps; None without a log
-    expected_rollouts: float | None  # min(capacity, τ_max·B'); None if unknown
+    expected_rollouts: int | None  # min(capacity, τ_max·B'): the last of `limits`
     evicted_by_age: int | None
     evicted_by_capacity: int | None
     limits: tuple[tuple[int, int], ...]
@@ -245,9 +242,11 @@ def find_warnings(inspection: Inspection) -> Iterator[str]:
     yield from _survivors(inspection)
     if not inspection.replays:
         return
+    settings = ReplaySection.model_validate(inspection.settings)
     yield from _never_replayed(inspection)
-    yield from _capacity(inspection)
-    yield from _starved(inspection)
+    yield from _capacity(inspection, settings)
+    if settings.anchors_fresh:
+        yield from _starved(inspection, settings)
     yield from _draw_law(inspection)
     yield from _clipping(inspection)
     yield from _kl(inspection)
@@ -257,53 +256,40 @@ def _never_replayed(inspection: Inspection) -> Iterator[str]:
     warmup = inspection.settings["warmup_steps"]
     has_run = bool(inspection.trends) or any(p.name == "generated" for p in inspection.populations)
     if has_run and inspection.step > warmup + 1 and inspection.replayed_rollouts == 0:
-        points = inspection.trends.get("buffer/rollouts", ())
-        stored = [count for step, count in points if warmup <= step < inspection.step]
-        cause = ": the buffer was empty at every draw" if stored and not any(stored) else ""
-        if any(stored):
-            cause = (
-                ", and rollouts were stored: replay.ratio times the survivors of a step rounds to "
-                "0, or files of draws/ are missing"
-            )
         yield (
             f"Nothing was replayed up to step {inspection.step}, although warm-up ended at step "
-            f"{warmup}{cause}."
+            f"{warmup}."
         )
 
 
-def _capacity(inspection: Inspection) -> Iterator[str]:
-    occupancy, max_age = inspection.occupancy, inspection.settings["max_age_steps"]
-    capacity = occupancy.capacity_rollouts
-    if max_age is None or capacity is None:
+def _capacity(inspection: Inspection, settings: ReplaySection) -> Iterator[str]:
+    occupancy, capacity = inspection.occupancy, inspection.occupancy.capacity_rollouts
+    if settings.max_age_steps is None or capacity is None:
         return
     stored = occupancy.stored_rollouts
-    is_query = inspection.settings["unit"] == "query"  # which capacity evicts as a whole
+    is_query = settings.unit == "query"  # which capacity evicts as a whole
     unit = stored / max(occupancy.stored_groups, 1) if is_query else 1
     if stored + unit > capacity:
         oldest = max((row.age_steps for row in inspection.staleness if row.stored), default=0)
-        younger = oldest < max_age - 1
-        so = f", so the capacity limits age instead of max_age_steps {max_age}" if younger else ""
         yield (
             f"The buffer is full, at its capacity of {capacity:,} rollouts: the oldest stored "
-            f"rollout is {oldest} steps old{so}. Raise replay.capacity_rollouts."
+            f"rollout is {oldest} steps old, of max_age_steps {settings.max_age_steps}. Raise "
+            "replay.capacity_rollouts."
         )
 
 
-def _starved(inspection: Inspection) -> Iterator[str]:
+def _starved(inspection: Inspection, settings: ReplaySection) -> Iterator[str]:
     """Fewer rollouts drawn than requested, over the last quarter of the steps after the warm-up."""
-    if not ReplaySection.model_validate(inspection.settings).anchors_fresh:
-        return
-    warmup, points = inspection.settings["warmup_steps"], inspection.trends.get("replay/ratio", ())
-    ratios = [value for step, value in points if step > warmup]
+    points = inspection.trends.get("replay/ratio", ())
+    ratios = [value for step, value in points if step > settings.warmup_steps]
     recent = ratios[-max(1, len(ratios) // 4) :]
-    requested = inspection.settings["ratio"]
-    if recent and inspection.step > warmup + 1:
+    if recent and inspection.step > settings.warmup_steps + 1:
         actual = sum(recent) / len(recent)
-        if 0 < actual < STARVED_SHARE * requested:
+        if 0 < actual < STARVED_SHARE * settings.ratio:
             yield (
                 f"Only {actual:.2f} rollouts were replayed per fresh rollout; replay.ratio "
-                f"requests {requested:.2f}. The buffer has too few: raise replay.max_age_steps or "
-                "lower replay.ratio."
+                f"requests {settings.ratio:.2f}. The buffer has too few: raise "
+                "replay.max_age_steps or lower replay.ratio."
             )
 
 
@@ -359,32 +345,3 @@ def _missing_rewards(inspection: Inspection) -> Iterator[str]:
             "reward: the reward function failed on them, or returned None. They were left out of "
             'their groups. See which: --where "reward is null"; log/ has the first error.'
         )
-
-
-def find_gaps(source: "Source") -> Iterator[str]:
-    """One warning for each kind of file that lacks steps up to the inspected one."""
-    if source.run_dir is None or source.recipe is None or source.step is None:
-        return
-    steps = range(1, source.step + 1)
-    from grpo_replay.lab.inspection.source import read_run_history
-
-    history = read_run_history(source.run_dir)
-    replayed = [step for step in steps if history.at(step).replays]
-    lines = [int(line["step"]) for line in source.metrics]
-    if lines != list(steps):
-        wrong = next((step for step, line in zip(steps, lines, strict=False) if step != line), None)
-        yield (
-            f"metrics.jsonl does not have each of the {len(steps)} steps once and in order, from "
-            f"step {wrong or len(lines) + 1} on. Restore it from a copy."
-        )
-    for folder, files, expected in (
-        ("rollouts", source.rollout_files, steps),
-        ("draws", source.draw_files, replayed),
-    ):
-        missing = sorted(set(expected) - {step for step, _ in files})
-        if missing:
-            more = f" and of {len(missing) - 1} more steps" if len(missing) > 1 else ""
-            yield (
-                f"{folder}/ lacks the file of step {missing[0]}{more}: their rows are missing from "
-                "everything shown here. Restore them from a copy."
-            )

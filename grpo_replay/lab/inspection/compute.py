@@ -21,21 +21,20 @@ from grpo_replay.lab.inspection.buffer_summary import (
     Population,
     Quantiles,
     RunUses,
-    find_gaps,
     find_warnings,
     staleness_rows,
 )
+from grpo_replay.lab.inspection.rebuild import stored_after
 from grpo_replay.lab.inspection.rollout_columns import (
     DrawColumns,
     RolloutColumns,
     counts_updates,
     find_rows,
     iter_columns,
-    no_rollouts,
     read_draws,
     read_log,
-    read_stored,
     updates_of_a_step,
+    uses_of,
 )
 from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import ReplaySection
@@ -50,8 +49,8 @@ _DISTINCT = 16
 def summarise(source: Source) -> Inspection:
     """The inspection of a source. Raises SnapshotError if a file cannot be read."""
     settings, group_size, facts = _settings(source)
-    stored, rebuilt = _stored(source, settings, group_size)
-    step = source.step if source.step is not None else facts["step"]
+    stored, rebuilt = stored_after(source, settings, group_size)
+    step = source.step
     log = read_log(source.rollout_files)
     draws = read_draws(source.draw_files)
     replay_draws = draws.take(draws.age > 0) if settings.pools_fresh else draws
@@ -89,6 +88,32 @@ def summarise(source: Source) -> Inspection:
     return replace(inspection, warnings=(*gaps, *find_warnings(inspection)))
 
 
+def find_gaps(source: Source) -> Iterator[str]:
+    """One warning for each kind of file that lacks steps up to the inspected one."""
+    if source.recipes is None:
+        return
+    steps = range(1, source.step + 1)
+    replayed = [step for step in steps if source.recipes.at(step).replays]
+    lines = [int(line["step"]) for line in source.metrics]
+    if lines != list(steps):
+        wrong = next((step for step, line in zip(steps, lines, strict=False) if step != line), None)
+        yield (
+            f"metrics.jsonl does not have each of the {len(steps)} steps once and in order, from "
+            f"step {wrong or len(lines) + 1} on. Restore it from a copy."
+        )
+    for folder, files, expected in (
+        ("rollouts", source.rollout_files, steps),
+        ("draws", source.draw_files, replayed),
+    ):
+        missing = sorted(set(expected) - {step for step, _ in files})
+        if missing:
+            more = f" and of {len(missing) - 1} more steps" if len(missing) > 1 else ""
+            yield (
+                f"{folder}/ lacks the file of step {missing[0]}{more}: their rows are missing from "
+                "everything shown here. Restore them from a copy."
+            )
+
+
 def _rebuild_warnings(source: Source, inspection: Inspection) -> Iterator[str]:
     """A warning if the rebuilt buffer differs in size from the one the run logged."""
     logged = source.metrics[-1].get("buffer/rollouts") if source.metrics else None
@@ -116,23 +141,11 @@ def _settings(source: Source) -> tuple[ReplaySection, int, Mapping[str, Any]]:
 
 
 def _refuse_another_step(source: Source, found: int) -> None:
-    if source.step not in (None, found):
+    if source.step != found:
         raise SnapshotError(
             f"{source.snapshot} is the buffer after step {found}, in the checkpoint of step "
             f"{source.step}: it was swapped or copied; restore it from a copy"
         )
-
-
-def _stored(
-    source: Source, settings: ReplaySection, group_size: int
-) -> tuple[RolloutColumns, bool]:
-    if source.snapshot is not None:
-        return read_stored(source.snapshot), False
-    if not settings.replays:
-        return no_rollouts(), False
-    from grpo_replay.lab.inspection.rebuild import rebuild_stored
-
-    return rebuild_stored(source, settings, group_size), True
 
 
 def _of_draws(log: RolloutColumns, stored: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
@@ -151,23 +164,19 @@ def _occupancy(
 ) -> Occupancy:
     survivors = None
     if len(log):
-        window = settings.max_age_steps or step
-        births = log.birth_step[log.kept & (log.birth_step > step - window)]
-        survivors = len(births) / min(window, step)
-    expected = None
-    if survivors is not None and settings.replays:
-        steps = step if settings.max_age_steps is None else min(settings.max_age_steps, step)
-        expected = min(float(settings.capacity_rollouts), steps * survivors)
+        window = min(settings.max_age_steps or step, step)
+        survivors = int((log.kept & (log.birth_step > step - window)).sum()) / window
+    limits = occupancy_limits(log, settings, step)
     return Occupancy(
         stored_rollouts=len(stored),
         capacity_rollouts=settings.capacity_rollouts if settings.enabled else None,
         stored_groups=len(np.unique(stored.group_id)),
         stored_tokens=int(stored.tokens.sum()),
         survivors_per_step=survivors,
-        expected_rollouts=expected,
+        expected_rollouts=limits[-1][1] if limits else None,
         evicted_by_age=facts.get("evicted_by_age"),
         evicted_by_capacity=facts.get("evicted_by_capacity"),
-        limits=occupancy_limits(log, settings, step),
+        limits=limits,
     )
 
 
@@ -175,11 +184,11 @@ def occupancy_limits(
     log: RolloutColumns, settings: ReplaySection, step: int
 ) -> tuple[tuple[int, int], ...]:
     """(step, rollouts that capacity and age limit let a buffer hold after it), for every step."""
-    horizon = settings.max_age_steps
-    if horizon is None or not settings.replays or not len(log):
+    if not settings.replays or not len(log):
         return ()
     births = np.bincount(log.birth_step[log.kept], minlength=step + 1)
     total = np.cumsum(births)
+    horizon = settings.max_age_steps or len(total)
     held = total - np.concatenate([np.zeros(horizon, total.dtype), total])[: len(total)]
     limits = np.minimum(held, settings.capacity_rollouts)
     return tuple((at, int(limits[at])) for at in range(1, step + 1))
@@ -289,8 +298,7 @@ def uses_over_run(
     kept = log.take(log.kept)
     if not len(kept):
         return None
-    rows = find_rows(kept.rollout_id, draws.rollout_id)
-    uses = np.bincount(rows[rows >= 0], minlength=len(kept))
+    uses, _ = uses_of(kept.rollout_id, draws)
     all_train = not settings.replays or settings.anchors_fresh
     uses += all_train | (kept.logged_step <= settings.warmup_steps)
     return RunUses(count_values(uses), float(uses.mean()))

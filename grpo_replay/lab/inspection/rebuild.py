@@ -6,21 +6,23 @@ real run would have trained another policy, which would have sampled other rollo
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.inspection.rollout_columns import (
-    DrawColumns,
     RolloutColumns,
     find_rows,
+    no_rollouts,
     read_draws,
     read_log,
+    read_stored,
     updates_of_a_step,
+    uses_of,
 )
-from grpo_replay.lab.inspection.source import Source, read_run_history
+from grpo_replay.lab.inspection.source import Source
 from grpo_replay.recipe import (
     REPLAY_PRESETS,
     ReplaySection,
@@ -58,6 +60,17 @@ def rollouts_without_tokens(columns: RolloutColumns) -> list[Rollout]:
     ]
 
 
+def stored_after(
+    source: Source, settings: ReplaySection, group_size: int
+) -> tuple[RolloutColumns, bool]:
+    """The rollouts stored after `source.step`, and whether they are rebuilt, not of a snapshot."""
+    if source.snapshot is not None:
+        return read_stored(source.snapshot), False
+    if not settings.replays:
+        return no_rollouts(), False
+    return rebuild_stored(source, settings, group_size), True
+
+
 def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> RolloutColumns:
     """The rollouts stored after `source.step`, oldest first, with priorities and uses.
 
@@ -68,11 +81,18 @@ def rebuild_stored(source: Source, settings: ReplaySection, group_size: int) -> 
             f"{source.path}: no checkpoint of step {source.step} and no rollouts/ to rebuild the "
             "buffer from; choose a step with a checkpoint"
         )
-    steps, log = survivors_for(source, source.step or 0, settings)
+    steps, log = survivors_for(source, source.step, settings)
     buffer = ReplayBuffer(settings, group_size)
     for _ in replay_storage(buffer, log, steps):
         pass
-    return _with_uses(buffer, log, read_draws(source.draw_files))
+    stored = log.take(find_rows(log.rollout_id, buffer.column("rollout_id")))
+    times_used, last_used_step = uses_of(stored.rollout_id, read_draws(source.draw_files))
+    return replace(
+        stored,
+        priority=np.array(buffer.column("priority"), np.float64),
+        times_used=times_used,
+        last_used_step=last_used_step,
+    )
 
 
 def survivors_for(
@@ -108,17 +128,6 @@ def replay_storage(
         yield step
 
 
-def _with_uses(buffer: ReplayBuffer, log: RolloutColumns, draws: DrawColumns) -> RolloutColumns:
-    ids = np.array(buffer.column("rollout_id"))
-    stored = log.take(find_rows(log.rollout_id, ids))
-    stored.priority[:] = buffer.column("priority")
-    rows = find_rows(ids, draws.rollout_id)
-    hit = rows >= 0
-    np.add.at(stored.times_used, rows[hit], 1)
-    np.maximum.at(stored.last_used_step, rows[hit], draws.step[hit])
-    return stored
-
-
 REPEATS = 5
 """Number of simulations with different random draws, which give the standard deviation."""
 
@@ -130,23 +139,8 @@ CANNOT_KNOW = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DrawStatistics:
-    """Statistics of the rollouts trained on, over a whole run. None if undefined without replay."""
-
-    replayed_rollouts: float
-    replayed_per_fresh: float | None
-    age_mean: float | None  # at use, in `WhatIf.age_unit`
-    age_p95: float | None
-    abs_advantage_mean: float | None  # of replayed rollouts
-    abs_advantage_share: float | None  # Σ|A| replayed / Σ|A| trained on
-    correct_share: float | None  # of what was replayed
-    never_drawn_share: float | None  # survivors that were never drawn
-    prompts_replayed: float  # distinct
-    ess_mean: float | None  # 1/ΣP² of the draw, in rollouts or queries
-    entropy_mean: float | None  # nats, of the draw
-    stored_mean: float | None  # rollouts in the buffer at the end of a step
-    trained_tokens_per_generated: float | None
+Statistics = dict[str, float | None]
+"""Of the rollouts trained on, over a whole run: see `statistics`. None if undefined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +151,11 @@ class WhatIf:
     deviations, 0 for deterministic statistics."""
 
     changes: Mapping[str, Any]
-    logged: DrawStatistics
-    same: DrawStatistics
-    same_error: DrawStatistics
-    changed: DrawStatistics
-    changed_error: DrawStatistics
-    age_unit: str  # updates if all columns make a draw for each update of a step, else steps
+    logged: Statistics
+    same: Statistics
+    same_error: Statistics
+    changed: Statistics
+    changed_error: Statistics
     cannot_know: str = CANNOT_KNOW
 
 
@@ -199,7 +192,6 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     steps = steps_of(log, recipe.rollouts_per_step if recipe.run.is_async else None)
     own = updates_of_a_step(recipe.draws_per_step, source.draw_files)
     changed_to = recipe.model_copy(update={"replay": other}).draws_per_step
-    in_updates = own == changed_to > 1
     plan = [
         (*each, seed)
         for each in ((recipe.replay, own), (other, changed_to))
@@ -207,19 +199,18 @@ def what_if(source: Source, changes: Sequence[str]) -> WhatIf:
     ]
     group_size = recipe.sampling.group_size
     results = [
-        simulate(log, settings, group_size, steps, number, draws, 1 if in_updates else draws)
+        simulate(log, settings, group_size, steps, number, draws)
         for settings, draws, number in tracked(plan, "replaying the log")
     ]
     same, changed = results[:REPEATS], results[REPEATS:]
     before, after = recipe.replay.model_dump(mode="json"), other.model_dump(mode="json")
     return WhatIf(
         changes={key: [before[key], after[key]] for key in after if after[key] != before[key]},
-        logged=statistics(log, _logged(source, log, recipe.replay), 1 if in_updates else own),
+        logged=statistics(log, _logged(source, log, recipe.replay), own),
         same=_across(same, _mean),
         same_error=_across(same, _deviation),
         changed=_across(changed, _mean),
         changed_error=_across(changed, _deviation),
-        age_unit="updates" if in_updates else "steps",
     )
 
 
@@ -227,12 +218,11 @@ _SIMULATED = ("replay.", "batch.updates_per_step", "batch.mini_batch", "sampling
 
 
 def _refuse_changed_recipes(source: Source) -> None:
-    assert source.run_dir is not None, "it has a recipe"
-    history = read_run_history(source.run_dir)
-    for after, recipe in history.changed:
-        if after >= (source.step or 0):
+    assert source.recipes is not None
+    for after, recipe in source.recipes.changed:
+        if after >= source.step:
             return
-        for key, old, new in differences(history.at(1), recipe):
+        for key, old, new in differences(source.recipes.first, recipe):
             if key.startswith(_SIMULATED):
                 raise UsageError(
                     f"--what-if: the run changed {key} from {old!r} to {new!r} after step {after}, "
@@ -276,11 +266,9 @@ def simulate(
     steps: Sequence[tuple[int, int]],
     seed: int,
     draws_per_step: int = 1,
-    ages_of_a_step: int = 1,
-) -> DrawStatistics:
+) -> Statistics:
     """Statistics of one simulation: the log through buffer and composer with these settings.
-    `steps` has each step and the rollouts that it generates; `ages_of_a_step` as in
-    `statistics`."""
+    `steps` has each step and the rollouts that it generates."""
     rng = np.random.default_rng(seed)
     log = kept_under(log, settings)
     buffer = ReplayBuffer(settings, group_size)
@@ -303,7 +291,7 @@ def simulate(
         entropies=[draw.entropy for draw in draws],
         stored=stored,
     )
-    return statistics(log, trained, ages_of_a_step)
+    return statistics(log, trained, draws_per_step)
 
 
 def steps_of(log: RolloutColumns, generated: int | None) -> list[tuple[int, int]]:
@@ -368,8 +356,9 @@ def _series(source: Source, name: str) -> list[float]:
     return [line[name] for line in source.metrics if line.get(name) is not None]
 
 
-def statistics(log: RolloutColumns, trained: _Trained, ages_of_a_step: int = 1) -> DrawStatistics:
-    """Draw statistics of the rollouts trained on; ages are divided by `ages_of_a_step`."""
+def statistics(log: RolloutColumns, trained: _Trained, ages_of_a_step: int = 1) -> Statistics:
+    """Statistics of the rollouts trained on, those of advantage and reward of what was replayed;
+    ages at use in steps, of which each has `ages_of_a_step`."""
     replayed, ages = trained.row[trained.replayed], trained.age[trained.replayed] // ages_of_a_step
     fresh_count = int(log.kept.sum())
     magnitude = np.abs(np.nan_to_num(log.advantage))
@@ -377,23 +366,23 @@ def statistics(log: RolloutColumns, trained: _Trained, ages_of_a_step: int = 1) 
     uses = np.bincount(replayed, minlength=len(log))[log.kept]
     some = len(replayed) > 0
     generated_tokens = int(log.tokens.sum())
-    return DrawStatistics(
-        replayed_rollouts=float(len(replayed)),
-        replayed_per_fresh=len(replayed) / fresh_count if fresh_count else None,
-        age_mean=float(ages.mean()) if some else None,
-        age_p95=float(np.quantile(ages, 0.95)) if some else None,
-        abs_advantage_mean=float(magnitude[replayed].mean()) if some else None,
-        abs_advantage_share=float(replayed_mass / mass) if some and mass > 0 else None,
-        correct_share=float(log.correct[replayed].mean()) if some else None,
-        never_drawn_share=float((uses == 0).mean()) if fresh_count else None,
-        prompts_replayed=float(len(np.unique(log.prompt[replayed]))),
-        ess_mean=_mean(trained.ess),
-        entropy_mean=_mean(trained.entropies),
-        stored_mean=_mean(trained.stored),
-        trained_tokens_per_generated=(
+    return {
+        "replayed_rollouts": float(len(replayed)),
+        "replayed_per_fresh": len(replayed) / fresh_count if fresh_count else None,
+        "age_mean": float(ages.mean()) if some else None,
+        "age_p95": float(np.quantile(ages, 0.95)) if some else None,
+        "abs_advantage_mean": float(magnitude[replayed].mean()) if some else None,
+        "abs_advantage_share": float(replayed_mass / mass) if some and mass > 0 else None,
+        "correct_share": float(log.correct[replayed].mean()) if some else None,
+        "never_drawn_share": float((uses == 0).mean()) if fresh_count else None,
+        "prompts_replayed": float(len(np.unique(log.prompt[replayed]))),
+        "ess_mean": _mean(trained.ess),
+        "entropy_mean": _mean(trained.entropies),
+        "stored_mean": _mean(trained.stored),
+        "trained_tokens_per_generated": (
             float(log.tokens[trained.row].sum() / generated_tokens) if generated_tokens else None
         ),
-    )
+    }
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -405,10 +394,10 @@ def _deviation(values: Sequence[float]) -> float | None:
 
 
 def _across(
-    runs: Sequence[DrawStatistics], combine: Callable[[Sequence[float]], float | None]
-) -> DrawStatistics:
-    values: dict[str, Any] = {}
-    for field in fields(DrawStatistics):
-        known = [getattr(run, field.name) for run in runs]
-        values[field.name] = None if None in known else combine(known)
-    return DrawStatistics(**values)
+    runs: Sequence[Statistics], combine: Callable[[Sequence[float]], float | None]
+) -> Statistics:
+    found: Statistics = {}
+    for name in runs[0]:
+        known = [value for run in runs if (value := run[name]) is not None]
+        found[name] = combine(known) if len(known) == len(runs) else None
+    return found

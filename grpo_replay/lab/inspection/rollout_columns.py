@@ -267,6 +267,15 @@ def read_draws(files: Sequence[tuple[int, Path]]) -> DrawColumns:
     return DrawColumns(*(np.concatenate(part) for part in parts))
 
 
+def uses_of(ids_N: np.ndarray, draws: DrawColumns) -> tuple[np.ndarray, np.ndarray]:
+    """How often each of the rollouts was drawn, int32 [N], and the step of its last draw, int64
+    [N]: NEVER without one."""
+    rows = find_rows(ids_N, draws.rollout_id)
+    drawn, last_N = rows >= 0, np.full(len(ids_N), NEVER)
+    np.maximum.at(last_N, rows[drawn], draws.step[drawn])
+    return np.bincount(rows[drawn], minlength=len(ids_N)).astype(np.int32), last_N
+
+
 def find_rows(ids_N: np.ndarray, wanted_M: Sequence[int] | np.ndarray) -> np.ndarray:
     """Row of each wanted id in `ids_N` (distinct, in any order); NO_ROW for an unknown id."""
     wanted = np.asarray(wanted_M, dtype=np.int64)

@@ -28,21 +28,18 @@ from grpo_replay.errors import (
     did_you_mean,
     first_line,
 )
-from grpo_replay.lab.inspection.rebuild import rebuild_stored
+from grpo_replay.lab.inspection.rebuild import stored_after
 from grpo_replay.lab.inspection.rollout_columns import (
     NEVER,
-    DrawColumns,
     Kind,
-    find_rows,
     iter_columns,
     list_lengths,
     read_draws,
     read_optional_fields,
-    read_stored,
     schema_of,
+    uses_of,
 )
 from grpo_replay.lab.inspection.source import Source
-from grpo_replay.replay.snapshot import read_snapshot_facts
 from grpo_replay.storage.atomic import json_values, written_whole
 from grpo_replay.storage.parquet import EXPORT_MARKS
 from grpo_replay.storage.rollout_log import EXTRA
@@ -63,12 +60,8 @@ USES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DerivedColumn:
-    """A column computed from one column of the file."""
-
-    base: str
-    compute: Callable[[pa.Array], pa.Array]
+Derived = Mapping[str, tuple[str, Callable[[pa.Array], pa.Array]]]
+"""Columns computed from one column of the file: its name, and the function."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,66 +72,50 @@ class RowSource:
     files: tuple[Path, ...]
     step: int
     schema: pa.Schema  # columns of the file, then the derived columns
-    derived: Mapping[str, DerivedColumn]
+    derived: Derived
 
 
 def open_rows(source: Source) -> RowSource:
     """All generated rollouts of a run with their uses, or the stored rollouts of a checkpoint or
     snapshot. Raises SnapshotError if a file cannot be read."""
+    step = source.step
     if source.kind != "run" and source.snapshot is not None:
-        step = source.step
-        if step is None:
-            step = read_snapshot_facts(source.snapshot)["step"]
         schema = pa.schema([*schema_of("buffer"), *DERIVED])
         return RowSource("buffer", (source.snapshot,), step, schema, _derived(step))
-    step = source.step or 0
     return RowSource(
         kind="rollouts",
         files=tuple(path for _, path in source.rollout_files),
         step=step,
         schema=pa.schema([*schema_of("rollouts"), *DERIVED, *USES]),
-        derived={**_derived(step), **_uses(read_draws(source.draw_files), _stored_ids(source))},
+        derived={**_derived(step), **_uses(source)},
     )
 
 
-def _derived(step: int) -> dict[str, DerivedColumn]:
+def _derived(step: int) -> Derived:
     return {
-        "age_steps": DerivedColumn("birth_step", lambda births: pc.subtract(step, births)),
-        "completion_tokens": DerivedColumn("completion_token_ids", list_lengths),
-        "prompt_tokens": DerivedColumn("prompt_token_ids", list_lengths),
-        "abs_advantage": DerivedColumn("advantage", pc.abs),
+        "age_steps": ("birth_step", lambda births: pc.subtract(step, births)),
+        "completion_tokens": ("completion_token_ids", list_lengths),
+        "prompt_tokens": ("prompt_token_ids", list_lengths),
+        "abs_advantage": ("advantage", pc.abs),
     }
 
 
-def _uses(draws: DrawColumns, stored_ids: np.ndarray) -> dict[str, DerivedColumn]:
-    def times_used(ids: pa.Array) -> pa.Array:
-        rows = find_rows(ids.to_numpy(), draws.rollout_id)
-        return pa.array(np.bincount(rows[rows >= 0], minlength=len(ids)).astype(np.int32))
+def _uses(source: Source) -> Derived:
+    draws, stored_ids = read_draws(source.draw_files), np.zeros(0, dtype=np.int64)
+    recipe = source.recipe
+    if recipe is not None and (source.rollout_files or source.snapshot):
+        stored, _ = stored_after(source, recipe.replay, recipe.sampling.group_size)
+        stored_ids = stored.rollout_id
 
     def last_used_step(ids: pa.Array) -> pa.Array:
-        rows = find_rows(ids.to_numpy(), draws.rollout_id)
-        found = rows >= 0
-        last = np.full(len(ids), NEVER, dtype=np.int64)
-        np.maximum.at(last, rows[found], draws.step[found])
+        _, last = uses_of(ids.to_numpy(), draws)
         return pa.array(last, mask=last == NEVER)
 
-    def stored(ids: pa.Array) -> pa.Array:
-        return pa.array(np.isin(ids.to_numpy(), stored_ids))
-
     return {
-        "times_used": DerivedColumn("rollout_id", times_used),
-        "last_used_step": DerivedColumn("rollout_id", last_used_step),
-        "stored": DerivedColumn("rollout_id", stored),
+        "times_used": ("rollout_id", lambda ids: pa.array(uses_of(ids.to_numpy(), draws)[0])),
+        "last_used_step": ("rollout_id", last_used_step),
+        "stored": ("rollout_id", lambda ids: pa.array(np.isin(ids.to_numpy(), stored_ids))),
     }
-
-
-def _stored_ids(source: Source) -> np.ndarray:
-    if source.snapshot is not None:
-        return read_stored(source.snapshot).rollout_id
-    recipe = source.recipe
-    if recipe is None or not recipe.replays or not source.rollout_files:
-        return np.zeros(0, dtype=np.int64)
-    return rebuild_stored(source, recipe.replay, recipe.sampling.group_size).rollout_id
 
 
 class Filter:
@@ -207,7 +184,7 @@ def iter_rows(
 ) -> Iterator[pa.Table]:
     """Tables of `columns`, in this order, of the rollouts that pass the filter, batch by batch."""
     needed = [*columns, *(sorted(where.columns - set(columns)) if where else ())]
-    bases = [rows.derived[name].base if name in rows.derived else name for name in needed]
+    bases = [rows.derived[name][0] if name in rows.derived else name for name in needed]
     for path in tracked(rows.files, "reading rollouts"):
         for batch in iter_columns(path, rows.kind, list(dict.fromkeys(bases))):
             table = pa.table({name: _column(rows, batch, name) for name in needed})
@@ -218,12 +195,12 @@ def iter_rows(
 
 
 def _column(rows: RowSource, batch: pa.RecordBatch, name: str) -> pa.Array:
-    derived = rows.derived.get(name)
-    if derived is None and name not in batch.schema.names:
+    if name in rows.derived:
+        base, compute = rows.derived[name]
+        return compute(batch.column(base))
+    if name not in batch.schema.names:
         return pa.nulls(batch.num_rows, rows.schema.field(name).type)
-    if derived is None:
-        return batch.column(name)
-    return derived.compute(batch.column(derived.base))
+    return batch.column(name)
 
 
 def export_rows(rows: RowSource, where: Filter | None, target: Path) -> int:

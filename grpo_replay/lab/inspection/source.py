@@ -1,6 +1,5 @@
 """Opens PATH as a run, a checkpoint or a snapshot, and finds its files up to a step."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +8,9 @@ from typing import Any, Literal
 
 from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, step_of
-from grpo_replay.storage.recipe_history import (
-    RecipeHistory,
-    read_history,
-    read_recipe_file,
-    recipe_file,
-)
+from grpo_replay.replay.snapshot import read_snapshot_facts
+from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, read_state, step_of
+from grpo_replay.storage.recipe_history import RECIPE_FILE, RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import read_metrics
 
 _STEP_FILE = re.compile(r"step_(\d+)\.parquet")
@@ -26,18 +21,23 @@ class Source:
     """The files behind an inspection, as of training step `step`.
 
     `snapshot` is the buffer written at exactly that step, or None if the buffer must be rebuilt
-    from the rollout log. A snapshot outside a run has no run directory and no recipe.
+    from the rollout log. A snapshot outside a run has no run directory and no recipes.
     """
 
     path: Path
     kind: Literal["run", "checkpoint", "snapshot"]
-    step: int | None  # None if only the metadata of the snapshot has it
+    step: int
     snapshot: Path | None
     run_dir: Path | None
-    recipe: Recipe | None
+    recipes: RecipeHistory | None
     metrics: tuple[Mapping[str, Any], ...]
     rollout_files: tuple[tuple[int, Path], ...]  # (step, file), steps ascending and ≤ step
     draw_files: tuple[tuple[int, Path], ...]
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The resolved recipe under which `step` was trained."""
+        return None if self.recipes is None else self.recipes.at(self.step)
 
 
 def open_source(path: str | Path, step: int | None = None) -> Source:
@@ -59,7 +59,7 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
             )
         raise SnapshotError(
             f"{path}: neither a run directory (metrics.jsonl, rollouts/, checkpoints/) nor a "
-            f"checkpoint (state.json, buffer.parquet); it contains {_listing(path)}"
+            "checkpoint (state.json, buffer.parquet)"
         )
     if path.is_file():
         return _open_snapshot(path, step)
@@ -67,11 +67,6 @@ def open_source(path: str | Path, step: int | None = None) -> Source:
         f"{path}: no such file or directory. Give a run directory, a checkpoint, or a snapshot "
         "(buffer.parquet)"
     )
-
-
-def _listing(folder: Path) -> str:
-    names = sorted(entry.name for entry in folder.iterdir())
-    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") if names else "nothing"
 
 
 def _is_run(folder: Path) -> bool:
@@ -104,43 +99,36 @@ def _open_run(run_dir: Path, step: int | None) -> Source:
 
 def _open_checkpoint(folder: Path, step: int | None) -> Source:
     folder = folder.resolve()
-    if not (folder / "manifest.json").exists() and (folder / "state.json").exists():
-        raise SnapshotError(
-            f"{folder}: the checkpoint is incomplete (no manifest.json); use the previous one"
-        )
-    at = _checkpoint_step(folder)
-    if step is not None and at is not None and step != at:
+    snapshot = folder / "buffer.parquet"
+    at = _step_of(snapshot)
+    if step not in (None, at):
         raise SnapshotError(
             f"{folder}: this is the checkpoint of step {at}, not of step {step}; pass the run "
             "directory to inspect other steps"
         )
-    snapshot = folder / "buffer.parquet"
     return _source(
         folder, "checkpoint", at, snapshot if snapshot.exists() else None, _run_of(folder)
     )
 
 
 def _open_snapshot(path: Path, step: int | None) -> Source:
-    folder = path.resolve().parent
-    at = _checkpoint_step(folder)
-    if step is not None and at != step:
+    at = _step_of(path)
+    if step not in (None, at):
         raise SnapshotError(
-            f"{path}: --step {step} needs a run directory; a snapshot has a single step"
-            + (f" ({at})" if at is not None else "")
+            f"{path}: --step {step} needs a run directory; a snapshot has a single step ({at})"
         )
-    return _source(path, "snapshot", at, path, _run_of(folder))
+    return _source(path, "snapshot", at, path, _run_of(path.resolve().parent))
 
 
-def _checkpoint_step(folder: Path) -> int | None:
-    state = folder / "state.json"
-    if state.exists():
-        try:
-            return int(json.loads(state.read_text(encoding="utf-8"))["step"])
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise SnapshotError(
-                f"{state}: not a valid checkpoint state (a JSON object with a step)"
-            ) from error
-    return step_of(folder)
+def _step_of(snapshot: Path) -> int:
+    """The step of a checkpoint by the name of its folder, which the run trusts; else by its files.
+    A checkpoint of a run without replay has no snapshot."""
+    named = step_of(snapshot.resolve().parent)
+    if named is not None:
+        return named
+    if snapshot.exists():
+        return read_snapshot_facts(snapshot)["step"]
+    return read_state(snapshot.parent).step
 
 
 def _run_of(checkpoint: Path) -> Path | None:
@@ -154,12 +142,12 @@ def _run_of(checkpoint: Path) -> Path | None:
 def _source(
     path: Path,
     kind: Literal["run", "checkpoint", "snapshot"],
-    step: int | None,
+    step: int,
     snapshot: Path | None,
     run_dir: Path | None,
 ) -> Source:
     def until(files: tuple[tuple[int, Path], ...]) -> tuple[tuple[int, Path], ...]:
-        return tuple((at, file) for at, file in files if step is None or at <= step)
+        return tuple((at, file) for at, file in files if at <= step)
 
     if run_dir is None:
         return Source(path, kind, step, snapshot, None, None, (), (), ())
@@ -170,8 +158,8 @@ def _source(
         step=step,
         snapshot=snapshot,
         run_dir=run_dir,
-        recipe=read_run_recipe(run_dir, step),
-        metrics=tuple(line for line in metrics if step is None or line["step"] <= step),
+        recipes=_read_recipes(run_dir),
+        metrics=tuple(line for line in metrics if line["step"] <= step),
         rollout_files=until(step_files(run_dir / "rollouts")),
         draw_files=until(step_files(run_dir / "draws")),
     )
@@ -193,20 +181,9 @@ def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
     return {step: path for step, path in snapshots.items() if path.exists()}
 
 
-def read_run_recipe(run_dir: Path, step: int | None = None) -> Recipe | None:
-    """The resolved recipe under which a run trained `step` (default: the last); None without one.
-    Raises SnapshotError if invalid."""
-    path = recipe_file(run_dir, step)
-    if not path.exists():
+def _read_recipes(run_dir: Path) -> RecipeHistory | None:
+    if not (run_dir / RECIPE_FILE).exists():
         return None
-    try:
-        return read_recipe_file(path)
-    except RecipeError as error:
-        raise SnapshotError(f"the recipe of the run is invalid: {error}") from error
-
-
-def read_run_history(run_dir: Path) -> RecipeHistory:
-    """All recipes of a run. Raises SnapshotError if one is invalid."""
     try:
         return read_history(run_dir)
     except RecipeError as error:

@@ -18,25 +18,15 @@ from rich.text import Text
 from grpo_replay.errors import SnapshotError
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import OUTCOME_COLUMNS
-from grpo_replay.lab.inspection.rebuild import DrawStatistics, WhatIf, replay_storage, survivors_for
+from grpo_replay.lab.inspection.rebuild import Statistics, WhatIf, replay_storage, survivors_for
 from grpo_replay.lab.inspection.rollout_columns import Kind, iter_columns, schema_of
-from grpo_replay.lab.inspection.source import Source, read_run_history
+from grpo_replay.lab.inspection.source import Source
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.storage.recipe_history import RecipeHistory
 from grpo_replay.terminal.console import print_table, printable
 
 _MEMBER = ("rollout_id", "completion_index", "reward", "advantage", "verdict")
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One draw of the rollout."""
-
-    step: int
-    age_steps: int
-    probability: float
-    outcome: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +38,7 @@ class Life:
     group: tuple[Mapping[str, Any], ...]  # all members, including this rollout
     logged_step: int | None  # the step that took it from the sampler; None in a snapshot
     fresh_outcome: Mapping[str, Any] | None  # None if that step did not train on it without a draw
-    uses: tuple[Use, ...]
+    uses: tuple[Mapping[str, Any], ...]  # rows of draws/, with its step, age and outcome
     fate: str  # one sentence
 
 
@@ -60,7 +50,7 @@ def read_life(source: Source, rollout_id: int) -> Life:
     row, group, step = _find(source, rollout_id)
     uses = _uses(source, rollout_id)
     # With pool and FIFO, the use of a step that drew the rollout is in both logs.
-    drawn = any(use.step == step for use in uses)
+    drawn = any(use["step"] == step for use in uses)
     trained_fresh = step is not None and row["tokens"] is not None and not drawn
     return Life(
         rollout={name: value for name, value in row.items() if name not in OUTCOME_COLUMNS},
@@ -102,22 +92,18 @@ def _rows(kind: Kind, path: Path, rollout_id: int, group_id: int) -> tuple[dict,
     return next(row for row in members if row["rollout_id"] == rollout_id), members
 
 
-def _uses(source: Source, rollout_id: int) -> tuple[Use, ...]:
+def _uses(source: Source, rollout_id: int) -> tuple[Mapping[str, Any], ...]:
     names = ("rollout_id", "step", "age_steps", "probability", *OUTCOME_COLUMNS)
-    uses: list[Use] = []
+    uses: list[Mapping[str, Any]] = []
     for _, path in source.draw_files:
         for batch in iter_columns(path, "draws", names):
             matching = batch.filter(pc.equal(batch.column(0), rollout_id))
-            for row in matching.to_pylist():
-                outcome = {name: row[name] for name in OUTCOME_COLUMNS}
-                uses.append(Use(row["step"], row["age_steps"], row["probability"], outcome))
+            uses += matching.drop_columns("rollout_id").to_pylist()
     return tuple(uses)
 
 
 def _fate(source: Source, row: Mapping[str, Any], step: int | None) -> str:
-    history = None
-    if source.run_dir is not None and source.recipe is not None:
-        history = read_run_history(source.run_dir)
+    history = source.recipes
     if row["reward"] is None:
         return "never stored: the reward function gave no reward, so it counts nowhere"
     if row["group_reward_std"] is None:
@@ -191,8 +177,8 @@ FOLDED = 8
 _STATISTICS: tuple[tuple[str, str, str], ...] = (
     ("replayed_rollouts", "rollouts replayed", ",.0f"),
     ("replayed_per_fresh", "replayed per survivor", ".3f"),
-    ("age_mean", "age at use in {unit}, mean", ".2f"),
-    ("age_p95", "age in {unit}, 95th percentile", ".1f"),
+    ("age_mean", "age at use in steps, mean", ".2f"),
+    ("age_p95", "age in steps, 95th percentile", ".1f"),
     ("abs_advantage_mean", "mean |A| of replayed rollouts", ".3f"),
     ("abs_advantage_share", "replayed share of total |A|", ".1%"),
     ("correct_share", "correct replayed rollouts", ".1%"),
@@ -238,8 +224,8 @@ def print_what_if(result: WhatIf, console: Console) -> None:
     table.add_column("changed,\nsimulated", justify="right", style="green")
     for name, label, format_spec in _STATISTICS:
         table.add_row(
-            label.format(unit=result.age_unit),
-            _cell(result.logged, None, name, format_spec),
+            label,
+            _cell(result.logged, {}, name, format_spec),
             _cell(result.same, result.same_error, name, format_spec),
             _cell(result.changed, result.changed_error, name, format_spec),
         )
@@ -248,13 +234,10 @@ def print_what_if(result: WhatIf, console: Console) -> None:
     console.print(f"[yellow]Limits.[/yellow] {result.cannot_know}")
 
 
-def _cell(
-    values: DrawStatistics, errors: DrawStatistics | None, name: str, format_spec: str
-) -> str:
-    value = getattr(values, name)
+def _cell(values: Statistics, errors: Statistics, name: str, format_spec: str) -> str:
+    value, error = values[name], errors.get(name)
     if value is None:
         return "–"
-    error = getattr(errors, name) if errors is not None else None
     # Deterministic statistics differ between simulations by rounding only.
     if error is None or error <= 1e-9 * abs(value):
         return format(value, format_spec)
@@ -373,12 +356,8 @@ def _life_table(life: Life) -> Table:
         step = str(life.logged_step)
         table.add_row(step, "fresh", "–", *_outcome_cells(life.fresh_outcome))
     for use in life.uses:
-        table.add_row(
-            str(use.step),
-            str(use.age_steps),
-            f"{use.probability:.2%}",
-            *_outcome_cells(use.outcome),
-        )
+        law = str(use["step"]), str(use["age_steps"]), f"{use['probability']:.2%}"
+        table.add_row(*law, *_outcome_cells(use))
     return table
 
 

@@ -40,7 +40,7 @@ def refused(copy, *words, command=("inspect-buffer",)):
 
 
 def test_a_whole_run_has_no_gaps(runs):
-    from grpo_replay.lab.inspection.buffer_summary import find_gaps
+    from grpo_replay.lab.inspection.compute import find_gaps
 
     for preset in ("ours", "fifo", "grpo"):
         assert list(find_gaps(open_source(runs[preset]))) == []

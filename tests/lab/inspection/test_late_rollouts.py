@@ -64,7 +64,9 @@ def test_a_life_lists_every_use_once(late, preset, capsys):
     drawn = (at_once or draws)[0]["rollout_id"]
     life = read_life(open_source(late[preset]), drawn)
     assert life.logged_step == steps[drawn]
-    assert [use.step for use in life.uses] == [r["step"] for r in draws if r["rollout_id"] == drawn]
+    assert [use["step"] for use in life.uses] == [
+        r["step"] for r in draws if r["rollout_id"] == drawn
+    ]
     assert (life.fresh_outcome is None) == (preset == "fifo")
     inspect_run(str(late[preset]), show=drawn)
     shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]

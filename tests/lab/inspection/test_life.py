@@ -27,11 +27,11 @@ def test_a_life_lists_every_use_and_the_eviction(runs):
     assert count > 1
     mine = [row for row in draws if row["rollout_id"] == rollout_id]
     life = read_life(open_source(runs["ours"]), rollout_id)
-    assert [(use.step, use.age_steps) for use in life.uses] == [
+    assert [(use["step"], use["age_steps"]) for use in life.uses] == [
         (row["step"], row["age_steps"]) for row in mine
     ]
-    assert [use.probability for use in life.uses] == [row["probability"] for row in mine]
-    assert life.uses[0].outcome["approx_kl"] == mine[0]["approx_kl"]
+    assert [use["probability"] for use in life.uses] == [row["probability"] for row in mine]
+    assert life.uses[0]["approx_kl"] == mine[0]["approx_kl"]
     birth = life.rollout["birth_step"]
     assert life.fate == f"evicted at the end of step {birth + 5}, at age 5, by max_age_steps 5"
     assert life.fresh_outcome["tokens"] == len(life.rollout["completion_token_ids"])

@@ -9,6 +9,7 @@ import pytest
 from commands import run_inspect as run
 
 from grpo_replay.errors import SnapshotError, UsageError
+from grpo_replay.lab.inspection.source import open_source
 
 
 @pytest.fixture
@@ -29,11 +30,7 @@ def test_a_missing_path(tmp_path):
 
 def test_a_folder_that_is_not_a_run(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
-    refused(tmp_path, "neither a run directory .* it contains notes.txt")
-
-
-def test_an_empty_folder(tmp_path):
-    refused(tmp_path, "it contains nothing")
+    refused(tmp_path, "neither a run directory .* nor a checkpoint")
 
 
 def test_an_empty_file(tmp_path):
@@ -73,10 +70,22 @@ def test_a_damaged_page(copy):
     refused(copy, "step_000015.parquet")
 
 
-def test_an_incomplete_checkpoint(copy):
+def test_an_incomplete_checkpoint_is_no_buffer_of_its_run(copy):
     (copy / "checkpoints" / "step_000024" / "manifest.json").unlink()
-    refused(copy / "checkpoints" / "step_000024", "incomplete .no manifest.json")
-    run(str(copy))  # the run itself is rebuilt from its log
+    assert open_source(copy).snapshot is None  # the run is rebuilt from its log
+
+
+def test_a_snapshot_in_the_folder_of_another_step_is_refused(copy):
+    older, newest = (copy / "checkpoints" / f"step_{n:06d}" / "buffer.parquet" for n in (12, 24))
+    shutil.copy(older, newest)
+    for place in (newest, newest.parent, copy):
+        refused(place, "the buffer after step 12, in the checkpoint of step 24: it was swapped")
+
+
+@pytest.mark.parametrize("preset", ["ours", "grpo"])
+def test_the_step_of_a_checkpoint_with_another_name_is_that_of_its_files(runs, tmp_path, preset):
+    moved = shutil.copytree(runs[preset] / "checkpoints" / "step_000012", tmp_path / "best")
+    assert open_source(moved).step == 12
 
 
 def test_an_unknown_step(copy):
@@ -91,11 +100,6 @@ def test_an_invalid_line_of_metrics(copy):
     lines[4] = "{not json"
     path.write_text("\n".join(lines) + "\n")
     refused(copy, r"metrics.jsonl:5: not a line of metrics")
-
-
-def test_an_invalid_checkpoint_state(copy):
-    (copy / "checkpoints" / "step_000024" / "state.json").write_text("[]")
-    refused(copy / "checkpoints" / "step_000024", "state.json: not a valid checkpoint state")
 
 
 def test_an_invalid_recipe(copy):

@@ -89,7 +89,7 @@ def test_a_real_rollout_shows_its_prompt(real, capsys):
 def test_a_run_with_a_shorter_age_matches_the_what_if(real, tmp_path):
     predicted = what_if(open_source(real["ours"]), ["max_age_steps=2"])
     actual = what_if(open_source(train(tmp_path / "run", "ours", max_age_steps=2)), []).logged
-    assert actual.age_p95 == predicted.changed.age_p95 == 2.0
-    assert actual.age_mean == pytest.approx(predicted.changed.age_mean, abs=0.2)
-    assert predicted.logged.age_mean - actual.age_mean > 0.8
-    assert actual.stored_mean == pytest.approx(predicted.changed.stored_mean, rel=0.25)
+    assert actual["age_p95"] == predicted.changed["age_p95"] == 2.0
+    assert actual["age_mean"] == pytest.approx(predicted.changed["age_mean"], abs=0.2)
+    assert predicted.logged["age_mean"] - actual["age_mean"] > 0.8
+    assert actual["stored_mean"] == pytest.approx(predicted.changed["stored_mean"], rel=0.25)

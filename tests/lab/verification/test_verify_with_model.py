@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from grpo_replay.cli.app import app
 from grpo_replay.cli.inspect_command import _policies
+from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.verification.verify import verify_run
 
 CHECKPOINTS = (5, 8, 12)
@@ -28,7 +29,7 @@ def run(one_update_run, tmp_path) -> Path:
 
 
 def failed(run: Path, with_model: bool = True) -> set[str]:
-    report = verify_run(run, _policies(run) if with_model else None)
+    report = verify_run(run, _policies(open_source(run)) if with_model else None)
     return {check.name for check in report.checks if not check.passed}
 
 
