@@ -14,9 +14,9 @@ from grpo_replay.errors import UsageError
 from grpo_replay.evaluation.aes import AesScore, Point, point_of, score_points, score_reports
 from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.evaluation_report import read_report
-from grpo_replay.evaluation.evaluation_tables import plain_table, tokens
+from grpo_replay.evaluation.evaluation_tables import tokens
 from grpo_replay.evaluation.statistics import Interval
-from grpo_replay.terminal.console import open_console, print_json, print_table
+from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
 
 
 def run(options: AesOptions) -> int:

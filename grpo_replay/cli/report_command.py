@@ -8,14 +8,13 @@ from rich.console import Console
 
 from grpo_replay.cli.options import ReportOptions
 from grpo_replay.errors import UsageError
-from grpo_replay.evaluation.evaluation_tables import plain_table
 from grpo_replay.lab.report.collect import collect
 from grpo_replay.lab.report.finished_run import Outcome
 from grpo_replay.lab.report.measure import default_outcome, measure
 from grpo_replay.lab.report.report_files import check_folder, document, write_report
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.lab.report.report_tables import facts_of, report_tables, warnings_of
-from grpo_replay.terminal.console import open_console, print_json, print_table
+from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
 
 
 def run(options: ReportOptions) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -20,7 +19,6 @@ from rich.text import Text
 
 from grpo_replay.cli.options import SweepOptions
 from grpo_replay.errors import INTERRUPTED, UsageError
-from grpo_replay.evaluation.evaluation_tables import SHORT_NAME
 from grpo_replay.lab.dry_run.dry_run_report import dry_run
 from grpo_replay.lab.sweep.cell_processes import Launcher
 from grpo_replay.lab.sweep.cells import shell_command
@@ -28,7 +26,7 @@ from grpo_replay.lab.sweep.grid import Comparison, check_folder, choose_arms, ex
 from grpo_replay.lab.sweep.sweep_file import find_sweep, read_sweep_file
 from grpo_replay.lab.sweep.sweep_run import Entry, Status, StopRequests, SweepRun, run_sweep
 from grpo_replay.recipe import Recipe
-from grpo_replay.terminal.console import open_console, print_json, print_table
+from grpo_replay.terminal.console import open_console, plain_table, print_json, print_table
 
 _STYLES = {
     Status.RUNNING: "cyan",
@@ -243,18 +241,7 @@ def estimate_table(document: dict[str, Any]) -> Table:
         groups.setdefault(str(PurePath(cell["name"]).parent), []).append(cell)
     rows = [(name, *_group(cells)) for name, cells in groups.items()]
     title = "runs by seed, and their tokens still to do; * after tuning"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    names, seeds, *numbers = zip(*rows, strict=True)
-    longest = max(map(cell_len, names))
-    table.add_column("cells", overflow="fold", min_width=min(longest, SHORT_NAME))
-    states = [state.strip() for cell in seeds for state in cell.split(",")]
-    table.add_column("seeds", justify="right", min_width=max(map(cell_len, (*states, "seeds"))))
-    for header, cells in zip(_NUMBERS, numbers, strict=True):
-        width = max(map(cell_len, (*header.splitlines(), *cells)))
-        table.add_column(header, justify="right", no_wrap=True, min_width=width)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return plain_table(title, ("cells", "seeds", *_NUMBERS), rows)
 
 
 def _group(cells: Sequence[dict[str, Any]]) -> Iterator[str]:

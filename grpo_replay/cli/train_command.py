@@ -200,7 +200,6 @@ class RunDisplay(Observer):
         self._task = self._progress.add_task("starting", total=None)
         self._line = ""
         self._steps = 0
-        self._draws = (False, 1)
         self._held_out: float | None = None
         self._tokens_per_second: float | None = None
 
@@ -231,7 +230,6 @@ class RunDisplay(Observer):
         self, recipe: Recipe, run_dir: Path, state: "RunState", notices: list[str]
     ) -> None:
         self._steps = recipe.run.steps
-        self._draws = recipe.replay.pools_fresh, recipe.draws_per_step
         self._console.print(
             describe_run(recipe, run_dir, state.step), highlight=False, soft_wrap=True
         )
@@ -301,20 +299,18 @@ class RunDisplay(Observer):
             return
         assert result.summary is not None
         out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
-        if reason := print_result(result.run_dir, result.summary, *self._draws, out):
+        if reason := print_result(result.run_dir, result.summary, out):
             self.on_notice(reason)
 
 
-def print_result(
-    run_dir: Path, summary: Mapping[str, Any], pools_fresh: bool, draws_per_step: int, out: Console
-) -> str | None:
+def print_result(run_dir: Path, summary: Mapping[str, Any], out: Console) -> str | None:
     """Print the accuracies, the ages and the totals of a run. Returns why its ages cannot be shown,
     None if they can."""
     reason = None
     if summary["base"] or summary["final"]:
         out.print(result_table(summary))
     try:
-        print_staleness(run_dir, summary["steps"], pools_fresh, draws_per_step, out)
+        print_staleness(run_dir, out)
     except DataError as error:  # the training went well
         reason = f"the ages of the rollouts cannot be shown: {error}"
     out.print(describe_end(run_dir, summary), soft_wrap=True)
@@ -330,32 +326,15 @@ def describe_stop(result: "RunResult") -> str:
     return f"interrupted {saved}. Continue with: {resume}"
 
 
-def print_staleness(
-    run_dir: Path, step: int, pools_fresh: bool, draws_per_step: int, out: Console
-) -> None:
-    """Print the ages of what is stored after the last `step` and of what was replayed. Of a draw
-    that `pools_fresh` rollouts, those of age 0 are fresh."""
+def print_staleness(run_dir: Path, out: Console) -> None:
+    """Print the ages of what is stored after the last step and of what was replayed."""
     from grpo_replay.lab.inspection.buffer_panels import staleness_panel
-    from grpo_replay.lab.inspection.buffer_summary import staleness_rows
-    from grpo_replay.lab.inspection.rollout_columns import (
-        read_draws,
-        read_stored,
-        updates_of_a_step,
-    )
-    from grpo_replay.storage.checkpoint import checkpoint_name
-    from grpo_replay.storage.rollout_log import step_path
+    from grpo_replay.lab.inspection.compute import staleness_after
+    from grpo_replay.lab.inspection.source import open_source
     from grpo_replay.terminal.console import no_progress
 
-    paths = ((each, step_path(run_dir / "draws", each)) for each in range(1, step + 1))
-    files = [(each, path) for each, path in paths if path.exists()]
     with no_progress():  # between two tables
-        draws = read_draws(files)
-        stored = read_stored(run_dir / "checkpoints" / checkpoint_name(step) / "buffer.parquet")
-    if pools_fresh:
-        draws = draws.take(draws.age > 0)
-    updates = updates_of_a_step(draws_per_step, files)
-    rows = staleness_rows(stored.birth_step, draws.age, step, updates)
-    panel = staleness_panel(rows, "steps" if updates == 1 else "updates")
+        panel = staleness_panel(staleness_after(open_source(run_dir)))
     if panel is not None:
         out.print(panel)
 

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from rich.box import SIMPLE
-from rich.cells import cell_len
 from rich.table import Table
-from rich.text import Text
 
 from grpo_replay.evaluation.comparison import PairedResult
 from grpo_replay.evaluation.evaluation_report import EvaluationReport, temperatures_used
 from grpo_replay.evaluation.statistics import BenchmarkResult, Interval, Numbers
+from grpo_replay.terminal.console import plain_table
 
 Row = Sequence[str]
 LEGEND = (
@@ -17,8 +15,6 @@ LEGEND = (
     "right, wrong: the same of correct and of incorrect completions; cut: reached the length "
     "limit; none: no answer could be parsed."
 )
-SHORT_NAME = 12
-"""Minimum width to which names of models and benchmarks are folded on a narrow terminal."""
 
 
 def percent(value: float | None) -> str:
@@ -148,25 +144,6 @@ def _pass_rows(report: EvaluationReport) -> tuple[Row, list[Row]]:
         for _, title, result in _titled(report)
     ]
     return ("benchmark", *(f"j={j}" for j in shown)), rows
-
-
-def plain_table(title: str, header: Row, rows: Sequence[Row]) -> Table:
-    """A table of text: first column left-aligned, others right-aligned, the `mean` row bold."""
-    table = Table(
-        title=Text(title),
-        title_justify="left",
-        header_style="bold",
-        box=SIMPLE,
-        padding=0,
-        pad_edge=False,
-    )
-    names, *numbers = (max(map(cell_len, cells)) for cells in zip(header, *rows, strict=True))
-    table.add_column(header[0], overflow="fold", min_width=min(names, SHORT_NAME))
-    for column, width in zip(header[1:], numbers, strict=True):
-        table.add_column(column, justify="right", min_width=width)
-    for row in rows:
-        table.add_row(*map(Text, row), style="bold" if row[0] == "mean" else None)
-    return table
 
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> list[str]:

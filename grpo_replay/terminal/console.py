@@ -13,10 +13,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
+from rich.box import SIMPLE
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -79,6 +82,33 @@ def open_console(
 def print_json(document: Any) -> None:
     """Print the one JSON document of `--json`, without NaN, to stdout."""
     print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+SHORT_NAME = 12
+"""Minimum width to which the names of a table's rows are folded on a narrow terminal."""
+
+
+def plain_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of text: first column left-aligned, others right-aligned, the `mean` row bold."""
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE,
+        padding=0,
+        pad_edge=False,
+    )
+    lines = (
+        [part for cell in cells for part in cell.split("\n")]
+        for cells in zip(header, *rows, strict=True)
+    )
+    names, *numbers = (max(map(cell_len, column)) for column in lines)
+    table.add_column(header[0], overflow="fold", min_width=min(names, SHORT_NAME))
+    for column, width in zip(header[1:], numbers, strict=True):
+        table.add_column(column, justify="right", min_width=width)
+    for row in rows:
+        table.add_row(*map(Text, row), style="bold" if row[0] == "mean" else None)
+    return table
 
 
 def print_table(console: Console, table: Table) -> None:

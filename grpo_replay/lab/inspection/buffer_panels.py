@@ -94,7 +94,7 @@ def _panel(title: str, body: RenderableType, width: int = PANEL_WIDTH) -> Panel:
 
 def _panels(inspection: Inspection) -> Iterable[Panel | None]:
     yield _occupancy(inspection)
-    yield staleness_panel(inspection.staleness, inspection.age_unit)
+    yield staleness_panel(inspection.staleness)
     yield _populations(inspection)
     yield _magnitude(inspection)
     yield _reuse(inspection)
@@ -183,7 +183,7 @@ def _number_or_dash(value: float | None, format_spec: str) -> str:
     return "–" if value is None else format(value, format_spec)
 
 
-def staleness_panel(staleness: Sequence[StalenessRow], unit: str) -> Panel | None:
+def staleness_panel(staleness: Sequence[StalenessRow]) -> Panel | None:
     """Ages of stored rollouts next to ages at use; None if nothing was stored or replayed."""
     if not staleness:
         return None
@@ -197,6 +197,7 @@ def staleness_panel(staleness: Sequence[StalenessRow], unit: str) -> Panel | Non
         means.append(f"{sum(row.age * row.stored for row in staleness) / stored:.1f} stored")
     if replayed:
         means.append(f"{sum(row.age * row.replayed for row in staleness) / replayed:.1f} at use")
+    unit = "steps" if staleness[0].age_updates is None else "updates"
     title = f"staleness, {unit}" + (f": mean {', '.join(means)}" if means else "")
     return _panel(title, paired_bars("age", rows, ("stored", "replayed")))
 

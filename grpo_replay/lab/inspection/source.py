@@ -9,7 +9,7 @@ from typing import Any, Literal
 from grpo_replay.errors import RecipeError, SnapshotError
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.snapshot import read_snapshot_facts
-from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, read_state, step_of
+from grpo_replay.storage.checkpoint import MANIFEST, list_checkpoints, step_of
 from grpo_replay.storage.recipe_history import RECIPE_FILE, RecipeHistory, read_history
 from grpo_replay.storage.rollout_log import read_metrics
 
@@ -121,14 +121,9 @@ def _open_snapshot(path: Path, step: int | None) -> Source:
 
 
 def _step_of(snapshot: Path) -> int:
-    """The step of a checkpoint by the name of its folder, which the run trusts; else by its files.
-    A checkpoint of a run without replay has no snapshot."""
+    """The step in the name of a checkpoint's folder; in another folder, that of the snapshot."""
     named = step_of(snapshot.resolve().parent)
-    if named is not None:
-        return named
-    if snapshot.exists():
-        return read_snapshot_facts(snapshot)["step"]
-    return read_state(snapshot.parent).step
+    return read_snapshot_facts(snapshot)["step"] if named is None else named
 
 
 def _run_of(checkpoint: Path) -> Path | None:

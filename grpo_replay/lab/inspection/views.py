@@ -24,7 +24,7 @@ from grpo_replay.lab.inspection.source import Source
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.storage.recipe_history import RecipeHistory
-from grpo_replay.terminal.console import print_table, printable
+from grpo_replay.terminal.console import plain_table, print_table, printable
 
 _MEMBER = ("rollout_id", "completion_index", "reward", "advantage", "verdict")
 
@@ -217,19 +217,17 @@ def inspection_document(inspection: Inspection) -> dict[str, Any]:
 def print_what_if(result: WhatIf, console: Console) -> None:
     changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in result.changes.items())
     console.print(f"[bold]What if: {escape(changes) or 'nothing changed'}[/bold]")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("as logged", justify="right")
-    table.add_column("same settings,\nsimulated", justify="right")
-    table.add_column("changed,\nsimulated", justify="right", style="green")
-    for name, label, format_spec in _STATISTICS:
-        table.add_row(
+    header = ("", "as logged", "same settings,\nsimulated", "changed,\nsimulated")
+    rows = [
+        (
             label,
             _cell(result.logged, {}, name, format_spec),
             _cell(result.same, result.same_error, name, format_spec),
             _cell(result.changed, result.changed_error, name, format_spec),
         )
-    console.print(table)
+        for name, label, format_spec in _STATISTICS
+    ]
+    print_table(console, plain_table("", header, rows))
     console.print("[dim]± is the standard deviation over five simulations[/dim]")
     console.print(f"[yellow]Limits.[/yellow] {result.cannot_know}")
 
@@ -247,8 +245,8 @@ def _cell(values: Statistics, errors: Statistics, name: str, format_spec: str) -
 def print_list(rows: Sequence[Mapping[str, Any]], total: int, console: Console) -> None:
     """The first rows that pass a filter, and the number of all that do. Problems, answers and
     completions follow the table, because they may be long."""
-    of_table = [{k: v for k, v in row.items() if k not in TEXTS} for row in rows]
     if rows:
+        of_table = [{k: v for k, v in row.items() if k not in TEXTS} for row in rows]
         print_table(console, _list_table(of_table, console.width))
     for row in rows:
         if (completion := row.get("completion_text")) is None:
@@ -280,7 +278,7 @@ def _list_table(rows: Sequence[Mapping[str, Any]], room: int) -> Table:
         side: JustifyMethod = "left" if name in ("prompt_id", "verdict") else "right"
         table.add_column(header, justify=side, overflow="fold", width=width)
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 
@@ -290,7 +288,7 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     text = printable(str(value))
-    return escape(text if len(text) <= 32 else f"{text[:31]}…")
+    return text if len(text) <= 32 else f"{text[:31]}…"
 
 
 def print_life(life: Life, console: Console) -> None:
@@ -335,30 +333,23 @@ def print_life(life: Life, console: Console) -> None:
 
 
 def _group_table(life: Life) -> Table:
-    rollout = life.rollout
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("rollout_id", "reward", "advantage", "verdict"):
-        table.add_column(name, justify="left" if name == "verdict" else "right")
-    for member in life.group:
-        shown = member["rollout_id"] == rollout["rollout_id"]
-        table.add_row(
-            *(_short(member[name]) for name in ("rollout_id", "reward", "advantage", "verdict")),
-            style="bold" if shown else "dim",
-        )
-    return table
+    names = ("rollout_id", "reward", "advantage", "verdict")
+    rows = [[_short(member[name]) for name in names] for member in life.group]
+    for row, member in zip(rows, life.group, strict=True):
+        row[0] += " *" if member["rollout_id"] == life.rollout["rollout_id"] else ""
+    return plain_table("", names, rows)
 
 
 def _life_table(life: Life) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("step", "age", "probability", "clipped", "log-ratio", "KL, nats"):
-        table.add_column(name, justify="right")
+    header = ("step", "age", "probability", "clipped", "log-ratio", "KL, nats")
+    rows = [
+        (str(use["step"]), str(use["age_steps"]), f"{use['probability']:.2%}", *_outcome_cells(use))
+        for use in life.uses
+    ]
     if life.fresh_outcome is not None:
-        step = str(life.logged_step)
-        table.add_row(step, "fresh", "–", *_outcome_cells(life.fresh_outcome))
-    for use in life.uses:
-        law = str(use["step"]), str(use["age_steps"]), f"{use['probability']:.2%}"
-        table.add_row(*law, *_outcome_cells(use))
-    return table
+        fresh = (str(life.logged_step), "fresh", "–", *_outcome_cells(life.fresh_outcome))
+        rows.insert(0, fresh)
+    return plain_table("", header, rows)
 
 
 def _outcome_cells(outcome: Mapping[str, Any]) -> tuple[str, str, str]:

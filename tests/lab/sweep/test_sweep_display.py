@@ -84,7 +84,7 @@ def test_the_dry_run_sums_the_seeds_of_an_arm_in_one_row():
         cell("tune/a/rate=1/seed-2", "new", 1_000_000),
         cell("a/seed-3", "new", 1_500_000),
     ]
-    rows = [" ".join(line.split()) for line in shown(estimate_table({"cells": cells}))[-2:]]
+    rows = [" ".join(line.split()) for line in shown(estimate_table({"cells": cells}))[-3:-1]]
     assert rows == [
         "tune/a/rate=1 1 done, 1 new 1.0 M 2.0 M 1.00 0.75 × 2 yes",
         "a 1 new* 1.5 M 3.0 M 0.50 0.75 × 2 yes",
