@@ -1,7 +1,8 @@
 """Messages between ranks over a CPU process group, and where a rank is in the run: written by its
 main thread, read by others. DeepSpeed exchanges gradients and parameters.
 
-Payloads are bytes (JSON or Arrow IPC), never pickles. A single process needs no process group.
+Payloads are bytes (JSON, Arrow IPC, or `encode`), never pickles. A single process needs no process
+group.
 """
 
 import functools
@@ -11,7 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
+
 _Item = TypeVar("_Item")
+_Value = TypeVar("_Value")
 
 
 class Place(NamedTuple):
@@ -150,6 +154,13 @@ class Comm:
         dist.gather(padded, received, dst=0, group=self._group)
         return None if received is None else _unpadded(received, sizes)
 
+    def gather_values(self, kind: type[_Value], value: _Value) -> list[_Value] | None:
+        """Every rank's value of this kind (`encode`), in rank order, on rank 0; None on others."""
+        if self.world_size == 1:
+            return [value]
+        gathered = self.gather(bytes(encode(value)))
+        return None if gathered is None else [decode(kind, payload) for payload in gathered]
+
     def _padded(self, payload: bytes) -> tuple[list[int], Any]:
         """The length of every rank's payload, and this rank's payload padded to the longest."""
         import torch
@@ -181,7 +192,7 @@ class Comm:
         return buffer.numpy().tobytes()
 
     @_marked
-    def scatter(self, payloads: Iterable[memoryview] | None) -> memoryview:
+    def scatter(self, payloads: Iterable[bytearray] | None) -> bytearray | memoryview:
         """On each rank, the payload with its index. Rank 0 gives all payloads and sends each one
         before it takes the next, so a generator is never held in memory as a whole. Payloads must
         be writable, because torch shares their memory."""
@@ -191,7 +202,7 @@ class Comm:
         if not self.is_main:
             return self._receive()
         assert payloads is not None
-        mine = memoryview(b"")
+        mine = bytearray()
         for rank, payload in enumerate(payloads):
             if rank == self.rank:
                 mine = payload
@@ -199,7 +210,7 @@ class Comm:
                 self._send(payload, rank)
         return mine
 
-    def _send(self, payload: memoryview, rank: int) -> None:
+    def _send(self, payload: bytearray, rank: int) -> None:
         import torch
         import torch.distributed as dist
 
@@ -232,6 +243,33 @@ class Comm:
     def barrier(self) -> None:
         """Returns when every rank has arrived."""
         self.all_gather(b"")
+
+
+def encode(value: Any) -> bytearray:
+    """Dataclasses, tuples and lists of numbers, texts and arrays, for another rank. An array whose
+    bytes are all 0 costs its shape only."""
+    import msgspec  # which one rank does without
+
+    payload = bytearray()
+    msgspec.msgpack.Encoder(enc_hook=_packed).encode_into(value, payload)
+    return payload
+
+
+def decode(kind: type[_Value], payload: bytes | bytearray | memoryview) -> _Value:
+    """The value of this kind that `encode` packed. Its arrays cannot be written to."""
+    import msgspec
+
+    return msgspec.msgpack.Decoder(kind, dec_hook=_unpacked).decode(payload)
+
+
+def _packed(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    values = array.tobytes()
+    return array.dtype.str, array.shape, b"" if values.count(0) == len(values) else values
+
+
+def _unpacked(_: type, packed: Any) -> np.ndarray:
+    kind, shape, values = packed
+    return np.frombuffer(values, kind).reshape(shape) if values else np.zeros(shape, kind)
 
 
 def _unpadded(received: Sequence[Any], sizes: Sequence[int]) -> list[bytes]:

@@ -27,13 +27,15 @@ from grpo_replay.engine.engine_state import (
 )
 from grpo_replay.engine.microbatches import (
     MicroBatch,
+    RankStatistics,
+    RowValues,
+    join_statistics,
+    join_values,
     pack_multiple,
-    pack_statistics,
-    pack_tokens,
+    rank_statistics,
     scatter_microbatches,
-    unpack_statistics,
-    unpack_tokens,
     update_result,
+    values_of_rows,
 )
 from grpo_replay.engine.model_trials import Forward, can_pack, can_share, refuse_other_logprobs
 from grpo_replay.engine.policy_module import PolicyModule
@@ -165,11 +167,9 @@ class DeepSpeedEngine:
     def _row_logprobs(self, module: nn.Module, rows: Sequence[TrainRow] | None) -> list[np.ndarray]:
         microbatches = self._in_turn(self._microbatches(rows))
         parts = [(each, self._logprobs_of(module, self._layout, each)) for each in microbatches]
-        lengths, values = pack_tokens(parts)
-        all_lengths, all_values = self._comm.gather(lengths), self._comm.gather(values)
-        if all_lengths is None or all_values is None or rows is None:
-            return []
-        return unpack_tokens(all_lengths, all_values, len(rows))
+        mine = [pair for part in parts for pair in values_of_rows(*part)]
+        gathered = self._comm.gather_values(list[RowValues], mine)
+        return [] if gathered is None or rows is None else join_values(gathered, len(rows))
 
     @torch.no_grad()
     def _logprobs_of(
@@ -209,10 +209,11 @@ class DeepSpeedEngine:
             for index, microbatch in enumerate(self._in_turn(microbatches)):
                 self._engine.set_gradient_accumulation_boundary(index == len(microbatches) - 1)
                 tables.append(self._backward(microbatch))
-        gathered = self._comm.gather(pack_statistics(microbatches, tables))
+        mine = rank_statistics(microbatches, tables)
+        gathered = self._comm.gather_values(RankStatistics, mine)
         table, padding_share = None, 0.0
         if gathered is not None:
-            table, padding_share = unpack_statistics(gathered, len(rows or ()))
+            table, padding_share = join_statistics(gathered, len(rows or ()))
         self._refuse_non_finite(table, rows or ())
         self._comm.position.note("optimizer step")
         self._complete_gradients()

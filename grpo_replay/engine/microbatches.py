@@ -5,14 +5,14 @@ Arrays only: no DeepSpeed, no process group. Rank 0 plans for all ranks and send
 Every rank gets the same number of micro-batches.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from grpo_replay.distributed.comm import Comm
+from grpo_replay.distributed.comm import Comm, decode, encode
 from grpo_replay.engine import UpdateResult
 from grpo_replay.engine.shared_prompts import Layout, Lengths, deal, sequences_of
 from grpo_replay.replay.batch import TrainRow
@@ -21,6 +21,10 @@ from grpo_replay.types import RolloutOutcome
 
 Sequences = list[list[int]]
 """A micro-batch: the row indices of each of its sequences."""
+Chosen = tuple[list[int], list[TrainRow], list[int]]
+"""A micro-batch: the indices of its rows, the rows, and how many of them each sequence has."""
+RowValues = tuple[int, np.ndarray]
+"""The index of a row in the mini-batch, and a value for each of its trained tokens."""
 
 PACK_SIZES = 3
 FLEX_BLOCK = 128
@@ -115,15 +119,14 @@ def plan_microbatches(
     whose lengths add up to that. A row longer than that gets a micro-batch of its own.
     """
     return [
-        [_of_sequences(sequences, rows, layout.packing) for sequences in of_rank]
+        [micro_batch(*_chosen(sequences, rows), layout.packing) for sequences in of_rank]
         for of_rank in plan_sequences(rows, layout, ranks)
     ]
 
 
-def _of_sequences(sequences: Sequences, rows: Sequence[TrainRow], packing: bool) -> MicroBatch:
+def _chosen(sequences: Sequences, rows: Sequence[TrainRow]) -> Chosen:
     indices = [index for sequence in sequences for index in sequence]
-    sizes = [len(sequence) for sequence in sequences]
-    return micro_batch(indices, [rows[index] for index in indices], sizes, packing)
+    return indices, [rows[index] for index in indices], [len(sequence) for sequence in sequences]
 
 
 def plan_sequences(rows: Sequence[TrainRow], layout: Layout, ranks: int) -> list[list[Sequences]]:
@@ -166,10 +169,7 @@ def _padded(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> 
 
 
 def micro_batch(
-    indices: Sequence[int] | np.ndarray,
-    chosen: Sequence[TrainRow],
-    sizes: Sequence[int],
-    packing: bool,
+    indices: Sequence[int], chosen: Sequence[TrainRow], sizes: Sequence[int], packing: bool
 ) -> MicroBatch:
     """The micro-batch of the rows `chosen`, whose indices in the mini-batch are `indices`.
     `sizes` are the numbers of neighbouring rows of each sequence (`sequences_of`)."""
@@ -308,146 +308,58 @@ def scatter_microbatches(
         assert rows is not None
         # A generator: rank 0 holds the payload of one rank at a time.
         plan = plan_sequences(rows, layout, comm.world_size)
-        payloads = (to_bytes(batches, rows) for batches in plan)
-    return from_bytes(comm.scatter(payloads), layout.packing)
+        payloads = (encode([_chosen(batch, rows) for batch in batches]) for batches in plan)
+    mine = decode(list[Chosen], comm.scatter(payloads))
+    return [micro_batch(*chosen, layout.packing) for chosen in mine]
 
 
-def to_bytes(batches: Sequence[Sequences], rows: Sequence[TrainRow]) -> memoryview:
-    sequences = [sequence for batch in batches for sequence in batch]
-    indices = [index for sequence in sequences for index in sequence]
-    chosen = [rows[index] for index in indices]
-    stream = io.BytesIO()
-    np.savez(
-        stream,
-        batch_sizes=np.array([len(batch) for batch in batches], dtype=np.int64),
-        sequence_sizes=np.array([len(sequence) for sequence in sequences], dtype=np.int64),
-        indices=np.array(indices, dtype=np.int64),
-        lengths=np.array(
-            [(len(row.prompt_token_ids), len(row.completion_token_ids)) for row in chosen],
-            dtype=np.int64,
-        ).reshape(-1, 2),
-        token_ids=_flat(
-            [ids for row in chosen for ids in (row.prompt_token_ids, row.completion_token_ids)],
-            np.int32,
-        ),
-        behavior_logprobs=_flat_unless_zero([row.behavior_logprobs for row in chosen]),
-        reference_logprobs=_flat_unless_zero([row.reference_logprobs for row in chosen]),
-        sampler_weights=_flat([row.sampler_weights for row in chosen], np.float32),
-        masks=_flat_masks(chosen),
-        coefficients=np.array([row.coefficient for row in chosen], dtype=np.float64),
-        token_weights=np.array([row.token_weight for row in chosen], dtype=np.float64),
-    )
-    return stream.getbuffer()
+def values_of_rows(microbatch: MicroBatch, values_C: np.ndarray) -> list[RowValues]:
+    """The values of each row of a micro-batch, as copies."""
+    ends = np.cumsum(np.bincount(microbatch.row_of_C, minlength=len(microbatch.rows_R)))
+    pieces = [piece.copy() for piece in np.split(values_C, ends[:-1])]
+    return list(zip(microbatch.rows_R.tolist(), pieces, strict=True))
 
 
-def _flat(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
-
-
-def _flat_unless_zero(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    zero = not any(array.any() for array in arrays)
-    return _flat([] if zero else arrays, np.float32)
-
-
-def _flat_masks(rows: Sequence[TrainRow]) -> np.ndarray:
-    """Nothing if no row has a mask."""
-    if all(row.completion_mask is None for row in rows):
-        return np.zeros(0, np.bool_)
-    every = [np.ones(len(row.completion_token_ids), np.bool_) for row in rows]
-    masks = [row.completion_mask for row in rows]
-    return _flat(
-        [one if mask is None else mask for one, mask in zip(every, masks, strict=True)], np.bool_
-    )
-
-
-def from_bytes(payload: bytes | memoryview, packing: bool = False) -> list[MicroBatch]:
-    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
-        whole = dict(arrays)
-    rows = _rows(whole)
-    batches, sizes, place = [], whole["sequence_sizes"], 0
-    for count in whole["batch_sizes"].tolist():
-        mine, sizes = sizes[:count], sizes[count:]
-        end = place + int(mine.sum())
-        batches.append(micro_batch(whole["indices"][place:end], rows[place:end], mine, packing))
-        place = end
-    return batches
-
-
-def _rows(whole: dict[str, np.ndarray]) -> list[TrainRow]:
-    completions_N = whole["lengths"][:, 1]
-    tokens = np.split(whole["token_ids"], np.cumsum(whole["lengths"]))
-    total = int(completions_N.sum())
-    behavior, reference = (
-        np.split(flat if len(flat) else np.zeros(total, np.float32), np.cumsum(completions_N))
-        for flat in (whole["behavior_logprobs"], whole["reference_logprobs"])
-    )
-    weights = np.split(whole["sampler_weights"], np.cumsum(completions_N))
-    masks = np.split(whole["masks"], np.cumsum(completions_N))
-    return [
-        TrainRow(tokens[2 * i], tokens[2 * i + 1], behavior[i], reference[i],
-                 whole["coefficients"][i], whole["token_weights"][i],
-                 sampler_weights=weights[i],
-                 completion_mask=masks[i] if len(whole["masks"]) else None)
-        for i in range(len(completions_N))
-    ]  # fmt: skip
-
-
-_PACKED_COLUMNS = 1 + len(ROW_STATISTICS)
-"""Row, statistics."""
-
-
-def pack_tokens(parts: Sequence[tuple[MicroBatch, np.ndarray]]) -> tuple[bytes, bytes]:
-    """One rank's float32 value per completion token of its micro-batches, as bytes to send: (index
-    and length of each row, values)."""
-    lengths, values = [np.zeros((0, 2), np.int64)], [np.zeros(0, np.float32)]
-    for microbatch, values_C in parts:
-        lengths_R = np.bincount(microbatch.row_of_C, minlength=len(microbatch.rows_R))
-        lengths.append(np.column_stack([microbatch.rows_R, lengths_R]))
-        values.append(values_C)
-    return (
-        np.concatenate(lengths).astype(np.int64).tobytes(),
-        np.concatenate(values).astype(np.float32).tobytes(),
-    )
-
-
-def unpack_tokens(
-    lengths: Sequence[bytes], values: Sequence[bytes], count: int
-) -> list[np.ndarray]:
-    """float32 [T] for each of the mini-batch's `count` rows, from what all ranks packed. Padding
+def join_values(ranks: Sequence[Sequence[RowValues]], count: int) -> list[np.ndarray]:
+    """float32 [T] for each of the mini-batch's `count` rows, from the values of all ranks. Padding
     rows (-1) are left out."""
-    table = np.concatenate([np.frombuffer(p, np.int64).reshape(-1, 2) for p in lengths])
-    flat = np.concatenate([np.frombuffer(p, np.float32) for p in values])
-    pieces = np.split(flat, np.cumsum(table[:, 1])[:-1])
     rows: list[np.ndarray] = [np.zeros(0, np.float32)] * count
-    for row, piece in zip(table[:, 0], pieces, strict=True):
+    for row, values in (pair for of_rank in ranks for pair in of_rank):
         if row >= 0:
-            rows[row] = piece.copy()
+            rows[row] = values
     return rows
 
 
-def pack_statistics(microbatches: Sequence[MicroBatch], tables: Sequence[np.ndarray]) -> bytes:
-    """One rank's float64 [R, K] row statistics of each micro-batch, as bytes to send, behind the
-    numbers of tokens and of positions that its forward passes computed."""
-    mine = [
-        np.column_stack([microbatch.rows_R, table])
-        for microbatch, table in zip(microbatches, tables, strict=True)
-    ]
-    tokens = sum(microbatch.tokens for microbatch in microbatches)
-    positions = sum(microbatch.input_ids_SL.size for microbatch in microbatches)
-    everything = [np.zeros((0, _PACKED_COLUMNS)), *mine]
-    return np.array([tokens, positions], float).tobytes() + np.concatenate(everything).tobytes()
+class RankStatistics(NamedTuple):
+    """Of the micro-batches of one rank."""
+
+    tokens: int
+    positions: int  # that the forward passes computed: tokens and padding
+    rows_R: np.ndarray  # int64; -1 for padding
+    table: np.ndarray  # float64 [R, K] row statistics
 
 
-def unpack_statistics(payloads: Sequence[bytes], count: int) -> tuple[np.ndarray, float]:
+def rank_statistics(
+    microbatches: Sequence[MicroBatch], tables: Sequence[np.ndarray]
+) -> RankStatistics:
+    """Of the row statistics [R, K] of each micro-batch."""
+    return RankStatistics(
+        sum(microbatch.tokens for microbatch in microbatches),
+        sum(microbatch.input_ids_SL.size for microbatch in microbatches),
+        np.concatenate([np.zeros(0, np.int64), *(each.rows_R for each in microbatches)]),
+        np.concatenate([np.zeros((0, len(ROW_STATISTICS))), *tables]),
+    )
+
+
+def join_statistics(ranks: Sequence[RankStatistics], count: int) -> tuple[np.ndarray, float]:
     """float64 [N, K] in the mini-batch's order, N = `count`, and the share of the positions of all
-    forward passes that are padding, from what all ranks packed."""
-    arrays = [np.frombuffer(payload) for payload in payloads]
-    tokens, positions = np.sum([array[:2] for array in arrays], axis=0)
-    everything = np.concatenate([array[2:].reshape(-1, _PACKED_COLUMNS) for array in arrays])
-    table = np.zeros((count, len(ROW_STATISTICS)))
-    real = everything[everything[:, 0] >= 0]
-    table[real[:, 0].astype(np.int64)] = real[:, 1:]
-    return table, float(1 - tokens / positions) if positions else 0.0
+    forward passes that are padding."""
+    found = np.zeros((count, len(ROW_STATISTICS)))
+    for each in ranks:
+        real_R = each.rows_R >= 0
+        found[each.rows_R[real_R]] = each.table[real_R]
+    positions = sum(each.positions for each in ranks)
+    return found, 1 - sum(each.tokens for each in ranks) / positions if positions else 0.0
 
 
 def update_result(

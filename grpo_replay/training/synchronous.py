@@ -6,9 +6,7 @@ Every rank samples and scores its share of the step's completions; rank 0 gather
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests
@@ -178,22 +176,5 @@ def share_of_rank(
 
 def gather_graded(comm: Comm, mine: Mapping[RequestKey, Graded]) -> dict[RequestKey, Graded]:
     """All ranks' completions by key, on rank 0; empty on other ranks. Collective."""
-    if comm.world_size == 1:
-        return dict(mine)
-    import msgspec  # which one rank does without
-
-    gathered = comm.gather(msgspec.msgpack.encode(list(mine.values()), enc_hook=_packed))
-    if gathered is None:
-        return {}
-    decoder = msgspec.msgpack.Decoder(list[Graded], dec_hook=_unpacked)
-    graded = [each for payload in gathered for each in decoder.decode(payload)]
-    return {each.completion.key: each for each in graded}
-
-
-def _packed(array: Any) -> tuple[str, tuple[int, ...], bytes]:
-    return array.dtype.str, array.shape, array.tobytes()
-
-
-def _unpacked(_: type, packed: Any) -> np.ndarray:
-    kind, shape, values = packed
-    return np.frombuffer(values, kind).reshape(shape)
+    gathered = comm.gather_values(list[Graded], list(mine.values()))
+    return {each.completion.key: each for of_rank in gathered or () for each in of_rank}

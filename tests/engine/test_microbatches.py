@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.engine.microbatches import (
     MicroBatch,
-    from_bytes,
     plan_microbatches,
     plan_sequences,
     scatter_microbatches,
-    to_bytes,
 )
 from grpo_replay.engine.shared_prompts import Layout
 from grpo_replay.replay.batch import TrainRow, logprob_row
@@ -150,31 +148,12 @@ def assert_same_bits(found: list[MicroBatch], expected: list[MicroBatch]) -> Non
             assert a.tobytes() == b.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(50, 400), st.integers(1, 4), st.booleans())
-def test_scattered_micro_batches_equal_those_of_rank_0_bit_for_bit(
-    lengths, budget, world_size, packing
-):
-    plain = [make_row(*lengths_of_row, seed) for seed, lengths_of_row in enumerate(lengths)]
-    corrected = [replace(row, sampler_weights=row.behavior_logprobs + 1) for row in plain]
-    masked = [
-        replace(row, completion_mask=row.behavior_logprobs < 0.5 if i % 2 else None)
-        for i, row in enumerate(corrected)
-    ]
-    for rows in (plain, corrected, masked):
-        expected = plan_microbatches(rows, Layout(budget, packing), world_size)
-        plan = plan_sequences(rows, Layout(budget, packing), world_size)
-        for groups, whole in zip(plan, expected, strict=True):
-            assert_same_bits(from_bytes(to_bytes(groups, rows), packing), whole)
-        assert from_bytes(to_bytes([], rows), packing) == []
-
-
 class SharedList(Comm):
-    """One of two ranks that take turns in this process: rank 0 leaves payloads, rank 1 finds its
-    own."""
+    """One of several ranks that take turns in this process: rank 0 leaves payloads, the others find
+    their own."""
 
-    def __init__(self, rank: int, left: list[memoryview]) -> None:
-        super().__init__(rank, 2)
+    def __init__(self, rank: int, ranks: int, left: list[memoryview]) -> None:
+        super().__init__(rank, ranks)
         self._left = left
 
     def scatter(self, payloads):
@@ -184,16 +163,39 @@ class SharedList(Comm):
         return self._left[self.rank]
 
 
+def scattered(rows: list[TrainRow], layout: Layout, ranks: int) -> tuple[list, list]:
+    """What each of the ranks gets, and the payloads."""
+    left: list = []
+    comms = [SharedList(rank, ranks, left) for rank in range(ranks)]
+    given = [rows, *[None] * (ranks - 1)]
+    return [scatter_microbatches(*each, layout) for each in zip(comms, given, strict=True)], left
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(50, 400), st.integers(2, 4), st.booleans())
+def test_scattered_micro_batches_equal_those_of_rank_0_bit_for_bit(
+    lengths, budget, world_size, packing
+):
+    plain = [make_row(*lengths_of_row, seed) for seed, lengths_of_row in enumerate(lengths)]
+    corrected = [replace(row, sampler_weights=row.behavior_logprobs + 1) for row in plain]
+    masked = [
+        replace(row, completion_mask=row.behavior_logprobs < 0.5 if i % 2 else None)
+        for i, row in enumerate(corrected)
+    ]
+    for rows in (plain, corrected, masked, []):
+        layout = Layout(budget, packing)
+        expected = plan_microbatches(rows, layout, world_size)
+        found, _ = scattered(rows, layout, world_size)
+        for of_rank, whole in zip(found, expected, strict=True):
+            assert_same_bits(of_rank, whole)
+
+
 @pytest.mark.parametrize("packing", [False, True])
-def test_every_rank_gets_its_own_micro_batches_and_one_rank_all(packing):
-    rows, left = [make_row(3, tokens, tokens) for tokens in (5, 9, 2, 7, 4)], []
-    expected = plan_microbatches(rows, Layout(24, packing), 2)
-    for rank, given_rows in ((0, rows), (1, None)):
-        found = scatter_microbatches(SharedList(rank, left), given_rows, Layout(24, packing))
-        assert_same_bits(found, expected[rank])
+def test_one_rank_has_all_micro_batches_and_sends_none(packing):
+    rows = [make_row(3, tokens, tokens) for tokens in (5, 9, 2, 7, 4)]
     alone = scatter_microbatches(Comm(), rows, Layout(24, packing))
     assert_same_bits(alone, plan_microbatches(rows, Layout(24, packing), 1)[0])
-    assert len(left) == 2 and len(alone) > 1
+    assert len(alone) > 1
 
 
 def test_scattering_costs_4_bytes_per_token_and_4_per_nonzero_log_prob():
@@ -205,7 +207,5 @@ def test_scattering_costs_4_bytes_per_token_and_4_per_nonzero_log_prob():
         (without_reference, 4 * 10_000 + 4 * 9000),
         (rows, 4 * 10_000 + 8 * 9000),
     ):
-        (groups,) = plan_sequences(given_rows, Layout(20_000), 1)
-        payload = to_bytes(groups, given_rows)
-        assert 4 * bytes_per_row < len(payload) < 4 * bytes_per_row + 4000
-        assert_same_bits(from_bytes(payload), plan_microbatches(given_rows, Layout(20_000), 1)[0])
+        _, payloads = scattered(given_rows, Layout(20_000), 2)
+        assert 4 * bytes_per_row < sum(map(len, payloads)) < 4 * bytes_per_row + 4000

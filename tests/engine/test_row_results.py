@@ -5,11 +5,11 @@ import pytest
 
 from grpo_replay.engine.microbatches import (
     MicroBatch,
-    pack_statistics,
-    pack_tokens,
-    unpack_statistics,
-    unpack_tokens,
+    join_statistics,
+    join_values,
+    rank_statistics,
     update_result,
+    values_of_rows,
 )
 from grpo_replay.replay.loss import ROW_STATISTICS
 
@@ -31,26 +31,30 @@ def values(*numbers: float) -> np.ndarray:
 
 def test_tokens_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
     first = [
-        (micro_batch([3, 0], [1, 2]), values(30, 1, 2)),
-        (micro_batch([2], [0]), values()),
+        *values_of_rows(micro_batch([3, 0], [1, 2]), values(30, 1, 2)),
+        *values_of_rows(micro_batch([2], [0]), values()),
     ]
     second = [
-        (micro_batch([1], [3]), values(11, 12, 13)),
-        (micro_batch([-1], [1]), values(99)),  # padding
+        *values_of_rows(micro_batch([1], [3]), values(11, 12, 13)),
+        *values_of_rows(micro_batch([-1], [1]), values(99)),  # padding
     ]
-    lengths, tokens = zip(pack_tokens(first), pack_tokens(second), strict=True)
-    rows = unpack_tokens(lengths, tokens, 4)
+    rows = join_values([first, second], 4)
     assert [row.tolist() for row in rows] == [[1, 2], [11, 12, 13], [], [30]]
     assert {row.dtype for row in rows} == {np.dtype(np.float32)}
-    rows[0][:] = 0  # a copy, which its owner may change
-    assert unpack_tokens(lengths, tokens, 4)[0].tolist() == [1, 2]
+
+
+def test_the_values_of_a_row_do_not_hold_those_of_the_others():
+    of_both = values(30, 1, 2)
+    ((_, first), (_, second)) = values_of_rows(micro_batch([3, 0], [1, 2]), of_both)
+    assert first.base is None and second.base is None
+    second[:] = 0  # a copy, which its owner may change
+    assert of_both.tolist() == [30, 1, 2]
 
 
 def test_a_rank_without_micro_batches_adds_nothing():
-    pairs = [pack_tokens([(micro_batch([0], [2]), values(1, 2))]), pack_tokens([])]
-    lengths, tokens = zip(*pairs, strict=True)
-    assert [row.tolist() for row in unpack_tokens(lengths, tokens, 1)] == [[1, 2]]
-    table, padding = unpack_statistics([pack_statistics([], [])], 0)
+    mine = values_of_rows(micro_batch([0], [2]), values(1, 2))
+    assert [row.tolist() for row in join_values([mine, []], 1)] == [[1, 2]]
+    table, padding = join_statistics([rank_statistics([], [])], 0)
     assert (table.shape, padding) == ((0, len(ROW_STATISTICS)), 0)
 
 
@@ -58,11 +62,11 @@ def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
     def table(*rows: float) -> np.ndarray:
         return np.array([[row] * len(ROW_STATISTICS) for row in rows])
 
-    first = pack_statistics([micro_batch([2, 0], [1, 1])], [table(2.5, 0.5)])
-    second = pack_statistics(
+    first = rank_statistics([micro_batch([2, 0], [1, 1])], [table(2.5, 0.5)])
+    second = rank_statistics(
         [micro_batch([1], [1]), micro_batch([-1], [1])], [table(1.5), table(-9.0)]
     )
-    found, padding = unpack_statistics([first, second], 3)
+    found, padding = join_statistics([first, second], 3)
     np.testing.assert_array_equal(found, table(0.5, 1.5, 2.5))
     assert padding == 0.5  # four rows, padding row included, have three tokens in six positions
 
@@ -70,7 +74,7 @@ def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
 def test_a_loss_that_is_not_finite_stays_in_its_row():
     table = np.ones((2, len(ROW_STATISTICS)))
     table[1, 0] = np.nan
-    found, _ = unpack_statistics([pack_statistics([micro_batch([1, 0], [1, 1])], [table])], 2)
+    found, _ = join_statistics([rank_statistics([micro_batch([1, 0], [1, 1])], [table])], 2)
     assert np.isnan(found[:, 0]).tolist() == [True, False]
 
 
