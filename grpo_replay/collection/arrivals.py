@@ -133,7 +133,7 @@ class Arrived:
     def birth_step(self) -> int:
         """The step whose policy is the oldest that sampled a token of the group: version v is the
         policy after v steps, with which a synchronous run samples step v + 1."""
-        return self.group.oldest_version + 1
+        return 1 + min(row.spans[0][0] for row in self.group.rows)
 
 
 @dataclass(frozen=True, slots=True)

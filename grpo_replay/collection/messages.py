@@ -60,11 +60,6 @@ class Group(msgspec.Struct, frozen=True, tag="group"):
     def tokens(self) -> int:
         return sum(row.tokens for row in self.rows)
 
-    @property
-    def oldest_version(self) -> int:
-        """The oldest version that sampled a token of the group."""
-        return min(row.spans[0][0] for row in self.rows)
-
 
 class Drop(msgspec.Struct, frozen=True, tag="drop"):
     """A group that will not come: cancelled because it would be too old, or lost because a member

@@ -1,6 +1,5 @@
 """The engine: DeepSpeed ZeRO 0-3, from one CPU process to many nodes; and its configuration."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -360,32 +359,12 @@ class DeepSpeedEngine:
 
     def begin_step(self, step: int) -> None:
         self._step, self._updates_of_step = step, 0
-        rate = learning_rate(self._recipe.optimizer, self._recipe.run.steps, step)
+        rate = self._recipe.optimizer.rate_of(step, self._recipe.run.steps)
         for group in param_groups(self._engine):
             group["lr"] = rate
 
     def close(self) -> None:
         self._engine.destroy()
-
-
-def learning_rate(settings: OptimizerSection, steps: int, step: int) -> float:
-    """The learning rate of all updates of training step `step` of `steps`, counted from 1.
-
-    With W warm-up steps of N, it is `learning_rate` times step/W up to step W. From step W + 1 on,
-    the progress p = (step - 1 - W)/(N - W) rises from 0 to just below 1, and the factor is `linear`
-    1 - p, `cosine` (1 + cos πp)/2 (Loshchilov and Hutter, arXiv 1608.03983, without restarts). The
-    last step still trains.
-    """
-    highest, warmup = settings.learning_rate, settings.warmup_steps
-    if step <= warmup:
-        return highest * (step / warmup)
-    if settings.schedule == "constant":
-        return highest
-    progress = (step - 1 - warmup) / (steps - warmup)
-    remaining = 1.0 - progress
-    if settings.schedule == "cosine":
-        remaining = (1.0 + math.cos(math.pi * progress)) / 2
-    return highest * remaining
 
 
 def deepspeed_config(

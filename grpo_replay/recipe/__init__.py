@@ -13,6 +13,7 @@ from grpo_replay.recipe.grpo_sections import (
     BatchSection,
     LossSection,
     Machines,
+    OptimizerSection,
     ReplaySection,
     RewardSection,
 )
@@ -38,7 +39,6 @@ from grpo_replay.recipe.recipe import Recipe, ReplayConfig
 from grpo_replay.recipe.run_sections import (
     EngineSection,
     EvalSection,
-    OptimizerSection,
     RunSection,
     TrackingSection,
     ZeroSection,

@@ -1,4 +1,4 @@
-"""The algorithm: reward, advantage, replay, batches and loss."""
+"""The algorithm: reward, advantage, replay, loss; updates and learning rate, its schedule."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_replay.recipe.base import Fraction, Positive, Section, one_of
+from grpo_replay.recipe.base import Fraction, Passthrough, Positive, Section, one_of
 from grpo_replay.recipe.open_lists import (
     ADVANTAGES,
     BUILTIN_VERIFIERS,
@@ -298,6 +298,48 @@ class BatchSection(Section):
         if self.mini_batch_rollouts is None:
             return self.updates_per_step
         return math.ceil(rollouts / self.mini_batch_rollouts)
+
+
+class AdamwOptions(Passthrough):
+    """Arguments of `torch.optim.AdamW`."""
+
+    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+
+class OptimizerSection(Section):
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """AdamW learning rate: the highest of the schedule (TRL: learning_rate)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, from step to step, down to 0 one step after
+    `run.steps` (TRL: lr_scheduler_type)."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Training steps in which the learning rate rises linearly: in step s it is s / `warmup_steps`
+    of `learning_rate` (TRL: warmup_steps)."""
+    adamw: AdamwOptions = Field(default_factory=AdamwOptions)
+    """Arguments of torch's AdamW."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Maximum global L2 norm of the gradient; larger gradients are scaled down (TRL:
+    max_grad_norm)."""
+
+    def rate_of(self, step: int, steps: int) -> float:
+        """The learning rate of all updates of training step `step` of `steps`, counted from 1.
+
+        With W warm-up steps of N, it is `learning_rate` times step/W up to step W. From step W + 1
+        on, the progress p = (step - 1 - W)/(N - W) rises from 0 to just below 1, and the factor is
+        `linear` 1 - p, `cosine` (1 + cos πp)/2 (Loshchilov and Hutter, arXiv 1608.03983, without
+        restarts). The last step still trains.
+        """
+        if step <= self.warmup_steps:
+            return self.learning_rate * (step / self.warmup_steps)
+        if self.schedule == "constant":
+            return self.learning_rate
+        progress = (step - 1 - self.warmup_steps) / (steps - self.warmup_steps)
+        remaining = 1.0 - progress
+        if self.schedule == "cosine":
+            remaining = (1.0 + math.cos(math.pi * progress)) / 2
+        return self.learning_rate * remaining
 
 
 class LossSection(Section):

@@ -15,6 +15,7 @@ from grpo_replay.recipe.grpo_sections import (
     AdvantageSection,
     BatchSection,
     LossSection,
+    OptimizerSection,
     ReplaySection,
     RewardSection,
 )
@@ -27,7 +28,6 @@ from grpo_replay.recipe.run_sections import (
     CheckpointSection,
     EngineSection,
     EvalSection,
-    OptimizerSection,
     RunSection,
     TrackingSection,
 )

@@ -1,4 +1,4 @@
-"""The run around the algorithm: optimizer, DeepSpeed, steps, checkpoints, evaluation, tracking."""
+"""The run around the algorithm: DeepSpeed, steps, checkpoints, evaluation, tracking."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -6,14 +6,6 @@ from pydantic import Field, field_validator
 
 from grpo_replay.recipe.base import LEAST_TEMPERATURE, Passthrough, Positive, Section
 from grpo_replay.recipe.open_lists import VERIFIERS
-
-
-class AdamwOptions(Passthrough):
-    """Arguments of `torch.optim.AdamW`."""
-
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.01
 
 
 class ZeroSection(Passthrough):
@@ -29,22 +21,6 @@ class ZeroSection(Passthrough):
     max_live_parameters: int = 1_000_000_000
     max_reuse_distance: int = 1_000_000_000
     sub_group_size: int = 1_000_000_000
-
-
-class OptimizerSection(Section):
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
-    """AdamW learning rate: the highest of the schedule (TRL: learning_rate)."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up, from step to step, down to 0 one step after
-    `run.steps` (TRL: lr_scheduler_type)."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Training steps in which the learning rate rises linearly: in step s it is s / `warmup_steps`
-    of `learning_rate` (TRL: warmup_steps)."""
-    adamw: AdamwOptions = Field(default_factory=AdamwOptions)
-    """Arguments of torch's AdamW."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Maximum global L2 norm of the gradient; larger gradients are scaled down (TRL:
-    max_grad_norm)."""
 
 
 class EngineSection(Section):

@@ -9,6 +9,7 @@ import pytest
 from collected import InstantScorer, NumberedPrompts
 from fake_server import FakeServer
 
+from grpo_replay.collection.arrivals import Arrived
 from grpo_replay.collection.collector import Collector, CollectorParts
 from grpo_replay.collection.messages import (
     TOKEN_IDS,
@@ -304,7 +305,7 @@ def test_a_server_with_other_weights_is_not_used_until_it_has_ours(server):
         await harness.until(lambda: len(harness.groups()) == 2)
 
     harness.run(scenario)
-    assert {g.oldest_version for g in harness.groups()} == {3}
+    assert {Arrived(0, g).birth_step - 1 for g in harness.groups()} == {3}
 
 
 def test_a_server_whose_update_failed_is_not_used(server):
@@ -324,7 +325,7 @@ def test_a_server_whose_update_failed_is_not_used(server):
         await harness.until(lambda: len(harness.groups()) == 3)
 
     harness.run(scenario)
-    assert {g.oldest_version for g in harness.groups()} == {0, 1}
+    assert {Arrived(0, g).birth_step - 1 for g in harness.groups()} == {0, 1}
 
 
 def test_requests_of_a_server_that_is_taken_down_are_withdrawn_and_sent_again(server):
@@ -355,7 +356,7 @@ def test_spans_of_an_update_during_a_completion_are_recorded(server):
     harness.run(scenario)
     row = harness.groups()[0].rows[0]
     assert row.spans == ((4, 0, 1), (5, 1, 2))
-    assert harness.groups()[0].oldest_version == 4
+    assert Arrived(0, harness.groups()[0]).birth_step == 5
     # A reward function is told the step of the version that sampled the first token.
     assert [facts["step"] for facts in harness.scorer.asked] == [5, 5]
     assert not any(facts["truncated"] for facts in harness.scorer.asked)

@@ -22,6 +22,7 @@ from small_runs.asynchronous import (
 )
 from small_runs.trained import GROUP, PROMPTS, FinishedRun
 
+from grpo_replay.collection.arrivals import Arrived
 from grpo_replay.collection.journal import Journal, read_journal
 from grpo_replay.collection.link import Link
 from grpo_replay.collection.messages import Cancel, Command, Group, Report, Step
@@ -307,7 +308,7 @@ def test_another_journal_gives_other_weights(anchored, tmp_path):
     changed = tmp_path / "changed"
     journal, _ = Journal.open(changed / "journal")
     for record in read_journal(anchored.path / "journal"):
-        if isinstance(record, Group) and record.oldest_version == 0:
+        if isinstance(record, Group) and Arrived(0, record).birth_step == 1:
             rows = tuple(reversed(record.rows))
             record = Group(*record.place, 0, record.prompt_id, record.prompt_token_ids, rows, 0, 0)
         journal.append(record)

@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from grpo_replay.engine.deepspeed_engine import learning_rate
 from grpo_replay.recipe import Recipe, resolve_recipe
 
 
@@ -17,8 +16,7 @@ def recipe(steps: int, **optimizer) -> Recipe:
 
 def rates(steps: int, **optimizer) -> list[float]:
     return [
-        learning_rate(recipe(steps, **optimizer).optimizer, steps, step)
-        for step in range(1, steps + 1)
+        recipe(steps, **optimizer).optimizer.rate_of(step, steps) for step in range(1, steps + 1)
     ]
 
 
