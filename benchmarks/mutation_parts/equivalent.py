@@ -22,12 +22,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "a collector's report says the number, and nobody reads it in the empty one",
     ),
     (
-        "grpo_replay/replay/replay_buffer.py",
-        '(np.isfinite(self._columns["priority"]) & (self._columns["priority"] >= 0)).all()',
-        '(np.isfinite(self._columns["priority"]) & ((self._columns[\'priority\'] > 0))).all()',
-        "every priority has EPSILON added",
-    ),
-    (
         "grpo_replay/collection/journal.py",
         "SEGMENT_BYTES = 64 * 2**20", "SEGMENT_BYTES = 64 * (3)**20",
         "where one file ends and the next begins",
@@ -36,11 +30,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "grpo_replay/collection/journal.py",
         "if last.stat().st_size > good:", "if (last.stat().st_size >= good):",
         "a file that is cut to its own length stays as it is",
-    ),
-    (
-        "grpo_replay/engine/microbatches.py",
-        ").reshape(-1, 2),", ").reshape(-(2), 2),",
-        "NumPy takes any negative length for the one to find",
     ),
     (
         "grpo_replay/training/synchronous.py",

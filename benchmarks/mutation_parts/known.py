@@ -161,8 +161,8 @@ KNOWN = (
     ),
     Known(
         "capacity evicts the newest", BUFFER,
-        "self._columns.drop_oldest(excess)",
-        "self._columns.remove(np.arange(len(self)) >= len(self) - excess)",
+        "self._remove(np.arange(len(self)) < excess, step)",
+        "self._remove(np.arange(len(self)) >= len(self) - excess, step)",
         "tests/replay/test_replay_buffer.py::test_capacity_is_first_in_first_out_and_counted",
     ),
     Known(
@@ -227,7 +227,7 @@ KNOWN = (
     ),
     Known(
         "birth a step too early", ARRIVALS,
-        "return self.group.oldest_version + 1", "return self.group.oldest_version",
+        "return 1 + min(row.spans", "return min(row.spans",
         "tests/collection/test_arrivals.py::test_the_age_limit_is_on_the_oldest_version_of_a_group",
     ),
     Known(

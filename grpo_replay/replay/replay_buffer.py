@@ -23,7 +23,6 @@ from grpo_replay.replay.insertion import (
     check_insertable,
     frozen,
     is_correct,
-    number_problem,
 )
 from grpo_replay.replay.priorities import (
     Candidates,
@@ -59,9 +58,10 @@ class BufferStats:
     rollouts: int
     age_mean: float | None
     age_max: int | None
-    evicted: int  # in this step, by age and by capacity
     priority_mean: float | None  # of p, before the exponent
     times_used_mean: float | None
+    evicted: int  # in this step, by age and by capacity
+    evicted_undrawn: int  # of those, the rollouts that were never drawn
     evicted_by_capacity: int  # since the start of the run; > 0 if the capacity was reached
 
 
@@ -118,6 +118,7 @@ class ReplayBuffer:
         self._evicted_by_age = 0
         self._evicted_by_capacity = 0
         self._evicted_at = (0, 0)  # step, number of rollouts evicted in it
+        self._evicted_undrawn = 0  # of those
 
     def __len__(self) -> int:
         """Number of stored rollouts."""
@@ -224,9 +225,8 @@ class ReplayBuffer:
             return 0
         check_insertable(rollouts, step, self._columns, self.settings.unit)
         self._columns.append(self._new_columns(rollouts, step, times_used_N))
-        evicted = self._enforce_capacity()
+        evicted = self._enforce_capacity(step)
         self._evicted_by_capacity += evicted
-        self._count_evicted(step, evicted)
         return evicted
 
     def evict(self, step: int) -> int:
@@ -275,18 +275,20 @@ class ReplayBuffer:
 
     def stats(self, step: int) -> BufferStats:
         """Statistics at `step`, with the evictions of `step` so far."""
-        evicted = self._evicted_at[1] if self._evicted_at[0] == step else 0
+        now = self._evicted_at[0] == step
+        evictions = (
+            self._evicted_at[1] * now, self._evicted_undrawn * now, self._evicted_by_capacity
+        )  # fmt: skip
         if len(self) == 0:
-            return BufferStats(0, None, None, evicted, None, None, self._evicted_by_capacity)
+            return BufferStats(0, None, None, None, None, *evictions)
         ages_N = step - self._columns["birth_step"]
         return BufferStats(
-            rollouts=len(self),
-            age_mean=float(ages_N.mean()),
-            age_max=int(ages_N.max()),
-            evicted=evicted,
-            priority_mean=float(self._columns["priority"].mean()),
-            times_used_mean=float(self._columns["times_used"].mean()),
-            evicted_by_capacity=self._evicted_by_capacity,
+            len(self),
+            float(ages_N.mean()),
+            int(ages_N.max()),
+            float(self._columns["priority"].mean()),
+            float(self._columns["times_used"].mean()),
+            *evictions,
         )
 
     def get_state(self) -> dict[str, Any]:
@@ -317,39 +319,13 @@ class ReplayBuffer:
             check_insertable(rollouts, newest, restored._columns, self.settings.unit)
             columns = restored._new_columns(rollouts, newest, state["times_used"])
             columns["last_used_step"] = np.asarray(state["last_used_step"], dtype=np.int64)
+            _check_uses(columns)
             restored._columns.append(columns)
         restored._check_saved_priorities(state)
         self._columns = restored._columns
         self._evicted_by_age = state["evicted_by_age"]
-        self._evicted_by_capacity = state["evicted_by_capacity"] + self._enforce_capacity()
-        self._evicted_at = tuple(state["evicted_at"])
-
-    def check_valid(self) -> tuple[bool, str]:
-        """(True, "") if all invariants hold, otherwise False and the first violated one."""
-        ids = self._columns["rollout_id"]
-        uses = self._columns["times_used"]
-        last_used = self._columns["last_used_step"]
-        births = self._columns["birth_step"]
-        used = last_used != NEVER_USED
-        rollouts = self._columns["rollout"]
-        holds = {
-            "more rollouts than the capacity": len(self) <= self.settings.capacity_rollouts,
-            "a rollout is stored twice": np.unique(ids).size == ids.size,
-            "an id in the column differs from its rollout's": all(
-                rollout.rollout_id == i for rollout, i in zip(rollouts, ids, strict=True)
-            ),
-            "a priority is negative or not finite": bool(
-                (np.isfinite(self._columns["priority"]) & (self._columns["priority"] >= 0)).all()
-            ),
-            "times_used and last_used_step disagree": bool(((uses > 0) == used).all()),
-            "a rollout was used before its birth": bool((last_used[used] >= births[used]).all()),
-        }
-        violated = [violation for violation, fine in holds.items() if not fine]
-        problems = [(each.rollout_id, number_problem(each)) for each in rollouts]
-        violated += [
-            f"rollout {rollout_id}: {problem}" for rollout_id, problem in problems if problem
-        ]
-        return not violated, violated[0] if violated else ""
+        self._evicted_by_capacity = state["evicted_by_capacity"] + self._enforce_capacity(0)
+        self._evicted_at, self._evicted_undrawn = tuple(state["evicted_at"]), 0
 
     def _check_fresh(self, fresh: Sequence[Rollout], step: int, generated: int) -> None:
         group_id, size = Counter(rollout.group_id for rollout in fresh).most_common(1)[0]
@@ -368,9 +344,16 @@ class ReplayBuffer:
                 "neither groups nor batches; raise it"
             )
 
-    def _note_gone(self, which: np.ndarray | slice) -> None:
+    def _remove(self, removed_N: np.ndarray, step: int) -> int:
+        """Evict rollouts in `step`. Returns their number."""
         if self.on_evict is not None:
-            self._gone.extend(self._columns["rollout"][which])
+            self._gone.extend(self._columns["rollout"][removed_N])
+        undrawn = int((self._columns["times_used"][removed_N] == 0).sum())
+        evicted = self._columns.remove(removed_N)
+        same_step = self._evicted_at[0] == step
+        self._evicted_at = (step, evicted + self._evicted_at[1] * same_step)
+        self._evicted_undrawn = undrawn + self._evicted_undrawn * same_step
+        return evicted
 
     def _new_columns(
         self, rollouts: Sequence[Rollout], step: int, times_used_N: np.ndarray | None
@@ -410,27 +393,22 @@ class ReplayBuffer:
     def _evict_born_before(self, step: int, now: int) -> int:
         if self.settings.max_age_steps is None:
             return 0
-        too_old_N = now - self._columns["birth_step"] > self.settings.max_age_steps
-        self._note_gone(too_old_N)
-        evicted = self._columns.remove(too_old_N)
+        evicted = self._remove(
+            now - self._columns["birth_step"] > self.settings.max_age_steps, step
+        )
         self._evicted_by_age += evicted
-        self._count_evicted(step, evicted)
         return evicted
 
-    def _enforce_capacity(self) -> int:
+    def _enforce_capacity(self, step: int) -> int:
         if self.settings.positive_fraction > 0:
-            surplus_N = ~self._positive_bias_keeps()
-            self._note_gone(surplus_N)
-            return self._columns.remove(surplus_N)
+            return self._remove(~self._positive_bias_keeps(), step)
         excess = len(self) - self.settings.capacity_rollouts
         if excess <= 0:
             return 0
         if self.settings.unit == "query":
             starts_Q, _ = query_spans(self._columns["group_id"])
             excess = int(np.append(starts_Q, len(self))[np.searchsorted(starts_Q, excess)])
-        self._note_gone(slice(excess))
-        self._columns.drop_oldest(excess)
-        return excess
+        return self._remove(np.arange(len(self)) < excess, step)
 
     def _positive_bias_keeps(self) -> np.ndarray:
         """The newest (1-δ)N rollouts, and the newest δN correct ones among the older; bool [N]."""
@@ -447,6 +425,10 @@ class ReplayBuffer:
         np.add.at(self._columns["times_used"], indices, 1)
         self._columns["last_used_step"][indices] = step
 
-    def _count_evicted(self, step: int, evicted: int) -> None:
-        before = self._evicted_at[1] if self._evicted_at[0] == step else 0
-        self._evicted_at = (step, before + evicted)
+
+def _check_uses(columns: Mapping[str, np.ndarray]) -> None:
+    last_used, used = columns["last_used_step"], columns["times_used"] > 0
+    if not np.array_equal(used, last_used != NEVER_USED):
+        raise ValueError("times_used and last_used_step disagree")
+    if (last_used < columns["birth_step"])[used].any():
+        raise ValueError("a rollout was used before its birth")

@@ -24,7 +24,6 @@ from grpo_replay.collection.link import CollectorSettings
 from grpo_replay.collection.messages import Report
 from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.errors import SamplerError
-from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import draw_count
 from grpo_replay.sampling.server.rolling import RollingServerSampler
 from grpo_replay.storage.checkpoint import RunState
@@ -37,7 +36,7 @@ from grpo_replay.training.rollout_source import (
     StepRollouts,
 )
 from grpo_replay.training.weight_sync import GAP_SAMPLE_ROLLOUTS, sync_weights
-from grpo_replay.types import ComposedBatch, Rollout
+from grpo_replay.types import Rollout
 
 
 def open_collected(
@@ -87,7 +86,6 @@ class JournalSource:
     def __init__(self, parts: Parts, state: RunState, intake: Intake | None) -> None:
         self.parts, self.comm, self.recipe, self.state = parts, parts.comm, parts.recipe, state
         self.intake = intake
-        self._undrawn = UndrawnEvictions()
         self._waited_seconds = 0.0
         self._metrics: Metrics = {}  # of the step, as far as they are known when it begins
 
@@ -113,7 +111,6 @@ class JournalSource:
         if self.intake is None or taken is None:
             return StepRollouts((), (), nominal, 0, 0, None)
         arrivals, state = self.intake.arrivals, self.state
-        self._undrawn.begin(self.parts.buffer, taken.generated)
         self._metrics = {
             "async/sampler_idle": servers.idle,
             "async/straddlers": taken.straddlers,
@@ -138,7 +135,7 @@ class JournalSource:
             "sampler/policy_version": self.parts.sampler.policy_version,
             **self._metrics,
             "async/trainer_idle": self._waited_seconds / max(step_seconds, 1e-9),
-            "async/undrawn_evicted": self._undrawn.end(self.parts.buffer, record.batch),
+            "async/undrawn_evicted": self.parts.buffer.stats(record.step).evicted_undrawn,
             **lateness(record),
         }
 
@@ -303,26 +300,6 @@ class ServerTimes:
             return ServerShare(0.0, None)
         idle = min(idle + paused, used)
         return ServerShare((used - idle) * self._gpus_per_rank, idle / used)
-
-
-class UndrawnEvictions:
-    """Counts the rollouts that leave the buffer in a step without ever having been drawn."""
-
-    def __init__(self) -> None:
-        self._never_drawn: set[int] = set()
-
-    def begin(self, buffer: ReplayBuffer, taken: Sequence[Rollout]) -> None:
-        """Called before the step changes the buffer."""
-        never = buffer.column("rollout_id")[buffer.column("times_used") == 0]
-        fresh = (rollout.rollout_id for rollout in taken if rollout.kept)
-        self._never_drawn = {*never.tolist(), *fresh}
-
-    def end(self, buffer: ReplayBuffer, batch: ComposedBatch) -> int:
-        """The number of them that are neither stored nor in the step's draw."""
-        if not buffer.settings.replays:
-            return 0
-        drawn = {rollout.rollout_id for rollout in batch.draw.rollouts}
-        return len(self._never_drawn - set(buffer.column("rollout_id").tolist()) - drawn)
 
 
 def sampled_by(rollouts: Sequence[Rollout], version: int) -> list[Rollout]:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from buffer_makers import ids, make_group, make_rollout, replay_settings
+from buffer_makers import check_valid, ids, make_group, make_rollout, replay_settings
 
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.compose import (
@@ -39,7 +39,7 @@ def run(settings, survivors_by_step, seed=0):
             twin.insert(fresh, step)
         stored = ids(twin.rollouts())
         batch = buffer_step(buffer, fresh, step, GENERATED, rng)
-        assert buffer.check_valid() == (True, "")
+        assert check_valid(buffer) == (True, "")
         assert len(batch.rollouts) == len(batch.replayed_N) == len(batch.ages_N)
         ages = [step - rollout.birth_step for rollout in batch.rollouts]
         assert batch.ages_N.tolist() == ages

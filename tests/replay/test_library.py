@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from buffer_makers import ids, make_group, make_rollout
+from buffer_makers import check_valid, ids, make_group, make_rollout
 
 from grpo_replay import ReplayBuffer, ReplayConfig, Rollout
 from grpo_replay.errors import SnapshotError
@@ -80,7 +80,7 @@ def test_a_step_is_these_calls(preset, seed):
             explicit.insert(fresh, step, np.array(uses))
         explicit.evict_ahead(step)
         assert seen(buffer, batch) == seen(explicit, other)
-        assert buffer.check_valid() == (True, "")
+        assert check_valid(buffer) == (True, "")
         drawn += len(batch.draw.rollouts)
         evicted += buffer.stats(step).evicted
     assert (drawn > 20, evicted > 20) == (preset != "grpo",) * 2
@@ -180,7 +180,7 @@ def test_a_stored_log_prob_that_is_nan_is_not_valid():
     buffer.insert([make_rollout(3)], 1)
     broken = buffer._columns["rollout"]
     broken[0] = replace(broken[0], behavior_logprobs=np.array([-1, np.nan, 0], np.float32))
-    valid, reason = buffer.check_valid()
+    valid, reason = check_valid(buffer)
     assert not valid and reason.startswith("rollout 3: the behaviour log-prob of token 1 is nan")
 
 

@@ -3,7 +3,7 @@
 import math
 
 import numpy as np
-from buffer_makers import ids, make_rollout
+from buffer_makers import check_valid, ids, make_rollout
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -216,7 +216,7 @@ class Pair:
             assert len(set(distinct)) == len(distinct)
 
     def compare(self):
-        assert self.buffer.check_valid() == (True, "")
+        assert check_valid(self.buffer) == (True, "")
         rows = self.naive.rows
         columns = {
             name: self.buffer.column(name).tolist()

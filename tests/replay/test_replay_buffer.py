@@ -2,7 +2,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from buffer_makers import ids, make_group, make_rollout, replay_settings
+from buffer_makers import check_valid, ids, make_group, make_rollout, replay_settings
 
 from grpo_replay.errors import RecipeError
 from grpo_replay.replay import ReplayBuffer
@@ -12,7 +12,7 @@ from grpo_replay.replay.replay_buffer import NEVER_USED
 
 
 def stored_ids(buffer):
-    assert buffer.check_valid() == (True, "")
+    assert check_valid(buffer) == (True, "")
     assert ids(buffer.rollouts()) == buffer.column("rollout_id").tolist()
     return buffer.column("rollout_id").tolist()
 
@@ -147,7 +147,7 @@ def test_statistics_by_hand():
 
 def test_statistics_of_an_empty_buffer_are_undefined():
     stats = ReplayBuffer(replay_settings(), 2).stats(3)
-    assert dataclasses.astuple(stats) == (0, None, None, 0, None, None, 0)
+    assert dataclasses.astuple(stats) == (0, None, None, None, None, 0, 0, 0)
 
 
 def test_a_draw_removes_nothing_and_records_each_use():
@@ -329,19 +329,55 @@ def test_resuming_under_another_priority_or_a_smaller_capacity():
     assert other.stats(9).evicted_by_capacity == len(state["rollouts"]) - 10
 
 
+def test_the_evicted_that_were_never_drawn_are_counted_by_step():
+    """Stored 0 to 3, of which 0 was drawn before; the step draws 1. Then 4 to 7 push them all out,
+    of which 2 and 3 were never drawn; at its end nothing is too old. In the next step 4 to 7 are:
+    5 was drawn while it was fresh."""
+    settings = replay_settings(capacity_rollouts=4, max_age_steps=3)
+    buffer, rng = ReplayBuffer(settings, 2), np.random.default_rng(0)
+    buffer.insert([make_rollout(i) for i in range(4)], 2, np.array([1, 0, 0, 0]))
+    while buffer.column("times_used")[1] == 0:
+        before = buffer.get_state()
+        buffer.draw(1, 3, rng)
+        if buffer.column("times_used")[[0, 2, 3]].tolist() != [1, 0, 0]:
+            buffer.set_state(before)
+    fresh = [make_rollout(i, birth_step=3) for i in range(4, 8)]
+    assert buffer.insert(fresh, 3, np.array([0, 1, 0, 0])) == 4
+    assert buffer.evict_ahead(3) == 0
+    assert (buffer.stats(3).evicted, buffer.stats(3).evicted_undrawn) == (4, 2)
+    assert (buffer.stats(4).evicted, buffer.stats(4).evicted_undrawn) == (0, 0)
+    assert buffer.evict(7) == 4
+    assert (buffer.stats(7).evicted, buffer.stats(7).evicted_undrawn) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("times_used", "last_used", "message"),
+    [
+        ([0, 4, 0], [-1, -1, -1], "times_used and last_used_step disagree"),
+        ([0, 0, 0], [-1, 3, -1], "times_used and last_used_step disagree"),
+        ([0, 4, 0], [-1, 1, -1], "a rollout was used before its birth"),
+    ],
+)
+def test_a_state_with_impossible_uses_is_refused(times_used, last_used, message):
+    buffer = filled(replay_settings(), births=[1, 2, 3])
+    uses = {"times_used": np.array(times_used), "last_used_step": np.array(last_used)}
+    with pytest.raises(ValueError, match=message):
+        ReplayBuffer(replay_settings(), 2).set_state(buffer.get_state() | uses)
+
+
 def test_check_valid_names_the_violated_invariant():
     buffer = filled(replay_settings(), births=[1, 2, 3])
     buffer._columns["times_used"][1] = 4
-    assert buffer.check_valid() == (False, "times_used and last_used_step disagree")
+    assert check_valid(buffer) == (False, "times_used and last_used_step disagree")
     buffer._columns["last_used_step"][1] = 1
-    assert buffer.check_valid() == (False, "a rollout was used before its birth")
+    assert check_valid(buffer) == (False, "a rollout was used before its birth")
     buffer._columns["last_used_step"][1] = 2
     buffer._columns["rollout_id"][0] = 3
-    assert buffer.check_valid() == (False, "a rollout is stored twice")
+    assert check_valid(buffer) == (False, "a rollout is stored twice")
     for bad in (np.nan, np.inf, -1.0):
         buffer = filled(replay_settings(), births=[1, 2, 3])
         buffer._columns["priority"][1] = bad
-        assert buffer.check_valid() == (False, "a priority is negative or not finite")
+        assert check_valid(buffer) == (False, "a priority is negative or not finite")
 
 
 def test_a_new_buffer_has_evicted_nothing_and_takes_nothing_in_or_out():

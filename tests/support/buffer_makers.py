@@ -8,6 +8,8 @@ import numpy as np
 from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.advantages import group_advantages
+from grpo_replay.replay.insertion import number_problem
+from grpo_replay.replay.replay_buffer import NEVER_USED
 from grpo_replay.types import Rollout
 
 
@@ -120,3 +122,29 @@ def drawn_buffer(rollouts=40):
         buffer.insert(make_group(4 * step, step, step, [1, -1, 0.1, -1]), step)
         buffer.draw(3, step, np.random.default_rng(step))
     return buffer
+
+
+def check_valid(buffer: ReplayBuffer) -> tuple[bool, str]:
+    """(True, "") if all invariants hold, otherwise False and the first violated one."""
+    ids = buffer._columns["rollout_id"]
+    uses = buffer._columns["times_used"]
+    last_used = buffer._columns["last_used_step"]
+    births = buffer._columns["birth_step"]
+    used = last_used != NEVER_USED
+    rollouts = buffer._columns["rollout"]
+    holds = {
+        "more rollouts than the capacity": len(buffer) <= buffer.settings.capacity_rollouts,
+        "a rollout is stored twice": np.unique(ids).size == ids.size,
+        "an id in the column differs from its rollout's": all(
+            rollout.rollout_id == i for rollout, i in zip(rollouts, ids, strict=True)
+        ),
+        "a priority is negative or not finite": bool(
+            (np.isfinite(buffer._columns["priority"]) & (buffer._columns["priority"] >= 0)).all()
+        ),
+        "times_used and last_used_step disagree": bool(((uses > 0) == used).all()),
+        "a rollout was used before its birth": bool((last_used[used] >= births[used]).all()),
+    }
+    violated = [violation for violation, fine in holds.items() if not fine]
+    problems = [(each.rollout_id, number_problem(each)) for each in rollouts]
+    violated += [f"rollout {rollout_id}: {problem}" for rollout_id, problem in problems if problem]
+    return not violated, violated[0] if violated else ""

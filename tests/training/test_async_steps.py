@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from buffer_makers import make_rollout, replay_settings
+from buffer_makers import make_rollout
 from collected import group
 from small_runs.asynchronous import BUFFER_ONLY, async_recipe
 from small_runs.trained import GROUP, PROMPTS, small_recipe
@@ -28,7 +28,6 @@ from grpo_replay.training.asynchronous import (
     JournalSource,
     ServerShare,
     ServerTimes,
-    UndrawnEvictions,
     lateness,
     mean_lengths,
 )
@@ -59,22 +58,6 @@ def test_without_a_server_in_use_there_is_no_share_and_no_more_than_all_is_idle(
     assert times.step(Report(server_seconds=0.5), 0.0) == ServerShare(0.5, 0.0)
     assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, 1.0)
     assert times.step(Report(idle_seconds=4.0, server_seconds=5.0), 9.0) == ServerShare(0.0, None)
-
-
-@pytest.mark.parametrize(("preset", "expected"), [("ours", 2), ("grpo", 0)])
-def test_undrawn_evictions_by_hand(preset, expected):
-    """Stored 0 to 3, of which 0 was drawn before; 4 and 5 are fresh. The step draws 1 and 4. Then
-    0 to 4 leave: 2 and 3 were never drawn; a run that stores nothing counts nothing."""
-    buffer = ReplayBuffer(replay_settings(preset=preset, capacity_rollouts=4), 2)
-    fresh = [make_rollout(i, birth_step=9) for i in (4, 5)]
-    buffer.insert([make_rollout(i) for i in range(4)], 2, np.array([1, 0, 0, 0]))
-    undrawn = UndrawnEvictions()
-    undrawn.begin(buffer, fresh)
-    drawn = (make_rollout(1), fresh[0])
-    draw = Draw(drawn, np.ones(2), np.array([8, 0]), 2.0, 0.0)
-    buffer.insert([fresh[1], *(make_rollout(i, birth_step=9) for i in (6, 7, 8))], 9)
-    batch = ComposedBatch(drawn, np.ones(2, bool), draw.ages, draw)
-    assert undrawn.end(buffer, batch) == expected
 
 
 class Waiting:
@@ -292,6 +275,8 @@ def test_a_step_takes_what_has_arrived_when_its_wait_ends(monkeypatch):
     assert intake.done == [("went_live",), ("poll", 2), ("cut", 3, 2, 2)]
     assert (taken.generated, taken.generation_seconds) == (arrived.generated, 3.0)
     source.parts.clock = SimpleNamespace(read=lambda: {"step": 12.0})
+    source.parts.buffer.insert(arrived.generated, 3)
+    source.parts.buffer._evict_born_before(3, 99)  # both, in step 3
     draw = Draw.empty()
     batch = ComposedBatch(arrived.generated, np.zeros(2, bool), draw.ages, draw)
     found = source.metrics(StepRecord(3, taken, arrived.generated, None, batch, [], []))

@@ -6,7 +6,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from buffer_makers import assert_same_rollouts, make_group, make_rollout, replay_settings
+from buffer_makers import (
+    assert_same_rollouts,
+    check_valid,
+    make_group,
+    make_rollout,
+    replay_settings,
+)
 from core_engine import (
     PlainTraining,
     engine_recipe,
@@ -103,7 +109,7 @@ def test_a_masked_token_needs_no_log_prob():
     mask = np.array([False, True, False])
     buffer = ReplayBuffer(replay_settings(), 4)
     buffer.insert([replace(make_rollout(7), behavior_logprobs=logprobs, completion_mask=mask)], 1)
-    assert buffer.check_valid() == (True, "")
+    assert check_valid(buffer) == (True, "")
     (stored,) = buffer.rollouts()
     assert stored.trained_tokens == 1 and not stored.completion_mask.flags.writeable
 

@@ -254,9 +254,10 @@ def test_ages_in_the_buffer_are_counted_at_the_last_draw():
         rollouts=9,
         age_mean=2.0,
         age_max=4,
-        evicted=5,
         priority_mean=0.5,
         times_used_mean=1.5,
+        evicted=5,
+        evicted_undrawn=2,
         evicted_by_capacity=0,
     )
     shared = {
@@ -265,7 +266,7 @@ def test_ages_in_the_buffer_are_counted_at_the_last_draw():
     }  # fmt: skip
     assert buffer_metrics(stats) == {**shared, "buffer/age_mean": 2.0, "buffer/age_max": 4}
     assert buffer_metrics(stats, 3) == {**shared, "buffer/age_mean": 8.0, "buffer/age_max": 14}
-    empty = buffer_metrics(BufferStats(0, None, None, 0, None, None, 0), 3)
+    empty = buffer_metrics(BufferStats(0, None, None, None, None, 0, 0, 0), 3)
     assert (empty["buffer/age_mean"], empty["buffer/age_max"]) == (None, None)
 
 
