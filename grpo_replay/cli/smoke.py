@@ -112,19 +112,15 @@ def _run_to_its_end(words: Sequence[str]) -> int:
 def _ended(folder: Path, process: int, code: int) -> str:
     """How far a process came that did not end well."""
     what = ("the run", "the resume")[process]
-    done = len(_rows(folder))
+    done = len(RunDirectory(folder).read_metrics())
     return f"{what} ended with exit code {code} after {done} of 3 steps: see the message above"
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    return RunDirectory(folder).read_metrics()
 
 
 def missing(folder: Path, recipe: Recipe) -> Iterator[str]:
     """Sentences on what a run, whose two processes ended well, did not do."""
     from grpo_replay.lab.verification.verify import verify_run
 
-    rows, before = _rows(folder), None
+    rows, before = RunDirectory(folder).read_metrics(), None
     for row in rows:
         step, replayed = row["step"], row["replay/rollouts"]
         if not row["fresh/rollouts"] and not replayed:

@@ -437,6 +437,11 @@ class SamplingSection(Section):
         return self.servers.launch or len(self.servers.urls)
 
     @property
+    def server_gpus(self) -> int:
+        """GPUs of the servers that a run samples with."""
+        return self.servers_used * self.gpus_per_server
+
+    @property
     def servers_launched(self) -> int:
         """vLLM servers that a run starts on its own machine."""
         return 0 if self.servers.urls else self.servers_used

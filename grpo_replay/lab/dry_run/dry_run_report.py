@@ -251,7 +251,7 @@ def _decode_floor(
     """The least time of a step's generation; None where the speed is stated or measured on as many
     GPUs, where the GPU is not known, and where no step waits for its own completions."""
     sampling = recipe.sampling
-    gpus = sampling.servers_used * sampling.gpus_per_server or machines.total_ranks
+    gpus = sampling.server_gpus or machines.total_ranks
     waits = not recipe.run.is_async and sampling.collection.replay_journal is None
     if plan is None or speed is None or speed.holds_for(gpus) or not waits:
         return None
@@ -321,7 +321,7 @@ def _describe_speed(speed: Speed | None, machines: Machines, sampling: SamplingS
             )
         return f"no hours: the speed of {of} is not known"
     what = "GPU" if machines.on_cuda else "process"
-    gpus = sampling.servers_used * sampling.gpus_per_server
+    gpus = sampling.server_gpus
     servers = f", {gpus} more for servers" if gpus else ""
     number = gpus or machines.total_ranks
     linear = "" if speed.holds_for(number) else f", however many {what}s there are"

@@ -381,7 +381,7 @@ def describe_time(
         count * (both((generation, rollouts * per_trained)) + other)
         for count, rollouts in ((early, survivors), (steps - early, trained))
     )
-    hours, gpus = seconds / 3600, ranks + sampling.servers_used * sampling.gpus_per_server
+    hours, gpus = seconds / 3600, ranks + sampling.server_gpus
     return {
         "steps": steps,
         "hours": _significant(hours),

@@ -84,7 +84,7 @@ def measured_speed(source: Source) -> Speed | None:
     ranks = samplers = _ranks(source)
     recipe, seconds = source.recipe, generating + training
     if recipe is not None and recipe.sampling.servers_used:
-        samplers = recipe.sampling.servers_used * recipe.sampling.gpus_per_server
+        samplers = recipe.sampling.server_gpus
         if recipe.run.is_async:  # they overlap; generation is of all servers' GPUs, per rank
             generating *= ranks / samplers
             seconds = max(generating, training)
