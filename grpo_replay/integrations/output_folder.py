@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_replay.errors import OutputDirectoryError
-from grpo_replay.recipe import resolve_recipe
-from grpo_replay.recipe.recipe import ReplayConfig
+from grpo_replay.recipe import ReplaySection, resolve_recipe
 from grpo_replay.storage.atomic import write_text_whole
 from grpo_replay.storage.recipe_history import RECIPE_FILE, write_recipe
 from grpo_replay.storage.rollout_log import (
@@ -26,11 +25,13 @@ from grpo_replay.storage.rollout_log import (
 )
 from grpo_replay.types import ComposedBatch, Rollout, RolloutOutcome
 
+_UNKNOWN = "What is known of a run in another trainer. Its prompts and rewards are not."
+
 
 class OutputFolder:
     """The files of one run. Only the main process writes."""
 
-    def __init__(self, folder: Path, settings: ReplayConfig, others: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: ReplaySection, others: Mapping[str, Any]) -> None:
         """`others` are the sections of the recipe other than `replay`. Raises RecipeError."""
         replay = settings.model_dump(mode="json")
         self.recipe = resolve_recipe([{**others, "replay": replay}], source="the trainer")
@@ -51,8 +52,8 @@ class OutputFolder:
             kept = first_steps(self.metrics, step)
             write_text_whole(self.metrics, "".join(f"{line}\n" for line in kept))
         remove_later(self.folder, step)
-        if step == 0:
-            write_recipe(self.folder / RECIPE_FILE, self.recipe)
+        if step == 0 or not (self.folder / RECIPE_FILE).exists():
+            write_recipe(self.folder / RECIPE_FILE, self.recipe, _UNKNOWN)
 
     def write(
         self,
@@ -75,13 +76,20 @@ class OutputFolder:
             file.write(json.dumps({"step": step, **metrics}, allow_nan=False) + "\n")
 
 
-def sections_of(args: Any, model: str, max_steps: int) -> dict[str, Any]:
+def sections_of(args: Any, model: str, is_rounded: bool, max_steps: int) -> dict[str, Any]:
     """The recipe of a run of `max_steps` optimizer steps with TRL's GRPOConfig `args`, as far as
-    known: steps are generation batches."""
+    known. Steps are generation batches, which make one draw each, however many updates TRL makes.
+    `is_rounded`: the model computes in 16 bits, as far as log-probs are concerned in bfloat16."""
     updates = args.steps_per_generation / args.gradient_accumulation_steps
+    loss = {"beta": args.beta}
+    if args.loss_type == "dapo":
+        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        loss |= {"epsilon": args.epsilon, "epsilon_high": high, "dual_clip": args.delta}
     return {
         "name": "trl",
-        "model": {"path": model},
+        "model": {"path": model, "dtype": "bfloat16" if is_rounded else "float32"},
+        "batch": {"updates_per_step": 1},
+        "loss": loss,
         "sampling": {
             "prompts_per_step": args.generation_batch_size // args.num_generations,
             "group_size": args.num_generations,

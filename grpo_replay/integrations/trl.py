@@ -18,6 +18,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ from grpo_replay.integrations.trl_rows import (
 )
 from grpo_replay.recipe.recipe import ReplayConfig
 from grpo_replay.replay import ReplayBuffer
+from grpo_replay.replay.replay_buffer import checked_settings
 from grpo_replay.storage.atomic import json_values
 from grpo_replay.training.metrics import (
     batch_metrics,
@@ -69,7 +71,7 @@ class ReplayMixin(_Host):
 
     def __init__(self, *args: Any, replay: ReplayConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.replay = ReplayConfig() if replay is None else replay
+        self.replay = ReplayConfig() if replay is None else checked_settings(replay)
         self._micro_batches_left = 0  # of the generation batch that is being trained on
         if not self.replay.replays:
             return
@@ -83,7 +85,9 @@ class ReplayMixin(_Host):
 
     def _folder_of(self, max_steps: int) -> OutputFolder:
         """The folder of a run of so many optimizer steps. Raises RecipeError."""
-        sections = sections_of(self.args, self.model.config._name_or_path, max_steps)
+        args, model = self.args, self.accelerator.unwrap_model(self.model)
+        is_rounded = args.bf16 or args.fp16 or next(model.parameters()).dtype != torch.float32
+        sections = sections_of(args, self.model.config._name_or_path, is_rounded, max_steps)
         return OutputFolder(Path(self.args.output_dir), self.replay, sections)
 
     # The generation batch
@@ -195,8 +199,13 @@ class ReplayMixin(_Host):
             )
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Log-probs of birth are those of the policy, without dropout."""
+        of_birth = self.replay.replays and not torch.is_grad_enabled()
+        with _evaluating(model) if of_birth else nullcontext():
+            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         self._forward = result[:2]
         return result
 
@@ -309,6 +318,18 @@ def _restored(
     return before
 
 
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Within, every module of the model is in evaluation mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _refuse(trainer: Any) -> None:
     """Raises UsageError for settings of TRL under which replay would be wrong."""
     args, settings = trainer.args, trainer.replay
@@ -334,6 +355,11 @@ def _loss_problems(trainer: Any) -> Iterator[str]:
         yield (
             f"loss_type {trainer.loss_type!r} is a mean over "
             f"{tokens if trainer.loss_type == 'bnpo' else rows}: set {', '.join(LOSSES)}"
+        )
+    if any(getattr(trainer.args, name, 0) for name in ("entropy_coef", "use_adaptive_entropy")):
+        yield (
+            "entropy_coef and use_adaptive_entropy take the mean entropy of each micro-batch, in "
+            "which replay's rows of padding have none: set 0 and False"
         )
     if getattr(trainer, "use_liger_kernel", False):
         yield "use_liger_kernel hides the log-probs of the update: set False"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -302,6 +302,8 @@ class BatchSection(Section):
 
 class AdamwOptions(Passthrough):
     """Arguments of `torch.optim.AdamW`."""
+
+    TAKEN: ClassVar[frozenset[str]] = frozenset({"params", "lr"})
 
     betas: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(default=[0.9, 0.999])
     eps: float = 1e-8

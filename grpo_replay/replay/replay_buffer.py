@@ -106,7 +106,7 @@ class ReplayBuffer:
         seed: int = 0,
         on_evict: Callable[[tuple[Rollout, ...]], None] | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings = checked_settings(settings)
         self.group_size = group_size
         self.seed = seed
         self.on_evict = on_evict
@@ -172,6 +172,8 @@ class ReplayBuffer:
             self._check_fresh(fresh, step, generated)
         rng = stream(self.seed, step, DRAW_STREAM)
         batch = buffer_step(self, fresh, step, generated, rng)
+        if not self.settings.replays and self.on_evict is not None:
+            self._gone.extend(fresh)  # the batch needs them until the next step
         self.last_step = step
         self.count_ids(fresh)
         return batch
@@ -424,6 +426,16 @@ class ReplayBuffer:
     def _record_use(self, indices: np.ndarray, step: int) -> None:
         np.add.at(self._columns["times_used"], indices, 1)
         self._columns["last_used_step"][indices] = step
+
+
+def checked_settings(settings: Any) -> ReplaySection:
+    """The settings. Raises TypeError for anything else, such as a mapping."""
+    if not isinstance(settings, ReplaySection):
+        raise TypeError(
+            f"the settings of replay are a {type(settings).__name__}: give a ReplayConfig, such as "
+            'ReplayConfig.preset("ours", max_age_steps=10)'
+        )
+    return settings
 
 
 def _check_uses(columns: Mapping[str, np.ndarray]) -> None:

@@ -341,6 +341,18 @@ def refuse_missing(run_dir: Path) -> None:
             f"--resume: {run_dir} holds no run (no {RECIPE_FILE}): check --output-dir, or leave "
             "--resume out to start one there"
         )
+    if is_of_another_trainer(run_dir):
+        raise CheckpointError(
+            f"--resume: {run_dir} holds the run of another trainer (metrics.jsonl without "
+            "environment.json, with which every run of grpo-replay train begins): continue it "
+            "there, in TRL with resume_from_checkpoint. Nothing was changed"
+        )
+
+
+def is_of_another_trainer(run_dir: Path) -> bool:
+    """True for a folder that replay in another trainer made (`integrations`)."""
+    own = any((run_dir / name).exists() for name in ("environment.json", LOCK))
+    return (run_dir / "metrics.jsonl").exists() and not own
 
 
 def environment_facts(world_size: int) -> dict[str, Any]:

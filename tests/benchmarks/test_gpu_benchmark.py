@@ -341,7 +341,7 @@ def test_the_cuda_paths_call_what_torch_has(tmp_path, monkeypatch):
         "synchronize": None,
     }  # fmt: skip
     for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     found = context(tmp_path)
     environment.examine_gpu(found)

@@ -3,22 +3,29 @@
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from grpo_replay import ReplayConfig
-from grpo_replay.errors import OutputDirectoryError, RecipeError
+from grpo_replay.cli.app import app
+from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError
 from grpo_replay.integrations.output_folder import OutputFolder, sections_of
 from grpo_replay.lab.inspection.source import open_source
+from grpo_replay.lab.report.finished_run import UnfinishedRun, read_run
+from grpo_replay.recipe import resolve_recipe
+from grpo_replay.storage.recipe_history import read_recipe_file
+from grpo_replay.storage.run_directory import refuse_missing
 
 ARGS = SimpleNamespace(
     steps_per_generation=2, gradient_accumulation_steps=1, max_steps=-1, generation_batch_size=32,
     num_generations=8, temperature=0.9, max_completion_length=20, scale_rewards="group",
-    mask_truncated_completions=False, learning_rate=1e-4, seed=3,
+    mask_truncated_completions=False, learning_rate=1e-4, seed=3, beta=0.0, loss_type="dapo",
+    epsilon=0.1, epsilon_high=None, delta=None,
 )  # fmt: skip
 
 
 def folder(path, **settings):
     replay = ReplayConfig.preset("ours", **{"warmup_steps": 1, **settings})
-    return OutputFolder(path, replay, sections_of(ARGS, "a/model", 7))
+    return OutputFolder(path, replay, sections_of(ARGS, "a/model", False, 7))
 
 
 def test_the_recipe_says_what_is_known_of_the_run(tmp_path):
@@ -50,3 +57,39 @@ def test_going_back_removes_what_came_later(tmp_path):
     folder(tmp_path).open(0, True)  # from a checkpoint inside the first generation batch
     assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert not list((tmp_path / "rollouts").iterdir())
+
+
+def test_a_folder_of_another_trainer_is_neither_resumed_nor_a_run_to_continue(tmp_path):
+    """Not even its lines of metrics are touched: `train --resume` would start again."""
+    folder(tmp_path).open(0, False)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"run of another trainer .* resume_from_checkpoint"):
+        refuse_missing(tmp_path)
+    found = CliRunner().invoke(app, ["train", "--resume", "--output-dir", str(tmp_path)])
+    assert found.exit_code == 3
+    with pytest.raises(UnfinishedRun, match=r"another trainer, .*: evaluate its checkpoints"):
+        read_run(tmp_path)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_run_resumed_in_another_folder_has_its_recipe_there(tmp_path):
+    folder(tmp_path).open(2, True)
+    assert read_recipe_file(tmp_path / "recipe.yaml").replay.warmup_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (0.1, 0.1, None)),
+        ({"epsilon_high": 0.3, "delta": 5.0}, (0.1, 0.3, 5.0)),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, (0.2, 0.28, 10.0)),  # not known: the defaults
+    ],
+)
+def test_the_recipe_has_the_loss_and_one_draw_a_step(changes, expected):
+    args = SimpleNamespace(**{**vars(ARGS), **changes})
+    recipe = resolve_recipe([sections_of(args, "a/model", True, 70)])
+    assert (recipe.loss.epsilon, recipe.loss.epsilon_high, recipe.loss.dual_clip) == expected
+    assert recipe.model.dtype == "bfloat16"
+    fifo = {"replay": {"preset": "fifo", "ratio": 1}}
+    assert resolve_recipe([sections_of(args, "m", False, 70), fifo]).draws_per_step == 1

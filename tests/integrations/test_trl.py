@@ -19,6 +19,7 @@ from trl_runs import PRESETS, make, preset, weights_of
 
 from grpo_replay import ReplayBuffer, ReplayConfig
 from grpo_replay.api import inspect
+from grpo_replay.cli.inspect_command import _policies
 from grpo_replay.errors import CheckpointError, OutputDirectoryError, RecipeError, UsageError
 from grpo_replay.integrations.trl import ReplayGRPOTrainer, ReplayMixin
 from grpo_replay.lab.inspection.source import open_source
@@ -181,6 +182,8 @@ def test_without_replay_it_is_trls_trainer_bit_for_bit(tmp_path):
         ({"loss_type": "grpo"}, {}, "loss_type 'grpo' is a mean over rows"),
         ({"loss_type": "bnpo"}, {}, "loss_type 'bnpo' is a mean over the tokens of each micro-b"),
         ({"scale_rewards": "batch"}, {}, "scale_rewards 'batch' divides by"),
+        ({"entropy_coef": 0.01}, {}, "entropy_coef .* rows of padding have none: set 0"),
+        ({"use_adaptive_entropy": True}, {}, "use_adaptive_entropy take the mean entropy"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, {}, "aggregation 'normalize_then"),
         ({"beta": 0.1, "sync_ref_model": True}, {}, "sync_ref_model"),
         ({}, {"capacity_rollouts": 31}, "replay.capacity_rollouts is 31"),
@@ -202,6 +205,48 @@ def test_settings_that_cannot_work_are_refused_by_name(tmp_path, changes, replay
     settings = ReplayConfig.preset("ours", **{"warmup_steps": 1, **replay})
     with pytest.raises(UsageError, match=words):
         make(tmp_path, settings, **changes)
+
+
+def test_settings_that_are_no_replay_config_are_refused(tmp_path):
+    for wrong in ({"preset": "ours"}, "ours"):
+        with pytest.raises(TypeError, match=r"are a (dict|str): give a ReplayConfig, such as"):
+            make(tmp_path, wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype"),
+    [
+        ({}, "float32"),
+        ({"bf16": True}, "bfloat16"),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, "bfloat16"),
+    ],
+)
+def test_the_recipe_has_the_precision_in_which_the_policy_computes(tmp_path, changes, dtype):
+    recipe = make(tmp_path, preset("ours"), **changes)._folder_of(8).recipe
+    assert recipe.model.dtype == dtype
+
+
+@pytest.mark.slow
+def test_log_probs_of_16_bits_are_verified_as_such(tmp_path):
+    make(tmp_path, preset("ours"), bf16=True, save_strategy="steps", save_steps=4).train()
+    source = open_source(tmp_path)
+    assert verify_run(tmp_path, _policies(source)).passed
+
+
+def test_log_probs_of_birth_are_without_dropout(tmp_path):
+    """Those of an update have it, as in TRL. What was in evaluation mode before stays so."""
+    dropout = {"dtype": "float32", "attention_dropout": 0.5}
+    trainer = make(tmp_path, preset("ours"), model_init_kwargs=dropout)
+    trainer.model.train()
+    trainer.model.lm_head.eval()
+    ids = torch.arange(3, 15).reshape(2, 6)
+    batch = (trainer.model, ids, torch.ones_like(ids), 4)
+    with torch.no_grad():
+        first, second = (trainer._get_per_token_logps_and_entropies(*batch)[0] for _ in "ab")
+    assert torch.equal(first, second)
+    assert trainer.model.training and not trainer.model.lm_head.training
+    noisy = trainer._get_per_token_logps_and_entropies(*batch)[0].detach()
+    assert (noisy - first).abs().max() > 0.01
 
 
 def test_a_save_interval_that_is_a_ratio_is_of_the_steps_of_the_run(tmp_path):

@@ -559,3 +559,11 @@ def test_a_file_of_data_is_no_recipe_and_lr_is_the_learning_rate(tmp_path):
 def test_what_cannot_be_is_refused_when_the_recipe_is_read(overrides, told):
     with pytest.raises(RecipeError, match=told):
         load_recipe("tiny", overrides)
+
+
+@pytest.mark.parametrize(
+    "word", ["optimizer.adamw.lr=1", "optimizer.adamw.params=[]", "engine.zero.stage=3"]
+)
+def test_a_setting_of_a_library_that_another_key_decides_is_refused(word):
+    with pytest.raises(RecipeError, match=f"{word.split('.')[2].split('=')[0]} is set by other"):
+        load_recipe("tiny", [word])

@@ -19,7 +19,13 @@ from grpo_replay.evaluation.statistics import Numbers
 from grpo_replay.recipe import Recipe
 from grpo_replay.storage.recipe_history import RecipeHistory, differences, read_history
 from grpo_replay.storage.rollout_log import read_metrics
-from grpo_replay.storage.run_directory import LOCK, is_locked, read_summary, refuse_newer
+from grpo_replay.storage.run_directory import (
+    LOCK,
+    is_locked,
+    is_of_another_trainer,
+    read_summary,
+    refuse_newer,
+)
 
 _EVALUATION_FILE = re.compile(r"step_(\d+)\.json")
 
@@ -163,6 +169,9 @@ def _summary(path: Path, done: str) -> dict[str, Any]:
     if is_locked(path / LOCK):
         raise UnfinishedRun(path, f"still running, {done}", "wait for it")
     summary = read_summary(path)
+    if summary is None and is_of_another_trainer(path):
+        remedy = "evaluate its checkpoints (grpo-replay eval --ckpt) and report those files"
+        raise UnfinishedRun(path, "a run of another trainer, which has no evaluations", remedy)
     if summary is None:
         remedy = f"continue it with grpo-replay train --resume --output-dir {path}"
         raise UnfinishedRun(path, f"stopped after {done}", remedy)
