@@ -136,6 +136,8 @@ def _numbers(text: str, place: str) -> tuple[float, float]:
         raise UsageError(
             f"{place} {text!r}: expected ACC,TOKENS, such as 26.71,7576{also}"
         ) from error
+    if 100 < accuracy < float("inf"):
+        raise UsageError(f"{place} {text!r}: expected an accuracy in percent, 0 to 100")
     return accuracy, length
 
 

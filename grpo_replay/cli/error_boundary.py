@@ -7,7 +7,9 @@ import os
 import re
 import select
 import sys
+import sysconfig
 import traceback
+from pathlib import Path
 
 from grpo_replay.errors import (
     DataError,
@@ -77,8 +79,21 @@ def report_error(error: Exception) -> int:
         return code
     lines = "".join(traceback.format_exception(error))
     print(printable(without_secrets(lines)), end="", file=sys.stderr)
-    print("This is a bug in grpo-replay: please report it with the lines above.", file=sys.stderr)
+    if place := _foreign_place(error):
+        whose = f"error: {type(error).__name__} in {place}, which is no part of grpo-replay"
+    else:
+        whose = "This is a bug in grpo-replay: please report it with the lines above."
+    print(printable(whose), file=sys.stderr)
     return code
+
+
+def _foreign_place(error: Exception) -> str | None:
+    """The innermost line of a traceback that is neither of this package nor of an installed one:
+    code that the recipe names. None without one."""
+    own = (str(Path(__file__).parent.parent), *sysconfig.get_paths().values(), sys.base_prefix)
+    frames = [each for each in traceback.extract_tb(error.__traceback__)
+              if not each.filename.startswith((*own, "<"))]  # fmt: skip
+    return f"{frames[-1].filename} line {frames[-1].lineno}, {frames[-1].name}" if frames else None
 
 
 def _of_a_bad_path(error: Exception) -> GrpoReplayError | None:

@@ -30,6 +30,7 @@ from grpo_replay.terminal.console import open_console, print_json
 DEFAULT_MU = COST_RATIO["Qwen2.5-7B"]
 DEFAULT_RHO = 0.1
 DEFAULT_GROWTH = 0.2
+MOST_MACHINES = 4096
 
 _NO_RECIPE: Mapping[str, tuple[float, str]] = {
     "mu": (DEFAULT_MU, "paper B's 7B model"),
@@ -127,6 +128,11 @@ def _check_machine_options(options: PlanOptions) -> tuple[int, int]:
         raise UsageError("plan: --generated and --trained are given together (K_gen and K_train)")
     if options.mu is not None and options.generated is not None:
         raise UsageError("plan: μ comes from --mu or from --generated and --trained, not from both")
+    if (machines := options.workers + options.trainers) > MOST_MACHINES:
+        raise UsageError(
+            f"plan: {machines:,} workers and trainers: there is a row for every split of them; "
+            f"give at most {MOST_MACHINES:,}"
+        )
     return options.workers, options.trainers
 
 

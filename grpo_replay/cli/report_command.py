@@ -50,7 +50,9 @@ def _outcome(options: ReportOptions, first: Outcome) -> Outcome:
 def _check_numbers(targets: Sequence[float], given_mu: Sequence[float]) -> None:
     for target in targets:
         if not 0 < target <= 100:
-            raise UsageError(f"--reach {target:g}: expected an accuracy in percent, 0 to 100")
+            raise UsageError(
+                f"--reach {target:g}: expected an accuracy in percent, above 0 and at most 100"
+            )
     for mu in given_mu:
         if not 0 <= mu < math.inf:
             raise UsageError(f"--mu {mu:g}: expected a finite number of at least 0")

@@ -40,7 +40,7 @@ from grpo_replay.prompts.prompt_set import prompt_messages
 from grpo_replay.prompts.sources import ChatMessage
 from grpo_replay.recipe import BUILTIN_VERIFIERS, RewardSection, SamplingSection, VllmSection
 from grpo_replay.rewards.scorer import RewardScorer
-from grpo_replay.sampling.sampler_protocol import Sampler
+from grpo_replay.sampling.sampler_protocol import Sampler, completions_of
 from grpo_replay.storage.run_directory import VLLM_PACKAGES, installed_versions
 from grpo_replay.types import Verdict
 
@@ -263,7 +263,7 @@ def _generate(
     by_key = {grading.plan.samples[index].request.key: index for index in missing}
     requests = [grading.plan.samples[index].request for index in missing]
     with _kept_in(folder) as writer:
-        finished = sampler.generate(requests)
+        finished = completions_of(sampler, requests)
         for completion in comm.position.each("completion", finished, len(requests)):
             index = by_key[completion.key]
             if writer is not None:

@@ -199,7 +199,7 @@ class ReplaySection(Section):
     """`fresh_anchored`: all fresh survivors plus a draw from the buffer. `pool`: one draw from
     fresh and stored rollouts together. `buffer_only`: fresh rollouts enter the buffer, then the
     whole batch is drawn from it (paper B)."""
-    ratio: Annotated[float, Field(ge=0)] = 0.5
+    ratio: Annotated[float, Field(ge=0, le=1000)] = 0.5
     """r, replayed rollouts per fresh survivor. For `buffer_only`, drawn rollouts per generated
     rollout, B/R; null: y = μ·T/W of `machines`."""
     machines: Machines | None = None

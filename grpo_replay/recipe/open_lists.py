@@ -46,7 +46,7 @@ class OpenList:
         if value not in self._loaded:
             try:
                 function = load_function(self.place(value))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise RecipeError(
                     f"{self.key} {value}: {type(error).__name__}: {error}; name a function that "
                     "can be imported, or a file with its path"

@@ -19,6 +19,7 @@ import numpy as np
 from grpo_replay.errors import NonFiniteError, RecipeError
 from grpo_replay.recipe import AdvantageSection
 from grpo_replay.recipe.open_lists import ADVANTAGES
+from grpo_replay.replay.priorities import one_number_each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,8 +104,10 @@ def estimate_advantages(
         return group
     came_G = np.array([reward is not None for reward in rewards_G])
     rewards = np.array([reward for reward in rewards_G if reward is not None], np.float64)
-    found = np.asarray(ADVANTAGES.load(settings.estimator)(rewards, settings), np.float32)
-    if found.shape != rewards.shape or not np.isfinite(found).all():
+    place = f"advantage.estimator {settings.estimator}"
+    returned = ADVANTAGES.load(settings.estimator)(rewards, settings)
+    found = one_number_each(place, returned, len(rewards)).astype(np.float32)
+    if not np.isfinite(found).all():
         raise RecipeError(
             f"advantage.estimator {settings.estimator}: returned {found} for rewards {rewards}: "
             "return one finite number for each"

@@ -105,16 +105,24 @@ def _members(size: int, given: OfCompletions) -> list[dict[str, Any]]:
     return [
         {
             "completion_index": i,
-            "completion_token_ids": np.array(tokens[i], np.int32),
+            "completion_token_ids": _array(tokens[i], np.int32),
             "completion_text": "",
-            "behavior_logprobs": np.array(logprobs[i], np.float32),
-            "sampler_logprobs": np.array(sampler[i], np.float32),
+            "behavior_logprobs": _array(logprobs[i], np.float32),
+            "sampler_logprobs": _array(sampler[i], np.float32),
             "finish_reason": "stop",
-            "completion_mask": None if masks is None else np.array(masks[i], np.bool_),
+            "completion_mask": None if masks is None else _array(masks[i], np.bool_),
             "extras": {name: np.array(array) for name, array in extras[i].items()},
         }
         for i in range(size)
     ]
+
+
+def _array(values: Any, dtype: type) -> np.ndarray:
+    """A copy. numpy has no bfloat16, and does not read a tensor of a GPU or with a gradient."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.float() if dtype is np.float32 else values).numpy()
+    return np.array(values, dtype)
 
 
 def _scores(

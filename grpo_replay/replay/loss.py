@@ -8,9 +8,11 @@ of the whole mini-batch, independent of micro-batches and ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import LossSection
 from grpo_replay.recipe.open_lists import LOSSES
 
@@ -112,12 +114,28 @@ def token_loss(
     if not isinstance(result, TokenLoss):
         log_ratios_C = (logprobs_C - behavior_logprobs_C).detach()
         result = TokenLoss(result, torch.zeros_like(log_ratios_C, dtype=torch.bool), log_ratios_C)
+    _check_losses(result.losses_C, logprobs_C, settings.kind)
     if sampler_weights_C is not None:
         result = replace(result, losses_C=result.losses_C * sampler_weights_C)
     if settings.beta == 0:
         return result
     penalty_C = settings.beta * kl_to_reference(logprobs_C, reference_logprobs_C)
     return replace(result, losses_C=result.losses_C + penalty_C)
+
+
+def _check_losses(losses_C: Any, logprobs_C: torch.Tensor, kind: str) -> None:
+    """Raises RecipeError for what a function of the user returned in place of token losses."""
+    found = f"a {type(losses_C).__name__}"
+    if isinstance(losses_C, torch.Tensor):
+        is_constant = logprobs_C.requires_grad and not losses_C.requires_grad
+        if losses_C.shape == logprobs_C.shape and not is_constant:
+            return
+        found = f"a tensor of shape {list(losses_C.shape)}"
+        found += " that does not depend on the log-probs" if is_constant else ""
+    raise RecipeError(
+        f"loss.kind {kind}: returned {found}: return the loss of each of the {len(logprobs_C)} "
+        "tokens, a tensor of shape [C] that is differentiable in logprobs"
+    )
 
 
 ROW_STATISTICS = (

@@ -82,21 +82,39 @@ def rollout_priorities(name: str, rollouts: Sequence[Rollout]) -> np.ndarray:
         column: np.array([COLUMNS[column][1](rollout) for rollout in rollouts], COLUMNS[column][0])
         for column in function.columns
     }
-    p_N = np.asarray(function(columns), dtype=np.float64)
-    alone = np.asarray(function({column: values[:1] for column, values in columns.items()}))
-    if p_N.shape != (len(rollouts),) or not np.allclose(alone, p_N[:1], rtol=1e-9, atol=0):
-        raise RecipeError(
-            f"replay.priority {name}: returned shape {p_N.shape} for {len(rollouts)} rollouts, and "
-            f"{alone} for the first alone, {p_N[:1]} among them; return one number per row, which "
-            "depends on that row only"
-        )
+    place = f"replay.priority {name}"
+    p_N = one_number_each(place, function(columns), len(rollouts))
     if not (np.isfinite(p_N).all() and (p_N >= 0).all()):
         bad = int(np.flatnonzero(~(np.isfinite(p_N) & (p_N >= 0)))[0])
         raise RecipeError(
             f"replay.priority {name}: {p_N[bad]} for rollout {rollouts[bad].rollout_id}: return "
             "finite numbers of 0 or more"
         )
+    for row in {0, len(rollouts) - 1} if rollouts else ():
+        alone = {column: values[row : row + 1] for column, values in columns.items()}
+        p_alone = one_number_each(place, function(alone), 1)[0]
+        if not math.isclose(p_alone, p_N[row], rel_tol=1e-9):
+            raise RecipeError(
+                f"{place}: {p_N[row]} for rollout {rollouts[row].rollout_id} among others, "
+                f"{p_alone} for it alone; return one number per row, which depends on that row only"
+            )
     return p_N + EPSILON if getattr(function, "epsilon", True) else p_N
+
+
+def one_number_each(place: str, found: Any, count: int) -> np.ndarray:
+    """What a function of a recipe returned for `count` rows, float64 [N]. Raises RecipeError that
+    names its `place` if it is not one number for each."""
+    try:
+        numbers_N = np.asarray(found, dtype=np.float64)
+    except (TypeError, ValueError):
+        numbers_N = np.empty(0)
+    if numbers_N.shape != (count,):
+        shape = list(np.shape(found)) if isinstance(found, np.ndarray | Sequence) else []
+        raise RecipeError(
+            f"{place}: returned {f'shape {shape}' if shape else f'a {type(found).__name__}'} for "
+            f"{count} rows; return one number per row, an array of shape [{count}]"
+        )
+    return numbers_N
 
 
 @dataclass(frozen=True, slots=True, eq=False)

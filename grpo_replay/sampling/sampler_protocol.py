@@ -8,7 +8,9 @@ ones are chosen in the same way (`recipe.open_lists.SAMPLERS`).
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
 
 from grpo_replay.errors import RecipeError, SamplerError, did_you_mean
 from grpo_replay.recipe import EvalSection, ModelSection, Recipe, SamplingSection
@@ -122,8 +124,55 @@ def sampler_class(sampling: SamplingSection) -> type[Sampler]:
     Raises RecipeError."""
     if sampling.collection.replay_journal is not None:
         return NoSampler
-    found: type[Sampler] = SAMPLERS.load(sampling.backend)  # type: ignore[assignment]
+    found: Any = SAMPLERS.load(sampling.backend)
+    missing = [name for name in _MEMBERS if not hasattr(found, name)]
+    if missing or not isinstance(found, type):
+        lacks = f"without {', '.join(missing)}" if missing else "and no class"
+        raise RecipeError(
+            f"sampling.backend {sampling.backend} is a {type(found).__name__} {lacks}: name a "
+            "class with the methods of sampling.sampler_protocol.Sampler"
+        )
     return found
+
+
+_MEMBERS = (
+    "reads_files", "refuse_model", "open", "generate", "load_weights", "sleep", "close",
+)  # fmt: skip
+
+
+def completions_of(sampler: Sampler, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
+    """What the sampler generates as it comes: one completion for each request. Raises SamplerError
+    for anything else, which only a sampler of the user's own returns."""
+    wanted = {request.key for request in requests}
+    for completion in sampler.generate(requests):
+        problem = _problem_of(completion) if completion.key in wanted else "a key that is not asked"
+        if problem:
+            raise SamplerError(
+                f"{type(sampler).__name__}.generate: the completion of {completion.key} has "
+                f"{problem}; give one completion for each request"
+            )
+        wanted.remove(completion.key)
+        yield completion
+    if wanted:
+        raise SamplerError(
+            f"{type(sampler).__name__}.generate: no completion for {len(wanted)} of "
+            f"{len(requests)} requests, among them {min(wanted)}"
+        )
+
+
+def _problem_of(completion: Completion) -> str | None:
+    tokens = completion.token_ids
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        return "token_ids that are no array of integers [T]"
+    for name, kind in (("sampler_logprobs", "f"), ("completion_mask", "b")):
+        values = getattr(completion, name)
+        if values is None and name == "completion_mask":
+            continue
+        if not isinstance(values, np.ndarray) or values.dtype.kind != kind:
+            return f"{name} that are no array of {'numbers' if kind == 'f' else 'booleans'} [T]"
+        if values.shape != tokens.shape:
+            return f"{name} of shape {list(values.shape)} for {len(tokens)} tokens"
+    return None
 
 
 def open_sampler(

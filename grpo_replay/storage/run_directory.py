@@ -351,7 +351,7 @@ def refuse_missing(run_dir: Path) -> None:
 
 def is_of_another_trainer(run_dir: Path) -> bool:
     """True for a folder that replay in another trainer made (`integrations`)."""
-    own = any((run_dir / name).exists() for name in ("environment.json", LOCK))
+    own = any((run_dir / name).exists() for name in ("environment.json", LOCK, "checkpoints"))
     return (run_dir / "metrics.jsonl").exists() and not own
 
 

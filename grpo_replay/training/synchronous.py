@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from grpo_replay.distributed.comm import Comm
 from grpo_replay.replay.rollouts import assemble_rollouts, group_requests
+from grpo_replay.sampling.sampler_protocol import completions_of
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.training.rollout_source import Metrics, Parts, StepRecord, StepRollouts
 from grpo_replay.training.weight_sync import (
@@ -119,7 +120,7 @@ class SynchronousSource:
         """Completions with their texts as they finish, each given to the scorer at once."""
         parts = self.parts
         sizes = Counter(request.key.prompt_index for request in requests)
-        finished = parts.sampler.generate(requests)
+        finished = completions_of(parts.sampler, requests)
         for completion in self.comm.position.each("completion", finished, len(requests)):
             step, number = completion.key.step, completion.key.prompt_index
             prompt = prompts[number]

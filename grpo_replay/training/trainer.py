@@ -96,11 +96,12 @@ class Trainer:
     def check_sampler(
         self, measured: Sequence[Rollout], logprobs: Mapping[int, np.ndarray], step: int
     ) -> LogprobGap | None:
-        """The gap between the sampler's and the trainer's log-probs of `measured`; None if that is
-        empty. Raises LogprobGapError if it is too large although the present policy sampled all."""
-        if not measured:
-            return None
+        """The gap between the sampler's and the trainer's log-probs of `measured`; None without
+        tokens. Raises LogprobGapError if it is too large although the present policy sampled all.
+        """
         gap = measure_gap(measured, [logprobs[rollout.rollout_id] for rollout in measured])
+        if gap is None:
+            return None
         version = self.state.policy_version
         if {v for r in measured for v in (r.policy_version, r.policy_version_end)} == {version}:
             refuse_gap(gap, self.recipe.logprob_gap_limit, step, version)

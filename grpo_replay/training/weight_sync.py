@@ -100,17 +100,23 @@ def gap_sample(rollouts: Sequence[Rollout], every_survivor: bool = True) -> list
     return sorted([*kept, *chosen], key=lambda rollout: rollout.rollout_id)
 
 
-def measure_gap(rollouts: Sequence[Rollout], trainer_logprobs: Sequence[np.ndarray]) -> LogprobGap:
-    """The gap between the log-probs sampled with and the trainer's, for the same tokens."""
+def measure_gap(
+    rollouts: Sequence[Rollout], trainer_logprobs: Sequence[np.ndarray]
+) -> LogprobGap | None:
+    """The gap between the log-probs sampled with and the trainer's, for the same tokens; None if
+    there are none, or masks leave none."""
     gaps = np.concatenate(
         [
-            np.abs(rollout.sampler_logprobs.astype(np.float64) - logprobs_T)[
-                slice(None) if rollout.completion_mask is None else rollout.completion_mask
-            ]
-            for rollout, logprobs_T in zip(rollouts, trainer_logprobs, strict=True)
+            np.zeros(0),
+            *(
+                np.abs(rollout.sampler_logprobs.astype(np.float64) - logprobs_T)[
+                    slice(None) if rollout.completion_mask is None else rollout.completion_mask
+                ]
+                for rollout, logprobs_T in zip(rollouts, trainer_logprobs, strict=True)
+            ),
         ]
     )
-    return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps))
+    return LogprobGap(float(gaps.mean()), float(gaps.max()), len(gaps)) if len(gaps) else None
 
 
 def refuse_gap(gap: LogprobGap, limit: float, step: int, policy_version: int) -> None:

@@ -168,6 +168,25 @@ def test_a_module_of_no_extra_is_our_bug(monkeypatch):
     assert call("plan").exit_code == 1
 
 
+def test_an_error_in_code_that_is_no_part_of_the_package_names_its_line(monkeypatch):
+    def fails(*_, **__):
+        return {}["oops"]
+
+    monkeypatch.setattr("grpo_replay.cli.plan_command.run", fails)
+    found = call("plan")
+    assert found.exit_code == 1 and "Traceback" in found.stderr
+    line = fails.__code__.co_firstlineno + 1
+    place = f"error: KeyError in {__file__} line {line}, fails, which is no part of grpo-replay"
+    assert found.stderr.splitlines()[-1] == place
+
+
+def test_an_error_of_the_package_itself_is_our_bug(monkeypatch):
+    monkeypatch.setattr("grpo_replay.cli.plan_command.run", int)  # raises TypeError
+    found = call("plan")
+    assert found.exit_code == 1
+    assert found.stderr.endswith("a bug in grpo-replay: please report it with the lines above.\n")
+
+
 def test_gpu_memory_without_a_dry_run():
     refused(call("train", "tiny", "--gpu-memory-gib", "80"), 2, "--gpu-memory-gib", "--dry-run")
 

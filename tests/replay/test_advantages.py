@@ -113,10 +113,21 @@ def divided_by_zero(rewards_G, settings):
     return [math.inf, *rewards_G[1:]]
 
 
-@pytest.mark.parametrize("estimator", [one_short, divided_by_zero])
-def test_an_estimator_that_returns_too_few_or_infinite_numbers_is_refused(estimator):
+def nothing(rewards_G, settings):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (one_short, r"returned shape \[2\] for 3 rows; return one number per row"),
+        (divided_by_zero, "return one finite number for each"),
+        (nothing, "returned a NoneType for 3 rows"),
+    ],
+)
+def test_an_estimator_that_returns_no_finite_number_for_each_is_refused(estimator, message):
     settings = AdvantageSection(estimator=f"{__name__}:{estimator.__name__}")
-    with pytest.raises(RecipeError, match=r"estimator .*return one finite number for each"):
+    with pytest.raises(RecipeError, match=rf"estimator .*{message}"):
         estimate_advantages([1.0, -1.0, 0.0], settings)
 
 

@@ -348,3 +348,22 @@ def test_the_library_loads_no_deep_learning():
 def test_the_example_of_the_class_is_true():
     results = doctest.testmod(replay_buffer)
     assert (results.failed, results.attempted) == (0, 4)
+
+
+def test_a_group_is_made_of_tensors_of_any_precision_with_a_gradient():
+    import torch
+
+    buffer = ReplayBuffer(ReplayConfig.preset("ours", warmup_steps=0), 2)
+    logprobs = torch.tensor([-0.5, -1.5], dtype=torch.bfloat16, requires_grad=True)
+    first, _ = buffer.new_group(
+        prompt_id="p",
+        prompt_token_ids=[1],
+        completion_token_ids=[torch.tensor([2**24 + 1, 3]), torch.tensor([4, 5])],
+        behavior_logprobs=[logprobs, logprobs],
+        completion_mask=[torch.tensor([True, False]), torch.tensor([True, True])],
+        rewards=[1.0, -1.0],
+    )
+    assert first.completion_token_ids.tolist() == [2**24 + 1, 3]
+    assert first.behavior_logprobs.tolist() == [-0.5, -1.5]
+    assert first.behavior_logprobs.dtype == np.float32
+    assert first.completion_mask.tolist() == [True, False]

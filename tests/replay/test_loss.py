@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_replay.errors import RecipeError
 from grpo_replay.recipe import LossSection
 from grpo_replay.replay.batch import token_weights
 from grpo_replay.replay.loss import (
     ROW_STATISTICS,
+    TokenLoss,
     asymmetric_reinforce,
     clipped_surrogate,
     kl_to_reference,
@@ -140,6 +142,48 @@ def test_a_loss_of_the_user_may_return_the_losses_alone():
     assert result.losses_C.tolist() == [1.0, -2.0]
     assert result.clipped_C.tolist() == [False, False]
     assert result.log_ratios_C.tolist() == [0.5, -0.25] and not result.log_ratios_C.requires_grad
+
+
+def mean_loss(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
+    return -(coefficients_C * logprobs_C).mean()
+
+
+def one_short(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
+    return -logprobs_C[1:]
+
+
+def column(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
+    return -logprobs_C[:, None]
+
+
+def detached(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
+    return -logprobs_C.detach()
+
+
+def in_numpy(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
+    return -logprobs_C.detach().numpy()
+
+
+def detached_losses(logprobs_C, behavior_C, coefficients_C, settings, lengths_R):
+    return TokenLoss(-logprobs_C.detach(), logprobs_C > 0, logprobs_C.detach())
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (mean_loss, r"a tensor of shape \[\]"),
+        (one_short, r"a tensor of shape \[1\]"),
+        (column, r"a tensor of shape \[2, 1\]"),
+        (detached, r"a tensor of shape \[2\] that does not depend on the log-probs"),
+        (in_numpy, "a ndarray"),
+        (detached_losses, r"a tensor of shape \[2\] that does not depend on the log-probs"),
+    ],
+)
+def test_what_is_no_loss_of_each_token_is_refused(function, found):
+    logprobs, zero = torch.tensor([-1.0, -2.0], requires_grad=True), torch.zeros(2)
+    settings = LossSection(kind=f"{__file__}:{function.__name__}")
+    with pytest.raises(RecipeError, match=rf"loss.kind .*: returned {found}: return the loss of"):
+        token_loss(logprobs, zero, zero, zero, settings)
 
 
 def test_asymmetric_reinforce_by_hand():

@@ -8,7 +8,14 @@ import pytest
 from naive_sampler import make_requests
 
 from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.sampling.sampler_protocol import WeightState, refuse_impossible
+from grpo_replay.recipe import load_recipe
+from grpo_replay.sampling.sampler_protocol import (
+    WeightState,
+    completions_of,
+    refuse_impossible,
+    sampler_class,
+)
+from grpo_replay.types import Completion
 
 
 def test_nothing_is_sampled_between_the_begin_and_the_end_of_an_update():
@@ -76,3 +83,73 @@ def test_impossible_requests_are_named(changes, message):
     (request,) = make_requests(prompts=1, group=1)
     with pytest.raises(SamplerError, match=rf"request \(\d+, 0, 0\): .*{message}"):
         refuse_impossible(replace(request, **changes), 29, None, "")
+
+
+class Returns:
+    """A sampler that answers with what it was made with."""
+
+    def __init__(self, completions) -> None:
+        self._completions = completions
+
+    def generate(self, requests):
+        yield from self._completions
+
+
+def completion(request, **changes) -> Completion:
+    tokens, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
+    return replace(Completion(request.key, tokens, logprobs, "stop", 0, 0), **changes)
+
+
+def test_one_completion_for_each_request_passes_in_any_order():
+    requests = make_requests(prompts=1, group=3)
+    mask = np.array([True, False, True])
+    given = [completion(each, completion_mask=mask) for each in reversed(requests)]
+    assert list(completions_of(Returns(given), requests)) == given
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda a, b: [completion(a), completion(a)], "has a key that is not asked; give one"),
+        (lambda a, b: [completion(b)], r"no completion for 1 of 2 requests, among them RequestKey"),
+        (lambda a, b: [completion(a, token_ids=[1, 2, 3])], "token_ids that are no array of int"),
+        (lambda a, b: [completion(a, token_ids=np.ones(3))], "token_ids that are no array of int"),
+        (
+            lambda a, b: [completion(a, sampler_logprobs=np.zeros(2, np.float32))],
+            r"sampler_logprobs of shape \[2\] for 3 tokens",
+        ),
+        (
+            lambda a, b: [completion(a, completion_mask=np.ones(4, bool))],
+            r"completion_mask of shape \[4\] for 3 tokens",
+        ),
+        (
+            lambda a, b: [completion(a, completion_mask=[True, True, False])],
+            "completion_mask that are no array of booleans",
+        ),
+        (
+            lambda a, b: [completion(a, sampler_logprobs=None)],
+            "sampler_logprobs that are no array of numbers",
+        ),
+    ],
+)
+def test_what_a_sampler_of_ones_own_may_not_return_is_named(make, message):
+    requests = make_requests(prompts=1, group=2)
+    with pytest.raises(SamplerError, match=rf"Returns.generate: .*{message}"):
+        list(completions_of(Returns(make(*requests)), requests))
+
+
+def a_function(opening):
+    return opening
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a_function", "is a function without reads_files, refuse_model, open, generate"),
+        ("Returns", "is a type without reads_files, refuse_model, open, load_weights, sleep, clo"),
+    ],
+)
+def test_what_is_no_sampler_is_refused(name, message):
+    sampling = load_recipe("tiny", [f"sampling.backend={__file__}:{name}"]).sampling
+    with pytest.raises(RecipeError, match=message):
+        sampler_class(sampling)
