@@ -285,3 +285,20 @@ def test_masked_tokens_take_no_part_in_training(masked_run, tmp_path):
     assert same_weights(run.weights(), resumed.weights())
     for folder in ("rollouts", "draws"):
         assert same_files(run.path, resumed.path, folder) == 4
+
+
+def test_a_step_whose_masks_leave_no_token_is_one_without_survivors(monkeypatch, tmp_path):
+    generate = HfSampler.generate
+
+    def masked_in_step_2(self, requests):
+        for each in generate(self, requests):
+            mask = np.full(len(each.token_ids), each.key.step != 2)
+            yield replace(each, completion_mask=mask)
+
+    monkeypatch.setattr(HfSampler, "generate", masked_in_step_2)
+    run = train_small_run(tmp_path / "run", run={"steps": 3}, replay={"warmup_steps": 1})
+    first, second, third = run.metrics
+    assert first["fresh/rollouts"] and third["fresh/rollouts"]
+    assert (second["fresh/rollouts"], second["sampler/logprob_gap_mean"]) == (0, None)
+    assert not any(row["kept"] for row in run.rollouts(2))
+    assert verify_run(run.path).passed
