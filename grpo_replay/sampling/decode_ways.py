@@ -25,7 +25,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     DynamicCache,
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,9 +33,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from grpo_replay.engine.models import load_config
 from grpo_replay.errors import ModelError
-from grpo_replay.recipe import ModelSection
 
 GROWTH_TOKENS = 256
 """Minimum growth of a full cache; it grows by half of its length if that is more."""
@@ -222,28 +219,13 @@ def first_that_works(
             raise
         except _FAILURES as error:
             logger.debug("%s cannot be decoded with %s: %r", model.config.model_type, way, error)
-    raise cannot_decode(model.config)
+    raise ModelError(
+        f"sampling.backend hf: it cannot decode a model of type {model.config.model_type} with a "
+        "cache of transformers and get the log-probs of the model; use sampling.backend vllm"
+    )
 
 
 _FAILURES = (
     TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError, AssertionError
 )  # fmt: skip
 """Raised by models that do not take a cache, mask or attention of the kind."""
-
-
-def refuse_without_cache(model: ModelSection) -> None:
-    """Raises ModelError for a model whose forward pass takes no cache."""
-    config = load_config(model)
-    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    kind = found[0] if isinstance(found, list | tuple) else found
-    if kind is None:  # code from the model's repository
-        return
-    if not set(inspect.signature(kind.forward).parameters).intersection(CACHE_NAMES):
-        raise cannot_decode(config)
-
-
-def cannot_decode(config: PreTrainedConfig) -> ModelError:
-    return ModelError(
-        f"sampling.backend hf: it cannot decode a model of type {config.model_type} with a cache "
-        "of transformers and get the log-probs of the model; use sampling.backend vllm"
-    )

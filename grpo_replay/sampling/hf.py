@@ -26,8 +26,7 @@ from grpo_replay.engine.weights import (
     weights_of,
 )
 from grpo_replay.errors import SamplerError
-from grpo_replay.recipe import ModelSection
-from grpo_replay.sampling.decode_ways import first_that_works, refuse_without_cache
+from grpo_replay.sampling.decode_ways import first_that_works
 from grpo_replay.sampling.decoding import (
     DecodingBatch,
     FinishedRow,
@@ -66,11 +65,6 @@ class HfSampler:
         self._device = torch.device(device)
         self._weights = WeightState()
         self.policy_version = 0
-
-    @classmethod
-    def refuse_model(cls, model: ModelSection) -> None:
-        """Raises ModelError for a model that takes no cache."""
-        refuse_without_cache(model)
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "HfSampler":

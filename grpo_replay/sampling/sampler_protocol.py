@@ -89,13 +89,9 @@ class Sampler(Protocol):
     ranks_sample_together: bool
 
     @classmethod
-    def refuse_model(cls, model: ModelSection) -> None:
-        """Raises ModelError, before weights are loaded, for a model that it cannot sample."""
-        ...
-
-    @classmethod
     def open(cls, opening: SamplerOpening) -> "Sampler":
-        """A sampler with the weights of the opening as policy version 0. Collective."""
+        """A sampler with the weights of the opening as policy version 0. Collective. Raises
+        ModelError for a model that it cannot sample."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
@@ -136,7 +132,7 @@ def sampler_class(sampling: SamplingSection) -> type[Sampler]:
 
 
 _MEMBERS = (
-    "reads_files", "refuse_model", "open", "generate", "load_weights", "sleep", "close",
+    "reads_files", "open", "generate", "load_weights", "sleep", "close",
 )  # fmt: skip
 
 
@@ -194,10 +190,6 @@ class NoSampler:
     def __init__(self, stop_token_ids: Sequence[int]) -> None:
         self.policy_version = 0
         self.stop_token_ids = tuple(stop_token_ids)
-
-    @classmethod
-    def refuse_model(cls, model: ModelSection) -> None:
-        pass
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "NoSampler":

@@ -25,7 +25,6 @@ from grpo_replay.engine.weights import (
     refuse_problems,
 )
 from grpo_replay.errors import RecipeError, SamplerError
-from grpo_replay.recipe import ModelSection
 from grpo_replay.sampling.sampler_protocol import SamplerOpening, WeightState
 from grpo_replay.sampling.vllm_process import (
     VLLM_ERRORS,
@@ -76,10 +75,6 @@ class VllmLocalSampler:
         self._weights = WeightState()
         self.policy_version = 0
         engine.set_weight_version("0")
-
-    @classmethod
-    def refuse_model(cls, model: ModelSection) -> None:
-        """vLLM reads the model's files when the sampler opens."""
 
     @classmethod
     def open(cls, opening: SamplerOpening) -> "VllmLocalSampler":

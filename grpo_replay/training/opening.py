@@ -94,7 +94,6 @@ class RunOpener:
         start = take_directory(recipe, self.run_dir, comm, resume, self.stack)
         self.notices += start.notices
         tokenizer = load_tokenizer(recipe.model)
-        sampler_class(recipe.sampling).refuse_model(recipe.model)
         scorer = self._open_scorer(start)
         position.note("prompts")
         prompts = self._load_prompts(tokenizer)
@@ -124,6 +123,7 @@ class RunOpener:
         load_priority(self.recipe.replay.priority)
         ADVANTAGES.load(self.recipe.advantage.estimator)
         LOSSES.load(self.recipe.loss.kind)
+        sampler_class(self.recipe.sampling)
 
     def _open_scorer(self, start: StartingPoint) -> RewardScorer:
         """The scorer, which the state remembers. Notices if it is another than at the

@@ -145,8 +145,8 @@ def a_function(opening):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("a_function", "is a function without reads_files, refuse_model, open, generate"),
-        ("Returns", "is a type without reads_files, refuse_model, open, load_weights, sleep, clo"),
+        ("a_function", "is a function without reads_files, open, generate"),
+        ("Returns", "is a type without reads_files, open, load_weights, sleep, clo"),
     ],
 )
 def test_what_is_no_sampler_is_refused(name, message):

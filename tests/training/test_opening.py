@@ -206,9 +206,6 @@ def test_a_run_opens_its_parts_in_this_order(tmp_path, monkeypatch, resume):
         opening, "take_directory", lambda *words: done.take_directory(*words) or start
     )
     monkeypatch.setattr(opening, "load_tokenizer", lambda model: "words")
-    monkeypatch.setattr(
-        opening, "sampler_class", lambda _: SimpleNamespace(refuse_model=done.refuse_model)
-    )
     monkeypatch.setattr(opening, "open_source", lambda *words: "source")
     monkeypatch.setattr(opening, "go_back", lambda *words: done.go_back(*words) or ["of going"])
     monkeypatch.setattr(comm.position, "note", done.note)
@@ -225,7 +222,6 @@ def test_a_run_opens_its_parts_in_this_order(tmp_path, monkeypatch, resume):
     assert done == [
         ("load_named_functions",),
         ("take_directory", recipe, opened.run_dir, comm, resume, opened.stack),
-        ("refuse_model", recipe.model),
         ("open_scorer", start),
         ("note", "prompts"), ("load_prompts", "words"), ("plan_evaluation", "words"),
         ("note", "rewards"), ("try_rewards", "scorer", "prompts", "plan"),

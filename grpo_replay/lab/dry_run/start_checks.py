@@ -74,8 +74,7 @@ def check_parts(
         stop_tokens = recipe.sampling.stop_tokens
         _attempt(lambda: find_stop_tokens(stop_tokens, recipe.model, tokenizer), findings)
     _check_model(recipe.model, known_model, recipe.longest_sequence, machines, findings)
-    sampler = sampler_class(recipe.sampling)
-    _attempt(lambda: sampler.refuse_model(recipe.model), findings, recipe.model.path, "sampler")
+    _attempt(lambda: sampler_class(recipe.sampling), findings)
     prompts = _check_prompts(
         recipe.prompts, recipe.run.seed, recipe.reward.reads_rows, tokenizer, findings
     )

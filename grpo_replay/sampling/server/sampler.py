@@ -203,10 +203,6 @@ class VllmServerSampler:
         self.policy_version = 0
 
     @classmethod
-    def refuse_model(cls, model: ModelSection) -> None:
-        """vLLM reads the model's files when the sampler opens."""
-
-    @classmethod
     def open(cls, opening: SamplerOpening) -> "VllmServerSampler":
         """A sampler whose servers are up, match the recipe and hold the opening's weights.
         Collective.
