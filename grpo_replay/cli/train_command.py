@@ -200,6 +200,7 @@ class RunDisplay(Observer):
         self._task = self._progress.add_task("starting", total=None)
         self._line = ""
         self._steps = 0
+        self._recipe: Recipe | None = None
         self._held_out: float | None = None
         self._tokens_per_second: float | None = None
 
@@ -229,7 +230,7 @@ class RunDisplay(Observer):
     def on_start(
         self, recipe: Recipe, run_dir: Path, state: "RunState", notices: list[str]
     ) -> None:
-        self._steps = recipe.run.steps
+        self._recipe, self._steps = recipe, recipe.run.steps
         self._console.print(
             describe_run(recipe, run_dir, state.step), highlight=False, soft_wrap=True
         )
@@ -297,20 +298,22 @@ class RunDisplay(Observer):
         if result.interrupted:
             self._console.print(describe_stop(result), highlight=False, soft_wrap=True)
             return
-        assert result.summary is not None
+        assert result.summary is not None and self._recipe is not None
         out = open_console(file=cast(TextIO, GuardedStream(sys.stdout)))
-        if reason := print_result(result.run_dir, result.summary, out):
+        if reason := print_result(result.run_dir, result.summary, self._recipe, out):
             self.on_notice(reason)
 
 
-def print_result(run_dir: Path, summary: Mapping[str, Any], out: Console) -> str | None:
+def print_result(
+    run_dir: Path, summary: Mapping[str, Any], recipe: Recipe, out: Console
+) -> str | None:
     """Print the accuracies, the ages and the totals of a run. Returns why its ages cannot be shown,
     None if they can."""
     reason = None
     if summary["base"] or summary["final"]:
         out.print(result_table(summary))
     try:
-        print_staleness(run_dir, out)
+        print_staleness(run_dir, summary["steps"], recipe, out)
     except DataError as error:  # the training went well
         reason = f"the ages of the rollouts cannot be shown: {error}"
     out.print(describe_end(run_dir, summary), soft_wrap=True)
@@ -326,15 +329,27 @@ def describe_stop(result: "RunResult") -> str:
     return f"interrupted {saved}. Continue with: {resume}"
 
 
-def print_staleness(run_dir: Path, out: Console) -> None:
-    """Print the ages of what is stored after the last step and of what was replayed."""
+def print_staleness(run_dir: Path, step: int, recipe: Recipe, out: Console) -> None:
+    """Print the ages of what is stored after the last `step` and of what was replayed, as
+    inspect-buffer does, of which this loads a part."""
     from grpo_replay.lab.inspection.buffer_panels import staleness_panel
-    from grpo_replay.lab.inspection.compute import staleness_after
-    from grpo_replay.lab.inspection.source import open_source
+    from grpo_replay.lab.inspection.buffer_summary import staleness_rows
+    from grpo_replay.lab.inspection.rollout_columns import (
+        read_draws,
+        read_stored,
+        updates_of_a_step,
+    )
+    from grpo_replay.storage.checkpoint import checkpoint_name
+    from grpo_replay.storage.rollout_log import step_path
     from grpo_replay.terminal.console import no_progress
 
+    paths = ((each, step_path(run_dir / "draws", each)) for each in range(1, step + 1))
+    files = [(each, path) for each, path in paths if path.exists()]
     with no_progress():  # between two tables
-        panel = staleness_panel(staleness_after(open_source(run_dir)))
+        draws = read_draws(files).replayed(recipe.replay)
+        stored = read_stored(run_dir / "checkpoints" / checkpoint_name(step) / "buffer.parquet")
+    updates = updates_of_a_step(recipe.draws_per_step, files)
+    panel = staleness_panel(staleness_rows(stored.birth_step, draws.age, step, updates))
     if panel is not None:
         out.print(panel)
 

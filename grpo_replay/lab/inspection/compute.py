@@ -21,7 +21,6 @@ from grpo_replay.lab.inspection.buffer_summary import (
     Population,
     Quantiles,
     RunUses,
-    StalenessRow,
     find_warnings,
     staleness_rows,
 )
@@ -54,7 +53,7 @@ def summarise(source: Source) -> Inspection:
     step = source.step
     log = read_log(source.rollout_files)
     draws = read_draws(source.draw_files)
-    replay_draws = _replayed(draws, settings)
+    replay_draws = draws.replayed(settings)
     replayed = _of_draws(log, stored, replay_draws)
     updates = _updates_of(source)
     inspection = Inspection(
@@ -112,19 +111,6 @@ def find_gaps(source: Source) -> Iterator[str]:
                 f"{folder}/ lacks the file of step {missing[0]}{more}: their rows are missing from "
                 "everything shown here. Restore them from a copy."
             )
-
-
-def staleness_after(source: Source) -> tuple[StalenessRow, ...]:
-    """The ages of what is stored and of what was replayed. Raises SnapshotError."""
-    settings, group_size, _ = _settings(source)
-    stored, _ = stored_after(source, settings, group_size)
-    replayed = _replayed(read_draws(source.draw_files), settings)
-    return staleness_rows(stored.birth_step, replayed.age, source.step, _updates_of(source))
-
-
-def _replayed(draws: DrawColumns, settings: ReplaySection) -> DrawColumns:
-    """Of a pool of fresh and stored rollouts, those of age 0 were not replayed."""
-    return draws.take(draws.age > 0) if settings.pools_fresh else draws
 
 
 def _updates_of(source: Source) -> int:

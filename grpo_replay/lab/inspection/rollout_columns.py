@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from grpo_replay.errors import SnapshotError
+from grpo_replay.recipe import ReplaySection
 from grpo_replay.replay import snapshot
 from grpo_replay.storage.parquet import open_parquet, refuse_nulls
 from grpo_replay.storage.rollout_log import (
@@ -232,6 +233,10 @@ class DrawColumns:
         return DrawColumns(
             self.step[rows], self.rollout_id[rows], self.age[rows], self.update[rows]
         )
+
+    def replayed(self, settings: ReplaySection) -> "DrawColumns":
+        """Those of stored rollouts: of a pool of fresh and stored ones, draws of age 0 are not."""
+        return self.take(self.age > 0) if settings.pools_fresh else self
 
 
 def counts_updates(path: Path) -> tuple[str, str] | None:

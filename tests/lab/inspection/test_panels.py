@@ -62,7 +62,7 @@ def test_the_screen_shows_occupancy_and_ages(runs):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_end_of_train_shows_the_ages_that_inspect_buffer_shows(runs, preset):
     ended = Console(width=60, record=True, file=io.StringIO())
-    print_staleness(runs[preset], ended)
+    print_staleness(runs[preset], 24, synthetic_recipe(preset), ended)
     text = ended.export_text()
     assert text == "" or text.splitlines()[0] in screen(runs[preset], 60)
     assert ("at use" in text) == (preset != "grpo")
