@@ -65,7 +65,7 @@ def group_advantages(
     if not np.isfinite(rewards).all():
         raise NonFiniteError(
             f"rewards of one group are {list(rewards_G)}: every reward must be a finite float32; "
-            "check reward.function"
+            "check the reward function"
         )
     if (rewards == rewards[0]).all():
         return GroupAdvantage(mean=float(rewards[0]), std=0.0, advantages_G=None)
