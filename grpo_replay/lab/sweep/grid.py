@@ -203,7 +203,8 @@ def all_cells(comparisons: Sequence[Comparison]) -> Iterator[Cell]:
 
 
 def check_folder(output_dir: Path, sweep: SweepFile) -> None:
-    """Raises OutputDirectoryError unless the folder is new or holds this sweep."""
+    """Raises OutputDirectoryError unless the folder is new or holds this sweep, or a part of it:
+    arms and seeds may be added, whose cells change no others."""
     if output_dir.exists() and not output_dir.is_dir():
         raise OutputDirectoryError(f"{output_dir} is a file: choose another --output-dir")
     before = read_folder(output_dir)
@@ -214,18 +215,24 @@ def check_folder(output_dir: Path, sweep: SweepFile) -> None:
                 f"{output_dir} holds {others[0]} but no {SWEEP}: choose an empty --output-dir"
             )
         return
-    if found := differences(before, sweep):
+    found = [
+        (key, old, new)
+        for key, old, new in differences(before, sweep)
+        if not (key.startswith("arms.") and old is None)
+        and not (key == "seeds" and set(old) < set(new))
+    ]
+    if found:
         changes = "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in found[:3])
         raise OutputDirectoryError(
             f"{output_dir} holds another sweep: {changes}: choose another --output-dir, or restore "
-            "the sweep file"
+            "the sweep file; only arms and seeds may be added"
         )
 
 
 def open_folder(
     output_dir: Path, sweep: SweepFile, comparisons: Sequence[Comparison]
 ) -> RunDirectory:
-    """Lock the folder until this process ends, and write sweep.yaml if the sweep is new.
+    """Lock the folder until this process ends, and write sweep.yaml.
 
     Raises OutputDirectoryError if another sweep works in the folder, or it cannot be written.
     """

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 from buffer_makers import make_rollout
 
-from grpo_replay.lab.sweep.grid import all_cells, choose_arms, expand
-from grpo_replay.lab.sweep.sweep_file import SweepFile, TuneSection, read_sweep_file
+from grpo_replay.errors import OutputDirectoryError
+from grpo_replay.lab.sweep.grid import all_cells, check_folder, choose_arms, expand, open_folder
+from grpo_replay.lab.sweep.sweep_file import (
+    SweepFile,
+    TuneSection,
+    read_folder,
+    read_sweep_file,
+)
 from grpo_replay.recipe import Recipe
 from grpo_replay.replay.compose import draw_count
 from grpo_replay.replay.replay_buffer import ReplayBuffer
@@ -111,3 +117,23 @@ def trained_rollouts(recipe: Recipe) -> int:
     buffer.insert([make_rollout(i) for i in range(replay.capacity_rollouts)], step=1)
     count = draw_count(replay, recipe.sampling.group_size, generated)
     return len(buffer.draw(count, 2, np.random.default_rng(0)).rollouts)
+
+
+def test_arms_and_seeds_may_be_added_to_a_folder_and_nothing_else_changed(tmp_path):
+    first = sweep(arms={"a": [], "b": ["replay.ratio=1"]}, seeds=[1, 2])
+    open_folder(tmp_path, first, []).unlock()
+    more = sweep(arms={"a": [], "b": ["replay.ratio=1"], "c": ["replay.ratio=2"]}, seeds=[3, 1, 2])
+    open_folder(tmp_path, more, []).unlock()
+    assert read_folder(tmp_path) == more
+    for changes, words in [
+        ({"arms": {"a": []}}, r"arms.b was \['replay.ratio=1'\], now None"),
+        ({"arms": {"a": ["replay.ratio=3"], "b": ["replay.ratio=1"]}}, r"arms.a was \[\], now"),
+        (
+            {"seeds": [1, 2]},
+            r"seeds was \[3, 1, 2\], now \[1, 2\]: .* only arms and seeds may be add",
+        ),
+        ({"set": ["run.steps=9"]}, "set was"),
+    ]:
+        with pytest.raises(OutputDirectoryError, match=words):
+            check_folder(tmp_path, more.model_copy(update=changes))
+    assert read_folder(tmp_path) == more
