@@ -20,6 +20,7 @@ from grpo_replay.evaluation.statistics import (
     CONFIDENCE,
     accuracy_interval,
     bootstrap_draws,
+    difference_interval,
     interval,
     resampled_mean,
     sign_flip_p_value,
@@ -43,8 +44,8 @@ SEED_SHARE, SEED_CONCENTRATION = 0.2, 8
 
 
 def simulate(problems: int, samples: int, mean: float, repeats: int) -> tuple[float, ...]:
-    """Of one model: shares of bootstrap and our intervals that hold the mean, mean width of both,
-    and the share of p-values below 0.05 between equals."""
+    """Of one model: shares of bootstrap and our intervals that hold the mean, mean width of both.
+    Of two equal ones: the shares of p-values below 0.05 and of our intervals that hold 0."""
     rng = np.random.default_rng([problems, samples, int(1000 * mean)])
     found = []
     for _ in range(repeats):
@@ -56,7 +57,9 @@ def simulate(problems: int, samples: int, mean: float, repeats: int) -> tuple[fl
         ]
         held = [low <= mean <= high for low, high in each]
         widths = [high - low for low, high in each]
-        found.append([*held, *widths, sign_flip_p_value([b - a], RESAMPLES, rng) < 0.05])
+        low, high = difference_interval([b - a])
+        equal = sign_flip_p_value([b - a], RESAMPLES, rng) < 0.05, low <= 0 <= high
+        found.append([*held, *widths, *equal])
     return tuple(np.mean(found, axis=0))
 
 
@@ -97,8 +100,9 @@ def main() -> None:
                 cells = (f"{100 * each:.1f}" for each in (mean, t, beyond))
                 print(f"| {seeds} | {' | '.join(cells)} | {shown} |", flush=True)
         return
-    print("| problems, samples | accuracy, % | bootstrap | ours | width | width | p < 0.05 |")
-    print("|---|---|---|---|---|---|---|")
+    heads = ("problems, samples", "accuracy, %", "bootstrap", "ours", "width", "width",
+             "p < 0.05", "difference")  # fmt: skip
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
     for problems, samples, mean in SETTINGS:
         numbers = simulate(problems, samples, mean, options.repeats)
         cells = " | ".join(f"{100 * number:.1f}" for number in numbers)

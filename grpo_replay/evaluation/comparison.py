@@ -1,5 +1,6 @@
 """Comparison of two evaluations on the same problems by a paired test."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from zlib import crc32
@@ -18,7 +19,7 @@ from grpo_replay.evaluation.statistics import (
     Interval,
     ProblemTable,
     benchmark_draws,
-    interval,
+    difference_interval,
     problem_table,
     resampled_mean,
     sign_flip_p_value,
@@ -29,7 +30,7 @@ from grpo_replay.evaluation.statistics import (
 class PairedResult:
     """B against A on one benchmark, or on the mean over benchmarks. Accuracies are fractions.
 
-    Intervals are 95 % paired bootstrap intervals over problems (None for a single problem);
+    Intervals are 95 % t intervals over problems (None for a single problem), those of a report;
     `p_value` is two-sided, from sign flips of the problems' differences. `problems_better` and
     `problems_worse` compare the fraction of correct samples; `correct_to_wrong` and
     `wrong_to_correct` pair samples of the same problem and sample number.
@@ -76,9 +77,7 @@ def compare(
                 "and a paired test needs it: keep the two files together, or evaluate again"
             )
     pairs = [_Pair.of(name, a, b) for name in a.sampled.benchmarks]
-    drawn = [pair.resampled() for pair in pairs]
-    results = {pair.name: _result([pair], one) for pair, one in zip(pairs, drawn, strict=True)}
-    return {**results, "mean": _result(pairs, _mean_over_benchmarks(drawn))}
+    return {**{pair.name: _result([pair]) for pair in pairs}, "mean": _result(pairs)}
 
 
 _OF_SAMPLER = (
@@ -117,12 +116,7 @@ def differences(a: EvaluationReport, b: EvaluationReport) -> list[str]:
 
 def resampled_means(a: EvaluationReport, b: EvaluationReport) -> Resampled:
     """Bootstrap means over the benchmarks of two comparable reports with per-sample rows."""
-    return _mean_over_benchmarks(
-        [_Pair.of(name, a, b).resampled() for name in a.sampled.benchmarks]
-    )
-
-
-def _mean_over_benchmarks(drawn: Sequence[Resampled]) -> Resampled:
+    drawn = [_Pair.of(name, a, b).resampled() for name in a.sampled.benchmarks]
     names = [field.name for field in fields(Resampled)]
     return Resampled(*(np.mean([getattr(one, name) for one in drawn], axis=0) for name in names))
 
@@ -164,19 +158,20 @@ class _Pair:
         )
 
 
-def _result(pairs: Sequence[_Pair], drawn: Resampled) -> PairedResult:
+def _result(pairs: Sequence[_Pair]) -> PairedResult:
     """B against A on one benchmark, or on the unweighted mean over several."""
     differences = [pair.difference_N for pair in pairs]
+    tokens = [pair.b.tokens_N - pair.a.tokens_N for pair in pairs]
     flips = [_flips(pair.correct_a, pair.correct_b) for pair in pairs]
     rng = np.random.default_rng([crc32(pair.name.encode()) for pair in pairs])
     return PairedResult(
         accuracy_a=_mean(pair.a.accuracy_N for pair in pairs),
         accuracy_b=_mean(pair.b.accuracy_N for pair in pairs),
         difference=_mean(differences),
-        difference_interval=interval(drawn.accuracy_b_B - drawn.accuracy_a_B),
+        difference_interval=difference_interval(differences),
         p_value=sign_flip_p_value(differences, pairs[0].resamples, rng),
-        tokens_difference=_mean(pair.b.tokens_N - pair.a.tokens_N for pair in pairs),
-        tokens_difference_interval=interval(drawn.tokens_b_B - drawn.tokens_a_B),
+        tokens_difference=_mean(tokens),
+        tokens_difference_interval=difference_interval(tokens, bound=math.inf),
         problems_better=sum(int((each > 0).sum()) for each in differences),
         problems_worse=sum(int((each < 0).sum()) for each in differences),
         correct_to_wrong=sum(lost for lost, _ in flips),

@@ -82,7 +82,7 @@ def comparison_table(results: Mapping[str, PairedResult]) -> Table:
 
 
 COMPARISON_LEGEND = (
-    "accuracies and differences in %, with 95 % paired bootstrap intervals; p: two-sided, from "
+    "accuracies and differences in %, with 95 % intervals over problems; p: two-sided, from "
     "sign flips over problems; tokens: B minus A; better, worse: problems; lost, won: samples that "
     "changed from correct to wrong and from wrong to correct."
 )

@@ -90,7 +90,7 @@ class Results:
 
 
 BOOTSTRAP_SAMPLES = 2000
-"""Resamples for intervals of token counts and of comparisons."""
+"""Resamples for intervals of token counts and of AES; random flips of the sign-flip test."""
 
 CONFIDENCE = 0.95
 
@@ -182,6 +182,50 @@ def share_interval(
     low = 0.0 if share <= 0 else float(betaincinv(right, wrong + 1, tail))
     high = 1.0 if share >= 1 else float(betaincinv(right + 1, wrong, 1 - tail))
     return low, high
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """An independent estimate of a variance, with its degrees of freedom."""
+
+    variance: float
+    freedom: float
+
+    @property
+    def share(self) -> float:
+        """Its term in Satterthwaite's denominator."""
+        return self.variance**2 / self.freedom
+
+    @classmethod
+    def over_problems(cls, values_N: np.ndarray) -> "Component":
+        """The variance of the mean over problems."""
+        problems = len(values_N)
+        return cls(float(np.var(values_N, ddof=1)) / problems, problems - 1)
+
+    @classmethod
+    def of_mean(cls, parts: Sequence["Component"]) -> "Component":
+        """The variance of the unweighted mean over independent benchmarks (Satterthwaite 1946)."""
+        variance = sum(part.variance for part in parts) / len(parts) ** 2
+        if variance == 0:
+            return cls(0.0, sum(part.freedom for part in parts))
+        return cls(variance, variance**2 / (sum(part.share for part in parts) / len(parts) ** 4))
+
+
+def t_interval(mean: float, estimate: Component, bound: float = 1.0) -> Interval:
+    """mean ± t·√variance at 95 %, within -bound and bound (1 for differences of accuracies)."""
+    quantile = float(stdtrit(estimate.freedom, (1 + CONFIDENCE) / 2))
+    half = quantile * math.sqrt(estimate.variance)
+    return max(-bound, mean - half), min(bound, mean + half)
+
+
+def difference_interval(differences_N: Sequence[np.ndarray], bound: float = 1.0) -> Interval | None:
+    """The t interval over problems of the mean over benchmarks of differences, one [N] each; None
+    if a benchmark has a single problem."""
+    if any(len(each) < 2 for each in differences_N):
+        return None
+    mean = float(np.mean([each.mean() for each in differences_N]))
+    variance = Component.of_mean([Component.over_problems(each) for each in differences_N])
+    return t_interval(mean, variance, bound)
 
 
 def sign_flip_p_value(differences: list[np.ndarray], flips: int, rng: np.random.Generator) -> float:

@@ -16,6 +16,7 @@ from commands import run_comparison
 from pytest import approx
 from rich.console import Console
 from rich.table import Table
+from scipy import stats
 from share_bounds import share_bounds
 
 from grpo_replay.cli.aes_command import print_scores
@@ -106,6 +107,16 @@ def exact(benchmarks: Iterable[Any], of: Callable[[Any], Any] = lambda mean: mea
     return approx((values[floor(tail)], values[ceil(len(values) - tail) - 1]))
 
 
+def by_t(benchmarks: Iterable[list[float]], bound: float = 1.0) -> Any:
+    """mean ± t·√V of the mean over benchmarks, by the textbook: V the sum of s²/n over b²."""
+    each = [(np.mean(d), np.var(d, ddof=1) / len(d), len(d) - 1) for d in benchmarks]
+    count = len(each)
+    variance = sum(v for _, v, _ in each) / count**2
+    freedom = variance**2 / sum((v / count**2) ** 2 / f for _, v, f in each)
+    mean, half = np.mean([m for m, _, _ in each]), stats.t.ppf(0.975, freedom) * sqrt(variance)
+    return approx((max(-bound, mean - half), min(bound, mean + half)))
+
+
 def assert_is(found: Any, **expected: Any) -> None:
     """Every field except the p-value, which other tests check."""
     assert {field.name for field in fields(found)} - {"p_value"} == set(expected)
@@ -184,33 +195,34 @@ def test_every_number_of_a_comparison(a, b):
     assert_is(
         found["alpha"],
         accuracy_a=1 / 4, accuracy_b=5 / 8,
-        difference=3 / 8, difference_interval=approx((1 / 4, 1 / 2)),
-        tokens_difference=-5.0, tokens_difference_interval=approx((-10, 0)),
+        difference=3 / 8, difference_interval=by_t([accuracy["alpha"]]),
+        tokens_difference=-5.0, tokens_difference_interval=by_t([tokens["alpha"]], np.inf),
         problems_better=2, problems_worse=0, correct_to_wrong=1, wrong_to_correct=4,
     )  # fmt: skip
     assert_is(
         found["beta"],
         accuracy_a=1 / 3, accuracy_b=2 / 3,
-        difference=1 / 3, difference_interval=exact([accuracy["beta"]]),
-        tokens_difference=-3.0, tokens_difference_interval=exact([tokens["beta"]]),
+        difference=1 / 3, difference_interval=by_t([accuracy["beta"]]),
+        tokens_difference=-3.0, tokens_difference_interval=by_t([tokens["beta"]], np.inf),
         problems_better=2, problems_worse=1,
         correct_to_wrong=2, wrong_to_correct=3,  # of the two samples that both have
     )  # fmt: skip
     assert_is(
         found["mean"],
         accuracy_a=7 / 24, accuracy_b=31 / 48,
-        difference=17 / 48, difference_interval=exact(accuracy.values()),
-        tokens_difference=-4.0, tokens_difference_interval=exact(tokens.values()),
+        difference=17 / 48, difference_interval=by_t(accuracy.values()),
+        tokens_difference=-4.0, tokens_difference_interval=by_t(tokens.values(), np.inf),
         problems_better=4, problems_worse=1, correct_to_wrong=3, wrong_to_correct=7,
     )  # fmt: skip
 
 
 def test_benchmarks_of_the_same_size_have_different_resamples():
-    """All resamples at 1 have chance 1/27 for one benchmark, and 1/729 for two at once."""
-    none, one = ({name: ("i1", "i1", word) for name in "xy"} for word in ("i1", "c1"))
-    paired = compare("A", report(none), "B", report(one))
-    assert paired["x"].difference_interval == exact([[0, 0, 1]]) == (0, 1)
-    assert paired["mean"].difference_interval == exact([[0, 0, 1], [0, 0, 1]]) == (0, 2 / 3)
+    """One of three problems has 4 tokens, the others 1: a resample of nothing but that has chance
+    1/27 for one benchmark, and 1/729 for two at once."""
+    rows = {name: ("c1", "c1", "c4") for name in "xy"}
+    found = report(rows).sampled
+    assert found.benchmarks["x"].mean_tokens_interval == exact([[1, 1, 4]]) == (1, 4)
+    assert found.mean.mean_tokens_interval == exact([[1, 1, 4], [1, 1, 4]]) == (1, 3)
 
 
 def test_an_interval_does_not_depend_on_other_benchmarks():
@@ -264,7 +276,7 @@ def test_a_comparison_prints_its_numbers_and_other_differences(a, b, tmp_path, c
     found = replace(compare("A", a, "B", b)["alpha"], p_value=0.125)
     lines = printed(comparison_table({"alpha": found}))
     assert "benchmark A B B-A 95 % p tokens better worse lost won" in lines
-    assert "alpha 25.0 62.5 +37.5 [25.0, 50.0] 0.125 -5.0 2 0 1 4" in lines
+    assert "alpha 25.0 62.5 +37.5 [-100.0, 100.0] 0.125 -5.0 2 0 1 4" in lines
 
 
 def test_aes_and_its_intervals(a, b, capsys):

@@ -15,6 +15,7 @@ from grpo_replay.evaluation.evaluation_report import SAMPLE_SCHEMA, EvaluationRe
 from grpo_replay.evaluation.statistics import (
     accuracy_interval,
     bootstrap_draws,
+    difference_interval,
     interval,
     pass_at_each,
     resampled_mean,
@@ -157,7 +158,7 @@ def test_intervals_of_accuracies_have_at_least_their_nominal_coverage(mean):
 
 
 def test_the_paired_test_by_hand():
-    """Two problems, B one sample in four better on both: every resample has difference 1/4. Of the
+    """Two problems, B one sample in four better on both: the difference has no spread. Of the
     four ways to sign the two differences two have a mean as large as 1/4: ++ and --."""
     a = report({"x": [[1, 0, 0, 0], [1, 1, 0, 0]]})
     b = report({"x": [[1, 1, 0, 0], [1, 0, 1, 1]]})
@@ -181,10 +182,34 @@ def test_the_paired_p_value_agrees_with_the_t_test_where_the_t_test_is_valid():
     assert found.difference == pytest.approx(np.mean(b - a) / 8)
     assert found.p_value == pytest.approx(expected.pvalue, abs=0.02)
     low, high = expected.confidence_interval(0.95)
-    assert found.difference_interval == pytest.approx((low, high), abs=0.003)
+    assert found.difference_interval == pytest.approx((low, high), rel=1e-9)
 
 
-def test_pairing_uses_the_same_resamples_for_both():
+def test_the_interval_of_a_mean_over_benchmarks_has_welch_s_degrees_of_freedom():
+    """Satterthwaite's for two independent means are those of Welch's test, whose interval is of the
+    difference of the two: twice that of their mean, if the sign of one is turned."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(0.1, 0.2, 6), rng.normal(0.2, 0.5, 11)
+    low, high = stats.ttest_ind(x, -y, equal_var=False).confidence_interval(0.95)
+    assert difference_interval([x, y]) == pytest.approx((low / 2, high / 2), rel=1e-9)
+    assert difference_interval([4 * x - 9.0], bound=np.inf)[1] < -1  # tokens, not accuracies
+    assert difference_interval([x, y[:1]]) is None
+
+
+@pytest.mark.parametrize("problems", [5, 30])
+def test_intervals_of_differences_have_their_nominal_coverage(problems):
+    """Of B - A = 0.1 on every problem; a bootstrap over five problems holds it in 82 %."""
+    rng = np.random.default_rng(problems)
+    held = 0
+    for _ in range(1000):
+        chances = rng.beta(2, 2, size=problems) * 0.9
+        a, b = (rng.binomial(8, chances + shift) / 8 for shift in (0, 0.1))
+        low, high = difference_interval([b - a])
+        held += low <= 0.1 <= high
+    assert 930 < held < 975
+
+
+def test_a_constant_difference_has_no_spread():
     """A shift by a constant has no spread, however different the problems are."""
     a = report({"x": [[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0]]})
     b = report({"x": [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]})

@@ -17,17 +17,18 @@ Satterthwaite (1946). The interval of a difference is mean ± t·√V; that of a
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
 
 from grpo_replay.evaluation.statistics import (
     CONFIDENCE,
+    Component,
     Interval,
     accuracy_interval,
+    difference_interval,
     share_interval,
     sign_flip_p_value,
+    t_interval,
     with_both_answers,
 )
 
@@ -40,14 +41,6 @@ which rounds."""
 
 FLIPS = 20_000
 """Random sign flips of the test over seeds, with more than 14 seeds; fewer are enumerated."""
-
-
-@dataclass(frozen=True, slots=True)
-class Component:
-    """An independent estimate of a variance, with its degrees of freedom."""
-
-    variance: float
-    freedom: float
 
 
 def accuracy_over_seeds(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
@@ -86,9 +79,8 @@ def difference_over_seeds(values_SN: Sequence[np.ndarray]) -> tuple[Interval | N
 
 def difference_over_problems(values_SN: Sequence[np.ndarray]) -> tuple[Interval | None, str | None]:
     """The same for two models, [1, N] per benchmark: over problems alone."""
-    if any(each.shape[1] < 2 for each in values_SN):
-        return None, None
-    return t_interval(_mean(values_SN), _sum(_over_problems(values_SN))), "problems"
+    bounds = difference_interval([each[0] for each in values_SN])
+    return bounds, None if bounds is None else "problems"
 
 
 def _mean(values_SN: Sequence[np.ndarray]) -> float:
@@ -101,22 +93,15 @@ def two_level_variance(values_SN: Sequence[np.ndarray]) -> Component:
     Neither V_seeds nor V_problems exceeds V in expectation, so V is at least as large as both, and
     has at least as many degrees of freedom as the one with fewer.
     """
-    over_seeds, over_problems = _over_seeds(values_SN), _sum(_over_problems(values_SN))
-    rest = _sum(_rest(values_SN))
+    over_seeds, over_problems = _over_seeds(values_SN), _over_problems(values_SN)
+    rest = _rest(values_SN)
     fewest = min(over_seeds.freedom, over_problems.freedom)
     total = over_seeds.variance + over_problems.variance - rest.variance
     variance = max(total, over_seeds.variance, over_problems.variance)
     if variance == 0:
         return Component(0.0, fewest)
-    shares = sum(_share(part) for part in (over_seeds, over_problems, rest))
+    shares = sum(part.share for part in (over_seeds, over_problems, rest))
     return Component(variance, max(variance**2 / shares, fewest))
-
-
-def t_interval(mean: float, estimate: Component) -> Interval:
-    """mean ± t·√variance at 95 %, within the bounds of a difference, -1 and 1."""
-    quantile = float(stdtrit(estimate.freedom, (1 + CONFIDENCE) / 2))
-    half = quantile * math.sqrt(estimate.variance)
-    return max(-1.0, mean - half), min(1.0, mean + half)
 
 
 def sign_flip_over_seeds(difference_S: np.ndarray) -> float | None:
@@ -156,34 +141,18 @@ def _over_seeds(values_SN: Sequence[np.ndarray]) -> Component:
     return Component(float(np.var(mean_S, ddof=1)) / seeds, seeds - 1)
 
 
-def _over_problems(values_SN: Sequence[np.ndarray]) -> list[Component]:
-    """Of each benchmark: the variance of the mean over problems, of each one's mean over seeds."""
-    return [
-        Component(float(np.var(each.mean(axis=0), ddof=1)) / each.shape[1], each.shape[1] - 1)
-        for each in values_SN
-    ]
+def _over_problems(values_SN: Sequence[np.ndarray]) -> Component:
+    """The variance of the mean over problems, of each one's mean over seeds."""
+    parts = [Component.over_problems(each.mean(axis=0)) for each in values_SN]
+    return Component.of_mean(parts)
 
 
-def _rest(values_SN: Sequence[np.ndarray]) -> list[Component]:
-    """Of each benchmark: the variance of the mean of what neither seed nor problem explains."""
+def _rest(values_SN: Sequence[np.ndarray]) -> Component:
+    """The variance of the mean of what neither seed nor problem explains."""
     found = []
     for each in values_SN:
         seeds, problems = each.shape
         rest = each - each.mean(axis=0) - each.mean(axis=1, keepdims=True) + each.mean()
         freedom = (seeds - 1) * (problems - 1)
         found.append(Component(float((rest**2).sum()) / freedom / each.size, freedom))
-    return found
-
-
-def _sum(parts: Sequence[Component]) -> Component:
-    """The variance of the unweighted mean over independent benchmarks."""
-    variance = sum(part.variance for part in parts) / len(parts) ** 2
-    if variance == 0:
-        return Component(0.0, sum(part.freedom for part in parts))
-    shares = sum(_share(part) for part in parts) / len(parts) ** 4
-    return Component(variance, variance**2 / shares)
-
-
-def _share(part: Component) -> float:
-    """A component's term in Satterthwaite's denominator."""
-    return part.variance**2 / part.freedom
+    return Component.of_mean(found)
