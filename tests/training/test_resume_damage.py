@@ -19,6 +19,7 @@ from grpo_replay.errors import CheckpointError, OutputDirectoryError
 from grpo_replay.lab.verification.verify import verify_run
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import file_facts, find_checkpoint, verify_checkpoint
+from grpo_replay.storage.recipe_history import read_recipe_file
 from grpo_replay.storage.run_directory import RunDirectory
 from grpo_replay.training import Observer, resuming
 from grpo_replay.training.run import RunResult, run_training
@@ -150,7 +151,9 @@ def test_damage_to_an_old_file_does_not_fail_a_run_that_trained_well(run, capsys
     (run / "draws" / "step_000004.parquet").write_bytes(b"PAR1")
     errors = io.StringIO()
     summary = json.loads((run / "summary.json").read_text())
-    RunDisplay(Console(file=errors, width=200)).conclude(RunResult(run, 12, False, summary))
+    display = RunDisplay(Console(file=errors, width=200))
+    display._recipe = read_recipe_file(run / "recipe.yaml")  # as at the start
+    display.conclude(RunResult(run, 12, False, summary))
     assert "draws/step_000004.parquet" in errors.getvalue()
     assert "12 steps in" in capsys.readouterr().out
 

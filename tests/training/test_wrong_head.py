@@ -4,7 +4,6 @@ decode never loads its weights."""
 import pytest
 from architectures import random_model
 from small_runs.trained import train_small_run
-from transformers import AutoConfig
 
 from grpo_replay.engine.models import byte_tokenizer
 from grpo_replay.engine.policy_module import LogitSettings
@@ -21,11 +20,3 @@ def test_a_head_without_its_scale_is_refused_before_anything_is_sampled(tmp_path
     with pytest.raises(ModelError, match=r"type granite .*logits_scaling 8\.0"):
         train_small_run(tmp_path / "run", **sections)
     assert not list((tmp_path / "run").glob("rollouts/*"))
-
-
-def test_a_model_that_takes_no_cache_is_refused_before_its_weights_are_read(tmp_path):
-    AutoConfig.for_model("rwkv").save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")  # and no weights
-    sections = {"model": {"path": str(tmp_path / "model")}}
-    with pytest.raises(ModelError, match=r"sampling\.backend hf: .* type rwkv"):
-        train_small_run(tmp_path / "run", **sections)
