@@ -64,7 +64,7 @@ def test_statistics_of_two_ranks_come_back_in_the_order_of_the_mini_batch():
 
     first = rank_statistics([micro_batch([2, 0], [1, 1])], [table(2.5, 0.5)])
     second = rank_statistics(
-        [micro_batch([1], [1]), micro_batch([-1], [1])], [table(1.5), table(-9.0)]
+        [micro_batch([-1], [1]), micro_batch([1], [1])], [table(-9.0), table(1.5)]
     )
     found, padding = join_statistics([first, second], 3)
     np.testing.assert_array_equal(found, table(0.5, 1.5, 2.5))
