@@ -5,6 +5,7 @@ Reading does not check values. A conversion raises ValueError with the value fou
 `checked_column` adds the place of the row.
 """
 
+import glob
 import inspect
 import json
 import math
@@ -225,14 +226,14 @@ def read_hub_rows(
 
 def _read_by_datasets(
     place: str, load: Callable[[], Any], limit: int | None, select: Select
-) -> TableRows:
+) -> ProblemRows:
     from datasets.exceptions import DataFilesNotFoundError, DatasetsError
 
     try:
         dataset = load()
     except DataFilesNotFoundError as error:
         raise DatasetError(f"{place} is a folder without data files; name {NAMED}") from error
-    except (DatasetsError, OSError, ValueError, RuntimeError, TypeError) as error:
+    except (DatasetsError, OSError, EOFError, ValueError, RuntimeError, TypeError) as error:
         if "corresponds to no data" in str(error):
             raise DatasetError(f"{place} has no rows") from error
         reason = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
@@ -243,7 +244,19 @@ def _read_by_datasets(
     if select is not None:
         wanted = select(names)
         dataset = dataset.select_columns([name for name in names if name in wanted])
+    if any(map(_is_mixed, dataset.features.values())):
+        return MappingRows(list(dataset), place)
     return TableRows(dataset.with_format("arrow")[:], place, names)
+
+
+def _is_mixed(feature: Any) -> bool:
+    """True for values of several types, numbers and text for example, which Arrow has as JSON."""
+    if isinstance(feature, Mapping):
+        return any(map(_is_mixed, feature.values()))
+    if isinstance(feature, list):
+        return any(map(_is_mixed, feature))
+    inside = getattr(feature, "feature", None)
+    return type(feature).__name__ == "Json" if inside is None else _is_mixed(inside)
 
 
 def _folder(path: Path, options: Options) -> Any:
@@ -263,8 +276,14 @@ def _folder(path: Path, options: Options) -> Any:
 def _folder_options(path: Path, options: Options) -> Options:
     """The options with those of CSV files, if a folder has such files with the same columns.
 
-    Raises DatasetError for data files of two kinds: `datasets` would leave one of them out.
+    Raises DatasetError for data files of two kinds, of which `datasets` would leave one out, and
+    for a path that it takes for a pattern.
     """
+    if glob.escape(str(path)) != str(path):
+        raise DatasetError(
+            f"{short_path(str(path))}: a folder with [, * or ? in its path is read as a pattern, "
+            "which may match another: rename it, or name a file in it"
+        )
     if _files_are_chosen(path, options):
         return options
     files = data_files(path)
@@ -296,7 +315,8 @@ def _file(path: Path, options: Options) -> Any:
     given = {k: v for k, v in options.items() if k not in ("name", "revision")}
     if kind in (".csv", ".tsv"):
         given = _csv_options(path, given)
-    return datasets.load_dataset(BUILDERS[str(kind)], data_files=str(path), **given)
+    data_files = glob.escape(str(path))  # not a pattern
+    return datasets.load_dataset(BUILDERS[str(kind)], data_files=data_files, **given)
 
 
 def _csv_options(path: Path, options: Options) -> dict[str, Any]:
@@ -507,7 +527,7 @@ def answer_after(marker: str | None) -> Callable[[Any], str]:
             return answer
         after = answer.rpartition(marker)[2].strip()
         if not after:
-            raise ValueError(f"has nothing after the marker {marker!r} (answer_marker)")
+            raise ValueError(f"has nothing after the marker {marker!r}")
         return after
 
     return convert

@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from grpo_replay.engine.models import EOS_ID, PAD_ID, byte_tokenizer, load_tokenizer
 from grpo_replay.errors import DatasetError, RecipeError
 from grpo_replay.prompts.prompt_set import load_prompts, read_problems, render_prompt
+from grpo_replay.prompts.sources import answer_text, checked_column, read_local_rows
 from grpo_replay.recipe import ModelSection, PromptsSection
 
 
@@ -646,3 +647,44 @@ def test_problems_and_answers_are_read_without_a_tokenizer(tmp_path):
     assert read_problems(section, 0) == {"x": ("1+1", "2"), "y": ("2+2", "4")}
     builtin = read_problems(PromptsSection(source="builtin:tiny"), 3)
     assert all(id.partition(":")[2] == problem for id, (problem, _) in builtin.items())
+
+
+MIXED = [
+    {"problem": "a", "answer": "1/2", "more": {"v": "x"}},
+    {"problem": "b", "answer": 3, "more": {"v": 1}},
+]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.jsonl.gz", "folder"])
+def test_text_beside_numbers_in_one_column_stays_as_it_is(tmp_path, name):
+    """Arrow has one type for a column; `datasets` makes this one JSON text, with quotes."""
+    lines = "\n".join(map(json.dumps, MIXED)) + "\n"
+    if name == "folder":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_text(lines)
+    elif name.endswith(".gz"):
+        (tmp_path / name).write_bytes(gzip.compress(lines.encode()))
+    else:
+        (tmp_path / name).write_text(json.dumps(MIXED) if name == "rows.json" else lines)
+    rows = read_local_rows(str(tmp_path / name))
+    assert rows.column("answer") == ["1/2", 3] and rows.column("more.v") == ["x", 1]
+    assert rows.row(1) == MIXED[1] and list(rows.names) == ["problem", "answer", "more"]
+    assert checked_column(rows, "answer", answer_text) == ["1/2", "3"]
+
+
+def test_the_name_of_a_file_is_not_a_pattern(tmp_path):
+    (tmp_path / "b[1].csv").write_text("problem,answer\nown,1\n")
+    (tmp_path / "b1.csv").write_text("problem,answer\nother,2\n")
+    assert read_local_rows(str(tmp_path / "b[1].csv")).column("problem") == ["own"]
+    folder = tmp_path / "f[1]"
+    folder.mkdir()
+    (folder / "x.csv").write_text("problem,answer\nown,1\n")
+    with pytest.raises(DatasetError, match=r"a folder with \[, \* or \? in its path"):
+        read_local_rows(str(folder))
+
+
+def test_a_packed_file_that_is_cut_off_is_refused(tmp_path):
+    whole = gzip.compress("\n".join(map(json.dumps, MIXED * 500)).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DatasetError, match=r"cut\.jsonl\.gz: cannot be read"):
+        read_local_rows(str(tmp_path / "cut.jsonl.gz"))
