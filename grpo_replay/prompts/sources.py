@@ -5,6 +5,7 @@ Reading does not check values. A conversion raises ValueError with the value fou
 `checked_column` adds the place of the row.
 """
 
+import datetime
 import glob
 import inspect
 import json
@@ -535,6 +536,11 @@ def answer_after(marker: str | None) -> Callable[[Any], str]:
 
 def text(value: Any) -> str:
     """Text that is not blank and valid Unicode."""
+    if isinstance(value, datetime.date | datetime.time):
+        raise ValueError(
+            f"found the date {value}: what looks like one is read as one in this kind of file; "
+            "use a single .jsonl file, whose values stay as they are written"
+        )
     if not isinstance(value, str):
         raise ValueError(
             f"found {value!r} ({type(value).__name__}), expected text (or, as an answer or id, a "

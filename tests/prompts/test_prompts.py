@@ -688,3 +688,13 @@ def test_a_packed_file_that_is_cut_off_is_refused(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DatasetError, match=r"cut\.jsonl\.gz: cannot be read"):
         read_local_rows(str(tmp_path / "cut.jsonl.gz"))
+
+
+def test_a_date_that_was_text_in_the_file_is_refused_with_a_kind_that_keeps_it(tmp_path):
+    dated = [{"problem": "when?", "answer": "2020-01-02"}]
+    (tmp_path / "rows.json").write_text(json.dumps(dated))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(dated[0]) + "\n")
+    with pytest.raises(DatasetError, match=r"found the date 2020-01-02 .*use a single \.jsonl"):
+        checked_column(read_local_rows(str(tmp_path / "rows.json")), "answer", answer_text)
+    kept = read_local_rows(str(tmp_path / "rows.jsonl"))
+    assert checked_column(kept, "answer", answer_text) == ["2020-01-02"]
