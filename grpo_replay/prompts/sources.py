@@ -265,7 +265,9 @@ def _folder(path: Path, options: Options) -> Any:
     import datasets
 
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return datasets.load_dataset(str(path), **_folder_options(path, options))
+        given = _folder_options(path, options)
+        _refuse_left_out(path, given)
+        return datasets.load_dataset(str(path), **given)
     found = datasets.load_from_disk(str(path))
     if isinstance(found, datasets.Dataset):
         return found
@@ -299,6 +301,26 @@ def _folder_options(path: Path, options: Options) -> Options:
         return options
     read = [_csv_options(each, options) for each in files]
     return read[0] if all(each == read[0] for each in read) else options
+
+
+def _refuse_left_out(path: Path, options: Options) -> None:
+    """Refuse a folder with files that are in no split: beside one that is named after a split,
+    `datasets` leaves out those that are not."""
+    import datasets
+
+    if _files_are_chosen(path, options):
+        return
+    others = {key: value for key, value in options.items() if key != "split"}
+    splits = datasets.load_dataset_builder(str(path), **others).config.data_files or {}
+    read = {Path(file).resolve(): split for split, files in splits.items() for file in files}
+    left = [each for each in data_files(path) if each.resolve() not in read]
+    if left and read:
+        named, split = next(iter(read.items()))
+        raise DatasetError(
+            f"{short_path(str(path))}: {left[0].relative_to(path)} would be left out, because "
+            f"{named.name} is named after the split {str(split)!r} and it is after none: rename "
+            "one of them, or name the files one by one: prompts.source can list several"
+        )
 
 
 def _files_are_chosen(path: Path, options: Options) -> bool:

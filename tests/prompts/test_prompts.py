@@ -698,3 +698,16 @@ def test_a_date_that_was_text_in_the_file_is_refused_with_a_kind_that_keeps_it(t
         checked_column(read_local_rows(str(tmp_path / "rows.json")), "answer", answer_text)
     kept = read_local_rows(str(tmp_path / "rows.jsonl"))
     assert checked_column(kept, "answer", answer_text) == ["2020-01-02"]
+
+
+def test_a_file_beside_one_named_after_a_split_is_not_left_out(tmp_path):
+    line = json.dumps({"problem": "1+1", "answer": "2"}) + "\n"
+    (tmp_path / "algebra-train.jsonl").write_text(line)
+    (tmp_path / "algebra-test.jsonl").write_text(line * 2)
+    assert len(read_local_rows(str(tmp_path))) == 1
+    (tmp_path / "geometry.jsonl").write_text(line)
+    with pytest.raises(DatasetError, match=r"geometry\.jsonl would be left out, .* the split 'tr"):
+        read_local_rows(str(tmp_path))
+    (tmp_path / "algebra-train.jsonl").rename(tmp_path / "algebra.jsonl")
+    (tmp_path / "algebra-test.jsonl").unlink()
+    assert len(read_local_rows(str(tmp_path))) == 2
