@@ -103,6 +103,8 @@ class RewardSection(Section):
     def _are_known(cls, function: str | list[WeightedReward]) -> Any:
         for each in [function] if isinstance(function, str) else function:
             VERIFIERS.check(each if isinstance(each, str) else each.function)
+        if not isinstance(function, str) and not any(each.weight for each in function):
+            raise ValueError("every weight is 0: no reward would differ from another")
         return function
 
     @property

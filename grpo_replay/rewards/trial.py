@@ -87,7 +87,8 @@ def _try_calls(
     failed = [verdict.status for verdict in verdicts if verdict.status in FAILED]
     if not failed:
         return _compare_scores(section, verdicts)
-    reason = scorer.first_error or f"{failed[0]} (reward.time_limit_seconds)"
+    limit = " (reward.time_limit_seconds)" if failed[0] == "timeout" else ""
+    reason = scorer.first_error or failed[0] + limit
     if section.max_failed_share == 1 or len(failed) < len(verdicts):
         return [
             f"reward function {function} failed on {len(failed)} of the {len(verdicts)} rows that "

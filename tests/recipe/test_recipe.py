@@ -567,3 +567,11 @@ def test_what_cannot_be_is_refused_when_the_recipe_is_read(overrides, told):
 def test_a_setting_of_a_library_that_another_key_decides_is_refused(word):
     with pytest.raises(RecipeError, match=f"{word.split('.')[2].split('=')[0]} is set by other"):
         load_recipe("tiny", [word])
+
+
+def test_reward_functions_that_all_weigh_nothing_are_refused():
+    one, other = ({"function": "minerva", "weight": weight, "name": "n"} for weight in (0, 1))
+    nothing = {"reward": {"function": [one, {**one, "name": "m"}]}}
+    with pytest.raises(RecipeError, match="every weight is 0"):
+        resolve_recipe([nothing])
+    resolve_recipe([{"reward": {"function": [one, {**other, "name": "m"}]}}])
