@@ -306,12 +306,9 @@ def _folder_options(path: Path, options: Options) -> Options:
 def _refuse_left_out(path: Path, options: Options) -> None:
     """Refuse a folder with files that are in no split: beside one that is named after a split,
     `datasets` leaves out those that are not."""
-    import datasets
-
     if _files_are_chosen(path, options):
         return
-    others = {key: value for key, value in options.items() if key != "split"}
-    splits = datasets.load_dataset_builder(str(path), **others).config.data_files or {}
+    splits = _split_files(path, options)
     read = {Path(file).resolve(): split for split, files in splits.items() for file in files}
     left = [each for each in data_files(path) if each.resolve() not in read]
     if left and read:
@@ -321,6 +318,23 @@ def _refuse_left_out(path: Path, options: Options) -> None:
             f"{named.name} is named after the split {str(split)!r} and it is after none: rename "
             "one of them, or name the files one by one: prompts.source can list several"
         )
+
+
+def _split_files(path: Path, options: Options) -> Mapping[Any, Sequence[str]]:
+    import datasets
+
+    others = {key: value for key, value in options.items() if key != "split"}
+    return datasets.load_dataset_builder(str(path), **others).config.data_files or {}
+
+
+def splits_of_folder(path: Path, options: Options) -> list[str]:
+    """The splits in a folder, as far as the names of its files or `save_to_disk` tell."""
+    saved = path / "dataset_dict.json"
+    if saved.is_file():
+        return list(json.loads(saved.read_text(encoding="utf-8"))["splits"])
+    if (path / "state.json").is_file() or _files_are_chosen(path, options):
+        return []
+    return [str(split) for split in _split_files(path, _folder_options(path, options))]
 
 
 def _files_are_chosen(path: Path, options: Options) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 from stand_ins import SIZES, write_benchmarks
 
@@ -97,6 +98,20 @@ def test_a_folder_is_read_as_one_of_prompts(tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="'mean' in the report"):
         (tmp_path / "mean").mkdir()
         names("./mean")
+
+
+def test_a_folder_with_several_splits_is_refused_because_it_would_read_the_training_one(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    with pytest.raises(DatasetError, match=r"'mine': .* has the splits train, test: name the file"):
+        load(str(folder))
+    saved = datasets.Dataset.from_list([{"problem": "1+1", "answer": "2"}])
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "both")
+    with pytest.raises(DatasetError, match="has the splits train, test"):
+        load(str(tmp_path / "both"))
+    assert len(load(str(tmp_path / "both" / "test"))) == 1
 
 
 def test_a_file_is_read_as_the_training_file_of_its_kind(tmp_path):
