@@ -141,11 +141,11 @@ class Comm:
         return _unpadded(received, sizes)
 
     @_marked
-    def gather(self, payload: bytes) -> list[bytes] | None:
+    def gather(self, payload: bytes | bytearray) -> list[bytes] | None:
         """Every rank's payload, in rank order, on rank 0; None on the other ranks, which hold only
         their own payload."""
         if self.world_size == 1:
-            return [payload]
+            return [bytes(payload)]
         import torch
         import torch.distributed as dist
 
@@ -158,10 +158,10 @@ class Comm:
         """Every rank's value of this kind (`encode`), in rank order, on rank 0; None on others."""
         if self.world_size == 1:
             return [value]
-        gathered = self.gather(bytes(encode(value)))
+        gathered = self.gather(encode(value))
         return None if gathered is None else [decode(kind, payload) for payload in gathered]
 
-    def _padded(self, payload: bytes) -> tuple[list[int], Any]:
+    def _padded(self, payload: bytes | bytearray) -> tuple[list[int], Any]:
         """The length of every rank's payload, and this rank's payload padded to the longest."""
         import torch
         import torch.distributed as dist
