@@ -153,7 +153,7 @@ def _source(
         step=step,
         snapshot=snapshot,
         run_dir=run_dir,
-        recipes=_read_recipes(run_dir),
+        recipes=read_recipes(run_dir),
         metrics=tuple(line for line in metrics if line["step"] <= step),
         rollout_files=until(step_files(run_dir / "rollouts")),
         draw_files=until(step_files(run_dir / "draws")),
@@ -176,7 +176,8 @@ def checkpoint_snapshots(run_dir: Path) -> dict[int, Path]:
     return {step: path for step, path in snapshots.items() if path.exists()}
 
 
-def _read_recipes(run_dir: Path) -> RecipeHistory | None:
+def read_recipes(run_dir: Path) -> RecipeHistory | None:
+    """All recipes of a run; None without one. Raises SnapshotError if one is invalid."""
     if not (run_dir / RECIPE_FILE).exists():
         return None
     try:

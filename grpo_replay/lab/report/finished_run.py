@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from grpo_replay.errors import DataError, EvaluationFileError, RecipeError
+from grpo_replay.errors import DataError, EvaluationFileError
 from grpo_replay.evaluation.evaluation_report import (
     EvaluationReport,
     are_comparable,
     read_report,
 )
 from grpo_replay.evaluation.statistics import Numbers
+from grpo_replay.lab.inspection.source import read_recipes
 from grpo_replay.recipe import Recipe
-from grpo_replay.storage.recipe_history import RecipeHistory, differences, read_history
+from grpo_replay.storage.recipe_history import RecipeHistory, differences
 from grpo_replay.storage.rollout_log import read_metrics
 from grpo_replay.storage.run_directory import (
     LOCK,
@@ -143,10 +144,8 @@ def read_run(path: Path) -> FinishedRun:
     if not (path / "recipe.yaml").exists():
         raise UnfinishedRun(path, "not started", "start it")
     refuse_newer(path)
-    try:
-        history = read_history(path)
-    except RecipeError as error:
-        raise DataError(f"the recipe of the run is invalid: {error}") from error
+    history = read_recipes(path)
+    assert history is not None
     log = StepLog(tuple(map(_timed, read_metrics(path / "metrics.jsonl"))))
     summary = _summary(path, f"step {len(log)} of {history.latest.run.steps}")
     if len(log) != summary["steps"]:
