@@ -29,7 +29,6 @@ from grpo_replay.prompts.sources import (
     problem_statement,
     read_hub_rows,
     read_local_rows,
-    splits_of_folder,
     statement_text,
     unique_ids,
 )
@@ -258,12 +257,8 @@ def _open(benchmark: Benchmark, settings: EvalSection) -> ProblemRows:
         return MappingRows(benchmark_problems(benchmark.name)[:limit], benchmark.name)
     if (file := local_file(benchmark, settings)) is not None:
         options = benchmark.options or NO_OPTIONS
-        if file.is_dir() and len(splits := splits_of_folder(file, options)) > 1:
-            raise DatasetError(
-                f"benchmark {benchmark.name!r}: {file} has the splits {', '.join(splits)}: name "
-                "the file or folder of the one to evaluate"
-            )
-        return read_local_rows(str(file), limit, options=options)
+        who = f"benchmark {benchmark.name!r}"
+        return read_local_rows(str(file), limit, options=options, needs_one_split=who)
     try:
         return read_hub_rows(benchmark.source, limit, options={"split": benchmark.split})
     except DatasetError as error:

@@ -174,20 +174,27 @@ def data_kind(path: Path) -> str | None:
 
 
 def read_local_rows(
-    source: str, limit: int | None = None, select: Select = None, options: Options = NO_OPTIONS
+    source: str,
+    limit: int | None = None,
+    select: Select = None,
+    options: Options = NO_OPTIONS,
+    needs_one_split: str | None = None,
 ) -> ProblemRows:
     """The first `limit` rows (all if None) of a file or folder, with only the columns that `select`
     chooses (all if None).
 
     JSON lines are read here, so that errors name the line, and so is Parquet, of which only these
     columns are read. Everything else, and a split other than "train", is read by `datasets`.
-    Raises DatasetError with the place if something cannot be read.
+    `needs_one_split` names who refuses a folder with several splits. Raises DatasetError with the
+    place if something cannot be read.
     """
     path, source = Path(source).expanduser(), short_path(source)
     if not path.exists():
         raise DatasetError(f"{source} does not exist; name {NAMED}, or a hub dataset id")
     if path.is_dir():
-        return _read_by_datasets(source, lambda: _folder(path, options), limit, select)
+        return _read_by_datasets(
+            source, lambda: _folder(path, options, needs_one_split), limit, select
+        )
     if not source.endswith(DATA_SUFFIXES):
         raise DatasetError(f"{source}: unknown kind of file {path.suffix!r}; name {NAMED}")
     if path.suffix == ".parquet" and options == NO_OPTIONS:
@@ -260,17 +267,20 @@ def _is_mixed(feature: Any) -> bool:
     return type(feature).__name__ == "Json" if inside is None else _is_mixed(inside)
 
 
-def _folder(path: Path, options: Options) -> Any:
+def _folder(path: Path, options: Options, needs_one_split: str | None) -> Any:
     """A folder of `save_to_disk`, or of files that `datasets` recognises."""
     import datasets
 
     if not any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         given = _folder_options(path, options)
-        _refuse_left_out(path, given)
+        splits = _split_files(path, given)
+        _refuse_left_out(path, splits)
+        _refuse_several(path, splits, needs_one_split)
         return datasets.load_dataset(str(path), **given)
     found = datasets.load_from_disk(str(path))
     if isinstance(found, datasets.Dataset):
         return found
+    _refuse_several(path, found, needs_one_split)
     if options["split"] not in found:
         raise ValueError(f"no split {options['split']!r} in it; there are: {', '.join(found)}")
     return found[options["split"]]
@@ -303,12 +313,9 @@ def _folder_options(path: Path, options: Options) -> Options:
     return read[0] if all(each == read[0] for each in read) else options
 
 
-def _refuse_left_out(path: Path, options: Options) -> None:
+def _refuse_left_out(path: Path, splits: Mapping[Any, Sequence[str]]) -> None:
     """Refuse a folder with files that are in no split: beside one that is named after a split,
     `datasets` leaves out those that are not."""
-    if _files_are_chosen(path, options):
-        return
-    splits = _split_files(path, options)
     read = {Path(file).resolve(): split for split, files in splits.items() for file in files}
     left = [each for each in data_files(path) if each.resolve() not in read]
     if left and read:
@@ -320,21 +327,22 @@ def _refuse_left_out(path: Path, options: Options) -> None:
         )
 
 
+def _refuse_several(path: Path, splits: Collection[Any], needs_one_split: str | None) -> None:
+    if needs_one_split is not None and len(splits) > 1:
+        raise DatasetError(
+            f"{needs_one_split}: {path} has the splits {', '.join(map(str, splits))}: name the "
+            "file or folder of the one to evaluate"
+        )
+
+
 def _split_files(path: Path, options: Options) -> Mapping[Any, Sequence[str]]:
+    """The files of each split by their names; none where they are chosen otherwise."""
     import datasets
 
+    if _files_are_chosen(path, options):
+        return {}
     others = {key: value for key, value in options.items() if key != "split"}
     return datasets.load_dataset_builder(str(path), **others).config.data_files or {}
-
-
-def splits_of_folder(path: Path, options: Options) -> list[str]:
-    """The splits in a folder, as far as the names of its files or `save_to_disk` tell."""
-    saved = path / "dataset_dict.json"
-    if saved.is_file():
-        return list(json.loads(saved.read_text(encoding="utf-8"))["splits"])
-    if (path / "state.json").is_file() or _files_are_chosen(path, options):
-        return []
-    return [str(split) for split in _split_files(path, _folder_options(path, options))]
 
 
 def _files_are_chosen(path: Path, options: Options) -> bool:

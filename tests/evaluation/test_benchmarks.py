@@ -114,6 +114,12 @@ def test_a_folder_with_several_splits_is_refused_because_it_would_read_the_train
     assert len(load(str(tmp_path / "both" / "test"))) == 1
 
 
+def test_a_folder_without_data_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DatasetError, match="empty: cannot be read: EmptyDatasetError"):
+        load(str(tmp_path / "empty"))
+
+
 def test_a_file_is_read_as_the_training_file_of_its_kind(tmp_path):
     path = tmp_path / "test.csv"
     path.write_bytes("frage;lösung\n1+1, or 2?;007\n".encode("latin-1"))
