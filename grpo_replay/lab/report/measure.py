@@ -49,6 +49,7 @@ from grpo_replay.lab.report.two_level import (
     sign_flip_over_seeds,
     smallest_p_value,
 )
+from grpo_replay.storage.recipe_history import shareable
 
 MEAN = Outcome()
 
@@ -94,7 +95,7 @@ def measure(
         shown=outcome.benchmark,
         metric=outcome.metric,
         titles={name: described.get(name, {}).get("title", name) for name in benchmarks},
-        graded_by=first.verifier,
+        graded_by=shareable(first.verifier),
         measured_mu=mu,
         given_mu=tuple(given_mu),
         axes={axis.key: axis.label for axis in costs},

@@ -265,6 +265,14 @@ def test_evaluation_files_are_paired_over_problems(tmp_path, capsys):
     assert other["difference"]["mean"]["interval_over"] == "problems"
 
 
+def test_a_report_names_a_function_of_the_user_without_its_folder(tmp_path, capsys):
+    own = {"reward": "/home/me/secret/score.py:score"}
+    files = [evaluation_file(tmp_path / f"{name}.json", **own) for name in "ab"]
+    assert report(capsys, *files, output=str(tmp_path / "out"))["graded_by"] == "score.py:score"
+    written = [each for each in (tmp_path / "out").rglob("*") if each.is_file()]
+    assert written and not any(b"/home/me" in each.read_bytes() for each in written)
+
+
 @pytest.mark.parametrize(
     ("size", "settings", "message"),
     [
