@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from grpo_replay.cli.foreign_code import code_of, consider_code
 from grpo_replay.cli.options import InspectOptions
-from grpo_replay.errors import DatasetError, SnapshotError, UsageError, first_line
+from grpo_replay.errors import CheckpointError, DatasetError, SnapshotError, UsageError, first_line
 from grpo_replay.lab.inspection import views
 from grpo_replay.lab.inspection.buffer_summary import Inspection
 from grpo_replay.lab.inspection.compute import summarise
@@ -20,7 +20,7 @@ from grpo_replay.lab.inspection.rows import Filter, RowSource, export_rows, iter
 from grpo_replay.lab.inspection.source import Source, open_source
 from grpo_replay.lab.inspection.views import LIST_ROWS, read_life
 from grpo_replay.storage.atomic import json_values, named_if_unwritable
-from grpo_replay.storage.checkpoint import checkpoint_name
+from grpo_replay.storage.checkpoint import RunState, checkpoint_name, list_checkpoints, read_state
 from grpo_replay.terminal.console import open_console, print_json
 from grpo_replay.terminal.plot_style import FIGURE_FORMATS, check_plot_path
 
@@ -161,26 +161,46 @@ def _list(
     columns = [name for name in names if name in chosen[0].schema.names]
     listed, total = _matches(*chosen, columns, options.limit)
     if options.text:
-        problems = _problems(source)
-        for row in listed:
-            row["problem"], row["answer"] = problems.get(row["prompt_id"], (None, None))
+        _add_problems(listed, source)
     if options.as_json:
         _print_json({"matches": total, "rollouts": listed})
     else:
         views.print_list(listed, total, console)
 
 
-def _problems(source: Source) -> dict[str, tuple[str, str]]:
-    """Problem and answer by prompt id; none, and a notice, if the prompts cannot be read now."""
-    from grpo_replay.prompts.prompt_set import read_problems
+def _add_problems(rows: Sequence[dict[str, Any]], source: Source) -> None:
+    """Set `problem` and `answer` of each row: None, and a notice, if the prompts cannot be read now
+    or are others than at its step."""
+    from grpo_replay.prompts.prompt_set import KnownProblems, read_problems
 
-    if source.recipe is None:
-        return {}
+    recipe, known, reason = source.recipe, KnownProblems({}, ""), None
+    checkpoints = list_checkpoints(source.run_dir / "checkpoints") if source.run_dir else []
+    state = RunState()
     try:
-        return read_problems(source.recipe.prompts, source.recipe.run.seed)
-    except (DatasetError, ImportError) as error:
-        print(f"the problems are not shown: {first_line(error)}", file=sys.stderr)
-        return {}
+        if recipe is not None:
+            known = read_problems(recipe.prompts, recipe.run.seed)
+        if checkpoints:
+            state = read_state(checkpoints[-1])
+    except (CheckpointError, DatasetError, ImportError) as error:
+        known, reason = KnownProblems({}, ""), first_line(error)
+    unrecorded = changed = 0
+    for row in rows:
+        found = known.by_id.get(row["prompt_id"])
+        then = state.prompts_at(row["birth_step"])
+        unrecorded += found is not None and then is None
+        if found is not None and then not in (None, known.sha256):
+            found, changed = None, changed + 1
+        row["problem"], row["answer"] = found or (None, None)
+    if changed:
+        reason = f"prompts.source has changed since the steps of {changed} of {len(rows)} rollouts"
+    if reason is not None:
+        print(f"the problems are not shown: {reason}", file=sys.stderr)
+    if unrecorded:
+        print(
+            "problems and answers are those that prompts.source has now: no checkpoint records "
+            "what it had then",
+            file=sys.stderr,
+        )
 
 
 def _matches(

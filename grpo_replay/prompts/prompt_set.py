@@ -3,6 +3,8 @@
 The order depends only on (seed, cursor), so that a run resumes from the cursor alone.
 """
 
+import hashlib
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -60,6 +62,7 @@ class PromptSet:
         prompts: "_TokenisedPrompts",
         skipped_too_long: int,
         seed: int,
+        sha256: str,
         notices: Sequence[str] = (),
         warnings: Sequence[str] = (),
     ) -> None:
@@ -67,6 +70,8 @@ class PromptSet:
         self._seed = seed
         self._cached_order: tuple[int, np.ndarray] | None = None
         self.skipped_too_long = skipped_too_long
+        self.sha256 = sha256
+        """Of ids, problems and answers in their order, those that are too long included."""
         self.notices = (*warnings, *notices)
         """Messages for the user on how the rows were read."""
         self.warnings = tuple(warnings)
@@ -180,9 +185,11 @@ def load_prompts(
     """
     kept, skipped, shortest, notices = _TokenisedPrompts(), 0, np.inf, list[str]()
     unknown, unreadable = unknown_token(tokenizer), 0
+    digest = hashlib.sha256()
     for prefix, one, weight in _each_source(section):
         read, first = _read(one, seed, whole_rows), len(kept.ids)
         notices += read.notices
+        digest.update(read.as_bytes(prefix))
         for number, (text, tokens_P) in enumerate(_rendered(one, tokenizer, read.problems)):
             if len(tokens_P) > section.max_prompt_length:
                 skipped, shortest = skipped + 1, min(shortest, len(tokens_P))
@@ -210,19 +217,30 @@ def load_prompts(
         "have: the model cannot read them"
     )
     if unreadable == len(kept.ids):
-        return PromptSet(kept, skipped, seed, notices, [warning])
-    return PromptSet(kept, skipped, seed, [*notices, warning] if unreadable else notices)
+        return PromptSet(kept, skipped, seed, digest.hexdigest(), notices, [warning])
+    notices += [warning] if unreadable else []
+    return PromptSet(kept, skipped, seed, digest.hexdigest(), notices)
 
 
-def read_problems(section: PromptsSection, seed: int) -> dict[str, tuple[str, str]]:
-    """Problem and reference answer by prompt id, without rendering them; of chat messages the last
-    one. Raises DatasetError as `load_prompts` does."""
-    found = {}
+class KnownProblems(NamedTuple):
+    """What `read_problems` finds."""
+
+    by_id: dict[str, tuple[str, str]]
+    """Problem and reference answer by prompt id; of chat messages the last one."""
+    sha256: str
+    """As `PromptSet.sha256`."""
+
+
+def read_problems(section: PromptsSection, seed: int) -> KnownProblems:
+    """The problems of the section's sources, without rendering them. Raises DatasetError as
+    `load_prompts` does."""
+    found, digest = {}, hashlib.sha256()
     for prefix, one, _ in _each_source(section):
         read = _read(one, seed, whole_rows=False)
+        digest.update(read.as_bytes(prefix))
         for each, problem, answer in zip(read.ids, read.problems, read.answers, strict=True):
             found[prefix + each] = (statement_text(problem), answer)
-    return found
+    return KnownProblems(found, digest.hexdigest())
 
 
 def _each_source(section: PromptsSection) -> list[tuple[str, PromptsSection, float]]:
@@ -246,6 +264,10 @@ class _Read(NamedTuple):
     answers: list[str]
     ids: list[str]
     notices: list[str]
+
+    def as_bytes(self, prefix: str) -> bytes:
+        """Ids, problems and answers, for a digest."""
+        return json.dumps([prefix, self.ids, self.problems, self.answers]).encode()
 
 
 def _read(section: PromptsSection, seed: int, whole_rows: bool) -> _Read:

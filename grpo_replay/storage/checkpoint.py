@@ -86,7 +86,8 @@ class RunState:
 
     `policy_version` is the version of the weights in `model/`. `prompt_cursor` is the number of
     prompts taken so far. `reward` is what decided the rewards of the stored rollouts
-    (`training.reward_watch`).
+    (`training.reward_watch`). `prompts` has the SHA-256 of the problems and answers
+    (`prompts.prompt_set`) by the first step that had them; earlier versions wrote none.
     """
 
     step: int = 0
@@ -103,12 +104,13 @@ class RunState:
     world_size: int = 1
     zero_stage: int = 0
     reward: dict[str, Any] = field(default_factory=dict)
+    prompts: dict[str, str] = field(default_factory=dict)
     format_version: int = CHECKPOINT_VERSION
 
     @classmethod
     def from_json(cls, value: Any, place: Path) -> "RunState":
         names = {field.name for field in fields(cls)}
-        if not isinstance(value, dict) or set(value) != names:
+        if not isinstance(value, dict) or not names - {"prompts"} <= set(value) <= names:
             raise CheckpointError(
                 f"{place}: expected the keys {', '.join(sorted(names))}; this checkpoint was "
                 "written by another version of grpo-replay, or the file was changed"
@@ -119,6 +121,11 @@ class RunState:
                 f"{CHECKPOINT_VERSION}"
             )
         return cls(**value)
+
+    def prompts_at(self, step: int) -> str | None:
+        """The SHA-256 of the prompts that `step` had; None if it is not recorded."""
+        earlier = [first for first in map(int, self.prompts) if first <= step]
+        return self.prompts[str(max(earlier))] if earlier else None
 
 
 def checkpoint_name(step: int) -> str:

@@ -97,6 +97,7 @@ class RunOpener:
         scorer = self._open_scorer(start)
         position.note("prompts")
         prompts = self._load_prompts(tokenizer)
+        self._remember_prompts(prompts, start.state)
         evaluation = self._plan_evaluation(tokenizer)
         position.note("rewards")
         self._try_rewards(scorer, prompts, evaluation)
@@ -162,6 +163,19 @@ class RunOpener:
             )
         self.notices += prompts.notices
         return prompts
+
+    def _remember_prompts(self, prompts: PromptSet, state: RunState) -> None:
+        """In the state. A notice if they are others than at the checkpoint."""
+        before, first = state.prompts_at(state.step), state.step + 1
+        if before == prompts.sha256:
+            return
+        state.prompts[str(first)] = prompts.sha256
+        if before is not None:
+            self.notices.append(
+                f"the prompts are others than before step {first}: problems, answers or their "
+                "order. Epochs go on in another order, and a stored rollout's prompt_id may be "
+                "another problem now"
+            )
 
     def _check_room(self, longest_prompt: int) -> None:
         recipe = self.recipe

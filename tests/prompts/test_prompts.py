@@ -380,7 +380,8 @@ def test_the_same_rows_come_from_every_form(pasted, tokenizer, name, whole_rows)
     assert found == [("0", "1+1, or\n2?", "007"), ("1", "NA", "1.50")]
     assert dict(prompts.sample(2)[0].row) == {"question": "1+1, or\n2?", "answer": "007"}
     assert "problems from 'question', answers from 'answer'" in prompts.notices[0]
-    assert read_problems(chosen, 0)["1"] == ("NA", "1.50")
+    known = read_problems(chosen, 0)
+    assert (known.by_id["1"], known.sha256) == (("NA", "1.50"), prompts.sha256)
 
 
 def test_a_split_of_a_local_source_is_that_split(pasted, tokenizer):
@@ -507,7 +508,7 @@ def test_several_sources_are_visited_by_their_weights(tmp_path, tokenizer):
     again = load_prompts(chosen, tokenizer, 5)
     assert [p.text for p in again.take(7, 30)] == [p.text for p in prompts.take(0, 37)[7:]]
     assert {p.prompt_id for p in prompts.sample(100)[:3]} == {"a.json:0", "a.json:1", "a.json:2"}
-    assert read_problems(chosen, 0)["c.json:3"] == ("c3", "3")
+    assert read_problems(chosen, 0).by_id["c.json:3"] == ("c3", "3")
     assert len(prompts.sample(100)) == 9, "each problem once"
     with pytest.raises(ValueError, match=r"a\.json is named twice: name it once, with a weight"):
         section([f"{tmp_path}/a.json"] * 2)
@@ -644,9 +645,29 @@ def test_problems_and_answers_are_read_without_a_tokenizer(tmp_path):
     rows = [{"q": "1+1", "a": "it is #### 2", "key": "x"}, {"q": chat, "a": 4, "key": "y"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = PromptsSection(source=str(path), problem_field="q", answer_field="a", id_field="key")
-    assert read_problems(section, 0) == {"x": ("1+1", "2"), "y": ("2+2", "4")}
-    builtin = read_problems(PromptsSection(source="builtin:tiny"), 3)
+    assert read_problems(section, 0).by_id == {"x": ("1+1", "2"), "y": ("2+2", "4")}
+    builtin = read_problems(PromptsSection(source="builtin:tiny"), 3).by_id
     assert all(id.partition(":")[2] == problem for id, (problem, _) in builtin.items())
+
+
+def test_other_ids_problems_answers_and_orders_have_other_digests(tmp_path):
+    rows = [{"problem": "1+1", "answer": "2", "id": "x", "of": "a"}]
+    rows.append({"problem": "2+2", "answer": "4", "id": "y", "of": "b"})
+
+    def digest(*changed: dict) -> str:
+        path = tmp_path / "own.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in changed))
+        return read_problems(PromptsSection(source=str(path), id_field="id"), 0).sha256
+
+    first, second = rows
+    others = [
+        digest(*rows),
+        digest(second, first),
+        digest(first),
+        *(digest(first, second | {key: "5"}) for key in ("problem", "answer", "id")),
+    ]
+    assert len(set(others)) == len(others)
+    assert digest(first, second | {"of": "5"}) == others[0]  # no prompt has it
 
 
 MIXED = [

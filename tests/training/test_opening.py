@@ -129,6 +129,25 @@ def test_prompts_that_were_left_out_are_counted(tmp_path, monkeypatch, skipped):
     assert opened.notices == [longer, "of the prompts"][1 - skipped :]
 
 
+@pytest.mark.parametrize(
+    ("known", "told", "kept"),
+    [
+        ({}, 0, {"4": "new"}),  # by an earlier version
+        ({"1": "old"}, 1, {"1": "old", "4": "new"}),
+        ({"1": "old", "3": "new"}, 0, {"1": "old", "3": "new"}),
+        ({"1": "new", "3": "old"}, 1, {"1": "new", "3": "old", "4": "new"}),
+    ],
+)
+def test_other_prompts_than_before_are_noticed_and_remembered(tmp_path, known, told, kept):
+    opened, state = opener(tmp_path), RunState(step=3, prompts=known)
+    opened._remember_prompts(SimpleNamespace(sha256="new"), state)
+    assert [each[:42] for each in opened.notices] == [
+        "the prompts are others than before step 4:"
+    ] * told
+    assert state.prompts == kept
+    assert state.prompts_at(4) == "new"
+
+
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_what_is_noticed_of_the_rewards_is_said_once(tmp_path, monkeypatch, evaluated):
     monkeypatch.setattr(opening, "notices_of_workers", lambda *words: [f"workers {words}"])
@@ -211,7 +230,8 @@ def test_a_run_opens_its_parts_in_this_order(tmp_path, monkeypatch, resume):
     monkeypatch.setattr(comm.position, "note", done.note)
     for name, part in [
         ("load_named_functions", None), ("open_scorer", "scorer"), ("load_prompts", "prompts"),
-        ("plan_evaluation", "plan"), ("try_rewards", None), ("open_engine", "engine"),
+        ("remember_prompts", None), ("plan_evaluation", "plan"),
+        ("try_rewards", None), ("open_engine", "engine"),
         ("note_limits", None), ("open_sampler", "sampler"), ("restore_buffer", None),
     ]:  # fmt: skip
         step = lambda *words, name=name, part=part: done.append((name, *words)) or part  # noqa: E731
@@ -223,7 +243,8 @@ def test_a_run_opens_its_parts_in_this_order(tmp_path, monkeypatch, resume):
         ("load_named_functions",),
         ("take_directory", recipe, opened.run_dir, comm, resume, opened.stack),
         ("open_scorer", start),
-        ("note", "prompts"), ("load_prompts", "words"), ("plan_evaluation", "words"),
+        ("note", "prompts"), ("load_prompts", "words"),
+        ("remember_prompts", "prompts", start.state), ("plan_evaluation", "words"),
         ("note", "rewards"), ("try_rewards", "scorer", "prompts", "plan"),
         ("note", "engine"), ("open_engine", start, "words"), ("note_limits",),
         ("note", "sampler"), ("open_sampler", start, "engine", "words"),

@@ -1,10 +1,13 @@
-"""A resume with another reward than that of the stored rollouts is refused, or empties them."""
+"""A resume with another reward than that of the stored rollouts is refused, or empties them. Other
+prompts are noticed."""
 
 import io
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from commands import run_inspect
 from rich.console import Console
 from small_runs.trained import FinishedRun, interrupted, small_recipe, train_small_run
 
@@ -96,6 +99,35 @@ def test_a_run_that_stores_nothing_resumes_with_a_notice(tmp_path, processes):
     screen = Console(file=io.StringIO(), width=500, force_terminal=False)
     run_training(recipe, tmp_path / "run", True, RunDisplay(screen))
     assert "another than before step 3: reward.incorrect 0.0, was -1.0" in screen.file.getvalue()
+
+
+@pytest.mark.slow
+def test_other_prompts_are_noticed_and_rollouts_keep_their_own(tmp_path, processes, capsys):
+    prompts, own = (
+        tmp_path / "own.jsonl",
+        {"prompts": {"source": f"{tmp_path}/own.jsonl", "id_field": None}},
+    )
+    problems = [{"problem": f"{a}+{b}", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in problems))
+    interrupted(tmp_path / "run", 4, run={"steps": 5}, checkpoint={"every_steps": 3}, **own)
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in problems[::-1]))
+    recipe = small_recipe(run={"steps": 5}, checkpoint={"every_steps": 3}, **own)
+    screen = Console(file=io.StringIO(), width=500, force_terminal=False)
+    run_training(recipe, tmp_path / "run", True, RunDisplay(screen))
+    assert "the prompts are others than before step 4" in screen.file.getvalue()
+    run_inspect(
+        str(tmp_path / "run"), where="birth_step > 0", text=True, as_json=True, limit=10_000
+    )
+    printed = capsys.readouterr()
+    assert "changed since the steps of" in printed.err
+    rows = json.loads(printed.out)["rollouts"]
+    assert {row["birth_step"] for row in rows if row["problem"] is None} == {1, 2, 3}
+    reversed_rows = problems[::-1]
+    for row in rows:
+        if row["problem"] is not None:
+            assert row["birth_step"] >= 4
+            expected = reversed_rows[int(row["prompt_id"])]
+            assert (row["problem"], row["answer"]) == (expected["problem"], expected["answer"])
 
 
 def test_what_decides_rewards_is_compared_and_nothing_else():

@@ -13,6 +13,8 @@ from grpo_replay.errors import DatasetError, UsageError
 from grpo_replay.lab.inspection.rows import Filter, iter_rows, open_rows
 from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.inspection.views import LISTED, print_list
+from grpo_replay.prompts.prompt_set import KnownProblems
+from grpo_replay.storage.checkpoint import RunState
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +166,7 @@ def test_a_list_has_as_many_rollouts_as_asked_for_and_their_texts(runs, plain, c
 
 def test_texts_have_their_problem_and_answer(runs, plain, capsys, monkeypatch):
     row = next(row for row in plain if row["reward"] == 1)
-    known = {row["prompt_id"]: ("[7+8]", "15")}
+    known = KnownProblems({row["prompt_id"]: ("[7+8]", "15")}, "now")
     monkeypatch.setattr("grpo_replay.prompts.prompt_set.read_problems", lambda *_: known)
     inspect_run(str(runs["ours"]), where="reward = 1", limit=1, text=True)
     shown = capsys.readouterr().out
@@ -172,6 +174,34 @@ def test_texts_have_their_problem_and_answer(runs, plain, capsys, monkeypatch):
     inspect_run(str(runs["ours"]), where="reward = 1", limit=1, text=True, as_json=True)
     first = json.loads(capsys.readouterr().out)["rollouts"][0]
     assert (first["problem"], first["answer"]) == ("[7+8]", "15")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "shown", "notice"),
+    [
+        ({"1": "now"}, 2, ""),
+        ({"1": "then"}, 0, "prompts.source has changed since the steps of 2 of 2 rollouts"),
+        ({"1": "then", "2": "now"}, 1, "prompts.source has changed since the steps of 1 of 2"),
+        ({}, 2, "no checkpoint records what it had then"),
+    ],
+)
+def test_problems_are_those_of_the_step_of_a_rollout_or_none(
+    runs, plain, capsys, monkeypatch, recorded, shown, notice
+):
+    """The file of the prompts was edited after step 1: an id is another problem now."""
+    first, second = (next(row for row in plain if row["birth_step"] == step) for step in (1, 2))
+    known = {row["prompt_id"]: ("[7+8]", "15") for row in (first, second)}
+    monkeypatch.setattr(
+        "grpo_replay.prompts.prompt_set.read_problems", lambda *_: KnownProblems(known, "now")
+    )
+    state = RunState(prompts=recorded)
+    monkeypatch.setattr("grpo_replay.cli.inspect_command.read_state", lambda _: state)
+    chosen = f"rollout_id in ({first['rollout_id']}, {second['rollout_id']})"
+    inspect_run(str(runs["ours"]), where=chosen, text=True, as_json=True)
+    printed = capsys.readouterr()
+    listed = json.loads(printed.out)["rollouts"]
+    assert [row["answer"] for row in listed] == [None] * (2 - shown) + ["15"] * shown
+    assert notice in printed.err and bool(notice) == bool(printed.err)
 
 
 def test_texts_are_shown_where_the_problems_cannot_be_read(runs, plain, capsys, monkeypatch):
