@@ -17,6 +17,7 @@ from grpo_replay.engine.models import (
     load_config,
     load_policy,
     load_tokenizer,
+    refuse_other_shapes,
     resolve_model_path,
 )
 from grpo_replay.engine.passed_settings import check_passed_settings
@@ -204,6 +205,8 @@ class RunOpener:
 
     def _open_engine(self, start: StartingPoint, tokenizer: Any) -> DeepSpeedEngine:
         recipe = self.recipe
+        if start.checkpoint is not None:
+            refuse_other_shapes(recipe.model, start.checkpoint / "model")
         model = load_policy(recipe.model, recipe.run.seed)
         self.notices += drop_unwritable_settings(model)
         parameters = sum(parameter.numel() for parameter in model.parameters())

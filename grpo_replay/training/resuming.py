@@ -221,6 +221,7 @@ def _find_start(recipe: Recipe, run_dir: RunDirectory, resume: bool) -> Starting
     checkpoint = find_checkpoint(run_dir.checkpoints)
     step = read_state(checkpoint).step if checkpoint else 0
     damage = run_dir.check(step)
+    refuse_fewer_steps(recipe.run.steps, step)
     refuse_other_steps(recipe, run_dir.path, step)
     notices = [damage] if damage else []
     if checkpoint is None:
@@ -240,6 +241,15 @@ def refuse_other_unit(draws_per_step: int, run_dir: Path) -> None:
             f"a step of {run_dir} made {before} draws, and would make {draws_per_step} by this "
             "recipe (batch.updates_per_step, replay.ratio, replay.preset): ages count draws. Leave "
             f"these keys as they were, or {NEW_RUN}"
+        )
+
+
+def refuse_fewer_steps(steps: int, done: int) -> None:
+    """Raises RecipeError if the run has `done` more steps than the recipe's `steps`."""
+    if steps < done:
+        raise RecipeError(
+            f"run.steps {steps}: the run has a checkpoint of step {done}, and a resume goes on "
+            f"from there: set run.steps to {done} or more"
         )
 
 

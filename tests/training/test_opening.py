@@ -338,6 +338,7 @@ def test_the_engine_is_closed_with_the_run_and_loads_its_checkpoint(
         notices=["of the engine"], adapter_parameters=adapters, load=done.load, close=done.close
     )
     made = []
+    monkeypatch.setattr(opening, "refuse_other_shapes", lambda *_: None)
     monkeypatch.setattr(opening, "load_policy", lambda *words: done.load_policy(*words) or model)
     monkeypatch.setattr(opening, "drop_unwritable_settings", lambda _: ["dropped"])
     monkeypatch.setattr(opening, "DeepSpeedEngine", lambda *words: made.append(words) or engine)

@@ -106,6 +106,16 @@ def test_a_run_goes_on_with_as_many_draws_a_step(tmp_path):
         resuming.refuse_other_unit(2, run)
 
 
+def test_a_run_goes_on_to_no_fewer_steps_than_it_has(tmp_path, found):
+    found(Path("step_000003"))
+    run_dir = run_directory(recorded(tmp_path))
+    resuming._find_start(small_recipe(run={"steps": 3}), run_dir, True)
+    with pytest.raises(RecipeError, match=r"^run.steps 2: .* step 3.*set run.steps to 3 or more"):
+        resuming._find_start(
+            small_recipe(run={"steps": 2}, replay={"warmup_steps": 1}), run_dir, True
+        )
+
+
 def test_a_buffer_of_another_step_is_refused(monkeypatch):
     restored = []
     monkeypatch.setattr(resuming, "restore_snapshot", lambda *words: restored.append(words) or 3)

@@ -142,17 +142,20 @@ def check_output_directory(
 def _notices_of_resume(recipe: Recipe, run_dir: RunDirectory) -> list[str]:
     """Notices if the reward is another than at the last checkpoint. Raises RecipeError for a recipe
     with which the run in the directory cannot go on. Files are not verified."""
+    from grpo_replay.engine.models import refuse_other_shapes
     from grpo_replay.training.journal_rules import refuse_other_rules, refuse_other_steps
-    from grpo_replay.training.resuming import refuse_other_unit
+    from grpo_replay.training.resuming import refuse_fewer_steps, refuse_other_unit
     from grpo_replay.training.reward_watch import notices_of_change, reward_facts
 
     refuse_other_rules(recipe, run_dir.path)
     refuse_other_unit(recipe.draws_per_step, run_dir.path)
     checkpoints = list_checkpoints(run_dir.checkpoints)
     step = read_state(checkpoints[-1]).step if checkpoints else 0
+    refuse_fewer_steps(recipe.run.steps, step)
     refuse_other_steps(recipe, run_dir.path, step)
     if not checkpoints:
         return []
+    refuse_other_shapes(recipe.model, checkpoints[-1] / "model")
     with RewardScorer.open(recipe.reward.model_copy(update={"workers": 1})) as scorer:
         now = reward_facts(recipe.reward, scorer.sources())
     before = read_state(checkpoints[-1]).reward
