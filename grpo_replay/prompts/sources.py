@@ -236,6 +236,7 @@ def _read_by_datasets(
     place: str, load: Callable[[], Any], limit: int | None, select: Select
 ) -> ProblemRows:
     from datasets.exceptions import DataFilesNotFoundError, DatasetsError
+    from datasets.table import CastError
 
     try:
         dataset = load()
@@ -244,6 +245,12 @@ def _read_by_datasets(
     except (DatasetsError, OSError, EOFError, ValueError, RuntimeError, TypeError) as error:
         if "corresponds to no data" in str(error):
             raise DatasetError(f"{place} has no rows") from error
+        if isinstance(cast := error.__cause__, CastError):
+            columns = set(cast.table_column_names) ^ set(cast.requested_column_names)
+            raise DatasetError(
+                f"{place}: only some of its files have the columns {', '.join(sorted(columns))}: "
+                "name the files one by one, or give them the same columns"
+            ) from error
         reason = f"{type(error).__name__}: {first_line(error.__cause__ or error)}"
         raise DatasetError(f"{place}: cannot be read: {reason}") from error
     if limit is not None:
@@ -276,7 +283,7 @@ def _folder(path: Path, options: Options, needs_one_split: str | None) -> Any:
         splits = _split_files(path, given)
         _refuse_left_out(path, splits)
         _refuse_several(path, splits, needs_one_split)
-        return datasets.load_dataset(str(path), **given)
+        return datasets.load_dataset(str(path.absolute()), **given)
     found = datasets.load_from_disk(str(path))
     if isinstance(found, datasets.Dataset):
         return found
@@ -342,7 +349,7 @@ def _split_files(path: Path, options: Options) -> Mapping[Any, Sequence[str]]:
     if _files_are_chosen(path, options):
         return {}
     others = {key: value for key, value in options.items() if key != "split"}
-    return datasets.load_dataset_builder(str(path), **others).config.data_files or {}
+    return datasets.load_dataset_builder(str(path.absolute()), **others).config.data_files or {}
 
 
 def _files_are_chosen(path: Path, options: Options) -> bool:

@@ -531,6 +531,18 @@ def test_values_of_csv_files_in_a_folder_are_text(tmp_path, tokenizer):
     assert sorted(p.answer for p in prompts) == ["007", "007"]
 
 
+def test_a_folder_of_files_with_other_columns_names_them(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1", "answer": "2", "level": 3}\n')
+    (tmp_path / "b.jsonl").write_text('{"problem": "1+1", "answer": "2", "hint": "x"}\n')
+    refused(str(tmp_path), tokenizer, "only some of its files have the columns hint: name")
+
+
+def test_the_working_directory_is_a_folder_as_any_other(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    assert load_prompts(section("./"), tokenizer, 0).take(0, 1)[0].answer == "2"
+
+
 def test_a_folder_with_files_of_two_kinds_is_refused(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     (tmp_path / "more").mkdir()
