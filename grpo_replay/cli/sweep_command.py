@@ -4,6 +4,7 @@ A run shows a live table of its cells, or plain lines; `--dry-run` an estimate, 
 tokens and memory.
 """
 
+import shlex
 import signal
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -342,4 +343,5 @@ def _conclude(entries: Sequence[Entry], output_dir: Path, code: int) -> None:
     elif code:
         err.print("the same command resumes the cells that failed")
     else:
-        out.print(f"\nnext:\n  grpo-replay report {output_dir}", soft_wrap=True)
+        folder = shlex.quote(str(output_dir))
+        out.print(f"\nnext:\n  grpo-replay report {folder}", soft_wrap=True)

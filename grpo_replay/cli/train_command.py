@@ -456,6 +456,9 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
     """Totals of the run, and commands to continue with."""
     missing = summary["means"]["reward/missing_fraction"]
     file = "" if summary["final"] else " --benchmark NAME_OR_FILE"
+    run, latest, plots = (
+        shlex.quote(str(run_dir / part)) for part in ("", "checkpoints/latest", "tensorboard")
+    )
     return (
         f"{summary['steps']} steps in {summary['wall_seconds']:.0f} s; "
         f"{summary['generated_tokens']:,} tokens generated, {summary['trained_tokens']:,} trained, "
@@ -463,10 +466,10 @@ def describe_end(run_dir: Path, summary: Mapping[str, Any]) -> str:
         + (f"; no reward came for {100 * missing:.1f} % of the rollouts" if missing else "")
         + "\n\n"
         "next:\n"
-        f"  grpo-replay inspect-buffer {run_dir}\n"
-        f"  grpo-replay eval --ckpt {run_dir}/checkpoints/latest{file}\n"
-        f"  grpo-replay plan --from-run {run_dir}\n"
-        f"  tensorboard --logdir {run_dir}/tensorboard"
+        f"  grpo-replay inspect-buffer {run}\n"
+        f"  grpo-replay eval --ckpt {latest}{file}\n"
+        f"  grpo-replay plan --from-run {run}\n"
+        f"  tensorboard --logdir {plots}"
     )
 
 

@@ -3,8 +3,10 @@ weights of a run in which exactly these rollouts do not exist."""
 
 import io
 import json
+import shlex
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -168,6 +170,11 @@ def test_metrics_step_lines_and_summary_show_the_share(failing, screen):
     share = np.mean([line["reward/missing_fraction"] for line in failing.metrics])
     assert summary["means"]["reward/missing_fraction"] == pytest.approx(share)
     assert f"no reward came for {100 * share:.1f} %" in describe_end(failing.path, summary)
+    commands = [shlex.split(line) for line in describe_end(Path("my runs/é"), summary).split("  ")]
+    named = [word for words in commands for word in words if word.startswith("my runs/é")]
+    assert [name.removeprefix("my runs/é") for name in named] == [
+        *("", "/checkpoints/latest", "", "/tensorboard"),
+    ]
 
 
 def test_inspect_buffer_warns_and_shows_such_a_rollout(failing):
