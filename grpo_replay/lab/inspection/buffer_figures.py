@@ -40,7 +40,7 @@ def panels_of(inspection: Inspection) -> dict[str, Drawing]:
         found["Clip fraction by age"] = draw_clipping
         found["Policy shift by age"] = draw_kl
     if "buffer/rollouts" in inspection.trends and inspection.replays:
-        found["Occupancy over training"] = draw_occupancy
+        found["Occupancy"] = draw_occupancy
     return found
 
 

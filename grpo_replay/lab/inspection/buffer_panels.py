@@ -252,7 +252,7 @@ def _by_age(inspection: Inspection) -> Panel | None:
         table.add_column(
             name, justify="left" if not name else "right", width=11 if not name else None
         )
-    ages = thin_ages(sorted(inspection.by_age), _ROWS)
+    ages, known = thin_ages(sorted(inspection.by_age), _ROWS), len(inspection.by_age)
     largest = max(inspection.by_age[age].clip_fraction for age in ages)
     for age in ages:
         row = inspection.by_age[age]
@@ -264,6 +264,8 @@ def _by_age(inspection: Inspection) -> Panel | None:
             f"{row.ratio:.4f}",
             f"{row.approx_kl:.4f}",
         )
+    if len(ages) < known:
+        table.caption = f"{len(ages)} of {known} ages; --json has all"
     return _panel("clip fraction, ratio and KL by age at use", table)
 
 

@@ -147,3 +147,12 @@ def test_thinned_ages_keep_the_first_and_the_last():
     ages = thin_ages(range(0, 61), 12)
     assert len(ages) == 12 and ages[0] == 0 and ages[-1] == 60
     assert thin_ages([0, 3, 9], 12) == [0, 3, 9]
+
+
+def test_ages_that_a_table_leaves_out_are_counted(runs):
+    inspection = summarise(open_source(runs["ours"]))
+    row = next(iter(inspection.by_age.values()))
+    for ages, note in ((12, False), (20, True)):
+        console = Console(width=118, record=True, file=io.StringIO())
+        print_inspection(replace(inspection, by_age=dict.fromkeys(range(ages), row)), console)
+        assert ("12 of 20 ages; --json has all" in console.export_text()) is note
