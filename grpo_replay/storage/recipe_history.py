@@ -197,24 +197,19 @@ def refuse_secrets(recipe: Recipe) -> None:
 def shareable_yaml(recipe: Recipe) -> str:
     """The recipe as YAML for a card or a page: without names of hosts, and of local paths only the
     last part."""
-
-    def shared(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: shared(each) for key, each in value.items()}
-        if isinstance(value, list):
-            return [shared(each) for each in value]
-        return shareable(value) if isinstance(value, str) else value
-
-    return to_yaml(shared(recipe.model_dump(mode="json")))
+    return to_yaml(shareable(recipe.model_dump(mode="json")))
 
 
-def shareable(text: str) -> str:
-    """The last part of a local path; `http://HOST` for a URL; other text unchanged."""
-    if text.startswith(("http://", "https://")):
-        return f"{urlsplit(text).scheme}://HOST"
-    if text.startswith(("/", "~")):
-        return Path(text).name
-    return text
+def shareable(value: Any) -> Any:
+    """The last part of a local path; `http://HOST` for a URL; other values unchanged. In mappings
+    and lists, every value so."""
+    if isinstance(value, dict):
+        return {key: shareable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [shareable(each) for each in value]
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        return f"{urlsplit(value).scheme}://HOST"
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
 
 def texts_in(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

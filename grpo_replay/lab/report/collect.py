@@ -21,7 +21,7 @@ from grpo_replay.lab.report.finished_run import (
 from grpo_replay.lab.sweep.sweep_file import SWEEP, SweepFile, read_choices, read_folder
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection
 from grpo_replay.recipe.layers import short_path
-from grpo_replay.storage.recipe_history import flatten
+from grpo_replay.storage.recipe_history import flatten, shareable
 from grpo_replay.storage.sealed_files import changed_files
 from grpo_replay.terminal.console import tracked
 
@@ -291,12 +291,11 @@ def _same_names(arms: Sequence[Arm]) -> Iterator[str]:
         for run in runs[1:]:
             a, b = settings_of(runs[0].recipe), settings_of(run.recipe)
             for key in differing_keys([a, b]):
-                alike = _without_folders(a.get(key)) == _without_folders(b.get(key))
+                alike = shareable(a.get(key)) == shareable(b.get(key))
                 if alike and not key.startswith(OF_THE_MACHINE):
                     yield (
-                        f"arm {arm.name}: {key} is {a[key]!r} in "
-                        f"{short_path(str(runs[0].path))} and {b[key]!r} in "
-                        f"{short_path(str(run.path))}: taken for the same"
+                        f"arm {arm.name}: {key} {shareable(a[key])!r} is in other folders in "
+                        f"{runs[0].path.name} and in {run.path.name}: taken for the same"
                     )
 
 
@@ -331,22 +330,11 @@ def _method_of(run: FinishedRun) -> dict[str, Any]:
     """Its recipe without what is `OF_THE_MACHINE`, and the steps that the run trained."""
     settings = settings_of(run.recipe)
     method = {
-        key: _without_folders(each)
+        key: shareable(each)  # each machine has its own folders
         for key, each in settings.items()
         if not key.startswith(OF_THE_MACHINE)
     }
     return {**method, "run.steps": len(run.log)}
-
-
-def _without_folders(value: Any) -> Any:
-    """Absolute paths (`recipe.layers` makes them) as names: each machine has its own folders."""
-    if isinstance(value, str) and os.path.isabs(value):
-        return os.path.basename(value)
-    if isinstance(value, list):
-        return [_without_folders(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _without_folders(each) for key, each in value.items()}
-    return value
 
 
 def group_by_recipe(runs: Sequence[FinishedRun]) -> list[Arm]:
@@ -391,9 +379,12 @@ def name_recipes(recipes: Sequence[Recipe | None]) -> list[str]:
         preset = recipe.replay.preset if recipe else ""
         peers = [settings_of(other) for other in recipes if other and other.replay.preset == preset]
         own = settings_of(recipe)
-        words = [f"{key.split('.')[-1]}={own[key]}" for key in differing_keys(peers)]
+        words = [f"{key.split('.')[-1]}={shareable(own[key])}" for key in differing_keys(peers)]
         names.append(" ".join([preset, *words]))
-    return names
+    return [  # files of one name may lie in two folders
+        name if names.count(name) == 1 else f"{name} ({names[: place + 1].count(name)})"
+        for place, name in enumerate(names)
+    ]
 
 
 def differing_keys(settings: Sequence[Mapping[str, Any]]) -> list[str]:

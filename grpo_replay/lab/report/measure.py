@@ -165,7 +165,7 @@ def _arm(
         seeds=tuple(arm.seeds),
         runs=len(runs),
         missing=arm.missing,
-        settings={key: own[key] for key in keys if key in own and _has_effect(arm, key)},
+        settings={key: shareable(own[key]) for key in keys if key in own and _has_effect(arm, key)},
         scores=score_arm(runs, others, outcome) if runs else {},
         quantities=measure_quantities(runs, others, costs, outcome),
         targets=tuple(

@@ -152,7 +152,7 @@ def _draw_accuracy(
         _draw_band(axes, costs, values_ST, arm.name, looks[arm.name], marker="o")
     axes.set(xlabel=axis.label, ylabel="held-out accuracy, %")
     _compact_numbers(axes.xaxis)
-    _legend(axes, arms)
+    _legend(axes)
 
 
 def _common_steps(runs: Sequence[FinishedRun]) -> list[int]:
@@ -185,7 +185,7 @@ def _overlay(what: Overlay, arms: Sequence[Arm], looks: dict[str, _Look]) -> Fig
         axes.set(xlabel="training step", ylabel=what.label)
         if what.from_zero:
             axes.set_ylim(bottom=0)
-        _legend(axes, shown)
+        _legend(axes)
 
     return Figure(what.name, what.title, f"{what.caption} {_over_seeds(shown)}", draw)
 
@@ -214,19 +214,30 @@ def _window_means(values_T: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _compact_numbers(axis: Any) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(5))
-    axis.set_major_formatter(EngFormatter(sep=""))
+    large = EngFormatter(sep="")
+    axis.set_major_formatter(FuncFormatter(lambda x, _: large(x) if abs(x) >= 1 else f"{x:g}"))
 
 
-def _legend(axes: Any, arms: Sequence[Arm]) -> None:
-    """A legend above the data, as many arms to a line as fit, at most three."""
-    longest = max(len(arm.name) for arm in arms)
+def _legend(axes: Any) -> None:
+    """A legend above the data, as many arms to a line as fit, at most three. A long name is folded;
+    of one that is longer than two lines the middle is left out."""
+    handles, names = axes.get_legend_handles_labels()
+    labels = [_folded(name) for name in names]
+    longest = max(len(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(3, LEGEND_LETTERS // (longest + 5)))
     legend = axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2,
+        handles, labels, loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderaxespad=0.2,
         columnspacing=1.0,
     )  # fmt: skip
     for text in legend.get_texts():
         text.set_parse_math(False)  # a dollar sign in a name is no formula
+
+
+def _folded(name: str) -> str:
+    """The name in at most two lines of a legend."""
+    if len(name) > 2 * LEGEND_LETTERS:
+        name = f"{name[:LEGEND_LETTERS]}…{name[1 - LEGEND_LETTERS :]}"
+    return "\n".join(name[at : at + LEGEND_LETTERS] for at in range(0, len(name), LEGEND_LETTERS))

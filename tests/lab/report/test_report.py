@@ -402,7 +402,22 @@ def test_one_name_in_two_folders_is_taken_for_one_file_and_told(tmp_path, capsys
         folders.append(write_sweep(tmp_path / f"sweep-{name}", arms, seeds))
     notes = [each for each in report(capsys, *folders)["notes"] if "taken for the same" in each]
     assert len(notes) == 2, "seeds 3 and 4, against seed 1"
-    assert "a/train.jsonl" in notes[0] and "b/train.jsonl" in notes[0]
+    told = "arm grpo: prompts.source 'train.jsonl' is in other folders in seed-1 and in seed-3:"
+    assert notes[0].startswith(told)
+
+
+def test_arms_outside_a_sweep_are_named_without_folders(tmp_path, capsys):
+    files = [tmp_path / name for name in ("a/train.jsonl", "b/train.jsonl", "b/more.jsonl")]
+    for number, file in enumerate(files):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text('{"problem": "1?", "answer": "1"}\n')
+        settings = ["replay.preset=grpo", f"prompts.source={file}"]
+        write_run(tmp_path / f"run-{number}", settings, 1, 0.1)
+    found = report(capsys, *(tmp_path / f"run-{number}" for number in range(3)))
+    assert list(arms_of(found)) == [
+        *("grpo source=train.jsonl (1)", "grpo source=train.jsonl (2)", "grpo source=more.jsonl"),
+    ]
+    assert str(tmp_path) not in json.dumps(found)
 
 
 def test_steps_repeated_from_a_journal_have_no_time(copy, capsys):

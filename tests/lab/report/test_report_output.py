@@ -19,7 +19,12 @@ from grpo_replay.errors import OutputDirectoryError, UsageError
 from grpo_replay.lab.report.collect import collect, evaluation_arms
 from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
 from grpo_replay.lab.report.measure import measure, usable_axes
-from grpo_replay.lab.report.report_figures import drawn, report_figures
+from grpo_replay.lab.report.report_figures import (
+    _compact_numbers,
+    _legend,
+    drawn,
+    report_figures,
+)
 from grpo_replay.lab.report.report_files import csv_text, latex, latex_text
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.lab.report.report_tables import (
@@ -27,6 +32,7 @@ from grpo_replay.lab.report.report_tables import (
     amount,
     report_tables,
 )
+from grpo_replay.terminal.plot_style import figure_style
 
 ARMS = {
     "grpo": (["replay.preset=grpo"], 0.1),
@@ -99,6 +105,22 @@ def test_a_figure_has_a_line_and_a_legend_entry_for_every_arm(sweep, findings):
         legend = axes.get_legend()
         assert [text.get_text() for text in legend.get_texts()] == [*list(ARMS)[:-1], "both $^$"]
         assert legend.get_clip_path() is None
+
+
+def test_long_names_leave_room_for_the_data_and_small_costs_are_plain_numbers():
+    with figure_style() as figure_class:
+        axes = figure_class(figsize=(3.3, 2.1), layout="constrained").add_subplot()
+        axes.plot([0, 0.6], [1, 2], label="x" * 59 + "y" * 90 + "z" * 60)
+        axes.plot([0, 0.6], [2, 3], label="short")
+        _legend(axes)
+        _compact_numbers(axes.xaxis)
+        axes.figure.draw_without_rendering()
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+            "x" * 59 + "y" + "\n…" + "z" * 59, "short",
+        ]  # fmt: skip
+        assert axes.get_position().height > 0.3
+        format = axes.xaxis.get_major_formatter()
+        assert [format(x) for x in (0, 0.15, 2, 1500)] == ["0", "0.15", "2", "1.5k"]
 
 
 def test_no_two_of_many_arms_look_alike_in_any_figure(sweep, findings):
