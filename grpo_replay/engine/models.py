@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -137,6 +137,23 @@ def refuse_other_shapes(model: ModelSection, saved: Path) -> None:
             f"{place} is another model than that of {saved}: {'; '.join(changes)}. A resume goes "
             "on with the checkpoint's weights: leave model.path as it was, or start a new run"
         )
+
+
+def refuse_other_base(model: PreTrainedModel, saved: Path) -> None:
+    """Raise ModelError if `model`, on which adapters are put again, is not the base of the merged
+    weights in the folder `saved`: LoRA adapts no vectors, so norms and biases must be the same."""
+    vectors = {name: value for name, value in model.named_parameters() if value.ndim == 1}
+    for file in sorted(saved.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in sorted(vectors.keys() & set(weights.keys())):
+                then, now = weights.get_tensor(name), vectors[name]
+                coarse = min(then.dtype, now.dtype, key=lambda dtype: dtype.itemsize)
+                if not torch.equal(then.to(coarse), now.to(coarse)):
+                    raise ModelError(
+                        f"model.path {short_path(model.name_or_path)!r} is not the base model of "
+                        f"the adapters in {saved.parent}: {name} has other values. Set model.path "
+                        "to the model that the run began with"
+                    )
 
 
 def load_policy(model: ModelSection, seed: int) -> PreTrainedModel:

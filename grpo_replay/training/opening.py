@@ -17,6 +17,7 @@ from grpo_replay.engine.models import (
     load_config,
     load_policy,
     load_tokenizer,
+    refuse_other_base,
     refuse_other_shapes,
     resolve_model_path,
 )
@@ -209,6 +210,8 @@ class RunOpener:
             refuse_other_shapes(recipe.model, start.checkpoint / "model")
         model = load_policy(recipe.model, recipe.run.seed)
         self.notices += drop_unwritable_settings(model)
+        if start.checkpoint is not None and recipe.model.lora.r is not None:
+            refuse_other_base(model, start.checkpoint / "model")
         parameters = sum(parameter.numel() for parameter in model.parameters())
         engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)

@@ -1,6 +1,7 @@
 """Whole runs with LoRA: the push, the files, a resume."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from small_runs.trained import (
 )
 from transformers import AutoModelForCausalLM
 
-from grpo_replay.engine.models import load_policy
+from grpo_replay.engine.models import load_policy, load_tokenizer, refuse_other_base
+from grpo_replay.errors import ModelError
 from grpo_replay.lab.verification.verify import verify_run
 
 LARGEST_GAP = 1e-4
@@ -92,3 +94,31 @@ def test_every_stage_and_precision_trains(tmp_path, processes, stage, dtype):
     limit = small_recipe(**sections).logprob_gap_limit
     assert max(line["sampler/logprob_gap_mean"] for line in run.metrics) <= limit
     assert sum(line["updates"] > 0 for line in run.metrics) >= 3  # a step may have no survivors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_are_not_put_on_another_model_of_the_same_size(run, dtype):
+    saved = run.path / "checkpoints/latest/model"
+    base = load_policy(run.recipe.model, 0).to(dtype)
+    refuse_other_base(base, saved)
+    with torch.no_grad():
+        base.model.norm.weight[3] += 0.5
+    with pytest.raises(ModelError, match=r"is not the base .*model.norm.weight has"):
+        refuse_other_base(base, saved)
+
+
+@pytest.mark.slow
+def test_a_resume_finds_its_base_where_it_lies_now_and_no_other(run, tmp_path, processes):
+    shutil.copytree(run.path, tmp_path / "run")
+    base = load_policy(run.recipe.model, 0)
+    for name in ("moved", "other"):
+        base.save_pretrained(tmp_path / name)
+        load_tokenizer(run.recipe.model).save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            base.model.norm.weight[3] += 0.5
+    further = SECTIONS | {"run": {"steps": 7}}
+    other = further | {"model": SECTIONS["model"] | {"path": str(tmp_path / "other")}}
+    with pytest.raises(ModelError, match="is not the base model of the adapters"):
+        train_small_run(tmp_path / "run", resume=True, **other)
+    moved = further | {"model": SECTIONS["model"] | {"path": str(tmp_path / "moved")}}
+    assert len(train_small_run(tmp_path / "run", resume=True, **moved).metrics) == 7
