@@ -5,11 +5,18 @@ An arm is a set of runs that differ only in their seed. All arms of a report are
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_replay.errors import DataError, EvaluationFileError, UsageError, did_you_mean
+from grpo_replay.errors import (
+    CheckpointError,
+    DataError,
+    EvaluationFileError,
+    UsageError,
+    did_you_mean,
+)
 from grpo_replay.evaluation.comparison import differences
 from grpo_replay.evaluation.evaluation_report import refuse_incomparable
 from grpo_replay.lab.report.finished_run import (
@@ -21,6 +28,7 @@ from grpo_replay.lab.report.finished_run import (
 from grpo_replay.lab.sweep.sweep_file import SWEEP, SweepFile, read_choices, read_folder
 from grpo_replay.recipe import REPLAY_PRESETS, Recipe, ReplaySection
 from grpo_replay.recipe.layers import short_path
+from grpo_replay.storage.checkpoint import list_checkpoints, read_state
 from grpo_replay.storage.recipe_history import flatten, shareable
 from grpo_replay.storage.sealed_files import changed_files
 from grpo_replay.terminal.console import tracked
@@ -107,7 +115,7 @@ def collect(paths: Sequence[str], baseline: str | None = None) -> Experiment:
         name=_name_of(paths),
         arms=tuple(arms),
         baseline=next(arm for arm in arms if arm.name == choose_baseline(arms, baseline)),
-        notes=(*_notes(runs), *_same_names(arms)),
+        notes=(*_notes(arms), *_same_names(arms)),
         tuned=found.tuned,
     )
 
@@ -259,9 +267,14 @@ def _refuse_other_base(name_a: str, a: FinishedRun, name_b: str, b: FinishedRun)
             )
 
 
-def _notes(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
+def _notes(arms: Sequence[Arm]) -> list[str]:
     """Files that are not what their run wrote, recipes that changed at a resume, and other
-    differences from the first run, each once."""
+    differences from the first run, each once. Names are without paths, for others to read."""
+    runs = [
+        (arm.name if seed is None else f"{arm.name} seed {seed}", run)
+        for arm in arms
+        for seed, run in arm.runs.items()
+    ]
     name, first = runs[0]
     found = {
         change: f"{each}: its recipe changed at a resume: {change}"
@@ -280,7 +293,37 @@ def _notes(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
     altered = [
         f"{each}: {problem}" for each, run in runs if run.log for problem in changed_files(run.path)
     ]
-    return [*altered, *found.values()]
+    return [*altered, *found.values(), *_other_steps(runs), *_other_prompts(runs)]
+
+
+def _other_steps(runs: Sequence[tuple[str, FinishedRun]]) -> list[str]:
+    """That some runs trained for more steps than others, with one of each."""
+    one_of = {len(run.log): name for name, run in runs if run.log}
+    if len(one_of) < 2:
+        return []
+    listed = ", ".join(f"{steps} by {name}" for steps, name in sorted(one_of.items()))
+    return [f"the runs trained for different numbers of steps: {listed}"]
+
+
+def _other_prompts(runs: Sequence[tuple[str, FinishedRun]]) -> Iterator[str]:
+    """Sources of prompts whose problems, answers or order were others in one run than in another,
+    or before a resume than after, though their recipes read them alike; as far as checkpoints
+    tell. The builtin ones depend on the seed."""
+    seen: dict[str, dict[str, str]] = {}
+    for name, run in runs:
+        checkpoints = list_checkpoints(run.path / "checkpoints")
+        if not (run.recipe and checkpoints) or "builtin:" in str(run.recipe.prompts.source):
+            continue
+        section = shareable(run.recipe.prompts.model_dump(mode="json"))
+        places = seen.setdefault(repr(section), {})
+        with suppress(CheckpointError):
+            prompts = read_state(checkpoints[-1]).prompts
+            for first, digest in prompts.items():
+                places.setdefault(digest, f"{name} from step {first}" if len(prompts) > 1 else name)
+    for places in seen.values():
+        if len(places) > 1:
+            listed = " than in ".join(places.values())
+            yield f"prompts.source has other problems or answers, or another order, in {listed}"
 
 
 def _same_names(arms: Sequence[Arm]) -> Iterator[str]:

@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.estimate import estimate_from_run, measured_mu
 from grpo_replay.lab.report.finished_run import Outcome, best_evaluation, read_run
 from grpo_replay.lab.report.measure import count_better
+from grpo_replay.storage.checkpoint import RunState
 
 SEEDS = (1, 2, 3)
 SMALL = Size()
@@ -404,6 +405,34 @@ def test_one_name_in_two_folders_is_taken_for_one_file_and_told(tmp_path, capsys
     assert len(notes) == 2, "seeds 3 and 4, against seed 1"
     told = "arm grpo: prompts.source 'train.jsonl' is in other folders in seed-1 and in seed-3:"
     assert notes[0].startswith(told)
+
+
+def test_other_prompts_and_other_numbers_of_steps_are_told(tmp_path, capsys):
+    """The file of the prompts was edited after two runs, the third of which is shorter."""
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"problem": "1?", "answer": "1"}\n')
+    prompts = ({"1": "old"}, {"1": "old"}, {"1": "old", "5": "new"})
+    for number, recorded in enumerate(prompts):
+        settings = ["replay.preset=grpo", f"prompts.source={data}"]
+        size = Size(steps=8) if number == 2 else Size()
+        folder = write_run(tmp_path / f"run-{number}", settings, number, 0.1, size)
+        state = folder / "checkpoints/step_000008/state.json"
+        state.parent.mkdir(parents=True)
+        state.write_text(json.dumps(asdict(RunState(step=8, prompts=recorded))))
+
+    def told(*numbers: int) -> list[str]:
+        return report(capsys, *(tmp_path / f"run-{number}" for number in numbers))["notes"]
+
+    assert told(0, 1) == []
+    alone, both = told(2), told(0, 2)
+    other = "prompts.source has other problems or answers, or another order, in "
+    assert [each for each in alone if each.startswith(other)] == [
+        f"{other}grpo seed 2 from step 1 than in grpo seed 2 from step 5"
+    ]
+    assert any(each.startswith(f"{other}grpo") for each in both)
+    steps = "the runs trained for different numbers of steps: 8 by grpo steps=8 seed 2, 12 by "
+    assert any(each.startswith(steps) for each in both)
+    assert not any(str(tmp_path) in each for each in both)
 
 
 def test_arms_outside_a_sweep_are_named_without_folders(tmp_path, capsys):
