@@ -181,9 +181,13 @@ def _inputs(
         "completion_tokens": _choice(None, seen.completion_tokens, *assumed["completion_tokens"]),
         "prompt_tokens": _choice(None, seen.prompt_tokens, *assumed["prompt_tokens"]),
     }
+    measured = options.growth is None and bool(seen.growth_points)
     return PlanInputs(
         **{name: value for name, (value, _) in table.items()},
         sources={name: source for name, (_, source) in table.items()},
+        growth_others=seen.growth_others if measured else (),
+        growth_known=options.growth is not None or bool(seen.growth_others),
+        oldest_measured=max(age for age, _ in seen.growth_points) if measured else None,
         updates_per_step=recipe.draws_per_step if recipe else 1,
     )
 
@@ -195,9 +199,12 @@ def _growth(given: float | None, estimates: RunEstimates | None) -> tuple[Growth
     if estimates is not None and estimates.growth_points:
         # A run that replayed and saw no growth measured a constant variance.
         measured = estimates.growth or RatioGrowth(0.0, 1.0)
-    return _choice(
+    growth, source = _choice(
         None if given is None else PowerGrowth(given),
         measured,
         PowerGrowth(DEFAULT_GROWTH),
         "no rollouts replayed to measure it on" if estimates else "measure it with --from-run",
     )
+    if estimates and growth is measured and not estimates.growth_others:
+        source += f" at {len(estimates.growth_points)} ages: too few"
+    return growth, source

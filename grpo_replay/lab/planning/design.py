@@ -44,6 +44,9 @@ class PlanInputs:
     completion_tokens: float  # mean of one rollout
     prompt_tokens: float
     sources: dict[str, str]
+    growth_others: tuple[Growth, ...] = ()  # that a measurement leaves open
+    growth_known: bool = True  # given, or measured at enough ages; not assumed
+    oldest_measured: int | None = None  # age at which the run had draws to measure the growth on
     updates_per_step: int = 1  # k of a FIFO buffer: x = N/R counts updates, each with R/k new ones
 
     @property
@@ -108,6 +111,7 @@ def make_plan(
     """
     _check(inputs)
     mu, rho, growth = inputs.effective_mu, inputs.rho, inputs.growth
+    known = inputs.growth_others, inputs.growth_known
     best = optimum(mu, rho, growth)
     x, y = recommended_design(mu, rho, growth)
     notes = explain(inputs, best, x, y)
@@ -118,13 +122,13 @@ def make_plan(
         current = current_design(inputs, replay)
         if replay.replays:
             cost = current_cost(inputs, replay)
-            current_verdict = judge(cost, mu, rho, growth)
+            current_verdict = judge(cost, mu, rho, growth, *known)
             notes += explain_current(inputs, current, cost, replay)
     return Plan(
         inputs=inputs,
         optimum=best,
         recommended=design_at(inputs, x, y),
-        verdict=judge(partial(objective, x, y), mu, rho, growth),
+        verdict=judge(partial(objective, x, y), mu, rho, growth, *known),
         current=current,
         current_verdict=current_verdict,
         no_replay=_no_replay(inputs),
@@ -272,6 +276,17 @@ def explain(inputs: PlanInputs, best: Optimum, x: float, y: float) -> list[str]:
         notes.append(
             f"The optimum, x = {best.x:.2g}, is less than one step of rollouts, so replaying "
             "across steps does not pay here. x = 1 is used."
+        )
+    if not inputs.growth_known:
+        notes.append(
+            "No verdict is given, because all hangs on how fast the variance grows with age "
+            f"({inputs.sources.get('growth', 'assumed')}). A run that replays for a while measures "
+            "it: --from-run DIR."
+        )
+    if inputs.oldest_measured is not None and x > inputs.oldest_measured + 1:
+        notes.append(
+            f"x = {x:.3g} is beyond the ages at which the run had draws, up to "
+            f"{inputs.oldest_measured}: the growth there is extrapolated."
         )
     if inputs.rho == 0:
         notes.append(

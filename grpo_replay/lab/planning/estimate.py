@@ -35,6 +35,7 @@ class RunEstimates:
     completion_tokens: float | None = None
     prompt_tokens: float | None = None
     growth: RatioGrowth | None = None
+    growth_others: tuple[RatioGrowth, ...] = ()  # that the ages leave open; none if too few
     growth_points: tuple[tuple[int, float], ...] = ()  # (age, excess mean square, nats²)
 
 
@@ -66,6 +67,7 @@ def estimate_from_run(source: Source) -> RunEstimates:
         completion_tokens=completion_tokens / generated,
         prompt_tokens=prompt_tokens / generated,
         growth=fit_growth(points),
+        growth_others=other_growths(points),
         growth_points=tuple((age, value) for age, value, _ in points),
     )
 
@@ -145,19 +147,37 @@ def growth_points(outcomes: Mapping[int, AgeOutcome]) -> list[tuple[int, float, 
     ]
 
 
-def fit_growth(points: Sequence[tuple[int, float, float]]) -> RatioGrowth | None:
+FEWEST_AGES = 3
+"""Ages with draws, from which on a fit says something of the growth."""
+
+
+def other_growths(points: Sequence[tuple[int, float, float]]) -> tuple[RatioGrowth, ...]:
+    """Further fits that say how much the points leave open: without each age in turn, and of a
+    policy that diffuses (b = 1) and of one that drifts (b = 2), which decide far beyond the last
+    age. Empty if there are fewer ages than `FEWEST_AGES`."""
+    if len(points) < FEWEST_AGES:
+        return ()
+    rest = ([*points[:at], *points[at + 1 :]] for at in range(len(points)))
+    fits = [*map(fit_growth, rest), fit_growth(points, 1.0), fit_growth(points, 2.0)]
+    return tuple(fit or RatioGrowth(0.0, 1.0) for fit in fits)
+
+
+def fit_growth(
+    points: Sequence[tuple[int, float, float]], exponent: float | None = None
+) -> RatioGrowth | None:
     """k and b of k·s^b, by least squares of the logarithms, weighted by tokens.
 
-    `points` are (age, excess mean square, tokens). b is limited to 0.25 to 4; with a single age it
-    is 1 (a policy that diffuses). None if no age has a mean square above that of fresh rollouts.
+    `points` are (age, excess mean square, tokens). b is limited to 0.25 to 2 (a policy that drifts
+    straight on); with a single age it is 1 (one that diffuses). None if no age has a mean square
+    above that of fresh rollouts. With `exponent` b is that.
     """
     usable = [point for point in points if point[1] > 0]
     if not usable:
         return None
     ages, values, tokens = np.array(usable, dtype=float).T
     log_age, log_value = np.log(ages), np.log(values)
-    exponent = 1.0
-    if len(usable) > 1:  # polyfit squares its weights
-        exponent = float(np.clip(np.polyfit(log_age, log_value, 1, w=np.sqrt(tokens))[0], 0.25, 4))
+    if exponent is None and len(usable) > 1:  # polyfit squares its weights
+        exponent = float(np.clip(np.polyfit(log_age, log_value, 1, w=np.sqrt(tokens))[0], 0.25, 2))
+    exponent = 1.0 if exponent is None else exponent
     scale = math.exp(np.average(log_value - exponent * log_age, weights=tokens))
     return RatioGrowth(scale, exponent)

@@ -24,7 +24,7 @@ Nothing is read or printed here. Where a function takes an array of x or y, it w
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -279,8 +279,8 @@ class Verdict:
     """Compute of a design relative to no replay, and what can be said of it.
 
     `low` and `high` are the extremes over the assumptions and every single change of one: μ halved
-    and doubled, ρ = 0 and 3ρ + 0.1, the growth smaller and larger. The answer is `undecided` if 1
-    is between them.
+    and doubled, ρ = 0 and 3ρ + 0.1, the growth smaller and larger, and others that its measurement
+    leaves open. The answer is `undecided` if 1 is between them, or if nobody knows the growth.
     """
 
     ratio: float
@@ -297,22 +297,33 @@ class Verdict:
             "dearer": "replay is dearer than none",
             "undecided": "the theory cannot decide, one changed assumption turns it round",
         }
+        if self.answer == "undecided" and not self.low <= 1 <= self.high:
+            words["undecided"] = "the theory cannot decide, the growth is not known"
         return (
             f"costs {self.ratio:.2f} times the compute of no replay ({self.low:.2f} to "
             f"{self.high:.2f}): {words[self.answer]}"
         )
 
 
-def judge(cost: Cost, mu: float, rho: float, growth: Growth) -> Verdict:
-    """The verdict on a design, of cost `cost`, under these assumptions."""
+def judge(
+    cost: Cost,
+    mu: float,
+    rho: float,
+    growth: Growth,
+    others: Sequence[Growth] = (),
+    growth_known: bool = True,
+) -> Verdict:
+    """The verdict on a design, of cost `cost`, under these assumptions. `others` are further
+    growths that a measurement admits; an assumed growth is not known."""
     tried = [(mu, rho, growth), (mu / 2, rho, growth), (mu * 2, rho, growth)]
     tried += [(mu, other, growth) for other in (0.0, min(1.0, 3 * rho + 0.1))]
-    tried += [(mu, rho, other) for other in growth.changed()]
+    tried += [(mu, rho, other) for other in (*growth.changed(), *others)]
     ratios = [relative_cost(cost, *each) for each in tried]
     low, high = min(ratios), max(ratios)
-    if low > 1:
+    if growth_known and low > 1:
         return Verdict(ratios[0], low, high, "dearer")
-    return Verdict(ratios[0], low, high, "cheaper" if high < 1 else "undecided")
+    decided = growth_known and high < 1
+    return Verdict(ratios[0], low, high, "cheaper" if decided else "undecided")
 
 
 def relative_cost(cost: Cost, mu: float, rho: float, growth: Growth) -> float:

@@ -6,6 +6,8 @@ import math
 import re
 import shutil
 import tracemalloc
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -22,15 +24,21 @@ from small_runs.synthetic import (
 
 from grpo_replay.errors import SnapshotError, UsageError
 from grpo_replay.lab.dry_run.estimates import expected_of
+from grpo_replay.lab.inspection.source import open_source
 from grpo_replay.lab.planning.design import (
     PlanInputs,
     design_at,
     make_plan,
     replay_settings,
 )
-from grpo_replay.lab.planning.estimate import fit_growth, measured_mu
+from grpo_replay.lab.planning.estimate import (
+    estimate_from_run,
+    fit_growth,
+    measured_mu,
+    other_growths,
+)
 from grpo_replay.lab.planning.plan_panels import plan_document, print_plan
-from grpo_replay.lab.planning.theory import PowerGrowth, RatioGrowth
+from grpo_replay.lab.planning.theory import PowerGrowth, RatioGrowth, judge, objective
 from grpo_replay.recipe import load_recipe, recipe_to_yaml, resolve_recipe
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.storage.checkpoint import stored_bytes
@@ -286,12 +294,55 @@ def test_a_fifo_ratio_is_no_advice_for_a_fresh_anchored_batch(capsys):
 )
 def test_no_replay_is_each_rollout_once_not_drawn_with_replacement(capsys, recipe, old, true):
     """J without replay over J of the best buffer; `old` is with J(1, 1), 2 + ρ times as much."""
-    document = plan_json(capsys, recipe=recipe, **({} if recipe else {"mu": 5.28}))
+    given = {"mu": None if recipe else 5.28, "growth": 0.2}
+    document = plan_json(capsys, recipe=recipe, **given)
     relative = 1 / document["recommended"]["objective"]
     assert relative == pytest.approx(true, abs=0.006)
     assert 2.1 * relative == pytest.approx(old, abs=0.006)
     assert document["no_replay"]["objective"] == 1
     assert document["verdict"]["answer"] == ("undecided" if recipe == "qwen3-1.7b" else "dearer")
+
+
+def test_a_growth_that_is_only_assumed_decides_nothing(capsys):
+    document = plan_json(capsys, recipe="fifo-qwen3-0.6b")
+    verdict = document["verdict"]
+    assert verdict["low"] > 1 and verdict["answer"] == "undecided"
+    assert document["current_verdict"]["answer"] == "undecided"
+    (note,) = [note for note in document["notes"] if note.startswith("No verdict is given")]
+    assert "measure it with --from-run" in note
+    run(recipe="fifo-qwen3-0.6b")
+    assert "the theory cannot decide, the growth is not known" in capsys.readouterr().out
+
+
+def test_a_growth_of_few_ages_decides_nothing_and_one_beyond_its_ages_is_said(runs, capsys):
+    measured = estimate_from_run(open_source(runs["ours"]))
+    last = max(age for age, _ in measured.growth_points)
+    document = plan_json(capsys, from_run=str(runs["ours"]), mu=1e4)
+    assert document["recommended"]["x"] > last + 1 and len(measured.growth_others) == last + 2
+    assert any(f"had draws, up to {last}:" in each for each in document["notes"])
+    short = inputs(growth=RatioGrowth(1e-5, 1.0), oldest_measured=5, growth_known=False)
+    found = make_plan(replace(short, sources={"growth": "measured at 2 ages: too few"}), None)
+    assert any("beyond the ages at which the run had draws, up to 5" in n for n in found.notes)
+    assert any("(measured at 2 ages: too few)" in each for each in found.notes)
+    near = make_plan(inputs(growth=RatioGrowth(1.0, 2.0), oldest_measured=5), None)
+    assert near.recommended.x < 6 and not any("beyond" in each for each in near.notes)
+
+
+def test_what_a_measurement_of_the_growth_leaves_open(capsys):
+    points = [(age, 0.01 * age**1.5, 100.0) for age in (1, 2, 3)]
+    assert other_growths(points[:2]) == ()
+    fits = other_growths(points)
+    assert [fit.exponent for fit in fits] == pytest.approx([1.5, 1.5, 1.5, 1.0, 2.0])
+    # e.g. b = 1: the mean of log(0.01·s^0.5) over the three ages
+    logs = [math.log(0.01 * age**0.5) for age in (1, 2, 3)]
+    assert fits[3].scale == pytest.approx(math.exp(sum(logs) / 3))
+    noisy = [(1, 0.001, 10.0), (2, 0.05, 10.0), (3, 0.08, 10.0)]
+    assert fit_growth(noisy).exponent == 2.0, "not s^4"
+    cost, growth = partial(objective, 4.0, 4.0), RatioGrowth(0.01, 1.5)
+    plain, wide = (
+        judge(cost, 5.28, 0.1, growth, others) for others in ((), (RatioGrowth(0.3, 1.5),))
+    )
+    assert (wide.ratio, wide.low) == (plain.ratio, plain.low) and wide.high > 1.5 * plain.high
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
