@@ -380,10 +380,10 @@ def quantities(runs: list[dict], pairs: list, mu: float, given: list[float]) -> 
     for name, metric in {
         "clip_fraction_fresh": "fresh/clip_fraction",
         "clip_fraction_replayed": "replay/clip_fraction",
-        "age_mean": "replay/age_mean",
         "replay_ratio": "replay/ratio",
     }.items():
         found[name] = [mean_of(run, metric) for run in runs]
+    found["age_mean"] = [mean_age(run) for run in runs]
     for name, metric in {
         "generated_tokens": "cost/generated_tokens",
         "trained_tokens": "cost/trained_tokens",
@@ -419,6 +419,16 @@ def final(run: dict) -> dict:
 def mean_of(run: dict, metric: str) -> float | None:
     values = [line[metric] for line in run["lines"] if line.get(metric) is not None]
     return fmean(values) if values else None
+
+
+def mean_age(run: dict) -> float | None:
+    """In training steps, from the log of the draws; the mean over steps. A run of metrics alone has
+    none, and counts as one draw a step."""
+    files = sorted((run["folder"] / "draws").glob("step_*.parquet"))
+    ages = [pq.read_table(file, columns=["age_steps"])["age_steps"].to_pylist() for file in files]
+    if not files:
+        return mean_of(run, "replay/age_mean")
+    return fmean(map(fmean, filter(None, ages))) if any(ages) else None
 
 
 def generated_rollouts(run: dict, line: dict) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from grpo_replay.evaluation.aes import accuracy_efficiency_score
 from grpo_replay.evaluation.evaluation_report import EvaluationReport
 from grpo_replay.lab.planning.estimate import measured_mu
-from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
+from grpo_replay.lab.report.finished_run import AGE_STEPS, FinishedRun, Outcome
 from grpo_replay.lab.report.report_findings import Spread
 from grpo_replay.storage.rollout_log import mean_over_steps
 
@@ -26,7 +26,7 @@ Pairs = Sequence[tuple[FinishedRun, FinishedRun]]
 STEP_MEANS = {
     "clip_fraction_fresh": "fresh/clip_fraction",
     "clip_fraction_replayed": "replay/clip_fraction",
-    "age_mean": "replay/age_mean",
+    "age_mean": AGE_STEPS,
     "replay_ratio": "replay/ratio",
 }
 STEP_SUMS = {

@@ -28,6 +28,9 @@ from grpo_replay.storage.run_directory import (
     refuse_newer,
 )
 
+AGE_STEPS = "replay/age_mean in steps"
+"""The mean age of a step's replayed rollouts in training steps, whatever the run counts ages in."""
+
 _EVALUATION_FILE = re.compile(r"step_(\d+)\.json")
 
 
@@ -146,7 +149,9 @@ def read_run(path: Path) -> FinishedRun:
     refuse_newer(path)
     history = read_recipes(path)
     assert history is not None
-    log = StepLog(tuple(map(_timed, read_metrics(path / "metrics.jsonl"))))
+    draws = history.first.draws_per_step
+    lines = (_in_steps(line, draws) for line in read_metrics(path / "metrics.jsonl"))
+    log = StepLog(tuple(map(_timed, lines)))
     summary = _summary(path, f"step {len(log)} of {history.latest.run.steps}")
     if len(log) != summary["steps"]:
         raise DataError(
@@ -154,6 +159,13 @@ def read_run(path: Path) -> FinishedRun:
             "steps: restore the two files together"
         )
     return _with_evaluations(path, history, log, summary["wall_seconds"])
+
+
+def _in_steps(line: Mapping[str, Any], draws: int) -> Mapping[str, Any]:
+    """The metrics of a step, with `AGE_STEPS`. With several draws a step an age counts them: it is
+    draws · steps + the index of the draw in its step, on average (draws - 1)/2."""
+    age = line.get("replay/age_mean")
+    return {**line, AGE_STEPS: None if age is None else (age - (draws - 1) / 2) / draws}
 
 
 def _timed(line: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -237,9 +249,9 @@ def _final(path: Path, steps: int) -> EvaluationReport:
     file = _evaluation_file(path, steps)
     if not file.exists():
         raise EvaluationFileError(
-            f"{path}: no evaluation of its last step ({file.name} is not there; eval.benchmarks "
-            "was empty): a report compares accuracies. Name held-out problems in eval.benchmarks "
-            "before training, or evaluate it and give that file: "
+            f"{path}: no evaluation of its last step ({file.name} is not there): a report compares "
+            "accuracies. Name held-out problems in eval.benchmarks before training, or evaluate "
+            "it and give that file: "
             f"grpo-replay eval --ckpt {path} --benchmark NAME_OR_FILE"
         )
     return _without_texts(file)

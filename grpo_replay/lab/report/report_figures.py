@@ -11,7 +11,7 @@ import numpy as np
 
 from grpo_replay.lab.report.collect import Arm, Experiment
 from grpo_replay.lab.report.costs import Axis
-from grpo_replay.lab.report.finished_run import FinishedRun, Outcome
+from grpo_replay.lab.report.finished_run import AGE_STEPS, FinishedRun, Outcome
 from grpo_replay.lab.report.report_findings import Findings
 from grpo_replay.terminal.plot_style import (
     COLUMN_INCHES,
@@ -74,7 +74,7 @@ OVERLAYS = (
             "Share of fresh tokens whose gradient was clipped.", "clipped tokens, %",
             "fresh/clip_fraction", unit=100),
     Overlay("staleness", "Staleness", "Mean age of the replayed rollouts.",
-            "age at use, steps (buffer_only: updates)", "replay/age_mean"),
+            "age at use, steps", AGE_STEPS),
     Overlay("length", "Length", "Mean length of the completions generated in training.", "tokens",
             "completions/mean_length", from_zero=False),
 )  # fmt: skip

@@ -287,8 +287,8 @@ def clip_table(findings: Findings) -> TextTable:
     ]
     legend = (
         "share of tokens whose gradient the clip removed, mean over steps; age of replayed "
-        "rollouts in steps (buffer_only: in updates); replayed per fresh. Means and quartiles "
-        "over seeds; (n): of n runs."
+        "rollouts in training steps; replayed per fresh. Means and quartiles over seeds; "
+        "(n): of n runs."
     )
     return _quantity_table(findings, "clipping", "clip fraction and replay", legend, columns)
 

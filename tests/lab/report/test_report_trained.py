@@ -13,7 +13,10 @@ SMALL = (
     *("run.steps=4", "sampling.prompts_per_step=4", "replay.warmup_steps=1", "eval.every_steps=1"),
     *("eval.max_problems=8", "eval.samples=2", "eval.greedy=true", "tracking.report_to=[]"),
 )
-ARMS = {"grpo": ["replay.preset=grpo"], "ours": []}
+FIFO = [  # a draw for each update
+    *("replay.preset=fifo", "replay.warmup_steps=0", "replay.ratio=2"), "batch.updates_per_step=2",
+]  # fmt: skip
+ARMS = {"grpo": ["replay.preset=grpo"], "ours": [], "fifo": FIFO}
 
 
 def command(*words: str) -> subprocess.CompletedProcess:
@@ -36,12 +39,12 @@ def test_the_report_of_trained_runs_is_recomputed_from_their_files(tmp_path):
             command("train", "tiny", *words, "--output-dir", str(cell))
     file = tmp_path / "report.json"
     file.write_text(command("report", str(sweep), "--json").stdout)
-    arms = json.loads(file.read_text())["arms"]
-    assert [(arm["name"], arm["seeds"]) for arm in arms] == [("grpo", [1, 2]), ("ours", [1, 2])]
-    assert set(arms[1]["equal_cost"]) == {"compute_measured", "generated_tokens", "seconds"}
+    arms = {arm["name"]: arm for arm in json.loads(file.read_text())["arms"]}
+    assert {name: arm["seeds"] for name, arm in arms.items()} == {name: [1, 2] for name in ARMS}
+    assert set(arms["ours"]["equal_cost"]) == {"compute_measured", "generated_tokens", "seconds"}
     script = str(ROOT / "benchmarks" / "recompute_report.py")
     done = subprocess.run(
         [sys.executable, script, str(file), str(sweep)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
-    assert "4 runs compared, 0 differ" in done.stdout
+    assert "6 runs compared, 0 differ" in done.stdout
