@@ -87,7 +87,8 @@ class RunState:
     `policy_version` is the version of the weights in `model/`. `prompt_cursor` is the number of
     prompts taken so far. `reward` is what decided the rewards of the stored rollouts
     (`training.reward_watch`). `prompts` has the SHA-256 of the problems and answers
-    (`prompts.prompt_set`) by the first step that had them; earlier versions wrote none.
+    (`prompts.prompt_set`) by the first step that had them, `base` the digest of the model that the
+    run began with (`engine.models`); earlier versions wrote neither.
     """
 
     step: int = 0
@@ -105,12 +106,13 @@ class RunState:
     zero_stage: int = 0
     reward: dict[str, Any] = field(default_factory=dict)
     prompts: dict[str, str] = field(default_factory=dict)
+    base: str = ""
     format_version: int = CHECKPOINT_VERSION
 
     @classmethod
     def from_json(cls, value: Any, place: Path) -> "RunState":
         names = {field.name for field in fields(cls)}
-        if not isinstance(value, dict) or not names - {"prompts"} <= set(value) <= names:
+        if not isinstance(value, dict) or not names - {"prompts", "base"} <= set(value) <= names:
             raise CheckpointError(
                 f"{place}: expected the keys {', '.join(sorted(names))}; this checkpoint was "
                 "written by another version of grpo-replay, or the file was changed"

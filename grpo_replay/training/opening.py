@@ -12,19 +12,21 @@ from grpo_replay.distributed.comm import Comm
 from grpo_replay.distributed.failures import run_collectively, run_on_main
 from grpo_replay.engine.deepspeed_engine import DeepSpeedEngine, notices_of_precision
 from grpo_replay.engine.models import (
+    base_digest,
     drop_unwritable_settings,
     float32_warning,
     load_config,
     load_policy,
     load_tokenizer,
-    refuse_other_base,
     refuse_other_shapes,
     resolve_model_path,
 )
 from grpo_replay.engine.passed_settings import check_passed_settings
+from grpo_replay.errors import ModelError
 from grpo_replay.evaluation.benchmarks import EvaluationPlan, plan_that_fits
 from grpo_replay.prompts.prompt_set import PromptSet, load_prompts
 from grpo_replay.recipe import Recipe
+from grpo_replay.recipe.layers import short_path
 from grpo_replay.recipe.open_lists import ADVANTAGES, LOSSES
 from grpo_replay.replay import ReplayBuffer
 from grpo_replay.replay.priorities import load_priority
@@ -210,8 +212,7 @@ class RunOpener:
             refuse_other_shapes(recipe.model, start.checkpoint / "model")
         model = load_policy(recipe.model, recipe.run.seed)
         self.notices += drop_unwritable_settings(model)
-        if start.checkpoint is not None and recipe.model.lora.r is not None:
-            refuse_other_base(model, start.checkpoint / "model")
+        self._remember_base(base_digest(model), start.state)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         engine = DeepSpeedEngine(recipe, model, tokenizer, self.comm, self.device)
         self.stack.callback(engine.close)
@@ -228,6 +229,17 @@ class RunOpener:
             self._say_if_resharded(start.state)
             engine.load(start.checkpoint / "engine")
         return engine
+
+    def _remember_base(self, digest: str, state: RunState) -> None:
+        """In the state. Raises ModelError for another than the run began with: adapters are trained
+        on it, the KL term refers to it, and the card of a checkpoint names it."""
+        if state.base not in ("", digest):
+            raise ModelError(
+                f"model.path {short_path(self.recipe.model.path)!r} is another model than the one "
+                "that the run began with: set model.path to that one, wherever it lies, or start a "
+                "new run"
+            )
+        state.base = digest
 
     def _say_if_resharded(self, state: RunState) -> None:
         ranks, stage = state.world_size, state.zero_stage

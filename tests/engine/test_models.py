@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_replay.engine.models import (
     EOS_ID,
     PAD_ID,
+    base_digest,
     byte_tokenizer,
     drop_unwritable_settings,
     eos_token_ids,
@@ -292,6 +293,23 @@ def test_weights_of_another_model_are_refused_by_name(tmp_path):
     with pytest.raises(RecipeError, match=r"builtin:qwen3-0.6b' is another model than that of .*: "
                        r"vocab_size 151936, was 24; hidden_size 1024, was 64; "):  # fmt: skip
         refuse_other_shapes(other, tmp_path)
+
+
+def test_a_base_is_known_wherever_it_lies_and_in_any_dtype(tmp_path):
+    model = load_policy(ModelSection(path="builtin:tiny"), 0)
+    model.save_pretrained(tmp_path)
+    load_tokenizer(ModelSection(path="builtin:tiny")).save_pretrained(tmp_path)
+    digests = [base_digest(model)]
+    for dtype in ("float32", "bfloat16"):
+        moved = load_policy(ModelSection(path=str(tmp_path), dtype=dtype), 0)
+        assert base_digest(moved) == digests[0]
+    for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[:20] += 0.5
+        digests.append(base_digest(model))
+    digests += [base_digest(load_policy(random_section(), seed)) for seed in (1, 2)]
+    assert len(set(digests)) == 5
+    assert base_digest(load_policy(random_section(), 2)) == digests[-1]
 
 
 def test_a_file_is_not_a_folder(folder):

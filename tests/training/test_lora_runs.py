@@ -17,7 +17,7 @@ from small_runs.trained import (
 )
 from transformers import AutoModelForCausalLM
 
-from grpo_replay.engine.models import load_policy, load_tokenizer, refuse_other_base
+from grpo_replay.engine.models import load_policy, load_tokenizer
 from grpo_replay.errors import ModelError
 from grpo_replay.lab.verification.verify import verify_run
 
@@ -96,17 +96,6 @@ def test_every_stage_and_precision_trains(tmp_path, processes, stage, dtype):
     assert sum(line["updates"] > 0 for line in run.metrics) >= 3  # a step may have no survivors
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_are_not_put_on_another_model_of_the_same_size(run, dtype):
-    saved = run.path / "checkpoints/latest/model"
-    base = load_policy(run.recipe.model, 0).to(dtype)
-    refuse_other_base(base, saved)
-    with torch.no_grad():
-        base.model.norm.weight[3] += 0.5
-    with pytest.raises(ModelError, match=r"is not the base .*model.norm.weight has"):
-        refuse_other_base(base, saved)
-
-
 @pytest.mark.slow
 def test_a_resume_finds_its_base_where_it_lies_now_and_no_other(run, tmp_path, processes):
     shutil.copytree(run.path, tmp_path / "run")
@@ -118,7 +107,7 @@ def test_a_resume_finds_its_base_where_it_lies_now_and_no_other(run, tmp_path, p
             base.model.norm.weight[3] += 0.5
     further = SECTIONS | {"run": {"steps": 7}}
     other = further | {"model": SECTIONS["model"] | {"path": str(tmp_path / "other")}}
-    with pytest.raises(ModelError, match="is not the base model of the adapters"):
+    with pytest.raises(ModelError, match="is another model than the one that the run began with"):
         train_small_run(tmp_path / "run", resume=True, **other)
     moved = further | {"model": SECTIONS["model"] | {"path": str(tmp_path / "moved")}}
     assert len(train_small_run(tmp_path / "run", resume=True, **moved).metrics) == 7

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_replay.distributed.comm import Comm
-from grpo_replay.errors import RecipeError
+from grpo_replay.errors import ModelError, RecipeError
 from grpo_replay.recipe import resolve_recipe
 from grpo_replay.storage.checkpoint import RunState
 from grpo_replay.storage.run_directory import RunDirectory
@@ -146,6 +146,16 @@ def test_other_prompts_than_before_are_noticed_and_remembered(tmp_path, known, t
     ] * told
     assert state.prompts == kept
     assert state.prompts_at(4) == "new"
+
+
+def test_another_model_than_the_run_began_with_is_refused(tmp_path):
+    opened = opener(tmp_path)
+    for recorded in ("", "the base"):  # none by an earlier version
+        state = RunState(base=recorded)
+        opened._remember_base("the base", state)
+        assert state.base == "the base"
+    with pytest.raises(ModelError, match=r"builtin:tiny' is another model than the one that the"):
+        opened._remember_base("another", state)
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
