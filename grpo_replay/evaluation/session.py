@@ -137,7 +137,9 @@ def used_revision(revision: str | None, path: str) -> str | None:
 
 
 def _latest(checkpoints: Path) -> ModelSource:
-    latest = checkpoints / "latest"
+    latest, found = checkpoints / "latest", list_checkpoints(checkpoints)
+    if not latest.is_dir() and found:
+        latest = found[-1]  # the link was lost, in a copy for example
     if not latest.is_dir():
         raise CheckpointError(
             f"{checkpoints} has no checkpoint yet (no {latest.name}): name another folder, or wait "
@@ -148,7 +150,7 @@ def _latest(checkpoints: Path) -> ModelSource:
     run = checkpoints.resolve().parent
     name = checkpoint_name(source.step or 0)
     notice = f"evaluating {name}, the latest checkpoint of {run}"
-    for other in list_checkpoints(checkpoints):
+    for other in found:
         if (step_of(other) or 0) > (source.step or 0):
             notice = f"evaluating {name}, which {latest} names, though {other.name} is newer"
     return replace(source, notice=notice)

@@ -111,12 +111,18 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path, run_folder):
     ):
         with pytest.raises(CheckpointError, match=message):
             find_model(str(tmp_path / place))
-    (run_folder / "checkpoints" / "latest").unlink()
+    (tmp_path / "begun/checkpoints/x").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
-        find_model(str(run_folder))
+        find_model(str(tmp_path / "begun"))
     (run_folder / "checkpoints" / "step_000001" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="incomplete"):
         find_model(str(run_folder / "checkpoints" / "step_000001"))
+
+
+def test_without_the_link_the_newest_checkpoint_is_the_latest(run_folder):
+    (run_folder / "checkpoints" / "latest").unlink()
+    found = find_model(str(run_folder))
+    assert found.step == 2 and "step_000002, the latest checkpoint" in (found.notice or "")
 
 
 def test_weights_that_differ_from_the_manifest_are_refused(run_folder):

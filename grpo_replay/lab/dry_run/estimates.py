@@ -18,7 +18,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from grpo_replay.lab.dry_run.memory import ModelShape
-from grpo_replay.recipe import Recipe, SamplingSection
+from grpo_replay.recipe import Recipe, ReplaySection, SamplingSection
 from grpo_replay.storage.checkpoint import logged_bytes, stored_bytes, to_gib
 
 SURVIVORS_OF_256 = {"Qwen3-0.6B": 86.5, "Qwen3-1.7B": 112.7, "Qwen3-4B": 124.9}  # -Base
@@ -167,10 +167,10 @@ def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
     sampling, replay = recipe.sampling, recipe.replay
     generated, survivors = _expected_rollouts(sampling, expected)
     most = sampling.rollouts_per_step * (sampling.max_refills + 1)
-    replayed = replay.ratio * survivors if replay.replays else 0.0
-    trained = survivors + replayed
-    if replay.replays and replay.stores_first:
-        trained = replayed = replay.ratio * generated
+    replayed = 0.0
+    if replay.replays:
+        replayed = drawn_rollouts(replay, generated, survivors, recipe.draws_per_step)
+    trained = replayed if replay.replays and replay.stores_first else survivors + replayed
     return {
         "generated_rollouts": round(generated),
         "generated_tokens_expected": round(generated * expected.completion_tokens),
@@ -180,6 +180,24 @@ def describe_step(recipe: Recipe, expected: Expected) -> dict[str, Any]:
         "trained_rollouts_expected": round(trained),
         "trained_tokens_expected": round(trained * expected.completion_tokens),
     }
+
+
+def stored_when_drawn(replay: ReplaySection, survivors: float) -> float:
+    """Rollouts that the buffer holds when a step with so many survivors draws from it, at rest."""
+    limit = math.inf if replay.max_age_steps is None else float(replay.max_age_steps)
+    if replay.stores_first:
+        return max(survivors, min(replay.capacity_rollouts, (limit + 1) * survivors))
+    return min(replay.capacity_rollouts, limit * survivors)
+
+
+def drawn_rollouts(
+    replay: ReplaySection, generated: float, survivors: float, draws_per_step: int
+) -> float:
+    """Rollouts that a step draws; without replacement, a draw has at most what is stored."""
+    drawn = replay.ratio * (generated if replay.stores_first else survivors)
+    if replay.with_replacement:
+        return drawn
+    return min(drawn, draws_per_step * stored_when_drawn(replay, survivors))
 
 
 def _expected_rollouts(sampling: SamplingSection, expected: Expected) -> tuple[float, float]:

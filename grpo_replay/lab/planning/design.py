@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from grpo_replay.errors import UsageError
+from grpo_replay.lab.dry_run.estimates import drawn_rollouts, stored_when_drawn
 from grpo_replay.lab.planning.theory import (
     Cost,
     Growth,
@@ -202,19 +203,17 @@ def current_cost(inputs: PlanInputs, replay: ReplaySection) -> Cost:
 
 def _horizon_and_uses(inputs: PlanInputs, replay: ReplaySection) -> tuple[float, float]:
     """x and y of the recipe's own batches; in other than FIFO's, fresh rollouts are of age 0."""
-    steps = _stored_steps(inputs, replay)
+    steps, draws = _stored_steps(inputs, replay), inputs.updates_per_step
+    survivors = inputs.survivors_per_step
+    uses = drawn_rollouts(replay, inputs.rollouts_per_step, survivors, draws) / survivors
     if replay.stores_first:
-        return steps * inputs.updates_per_step, replay.ratio / inputs.survival
-    return steps + 1, 1 + replay.ratio
+        return steps * draws, uses
+    return steps + 1, 1 + uses
 
 
 def _stored_steps(inputs: PlanInputs, replay: ReplaySection) -> float:
     """Steps of survivors that the buffer holds when it is drawn from."""
-    capacity = replay.capacity_rollouts / inputs.survivors_per_step
-    limit = math.inf if replay.max_age_steps is None else float(replay.max_age_steps)
-    if replay.stores_first:
-        return max(1.0, min(capacity, limit + 1))
-    return min(capacity, limit)
+    return stored_when_drawn(replay, inputs.survivors_per_step) / inputs.survivors_per_step
 
 
 def _no_replay(inputs: PlanInputs, replay: ReplaySection | None = None) -> Design:

@@ -62,6 +62,23 @@ def test_hours_by_hand():
 
 
 @pytest.mark.parametrize(
+    ("words", "replayed"),
+    [
+        (["replay.ratio=2"], 200),
+        (["replay.ratio=20"], 1000),  # all that ten steps store
+        (["replay.ratio=20", "replay.capacity_rollouts=500"], 500),
+        (["replay.ratio=20", "replay.with_replacement=true"], 2000),
+    ],
+)
+def test_no_more_is_drawn_without_replacement_than_is_stored(words, replayed):
+    """100 of 256 rollouts survive, and are stored for ten steps."""
+    recipe = load_recipe("qwen3-1.7b", words)
+    found = describe_step(recipe, expected_of(recipe, {"survival": 100 / 256}))
+    assert found["replayed_rollouts_expected"] == replayed
+    assert found["trained_rollouts_expected"] == 100 + replayed
+
+
+@pytest.mark.parametrize(
     ("prompts", "processes", "each"), [(1, 8, 2), (1, 4, 4), (1, 3, 6), (5, 3, 27), (1, 32, 1)]
 )
 def test_a_step_lasts_as_long_as_the_rank_that_samples_most(prompts, processes, each):

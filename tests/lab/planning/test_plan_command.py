@@ -198,6 +198,15 @@ def test_fifo_and_grpo_recipes_become_x_and_y():
     )
 
 
+def test_a_rollout_is_used_no_more_often_than_steps_store_it():
+    """Anchored without replacement: fresh once, and at most once in each of six further steps."""
+    for ratio, uses in ((0.5, 1.5), (20.0, 7.0)):
+        ours = synthetic_recipe("ours", 50, max_age_steps=6, ratio=ratio).replay
+        plan = make_plan(inputs(rollouts_per_step=32), ours)
+        assert (plan.current.x, plan.current.y) == (7.0, uses)
+        assert plan.current.trained_rollouts_per_step == 32 * uses
+
+
 def test_recommended_settings_give_back_x_and_y():
     assumed = inputs(survival=0.4)
     plan = make_plan(assumed, None)
